@@ -1,0 +1,44 @@
+# Every target makes its own environment first: `make train` works in a fresh clone. Pass options on in ARGS:
+#   make train ARGS="--compare"        make test ARGS="-m 'not slow' tests/unit"
+VENV ?= .venv
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(if $(shell command -v $(name)),$(name))))
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
+
+.DEFAULT_GOAL := help
+.PHONY: help venv train test check bench clean
+
+help:
+	@echo "make train | test | check | bench | venv | clean    (options: make train ARGS=\"...\")"
+
+$(STAMP): pyproject.toml
+	@$(BIN)/python -c "import pip" 2>/dev/null || { echo "make: creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@echo "make: installing $(TORCH) into $(VENV) (once, a minute or two)"
+	@$(PIP) "$(TORCH)"
+	@echo "make: installing dshard with its development tools"
+	@$(PIP) --editable ".[dev,test,cli]"
+	@touch $@
+
+venv: $(STAMP)
+
+train: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m dshard train $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/collectives.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

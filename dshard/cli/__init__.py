@@ -1,0 +1,46 @@
+"""The console command ``dshard``: one module per subcommand, each with ``add_parser`` and a ``run`` of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dshard.cli import train
+from dshard.cli.usage import CommandParser, UsageError, fail
+
+__all__ = ["main"]
+
+# A new subcommand is a module with `add_parser(subparsers)`, which sets `run` as its default; name it here.
+_COMMANDS = (train,)
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(prog="dshard", description="Sharded data-parallel training with PyTorch.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code.
+
+    Args:
+        argv: the arguments after the program's name; None takes them from ``sys.argv``.
+
+    Returns:
+        0 after success, 2 after bad input (one line on stderr, from the first rank of each machine), 130 after Ctrl-C.
+
+    Communicates: what the subcommand does; bad input is found before the first collective wherever that is possible.
+    """
+    who = "dshard"
+    try:
+        args, unknown = _parser().parse_known_args(argv)
+        who = f"dshard {args.command}"
+        if unknown:
+            raise UsageError(f"unrecognized arguments: {' '.join(unknown)}. See {who} --help.")
+        code: int = args.run(args)
+    except UsageError as error:
+        return fail(error.who or who, str(error))
+    except KeyboardInterrupt:
+        return 130
+    return code

@@ -1,0 +1,24 @@
+"""Collectives over buckets of plain tensors. Nothing here knows a ShardedTensor."""
+
+from dshard.collectives._c10d import ProcessGroup, ReduceOp, default_backend, is_initialized, world_size
+from dshard.collectives.bucket import ReduceBucket, Reduced, all_gather, all_reduce, broadcast, shard_of
+from dshard.collectives.group import Handle, ShardGroup
+from dshard.collectives.trace import CommRecord, CommTrace
+
+__all__ = [
+    "CommRecord",
+    "CommTrace",
+    "Handle",
+    "ProcessGroup",
+    "ReduceBucket",
+    "ReduceOp",
+    "Reduced",
+    "ShardGroup",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "default_backend",
+    "is_initialized",
+    "shard_of",
+    "world_size",
+]

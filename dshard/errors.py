@@ -1,0 +1,25 @@
+"""The exception tree: what went wrong for a user is a `DShardError`; an `AssertionError` is a bug of ours."""
+
+
+class DShardError(Exception):
+    """Root of every error that dshard raises on purpose."""
+
+
+class PlacementError(DShardError, ValueError):
+    """A tensor cannot be laid out over the mesh as asked."""
+
+
+class StateError(DShardError, RuntimeError):
+    """A call that the present state of a module, tensor or optimizer does not allow."""
+
+
+class DivergenceError(DShardError, RuntimeError):
+    """The ranks hold different values, or do different things, where they must agree."""
+
+
+class UnsupportedOpError(DShardError, NotImplementedError):
+    """An operation for which full-value semantics cannot be kept."""
+
+
+class CheckpointError(DShardError, RuntimeError):
+    """A checkpoint that is missing, damaged, or does not fit the model."""

@@ -1,0 +1,141 @@
+"""Pure shard arithmetic: which elements each rank holds, and where they lie in a bucket."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dshard.errors import PlacementError
+
+__all__ = ["BucketLayout", "Extent", "ShardLayout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Half-open range `[start, stop)` of indices along one dim, in elements."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of indices in the range."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """How a tensor of `shape` is cut along `dim` over `num_ranks` ranks.
+
+    The cut follows `torch.chunk`: every rank but the last non-empty one holds `ceil(D / N)` indices; ranks past the
+    end hold an empty shard of the right rank and dtype. With `dim=None` every rank holds the whole tensor (the
+    layout of 0-d tensors, and of `Replicate()`).
+
+    Args:
+        shape: Full (global) shape.
+        dim: Dim that is cut, non-negative; None for a whole copy on every rank.
+        num_ranks: Number of ranks, at least 1.
+
+    Raises:
+        PlacementError: `dim` is not a dim of `shape`, or `num_ranks` is below 1. A function of the arguments alone, so
+            every rank raises alike.
+
+    Communicates:
+        Nothing.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None
+    num_ranks: int
+    chunk_size: int = field(init=False)
+    slot_numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise PlacementError(
+                f"layout: num_ranks must be at least 1, but it is {self.num_ranks}. Pass the mesh size."
+            )
+        if self.dim is not None and not 0 <= self.dim < len(self.shape):
+            raise PlacementError(
+                f"layout: the sharded dim must be in [0, {len(self.shape)}), but it is {self.dim} "
+                f"(shape {self.shape}). Use a dim that the tensor has."
+            )
+        chunk = 0 if self.dim is None else -(-self.shape[self.dim] // self.num_ranks)
+        object.__setattr__(self, "chunk_size", chunk)
+        object.__setattr__(self, "slot_numel", self.local_numel(0))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements on the wire or in memory beyond the full tensor's, summed over the ranks."""
+        return self.slot_numel * self.num_ranks - self.numel
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every rank holds the same number of elements."""
+        return self.dim is None or self.shape[self.dim] % self.num_ranks == 0
+
+    def extent(self, rank: int) -> Extent:
+        """Indices along `dim` that `rank` holds; `[0, 1)` for a layout that is not cut."""
+        if self.dim is None:
+            return Extent(0, 1)
+        size = self.shape[self.dim]
+        start = min(rank * self.chunk_size, size)
+        return Extent(start, min(start + self.chunk_size, size))
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the shard of `rank`."""
+        if self.dim is None:
+            return self.shape
+        return (*self.shape[: self.dim], self.extent(rank).size, *self.shape[self.dim + 1 :])
+
+    def local_numel(self, rank: int) -> int:
+        """Elements of the shard of `rank`."""
+        return math.prod(self.local_shape(rank))
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """Where the shards of several tensors of one dtype lie in a bucket.
+
+    A bucket holds one *segment* per rank, all of one size; a segment holds one *slot* per tensor, sized for the largest
+    shard. A shard fills the front of its slot; what is left is padding, which is never read.
+
+    Args:
+        layouts: One layout per tensor, all over the same number of ranks.
+    """
+
+    layouts: tuple[ShardLayout, ...]
+    offsets: tuple[int, ...] = field(init=False)
+    segment_numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        offsets, total = [], 0
+        for layout in self.layouts:
+            offsets.append(total)
+            total += layout.slot_numel
+        object.__setattr__(self, "offsets", tuple(offsets))
+        object.__setattr__(self, "segment_numel", total)
+
+    @classmethod
+    def of(cls, layouts: Sequence[ShardLayout]) -> "BucketLayout":
+        """Lay out `layouts` one after the other."""
+        return cls(tuple(layouts))
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks over which the bucket is cut."""
+        return self.layouts[0].num_ranks if self.layouts else 1
+
+    @property
+    def slot_sizes(self) -> list[int]:
+        """Elements of each slot, in order."""
+        return [layout.slot_numel for layout in self.layouts]
+
+    @property
+    def padding_numel(self) -> int:
+        """Padding elements of the whole bucket, summed over the ranks."""
+        return sum(layout.padding_numel for layout in self.layouts)

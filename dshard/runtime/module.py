@@ -1,0 +1,185 @@
+"""What a module can do after `fully_shard`: the methods of FSDP2's `FSDPModule`."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from dshard.errors import StateError
+from dshard.runtime.runtime import Runtime, hook_gradient
+from dshard.runtime.unit import Unit
+from dshard.tensor import ShardedTensor
+from dshard.tensor.cell import ShardCell
+
+__all__ = ["FSDPModule", "UnshardHandle", "sharded_class", "units_of"]
+
+
+class UnshardHandle:
+    """A gather under way, from `FSDPModule.unshard(async_op=True)`."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = units
+
+    def wait(self) -> None:
+        """Wait for the gather."""
+        for unit in self._units:
+            unit.wait()
+
+
+def units_of(module: nn.Module) -> list[Unit]:
+    """Units whose modules are `module` or lie inside of it, in order of registration."""
+    found: dict[Unit, None] = {}
+    for child in module.modules():
+        found.update(dict.fromkeys(child.__dict__.get("_dshard_units", ())))
+    return list(found)
+
+
+class FSDPModule(nn.Module):
+    """Mixed into the class of every module that `fully_shard` was called on. Not to be constructed."""
+
+    _dshard_units: list[Unit]
+
+    def _runtime(self) -> Runtime:
+        runtime = cast(Runtime, self._dshard_units[0].observer)
+        runtime.before_use()
+        return runtime
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own units ahead of their use.
+
+        Args:
+            async_op: Return a handle at once, rather than wait.
+
+        Communicates:
+            One all-gather per bucket of each unit that is not gathered.
+        """
+        self._runtime()
+        for unit in self._dshard_units:
+            unit.gather()
+        handle = UnshardHandle(self._dshard_units)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the gathered copies of this module's own units. Communicates nothing."""
+        for unit in self._dshard_units:
+            unit.free()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether units are freed between forward and backward. Communicates nothing.
+
+        Args:
+            reshard_after_forward: True saves memory, False a gather per unit and backward.
+            recurse: Also for the units of all submodules.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"set_reshard_after_forward: the argument must be a bool, but it is {reshard_after_forward!r}. "
+                "Pass True or False."
+            )
+        self._runtime()
+        for unit in units_of(self) if recurse else self._dshard_units:
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients, or adds them up unreduced until a later backward does.
+
+        Without sync the full gradients of this rank stay in memory. Reading such a gradient reduces it.
+
+        Args:
+            requires_gradient_sync: False for all micro-batches but the last.
+            recurse: Accepted for FSDP2's sake; the switch is the whole model's.
+
+        Communicates:
+            Nothing.
+        """
+        self._runtime().reducer.sync = requires_gradient_sync
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted for FSDP2's sake; not needed here, where each backward ends what it began."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDPModule":
+        """`to`, `half`, `to_empty` and their kind: convert the shards, in place of whole parameters."""
+        self._runtime()
+        for unit in units_of(self):
+            unit.free()
+        for module in self.modules() if recurse else [self]:
+            for param in module.parameters(recurse=False):
+                if isinstance(param, ShardedTensor):
+                    _convert(param, fn)
+                else:
+                    with torch.no_grad():
+                        param.data = fn(param)
+                        if param.grad is not None:
+                            param.grad = fn(param.grad)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = fn(buffer)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            f"{type(self).__name__}: a sharded module holds process groups and cannot be pickled. Save its state_dict, "
+            "or use dshard.checkpoint."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FSDPModule":
+        import copy
+
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        self._runtime()
+        for key, value in self.__dict__.items():
+            new.__dict__[key] = copy.deepcopy(value, memo)
+        return new
+
+
+def _convert(param: ShardedTensor, fn: Callable[[Tensor], Tensor]) -> None:
+    """Apply a conversion to a sharded parameter and its gradient, keeping the parameter object."""
+    with torch.no_grad():
+        shard = fn(param._cell.resolve())
+        if shard is param._cell.resolve():
+            return
+        grad, param.grad = param.grad, None
+        new = param.like(shard)
+        if new.device == param.device:
+            param.data = new
+        else:
+            _swap(param, new)
+        param._spec = new._spec
+        param._cell = ShardCell(shard)
+        param._views = None
+        if isinstance(grad, ShardedTensor):
+            param.grad = grad.like(fn(grad._cell.resolve()))
+
+
+def _swap(param: ShardedTensor, new: ShardedTensor) -> None:
+    """Give a parameter object the metadata of a tensor on another device."""
+    if param._grad_hook is not None:
+        param._grad_hook.remove()
+        param._grad_hook = None
+    attributes, requires_grad = dict(param.__dict__), param.requires_grad
+    try:
+        torch.utils.swap_tensors(param, new)
+    except RuntimeError as error:
+        raise StateError(
+            f"{param.name}: a parameter can move to another device only while nothing else refers to it, but "
+            f"{error}. Move the module before its first backward, and without other references to its parameters."
+        ) from error
+    param.__dict__.clear()
+    param.__dict__.update(attributes)
+    param.requires_grad_(requires_grad)
+    hook_gradient(param)
+
+
+def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of `cls`'s modules after `fully_shard`: `FSDP<Name>`, a subclass of both."""
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def original_classes(module: nn.Module) -> Iterator[type]:
+    """Classes of `module` without the mixin."""
+    return (c for c in type(module).__mro__ if c is not FSDPModule)

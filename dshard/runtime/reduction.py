@@ -1,0 +1,204 @@
+"""Gradients on their way: packed as they arrive, reduced once per unit and backward, awaited at their first use."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard import collectives
+from dshard.collectives import Handle, ReduceBucket, Reduced, ReduceOp
+from dshard.errors import DivergenceError
+from dshard.runtime.unit import Bucket, Unit
+from dshard.tensor import ShardedTensor
+from dshard.tensor.cell import ShardCell
+
+__all__ = ["GradReduction", "Reducer"]
+
+
+class GradReduction:
+    """The gradients of one bucket of a unit, from the first arrival to the reduced shards.
+
+    Args:
+        unit: Whose gradients they are.
+        bucket: Which of its parameters.
+        mean: Whether to average over the ranks, rather than add.
+    """
+
+    def __init__(self, unit: Unit, bucket: Bucket, *, mean: bool) -> None:
+        self._unit, self._slots, self._mean = unit, bucket.slots, mean
+        first = unit.params[bucket.slots[0]]
+        self._bucket = ReduceBucket(
+            bucket.layout, bucket.group, dtype=first.dtype, device=first.device, label=unit.label
+        )
+        self._cells: dict[int, weakref.ref[ShardCell]] = {}
+        self._handle: Handle[Reduced] | None = None
+        self._is_finished = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every gradient has arrived."""
+        return self._bucket.is_complete
+
+    def receive(self, slot: int, grad: Tensor) -> ShardedTensor:
+        """Pack a full gradient of this rank and give the reduced one, which is not there yet."""
+        index = self._slots.index(slot)
+        param = self._unit.params[slot]
+        cell = self._cells[slot]() if slot in self._cells else None
+        is_added = cell is not None
+        if cell is None:
+            self._bucket.discard(index)
+            cell = ShardCell(None, self._resolve)
+            self._cells[slot] = weakref.ref(cell)
+        self._bucket.add(index, grad if grad.dtype == param.dtype else grad.to(param.dtype))
+        out = param.like(cell)
+        out._is_added = is_added
+        return out
+
+    def holds(self, slot: int) -> bool:
+        """Whether it holds a gradient of parameter `slot` that somebody still refers to."""
+        return slot in self._cells and self._cells[slot]() is not None
+
+    def launch(self) -> None:
+        """Start the reduce-scatter, once."""
+        if self._handle is None:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self._handle = self._bucket.launch(mean=self._mean)
+
+    def _resolve(self, cell: ShardCell) -> None:
+        self.finish()
+
+    def finish(self) -> Reduced:
+        """Wait for the reduced shards and hand them to those who refer to them."""
+        self.launch()
+        assert self._handle is not None
+        with torch.inference_mode(mode=False), torch.no_grad():
+            reduced = self._handle.wait()
+        if not self._is_finished:
+            self._is_finished = True
+            self._unit.observer.on_reduced(self)
+            for slot, ref in self._cells.items():
+                cell = ref()
+                if cell is not None:
+                    cell.deliver(reduced.shards[self._slots.index(slot)])
+        return reduced
+
+    def adopt_missing(self) -> None:
+        """Give a gradient to parameters that this rank did not use but another did; waits for the reduce-scatter."""
+        missing = [(i, slot) for i, slot in enumerate(self._slots) if not self._bucket.has(i)]
+        if not missing:
+            return
+        reduced = self.finish()
+        for index, slot in missing:
+            if not reduced.anywhere(index):
+                continue
+            param = self._unit.params[slot]
+            grad = param.like(reduced.shards[index])
+            with torch.no_grad():
+                if param.grad is None:
+                    param.grad = grad
+                else:
+                    param.grad.add_(grad)
+
+
+class Reducer:
+    """All reductions of a model: which are open, and how many may be in flight.
+
+    Args:
+        max_in_flight: Reduce-scatters whose send buffers may live at the same time, besides the one that fills.
+    """
+
+    def __init__(self, max_in_flight: int = 1) -> None:
+        self.mean = True
+        self.sync = True
+        self._max_in_flight = max_in_flight
+        self._open: dict[tuple[int, tuple[int, ...]], tuple[Unit, GradReduction]] = {}
+        self._in_flight: list[GradReduction] = []
+        self._arrived: dict[Unit, set[int]] = {}
+
+    def receive(self, unit: Unit, slot: int, grad: Tensor) -> ShardedTensor:
+        """Take the full gradient of a parameter; gives the reduced one, which may still be in flight."""
+        bucket = next(b for b in unit.buckets(unit.trainable) if slot in b.slots)
+        key = (id(unit), bucket.slots)
+        entry = self._open.get(key)
+        if entry is not None and entry[1].holds(slot) and unit.params[slot].grad is None:
+            # Somebody kept the gradient of an earlier backward and reset `.grad`: that value must not grow any more.
+            self._launch(key)
+            entry = None
+        if entry is None:
+            entry = self._open[key] = (unit, GradReduction(unit, bucket, mean=self.mean))
+        reduction = entry[1]
+        out = reduction.receive(slot, grad)
+        arrived = self._arrived.setdefault(unit, set())
+        arrived.add(slot)
+        if self.sync and reduction.is_complete:
+            self._launch(key)
+        if arrived.issuperset(unit.trainable):
+            unit.free()
+        return out
+
+    def _launch(self, key: tuple[int, tuple[int, ...]]) -> GradReduction:
+        _, reduction = self._open.pop(key)
+        while len(self._in_flight) >= self._max_in_flight:
+            self._in_flight[0].finish()
+        reduction.launch()
+        self._in_flight.append(reduction)
+        return reduction
+
+    def on_finished(self, reduction: GradReduction) -> None:
+        """Forget a reduction that ended."""
+        for key, (_, other) in list(self._open.items()):
+            if other is reduction:  # a gradient was read before its unit was complete
+                del self._open[key]
+        if reduction in self._in_flight:
+            self._in_flight.remove(reduction)
+
+    def end_backward(self) -> None:
+        """Reduce what is incomplete: units of which some parameters took no part."""
+        self._arrived.clear()
+        if not self.sync:
+            return
+        for key in list(self._open):
+            self._launch(key).adopt_missing()
+
+
+class _ReduceGrad(torch.autograd.Function):
+    """A reduction that autograd records, for `create_graph`."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, unit: Unit, slot: int, reducer: Reducer) -> ShardedTensor:
+        ctx.unit = unit
+        ctx.group = unit.params[slot]._group
+        ctx.mean = reducer.mean
+        return reducer.receive(unit, slot, _plain(grad))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Every rank's loss may depend on the reduced gradient; each contribution was averaged in with weight 1/N."""
+        total = collectives.all_reduce(
+            [_plain(grad)], ctx.group, ReduceOp.SUM, label=f"double backward of '{ctx.unit.label}'"
+        ).wait()[0]
+        return (total / ctx.group.num_ranks if ctx.mean else total), None, None, None
+
+
+def _plain(grad: Tensor) -> Tensor:
+    return grad.materialize() if isinstance(grad, ShardedTensor) else grad
+
+
+def route_gradient(param_ref: "weakref.ref[ShardedTensor]", grad: Tensor) -> Tensor:
+    """The hook of every sharded parameter: full gradient of this rank in, reduced gradient out."""
+    param = param_ref()
+    assert param is not None, "a gradient hook outlived its parameter"
+    assert isinstance(param._source, Unit), "a gradient hook outlived its unit"
+    unit = param._source
+    reducer = unit.observer.start_backward()
+    if grad.shape != param.shape:
+        raise DivergenceError(
+            f"{param.name}: a gradient must have the parameter's shape {tuple(param.shape)}, but it is "
+            f"{tuple(grad.shape)}. Look at the backward of custom autograd functions."
+        )
+    if torch.is_grad_enabled() and grad.requires_grad:
+        out: Tensor = _ReduceGrad.apply(grad, unit, param._slot, reducer)
+        return out
+    with torch.no_grad():
+        return reducer.receive(unit, param._slot, _plain(grad))

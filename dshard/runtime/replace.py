@@ -1,0 +1,99 @@
+"""What becomes of the parameters that `fully_shard` replaces, and of optimizers that hold them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from dshard.errors import StateError
+from dshard.tensor import ShardedTensor
+
+__all__ = ["ReplacedParameter", "replacement_of", "repoint_optimizer", "retire"]
+
+_GRAD: Any = torch.Tensor.grad  # the descriptor
+
+
+class ReplacedParameter(nn.Parameter):
+    """A parameter that `fully_shard` replaced; any use raises and says where it went.
+
+    `grad` is that of the replacement, so that an optimizer made before can zero it.
+    """
+
+    _replacement: ShardedTensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self = next((a for a in args if isinstance(a, ReplacedParameter)), None)
+        name = self._replacement.name if self is not None else "a parameter"
+        if func == _GRAD.__get__ and self is not None:
+            return self._replacement.grad
+        if func == _GRAD.__set__ and self is not None:
+            self._replacement.grad = args[1]
+            return None
+        raise StateError(
+            f"{name}: fully_shard replaced this nn.Parameter object by a ShardedTensor, but the old object was used "
+            f"({getattr(func, '__name__', func)}). Read the parameter from its module again; an optimizer that was "
+            "made "
+            "before fully_shard is re-pointed at its first step."
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ReplacedParameter(now {self._replacement!r})"
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise StateError(f"{self._replacement.name}: the old parameter object was copied. Copy the module's own.")
+
+
+def retire(old: nn.Parameter, new: ShardedTensor) -> None:
+    """Free the memory of `old` and turn it into a `ReplacedParameter` that stands for `new`."""
+    old.grad = None
+    old.requires_grad = False
+    old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+    old.__class__ = ReplacedParameter
+    old.__dict__["_replacement"] = new
+
+
+def replacement_of(param: Tensor) -> Tensor:
+    """What stands in for `param` now: itself, unless `fully_shard` replaced it."""
+    return param._replacement if isinstance(param, ReplacedParameter) else param
+
+
+def repoint_optimizer(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+    """Let an optimizer that was made before `fully_shard` hold the sharded parameters, with its state cut to them.
+
+    Runs ahead of every step of every optimizer; does nothing where no replaced parameter is held.
+
+    Communicates:
+        Nothing.
+    """
+    for group in optimizer.param_groups:
+        params = group["params"]
+        for i, old in enumerate(params):
+            if type(old) is ReplacedParameter:
+                new = old._replacement
+                params[i] = new
+                if old in optimizer.state:
+                    optimizer.state[new] = _shard_state(optimizer.state.pop(old), new)
+
+
+def _shard_state(state: Any, param: ShardedTensor) -> Any:
+    """State tensors of the parameter's shape become sharded like it; all else stays."""
+    if not isinstance(state, dict):
+        return state
+    mesh, dim = param.device_mesh, param._layout.dim
+    return {
+        key: ShardedTensor.shard(value, mesh, dim, name=param.name)
+        if isinstance(value, Tensor)
+        and not isinstance(value, ShardedTensor)
+        and value.shape == param.shape
+        and value.dim()
+        else value
+        for key, value in state.items()
+    }
+
+
+register_optimizer_step_pre_hook(repoint_optimizer)

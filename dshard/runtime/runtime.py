@@ -1,0 +1,173 @@
+"""The runtime of a model: when units gather and free, in forward and in backward."""
+
+import copy
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from dshard.runtime.reduction import GradReduction, Reducer, route_gradient
+from dshard.runtime.unit import Unit
+from dshard.tensor import ShardedTensor
+
+__all__ = ["Runtime", "in_backward"]
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Runtime:
+    """Shared by all units of a model.
+
+    A unit whose module runs is in use from the start of that module's forward to its end. A unit that is touched
+    outside of any forward of its own (another method, a loss) stays gathered until another such unit is touched. In
+    backward a unit is freed when all its gradients have arrived, a frozen one when another unit is touched, and
+    everything at the end.
+    """
+
+    def __init__(self) -> None:
+        self.units: list[Unit] = []
+        self.root: nn.Module | None = None
+        self.reducer = Reducer()
+        self.split: Callable[[], None] | None = None  # forms units at the first use; set for a root that has just one
+        self._gathered: dict[Unit, None] = {}
+        self._loose: Unit | None = None  # gathered outside of a forward
+        self._frozen: Unit | None = None  # gathered in backward, takes no gradient
+        self._backward_task = -1
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of gathered copies that are alive, without padding."""
+        return sum(unit.full_bytes for unit in self._gathered)
+
+    def adopt(self, unit: Unit) -> None:
+        """Take a unit in, from a runtime of its own or another's."""
+        unit.observer = self
+        self.units.append(unit)
+        if unit.is_gathered:
+            self._gathered[unit] = None
+        for param in unit.params:
+            hook_gradient(param)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Runtime":
+        new = Runtime()
+        memo[id(self)] = new
+        self.before_use()
+        new.root = copy.deepcopy(self.root, memo)
+        new.reducer.mean, new.reducer.sync = self.reducer.mean, self.reducer.sync
+        for unit in copy.deepcopy(self.units, memo):
+            new.adopt(unit)
+        return new
+
+    def before_use(self) -> None:
+        """Form units, if that was left to the first use."""
+        if self.split is not None:
+            split, self.split = self.split, None
+            split()
+
+    def on_gather(self, unit: Unit) -> None:
+        """Make room where a rule says so, and note that `unit` is gathered."""
+        if in_backward():
+            self.start_backward()
+            if self._frozen is not None and self._frozen is not unit:
+                self._frozen.free()
+            self._frozen = None if unit.trainable else unit
+        elif not unit.num_active:
+            if self._loose is not None and self._loose is not unit and not self._loose.num_active:
+                self._loose.free()
+            self._loose = unit
+        self._gathered[unit] = None
+
+    def on_free(self, unit: Unit) -> None:
+        """Note that `unit` is no longer gathered."""
+        self._gathered.pop(unit, None)
+        if self._loose is unit:
+            self._loose = None
+
+    def on_reduced(self, reduction: GradReduction) -> None:
+        """Note that a reduction ended."""
+        self.reducer.on_finished(reduction)
+
+    def start_backward(self) -> Reducer:
+        """Have `end_backward` called when the backward that is running ends."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._backward_task):
+            self._backward_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        return self.reducer
+
+    def end_backward(self) -> None:
+        """Reduce what is incomplete and free everything."""
+        self._backward_task = -1
+        self._frozen = None
+        self.reducer.end_backward()
+        for unit in list(self._gathered):
+            unit.free()
+
+    def enter_forward(self, unit: Unit) -> None:
+        """A module of `unit` starts its forward."""
+        self.before_use()
+        unit.num_active += 1
+
+    def exit_forward(self, unit: Unit, module: nn.Module) -> None:
+        """A module of `unit` ended its forward, by a result or an exception."""
+        unit.num_active = max(0, unit.num_active - 1)
+        if in_backward():
+            return  # a checkpoint's second forward: the backward that follows uses the unit at once
+        is_root = module is self.root
+        for candidate in list(self._gathered) if is_root else [unit]:
+            if candidate.num_active or (candidate is unit and module is not unit.modules[-1]):
+                continue
+            if not torch.is_grad_enabled() or self.reshards(candidate):
+                candidate.free()
+
+    def reshards(self, unit: Unit) -> bool:
+        """Whether `unit` is freed between forward and backward; by default all but the root's own unit."""
+        if unit.reshard_after_forward is not None:
+            return unit.reshard_after_forward
+        return self.root not in unit.modules
+
+
+def adopt_leaf(param: ShardedTensor) -> None:
+    """Take care of the gradients of a leaf that autograd is about to use for the first time.
+
+    That is a parameter whose `requires_grad` was switched on later, or a leaf that no `fully_shard` made: a deep
+    copy, or `nn.Parameter(sharded_tensor)`. The latter becomes a unit of its own.
+    """
+    source = param._source
+    if not isinstance(source, Unit) or source.params[param._slot] is not param:
+        unit = Unit([param], [], label=param.name, reshard_after_forward=None, observer=Runtime())
+        unit.observer.adopt(unit)  # type: ignore[attr-defined]
+    hook_gradient(param)
+
+
+def hook_gradient(param: ShardedTensor) -> None:
+    """Have the gradients of a parameter reduced, from the first time that it takes any."""
+    if param.requires_grad and param.is_leaf and param._grad_hook is None:
+        param._grad_hook = param.register_hook(partial(route_gradient, weakref.ref(param)))
+
+
+def hook_forward(module: nn.Module) -> None:
+    """Tell the runtime of each forward of a module that units belong to."""
+    module.register_forward_pre_hook(_before_forward, prepend=True)
+    module.register_forward_hook(_after_forward, always_call=True)
+
+
+def _units_at(module: nn.Module) -> list[Unit]:
+    """Units of which `module` is one of the modules; a copy, for the first use may form new ones."""
+    return list(module.__dict__["_dshard_units"])
+
+
+def _before_forward(module: nn.Module, args: Any) -> None:
+    for unit in _units_at(module):
+        unit.observer.enter_forward(unit)
+
+
+def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
+    for unit in _units_at(module):
+        unit.observer.exit_forward(unit, module)

@@ -1,0 +1,216 @@
+"""A unit: the parameters that are gathered together."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dshard import collectives
+from dshard.collectives import Handle, ShardGroup
+from dshard.layout import BucketLayout
+from dshard.tensor import ShardedTensor
+
+__all__ = ["Bucket", "Unit", "UnitObserver"]
+
+
+class UnitObserver(Protocol):
+    """What a unit, and the hooks around it, tell of themselves; `Runtime` listens."""
+
+    def before_use(self) -> None:
+        """A unit is about to be used."""
+
+    def on_gather(self, unit: "Unit") -> None:
+        """A unit starts to gather."""
+
+    def on_free(self, unit: "Unit") -> None:
+        """A unit dropped its gathered copies."""
+
+    def on_reduced(self, reduction: Any) -> None:
+        """A reduction of a unit's gradients ended."""
+
+    def start_backward(self) -> Any:
+        """A backward uses a unit; gives the reducer."""
+
+    def enter_forward(self, unit: "Unit") -> None:
+        """A module of a unit starts its forward."""
+
+    def exit_forward(self, unit: "Unit", module: nn.Module) -> None:
+        """A module of a unit ended its forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters of a unit that travel in one buffer.
+
+    Args:
+        slots: Their numbers in the unit.
+        layout: Where their shards lie in the buffer.
+        group: The ranks that hold them.
+    """
+
+    slots: tuple[int, ...]
+    layout: BucketLayout
+    group: ShardGroup
+
+
+class Unit:
+    """Parameters that are gathered at the first touch of any of them, and freed together.
+
+    Gathered copies are plain tensors that nobody writes to. They are fresh as long as no shard was written since: at
+    every touch the version counters of the shards are compared with those of the gather.
+
+    Args:
+        params: The parameters; each gets this unit as its source.
+        modules: Modules in whose forward the unit is in use.
+        label: Name for messages, counts, and for the check that all ranks gather the same unit.
+        reshard_after_forward: Whether to free after the forward; None for the default of a root or child.
+        observer: The runtime.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedTensor],
+        modules: Sequence[nn.Module],
+        *,
+        label: str,
+        reshard_after_forward: bool | None,
+        observer: UnitObserver,
+    ) -> None:
+        self.params = list(params)
+        self.modules = list(modules)
+        self.label = label
+        self.reshard_after_forward = reshard_after_forward
+        self.observer = observer
+        self.num_active = 0  # forwards of its modules that are running
+        self.num_pins = 0  # open `gathered` scopes
+        self._fulls: list[Tensor] | None = None
+        self._in_flight: list[tuple[Bucket, Handle[list[Tensor]]]] | None = None
+        self._stamp: list[tuple[Any, int]] = []
+        self._buckets: dict[Any, list[Bucket]] = {}
+        for slot, param in enumerate(self.params):
+            param._source, param._slot = self, slot
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether it holds gathered copies, fresh or not."""
+        return self._fulls is not None or self._in_flight is not None
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the gathered copies, without padding."""
+        return sum(p.numel() * p.element_size() for p in self.params)
+
+    @property
+    def trainable(self) -> list[int]:
+        """Numbers of the parameters that take a gradient."""
+        return [slot for slot, p in enumerate(self.params) if p.requires_grad]
+
+    def full(self, slot: int) -> Tensor:
+        """The full value of parameter `slot`; gathers the unit if it holds no fresh copy.
+
+        Communicates:
+            At most one all-gather per bucket.
+        """
+        self.observer.before_use()
+        owner = self.params[slot]._source
+        if owner is not self and owner is not None:  # the first use split this unit
+            return owner.full(self.params[slot]._slot)
+        if not self.is_gathered or not self._is_fresh():
+            self.gather()
+        if self._fulls is None:
+            self._finish()
+        assert self._fulls is not None
+        return self._fulls[slot]
+
+    def pinned(self, slot: int) -> Tensor | None:
+        """The gathered copy of parameter `slot` if an open scope holds it."""
+        return self._fulls[slot] if self.num_pins and self._fulls is not None else None
+
+    def gather(self) -> None:
+        """Start to gather; a no-op while a fresh copy is there or under way."""
+        if self.is_gathered and self._is_fresh():
+            return
+        self._fulls = self._in_flight = None
+        self.observer.on_gather(self)
+        self._stamp = [(p._cell, p._cell.version) for p in self.params]
+        in_flight = []
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for bucket in self.buckets(range(len(self.params))):
+                params = [self.params[slot] for slot in bucket.slots]
+                handle = collectives.all_gather(
+                    [p._cell.resolve() for p in params],
+                    bucket.layout,
+                    bucket.group,
+                    label=self.label,
+                    strides=[p.stride() for p in params],
+                )
+                in_flight.append((bucket, handle))
+        self._in_flight = in_flight
+
+    def _finish(self) -> None:
+        """Wait for the gather that is under way."""
+        assert self._in_flight is not None
+        in_flight, self._in_flight = self._in_flight, None
+        fulls: dict[int, Tensor] = {}
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for bucket, handle in in_flight:
+                fulls.update(zip(bucket.slots, handle.wait(), strict=True))
+        self._fulls = [fulls[slot] for slot in range(len(self.params))]
+
+    def wait(self) -> None:
+        """Wait for the gather that is under way, if one is."""
+        if self._in_flight is not None:
+            self._finish()
+
+    def _is_fresh(self) -> bool:
+        return all(
+            p._cell is cell and cell.version == version
+            for p, (cell, version) in zip(self.params, self._stamp, strict=True)
+        )
+
+    def free(self) -> None:
+        """Drop the gathered copies, unless a `gathered` scope holds them."""
+        if self.num_pins or not self.is_gathered:
+            return
+        self.wait()
+        self._fulls = None
+        self.observer.on_free(self)
+
+    def buckets(self, slots: Sequence[int]) -> list[Bucket]:
+        """The buckets of some of the parameters: one per dtype, device and group, in order of first appearance."""
+        key = tuple((slot, self.params[slot].dtype, self.params[slot].device) for slot in slots)
+        known = self._buckets.get(key)
+        if known is None:
+            known = self._buckets[key] = self._make_buckets(slots)
+        return known
+
+    def _make_buckets(self, slots: Sequence[int]) -> list[Bucket]:
+        by_kind: dict[Any, list[int]] = {}
+        for slot in slots:
+            param = self.params[slot]
+            by_kind.setdefault((param.dtype, param.device, id(param._group.process_group)), []).append(slot)
+        return [
+            Bucket(tuple(part), BucketLayout.of([self.params[s]._layout for s in part]), self.params[part[0]]._group)
+            for part in by_kind.values()
+        ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
+        new = Unit.__new__(Unit)
+        memo[id(self)] = new
+        new.num_active = new.num_pins = 0
+        new.label, new.reshard_after_forward = self.label, self.reshard_after_forward
+        new._fulls = new._in_flight = None
+        new._stamp, new._buckets = [], {}
+        new.params = copy.deepcopy(self.params, memo)
+        new.modules = copy.deepcopy(self.modules, memo)
+        new.observer = copy.deepcopy(self.observer, memo)
+        for slot, param in enumerate(new.params):
+            param._source, param._slot = new, slot
+        return new
+
+    def __repr__(self) -> str:
+        state = "gathered" if self.is_gathered else "sharded"
+        return f"Unit({self.label!r}, {len(self.params)} parameters, {self.full_bytes:,} bytes, {state})"

@@ -1,0 +1,70 @@
+"""Where every operation on a ShardedTensor arrives."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._ops import OpOverload
+
+from dshard.tensor import shardwise, writes
+from dshard.tensor.sharded_tensor import ShardedTensor
+from dshard.tensor.table import OpClass, classify
+from dshard.tensor.views import ViewMeta, ViewStep, view_metas
+
+__all__ = ["dispatch"]
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Handler = Callable[[OpOverload, Args, Kwargs], Any]
+
+
+def _alias(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    return args[0].alias()
+
+
+def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Remember a view operation; the metadata of a repeated one is looked up."""
+    source = args[0]
+    if not isinstance(source, ShardedTensor):
+        return shardwise.compute(func, args, kwargs)
+    key = (func, _frozen(args[1:]), _frozen(tuple(kwargs.items())))
+    cache = source._views
+    if cache is None:
+        cache = source._views = {}
+    metas = cache.get(key)
+    if metas is None:
+        metas = cache[key] = view_metas(source, func, args[1:], kwargs)
+    if isinstance(metas, ViewMeta):
+        return source.lazy_view(ViewStep(func, args[1:], kwargs), metas)
+    return [source.lazy_view(ViewStep(func, args[1:], kwargs, i), meta) for i, meta in enumerate(metas)]
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(v) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+_HANDLERS: dict[OpClass, Handler] = {
+    OpClass.VIEW: _view,
+    OpClass.ALIAS: _alias,
+    OpClass.CAST: shardwise.cast,
+    OpClass.CLONE: shardwise.clone,
+    OpClass.POINTWISE: shardwise.pointwise,
+    OpClass.POINTWISE_INPLACE: writes.pointwise_inplace,
+    OpClass.FOREACH: shardwise.foreach,
+    OpClass.FOREACH_INPLACE: writes.foreach_inplace,
+    OpClass.FOREACH_REDUCTION: shardwise.foreach_norm,
+    OpClass.REDUCTION: shardwise.reduction,
+    OpClass.FACTORY: shardwise.factory,
+    OpClass.NEW: shardwise.new_tensor,
+    OpClass.RANDOM_INPLACE: writes.random_inplace,
+    OpClass.RANDOM_FACTORY: writes.random_factory,
+    OpClass.WRITE: writes.write,
+    OpClass.UNSCALE: writes.unscale,
+    OpClass.EQUAL: shardwise.equal,
+    OpClass.REFUSED: writes.refuse,
+    OpClass.COMPUTE: shardwise.compute,
+}
+
+
+def dispatch(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Run `func` by the rule of its class in the op table."""
+    return _HANDLERS[classify(func)](func, args, kwargs)

@@ -1,0 +1,88 @@
+"""Walking over the arguments of an operation, and asking how its tensors lie."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard.collectives import shard_of
+from dshard.tensor.sharded_tensor import ShardedTensor
+
+__all__ = ["common_layout", "cut_to", "is_recorded", "map_tensors", "materialize", "unwrap_result"]
+
+
+def map_tensors(value: Any, change: Callable[[ShardedTensor], Any]) -> Any:
+    """`value` with every ShardedTensor in it, also inside lists and tuples, replaced by `change` of it."""
+    if isinstance(value, ShardedTensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([map_tensors(v, change) for v in value])
+    return value
+
+
+def materialize(value: Any) -> Any:
+    """`value` with every ShardedTensor in it replaced by its full value."""
+    return map_tensors(value, ShardedTensor.materialize)
+
+
+def is_recorded(*tensors: Any) -> bool:
+    """Whether autograd records an operation on these tensors, or runs it for a recorded one.
+
+    Such operations take full tensors: what other ranks' slices would be combined with is this rank's own data.
+    """
+    if not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        return False
+    return any(isinstance(t, ShardedTensor) and t.requires_grad for t in tensors)
+
+
+def lies_like(tensor: ShardedTensor, other: ShardedTensor) -> bool:
+    """Whether two tensors are cut the same way over the same ranks, and neither is a view."""
+    return (
+        tensor._view is None
+        and other._view is None
+        and tensor._layout == other._layout
+        and tensor._group.process_group is other._group.process_group
+    )
+
+
+def common_layout(values: Sequence[Any]) -> ShardedTensor | None:
+    """A tensor whose layout all of `values` share, if an elementwise operation on the shards is right; else None.
+
+    Plain tensors with dims hold this rank's own data, so their presence means no; 0-d ones count as scalars.
+    """
+    found: ShardedTensor | None = None
+    for value in values:
+        if isinstance(value, ShardedTensor):
+            if value._view is not None or (found is not None and not lies_like(value, found)):
+                return None
+            found = found if found is not None else value
+        elif isinstance(value, Tensor) and value.dim() > 0:
+            return None
+    return found
+
+
+def cut_to(value: Any, target: ShardedTensor) -> Any:
+    """The part of an operand that meets this rank's shard of `target`, broadcast to it where it has dims.
+
+    Args:
+        value: A scalar, a plain tensor that all ranks hold alike, or a ShardedTensor; not a list.
+        target: No view.
+    """
+    if isinstance(value, ShardedTensor):
+        if lies_like(value, target):
+            return value._cell.resolve()
+        value = value.materialize()
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    layout = target._layout
+    return shard_of(value.expand(layout.shape), layout, target._group.rank)
+
+
+def unwrap_result(result: Any, wrap: Callable[[Tensor], Any]) -> Any:
+    """`result` with every tensor in it replaced by `wrap` of it."""
+    if isinstance(result, Tensor):
+        return wrap(result)
+    if isinstance(result, (list, tuple)):
+        return type(result)(unwrap_result(r, wrap) for r in result)
+    return result

@@ -1,0 +1,377 @@
+"""ShardedTensor: a tensor whose storage is sharded over the ranks, and which always means its full value."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from dshard import collectives
+from dshard.collectives import ShardGroup, shard_of
+from dshard.errors import StateError, UnsupportedOpError
+from dshard.layout import BucketLayout, ShardLayout
+from dshard.tensor.cell import ShardCell
+from dshard.tensor.views import ViewMeta, ViewStep, apply_steps
+
+__all__ = ["GatherSource", "Origin", "ShardedTensor", "View"]
+
+
+class GatherSource(Protocol):
+    """What keeps gathered copies: a unit."""
+
+    def full(self, slot: int) -> Tensor:
+        """The full value of the unit's parameter number `slot`, gathered if need be."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A lazy view: a chain of view operations over a sharded base."""
+
+    base: "ShardedTensor"
+    steps: tuple[ViewStep, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The tensor of which another is a cast, for as long as its version stays what it was."""
+
+    tensor: "ShardedTensor"
+    version: int
+
+
+class ShardedTensor(DTensor):
+    """A tensor of which every rank holds a shard, and which means its full value wherever it is used.
+
+    An operation that can be computed on the shards runs on the shards; views are lazy; every other operation gathers,
+    uses and forgets. `shape`, `dtype`, `device`, `numel()` and `repr` are those of the full tensor and never
+    communicate. Parameters become ShardedTensors through `fully_shard`; gradients, optimizer states and copies of them
+    are ShardedTensors of the same layout.
+
+    Source: the class is a subclass of torch's DTensor, so that distributed checkpoints and the rest of the ecosystem
+    know it; its dispatch is its own.
+    """
+
+    _cell: ShardCell
+    _layout: ShardLayout
+    _group: ShardGroup
+    _name: str
+    _source: GatherSource | None
+    _slot: int
+    _view: View | None
+    _origin: Origin | None
+    _views: dict[Any, Any] | None
+    _is_added: bool  # as a gradient: already part of the buffer that `.grad` awaits
+    _grad_hook: Any
+
+    _dispatch: ClassVar[Callable[..., Any]]  # bound by dshard.tensor, which knows both the class and the op table
+    _adopt: ClassVar[Callable[["ShardedTensor"], None] | None] = None  # bound by dshard.runtime
+
+    @classmethod
+    def wrap(
+        cls,
+        cell: ShardCell,
+        spec: DTensorSpec,
+        layout: ShardLayout,
+        group: ShardGroup,
+        *,
+        name: str = "",
+        prototype: Tensor | None = None,
+        requires_grad: bool = False,
+    ) -> "ShardedTensor":
+        """Make a ShardedTensor around a shard.
+
+        Args:
+            cell: The shard, of shape `layout.local_shape(rank)`.
+            spec: DTensor's description: mesh, placements, and the shape, strides and dtype of the full tensor.
+            layout: How it is cut.
+            group: The ranks that hold it.
+            name: For messages.
+            prototype: Plain tensor of the dtype and device; needed while the shard is in flight.
+            requires_grad: As of any tensor.
+
+        Communicates:
+            Nothing.
+        """
+        local = prototype if prototype is not None else cell.resolve()
+        self: ShardedTensor = cls(local, spec, requires_grad=requires_grad)
+        self._cell = cell
+        self._layout, self._group, self._name = layout, group, name
+        self._source, self._slot = None, -1
+        self._view = self._origin = self._views = None
+        self._is_added = False
+        self._grad_hook = None
+        return self
+
+    @classmethod
+    def shard(
+        cls, full: Tensor, mesh: DeviceMesh, dim: int | None, *, name: str = "", device: torch.device | None = None
+    ) -> "ShardedTensor":
+        """Keep this rank's shard of a plain tensor that every rank holds alike.
+
+        Args:
+            full: The full tensor, equal on all ranks; not referenced afterwards. May be on the meta device.
+            mesh: One-dimensional mesh.
+            dim: Dim to cut, or None for a whole copy on every rank. 0-d tensors are always whole.
+            name: For messages.
+            device: Device of the shard; by default `full`'s.
+
+        Communicates:
+            Nothing.
+        """
+        device = full.device if device is None or full.is_meta else device
+        dim = None if full.dim() == 0 else dim
+        layout = ShardLayout(tuple(full.shape), dim, mesh.size())
+        group = ShardGroup(mesh.get_group(), torch.device(mesh.device_type))
+        stride = _dense_stride(full)
+        placements: tuple[Placement, ...] = (Replicate() if dim is None else Shard(dim),)
+        spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(full.shape, stride, full.dtype))
+        local = torch.empty(layout.local_shape(group.rank), dtype=full.dtype, device=device)
+        local.copy_(shard_of(full.detach(), layout, group.rank))
+        return cls.wrap(ShardCell(local), spec, layout, group, name=name)
+
+    def like(self, shard: Tensor | ShardCell, *, dtype: torch.dtype | None = None) -> "ShardedTensor":
+        """A ShardedTensor of this one's layout around another shard; `dtype` where it differs from this one's."""
+        cell = shard if isinstance(shard, ShardCell) else ShardCell(shard)
+        spec = self._spec
+        if dtype is None and not cell.is_pending:
+            dtype = cell.resolve().dtype
+        meta = spec.tensor_meta
+        assert meta is not None
+        if dtype is not None and dtype != meta.dtype:
+            spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
+        prototype = self._cell.resolve() if cell.is_pending else None
+        return type(self).wrap(cell, spec, self._layout, self._group, name=self._name, prototype=prototype)
+
+    def alias(self) -> "ShardedTensor":
+        """Another tensor object over the same shard, as `detach()` gives."""
+        out = type(self).wrap(
+            self._cell, self._spec, self._layout, self._group, name=self._name, prototype=self._prototype()
+        )
+        out._source, out._slot, out._view, out._origin = self._source, self._slot, self._view, self._origin
+        out._is_added = self._is_added
+        return out
+
+    def lazy_view(self, step: ViewStep, meta: ViewMeta) -> "ShardedTensor":
+        """The view that `step` gives of this tensor."""
+        base, steps = (self, ()) if self._view is None else (self._view.base, self._view.steps)
+        spec = DTensorSpec(
+            self._spec.mesh,
+            (Replicate(),) * self._spec.mesh.ndim,
+            tensor_meta=TensorMeta(meta.shape, meta.stride, meta.dtype),
+        )
+        prototype = self._prototype()
+        if prototype.dtype != meta.dtype:
+            prototype = prototype.new_empty(0, dtype=meta.dtype)
+        out = type(self).wrap(base._cell, spec, base._layout, base._group, name=self._name, prototype=prototype)
+        out._view = View(base, (*steps, step))
+        return out
+
+    def _prototype(self) -> Tensor:
+        """A plain tensor of this one's dtype and device, without waiting for a shard in flight."""
+        tensor = self._cell._tensor
+        if tensor is not None and tensor.dtype == self.dtype:
+            return tensor
+        return torch.empty(0, dtype=self.dtype, device=self.device)
+
+    @property
+    def name(self) -> str:
+        """Name for messages: the parameter's, or that of the one it descends from."""
+        return self._name or "a ShardedTensor"
+
+    @property
+    def is_view(self) -> bool:
+        """Whether this is a lazy view of another ShardedTensor."""
+        return self._view is not None
+
+    # DTensor's slot; reading it waits for a shard in flight, so that nobody reads memory that has not arrived.
+    @property
+    def _local_tensor(self) -> Tensor:
+        return self._cell.resolve()
+
+    @_local_tensor.setter
+    def _local_tensor(self, value: Tensor) -> None:
+        cell = self.__dict__.get("_cell")
+        if cell is not None:  # else torch's constructor, ahead of `wrap`
+            cell.deliver(value)
+
+    def materialize(self) -> Tensor:
+        """The full value as a plain tensor that the caller must neither write to nor keep.
+
+        Communicates:
+            An all-gather of the unit, or of this tensor where it belongs to none, unless a fresh copy is at hand.
+        """
+        if self._view is not None:
+            return apply_steps(self._view.base.materialize(), self._view.steps)
+        if self._grad_hook is None and self.requires_grad and self.is_leaf and torch.is_grad_enabled():
+            assert ShardedTensor._adopt is not None
+            ShardedTensor._adopt(self)
+        if self._source is not None:
+            return self._source.full(self._slot)
+        origin = self._origin
+        if origin is not None and origin.tensor._cell.version == origin.version:
+            return origin.tensor.materialize().to(self.dtype)
+        shard = self._cell.resolve()
+        device = shard.device
+        if device.type != self._group.device_type and not shard.is_meta:
+            shard = shard.to(self._group.device_type)
+        bucket = BucketLayout.of([self._layout])
+        handle = collectives.all_gather([shard], bucket, self._group, label=self._name, strides=[self.stride()])
+        return handle.wait()[0].to(device)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The full value as a plain tensor of the caller's own, equal on all ranks; differentiable.
+
+        Args:
+            grad_placements: Accepted for DTensor's sake; has no meaning here.
+
+        Communicates:
+            As `materialize`.
+        """
+        full: Tensor = _FullTensor.apply(self)
+        return full
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """This rank's shard: the memory itself, outside of autograd.
+
+        Raises:
+            UnsupportedOpError: On a lazy view, whose elements on this rank are not a tensor of their own.
+
+        Communicates:
+            Nothing; waits for a gradient that is in flight.
+        """
+        if self._view is not None:
+            raise UnsupportedOpError(
+                f"{self.name}: to_local needs a tensor that is itself sharded, but this is a view of one "
+                f"(shape {tuple(self.shape)}). Use full_tensor(), or to_local() of the tensor that was viewed."
+            )
+        return self._cell.resolve()
+
+    def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Any = None, **_: Any) -> DTensor:
+        """This tensor in other placements: its own, or replicated.
+
+        Raises:
+            UnsupportedOpError: For any other placement or mesh.
+        """
+        placements = tuple(placements) if placements is not None else self._spec.placements
+        same_mesh = device_mesh is None or device_mesh == self._spec.mesh
+        if same_mesh and placements == self._spec.placements and self._view is None:
+            return self
+        if same_mesh and all(isinstance(p, Replicate) for p in placements):
+            return DTensor.from_local(self.full_tensor(), self._spec.mesh, placements, run_check=False)
+        raise UnsupportedOpError(
+            f"{self.name}: a ShardedTensor can be redistributed to Replicate() on its own mesh, but {placements} was "
+            "asked. Use full_tensor() and distribute_tensor()."
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        kind = "view, " if self._view is not None else ""
+        where = "whole on" if self._layout.dim is None else f"dim {self._layout.dim} over"
+        return (
+            f"ShardedTensor({self._name!r}, {kind}shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"{where} {self._layout.num_ranks} ranks, device='{self.device}', requires_grad={self.requires_grad})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedTensor":
+        if id(self) in memo:
+            return memo[id(self)]
+        if self._view is not None or not self.is_leaf:
+            raise StateError(
+                f"{self.name}: only leaves that are no views can be deep-copied, as in PyTorch. Use clone()."
+            )
+        with torch.no_grad():
+            out = self.like(self._cell.resolve().clone())
+            out.requires_grad_(self.requires_grad)
+        memo[id(self)] = out
+        if getattr(self, "_is_param", False):
+            out._is_param = True
+        if self.grad is not None:
+            out.grad = copy.deepcopy(self.grad, memo)
+        return out
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        is_param = getattr(self, "_is_param", False)
+        if self._view is not None:
+            raise StateError(f"{self.name}: a lazy view cannot be pickled. Pickle full_tensor(), or the base.")
+        shard = self._cell.resolve()
+        shard = shard if shard.untyped_storage().nbytes() == shard.nbytes else shard.clone()
+        return _rebuild, (shard, self._spec, self._layout, self._name, self.requires_grad, is_param)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, flat_spec: Any, outer_size: Any, outer_stride: Any) -> DTensor:
+        raise UnsupportedOpError(
+            "torch.compile: a ShardedTensor cannot be rebuilt inside a traced graph yet. Compile functions that take "
+            "plain tensors, or call the model eagerly."
+        )
+
+    def data_ptr(self) -> int:
+        """Address of the gathered memory while `dshard.gathered` holds it.
+
+        Raises:
+            UnsupportedOpError: Outside of that scope, where no memory holds the full value.
+        """
+        pinned = getattr(self._source, "pinned", None)
+        full = pinned(self._slot) if pinned is not None and self._view is None else None
+        if full is None:
+            raise UnsupportedOpError(
+                f"{self.name}: a raw pointer needs memory that holds the full value, but this tensor is sharded over "
+                f"{self._layout.num_ranks} ranks. Take it inside `with dshard.gathered(module):`, or use full_tensor()."
+            )
+        return int(full.data_ptr())
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A NumPy copy of the full value; as of plain tensors, `force` detaches first."""
+        return self.full_tensor().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The full value as nested lists."""
+        return self.full_tensor().tolist()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.full_tensor().__dlpack__(**kwargs)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.full_tensor().__array__(dtype)
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        return self.full_tensor().__cuda_array_interface__
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return ShardedTensor._dispatch(func, args, kwargs or {})
+
+
+class _FullTensor(torch.autograd.Function):
+    """`full_tensor` for autograd: the gradient of the full value is that of the sharded one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor) -> Tensor:
+        return tensor.materialize().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _rebuild(
+    shard: Tensor, spec: DTensorSpec, layout: ShardLayout, name: str, requires_grad: bool, is_param: bool
+) -> ShardedTensor:
+    """Unpickle."""
+    group = ShardGroup(spec.mesh.get_group(), torch.device(spec.mesh.device_type))
+    out = ShardedTensor.wrap(ShardCell(shard), spec, layout, group, name=name)
+    out.requires_grad_(requires_grad)
+    if is_param:
+        out._is_param = True
+    return out
+
+
+def _dense_stride(full: Tensor) -> tuple[int, ...]:
+    """Strides of `full` if it is dense in some dim order, else row-major ones."""
+    return torch.empty_like(full, device="meta", memory_format=torch.preserve_format).stride()

@@ -1,0 +1,211 @@
+"""Operations that run on the shards: elementwise ones, foreach lists, factories and reductions."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from dshard import collectives
+from dshard.collectives import ReduceOp
+from dshard.tensor.operands import common_layout, cut_to, is_recorded, materialize, unwrap_result
+from dshard.tensor.sharded_tensor import Origin, ShardedTensor
+
+__all__ = ["cast", "clone", "equal", "factory", "foreach", "foreach_norm", "new_tensor", "pointwise", "reduction"]
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def compute(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Run an operation on full values; its results are plain tensors of this rank."""
+    return func(*materialize(args), **{k: materialize(v) for k, v in kwargs.items()})
+
+
+def pointwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """An elementwise operation: on shards where all operands lie alike and autograd does not record it."""
+    values = (*args, *kwargs.values())
+    ref = None if is_recorded(*values) else common_layout(values)
+    if ref is None:
+        return compute(func, args, kwargs)
+    local_kwargs = {k: cut_to(v, ref) for k, v in kwargs.items()}
+    return unwrap_result(func(*[cut_to(a, ref) for a in args], **local_kwargs), ref.like)
+
+
+def foreach(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """An elementwise operation over lists: each index on shards or on full values, as `pointwise` would decide."""
+    lists = [a for a in args if isinstance(a, (list, tuple)) and any(isinstance(x, Tensor) for x in a)]
+    refs = [None if is_recorded(*items) else common_layout(items) for items in zip(*lists, strict=True)]
+
+    def local(arg: Any) -> Any:
+        if not any(arg is items for items in lists):
+            return materialize(arg)
+        return [materialize(x) if r is None else cut_to(x, r) for x, r in zip(arg, refs, strict=True)]
+
+    results = func(*[local(a) for a in args], **{k: materialize(v) for k, v in kwargs.items()})
+    return [out if ref is None else ref.like(out) for out, ref in zip(results, refs, strict=True)]
+
+
+def factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """`empty_like` and its kind: a new tensor of the same layout; of a view, a plain one."""
+    source: ShardedTensor = args[0]
+    if source._view is not None:
+        plain = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=source.device)
+        return func(plain, *args[1:], **kwargs)
+    kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}  # the full tensor's strides stay its own
+    return source.like(func(source._cell.resolve(), *args[1:], **kwargs))
+
+
+def new_tensor(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """`new_empty` and its kind: a plain tensor of the asked size, which is the same on every rank."""
+    source: ShardedTensor = args[0]
+    return func(torch.empty(0, dtype=source.dtype, device=source.device), *args[1:], **kwargs)
+
+
+def cast(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """`to(...)`: this rank's shard converted at once; gathers go through the source while it is unchanged."""
+    source: ShardedTensor = args[0]
+    if source._view is not None or kwargs.get("memory_format") not in (None, torch.preserve_format):
+        return compute(func, args, kwargs)
+    out = source.like(func(source._cell.resolve(), **kwargs))
+    if out.device == source.device:
+        out._origin = Origin(source, source._cell.version)
+    return out
+
+
+def clone(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """A sharded copy; of a view, a plain one."""
+    source: ShardedTensor = args[0]
+    keeps_strides = kwargs.get("memory_format") in (None, torch.preserve_format)
+    if source._view is not None or not keeps_strides:
+        return compute(func, args, kwargs)
+    out = source.like(source._cell.resolve().clone())
+    out._origin = Origin(source, source._cell.version)
+    return out
+
+
+def equal(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
+    """`torch.equal`: each rank compares its shards, and all agree."""
+    left, right = args
+    target = left if isinstance(left, ShardedTensor) else right
+    other = right if target is left else left
+    if target.shape != other.shape:
+        return False
+    if target._view is not None:
+        return bool(compute(func, args, kwargs))
+    same = torch.equal(target._cell.resolve(), cut_to(other, target))
+    flag = torch.tensor([same], dtype=torch.uint8, device=target._group.device_type)
+    return bool(collectives.all_reduce([flag], target._group, ReduceOp.MIN, label="equal").wait()[0].item())
+
+
+def reduction(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """A reduction to one value: each rank's shard, then one small all-reduce; a plain tensor, equal on all ranks."""
+    source: ShardedTensor = args[0]
+    rule = _rule_of(func, args, kwargs)
+    if rule is None or source._view is not None or is_recorded(source) or not source.numel() or source.is_meta:
+        return compute(func, args, kwargs)
+    if source._layout.dim is None:
+        return func(source._cell.resolve(), *args[1:], **kwargs)
+    local, combine, op = rule
+    shard = source._cell.resolve()
+    part = local(shard.float() if shard.dtype in _HALF else shard)
+    total = collectives.all_reduce([part], source._group, op, label=func._schema.name).wait()[0]
+    return combine(total).to(kwargs.get("dtype") or _result_dtype(func, source))
+
+
+def _result_dtype(func: OpOverload, source: ShardedTensor) -> torch.dtype:
+    """Dtype that `func` gives for a tensor of `source`'s dtype."""
+    if func in (aten.any.default, aten.all.default):
+        return torch.uint8 if source.dtype == torch.uint8 else torch.bool
+    if func is aten.sum.default and not (source.is_floating_point() or source.is_complex()):
+        return torch.int64
+    if func in (aten.norm.Scalar, aten.linalg_vector_norm.default) and source.is_complex():
+        return torch.empty(0, dtype=source.dtype).abs().dtype
+    return source.dtype
+
+
+_Rule = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], ReduceOp]
+
+
+def _rule_of(func: OpOverload, args: Args, kwargs: Kwargs) -> _Rule | None:
+    """What each rank computes, how the combined value becomes the result, and how values combine; None to gather."""
+    source: ShardedTensor = args[0]
+    dtype = kwargs.get("dtype")
+    if func in (aten.sum.default, aten.mean.default):
+        if func is aten.mean.default and not (source.is_floating_point() or source.is_complex()) and dtype is None:
+            return None  # PyTorch's own error
+        count = source.numel() if func is aten.mean.default else 1
+        wide = dtype if dtype not in _HALF else torch.float32
+        return (lambda x: x.sum(dtype=wide)), (lambda t: t if count == 1 else t / count), ReduceOp.SUM
+    if func in (aten.any.default, aten.all.default):
+        op = ReduceOp.MAX if func is aten.any.default else ReduceOp.MIN
+        return (lambda x: func(x).to(torch.uint8)), (lambda t: t != 0), op
+    if func in (aten.max.default, aten.min.default):
+        if source.is_complex():
+            return None
+        op = ReduceOp.MAX if func is aten.max.default else ReduceOp.MIN
+        return (lambda x: func(x) if x.numel() else _worst(x, op)), (lambda t: t), op
+    if func is aten.linalg_vector_norm.default:
+        order = args[1] if len(args) > 1 else 2
+        dims = args[2] if len(args) > 2 else None
+        keepdim = args[3] if len(args) > 3 else False
+        return None if dims is not None or keepdim or dtype is not None else _norm_rule(float(order))
+    return _norm_rule(float(args[1] if len(args) > 1 else 2)) if func is aten.norm.Scalar else None
+
+
+def _worst(shard: Tensor, op: ReduceOp) -> Tensor:
+    """What an empty shard adds to a maximum or minimum: nothing."""
+    if shard.dtype == torch.bool:
+        return shard.new_tensor(op != ReduceOp.MAX)
+    info = torch.finfo(shard.dtype) if shard.is_floating_point() else torch.iinfo(shard.dtype)
+    worst = float("-inf" if op == ReduceOp.MAX else "inf") if shard.is_floating_point() else None
+    value = worst if worst is not None else (info.min if op == ReduceOp.MAX else info.max)
+    return shard.new_tensor(value)
+
+
+def _norm_rule(order: float) -> _Rule | None:
+    """Vector norms by parts: powers add, extremes compare."""
+    if order == float("inf"):
+        return (lambda x: x.abs().amax() if x.numel() else x.abs().new_zeros(())), (lambda t: t), ReduceOp.MAX
+    if order == 0:
+        return (lambda x: (x != 0).sum().to(x.abs().dtype)), (lambda t: t), ReduceOp.SUM
+    if order < 0:
+        return None
+    return (
+        (lambda x: torch.linalg.vector_norm(x, order).pow(order)),
+        (lambda t: t.pow(1.0 / order)),
+        ReduceOp.SUM,
+    )
+
+
+def foreach_norm(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """`_foreach_norm`: norms of many tensors, with one small all-reduce for all that share a group and dtype."""
+    tensors: Sequence[Any] = args[0]
+    order = float(args[1] if len(args) > 1 else 2)
+    rule = _norm_rule(order)
+    results: list[Tensor | None] = [None] * len(tensors)
+    groups: dict[tuple[int, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        on_shards = isinstance(tensor, ShardedTensor) and tensor._view is None and not is_recorded(tensor)
+        if not on_shards or rule is None or kwargs:
+            results[i] = func([materialize(tensor)], *args[1:], **kwargs)[0]
+        elif tensor._layout.dim is None:
+            results[i] = torch.linalg.vector_norm(tensor._cell.resolve(), order)
+        else:
+            groups.setdefault((id(tensor._group.process_group), tensor.dtype), []).append(i)
+    for indices in groups.values():
+        assert rule is not None
+        local, combine, op = rule
+        parts = [local(_widened(tensors[i]._cell.resolve())) for i in indices]
+        group = tensors[indices[0]]._group
+        totals = collectives.all_reduce(parts, group, op, label="foreach_norm").wait()
+        for i, total in zip(indices, totals, strict=True):
+            results[i] = combine(total).to(tensors[i].dtype if not tensors[i].is_complex() else total.dtype)
+    return [r for r in results if r is not None]
+
+
+def _widened(shard: Tensor) -> Tensor:
+    return shard.float() if shard.dtype in _HALF else shard

@@ -1,0 +1,55 @@
+"""Chains of view operations, remembered so that a view of a sharded tensor costs nothing and can be written through."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+__all__ = ["ViewMeta", "ViewStep", "apply_steps", "view_metas"]
+
+
+@dataclass(frozen=True, slots=True)
+class ViewStep:
+    """One view operation.
+
+    Args:
+        func: The operation; its first argument is what is viewed.
+        args: Its other positional arguments.
+        kwargs: Its keyword arguments.
+        index: Which output, for operations with several (`split`, `unbind`); else None.
+    """
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ViewMeta:
+    """Shape, strides (in elements) and dtype of a view."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def apply_steps(full: Tensor, steps: tuple[ViewStep, ...]) -> Tensor:
+    """Replay a chain on a plain tensor."""
+    for step in steps:
+        out = step.func(full, *step.args, **step.kwargs)
+        full = out if step.index is None else out[step.index]
+    return full
+
+
+def view_metas(
+    source: Tensor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[ViewMeta] | ViewMeta:
+    """Metadata of what `func` gives for a tensor of `source`'s metadata, without touching its data."""
+    meta = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+    out = func(meta, *args, **kwargs)
+    if isinstance(out, Tensor):
+        return ViewMeta(out.shape, out.stride(), out.dtype)
+    return [ViewMeta(o.shape, o.stride(), o.dtype) for o in out]

@@ -1,0 +1,230 @@
+"""Operations that write: each rank writes what it owns, through any chain of views."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.autograd.graph import increment_version
+
+from dshard import collectives
+from dshard.collectives import ReduceOp, ShardGroup, shard_of
+from dshard.errors import UnsupportedOpError
+from dshard.tensor.operands import cut_to, lies_like, map_tensors, materialize
+from dshard.tensor.sharded_tensor import ShardedTensor
+from dshard.tensor.table import mutated_arguments
+from dshard.tensor.views import apply_steps
+
+__all__ = [
+    "foreach_inplace",
+    "pointwise_inplace",
+    "random_factory",
+    "random_inplace",
+    "refuse",
+    "unscale",
+    "write",
+]
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+aten = torch.ops.aten
+
+
+def pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """An elementwise operation in place: on this rank's shard, with the other operands cut to it."""
+    target = args[0]
+    if not isinstance(target, ShardedTensor):
+        return func(target, *materialize(args[1:]), **{k: materialize(v) for k, v in kwargs.items()})
+    if func is aten.add_.Tensor and _accumulate(target, args[1], kwargs):
+        return target
+    if target._view is not None:
+        _write_through(target, lambda view: func(view, *materialize(args[1:]), **materialize_kwargs(kwargs)))
+        return target
+    shard = target._cell.resolve()
+    func(shard, *[cut_to(a, target) for a in args[1:]], **{k: cut_to(v, target) for k, v in kwargs.items()})
+    increment_version(shard)
+    return target
+
+
+def materialize_kwargs(kwargs: Kwargs) -> Kwargs:
+    """`kwargs` with full values in the place of ShardedTensors."""
+    return {k: materialize(v) for k, v in kwargs.items()}
+
+
+def _accumulate(target: ShardedTensor, other: Any, kwargs: Kwargs) -> bool:
+    """Whether an addition of gradients is taken care of without waiting for one that is in flight."""
+    if kwargs or not isinstance(other, ShardedTensor) or not other._cell.is_pending:
+        return False
+    if other._is_added and other._cell is target._cell:
+        return True  # it was added to the buffer that is still open
+    if not lies_like(target, other) or other._cell is target._cell:
+        return False
+    target._cell.add_later(other._cell)
+    return True
+
+
+def _write_through(target: ShardedTensor, change: Callable[[Tensor], Any], *, values: bool = False) -> None:
+    """Write through a chain of views, or to a base, by way of a buffer of the base's full shape.
+
+    Args:
+        target: What is written to.
+        change: Writes to the plain counterpart of `target`.
+        values: Whether it reads elements that this rank does not own; then the buffer is gathered.
+    """
+    base = target if target._view is None else target._view.base
+    shard = base._cell.resolve()
+    if values:
+        buffer = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=base.device)
+        buffer.copy_(base.materialize())
+        own = shard_of(buffer, base._layout, base._group.rank)
+    else:
+        buffer = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=base.device)
+        own = shard_of(buffer.zero_(), base._layout, base._group.rank)
+        own.copy_(shard)
+    change(buffer if target._view is None else apply_steps(buffer, target._view.steps))
+    shard.copy_(own)
+    increment_version(shard)
+
+
+def write(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Any other operation that writes: on gathered copies, of which each rank keeps its part."""
+    mutated = mutated_arguments(func)
+    targets: dict[int, tuple[ShardedTensor, Tensor]] = {}
+
+    def private(tensor: ShardedTensor) -> Tensor:
+        if id(tensor) not in targets:
+            base = tensor if tensor._view is None else tensor._view.base
+            buffer = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=base.device)
+            buffer.copy_(base.materialize())
+            targets[id(tensor)] = (tensor, buffer)
+        tensor, buffer = targets[id(tensor)]
+        return buffer if tensor._view is None else apply_steps(buffer, tensor._view.steps)
+
+    new_args = [map_tensors(a, private) if i in mutated else materialize(a) for i, a in enumerate(args)]
+    new_kwargs = {k: map_tensors(v, private) if k in mutated else materialize(v) for k, v in kwargs.items()}
+    result = func(*new_args, **new_kwargs)
+    for tensor, buffer in targets.values():
+        base = tensor if tensor._view is None else tensor._view.base
+        shard = base._cell.resolve()
+        shard.copy_(shard_of(buffer, base._layout, base._group.rank))
+        increment_version(shard)
+    return _returned(func, args, kwargs, result)
+
+
+def _returned(func: OpOverload, args: Args, kwargs: Kwargs, result: Any) -> Any:
+    """The operation's results, with those that are its own arguments given back as the caller passed them."""
+    returns = func._schema.returns
+    if not returns:
+        return None
+    results = [result] if len(returns) == 1 else list(result)
+    for k, ret in enumerate(returns):
+        if ret.alias_info is None:
+            continue
+        for i, arg in enumerate(func._schema.arguments):
+            if arg.alias_info is not None and arg.alias_info.before_set == ret.alias_info.before_set:
+                results[k] = kwargs[arg.name] if arg.name in kwargs else args[i]
+    return results[0] if len(returns) == 1 else tuple(results)
+
+
+def foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """An elementwise operation over lists in place, and the fused optimizer steps: on shards, index by index."""
+    targets = args[0]
+    if any(isinstance(t, ShardedTensor) and t._view is not None for t in targets):
+        return write(func, args, kwargs)
+
+    def local(arg: Any) -> Any:
+        if not isinstance(arg, (list, tuple)) or not any(isinstance(x, Tensor) for x in arg):
+            return materialize(arg)
+        return [
+            cut_to(x, t) if isinstance(t, ShardedTensor) else materialize(x) for x, t in zip(arg, targets, strict=True)
+        ]
+
+    func(*[local(a) for a in args], **{k: local(v) for k, v in kwargs.items()})
+    written = [args[i] if isinstance(i, int) else kwargs[i] for i in mutated_arguments(func)]
+    shards = [x._cell.resolve() for items in written for x in items if isinstance(x, ShardedTensor)]
+    if shards:
+        increment_version(shards)
+    return None
+
+
+def unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
+    """GradScaler's unscale: on shards; all ranks agree on whether a gradient was infinite or NaN."""
+    grads, found_inf, inv_scale = args
+    local = [g._cell.resolve() if isinstance(g, ShardedTensor) and g._view is None else materialize(g) for g in grads]
+    func(local, found_inf, inv_scale, **kwargs)
+    sharded = [g for g in grads if isinstance(g, ShardedTensor)]
+    groups = {id(g._group.process_group): g._group for g in sharded}
+    for group in groups.values():
+        found_inf.copy_(collectives.all_reduce([found_inf], group, ReduceOp.MAX, label="unscale").wait()[0])
+    increment_version([g._cell.resolve() for g in sharded])
+
+
+def random_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """`normal_` and its kind: every rank draws what the unsharded tensor would get, and keeps its part."""
+    target = args[0]
+    if not isinstance(target, ShardedTensor):
+        return func(target, *materialize(args[1:]), **materialize_kwargs(kwargs))
+    with _AgreedGenerator(target._group, target.device, kwargs.get("generator")):
+        _write_through(target, lambda view: func(view, *materialize(args[1:]), **materialize_kwargs(kwargs)))
+    return target
+
+
+def random_factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """`rand_like` and its kind: a tensor of the same layout that holds what the unsharded tensor would get."""
+    source = args[0]
+    plain = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=source.device)
+    with _AgreedGenerator(source._group, source.device, kwargs.get("generator")):
+        full = func(plain, *materialize(args[1:]), **kwargs)
+    if source._view is not None:
+        return full
+    return source.like(shard_of(full, source._layout, source._group.rank).clone())
+
+
+class _AgreedGenerator:
+    """Lets every rank draw from the random state of the group's rank 0.
+
+    A rank whose own state differed (a seed per rank, for dropout) gets it back afterwards; one whose state was the same
+    goes on from where the draw ended, as the unsharded program does.
+
+    Communicates:
+        A broadcast of the generator's state, about 5 KB on CPU and 16 bytes on CUDA.
+    """
+
+    def __init__(self, group: ShardGroup, device: torch.device, generator: torch.Generator | None) -> None:
+        self._group = group
+        self._generator = generator if generator is not None else _default_generator(device)
+        self._own: Tensor | None = None
+
+    def __enter__(self) -> None:
+        if self._generator is None or self._group.num_ranks == 1:
+            return
+        own = self._generator.get_state()
+        wire = own.to(self._group.device_type)
+        agreed = collectives.broadcast([wire], self._group, label="random state").wait()[0].cpu()
+        if not torch.equal(agreed, own):
+            self._own = own
+            self._generator.set_state(agreed)
+
+    def __exit__(self, *_: object) -> None:
+        if self._own is not None and self._generator is not None:
+            self._generator.set_state(self._own)
+
+
+def _default_generator(device: torch.device) -> torch.Generator | None:
+    """The generator that random operations on `device` use; None on meta, where nothing is drawn."""
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return None
+
+
+def refuse(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Operations that would re-shape or re-seat the tensor itself."""
+    names = [a.name for a in args if isinstance(a, ShardedTensor)]
+    raise UnsupportedOpError(
+        f"{names[0] if names else 'a ShardedTensor'}: {func} changes the shape or memory of the tensor object itself, "
+        "but a sharded tensor keeps both. Use the operation without the trailing underscore, or copy_()."
+    )

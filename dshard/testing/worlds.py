@@ -1,0 +1,333 @@
+"""Persistent worlds: ranks that start once and are then sent functions, so that a test body costs milliseconds.
+
+Hypothesis draws in the parent, every rank gets the same example, and because a failure on a rank raises an
+`AssertionError` in the parent, shrinking works as usual. Ranks are forked by Python's fork server, which has imported
+torch and nothing else: a new world then costs tens of milliseconds where a spawned one costs seconds, and shrinking
+starts one per failing example. The ranks' environment variables are those of the moment when the first world started.
+"""
+
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Self, TypeVar
+
+import torch.distributed as dist
+
+from dshard.testing._rank import Raised, Ready, Returned, Silent, pack_call, rank_main
+
+__all__ = ["RemoteRankError", "World", "WorldPool", "expect_error"]
+
+T = TypeVar("T")
+_Reply = Returned | Raised | Silent
+
+_START_TIMEOUT_S = 180.0  # importing torch on a busy machine
+# What the fork server imports, once. Nothing of dshard: its own imports must not start threads or read settings early.
+_PRELOAD = ["torch", "torch.distributed.tensor", "numpy"]
+
+
+class RemoteRankError(AssertionError):
+    """What a rank raised, or that it did not answer, seen from the parent.
+
+    Args:
+        message: The whole report: first the failed rank with its traceback, then what its peers did.
+        rank: The first rank that failed.
+        type_name: Name of the exception's type there; "Silent" if the rank did not answer.
+        remote_traceback: The traceback on that rank, as text; of a silent rank, where its threads were.
+    """
+
+    def __init__(self, message: str, *, rank: int, type_name: str, remote_traceback: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.type_name = type_name
+        self.remote_traceback = remote_traceback
+
+
+class World:
+    """N ranks in processes of their own, joined by a gloo process group; started at the first call.
+
+    A rank is a process with one thread, on which `fn` finds the process group initialised. After a call in which a rank
+    failed or did not answer, the processes are killed, and the next call starts new ones: no example sees what another
+    left behind. In a script, guard the entry point with `if __name__ == "__main__"`, as for every new process.
+
+    Args:
+        num_ranks: Number of ranks, at least 1.
+        group_timeout_s: `timeout` of the process group: how long a collective waits for its peers.
+        grace_s: How long the peers may go on after the first rank's failure.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> with World(2) as world:
+        ...     world.run(dist.get_rank)
+        [0, 1]
+    """
+
+    def __init__(self, num_ranks: int, *, group_timeout_s: float = 20.0, grace_s: float = 1.0) -> None:
+        if num_ranks < 1:
+            raise ValueError(f"World: num_ranks must be at least 1, but it is {num_ranks}. Pass the number of ranks.")
+        self.num_ranks = num_ranks
+        self.group_timeout_s = group_timeout_s
+        self.grace_s = grace_s
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._store: dist.TCPStore | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the ranks are up; if not, the next call starts them."""
+        return bool(self._processes)
+
+    def start(self) -> None:
+        """Start the ranks, if they are not up, and wait until they have joined the process group."""
+        if self._processes:
+            return
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        self._scratch = tempfile.TemporaryDirectory(prefix="dshard-world-")
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=rank_main,
+                args=(rank, self.num_ranks, self._store.port, self.group_timeout_s, theirs, self._stack_file(rank)),
+                name=f"dshard-rank-{rank}-of-{self.num_ranks}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        replies = self._collect(_START_TIMEOUT_S, self.grace_s)
+        if not all(isinstance(reply, Ready) for reply in replies):
+            self._fail("start", [reply for reply in replies if not isinstance(reply, Ready)])
+
+    def run(self, fn: Callable[..., T], *args: object, timeout_s: float = 60.0, **kwargs: object) -> list[T]:
+        """Call `fn(*args, **kwargs)` on every rank.
+
+        Args:
+            fn: A module-level function; it travels by its name.
+            *args: Picklable; equal on every rank. `fn` asks `torch.distributed.get_rank()` for its own part.
+            timeout_s: Seconds until a rank that has not answered is taken for hung.
+            **kwargs: As `args`.
+
+        Returns:
+            What each rank returned, in rank order.
+
+        Raises:
+            RemoteRankError: A rank raised, died, or did not answer in time.
+            TypeError: `fn` or an argument cannot be pickled.
+
+        Communicates:
+            Nothing of its own.
+        """
+        replies = self._call(fn, args, kwargs, timeout_s, self.grace_s)
+        returned = [reply for reply in replies if isinstance(reply, Returned)]
+        if len(returned) < self.num_ranks:
+            self._fail(_name(fn), replies)
+        return [pickle.loads(reply.payload) for reply in sorted(returned, key=lambda reply: reply.rank)]
+
+    def close(self) -> None:
+        """Kill the ranks at once; a later call starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+            process.close()
+        for pipe in self._pipes:
+            pipe.close()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+        self._processes, self._pipes, self._scratch, self._store = [], [], None, None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stack_file(self, rank: int) -> str:
+        assert self._scratch is not None
+        return str(Path(self._scratch.name, f"rank{rank}.stack"))
+
+    def _call(
+        self,
+        fn: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        timeout_s: float,
+        grace_s: float,
+    ) -> list[_Reply]:
+        """Send one call to every rank and return the replies in the order in which they came."""
+        request = pack_call(fn, args, kwargs)
+        self.start()
+        try:
+            for pipe in self._pipes:
+                pipe.send_bytes(request)
+        except OSError:
+            pass  # a rank died since the last call: it is found below, as the end of its pipe
+        try:
+            replies = self._collect(timeout_s, grace_s)
+        except BaseException:
+            self.close()  # interrupted: an answer that came later would be taken for the next call's
+            raise
+        return [reply for reply in replies if not isinstance(reply, Ready)]
+
+    def _collect(self, timeout_s: float, grace_s: float) -> list[_Reply | Ready]:
+        """One reply per rank: waits on all at once, and after the first failure for `grace_s` more."""
+        pending = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        deadline = time.monotonic() + timeout_s
+        replies: list[_Reply | Ready] = []
+        while pending and (remaining := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(pending), timeout=remaining):
+                assert isinstance(pipe, Connection)
+                reply = self._receive(pipe, pending.pop(pipe))
+                replies.append(reply)
+                if isinstance(reply, Raised | Silent):
+                    deadline = min(deadline, time.monotonic() + grace_s)
+        failed = any(isinstance(reply, Raised | Silent) for reply in replies)
+        reason = f"did not answer within {grace_s:g} s of the first failure" if failed else ""
+        reason = reason or f"did not answer within {timeout_s:g} s"
+        return replies + self._stacks(sorted(pending.values()), reason)
+
+    def _receive(self, pipe: Connection, rank: int) -> _Reply | Ready:
+        try:
+            reply: _Reply | Ready = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            process = self._processes[rank]
+            process.join(1.0)
+            return Silent(rank, f"died with exit code {process.exitcode}", "")
+        return reply
+
+    def _stacks(self, ranks: Sequence[int], reason: str) -> list[_Reply | Ready]:
+        """Ask ranks that do not answer where they are."""
+        pids = [self._processes[rank].pid for rank in ranks]
+        for pid in pids:
+            if pid is not None and hasattr(signal, "SIGUSR1"):
+                os.kill(pid, signal.SIGUSR1)  # the rank's faulthandler writes its stacks to the file
+        if ranks:
+            time.sleep(0.2)
+        stacks = [Path(self._stack_file(rank)) for rank in ranks]
+        return [
+            Silent(rank, reason, path.read_text() if path.exists() else "")
+            for rank, path in zip(ranks, stacks, strict=True)
+        ]
+
+    def _fail(self, what: str, replies: Sequence[_Reply]) -> NoReturn:
+        """Kill the ranks and raise the report of their replies."""
+        self.close()
+        failures = [reply for reply in replies if not isinstance(reply, Returned)]
+        first = failures[0]
+        lines = [f"{what}: {_describe(first, self.num_ranks)}", first.traceback.rstrip()]
+        lines += [f"also {_describe(reply, self.num_ranks)}" for reply in failures[1:]]
+        lines += [reply.traceback.rstrip() for reply in failures[1:] if isinstance(reply, Silent)]
+        raise RemoteRankError(
+            "\n".join(line for line in lines if line),
+            rank=first.rank,
+            type_name=first.type_name if isinstance(first, Raised) else "Silent",
+            remote_traceback=first.traceback,
+        )
+
+
+class WorldPool:
+    """Worlds by size, each started at its first call and all closed at the end; for a session-scoped fixture.
+
+    Args:
+        group_timeout_s: As for `World`.
+        grace_s: As for `World`.
+    """
+
+    def __init__(self, *, group_timeout_s: float = 20.0, grace_s: float = 1.0) -> None:
+        self._group_timeout_s = group_timeout_s
+        self._grace_s = grace_s
+        self._worlds: dict[int, World] = {}
+
+    def get_world(self, num_ranks: int) -> World:
+        """The pool's world of `num_ranks` ranks."""
+        if num_ranks not in self._worlds:
+            self._worlds[num_ranks] = World(num_ranks, group_timeout_s=self._group_timeout_s, grace_s=self._grace_s)
+        return self._worlds[num_ranks]
+
+    def run(
+        self, num_ranks: int, fn: Callable[..., T], *args: object, timeout_s: float = 60.0, **kwargs: object
+    ) -> list[T]:
+        """`World.run` on the world of `num_ranks` ranks."""
+        return self.get_world(num_ranks).run(fn, *args, timeout_s=timeout_s, **kwargs)
+
+    def close(self) -> None:
+        """Close every world."""
+        for world in self._worlds.values():
+            world.close()
+        self._worlds.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def expect_error(
+    world: World,
+    fn: Callable[..., object],
+    *args: object,
+    timeout_s: float = 60.0,
+    grace_s: float | None = None,
+    **kwargs: object,
+) -> list[tuple[str, str]]:
+    """Call `fn` on every rank where every rank must raise, and keep the world if its ranks are still in step.
+
+    Args:
+        world: The ranks.
+        fn: As for `World.run`.
+        *args: As for `World.run`.
+        timeout_s: As for `World.run`.
+        grace_s: How long the peers may go on after the first rank's error; None for the world's own.
+        **kwargs: As for `World.run`.
+
+    Returns:
+        `(type name, message)` of each rank's exception, in rank order.
+
+    Raises:
+        RemoteRankError: A rank did not answer.
+        AssertionError: A rank returned instead of raising.
+
+    Communicates:
+        One barrier afterwards, which proves that no rank is a collective ahead; a world that fails it is killed.
+    """
+    grace = world.grace_s if grace_s is None else grace_s
+    replies = world._call(fn, args, kwargs, timeout_s, grace)
+    raised = sorted((reply for reply in replies if isinstance(reply, Raised)), key=lambda reply: reply.rank)
+    returned = sorted(reply.rank for reply in replies if isinstance(reply, Returned))
+    if any(isinstance(reply, Silent) for reply in replies):
+        world._fail(_name(fn), replies)
+    if returned:
+        world.close()
+        others = "; ".join(_describe(reply, world.num_ranks) for reply in raised) or "no rank raised"
+        raise AssertionError(f"{_name(fn)}: every rank must raise, but ranks {returned} returned. {others}.")
+    if not all(isinstance(reply, Returned) for reply in world._call(dist.barrier, (), {}, 1.0, 0.0)):
+        world.close()
+    return [(reply.type_name, reply.message) for reply in raised]
+
+
+def _name(fn: Callable[..., object]) -> str:
+    return getattr(fn, "__qualname__", repr(fn))
+
+
+def _describe(reply: _Reply, num_ranks: int) -> str:
+    who = f"rank {reply.rank} of {num_ranks}"
+    if isinstance(reply, Raised):
+        return f"{who} raised {reply.type_name}: {reply.message}"
+    return f"{who} {reply.reason}" if isinstance(reply, Silent) else f"{who} returned"

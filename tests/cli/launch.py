@@ -1,0 +1,48 @@
+"""Starts ``dshard train`` as a user does, with a model small enough for a test."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+TINY = (
+    "--layers",
+    "2",
+    "--width",
+    "32",
+    "--heads",
+    "2",
+    "--block-size",
+    "32",
+    "--sample-tokens",
+    "4",
+    "--device",
+    "cpu",
+)
+TEXT = b"def add(a, b):\n    return a + b\n\n\nclass Empty:\n    pass\n\n\n" * 200
+
+
+def start(*args, ranks=None, environ=None):
+    """Runs ``dshard train`` alone (ranks=None) or below torchrun; returns the completed process."""
+    launcher = [sys.executable, "-W", "ignore"]
+    if ranks is not None:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    env = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (env.get("PYTHONPATH"), str(REPO))))
+    env["OMP_NUM_THREADS"] = "1"
+    env.update(environ or {})
+    command = [*launcher, "-m", "dshard", "train", *map(str, args)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+
+
+def own_lines(stderr):
+    """The lines of stderr that are ours rather than torchrun's."""
+    return [line for line in stderr.splitlines() if line.startswith("dshard train: ")]
+
+
+def read_history(path):
+    """A history file's rows."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]

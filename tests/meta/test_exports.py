@@ -1,0 +1,51 @@
+"""The public names are exactly the ones written here: adding or losing one is a decision, not an accident."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import dshard
+from dshard import errors
+from tests.meta.source import ROOT
+
+PUBLIC_NAMES = [
+    "CheckpointError",
+    "CommTrace",
+    "DShardError",
+    "DivergenceError",
+    "FSDPModule",
+    "PlacementError",
+    "ShardedTensor",
+    "StateError",
+    "UnsupportedOpError",
+    "clip_grad_norm_",
+    "fully_shard",
+    "gathered",
+]
+
+
+def test_the_public_names_are_these():
+    assert sorted(dshard.__all__) == sorted(PUBLIC_NAMES)
+    assert len(set(dshard.__all__)) == len(dshard.__all__)
+
+
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
+def test_every_public_name_exists_and_has_a_docstring_of_its_own(name):
+    value = getattr(dshard, name)
+    documentation = value.__dict__.get("__doc__") if inspect.isclass(value) else inspect.getdoc(value)
+    assert documentation, f"dshard.{name} has no docstring"
+    assert documentation.strip()[0].isupper(), f"dshard.{name}: the docstring must start with a sentence"
+
+
+def test_every_error_is_public_and_a_dshard_error():
+    tree = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
+    assert tree <= set(PUBLIC_NAMES)
+    assert all(issubclass(getattr(errors, name), errors.DShardError) for name in tree)
+
+
+def test_importing_dshard_needs_no_test_or_cli_package():
+    code = "import sys, dshard; print(*{'hypothesis', 'pytest', 'rich', 'matplotlib'} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ran.stdout.strip() == ""

@@ -1,0 +1,184 @@
+"""The shape of the code: imports point one way, nothing is cyclic, private to torch's tests, or too long."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+from tests.meta.source import ROOT, Module, import_graph, imported_names, modules, num_code_lines, where
+
+_CORE = ("errors", "layout", "policies", "collectives", "tensor", "runtime", "clip", "planner", "api")
+
+# What each part may import, besides itself. "" is `dshard/__init__.py`: the public names.
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "layout": ("errors",),
+    "policies": ("errors",),
+    "collectives": ("errors", "layout", "policies"),
+    "tensor": ("errors", "layout", "policies", "collectives"),
+    "runtime": ("errors", "layout", "policies", "collectives", "tensor"),
+    "clip": ("errors", "layout", "policies", "collectives", "tensor", "runtime"),
+    "planner": ("errors", "layout", "policies"),
+    "api": ("errors", "layout", "policies", "collectives", "tensor", "runtime", "clip", "planner"),
+    "checkpoint": _CORE,
+    "testing": (*_CORE, "checkpoint", ""),
+    "": (*_CORE, "checkpoint"),
+    "cli": (*_CORE, "checkpoint", "testing", ""),
+    "__main__": ("cli",),
+}
+PURE = ("errors", "layout", "planner")  # no process group
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 50
+MAX_CLASS_LINES = 300
+
+MODULES = modules()
+
+
+def part(name: str) -> str:
+    """The part of the package that a module belongs to: the second word of its name."""
+    return [*name.split("."), ""][1]
+
+
+def wrong_imports(known: dict[str, Module]) -> list[str]:
+    problems = []
+    for name, targets in import_graph(known).items():
+        allowed = ALLOWED.get(part(name), ())
+        for target, line in targets.items():
+            if part(target) != part(name) and part(target) not in allowed:
+                problems.append(f"{where(known[name], line)}: {name} must not import {target}")
+    return problems
+
+
+def cycle(known: dict[str, Module]) -> list[str]:
+    graph = {name: set(targets) - {name} for name, targets in import_graph(known).items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def too_long(known: dict[str, Module]) -> list[str]:
+    problems = []
+    for module in known.values():
+        num_lines = len(module.text.splitlines())
+        if num_lines >= MAX_FILE_LINES:
+            problems.append(f"{where(module, 1)}: {num_lines} lines, must be under {MAX_FILE_LINES}")
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                limit = MAX_CLASS_LINES
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                limit = MAX_FUNCTION_LINES
+            else:
+                continue
+            if (num_lines := num_code_lines(node)) >= limit:
+                problems.append(
+                    f"{where(module, node.lineno)}: {node.name} has {num_lines} lines without docstrings, "
+                    f"must be under {limit}"
+                )
+    return problems
+
+
+def test_every_part_of_the_package_has_a_place():
+    unplaced = {name for name in MODULES if part(name) not in ALLOWED}
+    assert not unplaced, f"add to ALLOWED in {Path(__file__).name} what these may import: {sorted(unplaced)}"
+
+
+def test_imports_point_one_way():
+    problems = wrong_imports(MODULES)
+    assert not problems, "\n".join(problems)
+
+
+def test_no_two_modules_import_each_other():
+    found = cycle(MODULES)
+    assert not found, f"a cycle of imports, also inside functions and under TYPE_CHECKING: {' <- '.join(found)}"
+
+
+def test_pure_parts_know_no_process_group():
+    problems = [
+        f"{where(module, line)}: {module.name} is pure and must not import {target}"
+        for module in MODULES.values()
+        if part(module.name) in PURE
+        for target, line in imported_names(module)
+        if target.startswith("torch.distributed") or target.endswith("_distributed_c10d")
+    ]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("private", ["torch.testing._internal"])
+def test_the_package_does_not_use_what_is_private_to_torchs_tests(private):
+    problems = []
+    for module in MODULES.values():
+        problems += [
+            where(module, line) for name, line in imported_names(module) if f"{name}.".startswith(f"{private}.")
+        ]
+        problems += [
+            where(module, node.lineno)
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == private
+        ]
+    assert not problems, f"{private} is used at {problems}"
+
+
+def test_files_functions_and_classes_are_short():
+    problems = too_long(MODULES)
+    assert not problems, "\n".join(problems)
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A package that breaks the rules, to see that they bite."""
+
+    def write(files: dict[str, str]) -> dict[str, Module]:
+        for name, text in files.items():
+            path = tmp_path / "dshard" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return modules(tmp_path / "dshard")
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import dshard.tensor",
+        "from dshard import tensor",
+        "from dshard.tensor import x",
+        "from . import tensor",
+        "def f():\n    from dshard.tensor import x",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import dshard.tensor",
+        "import importlib\nimportlib.import_module('dshard.tensor')",
+    ],
+)
+def test_an_upward_import_is_found_in_every_spelling(package, text):
+    known = package({"__init__.py": "", "layout.py": text, "tensor/__init__.py": "x = 1"})
+    (problem,) = wrong_imports(known)
+    assert "dshard.layout must not import dshard.tensor" in problem
+
+
+def test_a_cycle_inside_one_part_is_found(package):
+    known = package(
+        {
+            "tensor/__init__.py": "",
+            "tensor/a.py": "from dshard.tensor.b import x",
+            "tensor/b.py": "def f():\n    import dshard.tensor.a",
+        }
+    )
+    assert wrong_imports(known) == []
+    assert set(cycle(known)) == {"dshard.tensor.a", "dshard.tensor.b"}
+
+
+def test_long_code_is_found_and_docstrings_are_free(package):
+    body = "    x = 1\n" * (MAX_FUNCTION_LINES - 1)
+    docstring = '    """' + "word\n" * 90 + '    """\n'
+    known = package({"layout.py": f"def long():\n{body}", "errors.py": f"def fine():\n{docstring}    x = 1\n"})
+    (problem,) = too_long(known)
+    assert "long has 50 lines" in problem
+
+
+def test_the_package_was_found():
+    assert (ROOT / "pyproject.toml").exists()
+    assert "dshard" in MODULES
