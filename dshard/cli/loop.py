@@ -52,8 +52,21 @@ def _average_gradients(model: GPT) -> None:
             parameter.grad /= dist.get_world_size()
 
 
+@torch.no_grad()
+def _clip_plain(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Torch's rule for clipping by norm, with the squares summed in float64.
+
+    Sharded and unsharded training sum the squares in different orders. In float32 the scale then differs in its last
+    bit, and the losses soon in more; in float64 it is equal once rounded.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack([gradient.double().norm() for gradient in gradients]))
+    torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0).float())
+    return norm.float()
+
+
 SHARDED = Engine("sharded", dshard.fully_shard, lambda model: None, dshard.clip_grad_norm_)
-UNSHARDED = Engine("unsharded", lambda model: None, _average_gradients, torch.nn.utils.clip_grad_norm_)
+UNSHARDED = Engine("unsharded", lambda model: None, _average_gradients, _clip_plain)
 
 
 def _loss(model: GPT, batch: Batch, device: torch.device) -> Tensor:

@@ -49,7 +49,7 @@ def draw(path: Path, outcomes: Sequence[Outcome]) -> None:
         heights = [getattr(largest(outcome.memory), part) / 1e6 for outcome in outcomes]
         memory.bar(names, heights, 0.6, bottom=bottoms, label=part)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    memory.set(ylabel="MB per rank")
+    memory.set(ylabel="MB per rank", ylim=(0, 1.35 * max(bottoms)))  # the legend goes above the bars
     memory.margins(x=0.3)
     memory.legend(frameon=False)
     figure.savefig(path, dpi=150)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from dshard.cli.usage import UsageError
 
 _TIMEOUT = timedelta(minutes=5)
-# gloo's worker threads free the tensors of the last collective after its `wait` has returned, and need the GIL for it. An
-# interpreter that closes meanwhile aborts the process ("terminate called without an active exception").
+# gloo's worker threads free the tensors of the last collective after its `wait` has returned, and need the GIL for it.
+# An interpreter that closes meanwhile aborts the process ("terminate called without an active exception").
 _GLOO_GRACE_S = 0.2
 
 

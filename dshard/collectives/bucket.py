@@ -74,7 +74,7 @@ def all_gather(
     """
     dtype, device, num_ranks = shards[0].dtype, shards[0].device, group.num_ranks
     if num_ranks == 1:
-        return Handle(label, [], lambda: [s.detach() for s in shards])
+        return Handle(label, [], lambda: [_alone(s, stride) for s, stride in zip(shards, strides, strict=True)])
     item = shards[0].element_size()
     row_bytes = _HEADER_BYTES + math.ceil(bucket.segment_numel * item / _HEADER_BYTES) * _HEADER_BYTES
     raw = torch.empty((num_ranks, row_bytes), dtype=torch.uint8, device=device)
@@ -104,6 +104,14 @@ def all_gather(
         return _unpack(rows, bucket, strides)
 
     return Handle(f"all-gather of '{label}'", works, finish)
+
+
+def _alone(shard: Tensor, stride: Sequence[int]) -> Tensor:
+    """The full tensor of a single rank: its shard, unless that lies otherwise in memory than asked."""
+    if shard.stride() == tuple(stride) and shard.storage_offset() == 0:
+        return shard.detach()
+    full = torch.empty_strided(shard.shape, tuple(stride), dtype=shard.dtype, device=shard.device)
+    return full.copy_(shard)
 
 
 def _check_headers(headers: Tensor, own: Tensor, label: str) -> None:

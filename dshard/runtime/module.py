@@ -10,7 +10,6 @@ from dshard.errors import StateError
 from dshard.runtime.runtime import Runtime, hook_gradient
 from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
-from dshard.tensor.cell import ShardCell
 
 __all__ = ["FSDPModule", "UnshardHandle", "sharded_class", "units_of"]
 
@@ -149,9 +148,6 @@ def _convert(param: ShardedTensor, fn: Callable[[Tensor], Tensor]) -> None:
             param.data = new
         else:
             _swap(param, new)
-        param._spec = new._spec
-        param._cell = ShardCell(shard)
-        param._views = None
         if isinstance(grad, ShardedTensor):
             param.grad = grad.like(fn(grad._cell.resolve()))
 
@@ -161,7 +157,8 @@ def _swap(param: ShardedTensor, new: ShardedTensor) -> None:
     if param._grad_hook is not None:
         param._grad_hook.remove()
         param._grad_hook = None
-    attributes, requires_grad = dict(param.__dict__), param.requires_grad
+    attributes = {**param.__dict__, "_cell": new._cell, "_views": None}
+    requires_grad = param.requires_grad
     try:
         torch.utils.swap_tensors(param, new)
     except RuntimeError as error:

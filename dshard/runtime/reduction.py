@@ -185,10 +185,8 @@ def _plain(grad: Tensor) -> Tensor:
     return grad.materialize() if isinstance(grad, ShardedTensor) else grad
 
 
-def route_gradient(param_ref: "weakref.ref[ShardedTensor]", grad: Tensor) -> Tensor:
+def route_gradient(param: ShardedTensor, grad: Tensor) -> Tensor:
     """The hook of every sharded parameter: full gradient of this rank in, reduced gradient out."""
-    param = param_ref()
-    assert param is not None, "a gradient hook outlived its parameter"
     assert isinstance(param._source, Unit), "a gradient hook outlived its unit"
     unit = param._source
     reducer = unit.observer.start_backward()

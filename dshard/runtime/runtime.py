@@ -1,7 +1,6 @@
 """The runtime of a model: when units gather and free, in forward and in backward."""
 
 import copy
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -149,7 +148,13 @@ def adopt_leaf(param: ShardedTensor) -> None:
 def hook_gradient(param: ShardedTensor) -> None:
     """Have the gradients of a parameter reduced, from the first time that it takes any."""
     if param.requires_grad and param.is_leaf and param._grad_hook is None:
-        param._grad_hook = param.register_hook(partial(route_gradient, weakref.ref(param)))
+        # `swap_tensors` leaves a dict of hooks behind that autograd no longer knows; start from a new one.
+        known = param._backward_hooks or {}
+        others = [hook for hook in known.values() if getattr(hook, "func", None) is not route_gradient]
+        param._backward_hooks = None
+        param._grad_hook = param.register_hook(partial(route_gradient, param))
+        for hook in others:
+            param.register_hook(hook)
 
 
 def hook_forward(module: nn.Module) -> None:

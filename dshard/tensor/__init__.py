@@ -4,6 +4,7 @@ import torch
 from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 
+from dshard.layout import ShardLayout
 from dshard.tensor.dispatch import dispatch
 from dshard.tensor.sharded_tensor import GatherSource, ShardedTensor, _rebuild
 from dshard.tensor.table import OpClass, classify
@@ -16,4 +17,4 @@ ShardedTensor._dispatch = staticmethod(dispatch)
 for _types in (_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
     if ShardedTensor not in _types:
         _types.append(ShardedTensor)
-torch.serialization.add_safe_globals([ShardedTensor, _rebuild])
+torch.serialization.add_safe_globals([ShardedTensor, ShardLayout, _rebuild])

@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dshard import collectives
 from dshard.collectives import ShardGroup, shard_of
-from dshard.errors import StateError, UnsupportedOpError
+from dshard.errors import PlacementError, StateError, UnsupportedOpError
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.tensor.cell import ShardCell
 from dshard.tensor.views import ViewMeta, ViewStep, apply_steps
@@ -38,10 +38,11 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The tensor of which another is a cast, for as long as its version stays what it was."""
+    """The tensor of which another is a cast or copy, for as long as neither was written to since."""
 
     tensor: "ShardedTensor"
     version: int
+    own_version: int
 
 
 class ShardedTensor(DTensor):
@@ -67,6 +68,9 @@ class ShardedTensor(DTensor):
     _views: dict[Any, Any] | None
     _is_added: bool  # as a gradient: already part of the buffer that `.grad` awaits
     _grad_hook: Any
+
+    # `swap_tensors` swaps slots after dicts; `_local_tensor` lives in the dict's cell and must not be swapped back.
+    __slotnames__: ClassVar[list[str]] = ["_spec"]
 
     _dispatch: ClassVar[Callable[..., Any]]  # bound by dshard.tensor, which knows both the class and the op table
     _adopt: ClassVar[Callable[["ShardedTensor"], None] | None] = None  # bound by dshard.runtime
@@ -147,6 +151,12 @@ class ShardedTensor(DTensor):
         prototype = self._cell.resolve() if cell.is_pending else None
         return type(self).wrap(cell, spec, self._layout, self._group, name=self._name, prototype=prototype)
 
+    def derived(self, shard: Tensor) -> "ShardedTensor":
+        """A cast or copy of this tensor: its gathers go through this one's unit while neither is written to."""
+        out = self.like(shard)
+        out._origin = Origin(self, self._cell.version, out._cell.version)
+        return out
+
     def alias(self) -> "ShardedTensor":
         """Another tensor object over the same shard, as `detach()` gives."""
         out = type(self).wrap(
@@ -199,6 +209,28 @@ class ShardedTensor(DTensor):
         if cell is not None:  # else torch's constructor, ahead of `wrap`
             cell.deliver(value)
 
+    @property
+    def data(self) -> "ShardedTensor":
+        """This tensor outside of autograd. Assigning takes over the memory of a tensor laid out alike, or cuts a full one.
+
+        Raises:
+            PlacementError: On assigning a tensor of another shape.
+        """
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if self._view is not None or value.shape != self.shape:
+            raise PlacementError(
+                f"{self.name}: .data of a sharded tensor can be set to a tensor of its own shape {tuple(self.shape)}, but "
+                f"got {tuple(value.shape)}{' for a view' if self._view is not None else ''}. Use copy_() on what it views."
+            )
+        if not isinstance(value, ShardedTensor) or value._view is not None or value._layout != self._layout:
+            full = value.materialize() if isinstance(value, ShardedTensor) else value
+            value = self.like(shard_of(full.detach(), self._layout, self._group.rank).clone())
+        torch.Tensor.data.__set__(self, value)
+        self._cell, self._spec, self._origin, self._views = value._cell, value._spec, None, None
+
     def materialize(self) -> Tensor:
         """The full value as a plain tensor that the caller must neither write to nor keep.
 
@@ -213,7 +245,11 @@ class ShardedTensor(DTensor):
         if self._source is not None:
             return self._source.full(self._slot)
         origin = self._origin
-        if origin is not None and origin.tensor._cell.version == origin.version:
+        if (
+            origin is not None
+            and origin.tensor._cell.version == origin.version
+            and self._cell.version == origin.own_version
+        ):
             return origin.tensor.materialize().to(self.dtype)
         shard = self._cell.resolve()
         device = shard.device

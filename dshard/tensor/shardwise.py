@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from dshard import collectives
 from dshard.collectives import ReduceOp
 from dshard.tensor.operands import common_layout, cut_to, is_recorded, materialize, unwrap_result
-from dshard.tensor.sharded_tensor import Origin, ShardedTensor
+from dshard.tensor.sharded_tensor import ShardedTensor
 
 __all__ = ["cast", "clone", "equal", "factory", "foreach", "foreach_norm", "new_tensor", "pointwise", "reduction"]
 
@@ -70,10 +70,8 @@ def cast(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     source: ShardedTensor = args[0]
     if source._view is not None or kwargs.get("memory_format") not in (None, torch.preserve_format):
         return compute(func, args, kwargs)
-    out = source.like(func(source._cell.resolve(), **kwargs))
-    if out.device == source.device:
-        out._origin = Origin(source, source._cell.version)
-    return out
+    shard = func(source._cell.resolve(), **kwargs)
+    return source.derived(shard) if shard.device == source.device else source.like(shard)
 
 
 def clone(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -82,9 +80,7 @@ def clone(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     keeps_strides = kwargs.get("memory_format") in (None, torch.preserve_format)
     if source._view is not None or not keeps_strides:
         return compute(func, args, kwargs)
-    out = source.like(source._cell.resolve().clone())
-    out._origin = Origin(source, source._cell.version)
-    return out
+    return source.derived(source._cell.resolve().clone())
 
 
 def equal(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:

@@ -96,6 +96,7 @@ _NAMED: dict[OpOverload, OpClass] = {
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 # Foreach operations whose name without the prefix is no pointwise operation of its own.
 _FOREACH_ELEMENTWISE = ("zero", "copy")
+_FOREACH_REDUCING = ("max",)  # `aten.max` of two tensors is pointwise, `_foreach_max` of one is not
 # Tagged pointwise by torch, but their result depends on more than the element.
 _NOT_POINTWISE = ("clone", "_to_copy")
 
@@ -138,7 +139,7 @@ def classify(func: OpOverload) -> OpClass:
 
 def _classify_foreach(name: str, mutates: tuple[int | str, ...]) -> OpClass:
     single = name.removeprefix("_foreach_").removesuffix("_")
-    if single not in _FOREACH_ELEMENTWISE and not _is_pointwise(single):
+    if single in _FOREACH_REDUCING or (single not in _FOREACH_ELEMENTWISE and not _is_pointwise(single)):
         return OpClass.WRITE if mutates else OpClass.COMPUTE
     if mutates:
         return OpClass.FOREACH_INPLACE if mutates == (0,) else OpClass.WRITE

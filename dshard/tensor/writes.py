@@ -90,22 +90,21 @@ def _write_through(target: ShardedTensor, change: Callable[[Tensor], Any], *, va
 def write(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Any other operation that writes: on gathered copies, of which each rank keeps its part."""
     mutated = mutated_arguments(func)
-    targets: dict[int, tuple[ShardedTensor, Tensor]] = {}
+    targets: dict[int, tuple[ShardedTensor, Tensor]] = {}  # one buffer per base, however many views of it are written
 
     def private(tensor: ShardedTensor) -> Tensor:
-        if id(tensor) not in targets:
-            base = tensor if tensor._view is None else tensor._view.base
+        base = tensor if tensor._view is None else tensor._view.base
+        if id(base._cell) not in targets:
             buffer = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=base.device)
             buffer.copy_(base.materialize())
-            targets[id(tensor)] = (tensor, buffer)
-        tensor, buffer = targets[id(tensor)]
+            targets[id(base._cell)] = (base, buffer)
+        _, buffer = targets[id(base._cell)]
         return buffer if tensor._view is None else apply_steps(buffer, tensor._view.steps)
 
     new_args = [map_tensors(a, private) if i in mutated else materialize(a) for i, a in enumerate(args)]
     new_kwargs = {k: map_tensors(v, private) if k in mutated else materialize(v) for k, v in kwargs.items()}
     result = func(*new_args, **new_kwargs)
-    for tensor, buffer in targets.values():
-        base = tensor if tensor._view is None else tensor._view.base
+    for base, buffer in targets.values():
         shard = base._cell.resolve()
         shard.copy_(shard_of(buffer, base._layout, base._group.rank))
         increment_version(shard)
