@@ -14,6 +14,7 @@ from dshard import collectives
 from dshard.collectives import ShardGroup
 from dshard.errors import PlacementError, StateError, UnsupportedOpError
 from dshard.runtime import (
+    ParameterHooks,
     ReplacedParameter,
     Runtime,
     Unit,
@@ -22,6 +23,8 @@ from dshard.runtime import (
     check_same_weights,
     find_units,
     hook_forward,
+    hooks_of,
+    inherit,
     retire,
 )
 from dshard.runtime.module import FSDPModule, sharded_class, units_of
@@ -29,6 +32,7 @@ from dshard.tensor import ShardedTensor
 
 __all__ = ["fully_shard", "gathered"]
 
+Inherited = tuple[ShardedTensor, ParameterHooks, Tensor | None]
 PlacementFn = Callable[[nn.Parameter], Placement | None]
 
 
@@ -98,11 +102,14 @@ def fully_shard(
         check_same_weights(found, group)
     elif sync == "broadcast":
         broadcast_weights([p for _, p in found], group)
-    params = _replace_all(modules, found, mesh, shard_placement_fn)
+    params, inherited = _replace_all(modules, found, mesh, shard_placement_fn)
     _move_buffers(modules, mesh)
     runtime = _joined_runtime(modules)
     runtime.reducer.mean = grad_reduce == "mean"
     _install(modules, params, runtime, reshard)
+    for heir in inherited:
+        inherit(*heir, mean=grad_reduce == "mean")
+    runtime.note_plain_parameters(modules)
     return module
 
 
@@ -214,7 +221,7 @@ def _replace_all(
     found: Sequence[tuple[str, nn.Parameter]],
     mesh: DeviceMesh,
     shard_placement_fn: PlacementFn | None,
-) -> list[ShardedTensor]:
+) -> tuple[list[ShardedTensor], list["Inherited"]]:
     """Put a ShardedTensor in every place of each parameter; the old memory goes one parameter at a time."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for root in modules:
@@ -224,7 +231,8 @@ def _replace_all(
                     places.setdefault(id(param), []).append((module, name))
     dims = [_dim_of(name, param, shard_placement_fn) for name, param in found]
     device = _device_of(mesh)
-    made = []
+    made: list[ShardedTensor] = []
+    inherited: list[Inherited] = []
     for (name, old), dim in zip(found, dims, strict=True):
         with torch.no_grad():
             new = ShardedTensor.shard(old, mesh, dim, name=name, device=device)
@@ -232,11 +240,13 @@ def _replace_all(
             new._is_param = True
         for key, value in old.__dict__.items():
             new.__dict__.setdefault(key, value)
+        hooks, grad = hooks_of(old), old.grad
         for module, attribute in dict.fromkeys(places[id(old)]):
             module._parameters[attribute] = new  # type: ignore[assignment]
         retire(old, new)
         made.append(new)
-    return made
+        inherited.append((new, hooks, grad))
+    return made, inherited
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -346,7 +356,7 @@ def gathered(target: nn.Module | ShardedTensor | Sequence[ShardedTensor]) -> Ite
         Name to full value, plain tensors that must not be written to; write to the parameters themselves.
 
     Raises:
-        StateError: `target` holds nothing that is sharded.
+        StateError: `target` holds nothing that is sharded; or, at the end, a full value was written to.
 
     Communicates:
         One all-gather per bucket of each unit that is not gathered yet, at the start.
@@ -364,7 +374,14 @@ def gathered(target: nn.Module | ShardedTensor | Sequence[ShardedTensor]) -> Ite
             unit.gather()
         with torch.no_grad():
             fulls = {p.name: p.materialize() for p in params}
+        versions = {name: full._version for name, full in fulls.items()}
         yield fulls
+        written = [name for name, full in fulls.items() if full._version != versions[name]]
+        if written:
+            raise StateError(
+                f"{written[0]}: what gathered() yields must not be written to, but it was; that write is lost. "
+                "Write to the parameter itself, as in module.weight.zero_()."
+            )
     finally:
         for unit in units:
             unit.num_pins -= 1

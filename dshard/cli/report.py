@@ -19,6 +19,12 @@ def mega(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"
 
 
+def printable(text: bytes) -> str:
+    """Sampled bytes as text that no terminal takes for a command: what is not UTF-8 or not printable is replaced."""
+    characters = text.decode(errors="replace")
+    return "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in characters)
+
+
 class Progress(Protocol):
     """Takes the events of a run."""
 

@@ -127,7 +127,7 @@ def _sample(trainer: Trainer, options: TrainOptions, world: World) -> str:
     generator = torch.Generator().manual_seed(options.seed)
     trainer.model.eval()
     tokens = trainer.model.generate(prompt, options.sample_tokens, temperature=options.temperature, generator=generator)
-    return bytes(tokens[0].tolist()).decode(errors="replace")
+    return report.printable(bytes(tokens[0].tolist()))
 
 
 def _print_results(options: TrainOptions, outcomes: list[Outcome], sample: str) -> None:

@@ -1,6 +1,7 @@
 """Collectives over buckets: lists of tensors of one dtype that travel together."""
 
 import math
+import struct
 import zlib
 from collections.abc import Sequence
 
@@ -15,7 +16,8 @@ from dshard.layout import BucketLayout, ShardLayout
 
 __all__ = ["ReduceBucket", "all_gather", "all_reduce", "broadcast", "shard_of"]
 
-_HEADER_BYTES = 16  # a multiple of every element size, so that the payload behind it stays aligned
+_ALIGN_BYTES = 16  # a multiple of every element size
+_HEADER_BYTES = 64  # a checksum of the label, a tag, and the end of the label itself
 
 
 def shard_of(full: Tensor, layout: ShardLayout, rank: int) -> Tensor:
@@ -31,9 +33,11 @@ def _real_numel(bucket: BucketLayout, rank: int) -> int:
     return sum(x.local_numel(rank) if x.dim is not None or rank == 0 else 0 for x in bucket.layouts)
 
 
-def _header(label: str) -> Tensor:
-    """What all ranks must send alike: a checksum of the unit's name."""
-    return torch.tensor([zlib.crc32(label.encode()), 0xD5], dtype=torch.int64).view(torch.uint8)
+def _header(label: str, tag: int) -> Tensor:
+    """What all ranks must send alike: which unit this is, and what it was written with."""
+    name = label.encode()
+    raw = struct.pack("<qq48s", zlib.crc32(name), tag, name[-48:])
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
 def _is_c_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -53,6 +57,7 @@ def all_gather(
     *,
     label: str,
     strides: Sequence[Sequence[int]],
+    tag: int = 0,
 ) -> Handle[list[Tensor]]:
     """Gather the full tensors of a bucket.
 
@@ -62,24 +67,25 @@ def all_gather(
         group: Ranks that hold the shards.
         label: Name of what is gathered; ranks that pair different labels raise.
         strides: Strides, in elements, that the full tensors get.
+        tag: A number that must be equal on all ranks; it stands for what the shards were written with.
 
     Returns:
         A handle whose result is the full tensors, in memory of their own.
 
     Raises:
-        DivergenceError: From the handle, on every rank that received another label than its own.
+        DivergenceError: From the handle, on every rank that received another label or tag than its own.
 
     Communicates:
-        All-gather of `bucket.segment_numel` elements and a 16-byte header per rank.
+        All-gather of `bucket.segment_numel` elements and a 64-byte header per rank.
     """
     dtype, device, num_ranks = shards[0].dtype, shards[0].device, group.num_ranks
     if num_ranks == 1:
         return Handle(label, [], lambda: [_alone(s, stride) for s, stride in zip(shards, strides, strict=True)])
     item = shards[0].element_size()
-    row_bytes = _HEADER_BYTES + math.ceil(bucket.segment_numel * item / _HEADER_BYTES) * _HEADER_BYTES
+    row_bytes = _HEADER_BYTES + math.ceil(bucket.segment_numel * item / _ALIGN_BYTES) * _ALIGN_BYTES
     raw = torch.empty((num_ranks, row_bytes), dtype=torch.uint8, device=device)
     rows = raw[:, _HEADER_BYTES:].view(dtype)[:, : bucket.segment_numel]
-    mine, header = rows[group.rank], _header(label)
+    mine, header = rows[group.rank], _header(label, tag)
     raw[group.rank, :_HEADER_BYTES].copy_(header)
     sources = [s for s in shards if s.numel()]
     slots = [
@@ -115,14 +121,23 @@ def _alone(shard: Tensor, stride: Sequence[int]) -> Tensor:
 
 
 def _check_headers(headers: Tensor, own: Tensor, label: str) -> None:
+    """Raise if another rank gathered another unit, or wrote other numbers to this one."""
     if bool((headers == own).all()):
         return
-    others = [r for r in range(headers.shape[0]) if not torch.equal(headers[r], own)]
+    rank = next(r for r in range(headers.shape[0]) if not torch.equal(headers[r], own))
+    other = bytes(headers[rank].tolist())
+    crc, _, name = struct.unpack("<qq48s", other)
+    if crc != zlib.crc32(label.encode()):
+        text = name.rstrip(b"\0").decode(errors="replace")
+        raise DivergenceError(
+            f"unit '{label}': all ranks must gather the same unit at the same time, but rank {rank} gathers '{text}'. "
+            "Make every rank run the same modules in the same order; look for a branch on rank-local data."
+        )
     raise DivergenceError(
-        f"{label}: all ranks must gather the same unit at the same time, but ranks {others} sent a unit of another "
-        "name "
-        "than this rank's. Make every rank run the same modules in the same order; look for a branch on rank-local "
-        "data."
+        f"'{label}': all ranks must write the same numbers to a sharded tensor, but rank {rank} wrote others (by an "
+        "in-place operation or an index, or a product with a number). Compute with full_tensor() where the numbers "
+        "are a "
+        "rank's own, or make them equal on all ranks first."
     )
 
 
@@ -242,7 +257,8 @@ class ReduceBucket:
     def _finish(self, row: Tensor, expected_stamp: Tensor | None) -> "Reduced":
         if expected_stamp is not None and not torch.equal(row[0], expected_stamp):
             raise DivergenceError(
-                f"{self._label}: all ranks must reduce the gradients of the same unit at the same time, but another "
+                f"unit '{self._label}': all ranks must reduce the gradients of the same unit at the same time, but "
+                "another "
                 "rank "
                 "sent those of another unit. Make every rank run the same modules in the same order."
             )

@@ -1,13 +1,14 @@
 """Units, and when they gather, free and reduce."""
 
 from dshard.runtime.auto_units import UnitPlan, find_units
-from dshard.runtime.replace import ReplacedParameter, replacement_of, retire
+from dshard.runtime.replace import ParameterHooks, ReplacedParameter, hooks_of, inherit, retire
 from dshard.runtime.runtime import Runtime, adopt_leaf, hook_forward, hook_gradient
 from dshard.runtime.sync import broadcast_weights, check_same_structure, check_same_weights
 from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
 
 __all__ = [
+    "ParameterHooks",
     "ReplacedParameter",
     "Runtime",
     "Unit",
@@ -18,7 +19,8 @@ __all__ = [
     "find_units",
     "hook_forward",
     "hook_gradient",
-    "replacement_of",
+    "hooks_of",
+    "inherit",
     "retire",
 ]
 

@@ -1,6 +1,8 @@
 """What a module can do after `fully_shard`: the methods of FSDP2's `FSDPModule`."""
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -100,6 +102,33 @@ class FSDPModule(nn.Module):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted for FSDP2's sake; not needed here, where each backward ends what it began."""
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of any module; full and sharded tensors are both taken, and each rank keeps its part.
+
+        Args:
+            state_dict: Full values, which must be equal on all ranks, or ShardedTensors.
+            strict: Whether the keys must be those of the module.
+            assign: Also for parameters on the meta device, which get memory; sharded parameters stay the objects that
+                they are.
+
+        Communicates:
+            Nothing, unless a ShardedTensor of another layout is loaded.
+        """
+        if assign:
+            self._allocate_for(state_dict)
+        return super().load_state_dict(state_dict, strict=strict)
+
+    def _allocate_for(self, state_dict: Mapping[str, Any]) -> None:
+        """Give memory to what is on the meta device and about to be loaded."""
+        for name, param in self.named_parameters():
+            if isinstance(param, ShardedTensor) and param.is_meta and isinstance(state_dict.get(name), Tensor):
+                _convert(param, partial(torch.empty_like, device=param._group.device_type))
+        for name, buffer in list(self.named_buffers()):
+            value = state_dict.get(name)
+            if buffer.is_meta and isinstance(value, Tensor):
+                owner, _, attribute = name.rpartition(".")
+                self.get_submodule(owner)._buffers[attribute] = torch.empty_like(buffer, device=value.device)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDPModule":
         """`to`, `half`, `to_empty` and their kind: convert the shards, in place of whole parameters."""
         self._runtime()
@@ -126,8 +155,6 @@ class FSDPModule(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FSDPModule":
-        import copy
-
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         self._runtime()
@@ -144,12 +171,14 @@ def _convert(param: ShardedTensor, fn: Callable[[Tensor], Tensor]) -> None:
             return
         grad, param.grad = param.grad, None
         new = param.like(shard)
+        new._cell.is_shared, new._cell.tag = True, param._cell.tag
         if new.device == param.device:
             param.data = new
         else:
             _swap(param, new)
         if isinstance(grad, ShardedTensor):
             param.grad = grad.like(fn(grad._cell.resolve()))
+            param.grad._cell.is_shared = True
 
 
 def _swap(param: ShardedTensor, new: ShardedTensor) -> None:
@@ -175,8 +204,3 @@ def _swap(param: ShardedTensor, new: ShardedTensor) -> None:
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class of `cls`'s modules after `fully_shard`: `FSDP<Name>`, a subclass of both."""
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-
-
-def original_classes(module: nn.Module) -> Iterator[type]:
-    """Classes of `module` without the mixin."""
-    return (c for c in type(module).__mro__ if c is not FSDPModule)

@@ -1,6 +1,7 @@
 """Gradients on their way: packed as they arrive, reduced once per unit and backward, awaited at their first use."""
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class GradReduction:
         is_added = cell is not None
         if cell is None:
             self._bucket.discard(index)
-            cell = ShardCell(None, self._resolve)
+            cell = ShardCell(None, param._layout, self._resolve, is_shared=True)
             self._cells[slot] = weakref.ref(cell)
         self._bucket.add(index, grad if grad.dtype == param.dtype else grad.to(param.dtype))
         out = param.like(cell)
@@ -93,7 +94,7 @@ class GradReduction:
             if not reduced.anywhere(index):
                 continue
             param = self._unit.params[slot]
-            grad = param.like(reduced.shards[index])
+            grad = param.like(ShardCell(reduced.shards[index], param._layout, is_shared=True))
             with torch.no_grad():
                 if param.grad is None:
                     param.grad = grad
@@ -112,17 +113,21 @@ class Reducer:
         self.mean = True
         self.sync = True
         self._max_in_flight = max_in_flight
-        self._open: dict[tuple[int, tuple[int, ...]], tuple[Unit, GradReduction]] = {}
+        self._open: dict[_Key, tuple[Unit, GradReduction]] = {}
         self._in_flight: list[GradReduction] = []
         self._arrived: dict[Unit, set[int]] = {}
 
     def receive(self, unit: Unit, slot: int, grad: Tensor) -> ShardedTensor:
         """Take the full gradient of a parameter; gives the reduced one, which may still be in flight."""
         bucket = next(b for b in unit.buckets(unit.trainable) if slot in b.slots)
-        key = (id(unit), bucket.slots)
+        param = unit.params[slot]
+        key = _Key(id(unit), bucket.slots, is_captured=False)
         entry = self._open.get(key)
-        if entry is not None and entry[1].holds(slot) and unit.params[slot].grad is None:
-            # Somebody kept the gradient of an earlier backward and reset `.grad`: that value must not grow any more.
+        if (not self.sync or (entry is not None and entry[1].holds(slot))) and not _accumulates(param):
+            key = _Key(id(unit), bucket.slots, is_captured=True)
+            entry = self._open.get(key)
+        if entry is not None and entry[1].holds(slot) and (key.is_captured or param.grad is None):
+            # Somebody kept the gradient of an earlier backward, of which `.grad` is no part: it must not grow any more.
             self._launch(key)
             entry = None
         if entry is None:
@@ -137,7 +142,7 @@ class Reducer:
             unit.free()
         return out
 
-    def _launch(self, key: tuple[int, tuple[int, ...]]) -> GradReduction:
+    def _launch(self, key: "_Key") -> GradReduction:
         _, reduction = self._open.pop(key)
         while len(self._in_flight) >= self._max_in_flight:
             self._in_flight[0].finish()
@@ -160,6 +165,30 @@ class Reducer:
             return
         for key in list(self._open):
             self._launch(key).adopt_missing()
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """Which reduction a gradient belongs to.
+
+    Args:
+        unit_id: Identity of the unit.
+        slots: The bucket's parameters.
+        is_captured: Whether `autograd.grad` takes the result, rather than `.grad`.
+    """
+
+    unit_id: int
+    slots: tuple[int, ...]
+    is_captured: bool
+
+
+def _accumulates(param: ShardedTensor) -> bool:
+    """Whether the backward that is running ends in `param.grad`, rather than in a result of `autograd.grad`."""
+    try:
+        node = torch.autograd.graph.get_gradient_edge(param).node
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch's answer for a leaf under autograd.grad
+        return False
 
 
 class _ReduceGrad(torch.autograd.Function):

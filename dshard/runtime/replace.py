@@ -1,15 +1,27 @@
 """What becomes of the parameters that `fully_shard` replaces, and of optimizers that hold them."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from dshard.collectives import ReduceBucket
 from dshard.errors import StateError
+from dshard.layout import BucketLayout
 from dshard.tensor import ShardedTensor
+from dshard.tensor.cell import ShardCell
 
-__all__ = ["ReplacedParameter", "replacement_of", "repoint_optimizer", "retire"]
+__all__ = [
+    "ParameterHooks",
+    "ReplacedParameter",
+    "hooks_of",
+    "inherit",
+    "repoint_optimizer",
+    "retire",
+]
 
 _GRAD: Any = torch.Tensor.grad  # the descriptor
 
@@ -57,9 +69,44 @@ def retire(old: nn.Parameter, new: ShardedTensor) -> None:
     old.__dict__["_replacement"] = new
 
 
-def replacement_of(param: Tensor) -> Tensor:
-    """What stands in for `param` now: itself, unless `fully_shard` replaced it."""
-    return param._replacement if isinstance(param, ReplacedParameter) else param
+@dataclass(frozen=True, slots=True)
+class ParameterHooks:
+    """What a user registered on a parameter.
+
+    Args:
+        on_gradient: By `register_hook`.
+        after_accumulation: By `register_post_accumulate_grad_hook`.
+    """
+
+    on_gradient: tuple[Callable[[Tensor], Any], ...]
+    after_accumulation: tuple[Callable[[Tensor], Any], ...]
+
+
+def hooks_of(old: nn.Parameter) -> ParameterHooks:
+    """The hooks of a parameter that is about to be replaced."""
+    before = getattr(old, "_backward_hooks", None) or {}
+    after = getattr(old, "_post_accumulate_grad_hooks", None) or {}
+    return ParameterHooks(tuple(before.values()), tuple(after.values()))
+
+
+def inherit(new: ShardedTensor, hooks: ParameterHooks, grad: Tensor | None, *, mean: bool) -> None:
+    """Give a sharded parameter the hooks and the gradient of the one that it replaces; the gradient is reduced.
+
+    Communicates:
+        A reduce-scatter where there is a gradient.
+    """
+    for hook in hooks.on_gradient:
+        new.register_hook(hook)
+    for hook in hooks.after_accumulation:
+        new.register_post_accumulate_grad_hook(hook)
+    if grad is None:
+        return
+    bucket = ReduceBucket(
+        BucketLayout.of([new._layout]), new._group, dtype=grad.dtype, device=new.device, label=new.name
+    )
+    bucket.add(0, grad.to(new.device))
+    shard = bucket.launch(mean=mean).wait().shards[0]
+    new.grad = new.like(ShardCell(shard, new._layout, is_shared=True))
 
 
 def repoint_optimizer(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:

@@ -1,13 +1,14 @@
 """The runtime of a model: when units gather and free, in forward and in backward."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from dshard.errors import StateError
 from dshard.runtime.reduction import GradReduction, Reducer, route_gradient
 from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
@@ -38,6 +39,8 @@ class Runtime:
         self._loose: Unit | None = None  # gathered outside of a forward
         self._frozen: Unit | None = None  # gathered in backward, takes no gradient
         self._backward_task = -1
+        self._modules: list[nn.Module] = []
+        self._known_plain: dict[int, nn.Parameter] = {}
 
     @property
     def gathered_bytes(self) -> int:
@@ -58,6 +61,8 @@ class Runtime:
         memo[id(self)] = new
         self.before_use()
         new.root = copy.deepcopy(self.root, memo)
+        new._modules = copy.deepcopy(self._modules, memo)
+        new._known_plain = {id(p): p for p in copy.deepcopy(list(self._known_plain.values()), memo)}
         new.reducer.mean, new.reducer.sync = self.reducer.mean, self.reducer.sync
         for unit in copy.deepcopy(self.units, memo):
             new.adopt(unit)
@@ -111,6 +116,8 @@ class Runtime:
     def enter_forward(self, unit: Unit) -> None:
         """A module of `unit` starts its forward."""
         self.before_use()
+        if torch.is_grad_enabled() and self.root in unit.modules:
+            self._check_plain_parameters()
         unit.num_active += 1
 
     def exit_forward(self, unit: Unit, module: nn.Module) -> None:
@@ -125,6 +132,31 @@ class Runtime:
             if not torch.is_grad_enabled() or self.reshards(candidate):
                 candidate.free()
 
+    def note_plain_parameters(self, modules: Sequence[nn.Module]) -> None:
+        """Remember the plain parameters that are meant to be there: those to ignore, and not yet sharded ones."""
+        self._modules = [m for root in modules for m in root.modules()]
+        self._known_plain = {id(p): p for _, p in self._plain_parameters()}
+
+    def _plain_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Trainable parameters below the root that are not sharded."""
+        for module in self._modules:
+            for name, param in module._parameters.items():
+                if param is not None and not isinstance(param, ShardedTensor) and param.requires_grad:
+                    yield f"{type(module).__name__}.{name}", param
+
+    def _check_plain_parameters(self) -> None:
+        """Raise if a trainable parameter came to the model after `fully_shard`: nothing would reduce its gradient."""
+        for name, param in self._plain_parameters():
+            if id(param) not in self._known_plain:
+                raise StateError(
+                    f"{name}: every trainable parameter below fully_shard must be sharded or ignored, but this one "
+                    "(shape "
+                    f"{tuple(param.shape)}) was added later, and its gradient would stay this rank's own. Add it "
+                    "before "
+                    "fully_shard, call fully_shard on the module that holds it, or assign to the sharded parameter's "
+                    "data."
+                )
+
     def reshards(self, unit: Unit) -> bool:
         """Whether `unit` is freed between forward and backward; by default all but the root's own unit."""
         if unit.reshard_after_forward is not None:
@@ -138,6 +170,11 @@ def adopt_leaf(param: ShardedTensor) -> None:
     That is a parameter whose `requires_grad` was switched on later, or a leaf that no `fully_shard` made: a deep
     copy, or `nn.Parameter(sharded_tensor)`. The latter becomes a unit of its own.
     """
+    param._cell.is_shared = True
+    if param._source is None and param._home is not None:
+        unit, slot = param._home
+        if isinstance(unit, Unit) and unit.params[slot] is param:  # `module.to(...)` swapped it
+            param._source, param._slot, param._home = unit, slot, None
     source = param._source
     if not isinstance(source, Unit) or source.params[param._slot] is not param:
         unit = Unit([param], [], label=param.name, reshard_after_forward=None, observer=Runtime())

@@ -1,6 +1,7 @@
 """A unit: the parameters that are gathered together."""
 
 import copy
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -146,6 +147,7 @@ class Unit:
                     bucket.group,
                     label=self.label,
                     strides=[p.stride() for p in params],
+                    tag=zlib.crc32(repr(tags).encode()) if any(tags := [p._cell.tag for p in params]) else 0,
                 )
                 in_flight.append((bucket, handle))
         self._in_flight = in_flight

@@ -1,9 +1,12 @@
 """The memory of a shard, which may still be in flight."""
 
+import zlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from dshard.layout import ShardLayout
 
 __all__ = ["ShardCell"]
 
@@ -13,19 +16,42 @@ class ShardCell:
 
     Args:
         tensor: The shard, or None while it is in flight.
+        layout: How the full tensor is cut. A temporary that is written with this rank's own data becomes whole.
         pending: Called with the cell at the first use; must leave a tensor in it.
+        is_shared: Whether it belongs to a parameter, a gradient or an optimizer's state, to which all ranks write the
+            same values; else to a temporary, which a rank may fill with data of its own.
     """
 
-    __slots__ = ("__weakref__", "_pending", "_tensor")
+    __slots__ = ("__weakref__", "_awaited", "_pending", "_tensor", "is_shared", "layout", "tag")
 
-    def __init__(self, tensor: Tensor | None, pending: Callable[["ShardCell"], None] | None = None) -> None:
+    def __init__(
+        self,
+        tensor: Tensor | None,
+        layout: ShardLayout,
+        pending: Callable[["ShardCell"], None] | None = None,
+        *,
+        is_shared: bool = False,
+    ) -> None:
         self._tensor = tensor
+        self.layout = layout
+        self.is_shared = is_shared
+        self.tag = 0
         self._pending = pending
+        self._awaited: tuple[ShardCell, ...] = ()
 
     @property
     def is_pending(self) -> bool:
         """Whether the shard still awaits a collective or an addition."""
         return self._pending is not None
+
+    def sign(self, *facts: object) -> None:
+        """Take part in the tag what the shard was written with, for ranks to compare at the next gather.
+
+        Args:
+            facts: Numbers and indices, and tags of other cells; nothing is signed where all are empty or zero.
+        """
+        if any(facts):
+            self.tag = zlib.crc32(repr((self.tag, facts)).encode())
 
     @property
     def version(self) -> int:
@@ -35,7 +61,7 @@ class ShardCell:
     def resolve(self) -> Tensor:
         """The shard, after waiting for what it awaits."""
         if self._pending is not None:
-            pending, self._pending = self._pending, None
+            pending, self._pending, self._awaited = self._pending, None, ()
             pending(self)
         assert self._tensor is not None, "a pending shard was not delivered"
         return self._tensor
@@ -43,6 +69,10 @@ class ShardCell:
     def deliver(self, tensor: Tensor) -> None:
         """Put the shard that was awaited, or another one, in place."""
         self._tensor = tensor
+
+    def awaits(self, other: "ShardCell") -> bool:
+        """Whether the shard of `other` is this one, or will be added to it."""
+        return other is self or any(other is cell for cell in self._awaited)
 
     def add_later(self, other: "ShardCell") -> None:
         """Add a shard that is in flight, once one of the two is used."""
@@ -56,3 +86,4 @@ class ShardCell:
             torch.autograd.graph.increment_version(cell._tensor)
 
         self._pending = add
+        self._awaited = (*self._awaited, other)

@@ -8,8 +8,19 @@ from torch import Tensor
 
 from dshard.collectives import shard_of
 from dshard.tensor.sharded_tensor import ShardedTensor
+from dshard.tensor.stepping import is_stepping
 
-__all__ = ["common_layout", "cut_to", "is_recorded", "map_tensors", "materialize", "unwrap_result"]
+__all__ = [
+    "common_layout",
+    "cut_to",
+    "is_recorded",
+    "lies_like",
+    "map_tensors",
+    "materialize",
+    "numbers_in",
+    "takes_own_data",
+    "unwrap_result",
+]
 
 
 def map_tensors(value: Any, change: Callable[[ShardedTensor], Any]) -> Any:
@@ -49,7 +60,8 @@ def lies_like(tensor: ShardedTensor, other: ShardedTensor) -> bool:
 def common_layout(values: Sequence[Any]) -> ShardedTensor | None:
     """A tensor whose layout all of `values` share, if an elementwise operation on the shards is right; else None.
 
-    Plain tensors with dims hold this rank's own data, so their presence means no; 0-d ones count as scalars.
+    Plain tensors hold this rank's own data, so their presence means no; but the 0-d ones of an optimizer's step are
+    scalars that all ranks share.
     """
     found: ShardedTensor | None = None
     for value in values:
@@ -57,9 +69,35 @@ def common_layout(values: Sequence[Any]) -> ShardedTensor | None:
             if value._view is not None or (found is not None and not lies_like(value, found)):
                 return None
             found = found if found is not None else value
-        elif isinstance(value, Tensor) and value.dim() > 0:
+        elif isinstance(value, Tensor) and (value.dim() > 0 or not is_stepping()):
             return None
     return found
+
+
+def takes_own_data(target: ShardedTensor, operands: Sequence[Any]) -> bool:
+    """Whether a write puts data of this rank alone into a temporary, which then has to be whole."""
+    base = target if target._view is None else target._view.base
+    if base._cell.is_shared or base._layout.dim is None or is_stepping():
+        return False
+    return is_recorded(target, *operands) or any(_has_plain(v) for v in operands)
+
+
+def _has_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_has_plain(v) for v in value)
+    return isinstance(value, Tensor) and not isinstance(value, ShardedTensor)
+
+
+def numbers_in(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Numbers that an operation was given outside of an optimizer's step, and the tags of its sharded operands.
+
+    They may differ between ranks without anybody noticing, so what is computed with them is signed.
+    """
+    if is_stepping():
+        return ()
+    numbers = tuple(v for v in values if type(v) in (int, float, complex))
+    tags = tuple(v._cell.tag for v in values if isinstance(v, ShardedTensor) and v._cell.tag)
+    return (*numbers, *tags)
 
 
 def cut_to(value: Any, target: ShardedTensor) -> Any:

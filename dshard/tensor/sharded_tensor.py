@@ -16,7 +16,11 @@ from dshard.collectives import ShardGroup, shard_of
 from dshard.errors import PlacementError, StateError, UnsupportedOpError
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.tensor.cell import ShardCell
+from dshard.tensor.exports import Exports
+from dshard.tensor.stepping import is_stepping
 from dshard.tensor.views import ViewMeta, ViewStep, apply_steps
+
+_DATA: Any = torch.Tensor.data  # the descriptor
 
 __all__ = ["GatherSource", "Origin", "ShardedTensor", "View"]
 
@@ -26,6 +30,9 @@ class GatherSource(Protocol):
 
     def full(self, slot: int) -> Tensor:
         """The full value of the unit's parameter number `slot`, gathered if need be."""
+
+    def pinned(self, slot: int) -> Tensor | None:
+        """The same, if an open `gathered` scope holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,7 @@ class Origin:
     own_version: int
 
 
-class ShardedTensor(DTensor):
+class ShardedTensor(Exports, DTensor):
     """A tensor of which every rank holds a shard, and which means its full value wherever it is used.
 
     An operation that can be computed on the shards runs on the shards; views are lazy; every other operation gathers,
@@ -58,7 +65,6 @@ class ShardedTensor(DTensor):
     """
 
     _cell: ShardCell
-    _layout: ShardLayout
     _group: ShardGroup
     _name: str
     _source: GatherSource | None
@@ -66,6 +72,7 @@ class ShardedTensor(DTensor):
     _view: View | None
     _origin: Origin | None
     _views: dict[Any, Any] | None
+    _home: tuple[GatherSource, int] | None  # where the tensor belongs if a swap puts it in its origin's place
     _is_added: bool  # as a gradient: already part of the buffer that `.grad` awaits
     _grad_hook: Any
 
@@ -80,7 +87,6 @@ class ShardedTensor(DTensor):
         cls,
         cell: ShardCell,
         spec: DTensorSpec,
-        layout: ShardLayout,
         group: ShardGroup,
         *,
         name: str = "",
@@ -90,9 +96,8 @@ class ShardedTensor(DTensor):
         """Make a ShardedTensor around a shard.
 
         Args:
-            cell: The shard, of shape `layout.local_shape(rank)`.
+            cell: The shard and how it is cut.
             spec: DTensor's description: mesh, placements, and the shape, strides and dtype of the full tensor.
-            layout: How it is cut.
             group: The ranks that hold it.
             name: For messages.
             prototype: Plain tensor of the dtype and device; needed while the shard is in flight.
@@ -104,9 +109,10 @@ class ShardedTensor(DTensor):
         local = prototype if prototype is not None else cell.resolve()
         self: ShardedTensor = cls(local, spec, requires_grad=requires_grad)
         self._cell = cell
-        self._layout, self._group, self._name = layout, group, name
+        self._group, self._name = group, name
         self._source, self._slot = None, -1
         self._view = self._origin = self._views = None
+        self._home = None
         self._is_added = False
         self._grad_hook = None
         return self
@@ -136,11 +142,11 @@ class ShardedTensor(DTensor):
         spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(full.shape, stride, full.dtype))
         local = torch.empty(layout.local_shape(group.rank), dtype=full.dtype, device=device)
         local.copy_(shard_of(full.detach(), layout, group.rank))
-        return cls.wrap(ShardCell(local), spec, layout, group, name=name)
+        return cls.wrap(ShardCell(local, layout, is_shared=True), spec, group, name=name)
 
     def like(self, shard: Tensor | ShardCell, *, dtype: torch.dtype | None = None) -> "ShardedTensor":
         """A ShardedTensor of this one's layout around another shard; `dtype` where it differs from this one's."""
-        cell = shard if isinstance(shard, ShardCell) else ShardCell(shard)
+        cell = shard if isinstance(shard, ShardCell) else ShardCell(shard, self._layout, is_shared=is_stepping())
         spec = self._spec
         if dtype is None and not cell.is_pending:
             dtype = cell.resolve().dtype
@@ -149,20 +155,21 @@ class ShardedTensor(DTensor):
         if dtype is not None and dtype != meta.dtype:
             spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
         prototype = self._cell.resolve() if cell.is_pending else None
-        return type(self).wrap(cell, spec, self._layout, self._group, name=self._name, prototype=prototype)
+        return type(self).wrap(cell, spec, self._group, name=self._name, prototype=prototype)
 
     def derived(self, shard: Tensor) -> "ShardedTensor":
         """A cast or copy of this tensor: its gathers go through this one's unit while neither is written to."""
         out = self.like(shard)
+        if self._source is not None:
+            out._home = (self._source, self._slot)
         out._origin = Origin(self, self._cell.version, out._cell.version)
         return out
 
     def alias(self) -> "ShardedTensor":
         """Another tensor object over the same shard, as `detach()` gives."""
-        out = type(self).wrap(
-            self._cell, self._spec, self._layout, self._group, name=self._name, prototype=self._prototype()
-        )
+        out = type(self).wrap(self._cell, self._spec, self._group, name=self._name, prototype=self._prototype())
         out._source, out._slot, out._view, out._origin = self._source, self._slot, self._view, self._origin
+        out._home = self._home
         out._is_added = self._is_added
         return out
 
@@ -177,7 +184,7 @@ class ShardedTensor(DTensor):
         prototype = self._prototype()
         if prototype.dtype != meta.dtype:
             prototype = prototype.new_empty(0, dtype=meta.dtype)
-        out = type(self).wrap(base._cell, spec, base._layout, base._group, name=self._name, prototype=prototype)
+        out = type(self).wrap(base._cell, spec, base._group, name=self._name, prototype=prototype)
         out._view = View(base, (*steps, step))
         return out
 
@@ -192,6 +199,17 @@ class ShardedTensor(DTensor):
     def name(self) -> str:
         """Name for messages: the parameter's, or that of the one it descends from."""
         return self._name or "a ShardedTensor"
+
+    @property
+    def _layout(self) -> ShardLayout:
+        """How the tensor, or for a view its base, is cut."""
+        return self._cell.layout
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement: how the tensor, or for a view its base, lies over the mesh."""
+        dim = self._cell.layout.dim
+        return (Replicate() if dim is None else Shard(dim),)
 
     @property
     def is_view(self) -> bool:
@@ -211,24 +229,27 @@ class ShardedTensor(DTensor):
 
     @property
     def data(self) -> "ShardedTensor":
-        """This tensor outside of autograd. Assigning takes over the memory of a tensor laid out alike, or cuts a full one.
+        """This tensor outside of autograd; assigning takes over another's memory, or cuts a full tensor.
 
         Raises:
             PlacementError: On assigning a tensor of another shape.
         """
-        return torch.Tensor.data.__get__(self)
+        return _DATA.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if self._view is not None or value.shape != self.shape:
             raise PlacementError(
-                f"{self.name}: .data of a sharded tensor can be set to a tensor of its own shape {tuple(self.shape)}, but "
-                f"got {tuple(value.shape)}{' for a view' if self._view is not None else ''}. Use copy_() on what it views."
+                f"{self.name}: .data of a sharded tensor can be set to a tensor of its own shape "
+                f"{tuple(self.shape)}, but "
+                f"got {tuple(value.shape)}{' for a view' if self._view is not None else ''}. Use copy_() on what it "
+                "views."
             )
         if not isinstance(value, ShardedTensor) or value._view is not None or value._layout != self._layout:
             full = value.materialize() if isinstance(value, ShardedTensor) else value
             value = self.like(shard_of(full.detach(), self._layout, self._group.rank).clone())
-        torch.Tensor.data.__set__(self, value)
+        value._cell.is_shared |= self._cell.is_shared
+        _DATA.__set__(self, value)
         self._cell, self._spec, self._origin, self._views = value._cell, value._spec, None, None
 
     def materialize(self) -> Tensor:
@@ -247,17 +268,30 @@ class ShardedTensor(DTensor):
         origin = self._origin
         if (
             origin is not None
+            and origin.tensor is not self  # a swap of tensors can make it so
             and origin.tensor._cell.version == origin.version
             and self._cell.version == origin.own_version
         ):
             return origin.tensor.materialize().to(self.dtype)
         shard = self._cell.resolve()
+        if self._layout.dim is None:
+            return shard if shard.stride() == self.stride() else _restrided(shard, self.stride())
         device = shard.device
         if device.type != self._group.device_type and not shard.is_meta:
             shard = shard.to(self._group.device_type)
         bucket = BucketLayout.of([self._layout])
-        handle = collectives.all_gather([shard], bucket, self._group, label=self._name, strides=[self.stride()])
+        handle = collectives.all_gather(
+            [shard], bucket, self._group, label=self._name, strides=[self.stride()], tag=self._cell.tag
+        )
         return handle.wait()[0].to(device)
+
+    def become_whole(self) -> None:
+        """Hold the full value on every rank from now on, for each rank to write data of its own to."""
+        full = _restrided(self.materialize(), self.stride())
+        cell = self._cell
+        cell.layout = ShardLayout(cell.layout.shape, None, cell.layout.num_ranks)
+        cell.deliver(full)
+        cell.tag, self._origin = 0, None
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The full value as a plain tensor of the caller's own, equal on all ranks; differentiable.
@@ -287,22 +321,8 @@ class ShardedTensor(DTensor):
             )
         return self._cell.resolve()
 
-    def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Any = None, **_: Any) -> DTensor:
-        """This tensor in other placements: its own, or replicated.
-
-        Raises:
-            UnsupportedOpError: For any other placement or mesh.
-        """
-        placements = tuple(placements) if placements is not None else self._spec.placements
-        same_mesh = device_mesh is None or device_mesh == self._spec.mesh
-        if same_mesh and placements == self._spec.placements and self._view is None:
-            return self
-        if same_mesh and all(isinstance(p, Replicate) for p in placements):
-            return DTensor.from_local(self.full_tensor(), self._spec.mesh, placements, run_check=False)
-        raise UnsupportedOpError(
-            f"{self.name}: a ShardedTensor can be redistributed to Replicate() on its own mesh, but {placements} was "
-            "asked. Use full_tensor() and distribute_tensor()."
-        )
+    def _pinned(self) -> Tensor | None:
+        return self._source.pinned(self._slot) if self._source is not None and self._view is None else None
 
     def __repr__(self) -> str:  # type: ignore[override]
         kind = "view, " if self._view is not None else ""
@@ -321,6 +341,7 @@ class ShardedTensor(DTensor):
             )
         with torch.no_grad():
             out = self.like(self._cell.resolve().clone())
+            out._cell.is_shared, out._cell.tag = self._cell.is_shared, self._cell.tag
             out.requires_grad_(self.requires_grad)
         memo[id(self)] = out
         if getattr(self, "_is_param", False):
@@ -336,46 +357,6 @@ class ShardedTensor(DTensor):
         shard = self._cell.resolve()
         shard = shard if shard.untyped_storage().nbytes() == shard.nbytes else shard.clone()
         return _rebuild, (shard, self._spec, self._layout, self._name, self.requires_grad, is_param)
-
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, flat_spec: Any, outer_size: Any, outer_stride: Any) -> DTensor:
-        raise UnsupportedOpError(
-            "torch.compile: a ShardedTensor cannot be rebuilt inside a traced graph yet. Compile functions that take "
-            "plain tensors, or call the model eagerly."
-        )
-
-    def data_ptr(self) -> int:
-        """Address of the gathered memory while `dshard.gathered` holds it.
-
-        Raises:
-            UnsupportedOpError: Outside of that scope, where no memory holds the full value.
-        """
-        pinned = getattr(self._source, "pinned", None)
-        full = pinned(self._slot) if pinned is not None and self._view is None else None
-        if full is None:
-            raise UnsupportedOpError(
-                f"{self.name}: a raw pointer needs memory that holds the full value, but this tensor is sharded over "
-                f"{self._layout.num_ranks} ranks. Take it inside `with dshard.gathered(module):`, or use full_tensor()."
-            )
-        return int(full.data_ptr())
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """A NumPy copy of the full value; as of plain tensors, `force` detaches first."""
-        return self.full_tensor().numpy(force=force)
-
-    def tolist(self) -> Any:
-        """The full value as nested lists."""
-        return self.full_tensor().tolist()
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.full_tensor().__dlpack__(**kwargs)
-
-    def __array__(self, dtype: Any = None) -> Any:
-        return self.full_tensor().__array__(dtype)
-
-    @property
-    def __cuda_array_interface__(self) -> Any:
-        return self.full_tensor().__cuda_array_interface__
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -401,11 +382,16 @@ def _rebuild(
 ) -> ShardedTensor:
     """Unpickle."""
     group = ShardGroup(spec.mesh.get_group(), torch.device(spec.mesh.device_type))
-    out = ShardedTensor.wrap(ShardCell(shard), spec, layout, group, name=name)
+    out = ShardedTensor.wrap(ShardCell(shard, layout, is_shared=True), spec, group, name=name)
     out.requires_grad_(requires_grad)
     if is_param:
         out._is_param = True
     return out
+
+
+def _restrided(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A copy of a plain tensor, with other strides."""
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _dense_stride(full: Tensor) -> tuple[int, ...]:

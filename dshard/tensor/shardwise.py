@@ -9,7 +9,7 @@ from torch._ops import OpOverload
 
 from dshard import collectives
 from dshard.collectives import ReduceOp
-from dshard.tensor.operands import common_layout, cut_to, is_recorded, materialize, unwrap_result
+from dshard.tensor.operands import common_layout, cut_to, is_recorded, materialize, numbers_in, unwrap_result
 from dshard.tensor.sharded_tensor import ShardedTensor
 
 __all__ = ["cast", "clone", "equal", "factory", "foreach", "foreach_norm", "new_tensor", "pointwise", "reduction"]
@@ -32,7 +32,16 @@ def pointwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if ref is None:
         return compute(func, args, kwargs)
     local_kwargs = {k: cut_to(v, ref) for k, v in kwargs.items()}
-    return unwrap_result(func(*[cut_to(a, ref) for a in args], **local_kwargs), ref.like)
+    facts = numbers_in(values)
+    return unwrap_result(func(*[cut_to(a, ref) for a in args], **local_kwargs), lambda out: _signed(ref, out, facts))
+
+
+def _signed(ref: ShardedTensor, shard: Tensor, facts: tuple[Any, ...]) -> ShardedTensor:
+    """A result on shards, with the numbers that it was computed with in its tag."""
+    out = ref.like(shard)
+    if facts:
+        out._cell.sign(*facts)
+    return out
 
 
 def foreach(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -46,7 +55,8 @@ def foreach(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return [materialize(x) if r is None else cut_to(x, r) for x, r in zip(arg, refs, strict=True)]
 
     results = func(*[local(a) for a in args], **{k: materialize(v) for k, v in kwargs.items()})
-    return [out if ref is None else ref.like(out) for out, ref in zip(results, refs, strict=True)]
+    facts = numbers_in([x for a in (*args, *kwargs.values()) for x in (a if isinstance(a, (list, tuple)) else [a])])
+    return [out if ref is None else _signed(ref, out, facts) for out, ref in zip(results, refs, strict=True)]
 
 
 def factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -56,7 +66,10 @@ def factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         plain = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=source.device)
         return func(plain, *args[1:], **kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}  # the full tensor's strides stay its own
-    return source.like(func(source._cell.resolve(), *args[1:], **kwargs))
+    out = source.like(func(source._cell.resolve(), *args[1:], **kwargs))
+    if source._source is not None:
+        out._home = (source._source, source._slot)
+    return out
 
 
 def new_tensor(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -71,7 +84,9 @@ def cast(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if source._view is not None or kwargs.get("memory_format") not in (None, torch.preserve_format):
         return compute(func, args, kwargs)
     shard = func(source._cell.resolve(), **kwargs)
-    return source.derived(shard) if shard.device == source.device else source.like(shard)
+    out = source.derived(shard) if shard.device == source.device else source.like(shard)
+    out._cell.tag = source._cell.tag
+    return out
 
 
 def clone(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -80,7 +95,9 @@ def clone(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     keeps_strides = kwargs.get("memory_format") in (None, torch.preserve_format)
     if source._view is not None or not keeps_strides:
         return compute(func, args, kwargs)
-    return source.derived(source._cell.resolve().clone())
+    out = source.derived(source._cell.resolve().clone())
+    out._cell.tag = source._cell.tag
+    return out
 
 
 def equal(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
@@ -101,7 +118,8 @@ def reduction(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """A reduction to one value: each rank's shard, then one small all-reduce; a plain tensor, equal on all ranks."""
     source: ShardedTensor = args[0]
     rule = _rule_of(func, args, kwargs)
-    if rule is None or source._view is not None or is_recorded(source) or not source.numel() or source.is_meta:
+    gathers = source._view is not None or is_recorded(source) or source._cell.tag  # a gather compares the tags
+    if rule is None or gathers or not source.numel() or source.is_meta:
         return compute(func, args, kwargs)
     if source._layout.dim is None:
         return func(source._cell.resolve(), *args[1:], **kwargs)
@@ -186,7 +204,7 @@ def foreach_norm(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Tensor]:
     groups: dict[tuple[int, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
         on_shards = isinstance(tensor, ShardedTensor) and tensor._view is None and not is_recorded(tensor)
-        if not on_shards or rule is None or kwargs:
+        if not on_shards or tensor._cell.tag or rule is None or kwargs:
             results[i] = func([materialize(tensor)], *args[1:], **kwargs)[0]
         elif tensor._layout.dim is None:
             results[i] = torch.linalg.vector_norm(tensor._cell.resolve(), order)

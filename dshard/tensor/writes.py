@@ -1,6 +1,6 @@
 """Operations that write: each rank writes what it owns, through any chain of views."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch.autograd.graph import increment_version
 from dshard import collectives
 from dshard.collectives import ReduceOp, ShardGroup, shard_of
 from dshard.errors import UnsupportedOpError
-from dshard.tensor.operands import cut_to, lies_like, map_tensors, materialize
+from dshard.tensor.operands import cut_to, lies_like, map_tensors, materialize, numbers_in, takes_own_data
 from dshard.tensor.sharded_tensor import ShardedTensor
+from dshard.tensor.stepping import is_stepping
 from dshard.tensor.table import mutated_arguments
 from dshard.tensor.views import apply_steps
 
@@ -29,6 +30,7 @@ __all__ = [
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 aten = torch.ops.aten
+_OVERWRITES = frozenset({aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor})
 
 
 def pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -38,6 +40,10 @@ def pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return func(target, *materialize(args[1:]), **{k: materialize(v) for k, v in kwargs.items()})
     if func is aten.add_.Tensor and _accumulate(target, args[1], kwargs):
         return target
+    operands = (*args[1:], *kwargs.values())
+    if takes_own_data(target, operands):
+        (target if target._view is None else target._view.base).become_whole()
+    _sign(func, target, operands)
     if target._view is not None:
         _write_through(target, lambda view: func(view, *materialize(args[1:]), **materialize_kwargs(kwargs)))
         return target
@@ -52,11 +58,21 @@ def materialize_kwargs(kwargs: Kwargs) -> Kwargs:
     return {k: materialize(v) for k, v in kwargs.items()}
 
 
+def _sign(func: OpOverload, target: ShardedTensor, operands: Sequence[Any]) -> None:
+    """Have the next gather compare the numbers and indices that a write was given on each rank."""
+    if func in _OVERWRITES and target._view is None:
+        target._cell.tag = 0
+    facts = numbers_in(operands)
+    steps = () if target._view is None or is_stepping() else tuple(repr(s.args) for s in target._view.steps)
+    if facts or steps:
+        target._cell.sign(*facts, *steps)
+
+
 def _accumulate(target: ShardedTensor, other: Any, kwargs: Kwargs) -> bool:
     """Whether an addition of gradients is taken care of without waiting for one that is in flight."""
     if kwargs or not isinstance(other, ShardedTensor) or not other._cell.is_pending:
         return False
-    if other._is_added and other._cell is target._cell:
+    if other._is_added and target._cell.awaits(other._cell):
         return True  # it was added to the buffer that is still open
     if not lies_like(target, other) or other._cell is target._cell:
         return False
@@ -92,8 +108,13 @@ def write(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     mutated = mutated_arguments(func)
     targets: dict[int, tuple[ShardedTensor, Tensor]] = {}  # one buffer per base, however many views of it are written
 
+    operands = (*args, *kwargs.values())
+
     def private(tensor: ShardedTensor) -> Tensor:
         base = tensor if tensor._view is None else tensor._view.base
+        if takes_own_data(tensor, operands):
+            base.become_whole()
+        _sign(func, tensor, operands)
         if id(base._cell) not in targets:
             buffer = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=base.device)
             buffer.copy_(base.materialize())
@@ -139,6 +160,13 @@ def foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
             cut_to(x, t) if isinstance(t, ShardedTensor) else materialize(x) for x, t in zip(arg, targets, strict=True)
         ]
 
+    for index, target in enumerate(targets):
+        if isinstance(target, ShardedTensor):
+            operands = [a[index] if isinstance(a, (list, tuple)) and len(a) == len(targets) else a for a in args[1:]]
+            operands += kwargs.values()
+            if takes_own_data(target, operands):
+                target.become_whole()
+            _sign(func, target, operands)
     func(*[local(a) for a in args], **{k: local(v) for k, v in kwargs.items()})
     written = [args[i] if isinstance(i, int) else kwargs[i] for i in mutated_arguments(func)]
     shards = [x._cell.resolve() for items in written for x in items if isinstance(x, ShardedTensor)]

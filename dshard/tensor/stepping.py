@@ -1,0 +1,43 @@
+"""Whether an optimizer's step is running: what it computes with is equal on all ranks."""
+
+import sys
+from types import FrameType
+from typing import Any, ClassVar
+
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+__all__ = ["is_stepping"]
+
+
+class _Step:
+    """The frame in which the step of an optimizer runs, if one does.
+
+    A step that raised leaves its frame here; so the frame counts only while it is on the stack of the caller.
+    """
+
+    frame: ClassVar[FrameType | None] = None
+
+
+def _begin(optimizer: Any, args: Any, kwargs: Any) -> None:
+    _Step.frame = sys._getframe(1)
+
+
+def _end(optimizer: Any, args: Any, kwargs: Any) -> None:
+    _Step.frame = None
+
+
+def is_stepping() -> bool:
+    """Whether the caller runs inside of `Optimizer.step`."""
+    if _Step.frame is None:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame is _Step.frame:
+            return True
+        frame = frame.f_back
+    _Step.frame = None
+    return False
+
+
+register_optimizer_step_pre_hook(_begin)
+register_optimizer_step_post_hook(_end)
