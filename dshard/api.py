@@ -90,8 +90,8 @@ def fully_shard(
     mesh = mesh if mesh is not None else _default_mesh()
     if mesh.ndim != 1:
         raise UnsupportedOpError(
-            f"fully_shard: the mesh must have one dim, but it has {mesh.ndim} (shape {tuple(mesh.shape)}). "
-            "Pass one of its dims, as in mesh['dp']."
+            f"fully_shard: the mesh must have one dim, but it has {mesh.ndim} (shape {tuple(mesh.shape)}). Pass one of "
+            "its dims, as in mesh['dp']."
         )
     reshard = _reshard_flag(reshard_after_forward, mesh)
     group = ShardGroup(mesh.get_group(), torch.device(mesh.device_type))
@@ -117,11 +117,13 @@ def _check_options(
     modules: Sequence[nn.Module], mp_policy: Any, offload_policy: Any, dp_mesh_dims: Any, sync: Any, grad_reduce: Any
 ) -> None:
     """Refuse what is not there, before anything is changed."""
+    if not modules:
+        raise StateError("fully_shard: needs a module or a list of them, but the list is empty. Pass the model.")
     for module in modules:
         if isinstance(module, FSDPModule):
             raise StateError(
-                f"fully_shard: a module can be sharded once, but this {type(module).__name__} already is. "
-                "Call fully_shard on each module once, children first."
+                f"fully_shard: a module can be sharded once, but this {type(module).__name__} already is. Call "
+                "fully_shard on each module once, children first."
             )
         if not isinstance(module, nn.Module):
             raise StateError(f"fully_shard: needs a module or a list of them, but got {type(module).__name__}.")
@@ -129,8 +131,8 @@ def _check_options(
         getattr(mp_policy, f, None) is not None for f in ("param_dtype", "reduce_dtype", "output_dtype")
     ):
         raise UnsupportedOpError(
-            f"fully_shard: mixed precision is not supported yet, but mp_policy is {mp_policy}. "
-            "Convert the model with .to(dtype), or use torch.autocast."
+            f"fully_shard: mixed precision is not supported yet, but mp_policy is {mp_policy}. Convert the model with "
+            ".to(dtype), or use torch.autocast."
         )
     if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
         raise UnsupportedOpError(
@@ -150,8 +152,7 @@ def _default_mesh() -> DeviceMesh:
     if not collectives.is_initialized() and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         raise StateError(
             "fully_shard: needs a process group, but torch.distributed is not initialized. Start with torchrun, or "
-            "call "
-            "torch.distributed.init_process_group first."
+            "call torch.distributed.init_process_group first."
         )
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if collectives.is_initialized():
@@ -164,12 +165,16 @@ def _default_mesh() -> DeviceMesh:
 def _reshard_flag(value: bool | int | None, mesh: DeviceMesh) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
+    if not isinstance(value, int) or value < 1:
+        raise StateError(
+            f"fully_shard: reshard_after_forward must be a bool, a number of ranks or None, but it is {value!r}. Pass "
+            "True."
+        )
     if value in (1, mesh.size()):
         return value != 1
     raise UnsupportedOpError(
-        f"fully_shard: reshard_after_forward as a number of ranks other than 1 and the mesh's size ({mesh.size()}) "
-        "is not "
-        f"supported yet, but it is {value}. Pass True or False."
+        f"fully_shard: reshard_after_forward as a number of ranks other than 1 and the mesh's size ({mesh.size()}) is "
+        f"not supported yet, but it is {value}. Pass True or False."
     )
 
 
@@ -209,9 +214,8 @@ def _dim_of(name: str, param: nn.Parameter, shard_placement_fn: PlacementFn | No
     dim = placement.dim if type(placement) is Shard else None
     if dim is None or not -param.dim() <= dim < param.dim():
         raise PlacementError(
-            f"{name}: shard_placement_fn must return Shard of one of its {param.dim()} dims, Replicate() or None, "
-            "but it "
-            f"returned {placement} (shape {tuple(param.shape)}). Return Shard(0)."
+            f"{name}: shard_placement_fn must return Shard of one of its {param.dim()} dims, Replicate() or None, but "
+            f"it returned {placement} (shape {tuple(param.shape)}). Return Shard(0)."
         )
     return dim % param.dim()
 
@@ -284,13 +288,24 @@ def _install(
     unit = Unit(params, modules, label=label, reshard_after_forward=reshard, observer=runtime)
     runtime.adopt(unit)
     for module in modules:
-        module.__class__ = sharded_class(type(module))
+        module.__class__ = sharded_class(type(module))  # type: ignore[arg-type]
         _attach(module, unit)
+    unit.modules = [m for module in modules for m in _with_forward(module)]
+    for module in unit.modules:
+        if module not in modules:
+            _attach(module, unit)
     if len(modules) == 1:
         runtime.root = modules[0]
         _rename(modules[0])
         if is_first:
             runtime.split = lambda: _split(runtime, unit)
+
+
+def _with_forward(module: nn.Module) -> list[nn.Module]:
+    """`module` itself, or for a container without a forward the modules in it that are called."""
+    if type(module).forward is not nn.Module.forward:
+        return [module]
+    return [m for child in module.children() for m in _with_forward(child)]
 
 
 def _attach(module: nn.Module, unit: Unit) -> None:
@@ -379,8 +394,8 @@ def gathered(target: nn.Module | ShardedTensor | Sequence[ShardedTensor]) -> Ite
         written = [name for name, full in fulls.items() if full._version != versions[name]]
         if written:
             raise StateError(
-                f"{written[0]}: what gathered() yields must not be written to, but it was; that write is lost. "
-                "Write to the parameter itself, as in module.weight.zero_()."
+                f"{written[0]}: what gathered() yields must not be written to, but it was; that write is lost. Write "
+                "to the parameter itself, as in module.weight.zero_()."
             )
     finally:
         for unit in units:

@@ -46,8 +46,8 @@ def clip_grad_norm_(
     total = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise DivergenceError(
-            f"clip_grad_norm_: the norm of the gradients must be finite, but it is {total.item()}. "
-            "Skip the step, lower the learning rate, or look for a bad batch."
+            f"clip_grad_norm_: the norm of the gradients must be finite, but it is {total.item()}. Skip the step, "
+            "lower the learning rate, or look for a bad batch."
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     by_device: dict[torch.device, list[Tensor]] = {}

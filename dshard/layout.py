@@ -56,8 +56,8 @@ class ShardLayout:
             )
         if self.dim is not None and not 0 <= self.dim < len(self.shape):
             raise PlacementError(
-                f"layout: the sharded dim must be in [0, {len(self.shape)}), but it is {self.dim} "
-                f"(shape {self.shape}). Use a dim that the tensor has."
+                f"layout: the sharded dim must be in [0, {len(self.shape)}), but it is {self.dim} (shape "
+                f"{self.shape}). Use a dim that the tensor has."
             )
         chunk = 0 if self.dim is None else -(-self.shape[self.dim] // self.num_ranks)
         object.__setattr__(self, "chunk_size", chunk)

@@ -198,9 +198,8 @@ def _name_of(param: Tensor, names: dict[int, str]) -> str:
     name = names.get(id(param))
     if name is None:
         raise CheckpointError(
-            f"checkpoint: the optimizer may hold parameters of the model alone, but one of shape "
-            f"{tuple(param.shape)} is "
-            "not among them. Pass the model whose parameters the optimizer was made with."
+            f"checkpoint: the optimizer may hold parameters of the model alone, but one of shape {tuple(param.shape)} "
+            "is not among them. Pass the model whose parameters the optimizer was made with."
         )
     return name
 
@@ -241,8 +240,7 @@ def _check_fit(path: Path, tensors: dict[str, Tensor], saved: dict[str, Any]) ->
         if name not in saved:
             raise CheckpointError(
                 f"{path}: the checkpoint must hold every tensor of the model, but '{name}' (shape "
-                f"{tuple(tensor.shape)}) is "
-                "not in it. Build the model as it was when it was saved."
+                f"{tuple(tensor.shape)}) is not in it. Build the model as it was when it was saved."
             )
         shape = tuple(saved[name][0])
         if shape != tuple(tensor.shape):
@@ -253,6 +251,6 @@ def _check_fit(path: Path, tensors: dict[str, Tensor], saved: dict[str, Any]) ->
     extra = [name for name in saved if name not in tensors]
     if extra:
         raise CheckpointError(
-            f"{path}: the checkpoint must hold nothing beyond the model, but it has '{extra[0]}' "
-            f"and {len(extra) - 1} more. Build the model, and pass an optimizer, as when it was saved."
+            f"{path}: the checkpoint must hold nothing beyond the model, but it has '{extra[0]}' and {len(extra) - 1} "
+            "more. Build the model, and pass an optimizer, as when it was saved."
         )

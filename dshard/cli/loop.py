@@ -170,8 +170,8 @@ class Trainer:
         self.optimizer.zero_grad()
         if not math.isfinite(mean_loss):
             raise UsageError(
-                f"the loss must stay finite, but step {self.num_done + 1} gave {mean_loss}. "
-                f"Pass a smaller --lr than {options.lr}."
+                f"the loss must stay finite, but step {self.num_done + 1} gave {mean_loss}. Pass a smaller --lr than "
+                f"{options.lr}."
             )
         num_tokens = batch.inputs.numel() * self.world.size
         self._step_s += elapsed_s

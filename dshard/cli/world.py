@@ -59,8 +59,8 @@ def _pick_device(name: str, local_rank: int) -> torch.device:
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank >= num_devices:
         raise UsageError(
-            f"every local rank needs a CUDA device of its own, but local rank {local_rank} finds {num_devices}. "
-            "Start fewer processes per machine, or pass --device cpu."
+            f"every local rank needs a CUDA device of its own, but local rank {local_rank} finds {num_devices}. Start "
+            "fewer processes per machine, or pass --device cpu."
         )
     return torch.device("cuda", local_rank)
 

@@ -1,8 +1,9 @@
 """Collectives over buckets of plain tensors. Nothing here knows a ShardedTensor."""
 
 from dshard.collectives._c10d import ProcessGroup, ReduceOp, default_backend, is_initialized, world_size
-from dshard.collectives.bucket import ReduceBucket, Reduced, all_gather, all_reduce, broadcast, shard_of
+from dshard.collectives.bucket import ReduceBucket, Reduced, all_gather, shard_of
 from dshard.collectives.group import Handle, ShardGroup
+from dshard.collectives.small import all_reduce, broadcast
 from dshard.collectives.trace import CommRecord, CommTrace
 
 __all__ = [

@@ -1,23 +1,20 @@
-"""Collectives over buckets: lists of tensors of one dtype that travel together."""
+"""Gather and reduce-scatter of buckets: lists of tensors of one dtype that travel together."""
 
 import math
-import struct
 import zlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from dshard.collectives._c10d import ReduceOp
 from dshard.collectives.group import Handle, ShardGroup
+from dshard.collectives.header import ALIGN_BYTES, HEADER_BYTES, check_headers
+from dshard.collectives.header import header as make_header
 from dshard.collectives.trace import CommRecord, record
 from dshard.errors import DivergenceError
 from dshard.layout import BucketLayout, ShardLayout
 
-__all__ = ["ReduceBucket", "all_gather", "all_reduce", "broadcast", "shard_of"]
-
-_ALIGN_BYTES = 16  # a multiple of every element size
-_HEADER_BYTES = 64  # a checksum of the label, a tag, and the end of the label itself
+__all__ = ["ReduceBucket", "Reduced", "all_gather", "shard_of"]
 
 
 def shard_of(full: Tensor, layout: ShardLayout, rank: int) -> Tensor:
@@ -31,13 +28,6 @@ def shard_of(full: Tensor, layout: ShardLayout, rank: int) -> Tensor:
 def _real_numel(bucket: BucketLayout, rank: int) -> int:
     """Elements of the bucket of which `rank` is the owner; whole copies belong to rank 0."""
     return sum(x.local_numel(rank) if x.dim is not None or rank == 0 else 0 for x in bucket.layouts)
-
-
-def _header(label: str, tag: int) -> Tensor:
-    """What all ranks must send alike: which unit this is, and what it was written with."""
-    name = label.encode()
-    raw = struct.pack("<qq48s", zlib.crc32(name), tag, name[-48:])
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
 def _is_c_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -82,11 +72,11 @@ def all_gather(
     if num_ranks == 1:
         return Handle(label, [], lambda: [_alone(s, stride) for s, stride in zip(shards, strides, strict=True)])
     item = shards[0].element_size()
-    row_bytes = _HEADER_BYTES + math.ceil(bucket.segment_numel * item / _ALIGN_BYTES) * _ALIGN_BYTES
+    row_bytes = HEADER_BYTES + math.ceil(bucket.segment_numel * item / ALIGN_BYTES) * ALIGN_BYTES
     raw = torch.empty((num_ranks, row_bytes), dtype=torch.uint8, device=device)
-    rows = raw[:, _HEADER_BYTES:].view(dtype)[:, : bucket.segment_numel]
-    mine, header = rows[group.rank], _header(label, tag)
-    raw[group.rank, :_HEADER_BYTES].copy_(header)
+    rows = raw[:, HEADER_BYTES:].view(dtype)[:, : bucket.segment_numel]
+    mine, header = rows[group.rank], make_header(label, tag)
+    raw[group.rank, :HEADER_BYTES].copy_(header)
     sources = [s for s in shards if s.numel()]
     slots = [
         mine[offset : offset + shard.numel()].view(shard.shape)
@@ -100,13 +90,13 @@ def all_gather(
     sent = num_ranks - 1
     record(
         CommRecord(
-            "all_gather", label, num_ranks, real * sent, (row_bytes - _HEADER_BYTES - real) * sent, _HEADER_BYTES * sent
+            "all_gather", label, num_ranks, real * sent, (row_bytes - HEADER_BYTES - real) * sent, HEADER_BYTES * sent
         )
     )
 
     def finish() -> list[Tensor]:
         if device.type == "cpu" and group.backend != "fake":
-            _check_headers(raw[:, :_HEADER_BYTES], header, label)
+            check_headers(raw[:, :HEADER_BYTES], header, label)
         return _unpack(rows, bucket, strides)
 
     return Handle(f"all-gather of '{label}'", works, finish)
@@ -118,27 +108,6 @@ def _alone(shard: Tensor, stride: Sequence[int]) -> Tensor:
         return shard.detach()
     full = torch.empty_strided(shard.shape, tuple(stride), dtype=shard.dtype, device=shard.device)
     return full.copy_(shard)
-
-
-def _check_headers(headers: Tensor, own: Tensor, label: str) -> None:
-    """Raise if another rank gathered another unit, or wrote other numbers to this one."""
-    if bool((headers == own).all()):
-        return
-    rank = next(r for r in range(headers.shape[0]) if not torch.equal(headers[r], own))
-    other = bytes(headers[rank].tolist())
-    crc, _, name = struct.unpack("<qq48s", other)
-    if crc != zlib.crc32(label.encode()):
-        text = name.rstrip(b"\0").decode(errors="replace")
-        raise DivergenceError(
-            f"unit '{label}': all ranks must gather the same unit at the same time, but rank {rank} gathers '{text}'. "
-            "Make every rank run the same modules in the same order; look for a branch on rank-local data."
-        )
-    raise DivergenceError(
-        f"'{label}': all ranks must write the same numbers to a sharded tensor, but rank {rank} wrote others (by an "
-        "in-place operation or an index, or a product with a number). Compute with full_tensor() where the numbers "
-        "are a "
-        "rank's own, or make them equal on all ranks first."
-    )
 
 
 def _unpack(rows: Tensor, bucket: BucketLayout, strides: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -258,9 +227,7 @@ class ReduceBucket:
         if expected_stamp is not None and not torch.equal(row[0], expected_stamp):
             raise DivergenceError(
                 f"unit '{self._label}': all ranks must reduce the gradients of the same unit at the same time, but "
-                "another "
-                "rank "
-                "sent those of another unit. Make every rank run the same modules in the same order."
+                "another rank sent those of another unit. Make every rank run the same modules in the same order."
             )
         shards = []
         for layout, offset in zip(self._bucket.layouts, self._bucket.offsets, strict=True):
@@ -287,74 +254,3 @@ class Reduced:
     def anywhere(self, index: int) -> bool:
         """Whether any rank had a gradient of tensor `index`; waits for the device."""
         return bool(self._flags[index].real.item() > 0)
-
-
-def all_reduce(tensors: Sequence[Tensor], group: ShardGroup, op: ReduceOp, *, label: str) -> Handle[list[Tensor]]:
-    """Reduce small tensors of one dtype over all ranks, in one collective.
-
-    On a direct backend the ranks exchange their values and each combines them in rank order.
-
-    Args:
-        tensors: One dtype, the same shapes on every rank. Not changed.
-        group: Ranks to reduce over.
-        op: `ReduceOp.SUM`, `MAX` or `MIN`.
-        label: What it is for.
-
-    Returns:
-        A handle whose result is the reduced tensors, equal on all ranks.
-
-    Communicates:
-        All-reduce of the tensors' bytes.
-    """
-    shapes, sizes = [t.shape for t in tensors], [t.numel() for t in tensors]
-    flat = torch.cat([t.reshape(-1) for t in tensors])
-    if group.num_ranks == 1:
-        return Handle(label, [], lambda: [t.clone() for t in tensors])
-    num_bytes = flat.numel() * flat.element_size()
-    if group.is_direct:
-        rows = flat.new_empty((group.num_ranks, flat.numel()))
-        rows[group.rank] = flat
-        works = group.exchange(rows[group.rank], rows)
-        record(CommRecord("all_reduce", label, group.num_ranks, num_bytes * (group.num_ranks - 1)))
-        return Handle(label, works, lambda: _split(_combine(rows, op), sizes, shapes))
-    works = group.all_reduce(flat, op)
-    record(CommRecord("all_reduce", label, group.num_ranks, 2 * num_bytes * (group.num_ranks - 1) // group.num_ranks))
-    return Handle(label, works, lambda: _split(flat, sizes, shapes))
-
-
-def _combine(rows: Tensor, op: ReduceOp) -> Tensor:
-    if op == ReduceOp.SUM:
-        total = rows[0].clone()
-        for row in rows[1:]:
-            total += row
-        return total
-    return rows.amax(0) if op == ReduceOp.MAX else rows.amin(0)
-
-
-def _split(flat: Tensor, sizes: list[int], shapes: Sequence[torch.Size]) -> list[Tensor]:
-    return [part.reshape(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
-
-
-def broadcast(tensors: Sequence[Tensor], group: ShardGroup, *, label: str, src: int = 0) -> Handle[list[Tensor]]:
-    """Give every rank the values that rank `src` of the group holds, in one collective.
-
-    Args:
-        tensors: One dtype, the same shapes on every rank. Not changed.
-        group: Ranks that take part.
-        label: What it is for.
-        src: Rank within the group.
-
-    Returns:
-        A handle whose result is the values of rank `src`.
-
-    Communicates:
-        Broadcast of the tensors' bytes.
-    """
-    shapes, sizes = [t.shape for t in tensors], [t.numel() for t in tensors]
-    flat = torch.cat([t.detach().reshape(-1) for t in tensors])
-    works = group.broadcast(flat.view(torch.uint8), src)
-    if group.num_ranks > 1:
-        num_bytes = flat.numel() * flat.element_size()
-        sent = num_bytes * (group.num_ranks - 1) if group.rank == src else 0
-        record(CommRecord("broadcast", label, group.num_ranks, sent))
-    return Handle(label, works, lambda: _split(flat, sizes, shapes))

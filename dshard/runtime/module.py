@@ -2,13 +2,14 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 
-from dshard.errors import StateError
+from dshard.errors import StateError, UnsupportedOpError
 from dshard.runtime.runtime import Runtime, hook_gradient
 from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
@@ -36,17 +37,28 @@ def units_of(module: nn.Module) -> list[Unit]:
     return list(found)
 
 
-class FSDPModule(nn.Module):
-    """Mixed into the class of every module that `fully_shard` was called on. Not to be constructed."""
+class FSDPModule(_TorchFSDPModule, nn.Module):
+    """Mixed into the class of every module that `fully_shard` was called on. Not to be constructed.
+
+    It is a subclass of torch's `FSDPModule`, so that programs that ask for one find one. Every method of that class is
+    here: it works, or has nothing to do here and says so, or raises `UnsupportedOpError`.
+    """
 
     _dshard_units: list[Unit]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A module of the original class: what slicing a sharded `nn.Sequential` makes is not sharded itself."""
+        original = cls.__mro__[cls.__mro__.index(nn.Module) - 1] if cls is FSDPModule else cls.__bases__[1]
+        module = original.__new__(original, *args, **kwargs)
+        module.__init__(*args, **kwargs)
+        return module
 
     def _runtime(self) -> Runtime:
         runtime = cast(Runtime, self._dshard_units[0].observer)
         runtime.before_use()
         return runtime
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """Gather this module's own units ahead of their use.
 
         Args:
@@ -78,8 +90,8 @@ class FSDPModule(nn.Module):
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
-                f"set_reshard_after_forward: the argument must be a bool, but it is {reshard_after_forward!r}. "
-                "Pass True or False."
+                f"set_reshard_after_forward: the argument must be a bool, but it is {reshard_after_forward!r}. Pass "
+                "True or False."
             )
         self._runtime()
         for unit in units_of(self) if recurse else self._dshard_units:
@@ -99,8 +111,25 @@ class FSDPModule(nn.Module):
         """
         self._runtime().reducer.sync = requires_gradient_sync
 
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted for FSDP2's sake; not needed here, where each backward ends what it began."""
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether gathered copies are freed in backward; the switch is the whole model's. Communicates nothing."""
+        self._runtime().reshard_after_backward = reshard_after_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by `factor`, rather than by the number of ranks; for the whole model."""
+        self._runtime().reducer.divisor = factor
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reduce-scatters may hold their send buffers while another fills; for the whole model."""
+        if max_input_buffers < 1:
+            raise ValueError(
+                f"set_reduce_scatter_max_input_buffers: needs at least 1 buffer, but got {max_input_buffers}."
+            )
+        self._runtime().reducer.max_in_flight = max_input_buffers
+
+    def reset_iter_state(self) -> None:
+        """Forget a forward or backward that an exception ended. Gradients that had not left yet are lost."""
+        self._runtime().reset()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of any module; full and sharded tensors are both taken, and each rank keeps its part.
@@ -155,7 +184,7 @@ class FSDPModule(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FSDPModule":
-        new = type(self).__new__(type(self))
+        new = object.__new__(type(self))
         memo[id(self)] = new
         self._runtime()
         for key, value in self.__dict__.items():
@@ -171,7 +200,7 @@ def _convert(param: ShardedTensor, fn: Callable[[Tensor], Tensor]) -> None:
             return
         grad, param.grad = param.grad, None
         new = param.like(shard)
-        new._cell.is_shared, new._cell.tag = True, param._cell.tag
+        new._cell.is_shared = True
         if new.device == param.device:
             param.data = new
         else:
@@ -192,8 +221,8 @@ def _swap(param: ShardedTensor, new: ShardedTensor) -> None:
         torch.utils.swap_tensors(param, new)
     except RuntimeError as error:
         raise StateError(
-            f"{param.name}: a parameter can move to another device only while nothing else refers to it, but "
-            f"{error}. Move the module before its first backward, and without other references to its parameters."
+            f"{param.name}: a parameter can move to another device only while nothing else refers to it, but {error}. "
+            "Move the module before its first backward, and without other references to its parameters."
         ) from error
     param.__dict__.clear()
     param.__dict__.update(attributes)
@@ -201,6 +230,49 @@ def _swap(param: ShardedTensor, new: ShardedTensor) -> None:
     hook_gradient(param)
 
 
+def _accepted(name: str, why: str) -> Callable[..., None]:
+    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    method.__name__, method.__doc__ = name, f"Accepted for FSDP2's sake, does nothing: {why}."
+    return method
+
+
+def _refused(name: str, why: str) -> Callable[..., None]:
+    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedOpError(f"{type(self).__name__}.{name}: not supported, for {why}. Leave the call out.")
+
+    method.__name__, method.__doc__ = name, f"Raises UnsupportedOpError, for {why}."
+    return method
+
+
+_ACCEPTED = {
+    "set_is_last_backward": "each backward ends what it began",
+    "set_requires_all_reduce": "there is no second mesh dim to reduce over",
+    "set_unshard_in_backward": "a unit is gathered in backward only if it is touched there",
+    "set_modules_to_forward_prefetch": "there is no prefetch yet",
+    "set_modules_to_backward_prefetch": "there is no prefetch yet",
+    "set_force_sum_reduction_for_comms": "how a mean is computed is the backend's matter",
+    "set_reduce_scatter_unused_params": "parameters that only some ranks use are always reduced within a unit",
+    "set_separate_reduce_scatter_group": "a hint for NCCL",
+    "set_allocate_memory_from_process_group_for_comm": "a hint for NCCL",
+    "set_symm_mem_for_comm": "a hint for NCCL",
+    "set_post_optim_event": "a gather waits for the writes to its shards by itself",
+    "_set_unshard_async_op": "a private switch of torch's",
+}
+_REFUSED = {
+    "set_all_reduce_hook": "there is no all-reduce without a second mesh dim",
+    "set_custom_all_gather": "collectives are chosen by backend",
+    "set_custom_reduce_scatter": "collectives are chosen by backend",
+}
+for _name, _why in _ACCEPTED.items():
+    setattr(FSDPModule, _name, _accepted(_name, _why))
+for _name, _why in _REFUSED.items():
+    setattr(FSDPModule, _name, _refused(_name, _why))
+FSDPModule.set_reduce_scatter_divide_factor = FSDPModule.set_gradient_divide_factor  # type: ignore[assignment, method-assign]
+
+
+@cache
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class of `cls`'s modules after `fully_shard`: `FSDP<Name>`, a subclass of both."""
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})

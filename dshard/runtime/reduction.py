@@ -24,10 +24,12 @@ class GradReduction:
         unit: Whose gradients they are.
         bucket: Which of its parameters.
         mean: Whether to average over the ranks, rather than add.
+        divisor: What to divide the sum by, in the place of the number of ranks.
     """
 
-    def __init__(self, unit: Unit, bucket: Bucket, *, mean: bool) -> None:
-        self._unit, self._slots, self._mean = unit, bucket.slots, mean
+    def __init__(self, unit: Unit, bucket: Bucket, *, mean: bool, divisor: float | None) -> None:
+        self._unit, self._slots = unit, bucket.slots
+        self._mean, self._divisor = mean and divisor is None, divisor
         first = unit.params[bucket.slots[0]]
         self._bucket = ReduceBucket(
             bucket.layout, bucket.group, dtype=first.dtype, device=first.device, label=unit.label
@@ -78,6 +80,8 @@ class GradReduction:
         if not self._is_finished:
             self._is_finished = True
             self._unit.observer.on_reduced(self)
+            if self._divisor is not None:
+                torch._foreach_div_(reduced.shards, self._divisor)
             for slot, ref in self._cells.items():
                 cell = ref()
                 if cell is not None:
@@ -112,7 +116,8 @@ class Reducer:
     def __init__(self, max_in_flight: int = 1) -> None:
         self.mean = True
         self.sync = True
-        self._max_in_flight = max_in_flight
+        self.divisor: float | None = None  # in the place of the number of ranks
+        self.max_in_flight = max_in_flight
         self._open: dict[_Key, tuple[Unit, GradReduction]] = {}
         self._in_flight: list[GradReduction] = []
         self._arrived: dict[Unit, set[int]] = {}
@@ -131,20 +136,20 @@ class Reducer:
             self._launch(key)
             entry = None
         if entry is None:
-            entry = self._open[key] = (unit, GradReduction(unit, bucket, mean=self.mean))
+            entry = self._open[key] = (unit, GradReduction(unit, bucket, mean=self.mean, divisor=self.divisor))
         reduction = entry[1]
         out = reduction.receive(slot, grad)
         arrived = self._arrived.setdefault(unit, set())
         arrived.add(slot)
-        if self.sync and reduction.is_complete:
+        if self.sync and reduction.is_complete and arrived.issuperset(bucket.slots):
             self._launch(key)
         if arrived.issuperset(unit.trainable):
-            unit.free()
+            unit.observer.on_backward_done(unit)
         return out
 
     def _launch(self, key: "_Key") -> GradReduction:
         _, reduction = self._open.pop(key)
-        while len(self._in_flight) >= self._max_in_flight:
+        while len(self._in_flight) >= self.max_in_flight:
             self._in_flight[0].finish()
         reduction.launch()
         self._in_flight.append(reduction)
@@ -157,6 +162,11 @@ class Reducer:
                 del self._open[key]
         if reduction in self._in_flight:
             self._in_flight.remove(reduction)
+
+    def reset(self) -> None:
+        """Drop gradients that have not left yet."""
+        self._open.clear()
+        self._arrived.clear()
 
     def end_backward(self) -> None:
         """Reduce what is incomplete: units of which some parameters took no part."""
@@ -198,7 +208,7 @@ class _ReduceGrad(torch.autograd.Function):
     def forward(ctx: Any, grad: Tensor, unit: Unit, slot: int, reducer: Reducer) -> ShardedTensor:
         ctx.unit = unit
         ctx.group = unit.params[slot]._group
-        ctx.mean = reducer.mean
+        ctx.divisor = reducer.divisor or (ctx.group.num_ranks if reducer.mean else 1)
         return reducer.receive(unit, slot, _plain(grad))
 
     @staticmethod
@@ -207,11 +217,14 @@ class _ReduceGrad(torch.autograd.Function):
         total = collectives.all_reduce(
             [_plain(grad)], ctx.group, ReduceOp.SUM, label=f"double backward of '{ctx.unit.label}'"
         ).wait()[0]
-        return (total / ctx.group.num_ranks if ctx.mean else total), None, None, None
+        return total / ctx.divisor, None, None, None
 
 
 def _plain(grad: Tensor) -> Tensor:
-    return grad.materialize() if isinstance(grad, ShardedTensor) else grad
+    """A gradient as a plain dense tensor."""
+    if isinstance(grad, ShardedTensor):
+        return grad.materialize()
+    return grad if grad.layout == torch.strided else grad.to_dense()
 
 
 def route_gradient(param: ShardedTensor, grad: Tensor) -> Tensor:

@@ -24,6 +24,13 @@ __all__ = [
 ]
 
 _GRAD: Any = torch.Tensor.grad  # the descriptor
+_METADATA = frozenset(
+    [
+        getattr(torch.Tensor, n).__get__
+        for n in ("dtype", "device", "shape", "requires_grad", "is_leaf", "layout", "is_meta")
+    ]
+    + [getattr(torch.Tensor, n) for n in ("is_floating_point", "is_complex", "numel", "dim", "size", "element_size")]
+)  # what torch's optimizers ask of a parameter while they load a state
 
 
 class ReplacedParameter(nn.Parameter):
@@ -43,11 +50,12 @@ class ReplacedParameter(nn.Parameter):
         if func == _GRAD.__set__ and self is not None:
             self._replacement.grad = args[1]
             return None
+        if func in _METADATA and self is not None:
+            return func(self._replacement, *args[1:], **(kwargs or {}))
         raise StateError(
             f"{name}: fully_shard replaced this nn.Parameter object by a ShardedTensor, but the old object was used "
             f"({getattr(func, '__name__', func)}). Read the parameter from its module again; an optimizer that was "
-            "made "
-            "before fully_shard is re-pointed at its first step."
+            "made before fully_shard is re-pointed at its first step."
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -117,6 +125,13 @@ def repoint_optimizer(optimizer: Optimizer, args: Any = (), kwargs: Any = None) 
     Communicates:
         Nothing.
     """
+    state = optimizer.state
+    seen = (id(state), len(state))
+    if optimizer.__dict__.get("_dshard_seen") != seen:
+        for param, values in state.items():
+            if isinstance(param, ShardedTensor):  # the full state of an unsharded run may have been loaded
+                state[param] = _shard_state(values, param)
+        optimizer.__dict__["_dshard_seen"] = seen
     for group in optimizer.param_groups:
         params = group["params"]
         for i, old in enumerate(params):

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dshard.errors import StateError
 from dshard.runtime.reduction import GradReduction, Reducer, route_gradient
@@ -34,6 +34,7 @@ class Runtime:
         self.units: list[Unit] = []
         self.root: nn.Module | None = None
         self.reducer = Reducer()
+        self.reshard_after_backward = True
         self.split: Callable[[], None] | None = None  # forms units at the first use; set for a root that has just one
         self._gathered: dict[Unit, None] = {}
         self._loose: Unit | None = None  # gathered outside of a forward
@@ -64,6 +65,8 @@ class Runtime:
         new._modules = copy.deepcopy(self._modules, memo)
         new._known_plain = {id(p): p for p in copy.deepcopy(list(self._known_plain.values()), memo)}
         new.reducer.mean, new.reducer.sync = self.reducer.mean, self.reducer.sync
+        new.reducer.divisor = self.reducer.divisor
+        new.reshard_after_backward = self.reshard_after_backward
         for unit in copy.deepcopy(self.units, memo):
             new.adopt(unit)
         return new
@@ -97,6 +100,20 @@ class Runtime:
         """Note that a reduction ended."""
         self.reducer.on_finished(reduction)
 
+    def on_backward_done(self, unit: Unit) -> None:
+        """Free a unit of which all gradients have arrived, or whose modules' inputs have theirs."""
+        if self.reshard_after_backward:
+            unit.free()
+
+    def watch_inputs(self, unit: Unit, inputs: Any) -> None:
+        """Have `unit` freed when the backward has passed its module: when an input of it has its gradient."""
+        if not torch.is_grad_enabled():
+            return
+        for value in inputs:
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(partial(_passed, unit))
+                return
+
     def start_backward(self) -> Reducer:
         """Have `end_backward` called when the backward that is running ends."""
         task = torch._C._current_graph_task_id()
@@ -110,7 +127,17 @@ class Runtime:
         self._backward_task = -1
         self._frozen = None
         self.reducer.end_backward()
-        for unit in list(self._gathered):
+        if self.reshard_after_backward:
+            for unit in list(self._gathered):
+                unit.free()
+
+    def reset(self) -> None:
+        """Forget a forward or backward that an exception ended: free all copies, drop gradients that are under way."""
+        self._backward_task = -1
+        self._frozen = None
+        self.reducer.reset()
+        for unit in self.units:
+            unit.num_active = 0
             unit.free()
 
     def enter_forward(self, unit: Unit) -> None:
@@ -150,11 +177,9 @@ class Runtime:
             if id(param) not in self._known_plain:
                 raise StateError(
                     f"{name}: every trainable parameter below fully_shard must be sharded or ignored, but this one "
-                    "(shape "
-                    f"{tuple(param.shape)}) was added later, and its gradient would stay this rank's own. Add it "
-                    "before "
-                    "fully_shard, call fully_shard on the module that holds it, or assign to the sharded parameter's "
-                    "data."
+                    f"(shape {tuple(param.shape)}) was added later, and its gradient would stay this rank's own. Add "
+                    "it before fully_shard, call fully_shard on the module that holds it, or assign to the sharded "
+                    "parameter's data."
                 )
 
     def reshards(self, unit: Unit) -> bool:
@@ -200,6 +225,10 @@ def hook_forward(module: nn.Module) -> None:
     module.register_forward_hook(_after_forward, always_call=True)
 
 
+def _passed(unit: Unit, grad: Tensor) -> None:
+    unit.observer.on_backward_done(unit)
+
+
 def _units_at(module: nn.Module) -> list[Unit]:
     """Units of which `module` is one of the modules; a copy, for the first use may form new ones."""
     return list(module.__dict__["_dshard_units"])
@@ -208,6 +237,7 @@ def _units_at(module: nn.Module) -> list[Unit]:
 def _before_forward(module: nn.Module, args: Any) -> None:
     for unit in _units_at(module):
         unit.observer.enter_forward(unit)
+        unit.observer.watch_inputs(unit, args)
 
 
 def _after_forward(module: nn.Module, args: Any, output: Any) -> None:

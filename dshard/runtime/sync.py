@@ -25,7 +25,7 @@ def check_same_structure(tensors: Sequence[tuple[str, Tensor]], group: ShardGrou
     crc = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64, device=group.device_type)
     if not _agree(crc, group, "structure check")[0]:
         raise DivergenceError(
-            f"fully_shard: all ranks must pass the same parameters, but names, shapes, dtypes or requires_grad differ "
+            "fully_shard: all ranks must pass the same parameters, but names, shapes, dtypes or requires_grad differ "
             f"between ranks (this rank has {len(tensors)} parameters). Build the same model on every rank."
         )
 
@@ -45,7 +45,7 @@ def check_same_weights(tensors: Sequence[tuple[str, Tensor]], group: ShardGroup)
     if differing:
         more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
         raise DivergenceError(
-            f"fully_shard: all ranks must start from the same weights, but these differ between ranks: "
+            "fully_shard: all ranks must start from the same weights, but these differ between ranks: "
             f"{', '.join(differing[:5])}{more}. Seed every rank alike before building the model, or pass "
             'sync="broadcast" to take those of rank 0.'
         )

@@ -1,7 +1,6 @@
 """A unit: the parameters that are gathered together."""
 
 import copy
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,11 +31,17 @@ class UnitObserver(Protocol):
     def on_reduced(self, reduction: Any) -> None:
         """A reduction of a unit's gradients ended."""
 
+    def on_backward_done(self, unit: "Unit") -> None:
+        """The backward that is running has no further use for a unit."""
+
     def start_backward(self) -> Any:
         """A backward uses a unit; gives the reducer."""
 
     def enter_forward(self, unit: "Unit") -> None:
         """A module of a unit starts its forward."""
+
+    def watch_inputs(self, unit: "Unit", inputs: Any) -> None:
+        """A module of a unit starts its forward with these inputs."""
 
     def exit_forward(self, unit: "Unit", module: nn.Module) -> None:
         """A module of a unit ended its forward."""
@@ -147,7 +152,7 @@ class Unit:
                     bucket.group,
                     label=self.label,
                     strides=[p.stride() for p in params],
-                    tag=zlib.crc32(repr(tags).encode()) if any(tags := [p._cell.tag for p in params]) else 0,
+                    tag=hash(tuple(p._cell.signature for p in params)),
                 )
                 in_flight.append((bucket, handle))
         self._in_flight = in_flight

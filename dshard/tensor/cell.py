@@ -22,7 +22,7 @@ class ShardCell:
             same values; else to a temporary, which a rank may fill with data of its own.
     """
 
-    __slots__ = ("__weakref__", "_awaited", "_pending", "_tensor", "is_shared", "layout", "tag")
+    __slots__ = ("__weakref__", "_awaited", "_pending", "_tensor", "is_shared", "layout", "num_writes", "tag")
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class ShardCell:
         self.layout = layout
         self.is_shared = is_shared
         self.tag = 0
+        self.num_writes = 0
         self._pending = pending
         self._awaited: tuple[ShardCell, ...] = ()
 
@@ -43,6 +44,16 @@ class ShardCell:
     def is_pending(self) -> bool:
         """Whether the shard still awaits a collective or an addition."""
         return self._pending is not None
+
+    def note_write(self) -> None:
+        """The shard was written to, by all ranks: gathered copies are stale, and the next gather compares the count."""
+        self.num_writes += 1
+        torch.autograd.graph.increment_version(self.resolve())
+
+    @property
+    def signature(self) -> tuple[int, int]:
+        """What ranks compare at a gather: what was written, and how often."""
+        return self.tag, self.num_writes
 
     def sign(self, *facts: object) -> None:
         """Take part in the tag what the shard was written with, for ranks to compare at the next gather.

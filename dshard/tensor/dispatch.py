@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 
 from dshard.tensor import shardwise, writes
@@ -65,6 +66,13 @@ _HANDLERS: dict[OpClass, Handler] = {
 }
 
 
+_SAME_MEMORY = (OpClass.VIEW, OpClass.ALIAS)
+
+
 def dispatch(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Run `func` by the rule of its class in the op table."""
-    return _HANDLERS[classify(func)](func, args, kwargs)
+    op_class = classify(func)
+    if op_class in _SAME_MEMORY and torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False), torch.no_grad():  # it shares the version counter of a normal tensor
+            return _HANDLERS[op_class](func, args, kwargs)
+    return _HANDLERS[op_class](func, args, kwargs)

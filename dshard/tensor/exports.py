@@ -63,6 +63,13 @@ class Exports:
         array.flags.writeable = False
         return array
 
+    def share_memory_(self: Any) -> Any:
+        """Raises: a sharded tensor has no memory of its own to share; `to_local()` has."""
+        raise UnsupportedOpError(
+            f"{self.name}: share_memory_ needs memory that holds the full value, but this tensor is sharded over "
+            f"{self.device_mesh.size()} ranks. Share to_local(), or full_tensor()."
+        )
+
     @property
     def __cuda_array_interface__(self: Any) -> Any:
         return self.full_tensor().__cuda_array_interface__

@@ -240,10 +240,9 @@ class ShardedTensor(Exports, DTensor):
     def data(self, value: Tensor) -> None:
         if self._view is not None or value.shape != self.shape:
             raise PlacementError(
-                f"{self.name}: .data of a sharded tensor can be set to a tensor of its own shape "
-                f"{tuple(self.shape)}, but "
-                f"got {tuple(value.shape)}{' for a view' if self._view is not None else ''}. Use copy_() on what it "
-                "views."
+                f"{self.name}: .data of a sharded tensor can be set to a tensor of its own shape {tuple(self.shape)}, "
+                f"but got {tuple(value.shape)}{' for a view' if self._view is not None else ''}. Use copy_() on what "
+                "it views."
             )
         if not isinstance(value, ShardedTensor) or value._view is not None or value._layout != self._layout:
             full = value.materialize() if isinstance(value, ShardedTensor) else value
@@ -260,7 +259,7 @@ class ShardedTensor(Exports, DTensor):
         """
         if self._view is not None:
             return apply_steps(self._view.base.materialize(), self._view.steps)
-        if self._grad_hook is None and self.requires_grad and self.is_leaf and torch.is_grad_enabled():
+        if self._grad_hook is None and self.requires_grad and self.is_leaf:
             assert ShardedTensor._adopt is not None
             ShardedTensor._adopt(self)
         if self._source is not None:
@@ -281,7 +280,7 @@ class ShardedTensor(Exports, DTensor):
             shard = shard.to(self._group.device_type)
         bucket = BucketLayout.of([self._layout])
         handle = collectives.all_gather(
-            [shard], bucket, self._group, label=self._name, strides=[self.stride()], tag=self._cell.tag
+            [shard], bucket, self._group, label=self._name, strides=[self.stride()], tag=hash(self._cell.signature)
         )
         return handle.wait()[0].to(device)
 
@@ -316,8 +315,8 @@ class ShardedTensor(Exports, DTensor):
         """
         if self._view is not None:
             raise UnsupportedOpError(
-                f"{self.name}: to_local needs a tensor that is itself sharded, but this is a view of one "
-                f"(shape {tuple(self.shape)}). Use full_tensor(), or to_local() of the tensor that was viewed."
+                f"{self.name}: to_local needs a tensor that is itself sharded, but this is a view of one (shape "
+                f"{tuple(self.shape)}). Use full_tensor(), or to_local() of the tensor that was viewed."
             )
         return self._cell.resolve()
 
@@ -328,8 +327,8 @@ class ShardedTensor(Exports, DTensor):
         kind = "view, " if self._view is not None else ""
         where = "whole on" if self._layout.dim is None else f"dim {self._layout.dim} over"
         return (
-            f"ShardedTensor({self._name!r}, {kind}shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"{where} {self._layout.num_ranks} ranks, device='{self.device}', requires_grad={self.requires_grad})"
+            f"ShardedTensor({self._name!r}, {kind}shape={tuple(self.shape)}, dtype={self.dtype}, {where} "
+            f"{self._layout.num_ranks} ranks, device='{self.device}', requires_grad={self.requires_grad})"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedTensor":
@@ -341,12 +340,15 @@ class ShardedTensor(Exports, DTensor):
             )
         with torch.no_grad():
             out = self.like(self._cell.resolve().clone())
-            out._cell.is_shared, out._cell.tag = self._cell.is_shared, self._cell.tag
+            out._cell.is_shared, out._cell.tag, out._cell.num_writes = (
+                self._cell.is_shared,
+                *self._cell.signature,
+            )
             out.requires_grad_(self.requires_grad)
         memo[id(self)] = out
         if getattr(self, "_is_param", False):
-            out._is_param = True
-        if self.grad is not None:
+            out._is_param = True  # and no gradient, as of any nn.Parameter
+        elif self.grad is not None:
             out.grad = copy.deepcopy(self.grad, memo)
         return out
 

@@ -47,7 +47,10 @@ def _signed(ref: ShardedTensor, shard: Tensor, facts: tuple[Any, ...]) -> Sharde
 def foreach(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """An elementwise operation over lists: each index on shards or on full values, as `pointwise` would decide."""
     lists = [a for a in args if isinstance(a, (list, tuple)) and any(isinstance(x, Tensor) for x in a)]
-    refs = [None if is_recorded(*items) else common_layout(items) for items in zip(*lists, strict=True)]
+    others = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    refs = [
+        None if is_recorded(*items, *others) else common_layout((*items, *others)) for items in zip(*lists, strict=True)
+    ]
 
     def local(arg: Any) -> Any:
         if not any(arg is items for items in lists):
@@ -111,7 +114,8 @@ def equal(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
         return bool(compute(func, args, kwargs))
     same = torch.equal(target._cell.resolve(), cut_to(other, target))
     flag = torch.tensor([same], dtype=torch.uint8, device=target._group.device_type)
-    return bool(collectives.all_reduce([flag], target._group, ReduceOp.MIN, label="equal").wait()[0].item())
+    label = f"equal of {target.name}"
+    return bool(collectives.all_reduce([flag], target._group, ReduceOp.MIN, label=label).wait()[0].item())
 
 
 def reduction(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -126,7 +130,8 @@ def reduction(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     local, combine, op = rule
     shard = source._cell.resolve()
     part = local(shard.float() if shard.dtype in _HALF else shard)
-    total = collectives.all_reduce([part], source._group, op, label=func._schema.name).wait()[0]
+    label = f"{func._schema.name} of {source.name}"
+    total = collectives.all_reduce([part], source._group, op, label=label).wait()[0]
     return combine(total).to(kwargs.get("dtype") or _result_dtype(func, source))
 
 

@@ -49,7 +49,7 @@ def pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return target
     shard = target._cell.resolve()
     func(shard, *[cut_to(a, target) for a in args[1:]], **{k: cut_to(v, target) for k, v in kwargs.items()})
-    increment_version(shard)
+    target._cell.note_write()
     return target
 
 
@@ -100,7 +100,7 @@ def _write_through(target: ShardedTensor, change: Callable[[Tensor], Any], *, va
         own.copy_(shard)
     change(buffer if target._view is None else apply_steps(buffer, target._view.steps))
     shard.copy_(own)
-    increment_version(shard)
+    base._cell.note_write()
 
 
 def write(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -111,6 +111,7 @@ def write(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     operands = (*args, *kwargs.values())
 
     def private(tensor: ShardedTensor) -> Tensor:
+        increment_version(tensor)  # autograd does not count writes to lists
         base = tensor if tensor._view is None else tensor._view.base
         if takes_own_data(tensor, operands):
             base.become_whole()
@@ -128,7 +129,7 @@ def write(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     for base, buffer in targets.values():
         shard = base._cell.resolve()
         shard.copy_(shard_of(buffer, base._layout, base._group.rank))
-        increment_version(shard)
+        base._cell.note_write()
     return _returned(func, args, kwargs, result)
 
 
@@ -169,9 +170,11 @@ def foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
             _sign(func, target, operands)
     func(*[local(a) for a in args], **{k: local(v) for k, v in kwargs.items()})
     written = [args[i] if isinstance(i, int) else kwargs[i] for i in mutated_arguments(func)]
-    shards = [x._cell.resolve() for items in written for x in items if isinstance(x, ShardedTensor)]
-    if shards:
-        increment_version(shards)
+    tensors = [x for items in written for x in items if isinstance(x, ShardedTensor)]
+    if tensors:
+        for tensor in tensors:
+            tensor._cell.note_write()
+        increment_version(tensors)  # autograd does not count writes to lists
     return None
 
 
@@ -184,7 +187,10 @@ def unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     groups = {id(g._group.process_group): g._group for g in sharded}
     for group in groups.values():
         found_inf.copy_(collectives.all_reduce([found_inf], group, ReduceOp.MAX, label="unscale").wait()[0])
-    increment_version([g._cell.resolve() for g in sharded])
+    if sharded:
+        for grad in sharded:
+            grad._cell.note_write()
+        increment_version(sharded)
 
 
 def random_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:

@@ -1,0 +1,108 @@
+"""Collectives over a few small tensors: the results of reductions, checks, random states."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dshard.collectives._c10d import ReduceOp
+from dshard.collectives.group import Handle, ShardGroup
+from dshard.collectives.header import ALIGN_BYTES, HEADER_BYTES, check_headers
+from dshard.collectives.header import header as make_header
+from dshard.collectives.trace import CommRecord, record
+
+__all__ = ["all_reduce", "broadcast"]
+
+
+def all_reduce(tensors: Sequence[Tensor], group: ShardGroup, op: ReduceOp, *, label: str) -> Handle[list[Tensor]]:
+    """Reduce small tensors of one dtype over all ranks, in one collective.
+
+    On a direct backend the ranks exchange their values and each combines them in rank order.
+
+    Args:
+        tensors: One dtype, the same shapes on every rank. Not changed.
+        group: Ranks to reduce over.
+        op: `ReduceOp.SUM`, `MAX` or `MIN`.
+        label: What it is for.
+
+    Returns:
+        A handle whose result is the reduced tensors, equal on all ranks.
+
+    Communicates:
+        All-reduce of the tensors' bytes.
+    """
+    shapes, sizes = [t.shape for t in tensors], [t.numel() for t in tensors]
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    if group.num_ranks == 1:
+        return Handle(label, [], lambda: [t.clone() for t in tensors])
+    num_bytes = flat.numel() * flat.element_size()
+    if group.is_direct:
+        return _exchange_small(flat, group, op, label, lambda total: _split(total, sizes, shapes))
+    works = group.all_reduce(flat, op)
+    record(CommRecord("all_reduce", label, group.num_ranks, 2 * num_bytes * (group.num_ranks - 1) // group.num_ranks))
+    return Handle(label, works, lambda: _split(flat, sizes, shapes))
+
+
+def _exchange_small(
+    flat: Tensor, group: ShardGroup, op: ReduceOp, label: str, finish: Callable[[Tensor], list[Tensor]]
+) -> Handle[list[Tensor]]:
+    """All-reduce by sending the values to every peer, behind a header that names what is reduced."""
+    item, sent = flat.element_size(), group.num_ranks - 1
+    row_bytes = HEADER_BYTES + math.ceil(flat.numel() * item / ALIGN_BYTES) * ALIGN_BYTES
+    raw = torch.empty((group.num_ranks, row_bytes), dtype=torch.uint8, device=flat.device)
+    rows = raw[:, HEADER_BYTES:].view(flat.dtype)[:, : flat.numel()]
+    header = make_header(label, 0)
+    raw[group.rank, :HEADER_BYTES].copy_(header)
+    rows[group.rank] = flat
+    works = group.exchange(raw[group.rank], raw)
+    padding = row_bytes - HEADER_BYTES - flat.numel() * item
+    record(
+        CommRecord(
+            "all_reduce", label, group.num_ranks, flat.numel() * item * sent, padding * sent, HEADER_BYTES * sent
+        )
+    )
+
+    def combine() -> list[Tensor]:
+        check_headers(raw[:, :HEADER_BYTES], header, label)
+        return finish(_combine(rows, op))
+
+    return Handle(label, works, combine)
+
+
+def _combine(rows: Tensor, op: ReduceOp) -> Tensor:
+    if op == ReduceOp.SUM:
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total += row
+        return total
+    return rows.amax(0) if op == ReduceOp.MAX else rows.amin(0)
+
+
+def _split(flat: Tensor, sizes: list[int], shapes: Sequence[torch.Size]) -> list[Tensor]:
+    return [part.reshape(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def broadcast(tensors: Sequence[Tensor], group: ShardGroup, *, label: str, src: int = 0) -> Handle[list[Tensor]]:
+    """Give every rank the values that rank `src` of the group holds, in one collective.
+
+    Args:
+        tensors: One dtype, the same shapes on every rank. Not changed.
+        group: Ranks that take part.
+        label: What it is for.
+        src: Rank within the group.
+
+    Returns:
+        A handle whose result is the values of rank `src`.
+
+    Communicates:
+        Broadcast of the tensors' bytes.
+    """
+    shapes, sizes = [t.shape for t in tensors], [t.numel() for t in tensors]
+    flat = torch.cat([t.detach().reshape(-1) for t in tensors])
+    works = group.broadcast(flat.view(torch.uint8), src)
+    if group.num_ranks > 1:
+        num_bytes = flat.numel() * flat.element_size()
+        sent = num_bytes * (group.num_ranks - 1) if group.rank == src else 0
+        record(CommRecord("broadcast", label, group.num_ranks, sent))
+    return Handle(label, works, lambda: _split(flat, sizes, shapes))

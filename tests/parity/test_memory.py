@@ -1,0 +1,358 @@
+"""What is alive, and how many bytes of it: full-size weights only while they are in use, all else a shard."""
+
+import gc
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dshard
+from dshard.runtime import Runtime, Unit
+from dshard.testing import WorldPool
+from tests.parity.models import CASES, GPT, batch, build, shard
+from tests.parity.test_wire_bytes import chunked_loss
+
+MODELS = [(name, manual) for name in CASES for manual in (True, False)]
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    return list(dict.fromkeys(u for m in model.modules() for u in vars(m).get("_dshard_units", ())))
+
+
+@dataclass(slots=True)
+class Watch:
+    """Every gathered copy that was made, by its storage, and what was alive whenever a unit was gathered."""
+
+    copies: list[tuple[StorageWeakRef, int]] = field(default_factory=list)
+    peak_counted_bytes: int = 0  # by Runtime.gathered_bytes
+    peak_alive_bytes: int = 0  # by the storages themselves
+
+    def alive_bytes(self) -> int:
+        return sum(num_bytes for ref, num_bytes in self.copies if not ref.expired())
+
+    def num_alive(self) -> int:
+        return sum(not ref.expired() for ref, _ in self.copies)
+
+
+@contextmanager
+def watching() -> Iterator[Watch]:
+    """Look into `Unit` and `Runtime` while gathers happen."""
+    watch = Watch()
+    finish, on_gather = Unit._finish, Runtime.on_gather
+
+    def finish_watched(self: Unit) -> None:
+        finish(self)
+        assert self._fulls is not None
+        for full in self._fulls:
+            if full.numel():
+                watch.copies.append((StorageWeakRef(full.untyped_storage()), full.numel() * full.element_size()))
+        watch.peak_alive_bytes = max(watch.peak_alive_bytes, watch.alive_bytes())
+
+    def on_gather_watched(self: Runtime, unit: Unit) -> None:
+        on_gather(self, unit)
+        watch.peak_counted_bytes = max(watch.peak_counted_bytes, self.gathered_bytes)
+
+    Unit._finish, Runtime.on_gather = finish_watched, on_gather_watched  # type: ignore[method-assign]
+    try:
+        yield watch
+    finally:
+        Unit._finish, Runtime.on_gather = finish, on_gather  # type: ignore[method-assign]
+
+
+def plain_storages() -> dict[int, int]:
+    """Address to bytes of every storage that a living plain tensor has."""
+    found: dict[int, int] = {}
+    for obj in gc.get_objects():
+        if type(obj) in (Tensor, nn.Parameter) and obj.device.type == "cpu":
+            storage = obj.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def forward_only(name: str, manual: bool, reshard: bool | None) -> dict[str, Any]:
+    model = build(name)
+    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() > 1}  # a norm's statistics look like its weight
+    shard(name, model, manual=manual, reshard=reshard)
+    inputs, targets = batch(name, 0, 0, dist.get_rank())
+    saved: list[tuple[type, tuple[int, ...], StorageWeakRef]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if type(tensor) is Tensor:
+            saved.append((type(tensor), tuple(tensor.shape), StorageWeakRef(tensor.untyped_storage())))
+        return tensor
+
+    with watching() as watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = CASES[name].loss(model(inputs), targets)
+    copies = {ref.cdata for ref, _ in watch.copies}
+    after_forward = watch.num_alive()
+    saved_weights = sum(ref.cdata in copies for _, _, ref in saved)
+    root_copies = sum(bool(p.numel()) for u in units_of(model) if model in u.modules for p in u.params)
+    with watching() as backward:
+        loss.backward()
+    return {
+        "num_gathered": len(watch.copies),
+        "num_weights": sum(bool(p.numel()) for p in model.parameters()),
+        "num_saved": len(saved),
+        "saved_weights": saved_weights,
+        "saved_shapes": [shape for _, shape, _ in saved if shape in shapes or shape[::-1] in shapes],
+        "after_forward": after_forward,
+        "root_copies": root_copies,
+        "after_backward": backward.num_alive() + watch.num_alive(),
+        "counted_after_backward": model._runtime().gathered_bytes,  # type: ignore[operator,union-attr]
+    }
+
+
+@pytest.mark.parametrize(("name", "manual"), MODELS)
+def test_after_a_forward_no_full_size_weight_is_alive_and_autograd_saved_none(worlds: WorldPool, name, manual):
+    for found in worlds.run(2, forward_only, name, manual, True):
+        assert found["num_gathered"] == found["num_weights"]  # the watch saw them all
+        assert found["num_saved"] > 0
+        assert found["after_forward"] == 0
+        assert found["saved_weights"] == 0
+        assert found["saved_shapes"] == []
+        assert found["after_backward"] == 0
+        assert found["counted_after_backward"] == 0
+
+
+def test_without_resharding_every_weight_stays_until_the_end_of_backward(worlds: WorldPool):
+    for found in worlds.run(2, forward_only, "gpt", True, False):
+        assert found["after_forward"] == found["num_weights"]
+        assert found["saved_weights"] == 0
+        assert found["after_backward"] == 0
+
+
+def test_by_default_the_root_unit_alone_stays_between_forward_and_backward(worlds: WorldPool):
+    for found in worlds.run(2, forward_only, "tied", True, None):
+        assert found["after_forward"] == found["root_copies"] > 0
+        assert found["after_backward"] == 0
+
+
+def leak_a_weight() -> int:
+    """The watch must see what somebody keeps."""
+    model = build("gpt")
+    shard("gpt", model, reshard=True)
+    with watching() as watch:
+        full = model.head.weight.materialize()  # type: ignore[union-attr]
+        model(batch("gpt", 0, 0, 0)[0])
+    assert full.numel()
+    return watch.num_alive()
+
+
+def test_a_weight_that_is_kept_is_seen_as_alive(worlds: WorldPool):
+    assert worlds.run(2, leak_a_weight) == [1, 1]
+
+
+def train_watched(name: str, manual: bool, reshard: bool) -> tuple[Watch, list[int], int]:
+    """Peaks of some training steps; bytes of all units, and of the root's."""
+    model = build(name)
+    shard(name, model, manual=manual, reshard=reshard)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with watching() as watch:
+        for step in range(3):
+            inputs, targets = batch(name, 0, step, dist.get_rank())
+            CASES[name].loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watch.num_alive() == 0
+    watch.copies.clear()  # weak references cannot be sent
+    units = units_of(model)
+    return watch, [u.full_bytes for u in units], sum(u.full_bytes for u in units if model in u.modules)
+
+
+@pytest.mark.parametrize(("name", "manual"), MODELS)
+def test_gathered_bytes_never_exceed_the_unit_in_use_and_the_root(worlds: WorldPool, name, manual):
+    for watch, sizes, root in worlds.run(2, train_watched, name, manual, True):
+        assert 0 < watch.peak_counted_bytes <= max(sizes) + root
+        assert watch.peak_alive_bytes <= max(sizes) + root
+        if len(sizes) > 2:
+            assert max(sizes) + root < sum(sizes)  # so that the bound says something
+
+
+def test_without_resharding_the_whole_model_is_alive_at_the_peak(worlds: WorldPool):
+    for watch, sizes, _ in worlds.run(2, train_watched, "gpt", True, False):
+        assert watch.peak_counted_bytes == watch.peak_alive_bytes == sum(sizes)
+
+
+def test_a_chunked_loss_frees_the_head_by_the_end_of_backward(worlds: WorldPool):
+    assert worlds.run(2, chunked_alive) == [0, 0]
+
+
+def chunked_alive() -> int:
+    with watching() as watch:
+        chunked_loss(16, False)
+    assert watch.copies
+    return watch.num_alive()
+
+
+def storage_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of the distinct storages behind some tensors."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def persistent(name: str, num_steps: int) -> dict[str, Any]:
+    model = build(name)
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    shard(name, model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        inputs, targets = batch(name, 0, step, dist.get_rank())
+        CASES[name].loss(model(inputs), targets).backward()
+        optimizer.step()
+    params = dict(model.named_parameters())
+    states = [optimizer.state[p][key] for p in params.values() for key in ("exp_avg", "exp_avg_sq")]
+    return {
+        "shapes": shapes,
+        "params": {n: tuple(p.to_local().shape) for n, p in params.items()},
+        "param_bytes": storage_bytes([p.to_local() for p in params.values()]),
+        "grads": {n: tuple(p.grad.to_local().shape) for n, p in params.items()},
+        "grad_bytes": storage_bytes([p.grad.to_local() for p in params.values()]),
+        "state_bytes": storage_bytes([s.to_local() for s in states]),
+        "num_tensors_per_unit": [len(u.params) for u in units_of(model)],
+    }
+
+
+def shard_shape(shape: tuple[int, ...], rank: int, num_ranks: int) -> tuple[int, ...]:
+    """By `torch.chunk`'s rule along dim 0."""
+    if not shape:
+        return shape
+    chunk = -(-shape[0] // num_ranks)
+    return (max(0, min(chunk, shape[0] - rank * chunk)), *shape[1:])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", ["gpt", "uneven", "lstm"])
+def test_parameters_gradients_and_optimizer_state_take_a_shard_each_by_layout_arithmetic(
+    worlds: WorldPool, name, num_ranks
+):
+    for rank, found in enumerate(worlds.run(num_ranks, persistent, name, 2)):
+        shapes = found["shapes"]
+        expected = {n: shard_shape(s, rank, num_ranks) for n, s in shapes.items()}
+        assert found["params"] == expected
+        assert found["grads"] == expected
+        held = 4 * sum(math.prod(s) for s in expected.values())
+        slots = 4 * sum(math.prod(shard_shape(s, 0, num_ranks)) for s in shapes.values())
+        total = 4 * sum(math.prod(s) for s in shapes.values())
+        padding = slots - math.ceil(total / num_ranks)  # of the largest shards over an even cut
+        assert found["param_bytes"] == held <= math.ceil(total / num_ranks) + padding
+        assert found["state_bytes"] == 2 * held
+        if all(s and s[0] % num_ranks == 0 for s in shapes.values()):
+            assert held == total // num_ranks
+        # Gradients are views of what arrived: with padding, one stamp, and one flag per parameter of a unit.
+        stamps = 4 * sum(math.ceil((1 + n) / 16) * 16 for n in found["num_tensors_per_unit"] if n)
+        assert held <= found["grad_bytes"] <= slots + stamps
+
+
+@pytest.mark.parametrize("name", ["gpt", "uneven"])
+def test_one_rank_holds_all_of_every_parameter_once(worlds: WorldPool, name):
+    found = worlds.run(1, persistent, name, 2)[0]
+    assert found["param_bytes"] == 4 * sum(math.prod(s) for s in found["shapes"].values())
+    assert found["state_bytes"] == 2 * found["param_bytes"]
+
+
+def growth(name: str, manual: bool, accumulates: bool) -> list[tuple[int, int]]:
+    """Number and bytes of the tensors alive after steps 10, 20 and 30."""
+    model: Any = build(name)
+    shard(name, model, manual=manual)
+    optimizer = torch.optim.AdamW(model.parameters())
+    seen = []
+    gc.disable()  # what only a collection of cycles frees must not hide here: it is collected once, below
+    try:
+        for step in range(1, 31):
+            optimizer.zero_grad()
+            for is_last in (False, True) if accumulates else (True,):
+                model.set_requires_gradient_sync(is_last)
+                inputs, targets = batch(name, 0, 0, dist.get_rank())
+                CASES[name].loss(model(inputs), targets).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if step % 10 == 0:
+                storages = plain_storages()
+                alive = sum(issubclass(type(obj), Tensor) for obj in gc.get_objects())
+                seen.append((alive, sum(storages.values())))
+    finally:
+        gc.enable()
+        gc.collect()
+    return seen
+
+
+@pytest.mark.parametrize(("name", "manual", "accumulates"), [("gpt", True, False), ("uneven", False, True)])
+def test_thirty_steps_leave_as_many_tensors_and_bytes_as_ten_without_a_garbage_collection(
+    worlds: WorldPool, name, manual, accumulates
+):
+    for seen in worlds.run(2, growth, name, manual, accumulates):
+        assert seen[0] == seen[1] == seen[2], seen
+
+
+class Allocations(TorchDispatchMode):
+    """The largest number of bytes that storages made under it, and those given to it, had at one time."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak_bytes = 0
+        for tensor in known:
+            self.note(tensor)
+
+    def note(self, tensor: Any) -> None:
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu":
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        torch.utils._pytree.tree_map_(self.note, out)
+        self.alive = {k: v for k, v in self.alive.items() if not v[0].expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self.alive.values()))
+        return out
+
+
+def peak_of(change: Callable[[nn.Module], Any], layers: int) -> tuple[int, int, int]:
+    """Peak bytes while a model is sharded; its bytes, and those of its largest parameter."""
+    torch.manual_seed(0)
+    model = GPT(layers=layers)
+    sizes = [p.nbytes for p in model.parameters()]
+    with Allocations(list(model.parameters())) as mode:
+        change(model)
+    return mode.peak_bytes, sum(sizes), max(sizes)
+
+
+def shard_with(sync: str | None) -> Callable[[nn.Module], Any]:
+    return {"check": _check, "broadcast": _broadcast, None: _trust}[sync]
+
+
+def _check(model: nn.Module) -> None:
+    dshard.fully_shard(model, sync="check")
+
+
+def _broadcast(model: nn.Module) -> None:
+    dshard.fully_shard(model, sync="broadcast")
+
+
+def _trust(model: nn.Module) -> None:
+    dshard.fully_shard(model, sync=None)
+
+
+def _full_copy(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("sync", ["check", "broadcast", None])
+def test_fully_shard_never_holds_more_than_one_parameter_beyond_the_model(worlds: WorldPool, sync):
+    for peak, total, largest in worlds.run(2, peak_of, shard_with(sync), 6):
+        assert total <= peak <= total + largest + 8192, (peak, total, largest)
+    assert largest + 8192 < total / 4  # so that the bound says something
+
+
+def test_the_peak_of_a_full_copy_is_seen(worlds: WorldPool):
+    peak, total, _ = worlds.run(1, peak_of, _full_copy, 2)[0]
+    assert peak == 2 * total
