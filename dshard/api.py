@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -82,7 +83,7 @@ def fully_shard(
         UnsupportedOpError: An option that is not supported yet.
 
     Communicates:
-        With `sync="check"` an all-reduce of 32 bytes per parameter, with "broadcast" a broadcast of all weights;
+        With `sync="check"` an all-reduce of 16 bytes per parameter, with "broadcast" a broadcast of all weights;
         always an all-reduce of 16 bytes that compares names and shapes.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
@@ -105,8 +106,7 @@ def fully_shard(
     params, inherited = _replace_all(modules, found, mesh, shard_placement_fn)
     _move_buffers(modules, mesh)
     runtime = _joined_runtime(modules)
-    runtime.reducer.mean = grad_reduce == "mean"
-    _install(modules, params, runtime, reshard)
+    _install(modules, params, runtime, reshard).averages = grad_reduce == "mean"
     for heir in inherited:
         inherit(*heir, mean=grad_reduce == "mean")
     runtime.note_plain_parameters(modules)
@@ -281,7 +281,7 @@ def _joined_runtime(modules: Sequence[nn.Module]) -> Runtime:
 
 def _install(
     modules: Sequence[nn.Module], params: Sequence[ShardedTensor], runtime: Runtime, reshard: bool | None
-) -> None:
+) -> Unit:
     """Make the unit, hook the modules, and leave it to the first use to split what is a whole model."""
     is_first = not runtime.units
     label = type(modules[0]).__name__
@@ -298,7 +298,8 @@ def _install(
         runtime.root = modules[0]
         _rename(modules[0])
         if is_first:
-            runtime.split = lambda: _split(runtime, unit)
+            runtime.split = partial(_split, runtime, unit)
+    return unit
 
 
 def _with_forward(module: nn.Module) -> list[nn.Module]:
@@ -326,13 +327,14 @@ def _rename(root: nn.Module) -> None:
     names = {id(m): name for name, m in root.named_modules()}
     for unit in units_of(root):
         known = [names[id(m)] for m in unit.modules if id(m) in names]
-        if known and unit.modules[0] is not root:
+        if known and root not in unit.modules:
             unit.label = known[0] if len(known) == 1 else f"{known[0]}..{known[-1]}"
 
 
 def _split(runtime: Runtime, unit: Unit) -> None:
     """Cut the one unit of a model whose root alone was sharded into good ones."""
-    root = unit.modules[0]
+    root = runtime.root
+    assert root is not None
     plans = find_units(root, unit.params, unit.label)
     if len(plans) < 2:
         return
@@ -347,6 +349,7 @@ def _split(runtime: Runtime, unit: Unit) -> None:
             reshard_after_forward=unit.reshard_after_forward,
             observer=runtime,
         )
+        part.requires_sync, part.averages = unit.requires_sync, unit.averages
         runtime.adopt(part)
         for module in plan.modules:
             _attach(module, part)
@@ -389,9 +392,10 @@ def gathered(target: nn.Module | ShardedTensor | Sequence[ShardedTensor]) -> Ite
             unit.gather()
         with torch.no_grad():
             fulls = {p.name: p.materialize() for p in params}
-        versions = {name: full._version for name, full in fulls.items()}
+        alone = {p.name for p in params if p._group.num_ranks == 1}  # there, the full value is the shard itself
+        versions = {name: full._version for name, full in fulls.items() if name not in alone}
         yield fulls
-        written = [name for name, full in fulls.items() if full._version != versions[name]]
+        written = [name for name, version in versions.items() if fulls[name]._version != version]
         if written:
             raise StateError(
                 f"{written[0]}: what gathered() yields must not be written to, but it was; that write is lost. Write "

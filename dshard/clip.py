@@ -1,11 +1,14 @@
 """Gradient clipping over sharded and plain parameters together."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from dshard import collectives
+from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import DivergenceError
+from dshard.tensor import ShardedTensor
 
 __all__ = ["clip_grad_norm_"]
 
@@ -19,31 +22,36 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients of all parameters together so that their norm is at most `max_norm`.
 
+    The parts of the norm are added in fp64, so that it hardly depends on how the gradients are cut.
+
     Args:
         parameters: Sharded parameters, plain ones, or both; those without a gradient are skipped. Gradients of plain
             parameters must be equal on all ranks.
         max_norm: Largest norm to leave.
-        norm_type: Order of the norm; `inf` for the largest absolute value.
+        norm_type: Order of the norm, above 0; `inf` for the largest absolute value.
         error_if_nonfinite: Raise, on every rank alike, if the norm is infinite or NaN.
 
     Returns:
-        The norm before clipping: a plain 0-d tensor, equal on all ranks, of the full gradients.
+        The norm of the full gradients before clipping: a plain 0-d tensor, fp64 if a gradient is and else
+            fp32, equal on all ranks.
 
     Raises:
         DivergenceError: The norm is not finite and `error_if_nonfinite` is set.
+        ValueError: `norm_type` is not above 0.
 
     Communicates:
-        One all-reduce of 4 bytes per sharded gradient, for each process group and dtype.
+        One all-reduce of 8 bytes for each process group that holds some of the parameters.
 
     Source: `torch.nn.utils.clip_grad_norm_`, whose rule and epsilon it follows.
     """
+    order = float(norm_type)
+    if order <= 0:
+        raise ValueError(f"clip_grad_norm_: norm_type must be above 0, but it is {norm_type}. Pass 2.0 or inf.")
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in params if p.grad is not None]
     if not grads:
         return torch.tensor(0.0)
-    device = grads[0].device
-    norms = torch._foreach_norm(grads, norm_type)
-    total = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), norm_type)
+    total = _total_norm(grads, order)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise DivergenceError(
             f"clip_grad_norm_: the norm of the gradients must be finite, but it is {total.item()}. Skip the step, "
@@ -56,3 +64,38 @@ def clip_grad_norm_(
     for where, part in by_device.items():
         torch._foreach_mul_(part, factor.to(where))
     return total
+
+
+def _total_norm(grads: Sequence[Tensor], order: float) -> Tensor:
+    """The norm of all gradients together, from parts that add up (or, for `inf`, compare) over the ranks."""
+    device = grads[0].device
+    whole: list[Tensor] = []
+    cut: dict[int, tuple[ShardGroup, list[Tensor]]] = {}
+    for grad in grads:
+        if not isinstance(grad, ShardedTensor):
+            whole.append(grad)
+        elif grad.is_view or grad._layout.dim is None:
+            whole.append(grad.materialize())
+        else:
+            cut.setdefault(id(grad._group.process_group), (grad._group, []))[1].append(grad._cell.resolve())
+    parts = [_part(whole, order, device)]
+    for group, shards in cut.values():
+        op = ReduceOp.MAX if order == float("inf") else ReduceOp.SUM
+        part = _part(shards, order, torch.device(group.device_type))
+        parts.append(collectives.all_reduce([part], group, op, label="clip_grad_norm_").wait()[0].to(device))
+    together = torch.stack(parts)
+    norm = together.amax() if order == float("inf") else together.sum().pow(1.0 / order)
+    return norm.to(torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32)
+
+
+def _part(tensors: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
+    """What some tensors of this rank add to the norm: a sum of powers in fp64, or the largest absolute value."""
+    tensors = [t for t in tensors if t.numel()]
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch.stack([torch.linalg.vector_norm(t, order, dtype=_wide(t)).abs().to(device) for t in tensors])
+    return norms.amax() if order == float("inf") else norms.pow(order).sum()
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64

@@ -104,12 +104,14 @@ class FSDPModule(_TorchFSDPModule, nn.Module):
 
         Args:
             requires_gradient_sync: False for all micro-batches but the last.
-            recurse: Accepted for FSDP2's sake; the switch is the whole model's.
+            recurse: Also for the units of all submodules.
 
         Communicates:
             Nothing.
         """
-        self._runtime().reducer.sync = requires_gradient_sync
+        self._runtime()
+        for unit in units_of(self) if recurse else self._dshard_units:
+            unit.requires_sync = requires_gradient_sync
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether gathered copies are freed in backward; the switch is the whole model's. Communicates nothing."""
@@ -163,25 +165,31 @@ class FSDPModule(_TorchFSDPModule, nn.Module):
         self._runtime()
         for unit in units_of(self):
             unit.free()
+        taken: list[tuple[nn.Module, str, ShardedTensor]] = []
+        converted: set[int] = set()
         for module in self.modules() if recurse else [self]:
-            for param in module.parameters(recurse=False):
+            for name, param in module._parameters.items():
                 if isinstance(param, ShardedTensor):
-                    _convert(param, fn)
-                else:
-                    with torch.no_grad():
-                        param.data = fn(param)
-                        if param.grad is not None:
-                            param.grad = fn(param.grad)
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = fn(buffer)
+                    taken.append((module, name, param))
+                    if id(param) not in converted:
+                        converted.add(id(param))
+                        _convert(param, fn)
+        try:  # all else goes the modules' own way, which would swap the objects of sharded parameters
+            for module, name, _ in taken:
+                module._parameters[name] = None
+            super()._apply(fn, recurse)
+        finally:
+            for module, name, sharded in taken:
+                module._parameters[name] = sharded  # type: ignore[assignment]
+        for module in self.modules():
+            if isinstance(module, nn.RNNBase):
+                module._init_flat_weights()
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise StateError(
-            f"{type(self).__name__}: a sharded module holds process groups and cannot be pickled. Save its state_dict, "
-            "or use dshard.checkpoint."
-        )
+        """Each rank pickles its own shards; to be loaded in a world of the same size."""
+        self._runtime()
+        return _new_sharded, (type(self).__bases__[1],), self.__dict__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FSDPModule":
         new = object.__new__(type(self))
@@ -270,6 +278,12 @@ for _name, _why in _ACCEPTED.items():
 for _name, _why in _REFUSED.items():
     setattr(FSDPModule, _name, _refused(_name, _why))
 FSDPModule.set_reduce_scatter_divide_factor = FSDPModule.set_gradient_divide_factor  # type: ignore[assignment, method-assign]
+
+
+def _new_sharded(cls: type[nn.Module]) -> nn.Module:
+    """Unpickle: an empty module of the sharded class of `cls`."""
+    module: nn.Module = object.__new__(sharded_class(cls))  # type: ignore[arg-type]
+    return module
 
 
 @cache

@@ -28,7 +28,8 @@ class GradReduction:
     """
 
     def __init__(self, unit: Unit, bucket: Bucket, *, mean: bool, divisor: float | None) -> None:
-        self._unit, self._slots = unit, bucket.slots
+        # Weak, for a gradient that nobody reads must not keep the model alive.
+        self._unit, self._slots = weakref.ref(unit), bucket.slots
         self._mean, self._divisor = mean and divisor is None, divisor
         first = unit.params[bucket.slots[0]]
         self._bucket = ReduceBucket(
@@ -43,10 +44,10 @@ class GradReduction:
         """Whether every gradient has arrived."""
         return self._bucket.is_complete
 
-    def receive(self, slot: int, grad: Tensor) -> ShardedTensor:
+    def receive(self, param: ShardedTensor, grad: Tensor) -> ShardedTensor:
         """Pack a full gradient of this rank and give the reduced one, which is not there yet."""
+        slot = param._slot
         index = self._slots.index(slot)
-        param = self._unit.params[slot]
         cell = self._cells[slot]() if slot in self._cells else None
         is_added = cell is not None
         if cell is None:
@@ -79,7 +80,9 @@ class GradReduction:
             reduced = self._handle.wait()
         if not self._is_finished:
             self._is_finished = True
-            self._unit.observer.on_reduced(self)
+            unit = self._unit()
+            if unit is not None:
+                unit.observer.on_reduced(self)
             if self._divisor is not None:
                 torch._foreach_div_(reduced.shards, self._divisor)
             for slot, ref in self._cells.items():
@@ -91,13 +94,14 @@ class GradReduction:
     def adopt_missing(self) -> None:
         """Give a gradient to parameters that this rank did not use but another did; waits for the reduce-scatter."""
         missing = [(i, slot) for i, slot in enumerate(self._slots) if not self._bucket.has(i)]
-        if not missing:
+        unit = self._unit()
+        if not missing or unit is None:
             return
         reduced = self.finish()
         for index, slot in missing:
             if not reduced.anywhere(index):
                 continue
-            param = self._unit.params[slot]
+            param = unit.params[slot]
             grad = param.like(ShardCell(reduced.shards[index], param._layout, is_shared=True))
             with torch.no_grad():
                 if param.grad is None:
@@ -114,8 +118,6 @@ class Reducer:
     """
 
     def __init__(self, max_in_flight: int = 1) -> None:
-        self.mean = True
-        self.sync = True
         self.divisor: float | None = None  # in the place of the number of ranks
         self.max_in_flight = max_in_flight
         self._open: dict[_Key, tuple[Unit, GradReduction]] = {}
@@ -128,7 +130,7 @@ class Reducer:
         param = unit.params[slot]
         key = _Key(id(unit), bucket.slots, is_captured=False)
         entry = self._open.get(key)
-        if (not self.sync or (entry is not None and entry[1].holds(slot))) and not _accumulates(param):
+        if (not unit.requires_sync or (entry is not None and entry[1].holds(slot))) and not _accumulates(param):
             key = _Key(id(unit), bucket.slots, is_captured=True)
             entry = self._open.get(key)
         if entry is not None and entry[1].holds(slot) and (key.is_captured or param.grad is None):
@@ -136,12 +138,12 @@ class Reducer:
             self._launch(key)
             entry = None
         if entry is None:
-            entry = self._open[key] = (unit, GradReduction(unit, bucket, mean=self.mean, divisor=self.divisor))
+            entry = self._open[key] = (unit, GradReduction(unit, bucket, mean=unit.averages, divisor=self.divisor))
         reduction = entry[1]
-        out = reduction.receive(slot, grad)
+        out = reduction.receive(param, grad)
         arrived = self._arrived.setdefault(unit, set())
         arrived.add(slot)
-        if self.sync and reduction.is_complete and arrived.issuperset(bucket.slots):
+        if unit.requires_sync and reduction.is_complete and arrived.issuperset(bucket.slots):
             self._launch(key)
         if arrived.issuperset(unit.trainable):
             unit.observer.on_backward_done(unit)
@@ -163,6 +165,15 @@ class Reducer:
         if reduction in self._in_flight:
             self._in_flight.remove(reduction)
 
+    @property
+    def options(self) -> tuple[float | None, int]:
+        """What copies take along."""
+        return self.divisor, self.max_in_flight
+
+    @options.setter
+    def options(self, value: tuple[float | None, int]) -> None:
+        self.divisor, self.max_in_flight = value
+
     def reset(self) -> None:
         """Drop gradients that have not left yet."""
         self._open.clear()
@@ -171,10 +182,9 @@ class Reducer:
     def end_backward(self) -> None:
         """Reduce what is incomplete: units of which some parameters took no part."""
         self._arrived.clear()
-        if not self.sync:
-            return
-        for key in list(self._open):
-            self._launch(key).adopt_missing()
+        for key, (unit, _) in list(self._open.items()):
+            if unit.requires_sync:
+                self._launch(key).adopt_missing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +218,7 @@ class _ReduceGrad(torch.autograd.Function):
     def forward(ctx: Any, grad: Tensor, unit: Unit, slot: int, reducer: Reducer) -> ShardedTensor:
         ctx.unit = unit
         ctx.group = unit.params[slot]._group
-        ctx.divisor = reducer.divisor or (ctx.group.num_ranks if reducer.mean else 1)
+        ctx.divisor = reducer.divisor or (ctx.group.num_ranks if unit.averages else 1)
         return reducer.receive(unit, slot, _plain(grad))
 
     @staticmethod
@@ -227,8 +237,10 @@ def _plain(grad: Tensor) -> Tensor:
     return grad if grad.layout == torch.strided else grad.to_dense()
 
 
-def route_gradient(param: ShardedTensor, grad: Tensor) -> Tensor:
+def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
     """The hook of every sharded parameter: full gradient of this rank in, reduced gradient out."""
+    if grad is None or (isinstance(grad, ShardedTensor) and grad._cell.is_shared):
+        return grad  # none, or one that a nested autograd.grad has reduced already
     assert isinstance(param._source, Unit), "a gradient hook outlived its unit"
     unit = param._source
     reducer = unit.observer.start_backward()
@@ -240,5 +252,5 @@ def route_gradient(param: ShardedTensor, grad: Tensor) -> Tensor:
     if torch.is_grad_enabled() and grad.requires_grad:
         out: Tensor = _ReduceGrad.apply(grad, unit, param._slot, reducer)
         return out
-    with torch.no_grad():
+    with torch.inference_mode(mode=False), torch.no_grad():
         return reducer.receive(unit, param._slot, _plain(grad))

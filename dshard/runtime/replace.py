@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from dshard.collectives import ReduceBucket
@@ -43,7 +44,7 @@ class ReplacedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self = next((a for a in args if isinstance(a, ReplacedParameter)), None)
+        self = _first_replaced((args, kwargs or {}))
         name = self._replacement.name if self is not None else "a parameter"
         if func == _GRAD.__get__ and self is not None:
             return self._replacement.grad
@@ -75,6 +76,14 @@ def retire(old: nn.Parameter, new: ShardedTensor) -> None:
     old.data = torch.empty(0, dtype=old.dtype, device=old.device)
     old.__class__ = ReplacedParameter
     old.__dict__["_replacement"] = new
+
+
+def _first_replaced(value: Any) -> ReplacedParameter | None:
+    """The first replaced parameter in some arguments."""
+    if isinstance(value, ReplacedParameter):
+        return value
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return next((found for item in items if (found := _first_replaced(item)) is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +156,14 @@ def _shard_state(state: Any, param: ShardedTensor) -> Any:
     if not isinstance(state, dict):
         return state
     mesh, dim = param.device_mesh, param._layout.dim
-    return {
-        key: ShardedTensor.shard(value, mesh, dim, name=param.name)
-        if isinstance(value, Tensor)
-        and not isinstance(value, ShardedTensor)
-        and value.shape == param.shape
-        and value.dim()
-        else value
-        for key, value in state.items()
-    }
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, Tensor) or isinstance(value, ShardedTensor) or value.shape != param.shape:
+            return value
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        return ShardedTensor.shard(full, mesh, dim, name=param.name) if full.dim() else full
+
+    return {key: cut(value) for key, value in state.items()}
 
 
 register_optimizer_step_pre_hook(repoint_optimizer)

@@ -1,6 +1,5 @@
 """The runtime of a model: when units gather and free, in forward and in backward."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -40,6 +39,7 @@ class Runtime:
         self._loose: Unit | None = None  # gathered outside of a forward
         self._frozen: Unit | None = None  # gathered in backward, takes no gradient
         self._backward_task = -1
+        self._leaf_watches: list[Any] = []
         self._modules: list[nn.Module] = []
         self._known_plain: dict[int, nn.Parameter] = {}
 
@@ -57,19 +57,17 @@ class Runtime:
         for param in unit.params:
             hook_gradient(param)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Runtime":
-        new = Runtime()
-        memo[id(self)] = new
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles take along: units and switches, nothing that is under way."""
         self.before_use()
-        new.root = copy.deepcopy(self.root, memo)
-        new._modules = copy.deepcopy(self._modules, memo)
-        new._known_plain = {id(p): p for p in copy.deepcopy(list(self._known_plain.values()), memo)}
-        new.reducer.mean, new.reducer.sync = self.reducer.mean, self.reducer.sync
-        new.reducer.divisor = self.reducer.divisor
-        new.reshard_after_backward = self.reshard_after_backward
-        for unit in copy.deepcopy(self.units, memo):
-            new.adopt(unit)
-        return new
+        state = {name: self.__dict__[name] for name in ("units", "root", "reshard_after_backward", "_modules")}
+        return {**state, "reducer": self.reducer.options, "known": list(self._known_plain.values())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self._known_plain = {id(p): p for p in state.pop("known")}
+        self.reducer.options = state.pop("reducer")
+        self.__dict__.update(state)
 
     def before_use(self) -> None:
         """Form units, if that was left to the first use."""
@@ -111,8 +109,18 @@ class Runtime:
             return
         for value in inputs:
             if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(partial(_passed, unit))
+                handle = value.register_hook(partial(_passed, unit))
+                unit.num_watched += 1
+                if value.is_leaf:  # else the hook goes with the graph
+                    self._leaf_watches.append(handle)
                 return
+
+    def _forget_watches(self) -> None:
+        for handle in self._leaf_watches:
+            handle.remove()
+        self._leaf_watches.clear()
+        for unit in self.units:
+            unit.num_watched = 0
 
     def start_backward(self) -> Reducer:
         """Have `end_backward` called when the backward that is running ends."""
@@ -126,6 +134,7 @@ class Runtime:
         """Reduce what is incomplete and free everything."""
         self._backward_task = -1
         self._frozen = None
+        self._forget_watches()
         self.reducer.end_backward()
         if self.reshard_after_backward:
             for unit in list(self._gathered):
@@ -135,6 +144,7 @@ class Runtime:
         """Forget a forward or backward that an exception ended: free all copies, drop gradients that are under way."""
         self._backward_task = -1
         self._frozen = None
+        self._forget_watches()
         self.reducer.reset()
         for unit in self.units:
             unit.num_active = 0
@@ -226,7 +236,9 @@ def hook_forward(module: nn.Module) -> None:
 
 
 def _passed(unit: Unit, grad: Tensor) -> None:
-    unit.observer.on_backward_done(unit)
+    unit.num_watched -= 1
+    if unit.num_watched <= 0:
+        unit.observer.on_backward_done(unit)
 
 
 def _units_at(module: nn.Module) -> list[Unit]:

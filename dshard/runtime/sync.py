@@ -12,6 +12,8 @@ from dshard.errors import DivergenceError
 
 __all__ = ["broadcast_weights", "check_same_structure", "check_same_weights"]
 
+_CHUNK = 1 << 18  # elements whose products with their weights are in memory at a time
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd multiplier that spreads small numbers over all bits
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -34,13 +36,13 @@ def check_same_weights(tensors: Sequence[tuple[str, Tensor]], group: ShardGroup)
     """Raise on every rank, naming the parameters, unless all hold the same values; meta tensors have none.
 
     Communicates:
-        An all-reduce of 32 bytes per tensor.
+        An all-reduce of 16 bytes per tensor.
     """
     real = [(name, t) for name, t in tensors if not t.is_meta]
     if not real or group.num_ranks == 1:
         return
-    sums = torch.stack([_checksum(t) for _, t in real]).to(group.device_type)
-    same = _agree(sums.view(-1), group, "weight check").view(sums.shape).all(1).tolist()
+    sums = torch.stack([checksum(t) for _, t in real]).to(group.device_type)
+    same = _agree(sums, group, "weight check").tolist()
     differing = [name for (name, _), ok in zip(real, same, strict=True) if not ok]
     if differing:
         more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
@@ -58,21 +60,20 @@ def _agree(values: Tensor, group: ShardGroup, label: str) -> Tensor:
     return high[0] == ~high[1]
 
 
-def _checksum(tensor: Tensor) -> Tensor:
-    """Two int64 sums over the bits, one of them by position; no temporary of the tensor's own size."""
+def checksum(tensor: Tensor) -> Tensor:
+    """An int64 sum over the bits of a tensor, each element weighted by its place; a 0-d tensor on its device."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.dtype == torch.bool:
         tensor = tensor.to(torch.uint8)
     bits = tensor.contiguous().view(_INT_OF_SIZE[tensor.element_size()]).reshape(-1)
-    width = max(1, int(bits.numel() ** 0.5))
-    body = bits[: bits.numel() // width * width].view(-1, width)
-    rows, columns = body.sum(1, dtype=torch.int64), body.sum(0, dtype=torch.int64)
-    tail = bits[body.numel() :].sum(dtype=torch.int64)
-    by_row = (rows * torch.arange(1, rows.numel() + 1, device=rows.device)).sum()
-    by_column = (columns * torch.arange(1, columns.numel() + 1, device=columns.device)).sum()
-    return torch.stack([by_row + tail, by_column - tail])
+    places = torch.arange(1, min(bits.numel(), _CHUNK) + 1, device=bits.device)
+    weights = places * _ODD ^ (places * _ODD >> 15)  # wraps around; what matters is that no two places weigh alike
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for k, chunk in enumerate(bits.split(_CHUNK)):
+        total += (chunk * weights[: chunk.numel()]).sum() * (2 * k + 1)
+    return total
 
 
 def broadcast_weights(tensors: Sequence[Tensor], group: ShardGroup) -> None:

@@ -1,6 +1,5 @@
 """A unit: the parameters that are gathered together."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from dshard import collectives
 from dshard.collectives import Handle, ShardGroup
+from dshard.errors import StateError
 from dshard.layout import BucketLayout
 from dshard.tensor import ShardedTensor
 
@@ -92,6 +92,9 @@ class Unit:
         self.observer = observer
         self.num_active = 0  # forwards of its modules that are running
         self.num_pins = 0  # open `gathered` scopes
+        self.num_watched = 0  # inputs of its modules whose gradients will tell that backward has passed
+        self.requires_sync = True  # else gradients are added up unreduced
+        self.averages = True  # gradients over the ranks, else they are added
         self._fulls: list[Tensor] | None = None
         self._in_flight: list[tuple[Bucket, Handle[list[Tensor]]]] | None = None
         self._stamp: list[tuple[Any, int]] = []
@@ -133,13 +136,20 @@ class Unit:
 
     def pinned(self, slot: int) -> Tensor | None:
         """The gathered copy of parameter `slot` if an open scope holds it."""
-        return self._fulls[slot] if self.num_pins and self._fulls is not None else None
+        return self.full(slot) if self.num_pins else None
 
     def gather(self) -> None:
         """Start to gather; a no-op while a fresh copy is there or under way."""
         if self.is_gathered and self._is_fresh():
             return
         self._fulls = self._in_flight = None
+        on_meta = [p.name for p in self.params if p.is_meta]
+        if on_meta:
+            raise StateError(
+                f"{on_meta[0]}: a parameter needs memory before it is used, but this one and {len(on_meta) - 1} more "
+                "are on the meta device. Call to_empty(device=...) on the model and initialize it, or load a "
+                "state_dict with assign=True."
+            )
         self.observer.on_gather(self)
         self._stamp = [(p._cell, p._cell.version) for p in self.params]
         in_flight = []
@@ -204,19 +214,18 @@ class Unit:
             for part in by_kind.values()
         ]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
-        new = Unit.__new__(Unit)
-        memo[id(self)] = new
-        new.num_active = new.num_pins = 0
-        new.label, new.reshard_after_forward = self.label, self.reshard_after_forward
-        new._fulls = new._in_flight = None
-        new._stamp, new._buckets = [], {}
-        new.params = copy.deepcopy(self.params, memo)
-        new.modules = copy.deepcopy(self.modules, memo)
-        new.observer = copy.deepcopy(self.observer, memo)
-        for slot, param in enumerate(new.params):
-            param._source, param._slot = new, slot
-        return new
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles take along: no gathered copies."""
+        names = ("params", "modules", "label", "reshard_after_forward", "observer", "requires_sync", "averages")
+        return {name: self.__dict__[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.num_active = self.num_pins = self.num_watched = 0
+        self._fulls = self._in_flight = None
+        self._stamp, self._buckets = [], {}
+        for slot, param in enumerate(self.params):
+            param._source, param._slot = self, slot
 
     def __repr__(self) -> str:
         state = "gathered" if self.is_gathered else "sharded"

@@ -80,6 +80,8 @@ class ShardCell:
     def deliver(self, tensor: Tensor) -> None:
         """Put the shard that was awaited, or another one, in place."""
         self._tensor = tensor
+        if not self._awaited:
+            self._pending = None
 
     def awaits(self, other: "ShardCell") -> bool:
         """Whether the shard of `other` is this one, or will be added to it."""

@@ -18,6 +18,9 @@ Kwargs = dict[str, Any]
 Handler = Callable[[OpOverload, Args, Kwargs], Any]
 
 
+_MAX_REMEMBERED = 64  # views of one tensor
+
+
 def _alias(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return args[0].alias()
 
@@ -33,6 +36,8 @@ def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         cache = source._views = {}
     metas = cache.get(key)
     if metas is None:
+        if len(cache) >= _MAX_REMEMBERED:
+            cache.clear()
         metas = cache[key] = view_metas(source, func, args[1:], kwargs)
     if isinstance(metas, ViewMeta):
         return source.lazy_view(ViewStep(func, args[1:], kwargs), metas)
@@ -59,6 +64,7 @@ _HANDLERS: dict[OpClass, Handler] = {
     OpClass.RANDOM_INPLACE: writes.random_inplace,
     OpClass.RANDOM_FACTORY: writes.random_factory,
     OpClass.WRITE: writes.write,
+    OpClass.RENORM: writes.renorm,
     OpClass.UNSCALE: writes.unscale,
     OpClass.EQUAL: shardwise.equal,
     OpClass.REFUSED: writes.refuse,

@@ -1,14 +1,18 @@
 """Walking over the arguments of an operation, and asking how its tensors lie."""
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dshard.collectives import shard_of
 from dshard.tensor.sharded_tensor import ShardedTensor
 from dshard.tensor.stepping import is_stepping
+
+_SMALL = 1024  # elements of an operand of a write that ranks compare
 
 __all__ = [
     "common_layout",
@@ -24,9 +28,14 @@ __all__ = [
 
 
 def map_tensors(value: Any, change: Callable[[ShardedTensor], Any]) -> Any:
-    """`value` with every ShardedTensor in it, also inside lists and tuples, replaced by `change` of it."""
+    """`value` with every ShardedTensor in it, also in lists and tuples, replaced by `change` of it.
+
+    Other DTensors, as torch's distributed state dicts bring them, give their full values.
+    """
     if isinstance(value, ShardedTensor):
         return change(value)
+    if isinstance(value, DTensor):
+        return value.full_tensor()
     if isinstance(value, (list, tuple)):
         return type(value)([map_tensors(v, change) for v in value])
     return value
@@ -82,6 +91,15 @@ def takes_own_data(target: ShardedTensor, operands: Sequence[Any]) -> bool:
     return is_recorded(target, *operands) or any(_has_plain(v) for v in operands)
 
 
+def fingerprint(value: Any) -> int:
+    """A checksum of a small plain operand on CPU, such as indices; 0 for all else."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.device.type != "cpu":
+        return 0
+    if value.numel() > _SMALL or value.layout != torch.strided or value.is_conj() or value.is_neg():
+        return 0
+    return zlib.crc32(bytes(value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()))
+
+
 def _has_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_has_plain(v) for v in value)
@@ -95,8 +113,9 @@ def numbers_in(values: Sequence[Any]) -> tuple[Any, ...]:
     """
     if is_stepping():
         return ()
-    numbers = tuple(v for v in values if type(v) in (int, float, complex))
-    tags = tuple(v._cell.tag for v in values if isinstance(v, ShardedTensor) and v._cell.tag)
+    flat = [x for v in values for x in (v if isinstance(v, (list, tuple)) else (v,))]
+    numbers = tuple(v for v in flat if type(v) in (int, float, complex)) + tuple(filter(None, map(fingerprint, flat)))
+    tags = tuple(v._cell.tag for v in flat if isinstance(v, ShardedTensor) and v._cell.tag)
     return (*numbers, *tags)
 
 
@@ -111,6 +130,10 @@ def cut_to(value: Any, target: ShardedTensor) -> Any:
         if lies_like(value, target):
             return value._cell.resolve()
         value = value.materialize()
+    elif isinstance(value, DTensor):
+        if value.device_mesh == target.device_mesh and value.placements == target.placements:
+            return value.to_local()
+        value = value.full_tensor()
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     layout = target._layout

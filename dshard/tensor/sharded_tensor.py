@@ -28,6 +28,8 @@ __all__ = ["GatherSource", "Origin", "ShardedTensor", "View"]
 class GatherSource(Protocol):
     """What keeps gathered copies: a unit."""
 
+    params: list["ShardedTensor"]
+
     def full(self, slot: int) -> Tensor:
         """The full value of the unit's parameter number `slot`, gathered if need be."""
 
@@ -48,6 +50,7 @@ class Origin:
     """The tensor of which another is a cast or copy, for as long as neither was written to since."""
 
     tensor: "ShardedTensor"
+    cell: ShardCell
     version: int
     own_version: int
 
@@ -162,7 +165,7 @@ class ShardedTensor(Exports, DTensor):
         out = self.like(shard)
         if self._source is not None:
             out._home = (self._source, self._slot)
-        out._origin = Origin(self, self._cell.version, out._cell.version)
+        out._origin = Origin(self, self._cell, self._cell.version, out._cell.version)
         return out
 
     def alias(self) -> "ShardedTensor":
@@ -262,13 +265,14 @@ class ShardedTensor(Exports, DTensor):
         if self._grad_hook is None and self.requires_grad and self.is_leaf:
             assert ShardedTensor._adopt is not None
             ShardedTensor._adopt(self)
-        if self._source is not None:
+        if self._source is not None and self._source.params[self._slot]._cell is self._cell:
             return self._source.full(self._slot)
         origin = self._origin
         if (
             origin is not None
             and origin.tensor is not self  # a swap of tensors can make it so
-            and origin.tensor._cell.version == origin.version
+            and origin.tensor._cell is origin.cell
+            and origin.cell.version == origin.version
             and self._cell.version == origin.own_version
         ):
             return origin.tensor.materialize().to(self.dtype)

@@ -76,9 +76,12 @@ def factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 
 def new_tensor(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """`new_empty` and its kind: a plain tensor of the asked size, which is the same on every rank."""
+    """`new_empty` and its kind: a plain tensor of the asked size; in an init, one whose random fills agree."""
     source: ShardedTensor = args[0]
-    return func(torch.empty(0, dtype=source.dtype, device=source.device), *args[1:], **kwargs)
+    plain = func(torch.empty(0, dtype=source.dtype, device=source.device), *args[1:], **kwargs)
+    if torch.is_grad_enabled() or not source._cell.is_shared or func is not aten.new_empty.default:
+        return plain
+    return ShardedTensor.shard(plain, source.device_mesh, None, name=source.name)  # `orthogonal_` fills it at random
 
 
 def cast(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:

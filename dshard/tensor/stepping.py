@@ -4,6 +4,7 @@ import sys
 from types import FrameType
 from typing import Any, ClassVar
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 __all__ = ["is_stepping"]
@@ -16,10 +17,12 @@ class _Step:
     """
 
     frame: ClassVar[FrameType | None] = None
+    graph_task: ClassVar[int] = -1
 
 
 def _begin(optimizer: Any, args: Any, kwargs: Any) -> None:
     _Step.frame = sys._getframe(1)
+    _Step.graph_task = torch._C._current_graph_task_id()
 
 
 def _end(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -27,8 +30,8 @@ def _end(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def is_stepping() -> bool:
-    """Whether the caller runs inside of `Optimizer.step`."""
-    if _Step.frame is None:
+    """Whether the caller runs inside of `Optimizer.step`, and not in the forward or backward of its closure."""
+    if _Step.frame is None or torch.is_grad_enabled() or torch._C._current_graph_task_id() != _Step.graph_task:
         return False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

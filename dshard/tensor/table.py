@@ -40,6 +40,7 @@ class OpClass(enum.Enum):
     WRITE = enum.auto()
     UNSCALE = enum.auto()
     EQUAL = enum.auto()
+    RENORM = enum.auto()
     REFUSED = enum.auto()
     COMPUTE = enum.auto()
 
@@ -51,6 +52,7 @@ _NAMED: dict[OpOverload, OpClass] = {
     aten._to_copy.default: OpClass.CAST,
     aten.clone.default: OpClass.CLONE,
     aten.equal.default: OpClass.EQUAL,
+    aten.embedding_renorm_.default: OpClass.RENORM,
     aten.pin_memory.default: OpClass.COMPUTE,
     aten._unsafe_view.default: OpClass.VIEW,  # its schema hides that it is one
     aten._reshape_alias.default: OpClass.VIEW,

@@ -23,6 +23,7 @@ __all__ = [
     "random_factory",
     "random_inplace",
     "refuse",
+    "renorm",
     "unscale",
     "write",
 ]
@@ -191,6 +192,18 @@ def unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
         for grad in sharded:
             grad._cell.note_write()
         increment_version(sharded)
+
+
+def renorm(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """`Embedding(max_norm=...)`: ranks look up different rows, so all rows that any rank looks up are renormed."""
+    target, indices, *options = args
+    if not isinstance(target, ShardedTensor):
+        return func(target, materialize(indices), *options)
+    used = torch.zeros(target.shape[0], dtype=torch.uint8, device=target._group.device_type)
+    used[indices.reshape(-1)] = 1
+    everywhere = collectives.all_reduce([used], target._group, ReduceOp.MAX, label=f"rows of {target.name}").wait()[0]
+    write(func, (target, everywhere.nonzero().reshape(-1).to(indices.dtype), *options), kwargs)
+    return target
 
 
 def random_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:

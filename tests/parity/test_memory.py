@@ -292,6 +292,30 @@ def test_thirty_steps_leave_as_many_tensors_and_bytes_as_ten_without_a_garbage_c
         assert seen[0] == seen[1] == seen[2], seen
 
 
+def hooks_on_input(reshard: bool) -> list[int]:
+    """Hooks on an input that is used again and again, after each step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    for layer in (model[0], model[2]):
+        dshard.fully_shard(layer, reshard_after_forward=reshard)
+    dshard.fully_shard(model)
+    x = torch.ones(2, 4, requires_grad=True)
+    counts = []
+    for step in range(4):
+        out = model(x).sum()
+        if step != 2:  # a forward without a backward
+            out.backward()
+        counts.append(len(x._backward_hooks or ()))
+    return counts
+
+
+# Found: one more hook after each forward; /tmp/bugs.md, parity 6b.
+@pytest.mark.parametrize("reshard", [True, False])
+def test_forwards_leave_no_hooks_on_an_input_that_takes_a_gradient(worlds: WorldPool, reshard):
+    for counts in worlds.run(2, hooks_on_input, reshard):
+        assert counts[0] == counts[1] == counts[3], counts
+
+
 class Allocations(TorchDispatchMode):
     """The largest number of bytes that storages made under it, and those given to it, had at one time."""
 

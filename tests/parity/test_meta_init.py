@@ -100,7 +100,9 @@ def test_init_after_sharding_on_meta_equals_eager_init_bit_for_bit(worlds: World
 
 
 # Finds /tmp/bugs.md, parity 2: `orthogonal_` in the GPTs' custom init draws on each rank for itself.
-@pytest.mark.parametrize(("name", "init"), [("gpt", "reset"), ("uneven", "reset"), ("tied", "custom"), ("lstm", "custom")])
+@pytest.mark.parametrize(
+    ("name", "init"), [("gpt", "reset"), ("uneven", "reset"), ("tied", "custom"), ("lstm", "custom")]
+)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_with_seeds_of_their_own_get_the_weights_of_rank_0(worlds: WorldPool, num_ranks, name, init):
     for weights, _, _ in worlds.run(num_ranks, initial, name, True, init, True):
@@ -157,7 +159,9 @@ def train_three(name: str, init: str, meta: bool, optimizer_first: bool) -> tupl
     return losses, full_weights(model)
 
 
-@pytest.mark.parametrize(("name", "init"), [("gpt", "reset"), ("tied", "custom"), ("conv", "custom"), ("lstm", "reset")])
+@pytest.mark.parametrize(
+    ("name", "init"), [("gpt", "reset"), ("tied", "custom"), ("conv", "custom"), ("lstm", "reset")]
+)
 def test_three_steps_after_a_meta_init_are_those_after_an_eager_init(worlds: WorldPool, name, init):
     found = worlds.run(2, train_three, name, init, True, False)
     expected = worlds.run(2, train_three, name, init, False, False)

@@ -129,7 +129,9 @@ def test_unit_boundaries_flags_and_touches_change_no_bit(worlds: WorldPool, base
 
 
 @settings(max_examples=10)
-@given(data=st.data(), num_micro=st.integers(2, 4), sync_all=st.booleans(), num_ranks=world_sizes(min_size=2, max_size=3))
+@given(
+    data=st.data(), num_micro=st.integers(2, 4), sync_all=st.booleans(), num_ranks=world_sizes(min_size=2, max_size=3)
+)
 def test_with_micro_batches_unit_boundaries_change_no_bit(
     worlds: WorldPool, baseline, data, num_micro, sync_all, num_ranks
 ):

@@ -55,7 +55,7 @@ def assert_same(runs: list[Run], expected: list[Run]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("num_ranks", "setup"), MODES, ids=lambda x: str(x))
+@pytest.mark.parametrize(("num_ranks", "setup"), MODES, ids=str)
 def test_adamw_trains_as_ddp_within_1e_6_and_bit_for_bit_at_2_ranks(
     worlds: WorldPool, reference: Reference, name, num_ranks, setup
 ):

@@ -7,6 +7,7 @@ per rank, so `(N - 1) * P` over all ranks: a step sends three times that with re
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -88,7 +89,7 @@ class Layered(nn.Module):
 
     def __init__(self, widths: Sequence[int], *, double: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)])
+        self.layers = nn.ModuleList([nn.Linear(a, b) for a, b in pairwise(widths)])
         self.scale = nn.Parameter(torch.tensor(2.0))
         if double:
             self.double()
@@ -99,20 +100,49 @@ class Layered(nn.Module):
         return x * self.scale
 
 
-def shard_layers(model: Layered, *, reshard: bool | None, root_reshard: bool | None = True) -> None:
-    for layer in model.layers:
-        dshard.fully_shard(layer, reshard_after_forward=reshard)
-    dshard.fully_shard(model, reshard_after_forward=root_reshard)
+def shard_layers(model: Layered, *, reshard: bool | None, sizes: Sequence[int] | None = None) -> None:
+    """Units of `sizes` layers each, by default of one, and the root."""
+    layers = iter(model.layers)
+    for size in sizes if sizes is not None else [1] * len(model.layers):
+        dshard.fully_shard([next(layers) for _ in range(size)], reshard_after_forward=reshard)
+    dshard.fully_shard(model, reshard_after_forward=reshard)
 
 
-def step_layered(widths: Sequence[int], reshard: bool, leaf_input: bool, double: bool) -> Wire:
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A `Layered` model and its units.
+
+    Args:
+        widths: Of its layers.
+        sizes: Layers per unit; they add up to all layers.
+        leaf_input: Whether the input takes a gradient.
+        double: float64 rather than float32.
+    """
+
+    widths: list[int]
+    sizes: list[int]
+    leaf_input: bool
+    double: bool
+
+
+@st.composite
+def stacks(draw: st.DrawFn) -> Stack:
+    widths = draw(st.lists(st.integers(1, 9), min_size=2, max_size=6))
+    sizes = [draw(st.integers(1, len(widths) - 1))]
+    while sum(sizes) < len(widths) - 1:
+        sizes.append(draw(st.integers(1, len(widths) - 1 - sum(sizes))))
+    return Stack(widths, sizes, draw(st.booleans()), draw(st.booleans()))
+
+
+def step_layered(stack: Stack, reshard: bool) -> Wire:
     """One AdamW step, after one that is not counted."""
     torch.manual_seed(0)
-    model = Layered(widths, double=double)
-    shard_layers(model, reshard=reshard, root_reshard=reshard)
+    model = Layered(stack.widths, double=stack.double)
+    shard_layers(model, reshard=reshard, sizes=stack.sizes)
     optimizer = torch.optim.AdamW(model.parameters())
-    x = torch.ones(3, widths[0], dtype=torch.float64 if double else torch.float32, requires_grad=leaf_input)
+    dtype = torch.float64 if stack.double else torch.float32
     for _ in range(2):
+        x = torch.ones(3, stack.widths[0], dtype=dtype, requires_grad=stack.leaf_input)
         with dshard.CommTrace() as trace:
             optimizer.zero_grad()
             model(x).sum().backward()
@@ -120,30 +150,26 @@ def step_layered(widths: Sequence[int], reshard: bool, leaf_input: bool, double:
     return Wire.of(trace)
 
 
+# Found: a unit of two modules was gathered twice in backward; /tmp/bugs.md, parity 6.
 @settings(max_examples=25)
-@given(
-    num_ranks=world_sizes(),
-    widths=st.lists(st.integers(1, 9), min_size=2, max_size=5),
-    reshard=st.booleans(),
-    leaf_input=st.booleans(),
-    double=st.booleans(),
-)
+@given(num_ranks=world_sizes(), stack=stacks(), reshard=st.booleans())
 def test_a_step_sends_3_p_with_resharding_and_2_p_without_and_padding_apart(
-    worlds: WorldPool, num_ranks, widths, reshard, leaf_input, double
+    worlds: WorldPool, num_ranks, stack, reshard
 ):
-    wires = worlds.run(num_ranks, step_layered, widths, reshard, leaf_input, double)
+    wires = worlds.run(num_ranks, step_layered, stack, reshard)
     if num_ranks == 1:
         assert wires[0].payload == {}
         return
-    item, n = 8 if double else 4, num_ranks - 1
-    units = [[(b, a), (b,)] for a, b in zip(widths, widths[1:], strict=False)] + [[()]]
-    # The backward of a first layer whose input takes no gradient touches no weight: its unit is gathered once.
-    again = units if leaf_input else units[1:]
+    item, n = 8 if stack.double else 4, num_ranks - 1
+    layers = iter([(b, a), (b,)] for a, b in pairwise(stack.widths))
+    units = [[shape for _ in range(size) for shape in next(layers)] for size in stack.sizes] + [[()]]
+    # Backward touches no weight of a first layer whose input takes no gradient: alone in a unit, it is gathered once.
+    again = units if stack.leaf_input or stack.sizes[0] > 1 else units[1:]
     gathered = units + (again if reshard else [])
+    total = item * sum(numel(u) for u in units)
     assert payload(wires, "all_gather") == n * item * sum(numel(u) for u in gathered)
-    assert payload(wires, "reduce_scatter") == n * item * sum(numel(u) for u in units)
-    if leaf_input:
-        total = item * sum(numel(u) for u in units)
+    assert payload(wires, "reduce_scatter") == n * total
+    if again is units:
         assert payload(wires) == (3 if reshard else 2) * n * total
     assert sum(w.padding["all_gather"] for w in wires) == sum(gather_padding(u, num_ranks, item) for u in gathered)
     assert sum(w.padding["reduce_scatter"] for w in wires) == sum(reduce_padding(u, num_ranks, item) for u in units)
@@ -166,10 +192,13 @@ def step_case(name: str, manual: bool, reshard: bool | None) -> tuple[Wire, dict
             CASES[name].loss(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-    units = {u.label: [tuple(p.shape) for p in u.params] for m in model.modules() for u in vars(m).get("_dshard_units", ())}
+    units = {
+        u.label: [tuple(p.shape) for p in u.params] for m in model.modules() for u in vars(m).get("_dshard_units", ())
+    }
     return Wire.of(trace), units
 
 
+# Found: a unit of two modules was gathered twice in backward; /tmp/bugs.md, parity 6.
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_gpt_sends_the_formula_but_for_embeddings_whose_backward_touches_no_weight(
@@ -261,7 +290,7 @@ def accumulate(num_micro: int, sync_all: bool, keep_grad: bool) -> list[Wire]:
 P_LAYERED = 4 * (6 * 5 + 5 + 5 * 4 + 4 + 1)
 
 
-# Finds /tmp/bugs.md, parity 1: the last backward, with sync on again, reduces every unit twice.
+# Found: the last backward, with sync on again, reduced every unit twice; /tmp/bugs.md, parity 1.
 @pytest.mark.parametrize("keep_grad", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_micro_batches_without_gradient_sync_send_no_gradients_and_the_last_sends_them_once(
@@ -285,7 +314,7 @@ def test_micro_batches_with_gradient_sync_send_gradients_each_time(worlds: World
 
 def inference(how: str, num_calls_made: int, reshard: bool | None) -> Wire:
     model = Layered([6, 5, 4])
-    shard_layers(model, reshard=reshard, root_reshard=reshard)
+    shard_layers(model, reshard=reshard)
     x = torch.ones(3, 6)
     with torch.no_grad(), dshard.CommTrace() as trace:
         if how == "pinned":
@@ -384,7 +413,7 @@ def test_frozen_parameters_send_no_gradients(worlds: WorldPool, which, leaf_inpu
         assert num_calls(wires, "all_gather", label) == count, label
 
 
-def optimizer_step(make: Callable[[Any], torch.optim.Optimizer], clip: bool) -> Wire:
+def optimizer_step(make: Callable[[Any], torch.optim.Optimizer], clip: str) -> Wire:
     model = Layered([6, 5, 4])
     torch.manual_seed(0)
     shard_layers(model, reshard=True)
@@ -392,8 +421,10 @@ def optimizer_step(make: Callable[[Any], torch.optim.Optimizer], clip: bool) -> 
     model(torch.ones(3, 6)).sum().backward()
     _ = [p.grad.to_local() for p in model.parameters()]
     with dshard.CommTrace() as trace:
-        if clip:
+        if clip == "dshard":
             dshard.clip_grad_norm_(model.parameters(), 0.1)
+        elif clip == "torch":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
     return Wire.of(trace)
@@ -401,10 +432,12 @@ def optimizer_step(make: Callable[[Any], torch.optim.Optimizer], clip: bool) -> 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
 def test_an_optimizer_step_sends_nothing(worlds: WorldPool, make):
-    assert num_calls(worlds.run(2, optimizer_step, make, False)) == 0
+    assert num_calls(worlds.run(2, optimizer_step, make, "")) == 0
 
 
-def test_clipping_sends_4_bytes_per_sharded_gradient_in_one_call(worlds: WorldPool):
-    wires = worlds.run(2, optimizer_step, torch.optim.AdamW, True)
+# dshard's own adds up on each rank first; torch's asks for the norm of each gradient, of which the 0-d scale is whole.
+@pytest.mark.parametrize(("clip", "num_bytes"), [("dshard", 8), ("torch", 4 * 4)])
+def test_clipping_is_one_small_call_whatever_the_number_of_gradients(worlds: WorldPool, clip, num_bytes):
+    wires = worlds.run(2, optimizer_step, torch.optim.AdamW, clip)
     assert num_calls(wires) == num_calls(wires, "all_reduce") == 1
-    assert all(w.payload["all_reduce"] == 4 * 4 for w in wires)  # two weights, two biases; the 0-d scale is whole
+    assert all(w.payload["all_reduce"] == num_bytes for w in wires)
