@@ -36,7 +36,7 @@ def header(**facts: Any) -> dict[str, Any]:
 
 
 def interleave(variants: dict[str, Callable[[], Any]], *, num_rounds: int, num_warmups: int) -> dict[str, list[float]]:
-    """Seconds of every variant in every round; all ranks start each together, and the order turns from round to round."""
+    """Seconds of every variant in every round; all ranks start each together, and the order turns."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
     for i in range(num_warmups + num_rounds):

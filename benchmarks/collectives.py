@@ -1,6 +1,6 @@
 """Gather and reduce one unit: dshard's bucket collectives beside the backend's own, interleaved in one run.
 
-    python benchmarks/collectives.py [--ranks 2] [--rounds 30] [--no-write]
+python benchmarks/collectives.py [--ranks 2] [--rounds 30] [--no-write]
 """
 
 import argparse
@@ -56,7 +56,7 @@ def bench(num_rounds: int, keep: bool) -> None:
     rows = {name: summary(t) for name, t in times.items()}
     num_bytes = bucket.segment_numel * group.num_ranks * 4
     facts = header(backend="gloo", num_ranks=group.num_ranks, num_bytes=num_bytes, num_tensors=len(SHAPES))
-    print(f"one unit of {num_bytes / 1e6:.1f} MB in {len(SHAPES)} tensors, {group.num_ranks} gloo ranks, {facts['torch']}")
+    print(f"one unit of {num_bytes / 1e6:.1f} MB in {len(SHAPES)} tensors, {group.num_ranks} gloo ranks")
     print(table(rows))
     if keep:
         print(f"wrote {write(f'collectives_gloo_{group.num_ranks}', {'header': facts, 'rows': rows}).name}")

@@ -4,6 +4,14 @@ from dshard import checkpoint
 from dshard.api import fully_shard, gathered
 from dshard.clip import clip_grad_norm_
 from dshard.collectives import CommTrace
+from dshard.compat import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    no_sync,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from dshard.errors import (
     CheckpointError,
     DivergenceError,
@@ -12,23 +20,30 @@ from dshard.errors import (
     StateError,
     UnsupportedOpError,
 )
-from dshard.runtime.module import FSDPModule
+from dshard.runtime.module import FSDPModule, UnshardHandle
 from dshard.tensor import ShardedTensor
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CPUOffloadPolicy",
     "CheckpointError",
     "CommTrace",
     "DShardError",
     "DivergenceError",
     "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "PlacementError",
     "ShardedTensor",
     "StateError",
+    "UnshardHandle",
     "UnsupportedOpError",
     "checkpoint",
     "clip_grad_norm_",
     "fully_shard",
     "gathered",
+    "no_sync",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

@@ -240,7 +240,7 @@ def _replace_all(
     for (name, old), dim in zip(found, dims, strict=True):
         with torch.no_grad():
             new = ShardedTensor.shard(old, mesh, dim, name=name, device=device)
-            new.requires_grad_(old.requires_grad)
+            torch.Tensor.requires_grad_(new, old.requires_grad)
             new._is_param = True
         for key, value in old.__dict__.items():
             new.__dict__.setdefault(key, value)

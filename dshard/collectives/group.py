@@ -1,5 +1,6 @@
 """The ranks that share a sharded tensor, and flat exchanges between them, chosen by backend."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -31,6 +32,13 @@ class Handle(Generic[T]):
         self._works: Sequence[Work] | None = works
         self._finish: Callable[[], T] | None = finish
         self._result: T | None = None
+
+    def __del__(self) -> None:
+        """End what was started: an abandoned message would pair with the next one of its peer."""
+        for work in self._works or ():
+            if work is not None:
+                with contextlib.suppress(RuntimeError):  # the group may be gone by now
+                    work.wait()
 
     @property
     def is_done(self) -> bool:

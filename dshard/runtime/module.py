@@ -177,7 +177,7 @@ class FSDPModule(_TorchFSDPModule, nn.Module):
         try:  # all else goes the modules' own way, which would swap the objects of sharded parameters
             for module, name, _ in taken:
                 module._parameters[name] = None
-            super()._apply(fn, recurse)
+            super(_TorchFSDPModule, self)._apply(fn, recurse)
         finally:
             for module, name, sharded in taken:
                 module._parameters[name] = sharded  # type: ignore[assignment]
@@ -234,7 +234,7 @@ def _swap(param: ShardedTensor, new: ShardedTensor) -> None:
         ) from error
     param.__dict__.clear()
     param.__dict__.update(attributes)
-    param.requires_grad_(requires_grad)
+    torch.Tensor.requires_grad_(param, requires_grad)
     hook_gradient(param)
 
 

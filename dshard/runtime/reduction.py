@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dshard import collectives
 from dshard.collectives import Handle, ReduceBucket, Reduced, ReduceOp
-from dshard.errors import DivergenceError
+from dshard.errors import DivergenceError, UnsupportedOpError
 from dshard.runtime.unit import Bucket, Unit
 from dshard.tensor import ShardedTensor
 from dshard.tensor.cell import ShardCell
@@ -231,10 +231,8 @@ class _ReduceGrad(torch.autograd.Function):
 
 
 def _plain(grad: Tensor) -> Tensor:
-    """A gradient as a plain dense tensor."""
-    if isinstance(grad, ShardedTensor):
-        return grad.materialize()
-    return grad if grad.layout == torch.strided else grad.to_dense()
+    """A gradient as a plain tensor."""
+    return grad.materialize() if isinstance(grad, ShardedTensor) else grad
 
 
 def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
@@ -243,6 +241,11 @@ def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
         return grad  # none, or one that a nested autograd.grad has reduced already
     assert isinstance(param._source, Unit), "a gradient hook outlived its unit"
     unit = param._source
+    if grad.layout != torch.strided:
+        raise UnsupportedOpError(
+            f"{param.name}: gradients of sharded parameters must be dense, but this one has layout {grad.layout}. "
+            "Build the embedding with sparse=False."
+        )
     reducer = unit.observer.start_backward()
     if grad.shape != param.shape:
         raise DivergenceError(

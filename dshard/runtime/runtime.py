@@ -1,5 +1,6 @@
 """The runtime of a model: when units gather and free, in forward and in backward."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -40,7 +41,7 @@ class Runtime:
         self._frozen: Unit | None = None  # gathered in backward, takes no gradient
         self._backward_task = -1
         self._leaf_watches: list[Any] = []
-        self._modules: list[nn.Module] = []
+        self._tops: list[nn.Module] = []
         self._known_plain: dict[int, nn.Parameter] = {}
 
     @property
@@ -60,7 +61,7 @@ class Runtime:
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles take along: units and switches, nothing that is under way."""
         self.before_use()
-        state = {name: self.__dict__[name] for name in ("units", "root", "reshard_after_backward", "_modules")}
+        state = {name: self.__dict__[name] for name in ("units", "root", "reshard_after_backward", "_tops")}
         return {**state, "reducer": self.reducer.options, "known": list(self._known_plain.values())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -171,12 +172,12 @@ class Runtime:
 
     def note_plain_parameters(self, modules: Sequence[nn.Module]) -> None:
         """Remember the plain parameters that are meant to be there: those to ignore, and not yet sharded ones."""
-        self._modules = [m for root in modules for m in root.modules()]
+        self._tops = list(modules)
         self._known_plain = {id(p): p for _, p in self._plain_parameters()}
 
     def _plain_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Trainable parameters below the root that are not sharded."""
-        for module in self._modules:
+        for module in dict.fromkeys(m for top in self._tops for m in top.modules()):
             for name, param in module._parameters.items():
                 if param is not None and not isinstance(param, ShardedTensor) and param.requires_grad:
                     yield f"{type(module).__name__}.{name}", param
@@ -184,7 +185,7 @@ class Runtime:
     def _check_plain_parameters(self) -> None:
         """Raise if a trainable parameter came to the model after `fully_shard`: nothing would reduce its gradient."""
         for name, param in self._plain_parameters():
-            if id(param) not in self._known_plain:
+            if id(param) not in self._known_plain and not _in_functional_call():
                 raise StateError(
                     f"{name}: every trainable parameter below fully_shard must be sharded or ignored, but this one "
                     f"(shape {tuple(param.shape)}) was added later, and its gradient would stay this rank's own. Add "
@@ -233,6 +234,16 @@ def hook_forward(module: nn.Module) -> None:
     """Tell the runtime of each forward of a module that units belong to."""
     module.register_forward_pre_hook(_before_forward, prepend=True)
     module.register_forward_hook(_after_forward, always_call=True)
+
+
+def _in_functional_call() -> bool:
+    """Whether `torch.func.functional_call` has put other tensors in the places of parameters."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "functional_call":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _passed(unit: Unit, grad: Tensor) -> None:

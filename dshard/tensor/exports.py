@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from dshard.errors import UnsupportedOpError
 
-__all__ = ["Exports"]
+__all__ = ["Exports", "FullTensor"]
 
 
 class Exports:
@@ -80,3 +81,15 @@ class Exports:
             "torch.compile: a ShardedTensor cannot be rebuilt inside a traced graph yet. Compile functions that take "
             "plain tensors, or call the model eagerly."
         )
+
+
+class FullTensor(torch.autograd.Function):
+    """`full_tensor` for autograd: the gradient of the full value is that of the sharded one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Tensor:
+        return tensor.materialize().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad

@@ -16,11 +16,13 @@ from dshard.collectives import ShardGroup, shard_of
 from dshard.errors import PlacementError, StateError, UnsupportedOpError
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.tensor.cell import ShardCell
-from dshard.tensor.exports import Exports
+from dshard.tensor.exports import Exports, FullTensor
 from dshard.tensor.stepping import is_stepping
+from dshard.tensor.strides import dense_stride, restrided
 from dshard.tensor.views import ViewMeta, ViewStep, apply_steps
 
-_DATA: Any = torch.Tensor.data  # the descriptor
+_DATA: Any = torch.Tensor.data  # descriptors
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 __all__ = ["GatherSource", "Origin", "ShardedTensor", "View"]
 
@@ -140,7 +142,7 @@ class ShardedTensor(Exports, DTensor):
         dim = None if full.dim() == 0 else dim
         layout = ShardLayout(tuple(full.shape), dim, mesh.size())
         group = ShardGroup(mesh.get_group(), torch.device(mesh.device_type))
-        stride = _dense_stride(full)
+        stride = dense_stride(full)
         placements: tuple[Placement, ...] = (Replicate() if dim is None else Shard(dim),)
         spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(full.shape, stride, full.dtype))
         local = torch.empty(layout.local_shape(group.rank), dtype=full.dtype, device=device)
@@ -254,6 +256,28 @@ class ShardedTensor(Exports, DTensor):
         _DATA.__set__(self, value)
         self._cell, self._spec, self._origin, self._views = value._cell, value._spec, None, None
 
+    def requires_grad_(self, requires_grad: bool = True) -> "ShardedTensor":
+        """As of any tensor; from then on the gradients of a leaf are reduced."""
+        torch.Tensor.requires_grad_(self, requires_grad)
+        self._adopt_if_leaf()
+        return self
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd computes gradients for it."""
+        return bool(_REQUIRES_GRAD.__get__(self))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        _REQUIRES_GRAD.__set__(self, value)
+        self._adopt_if_leaf()
+
+    def _adopt_if_leaf(self) -> None:
+        """Have the gradients of a leaf reduced, if nobody does yet."""
+        if self._grad_hook is None and self._view is None and self.requires_grad and self.is_leaf:
+            assert ShardedTensor._adopt is not None
+            ShardedTensor._adopt(self)
+
     def materialize(self) -> Tensor:
         """The full value as a plain tensor that the caller must neither write to nor keep.
 
@@ -262,9 +286,7 @@ class ShardedTensor(Exports, DTensor):
         """
         if self._view is not None:
             return apply_steps(self._view.base.materialize(), self._view.steps)
-        if self._grad_hook is None and self.requires_grad and self.is_leaf:
-            assert ShardedTensor._adopt is not None
-            ShardedTensor._adopt(self)
+        self._adopt_if_leaf()
         if self._source is not None and self._source.params[self._slot]._cell is self._cell:
             return self._source.full(self._slot)
         origin = self._origin
@@ -278,7 +300,7 @@ class ShardedTensor(Exports, DTensor):
             return origin.tensor.materialize().to(self.dtype)
         shard = self._cell.resolve()
         if self._layout.dim is None:
-            return shard if shard.stride() == self.stride() else _restrided(shard, self.stride())
+            return shard if shard.stride() == self.stride() else restrided(shard, self.stride())
         device = shard.device
         if device.type != self._group.device_type and not shard.is_meta:
             shard = shard.to(self._group.device_type)
@@ -290,7 +312,7 @@ class ShardedTensor(Exports, DTensor):
 
     def become_whole(self) -> None:
         """Hold the full value on every rank from now on, for each rank to write data of its own to."""
-        full = _restrided(self.materialize(), self.stride())
+        full = restrided(self.materialize(), self.stride())
         cell = self._cell
         cell.layout = ShardLayout(cell.layout.shape, None, cell.layout.num_ranks)
         cell.deliver(full)
@@ -305,7 +327,7 @@ class ShardedTensor(Exports, DTensor):
         Communicates:
             As `materialize`.
         """
-        full: Tensor = _FullTensor.apply(self)
+        full: Tensor = FullTensor.apply(self)
         return full
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -371,18 +393,6 @@ class ShardedTensor(Exports, DTensor):
         return ShardedTensor._dispatch(func, args, kwargs or {})
 
 
-class _FullTensor(torch.autograd.Function):
-    """`full_tensor` for autograd: the gradient of the full value is that of the sharded one."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: ShardedTensor) -> Tensor:
-        return tensor.materialize().clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 def _rebuild(
     shard: Tensor, spec: DTensorSpec, layout: ShardLayout, name: str, requires_grad: bool, is_param: bool
 ) -> ShardedTensor:
@@ -393,13 +403,3 @@ def _rebuild(
     if is_param:
         out._is_param = True
     return out
-
-
-def _restrided(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """A copy of a plain tensor, with other strides."""
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _dense_stride(full: Tensor) -> tuple[int, ...]:
-    """Strides of `full` if it is dense in some dim order, else row-major ones."""
-    return torch.empty_like(full, device="meta", memory_format=torch.preserve_format).stride()

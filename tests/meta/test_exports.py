@@ -11,18 +11,26 @@ from dshard import errors
 from tests.meta.source import ROOT
 
 PUBLIC_NAMES = [
+    "CPUOffloadPolicy",
     "CheckpointError",
     "CommTrace",
     "DShardError",
     "DivergenceError",
     "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "PlacementError",
     "ShardedTensor",
     "StateError",
+    "UnshardHandle",
     "UnsupportedOpError",
+    "checkpoint",
     "clip_grad_norm_",
     "fully_shard",
     "gathered",
+    "no_sync",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]
 
 

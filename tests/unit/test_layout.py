@@ -1,4 +1,4 @@
-"""Invariant 1: extents are disjoint, ordered, cover the dim and are those of `torch.chunk`; buckets are laid out densely."""
+"""Invariant 1: extents are disjoint, ordered, cover the dim and are those of `torch.chunk`; buckets are dense."""
 
 import math
 import re
@@ -83,9 +83,7 @@ def test_a_bucket_puts_slots_one_after_the_other(data, num_ranks):
     bucket = BucketLayout.of(parts)
     assert bucket.layouts == tuple(parts)
     assert bucket.slot_sizes == [p.slot_numel for p in parts]
-    taken = [
-        i for off, size in zip(bucket.offsets, bucket.slot_sizes, strict=True) for i in range(off, off + size)
-    ]
+    taken = [i for off, size in zip(bucket.offsets, bucket.slot_sizes, strict=True) for i in range(off, off + size)]
     assert taken == list(range(bucket.segment_numel))
     assert bucket.padding_numel == sum(p.padding_numel for p in parts)
     assert bucket.num_ranks == (num_ranks if parts else 1)
