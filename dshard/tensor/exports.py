@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -13,6 +14,23 @@ __all__ = ["Exports", "FullTensor"]
 
 class Exports:
     """The part of ShardedTensor that hands out values to others; its `self` is one."""
+
+    def to_local(self: Any, *, grad_placements: Any = None) -> Tensor:
+        """This rank's shard: the memory itself, outside of autograd.
+
+        Raises:
+            UnsupportedOpError: On a lazy view, whose elements on this rank are not a tensor of their own.
+
+        Communicates:
+            Nothing; waits for a gradient that is in flight.
+        """
+        if self.is_view:
+            raise UnsupportedOpError(
+                f"{self.name}: to_local needs a tensor that is itself sharded, but this is a view of one (shape "
+                f"{tuple(self.shape)}). Use full_tensor(), or to_local() of the tensor that was viewed."
+            )
+        shard: Tensor = self._local_tensor
+        return shard
 
     def redistribute(self: Any, device_mesh: DeviceMesh | None = None, placements: Any = None, **_: Any) -> DTensor:
         """This tensor in other placements: its own, or replicated.
@@ -88,8 +106,10 @@ class FullTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Tensor:
+        """Gather."""
         return tensor.materialize().clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """The parameter's own hook reduces."""
         return grad

@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dshard import collectives
 from dshard.collectives import ShardGroup, shard_of
-from dshard.errors import PlacementError, StateError, UnsupportedOpError
+from dshard.errors import PlacementError, StateError
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.tensor.cell import ShardCell
 from dshard.tensor.exports import Exports, FullTensor
@@ -329,22 +329,6 @@ class ShardedTensor(Exports, DTensor):
         """
         full: Tensor = FullTensor.apply(self)
         return full
-
-    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's shard: the memory itself, outside of autograd.
-
-        Raises:
-            UnsupportedOpError: On a lazy view, whose elements on this rank are not a tensor of their own.
-
-        Communicates:
-            Nothing; waits for a gradient that is in flight.
-        """
-        if self._view is not None:
-            raise UnsupportedOpError(
-                f"{self.name}: to_local needs a tensor that is itself sharded, but this is a view of one (shape "
-                f"{tuple(self.shape)}). Use full_tensor(), or to_local() of the tensor that was viewed."
-            )
-        return self._cell.resolve()
 
     def _pinned(self) -> Tensor | None:
         return self._source.pinned(self._slot) if self._source is not None and self._view is None else None
