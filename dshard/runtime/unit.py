@@ -142,7 +142,8 @@ class Unit:
         """Start to gather; a no-op while a fresh copy is there or under way."""
         if self.is_gathered and self._is_fresh():
             return
-        self._fulls = self._in_flight = None
+        self.wait()  # a stale gather under way: its messages must not pair with those of the next
+        self._fulls = None
         on_meta = [p.name for p in self.params if p.is_meta]
         if on_meta:
             raise StateError(

@@ -243,18 +243,22 @@ class ShardedTensor(Exports, DTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if self._view is not None or value.shape != self.shape:
+        is_sharded = isinstance(value, ShardedTensor) and value._view is None
+        takes_any_shape = self._layout.dim is None and not self._cell.is_shared and is_sharded
+        if self._view is not None or (value.shape != self.shape and not takes_any_shape):
             raise PlacementError(
-                f"{self.name}: .data of a sharded tensor can be set to a tensor of its own shape {tuple(self.shape)}, "
-                f"but got {tuple(value.shape)}{' for a view' if self._view is not None else ''}. Use copy_() on what "
-                "it views."
+                f"{self.name}: .data of a sharded tensor can be set to a tensor of its own shape "
+                f"{tuple(self.shape)}, but "
+                f"got {tuple(value.shape)}{' for a view' if self._view is not None else ''}. Use copy_() on what it "
+                "views."
             )
-        if not isinstance(value, ShardedTensor) or value._view is not None or value._layout != self._layout:
-            full = value.materialize() if isinstance(value, ShardedTensor) else value
-            value = self.like(shard_of(full.detach(), self._layout, self._group.rank).clone())
-        value._cell.is_shared |= self._cell.is_shared
-        _DATA.__set__(self, value)
-        self._cell, self._spec, self._origin, self._views = value._cell, value._spec, None, None
+        new: Any = value
+        if not takes_any_shape and (not is_sharded or new._layout != self._layout):
+            full = new.materialize() if isinstance(value, ShardedTensor) else value
+            new = self.like(shard_of(full.detach(), self._layout, self._group.rank).clone())
+        new._cell.is_shared |= self._cell.is_shared
+        _DATA.__set__(self, new)
+        self._cell, self._spec, self._origin, self._views = new._cell, new._spec, None, None
 
     def requires_grad_(self, requires_grad: bool = True) -> "ShardedTensor":
         """As of any tensor; from then on the gradients of a leaf are reduced."""

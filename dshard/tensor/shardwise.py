@@ -81,7 +81,9 @@ def new_tensor(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     plain = func(torch.empty(0, dtype=source.dtype, device=source.device), *args[1:], **kwargs)
     if torch.is_grad_enabled() or not source._cell.is_shared or func is not aten.new_empty.default:
         return plain
-    return ShardedTensor.shard(plain, source.device_mesh, None, name=source.name)  # `orthogonal_` fills it at random
+    whole = ShardedTensor.shard(plain, source.device_mesh, None, name=source.name)  # `orthogonal_` fills it at random
+    whole._cell.is_shared = False
+    return whole
 
 
 def cast(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:

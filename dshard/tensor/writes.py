@@ -31,6 +31,7 @@ __all__ = [
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 aten = torch.ops.aten
+_TRANSPOSING = {aten.t_.default: aten.t.default, aten.transpose_.default: aten.transpose.int}
 _OVERWRITES = frozenset({aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor})
 
 
@@ -267,8 +268,19 @@ def _default_generator(device: torch.device) -> torch.Generator | None:
     return None
 
 
+def _is_whole_temporary(tensor: ShardedTensor) -> bool:
+    """Whether it is no parameter, gradient or optimizer state, and each rank holds all of it."""
+    return not tensor.is_view and tensor._layout.dim is None and not tensor._cell.is_shared
+
+
 def refuse(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Operations that would re-shape or re-seat the tensor itself."""
+    """Operations that would re-shape or re-seat the tensor itself; a whole temporary may be transposed."""
+    target = args[0]
+    if isinstance(target, ShardedTensor) and func in _TRANSPOSING and _is_whole_temporary(target):
+        transposed = _TRANSPOSING[func](target._cell.resolve(), *args[1:])
+        target.data = ShardedTensor.shard(transposed, target.device_mesh, None, name=target.name)
+        target._cell.is_shared = False
+        return target
     names = [a.name for a in args if isinstance(a, ShardedTensor)]
     raise UnsupportedOpError(
         f"{names[0] if names else 'a ShardedTensor'}: {func} changes the shape or memory of the tensor object itself, "
