@@ -1,7 +1,7 @@
 """Sharded data-parallel training for PyTorch: a parameter always means its full value."""
 
 from dshard import checkpoint
-from dshard.api import fully_shard, gathered
+from dshard.api import fully_shard
 from dshard.clip import clip_grad_norm_
 from dshard.collectives import CommTrace
 from dshard.compat import (
@@ -21,6 +21,7 @@ from dshard.errors import (
     UnsupportedOpError,
 )
 from dshard.runtime.module import FSDPModule, UnshardHandle
+from dshard.scope import gathered
 from dshard.tensor import ShardedTensor
 
 __version__ = "0.1.0"

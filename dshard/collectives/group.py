@@ -1,7 +1,10 @@
 """The ranks that share a sharded tensor, and flat exchanges between them, chosen by backend."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Generic, TypeVar
 
 import torch
@@ -14,6 +17,7 @@ from dshard.errors import DivergenceError
 __all__ = ["Handle", "ShardGroup"]
 
 T = TypeVar("T")
+_OWN_FOLDERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 class Handle(Generic[T]):
@@ -58,8 +62,8 @@ class Handle(Generic[T]):
                         work.wait()
             except RuntimeError as error:
                 raise DivergenceError(
-                    f"{self.label}: all ranks must take part in the same collectives in the same order, but waiting "
-                    f"for the peers failed: {str(error).splitlines()[0]}. Look at what the other ranks ran: an "
+                    f"{self.label}{_where()}: all ranks must take part in the same collectives in the same order, but "
+                    f"waiting for the peers failed: {str(error).splitlines()[0]}. Look at what the other ranks ran: an "
                     "exception there, a branch taken on one rank alone, or a parameter read on one rank alone."
                 ) from error
             self._works = None
@@ -67,6 +71,17 @@ class Handle(Generic[T]):
             finish, self._finish = self._finish, None
             self._result = finish()
         return self._result  # type: ignore[return-value]
+
+
+def _where() -> str:
+    """The line of the caller's own program, for a message."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_OWN_FOLDERS) and "<" not in file:
+            return f", used in {file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 class ShardGroup:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dshard.errors import StateError
 from dshard.runtime.reduction import GradReduction, Reducer, route_gradient
 from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
@@ -41,6 +40,8 @@ class Runtime:
         self._frozen: Unit | None = None  # gathered in backward, takes no gradient
         self._backward_task = -1
         self._leaf_watches: list[Any] = []
+        self.sync_buffers: Callable[[], None] | None = None
+        self._take_in: Callable[[list[tuple[str, nn.Parameter]]], None] | None = None
         self._tops: list[nn.Module] = []
         self._known_plain: dict[int, nn.Parameter] = {}
 
@@ -155,7 +156,9 @@ class Runtime:
         """A module of `unit` starts its forward."""
         self.before_use()
         if torch.is_grad_enabled() and self.root in unit.modules:
-            self._check_plain_parameters()
+            self._take_in_plain_parameters()
+            if self.sync_buffers is not None and self.root is not None and self.root.training:
+                self.sync_buffers()
         unit.num_active += 1
 
     def exit_forward(self, unit: Unit, module: nn.Module) -> None:
@@ -170,28 +173,31 @@ class Runtime:
             if not torch.is_grad_enabled() or self.reshards(candidate):
                 candidate.free()
 
-    def note_plain_parameters(self, modules: Sequence[nn.Module]) -> None:
-        """Remember the plain parameters that are meant to be there: those to ignore, and not yet sharded ones."""
+    def note_plain_parameters(
+        self, modules: Sequence[nn.Module], take_in: Callable[[list[tuple[str, nn.Parameter]]], None]
+    ) -> None:
+        """Remember the plain parameters that are meant to be there: those to ignore, and not yet sharded ones.
+
+        Args:
+            modules: What was sharded.
+            take_in: Shards those that come later.
+        """
         self._tops = list(modules)
+        self._take_in = take_in
         self._known_plain = {id(p): p for _, p in self._plain_parameters()}
 
     def _plain_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Trainable parameters below the root that are not sharded."""
-        for module in dict.fromkeys(m for top in self._tops for m in top.modules()):
+        for prefix, module in dict.fromkeys(pair for top in self._tops for pair in top.named_modules()):
             for name, param in module._parameters.items():
                 if param is not None and not isinstance(param, ShardedTensor) and param.requires_grad:
-                    yield f"{type(module).__name__}.{name}", param
+                    yield f"{prefix}.{name}" if prefix else name, param
 
-    def _check_plain_parameters(self) -> None:
-        """Raise if a trainable parameter came to the model after `fully_shard`: nothing would reduce its gradient."""
-        for name, param in self._plain_parameters():
-            if id(param) not in self._known_plain and not _in_functional_call():
-                raise StateError(
-                    f"{name}: every trainable parameter below fully_shard must be sharded or ignored, but this one "
-                    f"(shape {tuple(param.shape)}) was added later, and its gradient would stay this rank's own. Add "
-                    "it before fully_shard, call fully_shard on the module that holds it, or assign to the sharded "
-                    "parameter's data."
-                )
+    def _take_in_plain_parameters(self) -> None:
+        """Shard trainable parameters that came after `fully_shard`: nothing would reduce their gradients."""
+        found = {id(p): (name, p) for name, p in self._plain_parameters() if id(p) not in self._known_plain}
+        if found and self._take_in is not None and not _in_functional_call():
+            self._take_in(list(found.values()))
 
     def reshards(self, unit: Unit) -> bool:
         """Whether `unit` is freed between forward and backward; by default all but the root's own unit."""

@@ -12,7 +12,7 @@ from dshard.errors import DivergenceError
 
 __all__ = ["broadcast_weights", "check_same_structure", "check_same_weights"]
 
-_CHUNK = 1 << 18  # elements whose products with their weights are in memory at a time
+_CHUNK = 1 << 14  # most elements whose products with their weights are in memory at a time
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd multiplier that spreads small numbers over all bits
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -68,10 +68,11 @@ def checksum(tensor: Tensor) -> Tensor:
     if tensor.dtype == torch.bool:
         tensor = tensor.to(torch.uint8)
     bits = tensor.contiguous().view(_INT_OF_SIZE[tensor.element_size()]).reshape(-1)
-    places = torch.arange(1, min(bits.numel(), _CHUNK) + 1, device=bits.device)
+    size = min(_CHUNK, max(256, bits.numel() // 8))  # with less work space than the tensor itself takes
+    places = torch.arange(1, min(bits.numel(), size) + 1, device=bits.device)
     weights = places * _ODD ^ (places * _ODD >> 15)  # wraps around; what matters is that no two places weigh alike
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for k, chunk in enumerate(bits.split(_CHUNK)):
+    for k, chunk in enumerate(bits.split(size)):
         total += (chunk * weights[: chunk.numel()]).sum() * (2 * k + 1)
     return total
 

@@ -1,13 +1,15 @@
 """Where every operation on a ShardedTensor arrives."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from dshard.tensor import shardwise, writes
+from dshard.tensor import shardwise, step_ops, writes
 from dshard.tensor.sharded_tensor import ShardedTensor
+from dshard.tensor.stepping import is_stepping
 from dshard.tensor.table import OpClass, classify
 from dshard.tensor.views import ViewMeta, ViewStep, view_metas
 
@@ -73,12 +75,28 @@ _HANDLERS: dict[OpClass, Handler] = {
 
 
 _SAME_MEMORY = (OpClass.VIEW, OpClass.ALIAS)
+_STEP_HANDLERS: dict[OpClass, Handler] = {
+    OpClass.POINTWISE: step_ops.step_pointwise,
+    OpClass.POINTWISE_INPLACE: step_ops.step_pointwise_inplace,
+    OpClass.FOREACH_INPLACE: step_ops.step_foreach_inplace,
+}
+
+
+@cache
+def _handlers_of(func: OpOverload) -> tuple[Handler, Handler | None, bool]:
+    """How `func` runs, how it runs within an optimizer's step, and whether its result shares memory."""
+    op_class = classify(func)
+    return _HANDLERS[op_class], _STEP_HANDLERS.get(op_class), op_class in _SAME_MEMORY
 
 
 def dispatch(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Run `func` by the rule of its class in the op table."""
-    op_class = classify(func)
-    if op_class in _SAME_MEMORY and torch.is_inference_mode_enabled():
+    handler, step_handler, shares_memory = _handlers_of(func)
+    if step_handler is not None and is_stepping():
+        result = step_handler(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    if shares_memory and torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False), torch.no_grad():  # it shares the version counter of a normal tensor
-            return _HANDLERS[op_class](func, args, kwargs)
-    return _HANDLERS[op_class](func, args, kwargs)
+            return handler(func, args, kwargs)
+    return handler(func, args, kwargs)

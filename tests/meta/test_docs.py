@@ -34,6 +34,7 @@ RUN_AS = {
     "cd dshard": "true",
     "make train": f'make train ARGS="{_TINY}"',
     'make train ARGS="--compare"': f'make train ARGS="--compare {_TINY}"',
+    'make train ARGS="--stop-after 75"': f'make train ARGS="--stop-after 2 {_TINY}"',
     'make train ARGS="--resume"': f'make train ARGS="--resume {_TINY}"',
     'make train ARGS="--plot out.png"': f'make train ARGS="--plot out.png {_TINY}"',
     'make train ARGS="--compare --plot out.png"': f'make train ARGS="--compare --plot out.png {_TINY}"',

@@ -8,7 +8,19 @@ import pytest
 
 from tests.meta.source import ROOT, Module, import_graph, imported_names, modules, num_code_lines, where
 
-_CORE = ("errors", "layout", "policies", "collectives", "tensor", "runtime", "clip", "compat", "planner", "api")
+_CORE = (
+    "errors",
+    "layout",
+    "policies",
+    "collectives",
+    "tensor",
+    "runtime",
+    "clip",
+    "compat",
+    "scope",
+    "planner",
+    "api",
+)
 
 # What each part may import, besides itself. "" is `dshard/__init__.py`: the public names.
 ALLOWED: dict[str, tuple[str, ...]] = {
@@ -20,6 +32,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "runtime": ("errors", "layout", "policies", "collectives", "tensor"),
     "clip": ("errors", "layout", "policies", "collectives", "tensor", "runtime"),
     "planner": ("errors", "layout", "policies"),
+    "scope": ("errors", "layout", "policies", "collectives", "tensor", "runtime"),
     "compat": ("errors", "layout", "policies", "collectives", "tensor", "runtime"),
     "api": ("errors", "layout", "policies", "collectives", "tensor", "runtime", "clip", "planner"),
     "checkpoint": _CORE,

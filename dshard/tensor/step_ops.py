@@ -1,0 +1,116 @@
+"""The short way for an optimizer's step: elementwise operations whose operands all lie alike.
+
+What the general rules ask of each operand (is it shared? does it differ between ranks?) has one answer for all
+operands of a step, so here only their layouts are looked at. Whatever is unusual goes the general way.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.autograd.graph import increment_version
+
+from dshard.tensor.sharded_tensor import ShardedTensor
+
+__all__ = ["step_foreach_inplace", "step_pointwise", "step_pointwise_inplace"]
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def _shard_like(value: ShardedTensor, target: ShardedTensor) -> Tensor | None:
+    """The shard of `value` if it lies as `target` does and is at hand, else None."""
+    cell, own = value._cell, target._cell
+    if value._view is not None or cell._pending is not None:
+        return None
+    if cell.layout is not own.layout and cell.layout != own.layout:
+        return None
+    if value._group is not target._group and value._group.process_group is not target._group.process_group:
+        return None
+    return cell._tensor
+
+
+def _local_arguments(args: Args, target: ShardedTensor) -> list[Any] | None:
+    """`args` with shards in the place of sharded tensors; None if one lies otherwise."""
+    local = []
+    for value in args:
+        if type(value) is ShardedTensor:
+            value = _shard_like(value, target)
+            if value is None:
+                return None
+        elif isinstance(value, Tensor) and value.dim() > 0:
+            return None
+        local.append(value)
+    return local
+
+
+def step_pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """`add_`, `lerp_`, `addcdiv_` and their kind; NotImplemented for the general way."""
+    target = args[0]
+    if type(target) is not ShardedTensor:
+        return NotImplemented
+    local = _local_arguments(args, target)
+    if local is None:
+        return NotImplemented
+    for value in kwargs.values():
+        if isinstance(value, Tensor):
+            return NotImplemented
+    func(*local, **kwargs)
+    target._cell.num_writes += 1
+    increment_version(local[0])
+    return target
+
+
+def step_pointwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """`sqrt`, `div` and their kind; NotImplemented for the general way."""
+    target = next((a for a in args if type(a) is ShardedTensor), None)
+    if target is None or any(isinstance(v, Tensor) for v in kwargs.values()):
+        return NotImplemented
+    local = _local_arguments(args, target)
+    if local is None:
+        return NotImplemented
+    result = func(*local, **kwargs)
+    return target.like(result) if isinstance(result, Tensor) else NotImplemented
+
+
+def step_foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """`_foreach_mul_`, `_fused_adamw_` and their kind; NotImplemented for the general way."""
+    targets = args[0]
+    new_args: list[Any] = []
+    for arg in args:
+        if not isinstance(arg, (list, tuple)) or not arg or not isinstance(arg[0], Tensor):
+            if isinstance(arg, ShardedTensor):
+                return NotImplemented
+            new_args.append(arg)
+            continue
+        local = []
+        for value, target in zip(arg, targets, strict=True):
+            if type(value) is ShardedTensor:
+                shard = _shard_like(value, target) if type(target) is ShardedTensor else None
+                if shard is None:
+                    return NotImplemented
+                local.append(shard)
+            elif type(target) is ShardedTensor and value.dim() > 0:
+                return NotImplemented
+            else:
+                local.append(value)
+        new_args.append(local)
+    for value in kwargs.values():
+        if isinstance(value, (list, tuple, ShardedTensor)):
+            return NotImplemented
+    func(*new_args, **kwargs)
+    _note_writes(func, args, new_args)
+    return None
+
+
+def _note_writes(func: OpOverload, args: Args, new_args: list[Any]) -> None:
+    """Count the writes to every list that `func` changes."""
+    for k, argument in enumerate(func._schema.arguments[: len(args)]):
+        if argument.alias_info is None or not argument.alias_info.is_write or not args[k]:
+            continue
+        written = [t for t in args[k] if type(t) is ShardedTensor]
+        for tensor in written:
+            tensor._cell.num_writes += 1
+        increment_version(new_args[k])
+        if written:
+            increment_version(written)
