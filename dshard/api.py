@@ -106,7 +106,7 @@ def fully_shard(
         check_buffers(modules, group)
     elif buffers == "broadcast":
         broadcast_buffers(modules, group)
-        runtime.sync_buffers = partial(broadcast_buffers, modules, group)
+        runtime.sync_buffers.append(partial(broadcast_buffers, modules, group))
     return module
 
 

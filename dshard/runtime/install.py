@@ -66,6 +66,7 @@ def joined_runtime(modules: Sequence[nn.Module]) -> Runtime:
         for unit in units_of(root):
             if isinstance(unit.observer, Runtime):
                 unit.observer.split = None
+                runtime.sync_buffers += [s for s in unit.observer.sync_buffers if s not in runtime.sync_buffers]
             runtime.adopt(unit)
     return runtime
 

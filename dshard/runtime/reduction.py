@@ -122,11 +122,14 @@ class Reducer:
         self.max_in_flight = max_in_flight
         self._open: dict[_Key, tuple[Unit, GradReduction]] = {}
         self._in_flight: list[GradReduction] = []
-        self._arrived: dict[Unit, set[int]] = {}
+        self._arrivals: dict[Unit, _Arrivals] = {}
 
     def receive(self, unit: Unit, slot: int, grad: Tensor) -> ShardedTensor:
         """Take the full gradient of a parameter; gives the reduced one, which may still be in flight."""
-        bucket = next(b for b in unit.buckets(unit.trainable) if slot in b.slots)
+        arrivals = self._arrivals.get(unit)
+        if arrivals is None:
+            arrivals = self._arrivals[unit] = _Arrivals.of(unit)
+        bucket = arrivals.buckets[slot]
         param = unit.params[slot]
         key = _Key(id(unit), bucket.slots, is_captured=False)
         entry = self._open.get(key)
@@ -141,11 +144,10 @@ class Reducer:
             entry = self._open[key] = (unit, GradReduction(unit, bucket, mean=unit.averages, divisor=self.divisor))
         reduction = entry[1]
         out = reduction.receive(param, grad)
-        arrived = self._arrived.setdefault(unit, set())
-        arrived.add(slot)
-        if unit.requires_sync and reduction.is_complete and arrived.issuperset(bucket.slots):
+        arrivals.arrived.add(slot)
+        if unit.requires_sync and reduction.is_complete and arrivals.arrived.issuperset(bucket.slots):
             self._launch(key)
-        if arrived.issuperset(unit.trainable):
+        if len(arrivals.arrived) == len(arrivals.buckets):
             unit.observer.on_backward_done(unit)
         return out
 
@@ -177,14 +179,32 @@ class Reducer:
     def reset(self) -> None:
         """Drop gradients that have not left yet."""
         self._open.clear()
-        self._arrived.clear()
+        self._arrivals.clear()
 
     def end_backward(self) -> None:
         """Reduce what is incomplete: units of which some parameters took no part."""
-        self._arrived.clear()
+        self._arrivals.clear()
         for key, (unit, _) in list(self._open.items()):
             if unit.requires_sync:
                 self._launch(key).adopt_missing()
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrivals:
+    """Which gradients of a unit have arrived in the backward that is running.
+
+    Args:
+        buckets: For each parameter that takes a gradient, its bucket.
+        arrived: Those whose gradients are here.
+    """
+
+    buckets: dict[int, Bucket]
+    arrived: set[int]
+
+    @classmethod
+    def of(cls, unit: Unit) -> "_Arrivals":
+        """None so far."""
+        return cls({slot: bucket for bucket in unit.buckets(unit.trainable) for slot in bucket.slots}, set())
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,11 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from dshard.runtime.reduction import GradReduction, Reducer, route_gradient
 from dshard.runtime.unit import Unit
@@ -40,7 +41,8 @@ class Runtime:
         self._frozen: Unit | None = None  # gathered in backward, takes no gradient
         self._backward_task = -1
         self._leaf_watches: list[Any] = []
-        self.sync_buffers: Callable[[], None] | None = None
+        self.sync_buffers: list[Callable[[], None]] = []  # at the start of each training forward
+        self._num_registrations = -1
         self._take_in: Callable[[list[tuple[str, nn.Parameter]]], None] | None = None
         self._tops: list[nn.Module] = []
         self._known_plain: dict[int, nn.Parameter] = {}
@@ -157,8 +159,8 @@ class Runtime:
         self.before_use()
         if torch.is_grad_enabled() and self.root in unit.modules:
             self._take_in_plain_parameters()
-            if self.sync_buffers is not None and self.root is not None and self.root.training:
-                self.sync_buffers()
+            for sync in self.sync_buffers if self.root is not None and self.root.training else ():
+                sync()
         unit.num_active += 1
 
     def exit_forward(self, unit: Unit, module: nn.Module) -> None:
@@ -195,6 +197,9 @@ class Runtime:
 
     def _take_in_plain_parameters(self) -> None:
         """Shard trainable parameters that came after `fully_shard`: nothing would reduce their gradients."""
+        if self._num_registrations == Registrations.count:
+            return
+        self._num_registrations = Registrations.count
         found = {id(p): (name, p) for name, p in self._plain_parameters() if id(p) not in self._known_plain}
         if found and self._take_in is not None and not _in_functional_call():
             self._take_in(list(found.values()))
@@ -204,6 +209,21 @@ class Runtime:
         if unit.reshard_after_forward is not None:
             return unit.reshard_after_forward
         return self.root not in unit.modules
+
+
+class Registrations:
+    """Counts the parameters that any module of the process was given, so that models are searched only after one "
+    "was."""
+
+    count: ClassVar[int] = 0
+
+    @classmethod
+    def note(cls, module: nn.Module, name: str, param: Any) -> None:
+        """Torch's hook for a parameter that is registered."""
+        cls.count += 1
+
+
+register_module_parameter_registration_hook(Registrations.note)
 
 
 def adopt_leaf(param: ShardedTensor) -> None:
