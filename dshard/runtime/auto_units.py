@@ -91,6 +91,8 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     is_container = isinstance(module, _CONTAINERS)
     for name, child in module.named_children():
         path = f"{prefix}{name}"
+        if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
+            return  # it runs those of its parts that the data of a rank needs
         if is_container and not isinstance(child, _CONTAINERS):
             yield path, child
         else:
@@ -100,7 +102,7 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 def _leaves(module: nn.Module, prefix: str, in_blocks: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """Modules outside of all blocks that hold parameters themselves."""
     for name, child in module.named_children():
-        if id(child) in in_blocks:
+        if id(child) in in_blocks or isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
             continue
         if next(child.parameters(recurse=False), None) is not None:
             yield f"{prefix}{name}", child

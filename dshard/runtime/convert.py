@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn.parameter import is_lazy
 
-from dshard.errors import PlacementError, UnsupportedOpError
+from dshard.errors import PlacementError, StateError, UnsupportedOpError
 from dshard.runtime.replace import ParameterHooks, ReplacedParameter, hooks_of, retire
 from dshard.tensor import ShardedTensor
 
@@ -35,6 +36,7 @@ def own_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> 
             if isinstance(param, ShardedTensor) or id(param) in ignored_ids or id(param) in found:
                 continue
             full_name = name if len(modules) == 1 else f"[{i}].{name}"
+            _check_kind(full_name, param)
             if isinstance(param, DTensor):
                 raise UnsupportedOpError(
                     f"{full_name}: fully_shard takes plain parameters for now, but this is a DTensor with placements "
@@ -42,6 +44,21 @@ def own_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> 
                 )
             found[id(param)] = (full_name, param)
     return list(found.values())
+
+
+def _check_kind(name: str, param: nn.Parameter) -> None:
+    """Refuse parameters that are more than plain storage, or less."""
+    if is_lazy(param):
+        raise StateError(
+            f"{name}: fully_shard needs parameters with a shape, but this one is not initialized yet. Run a forward of "
+            "the lazy module first, or give it its sizes."
+        )
+    kind = type(param.data)
+    if kind is not Tensor and not issubclass(kind, DTensor):
+        raise UnsupportedOpError(
+            f"{name}: fully_shard takes plain tensors, but this parameter's data is a {kind.__name__}, whose own parts "
+            "would be lost. Shard before the conversion, or leave it out with ignored_params."
+        )
 
 
 def _dim_of(name: str, param: nn.Parameter, shard_placement_fn: PlacementFn | None) -> int | None:
@@ -86,6 +103,9 @@ def replace_all(
         hooks, grad = hooks_of(old), old.grad
         for module, attribute in dict.fromkeys(places[id(old)]):
             module._parameters[attribute] = new  # type: ignore[assignment]
+        for module, _ in places[id(old)]:
+            if isinstance(module, nn.RNNBase):
+                module._init_flat_weights()  # a list of its own, which a copy or pickle would take along
         retire(old, new)
         made.append(new)
         inherited.append((new, hooks, grad))

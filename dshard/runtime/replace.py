@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from dshard.collectives import ReduceBucket
 from dshard.errors import StateError
@@ -129,7 +129,8 @@ def inherit(new: ShardedTensor, hooks: ParameterHooks, grad: Tensor | None, *, m
 def repoint_optimizer(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
     """Let an optimizer that was made before `fully_shard` hold the sharded parameters, with its state cut to them.
 
-    Runs ahead of every step of every optimizer; does nothing where no replaced parameter is held.
+    Runs ahead of every step of every optimizer (`runtime.standins` registers it); does nothing where no replaced
+    parameter is held.
 
     Communicates:
         Nothing.
@@ -164,6 +165,3 @@ def _shard_state(state: Any, param: ShardedTensor) -> Any:
         return ShardedTensor.shard(full, mesh, dim, name=param.name) if full.dim() else full
 
     return {key: cut(value) for key, value in state.items()}
-
-
-register_optimizer_step_pre_hook(repoint_optimizer)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from dshard.runtime.reduction import GradReduction, Reducer, route_gradient
+from dshard.runtime.standins import check_interrupted
 from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
 
@@ -156,6 +157,7 @@ class Runtime:
 
     def enter_forward(self, unit: Unit) -> None:
         """A module of `unit` starts its forward."""
+        check_interrupted()
         self.before_use()
         if torch.is_grad_enabled() and self.root in unit.modules:
             self._take_in_plain_parameters()
@@ -212,8 +214,7 @@ class Runtime:
 
 
 class Registrations:
-    """Counts the parameters that any module of the process was given, so that models are searched only after one "
-    "was."""
+    """Counts the parameters that modules are given, so that a model is searched only after one was."""
 
     count: ClassVar[int] = 0
 

@@ -1,0 +1,173 @@
+"""Elementwise optimizers step on plain tensors: this rank's shards stand in for the parameters.
+
+An operation on a ShardedTensor costs some microseconds of dispatch, an optimizer's step runs hundreds of them, and
+for an elementwise optimizer all of them do the same: unwrap. So for the length of the step its groups and states hold
+the shards themselves. Whoever else looks in meanwhile (a closure, a hook) would see shards; then nothing is swapped.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from dshard.errors import StateError
+from dshard.runtime.replace import repoint_optimizer
+from dshard.tensor import ShardedTensor
+from dshard.tensor.cell import ShardCell
+
+__all__ = ["check_interrupted"]
+
+_ELEMENTWISE = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
+
+
+@dataclass(frozen=True, slots=True)
+class _Swap:
+    """An optimizer whose parameters are replaced by shards while its step runs.
+
+    Args:
+        optimizer: The optimizer.
+        params: The parameters of each of its groups.
+        state: Its state.
+        of_standin: For each shard that stands in, the parameter.
+    """
+
+    optimizer: Optimizer
+    params: list[list[Tensor]]
+    state: Any
+    of_standin: dict[Tensor, ShardedTensor]
+
+
+class _Current:
+    """The swap of the step that runs, or of one that raised."""
+
+    swap: ClassVar[_Swap | None] = None
+    num_hooks: ClassVar[tuple[int, int]] = (0, 0)
+
+
+def _num_global_hooks() -> tuple[int, int]:
+    return len(torch_optimizer._global_optimizer_pre_hooks), len(torch_optimizer._global_optimizer_post_hooks)
+
+
+def _may_swap(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
+    """Whether nobody but the optimizer itself will look at its groups during the step."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
+    return (
+        type(optimizer) in _ELEMENTWISE
+        and closure is None
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and _num_global_hooks() == _Current.num_hooks
+        and not optimizer.defaults.get("differentiable")
+    )
+
+
+def _is_plain_case(param: Tensor) -> bool:
+    """Whether a parameter and its gradient are sharded alike."""
+    grad = param.grad
+    if not isinstance(param, ShardedTensor):
+        return not isinstance(grad, ShardedTensor)
+    return grad is None or (
+        isinstance(grad, ShardedTensor) and grad._view is None and param._view is None and grad._layout == param._layout
+    )
+
+
+def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    check_interrupted()
+    repoint_optimizer(optimizer)
+    groups = [group["params"] for group in optimizer.param_groups]
+    if not _may_swap(optimizer, args, kwargs) or not all(_is_plain_case(p) for params in groups for p in params):
+        return
+    if not any(isinstance(p, ShardedTensor) for params in groups for p in params):
+        return
+    standins: dict[ShardedTensor, Tensor] = {}
+    for param in (p for params in groups for p in params if isinstance(p, ShardedTensor)):
+        shard = param._cell.resolve().detach()  # an object of its own, for the key and the gradient
+        shard.grad = None if param.grad is None else param.grad._local_tensor  # type: ignore[attr-defined]
+        standins[param] = shard
+    swap = _Swap(optimizer, groups, optimizer.state, {shard: param for param, shard in standins.items()})
+    _Current.swap = swap
+    for group in optimizer.param_groups:
+        group["params"] = [standins.get(p, p) if isinstance(p, ShardedTensor) else p for p in group["params"]]
+    state: Any = defaultdict(dict)
+    for param, values in swap.state.items():
+        key = standins.get(param, param)
+        state[key] = {k: v._local_tensor if isinstance(v, ShardedTensor) else v for k, v in values.items()}
+    optimizer.state = state
+
+
+def _end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    swap = _Current.swap
+    if swap is None or swap.optimizer is not optimizer:
+        return
+    _restore(swap)
+
+
+def _restore(swap: _Swap) -> None:
+    """Give an optimizer its parameters back, and its state as sharded as they are."""
+    _Current.swap = None
+    for group, params in zip(swap.optimizer.param_groups, swap.params, strict=True):
+        group["params"] = params
+    for key, values in swap.optimizer.state.items():
+        param = swap.of_standin.get(key)
+        if param is None:
+            swap.state[key] = values
+            continue
+        old = swap.state[param]
+        for name, value in values.items():
+            old[name] = _wrapped(old.get(name), value, param, key.shape)
+    swap.optimizer.state = swap.state
+    for param in swap.of_standin.values():
+        param._cell.num_writes += 1
+    torch.autograd.graph.increment_version(list(swap.of_standin.values()))
+
+
+def _wrapped(old: Any, value: Any, param: ShardedTensor, shape: torch.Size) -> Any:
+    """A state's value as it is kept between steps."""
+    if isinstance(old, ShardedTensor):
+        if isinstance(value, Tensor) and old._cell.resolve() is not value:
+            old._cell.deliver(value)
+        old._cell.num_writes += 1
+        return old
+    if isinstance(value, Tensor) and value.dim() and value.shape == shape:
+        return param.like(ShardCell(value, param._layout, is_shared=True), dtype=value.dtype)
+    return value
+
+
+def check_interrupted() -> None:
+    """Repair an optimizer whose step raised, and say so once: some of its parameters may have moved and others not.
+
+    Raises:
+        StateError: A step was interrupted. Only the ranks on which it was raise.
+    """
+    if _Current.swap is None:
+        return
+    name = type(_Current.swap.optimizer).__name__
+    _restore(_Current.swap)
+    raise StateError(
+        f"{name}: a step must run to its end, but the last one was interrupted by an exception, and some parameters "
+        "may have moved while others have not. Load a checkpoint; or, to go on all the same, call zero_grad() again "
+        "and continue."
+    )
+
+
+register_optimizer_step_pre_hook(_begin)
+register_optimizer_step_post_hook(_end)
+_Current.num_hooks = _num_global_hooks()
