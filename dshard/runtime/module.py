@@ -207,15 +207,24 @@ def _convert(param: ShardedTensor, fn: Callable[[Tensor], Tensor]) -> None:
         if shard is param._cell.resolve():
             return
         grad, param.grad = param.grad, None
-        new = param.like(shard)
+        stride = _stride_of_format(param, shard)
+        new = param.like(shard.contiguous(), stride=stride)
         new._cell.is_shared = True
         if new.device == param.device:
             param.data = new
         else:
             _swap(param, new)
         if isinstance(grad, ShardedTensor):
-            param.grad = grad.like(fn(grad._cell.resolve()))
+            param.grad = grad.like(fn(grad._cell.resolve()).contiguous(), stride=stride)
             param.grad._cell.is_shared = True
+
+
+def _stride_of_format(param: ShardedTensor, shard: Tensor) -> tuple[int, ...] | None:
+    """Strides of the full tensor if its shard was converted to another memory format, else None."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if shard.dim() not in formats or shard.is_contiguous():
+        return None
+    return torch.empty(param.shape, device="meta").to(memory_format=formats[shard.dim()]).stride()
 
 
 def _swap(param: ShardedTensor, new: ShardedTensor) -> None:

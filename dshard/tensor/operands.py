@@ -92,11 +92,13 @@ def takes_own_data(target: ShardedTensor, operands: Sequence[Any]) -> bool:
 
 
 def fingerprint(value: Any) -> int:
-    """A checksum of a small plain operand on CPU, such as indices; 0 for all else."""
+    """A checksum of a plain operand on CPU, for small ones one that knows the order; 0 for all else."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.device.type != "cpu":
         return 0
-    if value.numel() > _SMALL or value.layout != torch.strided or value.is_conj() or value.is_neg():
+    if value.layout != torch.strided or value.is_conj() or value.is_neg() or value.is_complex():
         return 0
+    if value.numel() > _SMALL:
+        return int(hash_bits(value.detach()).item()) if (hash_bits := getattr(torch, "hash_tensor", None)) else 0
     return zlib.crc32(bytes(value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()))
 
 

@@ -149,16 +149,19 @@ class ShardedTensor(Exports, DTensor):
         local.copy_(shard_of(full.detach(), layout, group.rank))
         return cls.wrap(ShardCell(local, layout, is_shared=True), spec, group, name=name)
 
-    def like(self, shard: Tensor | ShardCell, *, dtype: torch.dtype | None = None) -> "ShardedTensor":
-        """A ShardedTensor of this one's layout around another shard; `dtype` where it differs from this one's."""
+    def like(
+        self, shard: Tensor | ShardCell, *, dtype: torch.dtype | None = None, stride: tuple[int, ...] | None = None
+    ) -> "ShardedTensor":
+        """A ShardedTensor of this one's layout around another shard; `dtype`, `stride` where they differ from its."""
         cell = shard if isinstance(shard, ShardCell) else ShardCell(shard, self._layout, is_shared=is_stepping())
         spec = self._spec
         if dtype is None and not cell.is_pending:
             dtype = cell.resolve().dtype
         meta = spec.tensor_meta
         assert meta is not None
-        if dtype is not None and dtype != meta.dtype:
-            spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
+        if dtype not in (None, meta.dtype) or stride not in (None, meta.stride):
+            new_meta = TensorMeta(meta.shape, stride or meta.stride, dtype or meta.dtype)
+            spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=new_meta)
         prototype = self._cell.resolve() if cell.is_pending else None
         return type(self).wrap(cell, spec, self._group, name=self._name, prototype=prototype)
 

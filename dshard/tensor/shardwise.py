@@ -1,6 +1,8 @@
 """Operations that run on the shards: elementwise ones, foreach lists, factories and reductions."""
 
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -75,11 +77,21 @@ def factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return out
 
 
+def _called_by_init() -> bool:
+    """Whether a function of `torch.nn.init` runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == torch.nn.init.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def new_tensor(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """`new_empty` and its kind: a plain tensor of the asked size; in an init, one whose random fills agree."""
     source: ShardedTensor = args[0]
     plain = func(torch.empty(0, dtype=source.dtype, device=source.device), *args[1:], **kwargs)
-    if torch.is_grad_enabled() or not source._cell.is_shared or func is not aten.new_empty.default:
+    if func is not aten.new_empty.default or not source._cell.is_shared or not _called_by_init():
         return plain
     whole = ShardedTensor.shard(plain, source.device_mesh, None, name=source.name)  # `orthogonal_` fills it at random
     whole._cell.is_shared = False
