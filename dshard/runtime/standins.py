@@ -79,37 +79,48 @@ def _may_swap(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
     )
 
 
-def _is_plain_case(param: Tensor) -> bool:
-    """Whether a parameter and its gradient are sharded alike."""
+def _standin(param: ShardedTensor) -> Tensor | None:
+    """The shard of a parameter, with that of its gradient; None if the two do not lie alike."""
     grad = param.grad
-    if not isinstance(param, ShardedTensor):
-        return not isinstance(grad, ShardedTensor)
-    return grad is None or (
-        isinstance(grad, ShardedTensor) and grad._view is None and param._view is None and grad._layout == param._layout
-    )
+    shard = param._cell.resolve().detach()  # an object of its own, for the key and the gradient
+    if grad is None:
+        shard.grad = None
+        return shard
+    if type(grad) is not ShardedTensor or grad._view is not None or param._view is not None:
+        return None
+    if grad._cell.layout is not param._cell.layout and grad._cell.layout != param._cell.layout:
+        return None
+    shard.grad = grad._cell.resolve()
+    return shard
 
 
 def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     check_interrupted()
     repoint_optimizer(optimizer)
-    groups = [group["params"] for group in optimizer.param_groups]
-    if not _may_swap(optimizer, args, kwargs) or not all(_is_plain_case(p) for params in groups for p in params):
+    if not _may_swap(optimizer, args, kwargs):
         return
-    if not any(isinstance(p, ShardedTensor) for params in groups for p in params):
+    groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
+    standins: dict[Tensor, Tensor] = {}
+    for params in groups:
+        for param in params:
+            if type(param) is ShardedTensor:
+                shard = _standin(param)
+                if shard is None:
+                    return
+                standins[param] = shard
+            elif type(param.grad) is ShardedTensor:
+                return
+    if not standins:
         return
-    standins: dict[ShardedTensor, Tensor] = {}
-    for param in (p for params in groups for p in params if isinstance(p, ShardedTensor)):
-        shard = param._cell.resolve().detach()  # an object of its own, for the key and the gradient
-        shard.grad = None if param.grad is None else param.grad._local_tensor  # type: ignore[attr-defined]
-        standins[param] = shard
-    swap = _Swap(optimizer, groups, optimizer.state, {shard: param for param, shard in standins.items()})
-    _Current.swap = swap
+    of_standin: dict[Tensor, Any] = {shard: param for param, shard in standins.items()}
+    _Current.swap = _Swap(optimizer, groups, optimizer.state, of_standin)
     for group in optimizer.param_groups:
-        group["params"] = [standins.get(p, p) if isinstance(p, ShardedTensor) else p for p in group["params"]]
+        group["params"] = [standins.get(p, p) for p in group["params"]]
     state: Any = defaultdict(dict)
-    for param, values in swap.state.items():
-        key = standins.get(param, param)
-        state[key] = {k: v._local_tensor if isinstance(v, ShardedTensor) else v for k, v in values.items()}
+    for param, values in optimizer.state.items():
+        state[standins.get(param, param)] = {
+            k: v._cell.resolve() if type(v) is ShardedTensor else v for k, v in values.items()
+        }
     optimizer.state = state
 
 
@@ -141,10 +152,11 @@ def _restore(swap: _Swap) -> None:
 
 def _wrapped(old: Any, value: Any, param: ShardedTensor, shape: torch.Size) -> Any:
     """A state's value as it is kept between steps."""
-    if isinstance(old, ShardedTensor):
-        if isinstance(value, Tensor) and old._cell.resolve() is not value:
-            old._cell.deliver(value)
-        old._cell.num_writes += 1
+    if type(old) is ShardedTensor:
+        cell = old._cell
+        if cell._tensor is not value:
+            cell.deliver(value)
+        cell.num_writes += 1
         return old
     if isinstance(value, Tensor) and value.dim() and value.shape == shape:
         return param.like(ShardCell(value, param._layout, is_shared=True), dtype=value.dtype)
