@@ -6,6 +6,7 @@ python benchmarks/collectives.py [--ranks 2] [--rounds 30] [--no-write]
 import argparse
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,21 +35,26 @@ def bench(num_rounds: int, keep: bool) -> None:
     segment, flat = torch.randn(bucket.segment_numel), torch.randn(bucket.segment_numel * group.num_ranks)
     received = torch.empty_like(flat)
 
-    def gather() -> None:
-        all_gather(shards, bucket, group, label="unit", strides=strides).wait()
+    native = ShardGroup(dist.group.WORLD, torch.device("cpu"))
+    native.is_direct = False  # the same buckets, over the backend's own collectives
 
-    def reduce() -> None:
-        reduction = ReduceBucket(bucket, group, dtype=torch.float32, device=torch.device("cpu"), label="unit")
+    def gather(over: ShardGroup) -> None:
+        all_gather(shards, bucket, over, label="unit", strides=strides).wait()
+
+    def reduce(over: ShardGroup) -> None:
+        reduction = ReduceBucket(bucket, over, dtype=torch.float32, device=torch.device("cpu"), label="unit")
         for i, grad in enumerate(grads):
             reduction.add(i, grad)
         reduction.launch(mean=True).wait()
 
     variants = {
-        "all-gather, dshard (pack, exchange, unpack)": gather,
-        "all-gather, backend's own (flat buffer alone)": lambda: dist.all_gather_single(received, segment),
-        "reduce-scatter, dshard (pack, exchange, add)": reduce,
-        "reduce-scatter, backend's own (flat buffer alone)": lambda: dist.reduce_scatter_single(segment, flat),
-        "all-reduce, backend's own (flat buffer alone)": lambda: dist.all_reduce(flat),
+        "all-gather of a bucket, direct": partial(gather, group),
+        "all-gather of a bucket, backend's own": partial(gather, native),
+        "all-gather of a flat buffer, backend's own": lambda: dist.all_gather_single(received, segment),
+        "reduce-scatter of a bucket, direct": partial(reduce, group),
+        "reduce-scatter of a bucket, backend's own": partial(reduce, native),
+        "reduce-scatter of a flat buffer, backend's own": lambda: dist.reduce_scatter_single(segment, flat),
+        "all-reduce of a flat buffer, backend's own": lambda: dist.all_reduce(flat),
     }
     times = interleave(variants, num_rounds=num_rounds, num_warmups=5)
     if group.rank:

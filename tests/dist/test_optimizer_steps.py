@@ -1,0 +1,121 @@
+"""While an elementwise optimizer steps, shards stand in for the parameters, and nobody else can tell."""
+
+import pytest
+import torch
+from torch import nn
+
+import dshard
+from dshard.testing import WorldPool
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+
+
+def with_gradients(net: nn.Module) -> nn.Module:
+    net(torch.ones(2, 5)).square().sum().backward()
+    return net
+
+
+class Breaks(float):
+    """A learning rate that raises at its second use."""
+
+    uses = 0
+
+    def __rmul__(self, other):
+        Breaks.uses += 1
+        if Breaks.uses > 1:
+            raise KeyboardInterrupt
+        return float(self) * other
+
+    def __neg__(self):
+        Breaks.uses += 1
+        if Breaks.uses > 1:
+            raise KeyboardInterrupt
+        return -float(self)
+
+
+def interrupted_step() -> dict[str, object]:
+    Breaks.uses = 0
+    net = with_gradients(dshard.fully_shard(model()))
+    params = list(net.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    optimizer.param_groups[0]["lr"] = Breaks(0.1)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    with pytest.raises(dshard.StateError, match="SGD: a step must run to its end") as raised:
+        net(torch.ones(2, 5))
+    held = all(p is q for p, q in zip(optimizer.param_groups[0]["params"], params, strict=True))
+    optimizer.zero_grad()
+    with_gradients(net)
+    optimizer.step()
+    return {"held": held, "text": str(raised.value), "sharded": all(isinstance(p, dshard.ShardedTensor) for p in params)}
+
+
+def test_an_interrupted_step_is_repaired_and_told_once(worlds: WorldPool):
+    for told in worlds.run(2, interrupted_step):
+        assert told["held"]
+        assert told["sharded"]
+        assert "zero_grad() again" in told["text"]
+
+
+def what_a_hook_sees() -> list[str]:
+    net = with_gradients(dshard.fully_shard(model()))
+    optimizer = torch.optim.AdamW(net.parameters())
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda o, a, k: seen.extend(type(p).__name__ for p in o.param_groups[0]["params"]))
+    optimizer.step()
+    optimizer.step(lambda: seen.extend(type(p).__name__ for p in optimizer.param_groups[0]["params"]))
+    return seen
+
+
+def test_hooks_and_closures_of_the_user_see_sharded_parameters(worlds: WorldPool):
+    for seen in worlds.run(2, what_a_hook_sees):
+        assert set(seen) == {"ShardedTensor"}
+        assert len(seen) == 12
+
+
+def state_between_steps(name: str, options: dict[str, object]) -> bool:
+    net = with_gradients(dshard.fully_shard(model()))
+    twin = with_gradients(model())
+    pairs = []
+    for each in (net, twin):
+        optimizer = getattr(torch.optim, name)(each.parameters(), lr=0.01, **options)
+        for _ in range(3):
+            optimizer.step()
+        pairs.append(optimizer)
+    ours, theirs = pairs
+    for param, plain in zip(net.parameters(), twin.parameters(), strict=True):
+        for key, value in theirs.state[plain].items():
+            mine = ours.state[param][key]
+            if isinstance(value, torch.Tensor) and value.dim():
+                assert isinstance(mine, dshard.ShardedTensor), (name, key, type(mine))
+                mine = mine.full_tensor()
+            assert torch.allclose(torch.as_tensor(mine), torch.as_tensor(value)), (name, key)
+        assert torch.allclose(param.full_tensor(), plain)
+    return True
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop"])
+def test_states_are_sharded_between_steps_and_equal_the_plain_ones(worlds: WorldPool, name, options):
+    assert all(worlds.run(2, state_between_steps, name, options))
+
+
+def replaced_state() -> bool:
+    """A user who puts another tensor into the state between two steps is heard."""
+    net = with_gradients(dshard.fully_shard(model()))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer.step()
+    weight = net[0].weight
+    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    weight.grad.zero_()
+    before = weight.full_tensor()
+    optimizer.step()
+    return torch.equal(before, weight.full_tensor())
+
+
+def test_a_state_that_was_replaced_between_steps_is_used(worlds: WorldPool):
+    assert all(worlds.run(2, replaced_state))
