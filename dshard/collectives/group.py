@@ -44,11 +44,6 @@ class Handle(Generic[T]):
                 with contextlib.suppress(RuntimeError):  # the group may be gone by now
                     work.wait()
 
-    @property
-    def is_done(self) -> bool:
-        """Whether `wait` has returned."""
-        return self._finish is None and self._works is None
-
     def wait(self) -> T:
         """Wait for the peers, at most for the process group's timeout.
 

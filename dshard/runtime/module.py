@@ -69,6 +69,7 @@ class FSDPModule(_TorchFSDPModule, nn.Module):
         """
         self._runtime()
         for unit in self._dshard_units:
+            unit.is_requested = True
             unit.gather()
         handle = UnshardHandle(self._dshard_units)
         if async_op:

@@ -87,7 +87,7 @@ class Runtime:
             if self._frozen is not None and self._frozen is not unit:
                 self._frozen.free()
             self._frozen = None if unit.trainable else unit
-        elif not unit.num_active:
+        elif not unit.num_active and not unit.is_requested:
             if self._loose is not None and self._loose is not unit and not self._loose.num_active:
                 self._loose.free()
             self._loose = unit

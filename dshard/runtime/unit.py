@@ -92,6 +92,7 @@ class Unit:
         self.observer = observer
         self.num_active = 0  # forwards of its modules that are running
         self.num_pins = 0  # open `gathered` scopes
+        self.is_requested = False  # by `unshard`, to stay until it was used
         self.num_watched = 0  # inputs of its modules whose gradients will tell that backward has passed
         self.requires_sync = True  # else gradients are added up unreduced
         self.averages = True  # gradients over the ranks, else they are added
@@ -195,6 +196,7 @@ class Unit:
             return
         self.wait()
         self._fulls = None
+        self.is_requested = False
         self.observer.on_free(self)
 
     def buckets(self, slots: Sequence[int]) -> list[Bucket]:
@@ -223,6 +225,7 @@ class Unit:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.num_active = self.num_pins = self.num_watched = 0
+        self.is_requested = False
         self._fulls = self._in_flight = None
         self._stamp, self._buckets = [], {}
         for slot, param in enumerate(self.params):

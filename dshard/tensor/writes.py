@@ -39,15 +39,15 @@ def pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """An elementwise operation in place: on this rank's shard, with the other operands cut to it."""
     target = args[0]
     if not isinstance(target, ShardedTensor):
-        return func(target, *materialize(args[1:]), **{k: materialize(v) for k, v in kwargs.items()})
+        return func(target, *materialize(args[1:]), **_materialize_kwargs(kwargs))
     if func is aten.add_.Tensor and _accumulate(target, args[1], kwargs):
         return target
     operands = (*args[1:], *kwargs.values())
     if takes_own_data(target, operands):
-        (target if target._view is None else target._view.base).become_whole()
+        _base_of(target).become_whole()
     _sign(func, target, operands)
     if target._view is not None:
-        _write_through(target, lambda view: func(view, *materialize(args[1:]), **materialize_kwargs(kwargs)))
+        _write_through(target, lambda view: func(view, *materialize(args[1:]), **_materialize_kwargs(kwargs)))
         return target
     shard = target._cell.resolve()
     func(shard, *[cut_to(a, target) for a in args[1:]], **{k: cut_to(v, target) for k, v in kwargs.items()})
@@ -55,9 +55,14 @@ def pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return target
 
 
-def materialize_kwargs(kwargs: Kwargs) -> Kwargs:
+def _materialize_kwargs(kwargs: Kwargs) -> Kwargs:
     """`kwargs` with full values in the place of ShardedTensors."""
     return {k: materialize(v) for k, v in kwargs.items()}
+
+
+def _base_of(tensor: ShardedTensor) -> ShardedTensor:
+    """What a view views, or the tensor itself."""
+    return tensor if tensor._view is None else tensor._view.base
 
 
 def _sign(func: OpOverload, target: ShardedTensor, operands: Sequence[Any]) -> None:
@@ -82,24 +87,19 @@ def _accumulate(target: ShardedTensor, other: Any, kwargs: Kwargs) -> bool:
     return True
 
 
-def _write_through(target: ShardedTensor, change: Callable[[Tensor], Any], *, values: bool = False) -> None:
+def _write_through(target: ShardedTensor, change: Callable[[Tensor], Any]) -> None:
     """Write through a chain of views, or to a base, by way of a buffer of the base's full shape.
 
     Args:
         target: What is written to.
-        change: Writes to the plain counterpart of `target`.
-        values: Whether it reads elements that this rank does not own; then the buffer is gathered.
+        change: Writes to the plain counterpart of `target`, each element from itself and its operands alone: the buffer
+            holds no elements of other ranks.
     """
-    base = target if target._view is None else target._view.base
+    base = _base_of(target)
     shard = base._cell.resolve()
-    if values:
-        buffer = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=base.device)
-        buffer.copy_(base.materialize())
-        own = shard_of(buffer, base._layout, base._group.rank)
-    else:
-        buffer = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=base.device)
-        own = shard_of(buffer.zero_(), base._layout, base._group.rank)
-        own.copy_(shard)
+    buffer = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=base.device)
+    own = shard_of(buffer.zero_(), base._layout, base._group.rank)
+    own.copy_(shard)
     change(buffer if target._view is None else apply_steps(buffer, target._view.steps))
     shard.copy_(own)
     base._cell.note_write()
@@ -114,7 +114,7 @@ def write(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
     def private(tensor: ShardedTensor) -> Tensor:
         increment_version(tensor)  # autograd does not count writes to lists
-        base = tensor if tensor._view is None else tensor._view.base
+        base = _base_of(tensor)
         if takes_own_data(tensor, operands):
             base.become_whole()
         _sign(func, tensor, operands)
@@ -211,9 +211,9 @@ def random_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """`normal_` and its kind: every rank draws what the unsharded tensor would get, and keeps its part."""
     target = args[0]
     if not isinstance(target, ShardedTensor):
-        return func(target, *materialize(args[1:]), **materialize_kwargs(kwargs))
+        return func(target, *materialize(args[1:]), **_materialize_kwargs(kwargs))
     with _AgreedGenerator(target._group, target.device, kwargs.get("generator")):
-        _write_through(target, lambda view: func(view, *materialize(args[1:]), **materialize_kwargs(kwargs)))
+        _write_through(target, lambda view: func(view, *materialize(args[1:]), **_materialize_kwargs(kwargs)))
     return target
 
 
