@@ -166,6 +166,9 @@ class FSDPModule(_TorchFSDPModule, nn.Module):
         self._runtime()
         for unit in units_of(self):
             unit.free()
+        recurrent = [module for module in self.modules() if isinstance(module, nn.RNNBase)]
+        for module in recurrent:
+            module._flat_weights, module._flat_weight_refs = [], []  # weak references stand in the way of a swap
         taken: list[tuple[nn.Module, str, ShardedTensor]] = []
         converted: set[int] = set()
         for module in self.modules() if recurse else [self]:
@@ -182,9 +185,8 @@ class FSDPModule(_TorchFSDPModule, nn.Module):
         finally:
             for module, name, sharded in taken:
                 module._parameters[name] = sharded  # type: ignore[assignment]
-        for module in self.modules():
-            if isinstance(module, nn.RNNBase):
-                module._init_flat_weights()
+        for module in recurrent:
+            module._init_flat_weights()
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
