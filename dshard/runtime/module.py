@@ -168,7 +168,7 @@ class FSDPModule(_TorchFSDPModule, nn.Module):
             unit.free()
         recurrent = [module for module in self.modules() if isinstance(module, nn.RNNBase)]
         for module in recurrent:
-            module._flat_weights, module._flat_weight_refs = [], []  # weak references stand in the way of a swap
+            module.__dict__.update(_flat_weights=[], _flat_weight_refs=[])  # weak references prevent a swap
         taken: list[tuple[nn.Module, str, ShardedTensor]] = []
         converted: set[int] = set()
         for module in self.modules() if recurse else [self]:
@@ -240,9 +240,10 @@ def _swap(param: ShardedTensor, new: ShardedTensor) -> None:
     try:
         torch.utils.swap_tensors(param, new)
     except RuntimeError as error:
+        reason = str(error).rstrip(".")
         raise StateError(
-            f"{param.name}: a parameter can move to another device only while nothing else refers to it, but {error}. "
-            "Move the module before its first backward, and without other references to its parameters."
+            f"{param.name}: a parameter can move to another device only while nothing else refers to it, but torch says: "
+            f"{reason}. Move the module while no views of its parameters and no weak references to them are kept."
         ) from error
     param.__dict__.clear()
     param.__dict__.update(attributes)
