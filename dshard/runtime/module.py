@@ -167,8 +167,8 @@ class FSDPModule(_TorchFSDPModule, nn.Module):
         for unit in units_of(self):
             unit.free()
         recurrent = [module for module in self.modules() if isinstance(module, nn.RNNBase)]
-        for module in recurrent:
-            module.__dict__.update(_flat_weights=[], _flat_weight_refs=[])  # weak references prevent a swap
+        for rnn in recurrent:
+            rnn.__dict__.update(_flat_weights=[], _flat_weight_refs=[])  # weak references prevent a swap
         taken: list[tuple[nn.Module, str, ShardedTensor]] = []
         converted: set[int] = set()
         for module in self.modules() if recurse else [self]:
@@ -185,8 +185,8 @@ class FSDPModule(_TorchFSDPModule, nn.Module):
         finally:
             for module, name, sharded in taken:
                 module._parameters[name] = sharded  # type: ignore[assignment]
-        for module in recurrent:
-            module._init_flat_weights()
+        for rnn in recurrent:
+            rnn._init_flat_weights()
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -242,8 +242,8 @@ def _swap(param: ShardedTensor, new: ShardedTensor) -> None:
     except RuntimeError as error:
         reason = str(error).rstrip(".")
         raise StateError(
-            f"{param.name}: a parameter can move to another device only while nothing else refers to it, but torch says: "
-            f"{reason}. Move the module while no views of its parameters and no weak references to them are kept."
+            f"{param.name}: a parameter can move to another device only while nothing else refers to it, but torch "
+            f"says: {reason}. Move the module while no views of its parameters and no weak references to them are kept."
         ) from error
     param.__dict__.clear()
     param.__dict__.update(attributes)
