@@ -215,7 +215,7 @@ def persistent(name: str, num_steps: int) -> dict[str, Any]:
         "param_bytes": storage_bytes([p.to_local() for p in params.values()]),
         "grads": {n: tuple(p.grad.to_local().shape) for n, p in params.items()},
         "grad_bytes": storage_bytes([p.grad.to_local() for p in params.values()]),
-        "state_bytes": storage_bytes([s.to_local() for s in states]),
+        "state_bytes": storage_bytes([s if s.dim() == 0 else s.to_local() for s in states]),
         "num_tensors_per_unit": [len(u.params) for u in units_of(model)],
     }
 
