@@ -157,7 +157,7 @@ class Runtime:
 
     def enter_forward(self, unit: Unit) -> None:
         """A module of `unit` starts its forward."""
-        check_interrupted()
+        check_interrupted(None, unit.params)
         self.before_use()
         if torch.is_grad_enabled() and self.root in unit.modules:
             self._take_in_plain_parameters()

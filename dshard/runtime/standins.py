@@ -6,6 +6,7 @@ the shards themselves. Whoever else looks in meanwhile (a closure, a hook) would
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -47,18 +48,21 @@ class _Swap:
         params: The parameters of each of its groups.
         state: Its state.
         of_standin: For each shard that stands in, the parameter.
+        versions: Version counters of those shards at the start.
     """
 
     optimizer: Optimizer
     params: list[list[Tensor]]
     state: Any
     of_standin: dict[Tensor, ShardedTensor]
+    versions: list[int]
 
 
 class _Current:
-    """The swap of the step that runs, or of one that raised."""
+    """The swap of the step that runs, or of one that raised; and one that raised and has not been told of."""
 
     swap: ClassVar[_Swap | None] = None
+    untold: ClassVar[_Swap | None] = None
     num_hooks: ClassVar[tuple[int, int]] = (0, 0)
 
 
@@ -95,7 +99,7 @@ def _standin(param: ShardedTensor) -> Tensor | None:
 
 
 def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    check_interrupted()
+    check_interrupted(optimizer, ())
     repoint_optimizer(optimizer)
     if not _may_swap(optimizer, args, kwargs):
         return
@@ -113,7 +117,8 @@ def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not standins:
         return
     of_standin: dict[Tensor, Any] = {shard: param for param, shard in standins.items()}
-    _Current.swap = _Swap(optimizer, groups, optimizer.state, of_standin)
+    versions = [shard._version for shard in of_standin]
+    _Current.swap = _Swap(optimizer, groups, optimizer.state, of_standin, versions)
     for group in optimizer.param_groups:
         group["params"] = [standins.get(p, p) for p in group["params"]]
     state: Any = defaultdict(dict)
@@ -145,8 +150,10 @@ def _restore(swap: _Swap) -> None:
         for name, value in values.items():
             old[name] = _wrapped(old.get(name), value, param, key.shape)
     swap.optimizer.state = swap.state
-    for param in swap.of_standin.values():
+    for shard, param in swap.of_standin.items():
         param._cell.num_writes += 1
+        if shard.grad is None and param.grad is not None:
+            param.grad = None  # by zero_grad(), after a step that raised
     torch.autograd.graph.increment_version(list(swap.of_standin.values()))
 
 
@@ -163,20 +170,33 @@ def _wrapped(old: Any, value: Any, param: ShardedTensor, shape: torch.Size) -> A
     return value
 
 
-def check_interrupted() -> None:
-    """Repair an optimizer whose step raised, and say so once: some of its parameters may have moved and others not.
+def check_interrupted(optimizer: Optimizer | None, params: Sequence[Tensor]) -> None:
+    """Repair an optimizer whose step raised; if parameters had moved by then, say so once.
+
+    Args:
+        optimizer: Whose step begins, or None.
+        params: What is about to be used.
 
     Raises:
-        StateError: A step was interrupted. Only the ranks on which it was raise.
+        StateError: A step of `optimizer`, or of one that holds some of `params`, was interrupted after it had begun to
+            write. Only the ranks on which it was raise.
     """
-    if _Current.swap is None:
+    swap = _Current.swap
+    if swap is not None:
+        has_moved = any(s._version != v for s, v in zip(swap.of_standin, swap.versions, strict=True))
+        _restore(swap)
+        _Current.untold = swap if has_moved else None
+    untold = _Current.untold
+    if untold is None:
         return
-    name = type(_Current.swap.optimizer).__name__
-    _restore(_Current.swap)
+    held = {id(p) for p in untold.of_standin.values()}
+    if optimizer is not untold.optimizer and not any(id(p) in held for p in params):
+        return
+    _Current.untold = None
     raise StateError(
-        f"{name}: a step must run to its end, but the last one was interrupted by an exception, and some parameters "
-        "may have moved while others have not. Load a checkpoint; or, to go on all the same, call zero_grad() again "
-        "and continue."
+        f"{type(untold.optimizer).__name__}: a step must run to its end, but the last one was interrupted by an "
+        "exception, and some parameters have moved while others have not. Load a checkpoint; or, to go on all the "
+        "same, call zero_grad() again and continue."
     )
 
 

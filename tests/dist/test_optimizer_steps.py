@@ -61,6 +61,25 @@ def test_an_interrupted_step_is_repaired_and_told_once(worlds: WorldPool):
         assert "zero_grad() again" in told["text"]
 
 
+def refused_step() -> list[object]:
+    """A step that raises ahead of any write, and a reset of gradients right after it."""
+    net = with_gradients(dshard.fully_shard(model()))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    before = [p.full_tensor() for p in net.parameters()]
+    optimizer.param_groups[0]["lr"] = "no number"
+    with pytest.raises(TypeError):
+        optimizer.step()
+    optimizer.zero_grad()
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1).step()  # somebody else's
+    net(torch.ones(2, 5))
+    unmoved = all(torch.equal(p.full_tensor(), q) for p, q in zip(net.parameters(), before, strict=True))
+    return [unmoved, [p.grad for p in net.parameters()], type(optimizer.param_groups[0]["params"][0]).__name__]
+
+
+def test_a_step_that_raised_ahead_of_any_write_leaves_nothing_behind(worlds: WorldPool):
+    assert worlds.run(2, refused_step) == [[True, [None] * 4, "ShardedTensor"]] * 2
+
+
 def what_a_hook_sees() -> list[str]:
     net = with_gradients(dshard.fully_shard(model()))
     optimizer = torch.optim.AdamW(net.parameters())
