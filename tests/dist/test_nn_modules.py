@@ -779,9 +779,15 @@ def units_in(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.children() if any(True for _ in m.parameters())]
 
 
+def tolerance_of(module: nn.Module) -> float:
+    """As `exact_at_two`; bfloat16 rounds to 2^-8 of a sum, in whatever order it is added."""
+    is_coarse = any(p.dtype == torch.bfloat16 for p in module.parameters())
+    return 5e3 * exact_at_two() if is_coarse else exact_at_two()
+
+
 def train_both(plain: nn.Module, sharded: nn.Module, stock: Stock, num_steps: int, rate: float = 0.1) -> list[str]:
     """SGD steps of both; gradients, weights and buffers are compared after each."""
-    tolerance = exact_at_two()
+    tolerance = tolerance_of(plain)
     pairs = [(m, torch.optim.SGD([p for p in m.parameters() if p.requires_grad], rate)) for m in (plain, sharded)]
     wrong: list[str] = []
     start = {n: w.clone() for n, w in all_state(plain).items()}
@@ -825,7 +831,7 @@ def train_built(name: str, bottom_up: bool) -> list[str]:
         wrong.append("keys of the state dict")
     clone = make_built(name)
     clone.load_state_dict({n: full(t) for n, t in sharded.state_dict().items()})
-    return wrong + differences(all_state(clone), all_state(plain), 4 * exact_at_two())
+    return wrong + differences(all_state(clone), all_state(plain), 4 * tolerance_of(plain))
 
 
 @pytest.mark.parametrize("name", BUILT)
