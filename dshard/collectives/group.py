@@ -82,9 +82,9 @@ def _where() -> str:
 class ShardGroup:
     """A process group together with the algorithms that are right for its backend.
 
-    On gloo every exchange goes directly from rank to rank, and sums are taken in rank order: that is two to three times
-    faster than gloo's own all-gather and reduce-scatter, and gives the same bits whatever the schedule
-    (`benchmarks/collectives.py`). Every other backend runs its own collectives.
+    On gloo every exchange goes directly from rank to rank, and sums are taken in rank order: that is
+    faster than gloo's own all-gather and reduce-scatter (`benchmarks/collectives.py`), and gives the same bits whatever
+    the schedule. Every other backend runs its own collectives.
 
     Args:
         group: The process group.
