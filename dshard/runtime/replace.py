@@ -1,5 +1,6 @@
 """What becomes of the parameters that `fully_shard` replaces, and of optimizers that hold them."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from dshard.collectives import ReduceBucket
-from dshard.errors import StateError
 from dshard.layout import BucketLayout
 from dshard.tensor import ShardedTensor
 from dshard.tensor.cell import ShardCell
@@ -24,40 +24,29 @@ __all__ = [
     "retire",
 ]
 
-_GRAD: Any = torch.Tensor.grad  # the descriptor
-_METADATA = frozenset(
-    [
-        getattr(torch.Tensor, n).__get__
-        for n in ("dtype", "device", "shape", "requires_grad", "is_leaf", "layout", "is_meta")
-    ]
-    + [getattr(torch.Tensor, n) for n in ("is_floating_point", "is_complex", "numel", "dim", "size", "element_size")]
-)  # what torch's optimizers ask of a parameter while they load a state
+_ACCESSORS = frozenset(["__get__", "__set__", "__delete__"])  # of properties such as `grad`
 
 
 class ReplacedParameter(nn.Parameter):
-    """A parameter that `fully_shard` replaced; any use raises and says where it went.
+    """A parameter that `fully_shard` replaced: every use is a use of the ShardedTensor that took its place.
 
-    `grad` is that of the replacement, so that an optimizer made before can zero it.
+    Modules, optimizers and users may have kept the object; only `is` tells it from its replacement.
     """
 
     _replacement: ShardedTensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self = _first_replaced((args, kwargs or {}))
-        name = self._replacement.name if self is not None else "a parameter"
-        if func == _GRAD.__get__ and self is not None:
-            return self._replacement.grad
-        if func == _GRAD.__set__ and self is not None:
-            self._replacement.grad = args[1]
-            return None
-        if func in _METADATA and self is not None:
-            return func(self._replacement, *args[1:], **(kwargs or {}))
-        raise StateError(
-            f"{name}: fully_shard replaced this nn.Parameter object by a ShardedTensor, but the old object was used "
-            f"({getattr(func, '__name__', func)}). Read the parameter from its module again; an optimizer that was "
-            "made before fully_shard is re-pointed at its first step."
-        )
+        args, kwargs = _followed((args, kwargs or {}))
+        if func.__name__ in _ACCESSORS:
+            return _access(func, *args)
+        method = getattr(ShardedTensor, func.__name__, None)
+        if method is not func and getattr(torch.Tensor, func.__name__, None) is func:
+            func = method  # one that ShardedTensor has of its own
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replacement, name)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ReplacedParameter(now {self._replacement!r})"
@@ -66,24 +55,46 @@ class ReplacedParameter(nn.Parameter):
         return id(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise StateError(f"{self._replacement.name}: the old parameter object was copied. Copy the module's own.")
+        return copy.deepcopy(self._replacement, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _itself, (self._replacement,)
+
+
+def _itself(param: ShardedTensor) -> ShardedTensor:
+    """Unpickle: the replacement, the same object as elsewhere in the pickle."""
+    return param
+
+
+def _access(func: Any, target: Any, *rest: Any) -> Any:
+    """Get, set or delete a property of a tensor, by the class's own where it has one."""
+    name = func.__self__.__name__
+    if func.__name__ == "__get__":
+        return getattr(target, name)
+    if func.__name__ == "__set__":
+        return setattr(target, name, *rest)
+    return delattr(target, name)
+
+
+def _followed(value: Any) -> Any:
+    """Arguments with what took the place of the replaced parameters in them."""
+    if isinstance(value, ReplacedParameter):
+        return value._replacement
+    if isinstance(value, dict):
+        return {key: _followed(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_followed(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
 
 
 def retire(old: nn.Parameter, new: ShardedTensor) -> None:
-    """Free the memory of `old` and turn it into a `ReplacedParameter` that stands for `new`."""
+    """Free the memory of `old` and turn it into a `ReplacedParameter`, for whoever kept it."""
     old.grad = None
     old.requires_grad = False
     old.data = torch.empty(0, dtype=old.dtype, device=old.device)
     old.__class__ = ReplacedParameter
     old.__dict__["_replacement"] = new
-
-
-def _first_replaced(value: Any) -> ReplacedParameter | None:
-    """The first replaced parameter in some arguments."""
-    if isinstance(value, ReplacedParameter):
-        return value
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return next((found for item in items if (found := _first_replaced(item)) is not None), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from dshard.runtime.reduction import GradReduction, Reducer, route_gradient
+from dshard.runtime.replace import ReplacedParameter
 from dshard.runtime.standins import check_interrupted
 from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
@@ -219,9 +220,10 @@ class Registrations:
     count: ClassVar[int] = 0
 
     @classmethod
-    def note(cls, module: nn.Module, name: str, param: Any) -> None:
-        """Torch's hook for a parameter that is registered."""
+    def note(cls, module: nn.Module, name: str, param: Any) -> Any:
+        """Torch's hook for a parameter that is registered; a replaced one is followed."""
         cls.count += 1
+        return param._replacement if isinstance(param, ReplacedParameter) else None
 
 
 register_module_parameter_registration_hook(Registrations.note)
