@@ -8,6 +8,8 @@ the shards themselves. Whoever else looks in meanwhile (a closure, a hook) would
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any, ClassVar
 
 import torch
@@ -47,15 +49,21 @@ class _Swap:
         optimizer: The optimizer.
         params: The parameters of each of its groups.
         state: Its state.
-        of_standin: For each shard that stands in, the parameter.
+        swapped: The sharded parameters.
+        shards: What stands in for each of them.
         versions: Version counters of those shards at the start.
+        state_cells: Cells of the states that are sharded.
+        state_values: All values of the states that the optimizer sees, in order.
     """
 
     optimizer: Optimizer
     params: list[list[Tensor]]
     state: Any
-    of_standin: dict[Tensor, ShardedTensor]
+    swapped: list[ShardedTensor]
+    shards: list[Tensor]
     versions: list[int]
+    state_cells: list[ShardCell]
+    state_values: list[Any]
 
 
 class _Current:
@@ -85,48 +93,77 @@ def _may_swap(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
 
 def _standin(param: ShardedTensor) -> Tensor | None:
     """The shard of a parameter, with that of its gradient; None if the two do not lie alike."""
-    grad = param.grad
-    shard = param._cell.resolve().detach()  # an object of its own, for the key and the gradient
+    cell, grad = param._cell, param.grad
+    shard = cell.standin
+    if cell._pending is not None or shard is None:
+        shard = cell.standin = cell.resolve().detach()  # an object of its own, for the key and the gradient
     if grad is None:
         shard.grad = None
         return shard
     if type(grad) is not ShardedTensor or grad._view is not None or param._view is not None:
         return None
-    if grad._cell.layout is not param._cell.layout and grad._cell.layout != param._cell.layout:
+    grad_cell = grad._cell
+    if grad_cell.layout is not cell.layout and grad_cell.layout != cell.layout:
         return None
-    shard.grad = grad._cell.resolve()
+    shard.grad = grad_cell._tensor if grad_cell._pending is None else grad_cell.resolve()
     return shard
 
 
 def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     check_interrupted(optimizer, ())
     repoint_optimizer(optimizer)
-    if not _may_swap(optimizer, args, kwargs):
-        return
-    groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
-    standins: dict[Tensor, Tensor] = {}
-    for params in groups:
-        for param in params:
+    if _may_swap(optimizer, args, kwargs):
+        _swap_parameters(optimizer)
+
+
+def _swap_parameters(optimizer: Optimizer) -> None:
+    """Let shards stand in for the parameters, if all of them can."""
+    swapped: list[ShardedTensor] = []
+    shards: list[Tensor] = []
+    groups: list[list[Tensor]] = []
+    for group in optimizer.param_groups:
+        params: list[Tensor] = []
+        for param in group["params"]:
             if type(param) is ShardedTensor:
                 shard = _standin(param)
                 if shard is None:
+                    _forget_gradients(shards)
                     return
-                standins[param] = shard
+                swapped.append(param)
+                shards.append(shard)
+                params.append(shard)
             elif type(param.grad) is ShardedTensor:
+                _forget_gradients(shards)
                 return
-    if not standins:
-        return
-    of_standin: dict[Tensor, Any] = {shard: param for param, shard in standins.items()}
-    versions = [shard._version for shard in of_standin]
-    _Current.swap = _Swap(optimizer, groups, optimizer.state, of_standin, versions)
-    for group in optimizer.param_groups:
-        group["params"] = [standins.get(p, p) for p in group["params"]]
+            else:
+                params.append(param)
+        groups.append(params)
+    if shards:
+        _swap(optimizer, groups, swapped, shards)
+
+
+def _swap(optimizer: Optimizer, groups: list[list[Tensor]], swapped: list[ShardedTensor], shards: list[Tensor]) -> None:
+    """Give an optimizer groups and states of shards; the hash of a tensor is its id, so ids serve as keys here."""
+    of_param = dict(zip(map(id, swapped), shards, strict=True))
+    values = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
+    cells = [value._cell for value in values if type(value) is ShardedTensor]
+    resolved = iter([cell._tensor if cell._pending is None else cell.resolve() for cell in cells])
+    seen = [next(resolved) if type(value) is ShardedTensor else value for value in values]
+    rest = iter(seen)
     state: Any = defaultdict(dict)
-    for param, values in optimizer.state.items():
-        state[standins.get(param, param)] = {
-            k: v._cell.resolve() if type(v) is ShardedTensor else v for k, v in values.items()
-        }
+    for param, named in optimizer.state.items():
+        state[of_param.get(id(param), param)] = dict(zip(named, rest, strict=False))  # takes as many as there are names
+    params = [group["params"] for group in optimizer.param_groups]
+    versions = [shard._version for shard in shards]
+    _Current.swap = _Swap(optimizer, params, optimizer.state, swapped, shards, versions, cells, seen)
+    for group, standins in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = standins
     optimizer.state = state
+
+
+def _forget_gradients(shards: list[Tensor]) -> None:
+    for shard in shards:
+        shard.grad = None
 
 
 def _end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -141,20 +178,33 @@ def _restore(swap: _Swap) -> None:
     _Current.swap = None
     for group, params in zip(swap.optimizer.param_groups, swap.params, strict=True):
         group["params"] = params
+    seen = list(chain.from_iterable(map(dict.values, swap.optimizer.state.values())))
+    if len(seen) == len(swap.state_values) and all(map(is_, seen, swap.state_values)):
+        for cell in swap.state_cells:
+            cell.num_writes += 1
+    else:
+        _wrap_states(swap)
+    swap.optimizer.state = swap.state
+    for param, shard in zip(swap.swapped, swap.shards, strict=True):
+        param._cell.num_writes += 1
+        if shard.grad is not None:
+            shard.grad = None
+        elif param.grad is not None:
+            param.grad = None  # by zero_grad(), after a step that raised
+    torch.autograd.graph.increment_version(swap.shards)
+
+
+def _wrap_states(swap: _Swap) -> None:
+    """Shard the values of a state that the step made or replaced."""
+    of_shard = dict(zip(map(id, swap.shards), swap.swapped, strict=True))
     for key, values in swap.optimizer.state.items():
-        param = swap.of_standin.get(key)
+        param = of_shard.get(id(key))
         if param is None:
             swap.state[key] = values
             continue
         old = swap.state[param]
         for name, value in values.items():
             old[name] = _wrapped(old.get(name), value, param, key.shape)
-    swap.optimizer.state = swap.state
-    for shard, param in swap.of_standin.items():
-        param._cell.num_writes += 1
-        if shard.grad is None and param.grad is not None:
-            param.grad = None  # by zero_grad(), after a step that raised
-    torch.autograd.graph.increment_version(list(swap.of_standin.values()))
 
 
 def _wrapped(old: Any, value: Any, param: ShardedTensor, shape: torch.Size) -> Any:
@@ -183,13 +233,13 @@ def check_interrupted(optimizer: Optimizer | None, params: Sequence[Tensor]) -> 
     """
     swap = _Current.swap
     if swap is not None:
-        has_moved = any(s._version != v for s, v in zip(swap.of_standin, swap.versions, strict=True))
+        has_moved = any(s._version != v for s, v in zip(swap.shards, swap.versions, strict=True))
         _restore(swap)
         _Current.untold = swap if has_moved else None
     untold = _Current.untold
     if untold is None:
         return
-    held = {id(p) for p in untold.of_standin.values()}
+    held = set(map(id, untold.swapped))
     if optimizer is not untold.optimizer and not any(id(p) in held for p in params):
         return
     _Current.untold = None

@@ -22,7 +22,17 @@ class ShardCell:
             same values; else to a temporary, which a rank may fill with data of its own.
     """
 
-    __slots__ = ("__weakref__", "_awaited", "_pending", "_tensor", "is_shared", "layout", "num_writes", "tag")
+    __slots__ = (
+        "__weakref__",
+        "_awaited",
+        "_pending",
+        "_tensor",
+        "is_shared",
+        "layout",
+        "num_writes",
+        "standin",
+        "tag",
+    )
 
     def __init__(
         self,
@@ -33,6 +43,7 @@ class ShardCell:
         is_shared: bool = False,
     ) -> None:
         self._tensor = tensor
+        self.standin: Tensor | None = None  # the shard as an optimizer sees it, while the cell holds that shard
         self.layout = layout
         self.is_shared = is_shared
         self.tag = 0
@@ -79,7 +90,7 @@ class ShardCell:
 
     def deliver(self, tensor: Tensor) -> None:
         """Put the shard that was awaited, or another one, in place."""
-        self._tensor = tensor
+        self._tensor, self.standin = tensor, None
         if not self._awaited:
             self._pending = None
 
