@@ -16,8 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _common import header, interleave, run_ranks, summary, table, write
 
 from dshard.collectives import ReduceBucket, ShardGroup, all_gather
+from dshard.collectives.header import HEADER_BYTES, check_headers
+from dshard.collectives.header import header as make_header
 from dshard.layout import BucketLayout, ShardLayout
 
+NUM_HEADERS = 100
 WIDTH = 512  # one GPT block: 12 parameters, 12.6 MB in fp32
 SHAPES = [(3 * WIDTH, WIDTH), (3 * WIDTH,), (WIDTH, WIDTH), (WIDTH,), (4 * WIDTH, WIDTH), (4 * WIDTH,)]
 SHAPES += [(WIDTH, 4 * WIDTH), (WIDTH,), (WIDTH,), (WIDTH,), (WIDTH,), (WIDTH,)]
@@ -47,7 +50,16 @@ def bench(num_rounds: int, keep: bool) -> None:
             reduction.add(i, grad)
         reduction.launch(mean=True).wait()
 
+    raw = torch.empty((group.num_ranks, HEADER_BYTES), dtype=torch.uint8)
+
+    def headers() -> None:
+        for _ in range(NUM_HEADERS):
+            own = make_header("blocks.0", 1)
+            raw.copy_(own.expand_as(raw))  # one more row per peer than a gather writes
+            check_headers(raw, own, "blocks.0")
+
     variants = {
+        f"{NUM_HEADERS} headers, made and compared": headers,
         "all-gather of a bucket, direct": partial(gather, group),
         "all-gather of a bucket, backend's own": partial(gather, native),
         "all-gather of a flat buffer, backend's own": lambda: dist.all_gather_single(received, segment),

@@ -36,11 +36,13 @@ def clip_grad_norm_(
             fp32, equal on all ranks.
 
     Raises:
-        DivergenceError: The norm is not finite and `error_if_nonfinite` is set.
+        DivergenceError: The norm is not finite and `error_if_nonfinite` is set; or ranks that share a gradient came to
+            different norms, because their other parameters differ.
         ValueError: `norm_type` is not above 0.
 
     Communicates:
-        One all-reduce of 8 bytes for each process group that holds some of the parameters.
+        One all-reduce of 8 bytes for each process group that holds some of the parameters; where there are several
+        groups, another one of 16 bytes for each, to compare the norms.
 
     Source: `torch.nn.utils.clip_grad_norm_`, whose rule and epsilon it follows.
     """
@@ -85,7 +87,22 @@ def _total_norm(grads: Sequence[Tensor], order: float) -> Tensor:
         parts.append(collectives.all_reduce([part], group, op, label="clip_grad_norm_").wait()[0].to(device))
     together = torch.stack(parts)
     norm = together.amax() if order == float("inf") else together.sum().pow(1.0 / order)
+    if len(cut) > 1:
+        _check_agreement(norm, [group for group, _ in cut.values()])
     return norm.to(torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32)
+
+
+def _check_agreement(norm: Tensor, groups: Sequence[ShardGroup]) -> None:
+    """Raise, on every rank of a group, if its ranks found different norms: they would scale one gradient differently."""
+    for group in groups:
+        mine = torch.stack([norm, -norm]).to(group.device_type)
+        most, least = collectives.all_reduce([mine], group, ReduceOp.MAX, label="clip_grad_norm_").wait()[0].tolist()
+        if most + least > 1e-9 * abs(most):
+            raise DivergenceError(
+                f"clip_grad_norm_: all ranks that share a gradient must scale it alike, but their norms are between "
+                f"{-least:.6g} and {most:.6g}, because they differ in the other parameters that were passed. Clip the "
+                "parameters of each mesh by themselves."
+            )
 
 
 def _part(tensors: Sequence[Tensor], order: float, device: torch.device) -> Tensor:

@@ -1075,3 +1075,19 @@ def test_two_models_on_two_slices_of_a_mesh_train_in_one_optimizer(worlds: World
 def test_gradients_of_two_meshes_are_clipped_together(worlds: WorldPool, clips):
     check(worlds, 4, "meshes", two_meshes, "SGD", {}, clips)
     check(worlds, 4, "meshes", two_meshes, "AdamW", {"foreach": True}, clips)
+
+
+def clip_models_that_differ() -> None:
+    """On crossing slices each rank shares a gradient with two others, whose second model is another one."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    models = [shard(build(), mesh=mesh[axis]) for axis in ("a", "b")]
+    for model in models:
+        loss_of(model, 0, rank).backward()
+    dshard.clip_grad_norm_([p for model in models for p in model.parameters()], 0.3)
+
+
+def test_norms_that_differ_between_ranks_that_share_a_gradient_are_refused(worlds: WorldPool):
+    errors = expect_error(worlds.get_world(4), clip_models_that_differ)
+    assert all(kind == "DivergenceError" and "Clip the parameters of each mesh" in text for kind, text in errors)
+    Counted.cases["meshes"] += 1
