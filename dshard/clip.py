@@ -93,7 +93,7 @@ def _total_norm(grads: Sequence[Tensor], order: float) -> Tensor:
 
 
 def _check_agreement(norm: Tensor, groups: Sequence[ShardGroup]) -> None:
-    """Raise, on every rank of a group, if its ranks found different norms: they would scale one gradient differently."""
+    """Raise, on every rank of a group, if its ranks found different norms and would scale one gradient differently."""
     for group in groups:
         mine = torch.stack([norm, -norm]).to(group.device_type)
         most, least = collectives.all_reduce([mine], group, ReduceOp.MAX, label="clip_grad_norm_").wait()[0].tolist()
