@@ -15,8 +15,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 from _common import header, interleave, run_ranks, summary, table, write
 
-from dshard.collectives import ReduceBucket, ShardGroup, all_gather
-from dshard.collectives.header import HEADER_BYTES, check_headers
+from dshard.collectives import BufferPool, GatherPlan, ReduceBucket, ShardGroup, all_gather
+from dshard.collectives.header import HEADER_BYTES, Kind, check_headers
 from dshard.collectives.header import header as make_header
 from dshard.layout import BucketLayout, ShardLayout
 
@@ -37,15 +37,21 @@ def bench(num_rounds: int, keep: bool) -> None:
     strides = [torch.empty(shape, device="meta").stride() for shape in SHAPES]
     segment, flat = torch.randn(bucket.segment_numel), torch.randn(bucket.segment_numel * group.num_ranks)
     received = torch.empty_like(flat)
+    pool = BufferPool()
 
     native = ShardGroup(dist.group.WORLD, torch.device("cpu"))
     native.is_direct = False  # the same buckets, over the backend's own collectives
 
     def gather(over: ShardGroup) -> None:
-        all_gather(shards, bucket, over, label="unit", strides=strides).wait()
+        plan = GatherPlan.of(bucket, strides, torch.float32, over)
+        gathered = all_gather(shards, plan, over, label="unit", take=pool.take).wait()
+        memory = gathered.memory
+        del gathered
+        pool.give(memory)
 
     def reduce(over: ShardGroup) -> None:
-        reduction = ReduceBucket(bucket, over, dtype=torch.float32, device=torch.device("cpu"), label="unit")
+        cpu = torch.device("cpu")
+        reduction = ReduceBucket(bucket, over, dtype=torch.float32, device=cpu, label="unit", pool=pool)
         for i, grad in enumerate(grads):
             reduction.add(i, grad)
         reduction.launch(mean=True).wait()
@@ -54,9 +60,9 @@ def bench(num_rounds: int, keep: bool) -> None:
 
     def headers() -> None:
         for _ in range(NUM_HEADERS):
-            own = make_header("blocks.0", 1)
+            own = make_header(Kind.GATHER, "blocks.0", 1)
             raw.copy_(own.expand_as(raw))  # one more row per peer than a gather writes
-            check_headers(raw, own, "blocks.0")
+            check_headers(raw, own, Kind.GATHER, "blocks.0")
 
     variants = {
         f"{NUM_HEADERS} headers, made and compared": headers,

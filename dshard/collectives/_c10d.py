@@ -28,7 +28,7 @@ _OPS: dict[ReduceOp, Any] = {
     ReduceOp.MIN: dist.ReduceOp.MIN,
 }
 
-_TAG = 0xD5  # keeps our point-to-point messages apart from the user's
+HEADERS = 0x44530000  # tags that keep our point-to-point messages apart from the user's; payloads lie below
 
 # torch 2.13 renames the flat collectives and warns at the old names; 2.11 has the old names alone.
 _all_gather_flat: Callable[..., Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -69,14 +69,19 @@ def size_of(group: ProcessGroup) -> int:
     return int(dist.get_world_size(group))
 
 
-def send(tensor: Tensor, peer: int, group: ProcessGroup) -> Work:
+def name_of(group: ProcessGroup) -> str:
+    """A name that tells the groups of this process apart."""
+    return str(group.group_name)
+
+
+def send(tensor: Tensor, peer: int, tag: int, group: ProcessGroup) -> Work:
     """Start to send `tensor` to rank `peer` of `group`."""
-    return dist.isend(tensor, group=group, group_dst=peer, tag=_TAG)
+    return group.send([tensor], peer, tag)
 
 
-def receive(tensor: Tensor, peer: int, group: ProcessGroup) -> Work:
+def receive(tensor: Tensor, peer: int, tag: int, group: ProcessGroup) -> Work:
     """Start to receive into `tensor` from rank `peer` of `group`."""
-    return dist.irecv(tensor, group=group, group_src=peer, tag=_TAG)
+    return group.recv([tensor], peer, tag)
 
 
 def all_gather_flat(out: Tensor, segment: Tensor, group: ProcessGroup) -> Work:

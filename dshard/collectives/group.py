@@ -27,22 +27,33 @@ class Handle(Generic[T]):
         label: What it is for, in the words of an error message.
         works: The backend's own handles.
         finish: Called once after all of `works` ended; makes the result.
+        header_works: Handles to wait for ahead of `works`.
+        check: Called between the two; raises if the peers mean something else, and then nobody waits for `works`.
     """
 
-    __slots__ = ("_finish", "_result", "_works", "label")
+    __slots__ = ("_check", "_error", "_finish", "_header_works", "_result", "_works", "label")
 
-    def __init__(self, label: str, works: Sequence[Work], finish: Callable[[], T]) -> None:
+    def __init__(
+        self,
+        label: str,
+        works: Sequence[Work],
+        finish: Callable[[], T],
+        *,
+        header_works: Sequence[Work] = (),
+        check: Callable[[], None] | None = None,
+    ) -> None:
         self.label = label
         self._works: Sequence[Work] | None = works
+        self._header_works, self._check = header_works, check
         self._finish: Callable[[], T] | None = finish
         self._result: T | None = None
+        self._error: DivergenceError | None = None
 
     def __del__(self) -> None:
-        """End what was started: an abandoned message would pair with the next one of its peer."""
-        for work in self._works or ():
-            if work is not None:
-                with contextlib.suppress(RuntimeError):  # the group may be gone by now
-                    work.wait()
+        """End what was started: an abandoned message would pair with a later one of its peer."""
+        if self._works is not None:
+            with contextlib.suppress(RuntimeError, DivergenceError):  # the group may be gone by now
+                self._await()
 
     def wait(self) -> T:
         """Wait for the peers, at most for the process group's timeout.
@@ -50,22 +61,37 @@ class Handle(Generic[T]):
         Raises:
             DivergenceError: A peer did not take part in time, or took part with something else.
         """
+        if self._error is not None:
+            raise self._error
         if self._works is not None:
             try:
-                for work in self._works:
-                    if work is not None:
-                        work.wait()
+                self._await()
+            except DivergenceError as error:
+                self._error = error
+                raise
             except RuntimeError as error:
-                raise DivergenceError(
+                self._error = DivergenceError(
                     f"{self.label}{_where()}: all ranks must take part in the same collectives in the same order, but "
                     f"waiting for the peers failed: {str(error).splitlines()[0]}. Look at what the other ranks ran: an "
                     "exception there, a branch taken on one rank alone, or a parameter read on one rank alone."
-                ) from error
-            self._works = None
+                )
+                raise self._error from error
         if self._finish is not None:
             finish, self._finish = self._finish, None
             self._result = finish()
         return self._result  # type: ignore[return-value]
+
+    def _await(self) -> None:
+        works, self._works = self._works or (), None
+        header_works, self._header_works = self._header_works, ()
+        check, self._check = self._check, None
+        for work in header_works:
+            work.wait()
+        if check is not None:
+            check()
+        for work in works:
+            if work is not None:
+                work.wait()
 
 
 def _where() -> str:
@@ -82,19 +108,20 @@ def _where() -> str:
 class ShardGroup:
     """A process group together with the algorithms that are right for its backend.
 
-    On gloo every exchange goes directly from rank to rank, and sums are taken in rank order: that is
-    faster than gloo's own all-gather and reduce-scatter (`benchmarks/collectives.py`), and gives the same bits whatever
-    the schedule. Every other backend runs its own collectives.
+    On gloo messages go directly from rank to rank, and sums are taken in rank order: that is faster than gloo's own
+    all-gather and reduce-scatter (`dshard bench collectives`), and gives the same bits whatever the schedule. Every
+    other backend runs its own collectives.
 
     Args:
         group: The process group.
         device: Device of the tensors that will be exchanged.
     """
 
-    __slots__ = ("backend", "device_type", "is_direct", "num_ranks", "process_group", "rank")
+    __slots__ = ("backend", "device_type", "is_direct", "name", "num_ranks", "process_group", "rank")
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.process_group = group
+        self.name = _c10d.name_of(group)
         self.rank = _c10d.rank_in(group)
         self.num_ranks = _c10d.size_of(group)
         self.device_type = device.type
@@ -109,46 +136,14 @@ class ShardGroup:
         """The other ranks, nearest successor first, so that no rank is everybody's first."""
         return [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
 
-    def exchange(self, rows_out: Tensor, rows_in: Tensor) -> list[Work]:
-        """Start to send row `r` of `rows_out` to rank `r` and to receive row `r` of `rows_in` from it, for every peer.
-
-        Args:
-            rows_out: Contiguous, shape (num_ranks, row) to send different rows, or (row,) to send one to all.
-            rows_in: Contiguous, shape (num_ranks, row). Its own row is left alone.
-        """
-        works = []
-        for peer in self.peers:
-            works.append(_c10d.receive(rows_in[peer], peer, self.process_group))
-            works.append(_c10d.send(rows_out if rows_out.dim() == 1 else rows_out[peer], peer, self.process_group))
-        return works
-
     def all_gather(self, rows: Tensor) -> list[Work]:
-        """Start to fill `rows`, shape (num_ranks, row), of which this rank has filled its own row."""
-        if self.num_ranks == 1:
-            return []
-        if self.is_direct:
-            return self.exchange(rows[self.rank], rows)
+        """Start the backend's own all-gather into `rows`, shape (num_ranks, row), whose own row is filled."""
         return [_c10d.all_gather_flat(rows.view(-1), rows[self.rank], self.process_group)]
 
-    def reduce_scatter(self, rows: Tensor, *, mean: bool) -> tuple[list[Work], Callable[[], Tensor]]:
-        """Start to reduce row `r` of `rows`, shape (num_ranks, row), to rank `r`.
-
-        Returns:
-            The backend's handles, and what gives this rank's row, shape (row,), in memory of its own, once they ended.
-        """
-        if self.num_ranks == 1:
-            return [], lambda: rows[0]
-        if self.is_direct:
-            received = torch.empty_like(rows)
-            works = self.exchange(rows, received)
-            return works, lambda: _reduce_rows(rows, received, own=self.rank, mean=mean)
-        out = rows.new_empty(rows.shape[1])
+    def reduce_scatter(self, rows: Tensor, out: Tensor, op: ReduceOp) -> list[Work]:
+        """Start the backend's own reduce-scatter of `rows`, shape (num_ranks, row), into `out`, shape (row,)."""
         wire_rows, wire_out = (torch.view_as_real(t) if t.is_complex() else t for t in (rows, out))
-        native_mean = mean and self.backend == "nccl"
-        op = ReduceOp.MEAN if native_mean else ReduceOp.SUM
-        work = _c10d.reduce_scatter_flat(wire_out.reshape(-1), wire_rows.reshape(-1), op, self.process_group)
-        divisor = self.num_ranks if mean and not native_mean else 1
-        return [work], lambda: out if divisor == 1 else out.div_(divisor)
+        return [_c10d.reduce_scatter_flat(wire_out.reshape(-1), wire_rows.reshape(-1), op, self.process_group)]
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp) -> list[Work]:
         """Start the backend's own all-reduce, in place."""
@@ -161,15 +156,3 @@ class ShardGroup:
         if self.num_ranks == 1:
             return []
         return [_c10d.broadcast_flat(tensor, src, self.process_group)]
-
-
-def _reduce_rows(rows: Tensor, received: Tensor, *, own: int, mean: bool) -> Tensor:
-    """Add one row of each rank, rank 0 first; 16-bit floats are added in fp32."""
-    parts = [rows[r] if r == own else received[r] for r in range(rows.shape[0])]
-    wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
-    total = torch.add(parts[0].to(wide), parts[1])
-    for part in parts[2:]:
-        total.add_(part)
-    if mean:
-        total.div_(len(parts))
-    return total.to(rows.dtype)

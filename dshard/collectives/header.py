@@ -1,5 +1,6 @@
 """What travels ahead of the values, so that ranks which mean different things notice."""
 
+import enum
 import struct
 import zlib
 
@@ -8,32 +9,61 @@ from torch import Tensor
 
 from dshard.errors import DivergenceError
 
-__all__ = ["ALIGN_BYTES", "HEADER_BYTES", "check_headers", "header"]
+__all__ = ["ALIGN_BYTES", "HEADER_BYTES", "Kind", "check_headers", "header"]
 
 ALIGN_BYTES = 16  # a multiple of every element size
-HEADER_BYTES = 64  # a checksum of the label, a tag, and the end of the label itself
+HEADER_BYTES = 64
+_FORMAT = "<qqB47s"  # a checksum of kind and label, a tag, the kind, and the end of the label
 
 
-def header(label: str, tag: int) -> Tensor:
-    """What all ranks must send alike: which unit this is, and what it was written with."""
+class Kind(enum.IntEnum):
+    """What a header is ahead of."""
+
+    GATHER = 0
+    REDUCE = 1
+    COMBINE = 2
+
+    @property
+    def text(self) -> str:
+        """For messages."""
+        return ("the gather of", "the reduction of gradients of", "the combination of")[self]
+
+
+def header(kind: Kind, label: str, tag: int) -> Tensor:
+    """What all ranks must send alike: what this is, of which unit, and what that was written with."""
     name = label.encode()
-    raw = struct.pack("<qq48s", zlib.crc32(name), tag, name[-48:])
+    raw = struct.pack(_FORMAT, _checksum(kind, name), tag, kind, name[-47:])
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
-def check_headers(headers: Tensor, own: Tensor, label: str) -> None:
-    """Raise if another rank gathered another unit, or wrote other numbers to this one."""
+def _checksum(kind: Kind, name: bytes) -> int:
+    return zlib.crc32(name, int(kind))
+
+
+def check_headers(headers: Tensor, own: Tensor, kind: Kind, label: str) -> None:
+    """Raise if another rank is at something else, or wrote other numbers to the same.
+
+    Args:
+        headers: Shape (num_ranks, HEADER_BYTES), what each rank sent.
+        own: Shape (HEADER_BYTES,), this rank's.
+        kind: What this rank is at.
+        label: Of which unit.
+
+    Raises:
+        DivergenceError: They differ.
+    """
     if bool((headers == own).all()):
         return
     rank = next(r for r in range(headers.shape[0]) if not torch.equal(headers[r], own))
-    other = bytes(headers[rank].tolist())
-    crc, _, name = struct.unpack("<qq48s", other)
-    if crc != zlib.crc32(label.encode()):
+    crc, _, other_kind, name = struct.unpack(_FORMAT, bytes(headers[rank].tolist()))
+    if crc != _checksum(kind, label.encode()):
         text = name.rstrip(b"\0").decode(errors="replace")
+        other = "" if other_kind == kind else f"{Kind(other_kind).text} "
+        mine = "" if other_kind == kind else f", this one at {kind.text} '{label}'"
         raise DivergenceError(
             f"'{label}': all ranks must communicate about the same thing at the same time, but rank {rank} is at "
-            f"'{text}'. Make every rank run the same modules and read the same values in the same order; look for a "
-            "branch on rank-local data."
+            f"{other}'{text}'{mine}. Make every rank run the same modules and read the same values in the same order; "
+            "look for a branch on rank-local data."
         )
     raise DivergenceError(
         f"'{label}': all ranks must write the same to a sharded tensor, and equally often before it is used, but rank "

@@ -1,15 +1,14 @@
 """Collectives over a few small tensors: the results of reductions, checks, random states."""
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from dshard.collectives._c10d import ReduceOp
+from dshard.collectives.exchange import Exchange
 from dshard.collectives.group import Handle, ShardGroup
-from dshard.collectives.header import ALIGN_BYTES, HEADER_BYTES, check_headers
-from dshard.collectives.header import header as make_header
+from dshard.collectives.header import HEADER_BYTES, Kind
 from dshard.collectives.trace import CommRecord, record
 
 __all__ = ["all_reduce", "broadcast"]
@@ -48,26 +47,21 @@ def _exchange_small(
     flat: Tensor, group: ShardGroup, op: ReduceOp, label: str, finish: Callable[[Tensor], list[Tensor]]
 ) -> Handle[list[Tensor]]:
     """All-reduce by sending the values to every peer, behind a header that names what is reduced."""
-    item, sent = flat.element_size(), group.num_ranks - 1
-    row_bytes = HEADER_BYTES + math.ceil(flat.numel() * item / ALIGN_BYTES) * ALIGN_BYTES
-    raw = torch.empty((group.num_ranks, row_bytes), dtype=torch.uint8, device=flat.device)
-    rows = raw[:, HEADER_BYTES:].view(flat.dtype)[:, : flat.numel()]
-    header = make_header(label, 0)
-    raw[group.rank, :HEADER_BYTES].copy_(header)
+    num_bytes, sent = flat.numel() * flat.element_size(), group.num_ranks - 1
+    rows = flat.new_empty((group.num_ranks, flat.numel()))
     rows[group.rank] = flat
-    works = group.exchange(raw[group.rank], raw)
-    padding = row_bytes - HEADER_BYTES - flat.numel() * item
-    record(
-        CommRecord(
-            "all_reduce", label, group.num_ranks, flat.numel() * item * sent, padding * sent, HEADER_BYTES * sent
-        )
+    exchange = Exchange(group, Kind.COMBINE, label, 0, num_bytes)
+    for peer in group.peers if num_bytes else ():
+        exchange.receive(rows[peer], peer)
+        exchange.send(rows[group.rank], peer)
+    record(CommRecord("all_reduce", label, group.num_ranks, num_bytes * sent, 0, HEADER_BYTES * sent))
+    return Handle(
+        label,
+        exchange.works,
+        lambda: finish(_combine(rows, op)),
+        header_works=exchange.header_works,
+        check=exchange.check,
     )
-
-    def combine() -> list[Tensor]:
-        check_headers(raw[:, :HEADER_BYTES], header, label)
-        return finish(_combine(rows, op))
-
-    return Handle(label, works, combine)
 
 
 def _combine(rows: Tensor, op: ReduceOp) -> Tensor:

@@ -33,7 +33,12 @@ class GradReduction:
         self._mean, self._divisor = mean and divisor is None, divisor
         first = unit.params[bucket.slots[0]]
         self._bucket = ReduceBucket(
-            bucket.layout, bucket.group, dtype=first.dtype, device=first.device, label=unit.label
+            bucket.layout,
+            bucket.group,
+            dtype=first.dtype,
+            device=first.device,
+            label=unit.label,
+            pool=unit.observer.pool,
         )
         self._cells: dict[int, weakref.ref[ShardCell]] = {}
         self._handle: Handle[Reduced] | None = None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from dshard.collectives import BufferPool
 from dshard.runtime.reduction import GradReduction, Reducer, route_gradient
 from dshard.runtime.replace import ReplacedParameter
 from dshard.runtime.standins import check_interrupted
@@ -36,6 +37,7 @@ class Runtime:
         self.units: list[Unit] = []
         self.root: nn.Module | None = None
         self.reducer = Reducer()
+        self.pool = BufferPool()
         self.reshard_after_backward = True
         self.split: Callable[[], None] | None = None  # forms units at the first use; set for a root that has just one
         self._gathered: dict[Unit, None] = {}

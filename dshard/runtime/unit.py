@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dshard import collectives
-from dshard.collectives import Handle, ShardGroup
+from dshard.collectives import BufferPool, Gathered, GatherPlan, Handle, ShardGroup
 from dshard.errors import StateError
 from dshard.layout import BucketLayout
 from dshard.tensor import ShardedTensor
@@ -18,6 +19,8 @@ __all__ = ["Bucket", "Unit", "UnitObserver"]
 
 class UnitObserver(Protocol):
     """What a unit, and the hooks around it, tell of themselves; `Runtime` listens."""
+
+    pool: BufferPool  # memory for gathered copies and for gradients on their way
 
     def before_use(self) -> None:
         """A unit is about to be used."""
@@ -54,11 +57,13 @@ class Bucket:
     Args:
         slots: Their numbers in the unit.
         layout: Where their shards lie in the buffer.
+        plan: How they are gathered.
         group: The ranks that hold them.
     """
 
     slots: tuple[int, ...]
     layout: BucketLayout
+    plan: GatherPlan
     group: ShardGroup
 
 
@@ -97,9 +102,10 @@ class Unit:
         self.requires_sync = True  # else gradients are added up unreduced
         self.averages = True  # gradients over the ranks, else they are added
         self._fulls: list[Tensor] | None = None
-        self._in_flight: list[tuple[Bucket, Handle[list[Tensor]]]] | None = None
+        self._memories: list[Tensor] = []  # what the gathered copies lie in
+        self._in_flight: list[tuple[Bucket, Handle[Gathered]]] | None = None
         self._stamp: list[tuple[Any, int]] = []
-        self._buckets: dict[Any, list[Bucket]] = {}
+        self._buckets: dict[tuple[int, ...], tuple[list[Any], list[Bucket]]] = {}
         for slot, param in enumerate(self.params):
             param._source, param._slot = self, slot
 
@@ -144,7 +150,7 @@ class Unit:
         if self.is_gathered and self._is_fresh():
             return
         self.wait()  # a stale gather under way: its messages must not pair with those of the next
-        self._fulls = None
+        self._drop()
         on_meta = [p.name for p in self.params if p.is_meta]
         if on_meta:
             raise StateError(
@@ -160,11 +166,11 @@ class Unit:
                 params = [self.params[slot] for slot in bucket.slots]
                 handle = collectives.all_gather(
                     [p._cell.resolve() for p in params],
-                    bucket.layout,
+                    bucket.plan,
                     bucket.group,
                     label=self.label,
-                    strides=[p.stride() for p in params],
                     tag=hash(tuple(p._cell.signature for p in params)),
+                    take=self.observer.pool.take,
                 )
                 in_flight.append((bucket, handle))
         self._in_flight = in_flight
@@ -176,7 +182,10 @@ class Unit:
         fulls: dict[int, Tensor] = {}
         with torch.inference_mode(mode=False), torch.no_grad():
             for bucket, handle in in_flight:
-                fulls.update(zip(bucket.slots, handle.wait(), strict=True))
+                gathered = handle.wait()
+                fulls.update(zip(bucket.slots, gathered.tensors, strict=True))
+                if gathered.memory is not None:
+                    self._memories.append(gathered.memory)
         self._fulls = [fulls[slot] for slot in range(len(self.params))]
 
     def wait(self) -> None:
@@ -195,27 +204,38 @@ class Unit:
         if self.num_pins or not self.is_gathered:
             return
         self.wait()
-        self._fulls = None
+        self._drop()
         self.is_requested = False
         self.observer.on_free(self)
 
+    def _drop(self) -> None:
+        """Let go of the gathered copies and hand back their memory."""
+        self._fulls = None
+        memories, self._memories = self._memories, []
+        while memories:
+            self.observer.pool.give(memories.pop())
+
     def buckets(self, slots: Sequence[int]) -> list[Bucket]:
         """The buckets of some of the parameters: one per dtype, device and group, in order of first appearance."""
-        key = tuple((slot, self.params[slot].dtype, self.params[slot].device) for slot in slots)
+        key = tuple(slots)
+        specs = [self.params[slot]._spec for slot in key]  # another one after a change of dtype, strides or device
         known = self._buckets.get(key)
-        if known is None:
-            known = self._buckets[key] = self._make_buckets(slots)
-        return known
+        if known is None or not all(map(is_, known[0], specs)):
+            known = self._buckets[key] = (specs, self._make_buckets(key))
+        return known[1]
 
     def _make_buckets(self, slots: Sequence[int]) -> list[Bucket]:
         by_kind: dict[Any, list[int]] = {}
         for slot in slots:
             param = self.params[slot]
-            by_kind.setdefault((param.dtype, param.device, id(param._group.process_group)), []).append(slot)
-        return [
-            Bucket(tuple(part), BucketLayout.of([self.params[s]._layout for s in part]), self.params[part[0]]._group)
-            for part in by_kind.values()
-        ]
+            by_kind.setdefault((param.dtype, param.device, param._group.name), []).append(slot)
+        return [self._make_bucket(tuple(part)) for part in by_kind.values()]
+
+    def _make_bucket(self, slots: tuple[int, ...]) -> Bucket:
+        params = [self.params[slot] for slot in slots]
+        layout, group = BucketLayout.of([p._layout for p in params]), params[0]._group
+        plan = GatherPlan.of(layout, [p.stride() for p in params], params[0].dtype, group)
+        return Bucket(slots, layout, plan, group)
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles take along: no gathered copies."""
@@ -227,7 +247,7 @@ class Unit:
         self.num_active = self.num_pins = self.num_watched = 0
         self.is_requested = False
         self._fulls = self._in_flight = None
-        self._stamp, self._buckets = [], {}
+        self._memories, self._stamp, self._buckets = [], [], {}
         for slot, param in enumerate(self.params):
             param._source, param._slot = self, slot
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dshard import collectives
-from dshard.collectives import ShardGroup, shard_of
+from dshard.collectives import GatherPlan, ShardGroup, shard_of
 from dshard.errors import PlacementError, StateError
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.tensor.cell import ShardCell
@@ -311,11 +311,9 @@ class ShardedTensor(Exports, DTensor):
         device = shard.device
         if device.type != self._group.device_type and not shard.is_meta:
             shard = shard.to(self._group.device_type)
-        bucket = BucketLayout.of([self._layout])
-        handle = collectives.all_gather(
-            [shard], bucket, self._group, label=self._name, strides=[self.stride()], tag=hash(self._cell.signature)
-        )
-        return handle.wait()[0].to(device)
+        plan = GatherPlan.of(BucketLayout.of([self._layout]), [self.stride()], shard.dtype, self._group)
+        handle = collectives.all_gather([shard], plan, self._group, label=self._name, tag=hash(self._cell.signature))
+        return handle.wait().tensors[0].to(device)
 
     def become_whole(self) -> None:
         """Hold the full value on every rank from now on, for each rank to write data of its own to."""

@@ -11,13 +11,23 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dshard.collectives import CommTrace, ReduceBucket, ReduceOp, ShardGroup, all_gather, all_reduce, broadcast
+from dshard.collectives import (
+    CommTrace,
+    GatherPlan,
+    ReduceBucket,
+    ReduceOp,
+    ShardGroup,
+    all_gather,
+    all_reduce,
+    broadcast,
+)
+from dshard.errors import DivergenceError
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.testing import WorldPool, expect_error, fake_world, oracle
 from dshard.testing.strategies import DTYPES, FLOAT_DTYPES, TensorCase, shapes, world_sizes
 
 CPU = torch.device("cpu")
-HEADER_BYTES, ALIGN_BYTES = 64, 16
+HEADER_BYTES = 64
 REDUCED_DTYPES = (*FLOAT_DTYPES, torch.complex64)
 
 
@@ -104,7 +114,7 @@ def owned_numel(bucket, rank, num_ranks):
 # --- all-gather ------------------------------------------------------------------------------------------------------
 
 
-def check_all_gather(bucket, dtype):
+def check_all_gather(bucket, dtype, min_direct_bytes):
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     group, layout = world_group(), layout_of(bucket, num_ranks)
     fulls = [item.full(dtype, seed) for seed, item in enumerate(bucket)]
@@ -112,37 +122,62 @@ def check_all_gather(bucket, dtype):
     before = [s.clone() for s in shards]
     strides = [torch.empty_like(full).stride() for full in fulls]
     with uninitialized_is_nan(), CommTrace() as trace:
-        handle = all_gather(shards, layout, group, label="unit", strides=strides)
+        plan = GatherPlan.of(layout, strides, dtype, group, min_direct_bytes=min_direct_bytes)
+        handle = all_gather(shards, plan, group, label="unit")
         got = handle.wait()
         assert handle.wait() is got
+        got = got.tensors
     for full, out, stride, shard, old in zip(fulls, got, strides, shards, before, strict=True):
         same_bits(out, full)
         same_bits(shard, old)
         assert out.stride() == stride or out.numel() < 2
         assert num_ranks == 1 or not out.numel() or out.untyped_storage().data_ptr() != shard.data_ptr()
-    check_gather_bytes(trace, bucket, dtype, rank, num_ranks)
+    packed = [
+        item
+        for item, full in zip(bucket, fulls, strict=True)
+        if item.dim != 0 or full.nbytes < min_direct_bytes or not torch.empty_like(full).is_contiguous()
+    ]
+    check_gather_bytes(trace, bucket, packed, dtype, rank, num_ranks)
 
 
-def check_gather_bytes(trace, bucket, dtype, rank, num_ranks):
+def check_gather_bytes(trace, bucket, packed, dtype, rank, num_ranks):
     if num_ranks == 1:
         assert trace.calls() == 0
         return
     (record,) = trace.select("all_gather", "unit")
     assert trace.calls() == 1
-    slots = sum(slot_numel(item, num_ranks) for item in bucket) * dtype.itemsize
-    aligned = math.ceil(slots / ALIGN_BYTES) * ALIGN_BYTES
+    slots = sum(slot_numel(item, num_ranks) for item in packed) * dtype.itemsize
     owned = owned_numel(bucket, rank, num_ranks) * dtype.itemsize
+    padding = slots - owned_numel(packed, rank, num_ranks) * dtype.itemsize  # shards that travel alone have none
     assert record.num_ranks == num_ranks
     assert record.payload_bytes == (num_ranks - 1) * owned
     assert record.header_bytes == (num_ranks - 1) * HEADER_BYTES
+    assert record.padding_bytes == (num_ranks - 1) * padding
+    assert trace.total_bytes == (num_ranks - 1) * (owned + padding + HEADER_BYTES)
+
+
+def check_flat_gather_bytes(trace, bucket, dtype, rank, num_ranks):
+    """A backend with collectives of its own takes rows of one size."""
+    slots = sum(slot_numel(item, num_ranks) for item in bucket) * dtype.itemsize
+    aligned = math.ceil(slots / 16) * 16
+    owned = owned_numel(bucket, rank, num_ranks) * dtype.itemsize
+    (record,) = trace.select("all_gather", "unit")
+    assert record.payload_bytes == (num_ranks - 1) * owned
     assert record.padding_bytes == (num_ranks - 1) * (aligned - owned)
-    assert trace.total_bytes == (num_ranks - 1) * (aligned + HEADER_BYTES)
+    assert record.header_bytes == (num_ranks - 1) * HEADER_BYTES
 
 
 @settings(max_examples=60)
-@given(num_ranks=world_sizes(), bucket=BUCKETS, dtype=st.sampled_from(DTYPES))
-def test_all_gather_gives_the_full_tensors_and_sends_what_the_formula_says(worlds: WorldPool, num_ranks, bucket, dtype):
-    worlds.run(num_ranks, check_all_gather, bucket, dtype)
+@given(
+    num_ranks=world_sizes(),
+    bucket=BUCKETS,
+    dtype=st.sampled_from(DTYPES),
+    min_direct_bytes=st.sampled_from([0, 24, 1 << 16]),
+)
+def test_all_gather_gives_the_full_tensors_and_sends_what_the_formula_says(
+    worlds: WorldPool, num_ranks, bucket, dtype, min_direct_bytes
+):
+    worlds.run(num_ranks, check_all_gather, bucket, dtype, min_direct_bytes)
 
 
 def test_payload_of_all_ranks_is_n_minus_one_times_the_bucket():
@@ -155,7 +190,8 @@ def gather_labelled(labels, tags):
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     layout = layout_of([Item((4,), 0)], num_ranks)
     shard = torch.zeros(layout.layouts[0].local_shape(rank))
-    all_gather([shard], layout, world_group(), label=labels[rank], strides=[(1,)], tag=tags[rank]).wait()
+    plan = GatherPlan.of(layout, [(1,)], shard.dtype, world_group())
+    all_gather([shard], plan, world_group(), label=labels[rank], tag=tags[rank]).wait()
 
 
 def test_ranks_that_gather_different_units_raise_and_name_both(worlds: WorldPool):
@@ -170,6 +206,52 @@ def test_ranks_that_wrote_different_things_raise_and_name_the_unit(worlds: World
     errors = expect_error(worlds.get_world(3), gather_labelled, ["layers.3"] * 3, [0, 0, 5])
     assert [name for name, _ in errors] == ["DivergenceError"] * 3
     assert all("'layers.3': all ranks must write the same" in text for _, text in errors)
+
+
+def be_elsewhere(what_of_rank, size_of_rank):
+    """Each rank is at something else, of another size; then all are at the same again."""
+    rank, group = dist.get_rank(), world_group()
+    what, size = what_of_rank[rank], size_of_rank[rank]
+    with pytest.raises(DivergenceError) as raised:
+        if what == "gather":
+            layout = layout_of([Item((size,), 0)], group.num_ranks)
+            shard = torch.zeros(layout.layouts[0].local_shape(rank))
+            plan = GatherPlan.of(layout, [(1,)], shard.dtype, group, min_direct_bytes=0)
+            all_gather([shard], plan, group, label=f"unit of {size}").wait()
+        elif what == "reduce":
+            layout = layout_of([Item((size,), 0)], group.num_ranks)
+            reduce = ReduceBucket(layout, group, dtype=torch.float32, device=CPU, label=f"unit of {size}")
+            reduce.add(0, torch.ones(size))
+            reduce.launch(mean=True).wait()
+        else:
+            all_reduce([torch.ones(size)], group, ReduceOp.SUM, label=f"norm of {size}").wait()
+    for _ in range(2):  # what was sent in vain meets nothing of these
+        total = all_reduce([torch.ones(3)], group, ReduceOp.SUM, label="norm of 3").wait()[0]
+        assert total.tolist() == [group.num_ranks] * 3
+        check_all_gather([Item((4, 5), 0), Item((3,), 0)], torch.float32, 0)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "sizes"),
+    [
+        (["gather", "gather"], [8, 4000]),
+        (["gather", "gather", "gather"], [4000, 4000, 8]),
+        (["reduce", "reduce"], [4000, 8]),
+        (["gather", "reduce"], [8, 8]),
+        (["combine", "gather"], [3, 4000]),
+        (["combine", "combine", "reduce"], [3, 5, 3]),
+    ],
+)
+def test_ranks_that_are_at_things_of_other_kinds_and_sizes_raise_name_both_and_go_on(worlds: WorldPool, what, sizes):
+    texts = worlds.run(len(what), be_elsewhere, what, sizes)
+    names = [f"{'norm' if kind == 'combine' else 'unit'} of {size}" for kind, size in zip(what, sizes, strict=True)]
+    kinds = {"gather": "the gather of", "reduce": "the reduction of gradients of", "combine": "the combination of"}
+    for text, name in zip(texts, names, strict=True):
+        assert text.startswith(f"'{name}': all ranks must communicate about the same thing at the same time")
+        assert any(other in text.replace(f"'{name}'", "", 1) for other in names if other != name) or len(set(names)) == 1
+    if len(what) == 2 and what[0] != what[1]:
+        assert all(any(kinds[k] in text for k in set(what)) for text in texts)
 
 
 # --- reduce-scatter --------------------------------------------------------------------------------------------------
@@ -225,19 +307,19 @@ def check_reduce(bucket, dtype, counts_of_rank, mean):
     check_reduce_bytes(trace, bucket, dtype, rank, num_ranks)
 
 
-def check_reduce_bytes(trace, bucket, dtype, rank, num_ranks):
+def check_reduce_bytes(trace, bucket, dtype, rank, num_ranks, header_bytes=HEADER_BYTES):
     if num_ranks == 1:
         assert trace.calls() == 0
         return
     (record,) = trace.records
-    prefix = math.ceil((1 + len(bucket)) / 16) * 16
+    prefix = math.ceil(len(bucket) / 16) * 16
     slots = sum(slot_numel(item, num_ranks) for item in bucket)
     theirs = sum(owned_numel(bucket, r, num_ranks) for r in range(num_ranks) if r != rank)
     assert (record.kind, record.label) == ("reduce_scatter", "unit")
     assert record.payload_bytes == theirs * dtype.itemsize
-    assert record.header_bytes == (num_ranks - 1) * prefix * dtype.itemsize
+    assert record.header_bytes == (num_ranks - 1) * (prefix * dtype.itemsize + header_bytes)
     assert record.padding_bytes == ((num_ranks - 1) * slots - theirs) * dtype.itemsize
-    assert record.total_bytes == (num_ranks - 1) * (slots + prefix) * dtype.itemsize
+    assert record.total_bytes == (num_ranks - 1) * ((slots + prefix) * dtype.itemsize + header_bytes)
 
 
 @st.composite
@@ -325,8 +407,7 @@ def check_all_reduce(bucket, dtype, op_name):
 def check_exchange_bytes(trace, kind, num_bytes, num_ranks):
     assert trace.calls() == trace.calls(kind, "small") == (1 if num_ranks > 1 else 0)
     assert trace.payload_bytes == (num_ranks - 1) * num_bytes
-    aligned = math.ceil(num_bytes / ALIGN_BYTES) * ALIGN_BYTES
-    assert trace.total_bytes == (num_ranks - 1) * (aligned + HEADER_BYTES)
+    assert trace.total_bytes == (num_ranks - 1) * (num_bytes + HEADER_BYTES)
 
 
 @settings(max_examples=40)
@@ -397,16 +478,17 @@ def test_byte_counts_and_shapes_hold_in_a_fake_world_of_any_size(rank, num_ranks
         group, layout = world_group(), layout_of(bucket, num_ranks)
         shards = [own_shard(f, item.dim, rank, num_ranks) for f, item in zip(fulls, bucket, strict=True)]
         with CommTrace() as trace:
-            got = all_gather(shards, layout, group, label="unit", strides=[f.stride() for f in fulls]).wait()
+            plan = GatherPlan.of(layout, [f.stride() for f in fulls], fulls[0].dtype, group)
+            got = all_gather(shards, plan, group, label="unit").wait().tensors
         assert [g.shape for g in got] == [f.shape for f in fulls]
-        check_gather_bytes(trace, bucket, torch.float32, rank, num_ranks)
+        check_flat_gather_bytes(trace, bucket, torch.float32, rank, num_ranks)
         with CommTrace() as trace:
             reduce = ReduceBucket(layout, group, dtype=torch.float32, device=CPU, label="unit")
             for i, full in enumerate(fulls):
                 reduce.add(i, full)
             reduced = reduce.launch(mean=True).wait()
         assert [tuple(s.shape) for s in reduced.shards] == [x.local_shape(rank) for x in layout.layouts]
-        check_reduce_bytes(trace, bucket, torch.float32, rank, num_ranks)
+        check_reduce_bytes(trace, bucket, torch.float32, rank, num_ranks, header_bytes=0)
         with CommTrace() as trace:
             out = all_reduce([torch.ones(128)], group, ReduceOp.MAX, label="small").wait()
             assert broadcast([torch.ones(3)], group, label="small").wait()[0].shape == (3,)

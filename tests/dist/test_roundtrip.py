@@ -290,15 +290,15 @@ def test_padding_of_a_model_never_leaks_into_weights_gradients_or_norms(worlds: 
 
 def read_padding():
     """A wrong reader: the whole segment of a gathered uneven tensor, padding and all."""
-    from dshard.collectives import ShardGroup, all_gather
+    from dshard.collectives import GatherPlan, ShardGroup, all_gather
     from dshard.layout import BucketLayout, ShardLayout
 
     group = ShardGroup(world_mesh().get_group(), torch.device("cpu"))
     layout = ShardLayout((3,), 0, 2)
     with uninitialized_is_nan():
         shard = torch.ones(layout.local_shape(group.rank))
-        shapes_ = BucketLayout.of([layout])
-        full = all_gather([shard], shapes_, group, label="x", strides=[(1,)]).wait()[0]
+        plan = GatherPlan.of(BucketLayout.of([layout]), [(1,)], shard.dtype, group)
+        full = all_gather([shard], plan, group, label="x").wait().tensors[0]
         padded = torch.as_strided(full, (4,), (1,))
     assert not padded.isnan().any()
 

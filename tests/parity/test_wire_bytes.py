@@ -22,6 +22,7 @@ from dshard.testing import WorldPool
 from dshard.testing.strategies import world_sizes
 from tests.parity.models import CASES, CONTEXT, GPT, VOCAB, batch, build, shard
 
+MIN_DIRECT_BYTES = 1 << 16  # of a tensor whose shards travel alone
 MAX_HEADER_BYTES = 64  # ahead of every rank's part of a gather, to check that all ranks mean the same unit
 
 Shapes = Sequence[tuple[int, ...]]
@@ -69,9 +70,9 @@ def segment(shapes: Shapes, num_ranks: int) -> int:
 
 
 def gather_padding(shapes: Shapes, num_ranks: int, item: int = 4) -> int:
-    """Bytes beyond the real ones that all ranks send in a gather, whose rows are multiples of 16 bytes."""
-    row = math.ceil(segment(shapes, num_ranks) * item / 16) * 16
-    return (num_ranks - 1) * (num_ranks * row - numel(shapes) * item)
+    """Bytes beyond the real ones that all ranks send in a gather: large shards travel alone and have none."""
+    packed = [shape for shape in shapes if not shape or math.prod(shape) * item < MIN_DIRECT_BYTES]
+    return (num_ranks - 1) * item * (num_ranks * segment(packed, num_ranks) - numel(packed))
 
 
 def reduce_padding(shapes: Shapes, num_ranks: int, item: int = 4) -> int:
@@ -80,8 +81,8 @@ def reduce_padding(shapes: Shapes, num_ranks: int, item: int = 4) -> int:
 
 
 def reduce_header(shapes: Shapes, num_ranks: int, item: int = 4) -> int:
-    """Bytes of the stamp and the flags ahead of the gradients, which all ranks send."""
-    return num_ranks * (num_ranks - 1) * math.ceil((1 + len(shapes)) / 16) * 16 * item
+    """Bytes of the header and the flags ahead of the gradients, which all ranks send."""
+    return num_ranks * (num_ranks - 1) * (MAX_HEADER_BYTES + math.ceil(len(shapes) / 16) * 16 * item)
 
 
 class Layered(nn.Module):
