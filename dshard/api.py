@@ -35,6 +35,7 @@ def fully_shard(
     sync: Literal["check", "broadcast"] | None = "check",
     grad_reduce: Literal["mean", "sum"] = "mean",
     buffers: Literal["leave", "broadcast", "check"] = "leave",
+    memory_budget: int | Literal["auto"] | None = None,
 ) -> Any:
     """Shard the parameters of a module over the ranks of a mesh, in place.
 
@@ -60,6 +61,10 @@ def fully_shard(
         grad_reduce: Whether gradients are averaged over the ranks or added.
         buffers: "leave" leaves them to each rank, as FSDP2 does; "check" raises if they differ now; "broadcast" takes
             those of rank 0 now and at the start of every training forward, as DDP does.
+        memory_budget: Bytes of gathered copies that may stay between forward and backward, for the whole model; in
+            the place of `reshard_after_forward=None`. Those that the backward uses last go first. 0 gathers every
+            unit twice a step, the model's size once. "auto" takes four fifths of what is free on the rank that has
+            the least, when the first step is over.
 
     Returns:
         `module` itself, whose class is now a subclass of `FSDPModule` too.
@@ -79,12 +84,9 @@ def fully_shard(
     _check_choice("sync", sync, ("check", "broadcast", None))
     _check_choice("grad_reduce", grad_reduce, ("mean", "sum"))
     _check_choice("buffers", buffers, ("leave", "broadcast", "check"))
+    _check_budget(memory_budget)
     mesh = mesh if mesh is not None else _default_mesh()
-    if mesh.ndim != 1:
-        raise UnsupportedOpError(
-            f"fully_shard: the mesh must have one dim, but it has {mesh.ndim} (shape {tuple(mesh.shape)}). Pass one of "
-            "its dims, as in mesh['dp']."
-        )
+    _check_mesh(mesh)
     reshard = _reshard_flag(reshard_after_forward, mesh)
     group = ShardGroup(mesh.get_group(), torch.device(mesh.device_type))
     follow_replaced(modules)
@@ -98,10 +100,12 @@ def fully_shard(
     params, inherited = replace_all(modules, found, mesh, shard_placement_fn)
     move_buffers(modules, mesh)
     runtime = joined_runtime(modules)
+    if memory_budget is not None:
+        runtime.memory_budget = memory_budget
     install(modules, params, runtime, reshard).averages = conversion.averages
     for heir in inherited:
         inherit(*heir, mean=conversion.averages)
-    runtime.note_plain_parameters(modules, partial(take_in, runtime, conversion))
+    runtime.late.note(modules, partial(take_in, runtime, conversion))
     if buffers == "check":
         check_buffers(modules, group)
     elif buffers == "broadcast":
@@ -140,6 +144,22 @@ def _check_options(modules: Sequence[nn.Module], mp_policy: Any, offload_policy:
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
         raise StateError(f"fully_shard: {name} must be one of {allowed}, but it is {value!r}. Pass one of them.")
+
+
+def _check_budget(value: Any) -> None:
+    if value is not None and value != "auto" and (type(value) is not int or value < 0):
+        raise StateError(
+            f"fully_shard: memory_budget must be a number of bytes, 'auto' or None, but it is {value!r}. Pass 0 to "
+            "keep nothing."
+        )
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise UnsupportedOpError(
+            f"fully_shard: the mesh must have one dim, but it has {mesh.ndim} (shape {tuple(mesh.shape)}). Pass one of "
+            "its dims, as in mesh['dp']."
+        )
 
 
 def _default_mesh() -> DeviceMesh:

@@ -47,7 +47,7 @@ def gathered(target: nn.Module | ShardedTensor | Sequence[ShardedTensor]) -> Ite
             unit.num_pins += 1
             unit.gather()
         with torch.no_grad():
-            fulls = {p.name: p.materialize().data for p in params}  # with a version counter of its own each
+            fulls = {p.name: p.materialize() for p in params}
         alone = {p.name for p in params if p._group.num_ranks == 1}  # there, the full value is the shard itself
         versions = {name: full._version for name, full in fulls.items() if name not in alone}
         yield fulls

@@ -235,7 +235,7 @@ def _full_tensors(values: Tensor, rows: Tensor, plan: GatherPlan) -> list[Tensor
     ]
     in_front = [layouts[i].dim == 0 and _is_c_contiguous(layouts[i].shape, plan.strides[i]) for i in plan.packed]
     fulls = [
-        torch.as_strided(values, layout.shape, stride, offset)
+        torch.as_strided(values, layout.shape, stride, offset).data  # no view of `values` to autograd
         for layout, stride, offset in zip(layouts, plan.strides, plan.offsets, strict=True)
     ]
     if plan.packed and all(in_front):

@@ -1,6 +1,7 @@
 """Units, and when they gather, free and reduce."""
 
-from dshard.runtime.runtime import Runtime, adopt_leaf
+from dshard.runtime.hooks import adopt_leaf
+from dshard.runtime.runtime import Runtime
 from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
 

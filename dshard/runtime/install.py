@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from dshard.collectives import ShardGroup
 from dshard.runtime.auto_units import find_units
 from dshard.runtime.convert import PlacementFn, replace_all
+from dshard.runtime.hooks import hook_forward
 from dshard.runtime.module import sharded_class, units_of
 from dshard.runtime.replace import inherit
-from dshard.runtime.runtime import Runtime, hook_forward
+from dshard.runtime.runtime import Runtime
 from dshard.runtime.sync import check_same_structure, check_same_weights
 from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
@@ -66,6 +67,7 @@ def joined_runtime(modules: Sequence[nn.Module]) -> Runtime:
         for unit in units_of(root):
             if isinstance(unit.observer, Runtime):
                 unit.observer.split = None
+                runtime.memory_budget = runtime.memory_budget or unit.observer.memory_budget
                 runtime.sync_buffers += [s for s in unit.observer.sync_buffers if s not in runtime.sync_buffers]
             runtime.adopt(unit)
     return runtime
@@ -143,6 +145,7 @@ def _split(runtime: Runtime, unit: Unit) -> None:
         )
         part.requires_sync, part.averages = unit.requires_sync, unit.averages
         runtime.adopt(part)
+        root.__dict__.setdefault("_dshard_formed", []).append(part)
         for module in plan.modules:
             _attach(module, part)
     if not root.__dict__["_dshard_units"]:

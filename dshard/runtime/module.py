@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 
 from dshard.errors import StateError, UnsupportedOpError
-from dshard.runtime.runtime import Runtime, hook_gradient
+from dshard.runtime.reduction import hook_gradient
+from dshard.runtime.runtime import Runtime
 from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
 
@@ -67,11 +68,11 @@ class FSDPModule(_TorchFSDPModule, nn.Module):
         Communicates:
             One all-gather per bucket of each unit that is not gathered.
         """
-        self._runtime()
-        for unit in self._dshard_units:
+        units = self._own_units()
+        for unit in units:
             unit.is_requested = True
             unit.gather()
-        handle = UnshardHandle(self._dshard_units)
+        handle = UnshardHandle(units)
         if async_op:
             return handle
         handle.wait()
@@ -79,8 +80,13 @@ class FSDPModule(_TorchFSDPModule, nn.Module):
 
     def reshard(self) -> None:
         """Free the gathered copies of this module's own units. Communicates nothing."""
-        for unit in self._dshard_units:
+        for unit in self._own_units():
             unit.free()
+
+    def _own_units(self) -> list[Unit]:
+        """What the call on this module took: one unit, or those that the first use formed of it."""
+        self._runtime()
+        return list(dict.fromkeys([*self._dshard_units, *self.__dict__.get("_dshard_formed", ())]))
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether units are freed between forward and backward. Communicates nothing.
@@ -129,6 +135,19 @@ class FSDPModule(_TorchFSDPModule, nn.Module):
                 f"set_reduce_scatter_max_input_buffers: needs at least 1 buffer, but got {max_input_buffers}."
             )
         self._runtime().reducer.max_in_flight = max_input_buffers
+
+    def set_prefetch(self, depth: int) -> None:
+        """How many units are gathered ahead of their use, in the order of the last step; for the whole model.
+
+        Args:
+            depth: 1 by default; 0 to gather at the first touch alone. Each one ahead holds its gathered copies.
+
+        Communicates:
+            Nothing.
+        """
+        if not isinstance(depth, int) or depth < 0:
+            raise ValueError(f"set_prefetch: depth must be an integer of at least 0, but it is {depth!r}. Pass 1.")
+        self._runtime().schedule.depth = depth
 
     def reset_iter_state(self) -> None:
         """Forget a forward or backward that an exception ended. Gradients that had not left yet are lost."""
@@ -271,8 +290,8 @@ _ACCEPTED = {
     "set_is_last_backward": "each backward ends what it began",
     "set_requires_all_reduce": "there is no second mesh dim to reduce over",
     "set_unshard_in_backward": "a unit is gathered in backward only if it is touched there",
-    "set_modules_to_forward_prefetch": "there is no prefetch yet",
-    "set_modules_to_backward_prefetch": "there is no prefetch yet",
+    "set_modules_to_forward_prefetch": "the order of the last step tells what to gather ahead; see set_prefetch",
+    "set_modules_to_backward_prefetch": "the order of the last step tells what to gather ahead; see set_prefetch",
     "set_force_sum_reduction_for_comms": "how a mean is computed is the backend's matter",
     "set_reduce_scatter_unused_params": "parameters that only some ranks use are always reduced within a unit",
     "set_separate_reduce_scatter_group": "a hint for NCCL",

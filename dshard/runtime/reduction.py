@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from dshard.runtime.unit import Bucket, Unit
 from dshard.tensor import ShardedTensor
 from dshard.tensor.cell import ShardCell
 
-__all__ = ["GradReduction", "Reducer"]
+__all__ = ["GradReduction", "Reducer", "hook_gradient"]
 
 
 class GradReduction:
@@ -107,12 +108,13 @@ class GradReduction:
             if not reduced.anywhere(index):
                 continue
             param = unit.params[slot]
-            grad = param.like(ShardCell(reduced.shards[index], param._layout, is_shared=True))
-            with torch.no_grad():
-                if param.grad is None:
-                    param.grad = grad
-                else:
-                    param.grad.add_(grad)
+            cell = ShardCell(reduced.shards[index], param._layout, is_shared=True)
+            grad: Any = param.grad
+            if grad is None:
+                with torch.no_grad():
+                    param.grad = param.like(cell)
+            else:
+                grad._cell.add_later(cell)  # as autograd adds on the ranks that used it: no write to be compared
 
 
 class Reducer:
@@ -127,6 +129,7 @@ class Reducer:
         self.max_in_flight = max_in_flight
         self._open: dict[_Key, tuple[Unit, GradReduction]] = {}
         self._in_flight: list[GradReduction] = []
+        self._incomplete: list[GradReduction] = []  # that left in the backward that is running
         self._arrivals: dict[Unit, _Arrivals] = {}
 
     def receive(self, unit: Unit, slot: int, grad: Tensor) -> ShardedTensor:
@@ -141,8 +144,10 @@ class Reducer:
         if (not unit.requires_sync or (entry is not None and entry[1].holds(slot))) and not _accumulates(param):
             key = _Key(id(unit), bucket.slots, is_captured=True)
             entry = self._open.get(key)
-        if entry is not None and entry[1].holds(slot) and (key.is_captured or param.grad is None):
-            # Somebody kept the gradient of an earlier backward, of which `.grad` is no part: it must not grow any more.
+        is_apart = key.is_captured or param.grad is None or len(param._backward_hooks or ()) > 1
+        if entry is not None and entry[1].holds(slot) and is_apart:
+            # The gradient of an earlier backward must not grow: somebody kept it, and `.grad` is no part of it; or a
+            # hook wants to see that of this backward alone.
             self._launch(key)
             entry = None
         if entry is None:
@@ -150,9 +155,7 @@ class Reducer:
         reduction = entry[1]
         out = reduction.receive(param, grad)
         arrivals.arrived.add(slot)
-        if unit.requires_sync and reduction.is_complete and arrivals.arrived.issuperset(bucket.slots):
-            self._launch(key)
-        if len(arrivals.arrived) == len(arrivals.buckets):
+        if len(arrivals.arrived) == len(unit.params):  # a frozen one may be used still
             unit.observer.on_backward_done(unit)
         return out
 
@@ -162,13 +165,27 @@ class Reducer:
             self._in_flight[0].finish()
         reduction.launch()
         self._in_flight.append(reduction)
+        if not reduction.is_complete:
+            self._incomplete.append(reduction)
         return reduction
+
+    def reduce(self, unit: Unit) -> None:
+        """The backward has passed `unit`: its gradients leave.
+
+        They leave here, or else when the backward ends, and not when the last one arrives: which parameters a rank uses
+        may be its own matter, but when its collectives start must not be.
+        """
+        if unit.requires_sync:
+            for key in sorted((k for k, (u, _) in self._open.items() if u is unit), key=lambda k: k.place):
+                self._launch(key)
 
     def on_finished(self, reduction: GradReduction) -> None:
         """Forget a reduction that ended."""
         for key, (_, other) in list(self._open.items()):
             if other is reduction:  # a gradient was read before its unit was complete
                 del self._open[key]
+                if not reduction.is_complete:
+                    self._incomplete.append(reduction)
         if reduction in self._in_flight:
             self._in_flight.remove(reduction)
 
@@ -185,13 +202,29 @@ class Reducer:
         """Drop gradients that have not left yet."""
         self._open.clear()
         self._arrivals.clear()
+        self._incomplete.clear()
 
-    def end_backward(self) -> None:
-        """Reduce what is incomplete: units of which some parameters took no part."""
+    def forget_backward(self) -> None:
+        """Drop what a backward that raised has left behind; gradients of earlier micro-batches without sync stay."""
         self._arrivals.clear()
+        self._incomplete.clear()
         for key, (unit, _) in list(self._open.items()):
             if unit.requires_sync:
-                self._launch(key).adopt_missing()
+                del self._open[key]
+
+    def end_backward(self) -> None:
+        """Reduce what has not left, unit by unit."""
+        self._arrivals.clear()
+        units = {id(unit): unit for unit, _ in self._open.values()}
+        for unit in sorted(units.values(), key=lambda u: u.place):
+            self.reduce(unit)
+        self.adopt_missing()
+
+    def adopt_missing(self) -> None:
+        """Hand out gradients of parameters that other ranks alone used."""
+        incomplete, self._incomplete = self._incomplete, []
+        for reduction in incomplete:
+            reduction.adopt_missing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +258,11 @@ class _Key:
     unit_id: int
     slots: tuple[int, ...]
     is_captured: bool
+
+    @property
+    def place(self) -> tuple[tuple[int, ...], bool]:
+        """Orders the reductions of one unit, on all ranks alike."""
+        return self.slots, self.is_captured
 
 
 def _accumulates(param: ShardedTensor) -> bool:
@@ -266,6 +304,8 @@ def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
         return grad  # none, or one that a nested autograd.grad has reduced already
     assert isinstance(param._source, Unit), "a gradient hook outlived its unit"
     unit = param._source
+    if not param.requires_grad:
+        return grad  # frozen since the forward: autograd drops it
     if grad.layout != torch.strided:
         raise UnsupportedOpError(
             f"{param.name}: gradients of sharded parameters must be dense, but this one has layout {grad.layout}. "
@@ -282,3 +322,15 @@ def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
         return out
     with torch.inference_mode(mode=False), torch.no_grad():
         return reducer.receive(unit, param._slot, _plain(grad))
+
+
+def hook_gradient(param: ShardedTensor) -> None:
+    """Have the gradients of a parameter reduced, from the first time that it takes any."""
+    if param.requires_grad and param.is_leaf and param._grad_hook is None:
+        # `swap_tensors` leaves a dict of hooks behind that autograd no longer knows; start from a new one.
+        known = param._backward_hooks or {}
+        others = [hook for hook in known.values() if getattr(hook, "func", None) is not route_gradient]
+        param._backward_hooks = None
+        param._grad_hook = param.register_hook(partial(route_gradient, param))
+        for hook in others:
+            param.register_hook(hook)

@@ -1,20 +1,21 @@
 """The runtime of a model: when units gather and free, in forward and in backward."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from types import FrameType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from dshard.collectives import BufferPool
-from dshard.runtime.reduction import GradReduction, Reducer, route_gradient
-from dshard.runtime.replace import ReplacedParameter
+from dshard.runtime.budget import agreed_free_bytes
+from dshard.runtime.late import LateParameters
+from dshard.runtime.reduction import GradReduction, Reducer, hook_gradient
+from dshard.runtime.schedule import Phase, Schedule, to_drop
 from dshard.runtime.standins import check_interrupted
 from dshard.runtime.unit import Unit
-from dshard.tensor import ShardedTensor
 
 __all__ = ["Runtime", "in_backward"]
 
@@ -30,7 +31,7 @@ class Runtime:
     A unit whose module runs is in use from the start of that module's forward to its end. A unit that is touched
     outside of any forward of its own (another method, a loss) stays gathered until another such unit is touched. In
     backward a unit is freed when all its gradients have arrived, a frozen one when another unit is touched, and
-    everything at the end.
+    everything at the end. The units that the last step touched next are gathered ahead.
     """
 
     def __init__(self) -> None:
@@ -38,18 +39,19 @@ class Runtime:
         self.root: nn.Module | None = None
         self.reducer = Reducer()
         self.pool = BufferPool()
+        self.schedule: Schedule[Unit] = Schedule()
+        self.late = LateParameters()
+        self.memory_budget: int | Literal["auto"] | None = None  # bytes to keep between forward and backward
         self.reshard_after_backward = True
         self.split: Callable[[], None] | None = None  # forms units at the first use; set for a root that has just one
+        self.sync_buffers: list[Callable[[], None]] = []  # at the start of each training forward
         self._gathered: dict[Unit, None] = {}
+        self._ahead: dict[Unit, None] = {}  # gathered ahead, and not touched since
         self._loose: Unit | None = None  # gathered outside of a forward
         self._frozen: Unit | None = None  # gathered in backward, takes no gradient
-        self._backward_task = -1
+        self.backward_task = -1
+        self._backward_frame: FrameType | None = None
         self._leaf_watches: list[Any] = []
-        self.sync_buffers: list[Callable[[], None]] = []  # at the start of each training forward
-        self._num_registrations = -1
-        self._take_in: Callable[[list[tuple[str, nn.Parameter]]], None] | None = None
-        self._tops: list[nn.Module] = []
-        self._known_plain: dict[int, nn.Parameter] = {}
 
     @property
     def gathered_bytes(self) -> int:
@@ -59,6 +61,7 @@ class Runtime:
     def adopt(self, unit: Unit) -> None:
         """Take a unit in, from a runtime of its own or another's."""
         unit.observer = self
+        unit.place = 1 + max((u.place for u in self.units), default=0)
         self.units.append(unit)
         if unit.is_gathered:
             self._gathered[unit] = None
@@ -68,13 +71,13 @@ class Runtime:
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles take along: units and switches, nothing that is under way."""
         self.before_use()
-        state = {name: self.__dict__[name] for name in ("units", "root", "reshard_after_backward", "_tops")}
-        return {**state, "reducer": self.reducer.options, "known": list(self._known_plain.values())}
+        names = ("units", "root", "reshard_after_backward", "late", "memory_budget")
+        state = {name: self.__dict__[name] for name in names}
+        return {**state, "options": (self.reducer.options, self.schedule.depth)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
-        self._known_plain = {id(p): p for p in state.pop("known")}
-        self.reducer.options = state.pop("reducer")
+        self.reducer.options, self.schedule.depth = state.pop("options")
         self.__dict__.update(state)
 
     def before_use(self) -> None:
@@ -83,8 +86,8 @@ class Runtime:
             split, self.split = self.split, None
             split()
 
-    def on_gather(self, unit: Unit) -> None:
-        """Make room where a rule says so, and note that `unit` is gathered."""
+    def on_touch(self, unit: Unit) -> None:
+        """Make room where a rule says so: `unit` is about to be used."""
         if in_backward():
             self.start_backward()
             if self._frozen is not None and self._frozen is not unit:
@@ -94,27 +97,51 @@ class Runtime:
             if self._loose is not None and self._loose is not unit and not self._loose.num_active:
                 self._loose.free()
             self._loose = unit
+
+    def on_touched(self, unit: Unit) -> None:
+        """Note the use of `unit`, and start to gather what the last step used next."""
+        self._ahead.pop(unit, None)
+        if unit.num_pins:
+            return  # a scope that holds everything says nothing of an order
+        expected = self.schedule.touch(unit)
+        for other in [u for u in self._ahead if u not in expected]:
+            other.free()  # the order is another one today
+        for other in expected:
+            if not other.is_gathered and not other.needs_memory:
+                self._ahead[other] = None
+                other.gather()
+
+    def on_gather(self, unit: Unit) -> None:
+        """Note that `unit` is gathered."""
         self._gathered[unit] = None
 
     def on_free(self, unit: Unit) -> None:
         """Note that `unit` is no longer gathered."""
         self._gathered.pop(unit, None)
+        self._ahead.pop(unit, None)
         if self._loose is unit:
             self._loose = None
 
     def on_reduced(self, reduction: GradReduction) -> None:
         """Note that a reduction ended."""
         self.reducer.on_finished(reduction)
+        if self.backward_task == -1:  # by a read outside of a backward, whose end would do it
+            self.reducer.adopt_missing()
 
     def on_backward_done(self, unit: Unit) -> None:
-        """Free a unit of which all gradients have arrived, or whose modules' inputs have theirs."""
+        """Free a unit of which all gradients have arrived."""
         if self.reshard_after_backward:
             unit.free()
 
+    def on_passed(self, unit: Unit) -> None:
+        """Free a unit whose modules' inputs have their gradients, and let its own leave."""
+        self.on_backward_done(unit)
+        self.reducer.reduce(unit)
+
     def watch_inputs(self, unit: Unit, inputs: Any) -> None:
-        """Have `unit` freed when the backward has passed its module: when an input of it has its gradient."""
-        if not torch.is_grad_enabled():
-            return
+        """Notice when the backward has passed the module of a unit: when an input of it has its gradient."""
+        if not torch.is_grad_enabled() or (in_backward() and unit.num_watched):
+            return  # the latter: a checkpoint runs a forward again that is watched already
         for value in inputs:
             if isinstance(value, Tensor) and value.requires_grad:
                 handle = value.register_hook(partial(_passed, unit))
@@ -133,16 +160,38 @@ class Runtime:
     def start_backward(self) -> Reducer:
         """Have `end_backward` called when the backward that is running ends."""
         task = torch._C._current_graph_task_id()
-        if task not in (-1, self._backward_task):
-            self._backward_task = task
+        if task not in (-1, self.backward_task):
+            is_nested = self.backward_task != -1 and self._is_backward_running()
+            if not is_nested:
+                self._forget_failed_backward()
+                self._backward_frame = _frame_of_backward()
+                self._begin(Phase.BACKWARD)
+            self.backward_task = task
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         return self.reducer
 
+    def _is_backward_running(self) -> bool:
+        """Whether the last backward that began has neither ended nor raised; the benefit of the doubt is a yes."""
+        return self._backward_frame is None or _is_running(self._backward_frame)
+
+    def _forget_failed_backward(self) -> None:
+        if self.backward_task != -1:
+            self.backward_task, self._backward_frame, self._frozen = -1, None, None
+            self._forget_watches()
+            self.reducer.forget_backward()
+
+    def _begin(self, phase: Phase) -> None:
+        """A phase starts: what was gathered ahead in the last one was not used in it."""
+        for unit in list(self._ahead):
+            unit.free()
+        self.schedule.begin(phase)
+
     def end_backward(self) -> None:
         """Reduce what is incomplete and free everything."""
-        self._backward_task = -1
+        self.backward_task, self._backward_frame = -1, None
         self._frozen = None
         self._forget_watches()
+        self.schedule.end()
         self.reducer.end_backward()
         if self.reshard_after_backward:
             for unit in list(self._gathered):
@@ -150,9 +199,10 @@ class Runtime:
 
     def reset(self) -> None:
         """Forget a forward or backward that an exception ended: free all copies, drop gradients that are under way."""
-        self._backward_task = -1
+        self.backward_task, self._backward_frame = -1, None
         self._frozen = None
         self._forget_watches()
+        self.schedule.end()
         self.reducer.reset()
         for unit in self.units:
             unit.num_active = 0
@@ -162,11 +212,21 @@ class Runtime:
         """A module of `unit` starts its forward."""
         check_interrupted(None, unit.params)
         self.before_use()
-        if torch.is_grad_enabled() and self.root in unit.modules:
-            self._take_in_plain_parameters()
-            for sync in self.sync_buffers if self.root is not None and self.root.training else ():
-                sync()
+        if self.root is not None and self.root in unit.modules and not unit.num_active and not in_backward():
+            self._start_forward(self.root)
         unit.num_active += 1
+
+    def _start_forward(self, root: nn.Module) -> None:
+        """The model starts a forward."""
+        self._forget_failed_backward()
+        self._begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVAL)
+        self.pool.mark()
+        if torch.is_grad_enabled():
+            self.late.take_in()
+            for sync in self.sync_buffers if root.training else ():
+                sync()
+            if self.memory_budget == "auto" and self.schedule.knows(Phase.BACKWARD):
+                self.memory_budget = agreed_free_bytes(self.units)
 
     def exit_forward(self, unit: Unit, module: nn.Module) -> None:
         """A module of `unit` ended its forward, by a result or an exception."""
@@ -179,121 +239,58 @@ class Runtime:
                 continue
             if not torch.is_grad_enabled() or self.reshards(candidate):
                 candidate.free()
+        if isinstance(self.memory_budget, int) and torch.is_grad_enabled():
+            self._fit_into(self.memory_budget)
 
-    def note_plain_parameters(
-        self, modules: Sequence[nn.Module], take_in: Callable[[list[tuple[str, nn.Parameter]]], None]
-    ) -> None:
-        """Remember the plain parameters that are meant to be there: those to ignore, and not yet sharded ones.
+    def _fit_into(self, budget_bytes: int) -> None:
+        """Drop the copies that the backward uses last, until the others fit into the budget."""
+        kept = [
+            (unit, unit.full_bytes, self.schedule.distance(unit))
+            for unit in self._gathered
+            if self._is_budgeted(unit) and not unit.num_active and unit not in self._ahead
+        ]
+        for unit in to_drop(kept, budget_bytes):
+            unit.free()
 
-        Args:
-            modules: What was sharded.
-            take_in: Shards those that come later.
-        """
-        self._tops = list(modules)
-        self._take_in = take_in
-        self._known_plain = {id(p): p for _, p in self._plain_parameters()}
-
-    def _plain_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Trainable parameters below the root that are not sharded."""
-        for prefix, module in dict.fromkeys(pair for top in self._tops for pair in top.named_modules()):
-            for name, param in module._parameters.items():
-                if param is not None and not isinstance(param, ShardedTensor) and param.requires_grad:
-                    yield f"{prefix}.{name}" if prefix else name, param
-
-    def _take_in_plain_parameters(self) -> None:
-        """Shard trainable parameters that came after `fully_shard`: nothing would reduce their gradients."""
-        if self._num_registrations == Registrations.count:
-            return
-        self._num_registrations = Registrations.count
-        found = {id(p): (name, p) for name, p in self._plain_parameters() if id(p) not in self._known_plain}
-        if found and self._take_in is not None and not _in_functional_call():
-            self._take_in(list(found.values()))
+    def _is_budgeted(self, unit: Unit) -> bool:
+        return self.memory_budget is not None and unit.reshard_after_forward is None and not unit.is_requested
 
     def reshards(self, unit: Unit) -> bool:
-        """Whether `unit` is freed between forward and backward; by default all but the root's own unit."""
+        """Whether `unit` is freed when its forward ends; by default all but the root's own unit are.
+
+        With a memory budget, that decides instead for units that were not told.
+        """
         if unit.reshard_after_forward is not None:
             return unit.reshard_after_forward
+        if self.memory_budget is not None and self.memory_budget != "auto":
+            return False
         return self.root not in unit.modules
 
 
-class Registrations:
-    """Counts the parameters that modules are given, so that a model is searched only after one was."""
-
-    count: ClassVar[int] = 0
-
-    @classmethod
-    def note(cls, module: nn.Module, name: str, param: Any) -> Any:
-        """Torch's hook for a parameter that is registered; a replaced one is followed."""
-        cls.count += 1
-        return param._replacement if isinstance(param, ReplacedParameter) else None
-
-
-register_module_parameter_registration_hook(Registrations.note)
-
-
-def adopt_leaf(param: ShardedTensor) -> None:
-    """Take care of the gradients of a leaf that autograd is about to use for the first time.
-
-    That is a parameter whose `requires_grad` was switched on later, or a leaf that no `fully_shard` made: a deep
-    copy, or `nn.Parameter(sharded_tensor)`. The latter becomes a unit of its own.
-    """
-    param._cell.is_shared = True
-    if param._source is None and param._home is not None:
-        unit, slot = param._home
-        if isinstance(unit, Unit) and unit.params[slot] is param:  # `module.to(...)` swapped it
-            param._source, param._slot, param._home = unit, slot, None
-    source = param._source
-    if not isinstance(source, Unit) or source.params[param._slot] is not param:
-        unit = Unit([param], [], label=param.name, reshard_after_forward=None, observer=Runtime())
-        unit.observer.adopt(unit)  # type: ignore[attr-defined]
-    hook_gradient(param)
+def _find_frame(is_it: Callable[[FrameType], bool]) -> FrameType | None:
+    """The innermost such frame of any thread: on a GPU, backward runs on a thread of its own."""
+    frames, current = sys._current_frames(), None
+    try:
+        for current in frames.values():
+            while current is not None:
+                if is_it(current):
+                    return current
+                current = current.f_back
+    finally:
+        del frames, current  # one of them is this call's own: a cycle
+    return None
 
 
-def hook_gradient(param: ShardedTensor) -> None:
-    """Have the gradients of a parameter reduced, from the first time that it takes any."""
-    if param.requires_grad and param.is_leaf and param._grad_hook is None:
-        # `swap_tensors` leaves a dict of hooks behind that autograd no longer knows; start from a new one.
-        known = param._backward_hooks or {}
-        others = [hook for hook in known.values() if getattr(hook, "func", None) is not route_gradient]
-        param._backward_hooks = None
-        param._grad_hook = param.register_hook(partial(route_gradient, param))
-        for hook in others:
-            param.register_hook(hook)
+def _frame_of_backward() -> FrameType | None:
+    """The frame in which autograd was started."""
+    return _find_frame(lambda frame: frame.f_code.co_name == "_engine_run_backward")
 
 
-def hook_forward(module: nn.Module) -> None:
-    """Tell the runtime of each forward of a module that units belong to."""
-    module.register_forward_pre_hook(_before_forward, prepend=True)
-    module.register_forward_hook(_after_forward, always_call=True)
-
-
-def _in_functional_call() -> bool:
-    """Whether `torch.func.functional_call` has put other tensors in the places of parameters."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "functional_call":
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+def _is_running(frame: FrameType) -> bool:
+    return _find_frame(lambda other: other is frame) is not None
 
 
 def _passed(unit: Unit, grad: Tensor) -> None:
     unit.num_watched -= 1
     if unit.num_watched <= 0:
-        unit.observer.on_backward_done(unit)
-
-
-def _units_at(module: nn.Module) -> list[Unit]:
-    """Units of which `module` is one of the modules; a copy, for the first use may form new ones."""
-    return list(module.__dict__["_dshard_units"])
-
-
-def _before_forward(module: nn.Module, args: Any) -> None:
-    for unit in _units_at(module):
-        unit.observer.enter_forward(unit)
-        unit.observer.watch_inputs(unit, args)
-
-
-def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
-    for unit in _units_at(module):
-        unit.observer.exit_forward(unit, module)
+        unit.observer.on_passed(unit)

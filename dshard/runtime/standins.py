@@ -185,13 +185,16 @@ def _restore(swap: _Swap) -> None:
     else:
         _wrap_states(swap)
     swap.optimizer.state = swap.state
+    moved: list[Tensor] = []  # fused kernels do not count their writes
     for param, shard in zip(swap.swapped, swap.shards, strict=True):
-        param._cell.num_writes += 1
         if shard.grad is not None:
             shard.grad = None
+            param._cell.num_writes += 1
+            moved += (param, shard)
         elif param.grad is not None:
             param.grad = None  # by zero_grad(), after a step that raised
-    torch.autograd.graph.increment_version(swap.shards)
+    moved += [cell.resolve() for cell in swap.state_cells]
+    torch.autograd.graph.increment_version(moved)
 
 
 def _wrap_states(swap: _Swap) -> None:

@@ -1,8 +1,8 @@
 """A unit: the parameters that are gathered together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
@@ -12,18 +12,31 @@ from dshard import collectives
 from dshard.collectives import BufferPool, Gathered, GatherPlan, Handle, ShardGroup
 from dshard.errors import StateError
 from dshard.layout import BucketLayout
+from dshard.runtime.schedule import Schedule
 from dshard.tensor import ShardedTensor
 
 __all__ = ["Bucket", "Unit", "UnitObserver"]
+
+_SHARD_OF = attrgetter("_cell._tensor")
+_VERSION_OF = attrgetter("_version")
 
 
 class UnitObserver(Protocol):
     """What a unit, and the hooks around it, tell of themselves; `Runtime` listens."""
 
     pool: BufferPool  # memory for gathered copies and for gradients on their way
+    schedule: Schedule["Unit"]
+    split: Callable[[], None] | None  # forms units at the first use
+    backward_task: int  # autograd's number of the backward that is known to run, else -1
 
     def before_use(self) -> None:
         """A unit is about to be used."""
+
+    def on_touch(self, unit: "Unit") -> None:
+        """A unit is about to be used for the first time in this phase, or since it was gathered."""
+
+    def on_touched(self, unit: "Unit") -> None:
+        """Its gathered copies are here."""
 
     def on_gather(self, unit: "Unit") -> None:
         """A unit starts to gather."""
@@ -36,6 +49,9 @@ class UnitObserver(Protocol):
 
     def on_backward_done(self, unit: "Unit") -> None:
         """The backward that is running has no further use for a unit."""
+
+    def on_passed(self, unit: "Unit") -> None:
+        """The backward that is running has passed the modules of a unit."""
 
     def start_backward(self) -> Any:
         """A backward uses a unit; gives the reducer."""
@@ -59,12 +75,14 @@ class Bucket:
         layout: Where their shards lie in the buffer.
         plan: How they are gathered.
         group: The ranks that hold them.
+        is_meta: Whether they have no memory yet.
     """
 
     slots: tuple[int, ...]
     layout: BucketLayout
     plan: GatherPlan
     group: ShardGroup
+    is_meta: bool
 
 
 class Unit:
@@ -95,6 +113,7 @@ class Unit:
         self.label = label
         self.reshard_after_forward = reshard_after_forward
         self.observer = observer
+        self.place = 0  # among the units of a model
         self.num_active = 0  # forwards of its modules that are running
         self.num_pins = 0  # open `gathered` scopes
         self.is_requested = False  # by `unshard`, to stay until it was used
@@ -104,7 +123,9 @@ class Unit:
         self._fulls: list[Tensor] | None = None
         self._memories: list[Tensor] = []  # what the gathered copies lie in
         self._in_flight: list[tuple[Bucket, Handle[Gathered]]] | None = None
-        self._stamp: list[tuple[Any, int]] = []
+        self._shards: list[Tensor] = []  # what was gathered, and how often it had been written to
+        self._versions: list[int] = []
+        self._touched_in = -1  # the phase in which it was touched, if it was since it was gathered
         self._buckets: dict[tuple[int, ...], tuple[list[Any], list[Bucket]]] = {}
         for slot, param in enumerate(self.params):
             param._source, param._slot = self, slot
@@ -128,18 +149,31 @@ class Unit:
         """The full value of parameter `slot`; gathers the unit if it holds no fresh copy.
 
         Communicates:
-            At most one all-gather per bucket.
+            At most one all-gather per bucket; or those of units that are expected next.
         """
-        self.observer.before_use()
-        owner = self.params[slot]._source
-        if owner is not self and owner is not None:  # the first use split this unit
-            return owner.full(self.params[slot]._slot)
-        if not self.is_gathered or not self._is_fresh():
-            self.gather()
-        if self._fulls is None:
-            self._finish()
+        observer = self.observer
+        if observer.split is not None:
+            observer.before_use()
+            owner, own_slot = self.params[slot]._source, self.params[slot]._slot
+            if owner is not self and owner is not None:  # the first use split this unit
+                return owner.full(own_slot)
+        is_known = (
+            self._touched_in == observer.schedule.serial
+            and torch._C._current_graph_task_id() == observer.backward_task
+            and self._fulls is not None
+        )
+        if not is_known or not self._is_fresh():
+            self._touch()
         assert self._fulls is not None
         return self._fulls[slot]
+
+    def _touch(self) -> None:
+        """The first use of the unit in a phase, or since it was gathered."""
+        self.observer.on_touch(self)
+        self.gather()
+        self.wait()
+        self._touched_in = self.observer.schedule.serial
+        self.observer.on_touched(self)
 
     def pinned(self, slot: int) -> Tensor | None:
         """The gathered copy of parameter `slot` if an open scope holds it."""
@@ -151,29 +185,39 @@ class Unit:
             return
         self.wait()  # a stale gather under way: its messages must not pair with those of the next
         self._drop()
-        on_meta = [p.name for p in self.params if p.is_meta]
+        buckets = self.buckets(range(len(self.params)))
+        self._refuse_meta(buckets)
+        self.observer.on_gather(self)
+        self._touched_in = -1
+        self._shards = [p._cell.resolve() for p in self.params]
+        self._versions = list(map(_VERSION_OF, self._shards))
+        in_flight = []
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for bucket in buckets:
+                handle = collectives.all_gather(
+                    [self._shards[slot] for slot in bucket.slots],
+                    bucket.plan,
+                    bucket.group,
+                    label=self.label,
+                    tag=hash(tuple(self.params[slot]._cell.signature for slot in bucket.slots)),
+                    take=self.observer.pool.take,
+                )
+                in_flight.append((bucket, handle))
+        self._in_flight = in_flight
+
+    @property
+    def needs_memory(self) -> bool:
+        """Whether some of its parameters are on the meta device."""
+        return any(bucket.is_meta for bucket in self.buckets(range(len(self.params))))
+
+    def _refuse_meta(self, buckets: Sequence[Bucket]) -> None:
+        on_meta = [self.params[slot].name for bucket in buckets if bucket.is_meta for slot in bucket.slots]
         if on_meta:
             raise StateError(
                 f"{on_meta[0]}: a parameter needs memory before it is used, but this one and {len(on_meta) - 1} more "
                 "are on the meta device. Call to_empty(device=...) on the model and initialize it, or load a "
                 "state_dict with assign=True."
             )
-        self.observer.on_gather(self)
-        self._stamp = [(p._cell, p._cell.version) for p in self.params]
-        in_flight = []
-        with torch.inference_mode(mode=False), torch.no_grad():
-            for bucket in self.buckets(range(len(self.params))):
-                params = [self.params[slot] for slot in bucket.slots]
-                handle = collectives.all_gather(
-                    [p._cell.resolve() for p in params],
-                    bucket.plan,
-                    bucket.group,
-                    label=self.label,
-                    tag=hash(tuple(p._cell.signature for p in params)),
-                    take=self.observer.pool.take,
-                )
-                in_flight.append((bucket, handle))
-        self._in_flight = in_flight
 
     def _finish(self) -> None:
         """Wait for the gather that is under way."""
@@ -194,9 +238,13 @@ class Unit:
             self._finish()
 
     def _is_fresh(self) -> bool:
-        return all(
-            p._cell is cell and cell.version == version
-            for p, (cell, version) in zip(self.params, self._stamp, strict=True)
+        """Whether no shard was written to since the gather.
+
+        All shards are looked at, whichever parameter is used: what a rank uses may be its own matter, but when the unit
+        is gathered must not be.
+        """
+        return all(map(is_, map(_SHARD_OF, self.params), self._shards)) and (
+            list(map(_VERSION_OF, self._shards)) == self._versions
         )
 
     def free(self) -> None:
@@ -211,6 +259,7 @@ class Unit:
     def _drop(self) -> None:
         """Let go of the gathered copies and hand back their memory."""
         self._fulls = None
+        self._shards, self._versions = [], []
         memories, self._memories = self._memories, []
         while memories:
             self.observer.pool.give(memories.pop())
@@ -235,11 +284,20 @@ class Unit:
         params = [self.params[slot] for slot in slots]
         layout, group = BucketLayout.of([p._layout for p in params]), params[0]._group
         plan = GatherPlan.of(layout, [p.stride() for p in params], params[0].dtype, group)
-        return Bucket(slots, layout, plan, group)
+        return Bucket(slots, layout, plan, group, params[0].is_meta)
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles take along: no gathered copies."""
-        names = ("params", "modules", "label", "reshard_after_forward", "observer", "requires_sync", "averages")
+        names = (
+            "params",
+            "modules",
+            "label",
+            "reshard_after_forward",
+            "observer",
+            "requires_sync",
+            "averages",
+            "place",
+        )
         return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -247,7 +305,8 @@ class Unit:
         self.num_active = self.num_pins = self.num_watched = 0
         self.is_requested = False
         self._fulls = self._in_flight = None
-        self._memories, self._stamp, self._buckets = [], [], {}
+        self._memories, self._shards, self._versions, self._buckets = [], [], [], {}
+        self._touched_in = -1
         for slot, param in enumerate(self.params):
             param._source, param._slot = self, slot
 

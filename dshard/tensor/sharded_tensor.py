@@ -258,7 +258,11 @@ class ShardedTensor(Exports, DTensor):
         new: Any = value
         if not takes_any_shape and (not is_sharded or new._layout != self._layout):
             full = new.materialize() if isinstance(value, ShardedTensor) else value
-            new = self.like(shard_of(full.detach(), self._layout, self._group.rank).clone())
+            with torch.inference_mode(mode=False):  # whose tensors have no version
+                new = self.like(shard_of(full.detach(), self._layout, self._group.rank).clone())
+        elif new._cell.resolve().is_inference():
+            with torch.inference_mode(mode=False):
+                new = self.like(new._cell.resolve().clone())
         new._cell.is_shared |= self._cell.is_shared
         _DATA.__set__(self, new)
         self._cell, self._spec, self._origin, self._views = new._cell, new._spec, None, None

@@ -1,6 +1,7 @@
 """The methods of FSDP2's `FSDPModule`, and of DTensor, that a migrated program calls."""
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -134,3 +135,22 @@ def recovered() -> bool:
 
 def test_reset_iter_state_recovers_from_an_exception_in_forward(worlds: WorldPool):
     assert all(worlds.run(2, recovered))
+
+
+def unshard_of_root_alone() -> tuple[int, int, int]:
+    model: Any = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    dshard.fully_shard(model, sync="broadcast")
+    runtime = model._runtime()
+    model.unshard()
+    everything = runtime.gathered_bytes
+    model.reshard()
+    after = runtime.gathered_bytes
+    model[0].weight.full_tensor()
+    read = runtime.gathered_bytes
+    model.reshard()
+    assert read > 0
+    return everything, after, runtime.gathered_bytes
+
+
+def test_the_root_alone_unshards_and_reshards_the_units_that_its_first_use_formed(worlds: WorldPool):
+    assert worlds.run(2, unshard_of_root_alone) == [(3 * 72 * 4, 0, 0)] * 2

@@ -4,13 +4,14 @@ import copy
 import functools
 import traceback
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import dshard
@@ -334,3 +335,67 @@ def check_seen():
 
 def test_a_unit_left_gathered_and_a_wrong_gradient_would_be_seen(worlds: WorldPool):
     worlds.run(2, check_seen)
+
+
+def data_in_inference_mode() -> list[Tensor]:
+    layer = nn.Linear(3, 3)
+    with torch.no_grad():
+        layer.weight.fill_(2.0)
+        layer.bias.zero_()
+    dshard.fully_shard(layer)
+    with torch.inference_mode():
+        layer.weight.data = layer.weight.data * 0.5
+        layer.bias.data = torch.ones(3)
+    out = layer(torch.ones(1, 3))
+    out.sum().backward()
+    return [out.detach(), layer.weight.grad.full_tensor()]  # type: ignore[union-attr]
+
+
+def test_data_that_is_set_in_inference_mode_can_be_read_and_trained(worlds: WorldPool):
+    for out, grad in worlds.run(2, data_in_inference_mode):
+        assert torch.equal(out, torch.full((1, 3), 4.0))
+        assert torch.equal(grad, torch.ones(3, 3))
+
+
+def frozen_in_between() -> list[bool]:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    dshard.fully_shard(model, sync="broadcast")
+    loss = model(torch.ones(1, 3)).sum()
+    model[0].weight.requires_grad_(False)
+    loss.backward()
+    return [p.grad is None for p in model.parameters()]
+
+
+def test_a_parameter_that_is_frozen_between_forward_and_backward_gets_no_gradient(worlds: WorldPool):
+    assert worlds.run(2, frozen_in_between) == [[True, False, False, False]] * 2
+
+
+def backward_that_raises(then: str) -> list[Any]:
+    """A hook raises in the middle of a backward; then the model changes, and trains on."""
+    model: Any = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)]).double()
+    for layer in model:
+        dshard.fully_shard(layer, sync="broadcast")
+    dshard.fully_shard(model)
+    model[0].weight.requires_grad_(False)
+
+    def boom(grad: Tensor) -> None:
+        raise KeyError("mine")
+
+    handle = model[1].bias.register_hook(boom)
+    with pytest.raises(KeyError, match="mine"):
+        model(torch.ones(1, 3).double()).sum().backward()
+    handle.remove()
+    model.zero_grad()
+    if then == "cast":
+        model.float()
+    elif then == "thaw":
+        model[0].weight.requires_grad_(True)
+    x = torch.ones(1, 3, dtype=model[0].weight.dtype)
+    model(x).sum().backward()
+    grads = [p.grad for p in model.parameters() if p.requires_grad]
+    return [all(g.dtype == x.dtype for g in grads), len(grads), model._runtime().gathered_bytes]
+
+
+@pytest.mark.parametrize(("then", "num_grads"), [("cast", 5), ("thaw", 6), ("nothing", 5)])
+def test_a_backward_that_raised_leaves_nothing_to_the_next_one(worlds: WorldPool, then, num_grads):
+    assert worlds.run(2, backward_that_raises, then) == [[True, num_grads, 0]] * 2

@@ -1,7 +1,10 @@
 """While an elementwise optimizer steps, shards stand in for the parameters, and nobody else can tell."""
 
+import copy
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dshard
@@ -138,3 +141,51 @@ def replaced_state() -> bool:
 
 def test_a_state_that_was_replaced_between_steps_is_used(worlds: WorldPool):
     assert all(worlds.run(2, replaced_state))
+
+
+def step_without_gradients(kind: str) -> None:
+    """A forward whose backward comes after a step that moved nothing."""
+    net = dshard.fully_shard(model())
+    optimizer = torch.optim.AdamW(net.parameters(), **{kind: True})
+    loss = net(torch.ones(2, 5)).sum()
+    optimizer.step()
+    loss.backward()
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+def test_a_step_leaves_alone_what_has_no_gradient(worlds: WorldPool, kind):
+    worlds.run(2, step_without_gradients, kind)
+
+
+def reads_around_a_step(kind: str, how: str) -> list[bool]:
+    """Whether copies of before keep their value, and reads after the step see the new one."""
+    net = dshard.fully_shard(model(), reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, **{kind: True})
+    with_gradients(net)
+    optimizer.step()
+    with_gradients(net)
+    weight = net[0].weight
+    before = weight.full_tensor().clone()
+    copies = [weight.detach().clone(), weight.detach().to(torch.float64)]
+    states = copy.deepcopy(optimizer.state_dict()["state"][0])
+    state_before = optimizer.state[weight]["exp_avg"].full_tensor().clone()
+    if how == "unshard":
+        net.unshard()
+        optimizer.step()
+    else:
+        with dshard.gathered(net):
+            optimizer.step()
+    return [
+        not torch.equal(weight.full_tensor(), before),
+        torch.equal(weight.full_tensor().chunk(dist.get_world_size())[dist.get_rank()], weight.to_local()),
+        *(torch.equal(c.full_tensor().float(), before) for c in copies),
+        torch.equal(states["exp_avg"].full_tensor(), state_before),
+        not torch.equal(optimizer.state[weight]["exp_avg"].full_tensor(), state_before),
+    ]
+
+
+# Found: fused kernels count no writes, so gathered copies stayed and clones of before read the new weight.
+@pytest.mark.parametrize("how", ["unshard", "gathered"])
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+def test_after_a_step_no_gathered_copy_is_stale_and_copies_of_before_keep_their_value(worlds: WorldPool, kind, how):
+    assert worlds.run(2, reads_around_a_step, kind, how) == [[True] * 6] * 2

@@ -1,0 +1,118 @@
+"""In which order units are touched, as the last step showed it: what to gather ahead, and what to keep."""
+
+import enum
+import math
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+__all__ = ["Phase", "Schedule", "to_drop"]
+
+U = TypeVar("U")
+
+
+class Phase(enum.Enum):
+    """What a model does; each has a record of its own."""
+
+    FORWARD = enum.auto()
+    EVAL = enum.auto()  # a forward without gradients
+    BACKWARD = enum.auto()
+
+
+class Schedule(Generic[U]):
+    """Records first touches, phase by phase, and foretells the next ones from the last phase of the same kind.
+
+    What it foretells is a guess: a touch that comes in another order moves the guess to where that unit stands in the
+    record, or ends it, and the record that is being written is right the next time. All ranks that touch units in one
+    order guess alike.
+
+    Args:
+        depth: How many touches to foretell.
+    """
+
+    def __init__(self, depth: int = 1) -> None:
+        self.depth = depth
+        self.serial = 0  # changes with every phase, for units to know a first touch
+        self._phase: Phase | None = None
+        self._record: list[U] = []
+        self._known: dict[Phase, list[U]] = {}
+        self._position: int | None = 0  # in the known record, of the touch that comes next
+        self._distances: dict[U, int] | None = None
+
+    @property
+    def phase(self) -> Phase | None:
+        """What runs, as far as is known."""
+        return self._phase
+
+    def knows(self, phase: Phase) -> bool:
+        """Whether a phase of this kind has ended."""
+        return phase in self._known
+
+    def begin(self, phase: Phase) -> None:
+        """A phase starts, and with it ends what ran before."""
+        self.end()
+        self._phase, self._position = phase, 0
+
+    def end(self) -> None:
+        """The phase ends; its record is what the next one like it is held to be."""
+        if self._phase is not None and self._record:
+            self._known[self._phase] = self._record
+            if self._phase is Phase.BACKWARD:
+                self._distances = None
+        self._phase, self._record = None, []
+        self.serial += 1
+
+    def touch(self, unit: U) -> Sequence[U]:
+        """Note the first touch of a unit in this phase, or since it was gathered; gives what is held to come next."""
+        if self._phase is None:
+            return ()
+        self._record.append(unit)
+        known = self._known.get(self._phase, ())
+        position = self._position
+        if position is None or position >= len(known) or known[position] is not unit:
+            position = self._find(known, unit, position or 0)
+        self._position = None if position is None else position + 1
+        return () if position is None else known[position + 1 : position + 1 + self.depth]
+
+    @staticmethod
+    def _find(known: Sequence[U], unit: U, start: int) -> int | None:
+        """Where `unit` stands in the record, ahead of `start` or else anywhere."""
+        for positions in (range(start, len(known)), range(min(start, len(known)))):
+            for position in positions:
+                if known[position] is unit:
+                    return position
+        return None
+
+    def distance(self, unit: U) -> float:
+        """How far ahead the next backward touches a unit; before any was seen, it is held to run the forward back."""
+        known = self._known.get(Phase.BACKWARD)
+        if known is None:
+            for back, touched in enumerate(reversed(self._record)):
+                if touched is unit:
+                    return back
+            return math.inf
+        if self._distances is None:
+            self._distances = {}
+            for position, touched in enumerate(known):
+                self._distances.setdefault(touched, position)
+        return self._distances.get(unit, math.inf)
+
+
+def to_drop(kept: Sequence[tuple[U, int, float]], budget_bytes: int) -> list[U]:
+    """Which copies to drop so that the others fit into a budget: those whose next use is furthest ahead.
+
+    For copies of one size that is the choice with the fewest gathers.
+
+    Args:
+        kept: Copies, their bytes, and how far ahead their next use is.
+        budget_bytes: What may stay.
+
+    Source: L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966.
+    """
+    dropped: list[U] = []
+    total = sum(num_bytes for _, num_bytes, _ in kept)
+    for unit, num_bytes, distance in sorted(kept, key=lambda item: item[2], reverse=True):
+        if total <= budget_bytes and not math.isinf(distance):
+            break
+        dropped.append(unit)
+        total -= num_bytes
+    return dropped

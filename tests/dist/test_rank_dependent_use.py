@@ -1,0 +1,121 @@
+"""Parameters that only some ranks use: their gradients reach all ranks, whatever the units, hooks and micro-batches."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import dshard
+from dshard.testing import WorldPool
+
+
+class Spared(nn.Module):
+    """Layers around a scale, and a head with a bias of its own, that the first rank alone uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 4)
+        self.third = nn.Linear(4, 2)
+        self.spare = nn.Parameter(torch.tensor([1.5, -0.5]))
+        self.extra = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        x = self.third(x)
+        return (x * self.spare if uses else x) * self.extra
+
+
+UNITS = {
+    "root": lambda m: [],
+    "one": lambda m: [m.first],
+    "each": lambda m: [m.first, m.second, m.third],
+    "last": lambda m: [m.third],
+}
+
+
+def inputs(micro: int, rank: int) -> Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * micro + rank))
+
+
+def train(units: str, num_micro: int, syncs: bool, is_hooked: bool) -> list[str]:
+    torch.manual_seed(0)
+    plain, model = Spared(), Spared()
+    model.load_state_dict(plain.state_dict())
+    for part in UNITS[units](model):
+        dshard.fully_shard(part)
+    dshard.fully_shard(model)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for m in (plain, model):
+        if is_hooked:
+            m.third.weight.register_hook(lambda g: g * 2)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, model)]
+    wrong = []
+    for step in range(2):
+        for micro in range(num_micro):
+            model.set_requires_gradient_sync(syncs or micro == num_micro - 1)  # type: ignore[operator]
+            for r in range(num_ranks):
+                (plain(inputs(10 * step + micro, r), r == 0).square().sum() / num_ranks).backward()
+            model(inputs(10 * step + micro, rank), rank == 0).square().sum().backward()
+        for (name, p), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            if p.grad is None or not torch.allclose(p.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-6):
+                wrong.append(f"step {step}: {name}: {p.grad} is not {expected.grad}")
+        dshard.clip_grad_norm_(model.parameters(), 1e9)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return wrong
+
+
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize(("num_micro", "syncs"), [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_gradients_of_what_one_rank_uses_are_those_of_one_process(worlds: WorldPool, num_ranks, units, num_micro, syncs):
+    assert worlds.run(num_ranks, train, units, num_micro, syncs, False) == [[]] * num_ranks
+
+
+@pytest.mark.parametrize("units", ["root", "each"])
+def test_a_hook_that_reads_a_gradient_early_loses_no_gradient_of_others(worlds: WorldPool, units):
+    assert worlds.run(2, train, units, 1, True, True) == [[]] * 2
+
+
+class Experts(nn.Module):
+    """Two experts in one unit; each rank routes by its own data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, choice: int) -> Tensor:
+        return self.out(torch.tanh(self.experts[choice](torch.tanh(self.inner(x)))))
+
+
+def route(num_steps: int) -> list[str]:
+    torch.manual_seed(1)
+    plain: Any = Experts()
+    model: Any = Experts()
+    model.load_state_dict(plain.state_dict())
+    dshard.fully_shard(model.inner)
+    dshard.fully_shard(model.experts)
+    dshard.fully_shard(model.out)
+    dshard.fully_shard(model)
+    num_ranks = dist.get_world_size()
+    for step in range(num_steps):
+        choices = torch.randint(0, 2, (num_ranks,), generator=torch.Generator().manual_seed(step)).tolist()
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        for choice in choices:
+            (plain(x, choice).square().sum() / num_ranks).backward()
+        model(x, choices[dist.get_rank()]).square().sum().backward()
+    return [
+        name
+        for (name, p), expected in zip(model.named_parameters(), plain.parameters(), strict=True)
+        if not torch.allclose(p.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-6)
+    ]
+
+
+def test_experts_of_one_unit_are_routed_by_each_rank_alone(worlds: WorldPool):
+    assert worlds.run(2, route, 6) == [[]] * 2
+    assert worlds.run(3, route, 6) == [[]] * 3
