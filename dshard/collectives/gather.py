@@ -61,6 +61,9 @@ class GatherPlan:
         rows_offset: Where the rows start there, in elements.
         total_numel: Elements of that memory.
         key: Tells plans whose messages differ apart.
+        real_numel: Elements that this rank sends to each peer, without padding.
+        padding_numel: Elements of padding that it sends along.
+        in_front: For each packed tensor, whether its slots are its memory, with padding behind its last row.
     """
 
     bucket: BucketLayout
@@ -72,6 +75,9 @@ class GatherPlan:
     rows_offset: int
     total_numel: int
     key: int
+    real_numel: int
+    padding_numel: int
+    in_front: tuple[bool, ...]
 
     @classmethod
     def of(
@@ -104,7 +110,18 @@ class GatherPlan:
         shapes = [(x.shape, x.dim, x.num_ranks) for x in bucket.layouts]
         key = zlib.crc32(repr((shapes, direct, str(dtype))).encode())
         return cls(
-            bucket, tuple(map(tuple, strides)), direct, packed, row, tuple(offsets), rows_offset, max(total, 1), key
+            bucket,
+            tuple(map(tuple, strides)),
+            direct,
+            packed,
+            row,
+            tuple(offsets),
+            rows_offset,
+            max(total, 1),
+            key,
+            real_numel(bucket.layouts, group.rank),
+            row.segment_numel - real_numel(row.layouts, group.rank),
+            tuple(bucket.layouts[i].dim == 0 and dense[i] for i in packed),
         )
 
 
@@ -149,12 +166,10 @@ def all_gather(
             label, [], lambda: Gathered([_alone(s, stride) for s, stride in zip(shards, plan.strides, strict=True)])
         )
     item, sent = shards[0].element_size(), group.num_ranks - 1
-    if group.is_direct:
-        row_bytes = plan.row.segment_numel * item
-    else:
-        row_bytes = math.ceil(plan.row.segment_numel * item / ALIGN_BYTES) * ALIGN_BYTES
-    real = real_numel(plan.bucket.layouts, group.rank) * item
-    padding = row_bytes - real_numel(plan.row.layouts, group.rank) * item
+    padding = plan.padding_numel * item
+    if not group.is_direct:
+        padding += -plan.row.segment_numel * item % ALIGN_BYTES
+    real = plan.real_numel * item
     record(CommRecord("all_gather", label, group.num_ranks, real * sent, padding * sent, HEADER_BYTES * sent))
     gather = _gather_direct if group.is_direct else _gather_flat
     return gather(shards, plan, group, label, tag, take)
@@ -214,38 +229,38 @@ def _part(values: Tensor, plan: GatherPlan, index: int, rank: int) -> Tensor:
 
 
 def _row_slots(row: Tensor, plan: GatherPlan, shards: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Places in this rank's row, and the packed shards that go there."""
-    pairs = [
-        (row[offset : offset + shards[i].numel()].view(shards[i].shape), shards[i])
-        for i, offset in zip(plan.packed, plan.row.offsets, strict=True)
-        if shards[i].numel()
-    ]
-    return [target for target, _ in pairs], [source for _, source in pairs]
+    """Places in this rank's row, and the packed shards that go there, flat."""
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    for i, slot in zip(plan.packed, row.split(plan.row.slot_sizes) if plan.packed else (), strict=True):
+        shard = shards[i].reshape(-1)
+        if shard.numel():
+            targets.append(slot if slot.numel() == shard.numel() else slot[: shard.numel()])
+            sources.append(shard)
+    return targets, sources
 
 
 def _full_tensors(values: Tensor, rows: Tensor, plan: GatherPlan) -> list[Tensor]:
     """Views of the memory of a bucket, with the packed tensors copied out of the rows."""
     layouts = plan.bucket.layouts
-    num_ranks = rows.shape[0]
-    slots = [
-        values[plan.offsets[i] : plan.offsets[i] + layouts[i].slot_numel * num_ranks].view(num_ranks, -1)
-        if layouts[i].dim == 0
-        else None
-        for i in plan.packed
-    ]
-    in_front = [layouts[i].dim == 0 and _is_c_contiguous(layouts[i].shape, plan.strides[i]) for i in plan.packed]
     fulls = [
         torch.as_strided(values, layout.shape, stride, offset).data  # no view of `values` to autograd
         for layout, stride, offset in zip(layouts, plan.strides, plan.offsets, strict=True)
     ]
-    if plan.packed and all(in_front):
-        torch.split_with_sizes_copy(rows, plan.row.slot_sizes, dim=1, out=[s for s in slots if s is not None])
+    if not plan.packed:
         return fulls
-    for i, part, front, slot in zip(
-        plan.packed, rows.split(plan.row.slot_sizes, dim=1) if plan.packed else (), in_front, slots, strict=True
-    ):
-        if front and slot is not None:
-            slot.copy_(part)
+    num_ranks = rows.shape[0]
+    if all(plan.in_front):
+        slots = [
+            values.as_strided((num_ranks, layouts[i].slot_numel), (layouts[i].slot_numel, 1), plan.offsets[i])
+            for i in plan.packed
+        ]
+        torch.split_with_sizes_copy(rows, plan.row.slot_sizes, dim=1, out=slots)
+        return fulls
+    for i, part, is_front in zip(plan.packed, rows.split(plan.row.slot_sizes, dim=1), plan.in_front, strict=True):
+        if is_front:
+            slot_numel = layouts[i].slot_numel
+            values.as_strided((num_ranks, slot_numel), (slot_numel, 1), plan.offsets[i]).copy_(part)
         else:
             _fill(fulls[i], part, layouts[i])
     return fulls

@@ -48,6 +48,7 @@ class ReduceBucket:
         row = self._flags + bucket.segment_numel
         self._memory: Tensor | None = self._pool.take(group.num_ranks * row * dtype.itemsize, device)
         self._rows: Tensor | None = self._memory.view(dtype).view(group.num_ranks, row)
+        _, *self._slots = self._rows.split([self._flags, *bucket.slot_sizes], dim=1)
         self._present = [False] * len(bucket.layouts)
 
     @property
@@ -67,8 +68,7 @@ class ReduceBucket:
         """Pack the full gradient of tensor `index`, on top of one that is there."""
         assert self._rows is not None, "a gradient arrived after its bucket had left"
         layout = self._bucket.layouts[index]
-        start = self._flags + self._bucket.offsets[index]
-        slots = self._rows[:, start : start + layout.slot_numel]
+        slots = self._slots[index]
         accumulate = self._present[index]
         self._present[index] = True
         if layout.dim == 0 and layout.is_even and grad.is_contiguous():
@@ -92,11 +92,12 @@ class ReduceBucket:
         """
         assert self._rows is not None, "a bucket leaves once"
         rows, self._rows = self._rows, None
+        for slots, present in zip(self._slots, self._present, strict=True):
+            if not present:
+                slots.zero_()
+        self._slots.clear()
         flags = [float(x) for x in self._present]
         rows[:, : len(flags)] = torch.tensor(flags, dtype=rows.dtype, device=rows.device)
-        for layout, offset, present in zip(self._bucket.layouts, self._bucket.offsets, self._present, strict=True):
-            if not present:
-                rows[:, self._flags + offset : self._flags + offset + layout.slot_numel] = 0
         self._record(rows)
         if self._group.num_ranks == 1:
             return Handle(self._label, [], lambda: self._cut(rows[0]))
@@ -145,7 +146,7 @@ class ReduceBucket:
         if not peers:
             return
         sent = peers * rows.shape[1] * item
-        real = sum(real_numel(self._bucket.layouts, r) for r in range(group.num_ranks) if r != group.rank) * item
+        real = (sum(x.numel for x in self._bucket.layouts) - real_numel(self._bucket.layouts, group.rank)) * item
         flags = peers * self._flags * item
         header = flags + (peers * HEADER_BYTES if group.is_direct else 0)
         record(CommRecord("reduce_scatter", self._label, group.num_ranks, real, sent - real - flags, header))
@@ -157,12 +158,13 @@ class ReduceBucket:
 
     def _cut(self, row: Tensor) -> "Reduced":
         """This rank's shards in its reduced row."""
+        flags, *slots = row.split([self._flags, *self._bucket.slot_sizes])
         shards = []
-        for layout, offset in zip(self._bucket.layouts, self._bucket.offsets, strict=True):
-            start = self._flags + offset
+        for slot, layout in zip(slots, self._bucket.layouts, strict=True):
             shape = layout.local_shape(self._group.rank)
-            shards.append(row[start : start + math.prod(shape)].view(shape))
-        return Reduced(shards, row[: len(shards)])
+            numel = math.prod(shape)
+            shards.append((slot if slot.numel() == numel else slot[:numel]).view(shape))
+        return Reduced(shards, flags)
 
 
 class Reduced:

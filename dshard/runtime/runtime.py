@@ -107,9 +107,8 @@ class Runtime:
         for other in [u for u in self._ahead if u not in expected]:
             other.free()  # the order is another one today
         for other in expected:
-            if not other.is_gathered and not other.needs_memory:
+            if other.prefetch():
                 self._ahead[other] = None
-                other.gather()
 
     def on_gather(self, unit: Unit) -> None:
         """Note that `unit` is gathered."""
@@ -136,7 +135,8 @@ class Runtime:
     def on_passed(self, unit: Unit) -> None:
         """Free a unit whose modules' inputs have their gradients, and let its own leave."""
         self.on_backward_done(unit)
-        self.reducer.reduce(unit)
+        if not unit.is_unwatched:
+            self.reducer.reduce(unit)
 
     def watch_inputs(self, unit: Unit, inputs: Any) -> None:
         """Notice when the backward has passed the module of a unit: when an input of it has its gradient."""
@@ -148,14 +148,16 @@ class Runtime:
                 unit.num_watched += 1
                 if value.is_leaf:  # else the hook goes with the graph
                     self._leaf_watches.append(handle)
+                    unit.is_unwatched = True  # autograd finishes leaves first, ahead of the weights' gradients
                 return
+        unit.is_unwatched = True
 
     def _forget_watches(self) -> None:
         for handle in self._leaf_watches:
             handle.remove()
         self._leaf_watches.clear()
         for unit in self.units:
-            unit.num_watched = 0
+            unit.num_watched, unit.is_unwatched = 0, False
 
     def start_backward(self) -> Reducer:
         """Have `end_backward` called when the backward that is running ends."""

@@ -17,6 +17,7 @@ from dshard.tensor import ShardedTensor
 
 __all__ = ["Bucket", "Unit", "UnitObserver"]
 
+_SPEC_OF = attrgetter("_spec")
 _SHARD_OF = attrgetter("_cell._tensor")
 _VERSION_OF = attrgetter("_version")
 
@@ -118,6 +119,7 @@ class Unit:
         self.num_pins = 0  # open `gathered` scopes
         self.is_requested = False  # by `unshard`, to stay until it was used
         self.num_watched = 0  # inputs of its modules whose gradients will tell that backward has passed
+        self.is_unwatched = False  # whether a module of it ran without such an input
         self.requires_sync = True  # else gradients are added up unreduced
         self.averages = True  # gradients over the ranks, else they are added
         self._fulls: list[Tensor] | None = None
@@ -185,7 +187,7 @@ class Unit:
             return
         self.wait()  # a stale gather under way: its messages must not pair with those of the next
         self._drop()
-        buckets = self.buckets(range(len(self.params)))
+        buckets = self.buckets(self._all_slots)
         self._refuse_meta(buckets)
         self.observer.on_gather(self)
         self._touched_in = -1
@@ -205,10 +207,12 @@ class Unit:
                 in_flight.append((bucket, handle))
         self._in_flight = in_flight
 
-    @property
-    def needs_memory(self) -> bool:
-        """Whether some of its parameters are on the meta device."""
-        return any(bucket.is_meta for bucket in self.buckets(range(len(self.params))))
+    def prefetch(self) -> bool:
+        """Start to gather ahead of the use, unless copies are there; gives whether it did."""
+        if self.is_gathered or any(bucket.is_meta for bucket in self.buckets(self._all_slots)):
+            return False
+        self.gather()
+        return True
 
     def _refuse_meta(self, buckets: Sequence[Bucket]) -> None:
         on_meta = [self.params[slot].name for bucket in buckets if bucket.is_meta for slot in bucket.slots]
@@ -267,11 +271,15 @@ class Unit:
     def buckets(self, slots: Sequence[int]) -> list[Bucket]:
         """The buckets of some of the parameters: one per dtype, device and group, in order of first appearance."""
         key = tuple(slots)
-        specs = [self.params[slot]._spec for slot in key]  # another one after a change of dtype, strides or device
         known = self._buckets.get(key)
+        specs = list(map(_SPEC_OF, self.params))  # another one after a change of dtype, strides or device
         if known is None or not all(map(is_, known[0], specs)):
             known = self._buckets[key] = (specs, self._make_buckets(key))
         return known[1]
+
+    @property
+    def _all_slots(self) -> tuple[int, ...]:
+        return tuple(range(len(self.params)))
 
     def _make_buckets(self, slots: Sequence[int]) -> list[Bucket]:
         by_kind: dict[Any, list[int]] = {}
@@ -303,7 +311,7 @@ class Unit:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.num_active = self.num_pins = self.num_watched = 0
-        self.is_requested = False
+        self.is_requested = self.is_unwatched = False
         self._fulls = self._in_flight = None
         self._memories, self._shards, self._versions, self._buckets = [], [], [], {}
         self._touched_in = -1

@@ -11,7 +11,7 @@ from dshard.tensor import shardwise, step_ops, writes
 from dshard.tensor.sharded_tensor import ShardedTensor
 from dshard.tensor.stepping import is_stepping
 from dshard.tensor.table import OpClass, classify
-from dshard.tensor.views import ViewMeta, ViewStep, view_metas
+from dshard.tensor.views import ViewStep, view_metas
 
 __all__ = ["dispatch"]
 
@@ -28,7 +28,7 @@ def _alias(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Remember a view operation; the metadata of a repeated one is looked up."""
+    """Remember a view operation; the description of a repeated one is looked up."""
     source = args[0]
     if not isinstance(source, ShardedTensor):
         return shardwise.compute(func, args, kwargs)
@@ -36,14 +36,16 @@ def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     cache = source._views
     if cache is None:
         cache = source._views = {}
-    metas = cache.get(key)
-    if metas is None:
+    specs = cache.get(key)
+    if specs is None:
         if len(cache) >= _MAX_REMEMBERED:
             cache.clear()
-        metas = cache[key] = view_metas(source, func, args[1:], kwargs)
-    if isinstance(metas, ViewMeta):
-        return source.lazy_view(ViewStep(func, args[1:], kwargs), metas)
-    return [source.lazy_view(ViewStep(func, args[1:], kwargs, i), meta) for i, meta in enumerate(metas)]
+        metas = view_metas(source, func, args[1:], kwargs)
+        specs = [source.view_spec(meta) for meta in metas] if isinstance(metas, list) else source.view_spec(metas)
+        cache[key] = specs
+    if not isinstance(specs, list):
+        return source.lazy_view(ViewStep(func, args[1:], kwargs), specs)
+    return [source.lazy_view(ViewStep(func, args[1:], kwargs, i), spec) for i, spec in enumerate(specs)]
 
 
 def _frozen(value: Any) -> Any:
@@ -63,6 +65,7 @@ _HANDLERS: dict[OpClass, Handler] = {
     OpClass.REDUCTION: shardwise.reduction,
     OpClass.FACTORY: shardwise.factory,
     OpClass.NEW: shardwise.new_tensor,
+    OpClass.LAYOUT: shardwise.layout_only,
     OpClass.RANDOM_INPLACE: writes.random_inplace,
     OpClass.RANDOM_FACTORY: writes.random_factory,
     OpClass.WRITE: writes.write,

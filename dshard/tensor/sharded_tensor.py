@@ -72,14 +72,14 @@ class ShardedTensor(Exports, DTensor):
     _cell: ShardCell
     _group: ShardGroup
     _name: str
-    _source: GatherSource | None
-    _slot: int
-    _view: View | None
-    _origin: Origin | None
-    _views: dict[Any, Any] | None
-    _home: tuple[GatherSource, int] | None  # where the tensor belongs if a swap puts it in its origin's place
-    _is_added: bool  # as a gradient: already part of the buffer that `.grad` awaits
-    _grad_hook: Any
+    _source: GatherSource | None = None
+    _slot: int = -1
+    _view: View | None = None
+    _origin: Origin | None = None
+    _views: dict[Any, Any] | None = None
+    _home: tuple[GatherSource, int] | None = None  # where it belongs if a swap puts it in its origin's place
+    _is_added: bool = False  # as a gradient: already part of the buffer that `.grad` awaits
+    _grad_hook: Any = None
 
     # `swap_tensors` swaps slots after dicts; `_local_tensor` lives in the dict's cell and must not be swapped back.
     __slotnames__: ClassVar[list[str]] = ["_spec"]
@@ -112,14 +112,9 @@ class ShardedTensor(Exports, DTensor):
             Nothing.
         """
         local = prototype if prototype is not None else cell.resolve()
-        self: ShardedTensor = cls(local, spec, requires_grad=requires_grad)
-        self._cell = cell
-        self._group, self._name = group, name
-        self._source, self._slot = None, -1
-        self._view = self._origin = self._views = None
-        self._home = None
-        self._is_added = False
-        self._grad_hook = None
+        new: Any = cls.__new__  # without __init__, which has nothing to do
+        self: ShardedTensor = new(cls, local, spec, requires_grad=requires_grad)
+        self._cell, self._group, self._name = cell, group, name
         return self
 
     @classmethod
@@ -181,20 +176,21 @@ class ShardedTensor(Exports, DTensor):
         out._is_added = self._is_added
         return out
 
-    def lazy_view(self, step: ViewStep, meta: ViewMeta) -> "ShardedTensor":
-        """The view that `step` gives of this tensor."""
+    def lazy_view(self, step: ViewStep, spec: DTensorSpec) -> "ShardedTensor":
+        """The view that `step` gives of this tensor; `spec` describes it."""
         base, steps = (self, ()) if self._view is None else (self._view.base, self._view.steps)
-        spec = DTensorSpec(
-            self._spec.mesh,
-            (Replicate(),) * self._spec.mesh.ndim,
-            tensor_meta=TensorMeta(meta.shape, meta.stride, meta.dtype),
-        )
         prototype = self._prototype()
-        if prototype.dtype != meta.dtype:
+        meta = spec.tensor_meta
+        if meta is not None and prototype.dtype != meta.dtype:
             prototype = prototype.new_empty(0, dtype=meta.dtype)
         out = type(self).wrap(base._cell, spec, base._group, name=self._name, prototype=prototype)
         out._view = View(base, (*steps, step))
         return out
+
+    def view_spec(self, meta: ViewMeta) -> DTensorSpec:
+        """DTensor's description of a view."""
+        tensor_meta = TensorMeta(meta.shape, meta.stride, meta.dtype)
+        return DTensorSpec(self._spec.mesh, (Replicate(),) * self._spec.mesh.ndim, tensor_meta=tensor_meta)
 
     def _prototype(self) -> Tensor:
         """A plain tensor of this one's dtype and device, without waiting for a shard in flight."""

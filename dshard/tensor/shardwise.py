@@ -11,20 +11,41 @@ from torch._ops import OpOverload
 
 from dshard import collectives
 from dshard.collectives import ReduceOp
-from dshard.tensor.operands import common_layout, cut_to, is_recorded, materialize, numbers_in, unwrap_result
+from dshard.tensor.operands import (
+    common_layout,
+    cut_to,
+    is_recorded,
+    map_tensors,
+    materialize,
+    numbers_in,
+    unwrap_result,
+)
 from dshard.tensor.sharded_tensor import ShardedTensor
 
-__all__ = ["cast", "clone", "equal", "factory", "foreach", "foreach_norm", "new_tensor", "pointwise", "reduction"]
+__all__ = [
+    "cast",
+    "clone",
+    "equal",
+    "factory",
+    "foreach",
+    "foreach_norm",
+    "layout_only",
+    "new_tensor",
+    "pointwise",
+    "reduction",
+]
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
+_PLAIN = (Tensor, int, float, bool, type(None))  # arguments with no ShardedTensor in them
 
 
 def compute(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation on full values; its results are plain tensors of this rank."""
-    return func(*materialize(args), **{k: materialize(v) for k, v in kwargs.items()})
+    values = [a.materialize() if type(a) is ShardedTensor else a if type(a) in _PLAIN else materialize(a) for a in args]
+    return func(*values, **{k: materialize(v) for k, v in kwargs.items()}) if kwargs else func(*values)
 
 
 def pointwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -96,6 +117,15 @@ def new_tensor(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     whole = ShardedTensor.shard(plain, source.device_mesh, None, name=source.name)  # `orthogonal_` fills it at random
     whole._cell.is_shared = False
     return whole
+
+
+def layout_only(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """An operation that looks at shapes and strides alone."""
+
+    def stand_in(value: ShardedTensor) -> Tensor:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+    return func(*map_tensors(args, stand_in), **kwargs)
 
 
 def cast(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:

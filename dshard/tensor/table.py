@@ -19,7 +19,8 @@ class OpClass(enum.Enum):
     POINTWISE_INPLACE,
     FOREACH_INPLACE: on this rank's shard, other operands cut to it. REDUCTION, FOREACH_REDUCTION: on shards and one
     small all-reduce. FACTORY: the shard's size; NEW: a plain tensor. RANDOM_INPLACE, RANDOM_FACTORY: the unsharded
-    tensor's draw, of which each rank keeps its part. WRITE: on a gathered copy, of which each rank keeps its part.
+    tensor's draw, of which each rank keeps its part. LAYOUT: on memory that lies as the full tensor would, for the
+    values do not matter. WRITE: on a gathered copy, of which each rank keeps its part.
     REFUSED: raises. COMPUTE: on gathered tensors.
     """
 
@@ -37,6 +38,7 @@ class OpClass(enum.Enum):
     NEW = enum.auto()
     RANDOM_INPLACE = enum.auto()
     RANDOM_FACTORY = enum.auto()
+    LAYOUT = enum.auto()
     WRITE = enum.auto()
     UNSCALE = enum.auto()
     EQUAL = enum.auto()
@@ -62,6 +64,8 @@ _NAMED: dict[OpOverload, OpClass] = {
     aten.zeros_like.default: OpClass.FACTORY,
     aten.ones_like.default: OpClass.FACTORY,
     aten.full_like.default: OpClass.FACTORY,
+    aten._new_zeros_with_same_feature_meta.default: OpClass.LAYOUT,  # both by forward-mode autograd
+    aten._has_same_storage_numel.default: OpClass.LAYOUT,
     aten.new_empty.default: OpClass.NEW,
     aten.new_empty_strided.default: OpClass.NEW,
     aten.new_zeros.default: OpClass.NEW,
