@@ -71,14 +71,18 @@ class ReduceBucket:
         slots = self._slots[index]
         accumulate = self._present[index]
         self._present[index] = True
-        if layout.dim == 0 and layout.is_even and grad.is_contiguous():
-            target = grad.view(slots.shape)
-            slots.add_(target) if accumulate else slots.copy_(target)
+        if layout.dim == 0 and grad.is_contiguous():
+            # Slots of whole shards at once, then the one that is smaller; whatever the number of ranks.
+            num_whole = grad.numel() // layout.slot_numel if layout.slot_numel else 0
+            size = num_whole * layout.slot_numel
+            flat = grad.view(-1)
+            _put(slots[:num_whole], flat[:size].view(num_whole, -1), accumulate)
+            if size < flat.numel():
+                _put(slots[num_whole, : flat.numel() - size], flat[size:], accumulate)
             return
         for rank in range(layout.num_ranks):
             shard = shard_of(grad, layout, rank)
-            slot = slots[rank, : shard.numel()].view(shard.shape)
-            slot.add_(shard) if accumulate else slot.copy_(shard)
+            _put(slots[rank, : shard.numel()].view(shard.shape), shard, accumulate)
 
     def launch(self, *, mean: bool) -> Handle["Reduced"]:
         """Start the reduce-scatter. The bucket takes no more gradients.
@@ -165,6 +169,11 @@ class ReduceBucket:
             numel = math.prod(shape)
             shards.append((slot if slot.numel() == numel else slot[:numel]).view(shape))
         return Reduced(shards, flags)
+
+
+def _put(slot: Tensor, values: Tensor, accumulate: bool) -> None:
+    if values.numel():
+        slot.add_(values) if accumulate else slot.copy_(values)
 
 
 class Reduced:

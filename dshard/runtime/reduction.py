@@ -320,6 +320,8 @@ def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
     if torch.is_grad_enabled() and grad.requires_grad:
         out: Tensor = _ReduceGrad.apply(grad, unit, param._slot, reducer)
         return out
+    if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():  # the two scopes cost microseconds
+        return reducer.receive(unit, param._slot, _plain(grad))
     with torch.inference_mode(mode=False), torch.no_grad():
         return reducer.receive(unit, param._slot, _plain(grad))
 

@@ -20,7 +20,7 @@ Kwargs = dict[str, Any]
 Handler = Callable[[OpOverload, Args, Kwargs], Any]
 
 
-_MAX_REMEMBERED = 64  # views of one tensor
+_MAX_REMEMBERED = 64  # views of one tensor, and of views of it
 
 
 def _alias(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -32,10 +32,12 @@ def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     source = args[0]
     if not isinstance(source, ShardedTensor):
         return shardwise.compute(func, args, kwargs)
-    key = (func, _frozen(args[1:]), _frozen(tuple(kwargs.items())))
-    cache = source._views
+    view = source._view
+    key = (() if view is None else view.key, func, _frozen(args[1:]), _frozen(tuple(kwargs.items())))
+    base = source if view is None else view.base
+    cache = base._views
     if cache is None:
-        cache = source._views = {}
+        cache = base._views = {}
     specs = cache.get(key)
     if specs is None:
         if len(cache) >= _MAX_REMEMBERED:
@@ -44,8 +46,8 @@ def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         specs = [source.view_spec(meta) for meta in metas] if isinstance(metas, list) else source.view_spec(metas)
         cache[key] = specs
     if not isinstance(specs, list):
-        return source.lazy_view(ViewStep(func, args[1:], kwargs), specs)
-    return [source.lazy_view(ViewStep(func, args[1:], kwargs, i), spec) for i, spec in enumerate(specs)]
+        return source.lazy_view(ViewStep(func, args[1:], kwargs), specs, key)
+    return [source.lazy_view(ViewStep(func, args[1:], kwargs, i), spec, (*key, i)) for i, spec in enumerate(specs)]
 
 
 def _frozen(value: Any) -> Any:

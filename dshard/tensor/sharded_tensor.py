@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -41,10 +42,17 @@ class GatherSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A lazy view: a chain of view operations over a sharded base."""
+    """A lazy view: a chain of view operations over a sharded base.
+
+    Args:
+        base: What is viewed.
+        steps: The operations.
+        key: Tells the chain apart from others over the same base.
+    """
 
     base: "ShardedTensor"
     steps: tuple[ViewStep, ...]
+    key: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +184,15 @@ class ShardedTensor(Exports, DTensor):
         out._is_added = self._is_added
         return out
 
-    def lazy_view(self, step: ViewStep, spec: DTensorSpec) -> "ShardedTensor":
-        """The view that `step` gives of this tensor; `spec` describes it."""
+    def lazy_view(self, step: ViewStep, spec: DTensorSpec, key: tuple[Any, ...]) -> "ShardedTensor":
+        """The view that `step` gives of this tensor; `spec` describes it, `key` tells its chain apart."""
         base, steps = (self, ()) if self._view is None else (self._view.base, self._view.steps)
         prototype = self._prototype()
         meta = spec.tensor_meta
         if meta is not None and prototype.dtype != meta.dtype:
-            prototype = prototype.new_empty(0, dtype=meta.dtype)
+            prototype = _empty(meta.dtype, prototype.device)
         out = type(self).wrap(base._cell, spec, base._group, name=self._name, prototype=prototype)
-        out._view = View(base, (*steps, step))
+        out._view = View(base, (*steps, step), key)
         return out
 
     def view_spec(self, meta: ViewMeta) -> DTensorSpec:
@@ -197,7 +205,7 @@ class ShardedTensor(Exports, DTensor):
         tensor = self._cell._tensor
         if tensor is not None and tensor.dtype == self.dtype:
             return tensor
-        return torch.empty(0, dtype=self.dtype, device=self.device)
+        return _empty(self.dtype, self.device)
 
     @property
     def name(self) -> str:
@@ -380,6 +388,13 @@ class ShardedTensor(Exports, DTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return ShardedTensor._dispatch(func, args, kwargs or {})
+
+
+@cache
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor to take dtype and device from."""
+    with torch.inference_mode(mode=False):
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 def _rebuild(
