@@ -73,10 +73,10 @@ class ReduceBucket:
         self._present[index] = True
         if layout.dim == 0 and grad.is_contiguous():
             # Slots of whole shards at once, then the one that is smaller; whatever the number of ranks.
-            num_whole = grad.numel() // layout.slot_numel if layout.slot_numel else 0
+            num_whole = grad.numel() // max(layout.slot_numel, 1)
             size = num_whole * layout.slot_numel
             flat = grad.view(-1)
-            _put(slots[:num_whole], flat[:size].view(num_whole, -1), accumulate)
+            _put(slots[:num_whole], flat[:size].view(num_whole, layout.slot_numel), accumulate)
             if size < flat.numel():
                 _put(slots[num_whole, : flat.numel() - size], flat[size:], accumulate)
             return
