@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -20,7 +19,7 @@ from dshard.tensor.cell import ShardCell
 from dshard.tensor.exports import Exports, FullTensor
 from dshard.tensor.stepping import is_stepping
 from dshard.tensor.strides import dense_stride, restrided
-from dshard.tensor.views import ViewMeta, ViewStep, apply_steps
+from dshard.tensor.views import View, ViewMeta, ViewStep, apply_steps, empty_of
 
 _DATA: Any = torch.Tensor.data  # descriptors
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
@@ -38,21 +37,6 @@ class GatherSource(Protocol):
 
     def pinned(self, slot: int) -> Tensor | None:
         """The same, if an open `gathered` scope holds it."""
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A lazy view: a chain of view operations over a sharded base.
-
-    Args:
-        base: What is viewed.
-        steps: The operations.
-        key: Tells the chain apart from others over the same base.
-    """
-
-    base: "ShardedTensor"
-    steps: tuple[ViewStep, ...]
-    key: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +174,7 @@ class ShardedTensor(Exports, DTensor):
         prototype = self._prototype()
         meta = spec.tensor_meta
         if meta is not None and prototype.dtype != meta.dtype:
-            prototype = _empty(meta.dtype, prototype.device)
+            prototype = empty_of(meta.dtype, prototype.device)
         out = type(self).wrap(base._cell, spec, base._group, name=self._name, prototype=prototype)
         out._view = View(base, (*steps, step), key)
         return out
@@ -205,7 +189,7 @@ class ShardedTensor(Exports, DTensor):
         tensor = self._cell._tensor
         if tensor is not None and tensor.dtype == self.dtype:
             return tensor
-        return _empty(self.dtype, self.device)
+        return empty_of(self.dtype, self.device)
 
     @property
     def name(self) -> str:
@@ -388,13 +372,6 @@ class ShardedTensor(Exports, DTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return ShardedTensor._dispatch(func, args, kwargs or {})
-
-
-@cache
-def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor to take dtype and device from."""
-    with torch.inference_mode(mode=False):
-        return torch.empty(0, dtype=dtype, device=device)
 
 
 def _rebuild(

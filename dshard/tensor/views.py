@@ -1,13 +1,14 @@
 """Chains of view operations, remembered so that a view of a sharded tensor costs nothing and can be written through."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-__all__ = ["ViewMeta", "ViewStep", "apply_steps", "view_metas"]
+__all__ = ["View", "ViewMeta", "ViewStep", "apply_steps", "empty_of", "view_metas"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,28 @@ class ViewMeta:
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A lazy view: a chain of view operations over a sharded base.
+
+    Args:
+        base: The ShardedTensor that is viewed.
+        steps: The operations.
+        key: Tells the chain apart from others over the same base.
+    """
+
+    base: Any
+    steps: tuple[ViewStep, ...]
+    key: tuple[Any, ...]
+
+
+@cache
+def empty_of(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor without elements, to take dtype and device from."""
+    with torch.inference_mode(mode=False):
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 def apply_steps(full: Tensor, steps: tuple[ViewStep, ...]) -> Tensor:
