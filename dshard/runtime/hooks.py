@@ -32,7 +32,7 @@ def adopt_leaf(param: ShardedTensor) -> None:
 
 def hook_forward(module: nn.Module) -> None:
     """Tell the runtime of each forward of a module that units belong to."""
-    module.register_forward_pre_hook(_before_forward, prepend=True)
+    module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(_after_forward, always_call=True)
 
 
@@ -41,10 +41,10 @@ def _units_at(module: nn.Module) -> list[Unit]:
     return list(module.__dict__["_dshard_units"])
 
 
-def _before_forward(module: nn.Module, args: Any) -> None:
+def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
     for unit in _units_at(module):
         unit.observer.enter_forward(unit)
-        unit.observer.watch_inputs(unit, args)
+        unit.observer.watch_inputs(unit, (args, kwargs))
 
 
 def _after_forward(module: nn.Module, args: Any, output: Any) -> None:

@@ -1,7 +1,8 @@
 """The runtime of a model: when units gather and free, in forward and in backward."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from functools import partial
 from types import FrameType
 from typing import Any, Literal
@@ -142,15 +143,15 @@ class Runtime:
         """Notice when the backward has passed the module of a unit: when an input of it has its gradient."""
         if not torch.is_grad_enabled() or (in_backward() and unit.num_watched):
             return  # the latter: a checkpoint runs a forward again that is watched already
-        for value in inputs:
-            if isinstance(value, Tensor) and value.requires_grad:
-                handle = value.register_hook(partial(_passed, unit))
-                unit.num_watched += 1
-                if value.is_leaf:  # else the hook goes with the graph
-                    self._leaf_watches.append(handle)
-                    unit.is_unwatched = True  # autograd finishes leaves first, ahead of the weights' gradients
-                return
-        unit.is_unwatched = True
+        value = _first_with_gradient(inputs)
+        if value is None:
+            unit.is_unwatched = True
+            return
+        handle = value.register_hook(partial(_passed, unit))
+        unit.num_watched += 1
+        if value.is_leaf:  # else the hook goes with the graph
+            self._leaf_watches.append(handle)
+            unit.is_unwatched = True  # autograd finishes leaves first, ahead of the weights' gradients
 
     def _forget_watches(self) -> None:
         for handle in self._leaf_watches:
@@ -267,6 +268,16 @@ class Runtime:
         if self.memory_budget is not None and self.memory_budget != "auto":
             return False
         return self.root not in unit.modules
+
+
+def _first_with_gradient(value: Any) -> Tensor | None:
+    """The first tensor in some arguments, however nested, that takes a gradient."""
+    if isinstance(value, Tensor):
+        return value if value.requires_grad else None
+    if is_dataclass(value) and not isinstance(value, type):
+        value = vars(value) if hasattr(value, "__dict__") else {}
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return next((found for item in items if (found := _first_with_gradient(item)) is not None), None)
 
 
 def _find_frame(is_it: Callable[[FrameType], bool]) -> FrameType | None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard.testing import WorldPool
@@ -119,3 +120,58 @@ def route(num_steps: int) -> list[str]:
 def test_experts_of_one_unit_are_routed_by_each_rank_alone(worlds: WorldPool):
     assert worlds.run(2, route, 6) == [[]] * 2
     assert worlds.run(3, route, 6) == [[]] * 3
+
+
+class Passing(nn.Module):
+    """Blocks that are given their input in one of the ways in which models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Taking() for _ in range(4)])
+
+    def forward(self, x: Tensor, how: str) -> Tensor:
+        for block in self.blocks:
+            if how == "keyword":
+                x = block(hidden=x)
+            elif how == "nested":
+                x = block(None, [{"hidden": x}])
+            elif how == "second":
+                x = block(torch.ones(3), x)
+            elif how.startswith("checkpoint"):
+                x = checkpoint(block, x, use_reentrant="reentrant" in how)
+            else:
+                x = block(x)
+        return x
+
+
+class Taking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, *args: Any, hidden: Any = None) -> Tensor:
+        value = hidden if hidden is not None else args[-1]
+        return torch.tanh(self.inner(value[0]["hidden"] if isinstance(value, list) else value))
+
+
+def order_of_collectives(how: str) -> list[str]:
+    torch.manual_seed(0)
+    model = Passing()
+    for block in model.blocks:
+        dshard.fully_shard(block)
+    dshard.fully_shard(model)
+    loss = model(torch.ones(2, 3, requires_grad="reentrant" in how), how).sum()
+    with dshard.CommTrace() as trace:
+        loss.backward()
+    return [f"{r.kind} {r.label}" for r in trace.records]
+
+
+@pytest.mark.parametrize(
+    "how", ["positional", "keyword", "nested", "second", "checkpointed", "checkpointed, reentrant"]
+)
+def test_gradients_leave_while_backward_goes_on_however_a_block_is_given_its_input(worlds: WorldPool, how):
+    orders = worlds.run(2, order_of_collectives, how)
+    assert orders[0] == orders[1]
+    reduced = [orders[0].index(f"reduce_scatter blocks.{i}") for i in (3, 2, 1, 0)]
+    assert reduced == sorted(reduced)
+    assert orders[0].index("reduce_scatter blocks.3") < orders[0].index("all_gather blocks.1")
