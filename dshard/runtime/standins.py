@@ -124,19 +124,19 @@ def _swap_parameters(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         params: list[Tensor] = []
         for param in group["params"]:
-            if type(param) is ShardedTensor:
-                shard = _standin(param)
-                if shard is None:
+            if type(param) is not ShardedTensor:
+                if type(param.grad) is ShardedTensor:
                     _forget_gradients(shards)
                     return
-                swapped.append(param)
-                shards.append(shard)
-                params.append(shard)
-            elif type(param.grad) is ShardedTensor:
+                params.append(param)
+                continue
+            shard = _standin(param)
+            if shard is None:
                 _forget_gradients(shards)
                 return
-            else:
-                params.append(param)
+            swapped.append(param)
+            shards.append(shard)
+            params.append(shard)
         groups.append(params)
     if shards:
         _swap(optimizer, groups, swapped, shards)
@@ -185,15 +185,16 @@ def _restore(swap: _Swap) -> None:
     else:
         _wrap_states(swap)
     swap.optimizer.state = swap.state
-    moved: list[Tensor] = []  # fused kernels do not count their writes
-    for param, shard in zip(swap.swapped, swap.shards, strict=True):
+    moved: list[Tensor] = []
+    for param, shard, version in zip(swap.swapped, swap.shards, swap.versions, strict=True):
         if shard.grad is not None:
             shard.grad = None
             param._cell.num_writes += 1
-            moved += (param, shard)
+            moved.append(param)
+            if shard._version == version:
+                moved.append(shard)  # fused kernels do not count their writes
         elif param.grad is not None:
             param.grad = None  # by zero_grad(), after a step that raised
-    moved += [cell.resolve() for cell in swap.state_cells]
     torch.autograd.graph.increment_version(moved)
 
 

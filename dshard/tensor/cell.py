@@ -77,8 +77,8 @@ class ShardCell:
 
     @property
     def version(self) -> int:
-        """Counts the writes to the shard, ours and those to `to_local()` by others."""
-        return int(self.resolve()._version)
+        """Counts the writes to the shard, ours and those to `to_local()` by others; some of ours twice."""
+        return int(self.resolve()._version) + self.num_writes
 
     def resolve(self) -> Tensor:
         """The shard, after waiting for what it awaits."""
