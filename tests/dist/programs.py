@@ -230,6 +230,8 @@ class Side:
 
     def write(self, kind, what, i, mode):
         if (target := self.target(what, i)) is not None:
+            # A plain parameter becomes an inference tensor by that, and autograd refuses some of its uses.
+            mode = "no_grad" if kind == "set data" and mode == "inference" else mode
             with GRAD_MODES[mode]():
                 WRITES[kind](target)
 
