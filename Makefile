@@ -1,11 +1,12 @@
 # Every target makes its own environment first: `make train` works in a fresh clone. Pass options on in ARGS:
-#   make train ARGS="--compare"        make test ARGS="-m 'not slow' tests/unit"
+#   make train ARGS="--compare"        make test ARGS="-m 'not slow' tests/unit"        make bench ARGS="step"
 VENV ?= .venv
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(if $(shell command -v $(name)),$(name))))
 TORCH ?= torch==2.13.0
 ARGS ?=
 
 BIN := $(VENV)/bin
+BENCHMARKS := step compile host memory collectives scale units optimizer
 STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
@@ -20,7 +21,7 @@ $(STAMP): pyproject.toml
 	@echo "make: installing $(TORCH) into $(VENV) (once, a minute or two)"
 	@$(PIP) "$(TORCH)"
 	@echo "make: installing dshard with its development tools"
-	@$(PIP) --editable ".[dev,test,cli]"
+	@$(PIP) --editable ".[dev,test,cli,interop]"
 	@touch $@
 
 venv: $(STAMP)
@@ -37,7 +38,11 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/collectives.py $(ARGS)
+ifeq ($(strip $(ARGS)),)
+	set -e; for each in $(BENCHMARKS); do OMP_NUM_THREADS=1 $(BIN)/python -m dshard bench $$each; done
+else
+	OMP_NUM_THREADS=1 $(BIN)/python -m dshard bench $(ARGS)
+endif
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

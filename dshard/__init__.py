@@ -2,6 +2,7 @@
 
 from dshard import checkpoint
 from dshard.api import fully_shard
+from dshard.checkpoint import load_safetensors, save_safetensors
 from dshard.clip import clip_grad_norm_
 from dshard.collectives import CommTrace
 from dshard.compat import (
@@ -17,11 +18,17 @@ from dshard.errors import (
     DivergenceError,
     DShardError,
     PlacementError,
+    PlanError,
     StateError,
     UnsupportedOpError,
 )
+from dshard.nodes import init_hybrid_mesh
+from dshard.planner import Plan
+from dshard.planning import plan
+from dshard.policies import Strategy
 from dshard.runtime.module import FSDPModule, UnshardHandle
-from dshard.scope import gathered
+from dshard.scope import gathered, iter_full
+from dshard.switch import set_strategy
 from dshard.tensor import ShardedTensor
 
 __version__ = "0.1.0"
@@ -36,15 +43,24 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "PlacementError",
+    "Plan",
+    "PlanError",
     "ShardedTensor",
     "StateError",
+    "Strategy",
     "UnshardHandle",
     "UnsupportedOpError",
     "checkpoint",
     "clip_grad_norm_",
     "fully_shard",
     "gathered",
+    "init_hybrid_mesh",
+    "iter_full",
+    "load_safetensors",
     "no_sync",
+    "plan",
     "register_fsdp_forward_method",
+    "save_safetensors",
+    "set_strategy",
     "share_comm_ctx",
 ]

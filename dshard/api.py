@@ -1,23 +1,32 @@
 """`fully_shard` and its companions."""
 
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from dshard import collectives
 from dshard.collectives import ShardGroup
-from dshard.errors import StateError, UnsupportedOpError
+from dshard.errors import StateError
+from dshard.planner import Plan
+from dshard.planning import units_of
+from dshard.policies import Offload, PrecisionRules, StrategyRules, reshard_choice
+from dshard.runtime import Runtime
+from dshard.runtime.auto_units import UnitPlan
 from dshard.runtime.buffers import broadcast_buffers, check_buffers
-from dshard.runtime.convert import PlacementFn, follow_replaced, move_buffers, own_parameters, replace_all
+from dshard.runtime.casts import cast_at
+from dshard.runtime.convert import check_offload, device_of, follow_replaced, move_buffers, own_parameters
+from dshard.runtime.hooks import watch
+from dshard.runtime.initial import compare_parameters
 from dshard.runtime.install import Conversion, install, joined_runtime, take_in
 from dshard.runtime.module import FSDPModule
+from dshard.runtime.placing import Place, PlacementFn, check_mesh, replicated
 from dshard.runtime.replace import inherit
-from dshard.runtime.sync import broadcast_weights, check_same_structure, check_same_weights
+from dshard.runtime.sliced import check_sliced, is_sliced, set_slices
+from dshard.runtime.wrap import AutoWrapPolicy, chosen_modules
+from dshard.tensor.meshes import data_parallel_mesh, default_mesh, group_of
 
 __all__ = ["fully_shard"]
 
@@ -36,6 +45,9 @@ def fully_shard(
     grad_reduce: Literal["mean", "sum"] = "mean",
     buffers: Literal["leave", "broadcast", "check"] = "leave",
     memory_budget: int | Literal["auto"] | None = None,
+    auto_wrap_policy: AutoWrapPolicy | None = None,
+    strategy: Any = None,
+    plan: Plan | None = None,
 ) -> Any:
     """Shard the parameters of a module over the ranks of a mesh, in place.
 
@@ -45,17 +57,32 @@ def fully_shard(
     backward. Call it bottom-up on blocks and then on the root, as with FSDP2, or on the root alone: then units are
     formed at the first use.
 
+    Tensor subclasses with FSDP2's `fsdp_pre_all_gather` and `fsdp_post_all_gather` say themselves what travels of them,
+    and what a forward computes with; everything else sees their exact value.
+
     Args:
         module: A module, or several that are gathered together.
-        mesh: One-dimensional device mesh; by default all ranks.
+        mesh: One-dimensional device mesh, by default of all ranks; or a two-dimensional one, over whose second dim the
+            parameters are sharded and over whose first they are replicated (HSDP). Parameters that are DTensors over
+            other dims of the same mesh (`parallelize_module`) are cut further.
         reshard_after_forward: Whether the unit is freed between forward and backward, and gathered again. None
-            means True, except for what stays with the root. 1 and the mesh's size are accepted for False and True.
-        shard_placement_fn: Gives each parameter's placement: `Shard(dim)`, `Replicate()`, or None for `Shard(0)`.
-            Uneven dims are padded on the wire alone.
-        mp_policy: Only torch's or our default, which changes no dtype.
-        offload_policy: Only the default, which offloads nothing.
+            means True, except for what stays with the root. A number of ranks that divides that of a parameter's shards
+            keeps a part of the gathered copies in each, so that backward gathers among as many neighbours alone; 1
+            means False, and the number of the shards True.
+        shard_placement_fn: Gives each parameter's placement: `Shard(dim)`, `Replicate()`, or None for `Shard(0)`; or
+            torch's `ShardPlacementResult`, which names a mesh for that parameter, too. Uneven dims are padded on the
+            wire alone.
+        mp_policy: torch's `MixedPrecisionPolicy`: the dtypes in which parameters are gathered and computed with, and
+            gradients reduced; they are kept in their own. Or a dtype to gather in; or a dict of either by patterns of
+            parameter names, of which the first that matches decides, as in
+            `{"*norm*": torch.float32, "*": MixedPrecisionPolicy(...)}`.
+        offload_policy: torch's `CPUOffloadPolicy`: shards, their gradients and the optimizer's state are kept in the
+            CPU's memory, and copied to the mesh's device and back; calls on other modules may have none. On a CPU mesh,
+            where everything is on the CPU already, it changes nothing.
         ignored_params: Parameters to leave alone: not sharded, not moved, their gradients not reduced.
-        dp_mesh_dims: Not supported yet.
+        dp_mesh_dims: torch's `DataParallelMeshDims`: the names of the dims of `mesh` to shard over, and to replicate
+            over; several of either count as one. Parameters may be DTensors over all of `mesh`, replicated over these
+            dims. Without dims to shard over every rank keeps whole copies, as under DDP.
         sync: What to do about initial weights that differ between ranks: raise and name them, take those of rank 0, or
             trust.
         grad_reduce: Whether gradients are averaged over the ranks or added.
@@ -65,6 +92,15 @@ def fully_shard(
             the place of `reshard_after_forward=None`. Those that the backward uses last go first. 0 gathers every
             unit twice a step, the model's size once. "auto" takes four fifths of what is free on the rank that has
             the least, when the first step is over.
+        auto_wrap_policy: Which modules below become units of their own, as if this had been called on each of them
+            first, children before parents: a set of module classes, a function that is given a module and returns a
+            bool, or a policy of torch's FSDP1. Modules of which no parameter is left to take are passed over.
+        strategy: What is whole on every rank and what is sharded, in the place of `reshard_after_forward`: "ddp",
+            "zero1", "zero2", "keep", "full", "hybrid(k)" for shards over `k` neighbours that are replicated across,
+            "split(q)" for weights of layers that are gathered and used in `q` slices, or a `Strategy`; or a dict of
+            those by patterns of parameter names, of which the first that matches decides, as in
+            `{"*embed*": "ddp", "layers.*": "full"}`. `set_strategy` changes it between two steps.
+        plan: What `dshard.plan` made for this model and as many ranks: its units, and the strategy of each.
 
     Returns:
         `module` itself, whose class is now a subclass of `FSDPModule` too.
@@ -80,41 +116,99 @@ def fully_shard(
         always an all-reduce of 16 bytes that compares names and shapes.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
-    _check_options(modules, mp_policy, offload_policy, dp_mesh_dims)
-    _check_choice("sync", sync, ("check", "broadcast", None))
-    _check_choice("grad_reduce", grad_reduce, ("mean", "sum"))
-    _check_choice("buffers", buffers, ("leave", "broadcast", "check"))
-    _check_budget(memory_budget)
-    mesh = mesh if mesh is not None else _default_mesh()
-    _check_mesh(mesh)
-    reshard = _reshard_flag(reshard_after_forward, mesh)
-    group = ShardGroup(mesh.get_group(), torch.device(mesh.device_type))
+    _check_modules(modules)
+    _check_options(sync, grad_reduce, buffers, memory_budget)
+    mesh = mesh if mesh is not None else default_mesh()
+    if dp_mesh_dims is not None:
+        mesh = data_parallel_mesh(mesh, dp_mesh_dims)
+        shard_placement_fn = _placement_on(dp_mesh_dims, shard_placement_fn)
+    check_mesh(mesh)
+    precision = PrecisionRules.of(mp_policy, _offload_of(offload_policy, mesh))
+    reshard = reshard_choice(reshard_after_forward, mesh.size(mesh.ndim - 1))
+    strategies = _strategies_of(strategy, reshard, plan, auto_wrap_policy)
+    group = group_of(mesh)
     follow_replaced(modules)
-    found = own_parameters(modules, ignored_params or set())
-    check_same_structure(found, group)
-    if sync == "check":
-        check_same_weights(found, group)
-    elif sync == "broadcast":
-        broadcast_weights([p for _, p in found], group)
-    conversion = Conversion(mesh, group, shard_placement_fn, averages=grad_reduce == "mean")
-    params, inherited = replace_all(modules, found, mesh, shard_placement_fn)
-    move_buffers(modules, mesh)
-    runtime = joined_runtime(modules)
-    if memory_budget is not None:
-        runtime.memory_budget = memory_budget
-    install(modules, params, runtime, reshard).averages = conversion.averages
-    for heir in inherited:
-        inherit(*heir, mean=conversion.averages)
-    runtime.late.note(modules, partial(take_in, runtime, conversion))
-    if buffers == "check":
-        check_buffers(modules, group)
-    elif buffers == "broadcast":
-        broadcast_buffers(modules, group)
-        runtime.sync_buffers.append(partial(broadcast_buffers, modules, group))
+    ignored = ignored_params or set()
+    found = own_parameters(modules, ignored)
+    planned = units_of(plan, modules, found, group.num_ranks) if plan is not None else []
+    check_offload(found, precision)
+    children = chosen_modules(modules, auto_wrap_policy, ignored)
+    strategies.check_names("fully_shard", [name for name, _ in found])
+    conversion = Conversion(mesh, group, shard_placement_fn, grad_reduce == "mean", precision, strategies)
+    places = conversion.places(found)
+    _check_slices(modules, found, places, conversion)
+    compare_parameters(modules, found, places, group, sync)
+    names = {id(param): name for name, param in found}
+    for child, child_reshards in children.items():
+        _convert([child], ignored, names, conversion, child_reshards if child_reshards is not None else reshard)
+    _convert_planned(planned, ignored, names, conversion)
+    runtime = _convert(modules, ignored, names, conversion, reshard, memory_budget)
+    _handle_buffers(modules, group, runtime, buffers)
     return module
 
 
-def _check_options(modules: Sequence[nn.Module], mp_policy: Any, offload_policy: Any, dp_mesh_dims: Any) -> None:
+def _check_slices(
+    modules: Sequence[nn.Module],
+    found: Sequence[tuple[str, nn.Parameter]],
+    places: Sequence[Place],
+    conversion: Conversion,
+) -> None:
+    """Refuse what cannot be gathered in slices, before anything is changed."""
+    for (name, param), place in zip(found, places, strict=True):
+        if is_sliced(param, conversion.strategies.num_slices_of(name)):
+            check_sliced(modules, name, param, dim=place.dim, offload=conversion.precision.offload)
+
+
+def _convert_planned(
+    planned: Sequence[UnitPlan[nn.Parameter]],
+    ignored: set[nn.Parameter],
+    names: Mapping[int, str],
+    conversion: Conversion,
+) -> None:
+    """Make the units of a plan; what several of them hold is left to the root."""
+    wanted = {id(param) for unit in planned for param in unit.params}
+    for unit in planned:
+        shared = {param for module in unit.modules for param in module.parameters() if id(param) not in wanted}
+        _convert(unit.modules, ignored | shared, names, conversion, None)
+
+
+def _handle_buffers(modules: Sequence[nn.Module], group: ShardGroup, runtime: Runtime, choice: str) -> None:
+    """Compare the buffers of the ranks, or take those of rank 0 now and before each training forward."""
+    if choice == "check":
+        check_buffers(modules, group)
+    elif choice == "broadcast":
+        broadcast_buffers(modules, group)
+        runtime.sync_buffers.append(partial(broadcast_buffers, modules, group))
+
+
+def _convert(
+    modules: Sequence[nn.Module],
+    ignored: set[nn.Parameter],
+    names: Mapping[int, str],
+    conversion: Conversion,
+    reshard: bool | int | None,
+    memory_budget: int | Literal["auto"] | None = None,
+) -> Runtime:
+    """Make one unit of the parameters of some modules that no earlier call has taken; `names` by identity."""
+    follow_replaced(modules)
+    found = [(names[id(param)], param) for _, param in own_parameters(modules, ignored)]
+    parts, inherited = conversion.replace(modules, found)
+    slices = {p: conversion.strategies.num_slices_of(p.name) for part in parts for p in part.params}
+    move_buffers(modules, conversion.mesh)
+    runtime = joined_runtime(modules)
+    if memory_budget is not None:
+        runtime.memory_budget = memory_budget
+    for unit in install(modules, parts, runtime, reshard):
+        unit.averages = conversion.averages
+    set_slices(modules, slices)
+    for heir in inherited:
+        inherit(*heir, mean=conversion.averages)
+    runtime.late.note(modules, partial(take_in, runtime, conversion))
+    cast_at(modules, conversion.precision, watch)
+    return runtime
+
+
+def _check_modules(modules: Sequence[nn.Module]) -> None:
     """Refuse what is not there, before anything is changed."""
     if not modules:
         raise StateError("fully_shard: needs a module or a list of them, but the list is empty. Pass the model.")
@@ -126,19 +220,14 @@ def _check_options(modules: Sequence[nn.Module], mp_policy: Any, offload_policy:
             )
         if not isinstance(module, nn.Module):
             raise StateError(f"fully_shard: needs a module or a list of them, but got {type(module).__name__}.")
-    if mp_policy is not None and any(
-        getattr(mp_policy, f, None) is not None for f in ("param_dtype", "reduce_dtype", "output_dtype")
-    ):
-        raise UnsupportedOpError(
-            f"fully_shard: mixed precision is not supported yet, but mp_policy is {mp_policy}. Convert the model with "
-            ".to(dtype), or use torch.autocast."
-        )
-    if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
-        raise UnsupportedOpError(
-            f"fully_shard: offload is not supported yet, but offload_policy is {offload_policy}. Leave it out."
-        )
-    if dp_mesh_dims is not None:
-        raise UnsupportedOpError("fully_shard: dp_mesh_dims is not supported yet. Pass a one-dimensional mesh.")
+
+
+def _check_options(sync: Any, grad_reduce: Any, buffers: Any, memory_budget: Any) -> None:
+    """Refuse what is none of the choices."""
+    _check_choice("sync", sync, ("check", "broadcast", None))
+    _check_choice("grad_reduce", grad_reduce, ("mean", "sum"))
+    _check_choice("buffers", buffers, ("leave", "broadcast", "check"))
+    _check_budget(memory_budget)
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
@@ -154,39 +243,45 @@ def _check_budget(value: Any) -> None:
         )
 
 
-def _check_mesh(mesh: DeviceMesh) -> None:
-    if mesh.ndim != 1:
-        raise UnsupportedOpError(
-            f"fully_shard: the mesh must have one dim, but it has {mesh.ndim} (shape {tuple(mesh.shape)}). Pass one of "
-            "its dims, as in mesh['dp']."
-        )
-
-
-def _default_mesh() -> DeviceMesh:
-    if not collectives.is_initialized() and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+def _placement_on(dims: Any, shard_placement_fn: PlacementFn | None) -> PlacementFn | None:
+    """How parameters are cut where `dp_mesh_dims` may name no dims to shard over."""
+    if dims.shard is not None:
+        return shard_placement_fn
+    if shard_placement_fn is not None:
         raise StateError(
-            "fully_shard: needs a process group, but torch.distributed is not initialized. Start with torchrun, or "
-            "call torch.distributed.init_process_group first."
+            "fully_shard: shard_placement_fn says how a parameter is cut, but dp_mesh_dims names no dims to shard over "
+            f"({dims}). Leave one of them out."
         )
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    if collectives.is_initialized():
-        if collectives.default_backend() == "gloo":
-            device_type = "cpu"
-        return init_device_mesh(device_type, (collectives.world_size(),))
-    return init_device_mesh(device_type, (int(os.environ["WORLD_SIZE"]),))
+    return replicated
 
 
-def _reshard_flag(value: bool | int | None, mesh: DeviceMesh) -> bool | None:
-    if value is None or isinstance(value, bool):
-        return value
-    if not isinstance(value, int) or value < 1:
+def _strategies_of(value: Any, reshard: bool | int | None, plan: Plan | None, wrap: Any) -> StrategyRules:
+    """The strategies of `strategy=`, or of `plan=`."""
+    if plan is not None:
+        if not (value is None and reshard is None and wrap is None):
+            raise StateError(
+                "fully_shard: a plan says how each unit is cut and gathered, but strategy, reshard_after_forward or "
+                "auto_wrap_policy is given, too. Leave them out."
+            )
+        return StrategyRules(named=plan.by_parameter)
+    if value is not None and reshard is not None:
         raise StateError(
-            f"fully_shard: reshard_after_forward must be a bool, a number of ranks or None, but it is {value!r}. Pass "
-            "True."
+            "fully_shard: strategy says when gathered copies are freed, but reshard_after_forward is given, too "
+            f"({value!r} and {reshard!r}). Leave one of them out."
         )
-    if value in (1, mesh.size()):
-        return value != 1
-    raise UnsupportedOpError(
-        f"fully_shard: reshard_after_forward as a number of ranks other than 1 and the mesh's size ({mesh.size()}) is "
-        f"not supported yet, but it is {value}. Pass True or False."
-    )
+    return StrategyRules.of(value)
+
+
+def _offload_of(policy: Any, mesh: DeviceMesh) -> Offload | None:
+    """What a policy asks for on a mesh; None where a parameter is kept where it is used."""
+    if isinstance(policy, Offload):  # of any two devices
+        return policy
+    name = type(policy).__name__
+    if policy is not None and name not in ("OffloadPolicy", "CPUOffloadPolicy"):
+        raise StateError(
+            f"fully_shard: offload_policy must be an OffloadPolicy or a CPUOffloadPolicy, but it is {policy!r}. Pass "
+            "CPUOffloadPolicy(), or leave it out."
+        )
+    if name != "CPUOffloadPolicy" or mesh.device_type == "cpu":
+        return None
+    return Offload(torch.device("cpu"), device_of(mesh), pins=policy.pin_memory)

@@ -4,11 +4,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dshard import collectives
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import DivergenceError
 from dshard.tensor import ShardedTensor
+from dshard.tensor.inner import distinct_groups
 
 __all__ = ["clip_grad_norm_"]
 
@@ -41,8 +43,9 @@ def clip_grad_norm_(
         ValueError: `norm_type` is not above 0.
 
     Communicates:
-        One all-reduce of 8 bytes for each process group that holds some of the parameters; where there are several
-        groups, another one of 16 bytes for each, to compare the norms.
+        One all-reduce of 8 bytes for each process group that holds some of the parameters (for DTensor parameters one
+        more along each dim that cuts them); where there are several groups, another one of 16 bytes for each, to
+        compare the norms.
 
     Source: `torch.nn.utils.clip_grad_norm_`, whose rule and epsilon it follows.
     """
@@ -72,31 +75,37 @@ def _total_norm(grads: Sequence[Tensor], order: float) -> Tensor:
     """The norm of all gradients together, from parts that add up (or, for `inf`, compare) over the ranks."""
     device = grads[0].device
     whole: list[Tensor] = []
-    cut: dict[int, tuple[ShardGroup, list[Tensor]]] = {}
+    cut: dict[tuple[int, ...], tuple[list[ShardGroup], list[Tensor]]] = {}
     for grad in grads:
         if not isinstance(grad, ShardedTensor):
-            whole.append(grad)
-        elif grad.is_view or grad._layout.dim is None:
+            whole.append(grad.full_tensor() if isinstance(grad, DTensor) else grad)
+        elif grad.is_view or not (groups := distinct_groups(grad)):
             whole.append(grad.materialize())
         else:
-            cut.setdefault(id(grad._group.process_group), (grad._group, []))[1].append(grad._cell.resolve())
+            key = tuple(id(group.process_group) for group in groups)
+            cut.setdefault(key, (groups, []))[1].append(grad._cell.resolve())
     parts = [_part(whole, order, device)]
-    for group, shards in cut.values():
+    for groups, shards in cut.values():
         op = ReduceOp.MAX if order == float("inf") else ReduceOp.SUM
-        part = _part(shards, order, torch.device(group.device_type))
-        parts.append(collectives.all_reduce([part], group, op, label="clip_grad_norm_").wait()[0].to(device))
+        part = _part(shards, order, torch.device(groups[0].device_type))
+        for group in groups:
+            part = collectives.all_reduce([part], group, op, label="clip_grad_norm_").wait()[0]
+        parts.append(part.to(device))
     together = torch.stack(parts)
     norm = together.amax() if order == float("inf") else together.sum().pow(1.0 / order)
     if len(cut) > 1:
-        _check_agreement(norm, [group for group, _ in cut.values()])
+        every = {id(group.process_group): group for groups, _ in cut.values() for group in groups}
+        _check_agreement(norm, list(every.values()))
     return norm.to(torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32)
 
 
 def _check_agreement(norm: Tensor, groups: Sequence[ShardGroup]) -> None:
     """Raise, on every rank of a group, if its ranks found different norms and would scale one gradient differently."""
-    for group in groups:
+    found = []
+    for group in groups:  # all of them ahead of an error: the ranks of a later group wait for this one
         mine = torch.stack([norm, -norm]).to(group.device_type)
-        most, least = collectives.all_reduce([mine], group, ReduceOp.MAX, label="clip_grad_norm_").wait()[0].tolist()
+        found.append(collectives.all_reduce([mine], group, ReduceOp.MAX, label="clip_grad_norm_").wait()[0].tolist())
+    for most, least in found:
         if most + least > 1e-9 * abs(most):
             raise DivergenceError(
                 f"clip_grad_norm_: all ranks that share a gradient must scale it alike, but their norms are between "

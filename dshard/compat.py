@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from dshard.errors import StateError
-from dshard.runtime.module import FSDPModule, units_of
+from dshard.runtime.hooks import as_forward
+from dshard.runtime.module import FSDPModule, check_sharded
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -21,19 +22,28 @@ __all__ = [
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Accepted for FSDP2's sake, does nothing: a parameter can be used in any method.
+    """Have a method be a forward of its module: under mixed precision, parameters have their compute dtype in it.
+
+    For anything else a method needs no registration. Its arguments and result are cast as those of `forward` are, and
+    the module's own unit is freed when it ends.
 
     Args:
-        module: Any module.
+        module: Any module; one that is not sharded is not looked at, so that a program can run with and without.
         method_name: Name of one of its methods.
 
     Raises:
-        AttributeError: `module` has no such method.
+        ValueError: `module` is sharded, and has no such method. On every rank alike.
 
     Communicates:
         Nothing.
     """
-    getattr(module, method_name)
+    if isinstance(module, FSDPModule) and not hasattr(module, method_name):
+        raise ValueError(
+            f"register_fsdp_forward_method: the module must have the method, but {type(module).__name__} has no "
+            f"{method_name}. Look at its spelling."
+        )
+    if isinstance(module, FSDPModule):
+        as_forward(module, method_name)
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
@@ -41,7 +51,11 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
     Args:
         modules: Sharded modules.
+
+    Raises:
+        ValueError: One of them is not. On every rank alike.
     """
+    check_sharded("share_comm_ctx", modules)
 
 
 @contextmanager
@@ -59,10 +73,5 @@ def no_sync(module: Any) -> Iterator[None]:
     """
     if not isinstance(module, FSDPModule):
         raise StateError(f"no_sync: needs a sharded module, but got {type(module).__name__}. Call fully_shard first.")
-    before = {unit: unit.requires_sync for unit in units_of(module)}
-    module.set_requires_gradient_sync(False)
-    try:
+    with module.no_sync():
         yield
-    finally:
-        for unit in units_of(module):
-            unit.requires_sync = before.get(unit, True)

@@ -23,3 +23,7 @@ class UnsupportedOpError(DShardError, NotImplementedError):
 
 class CheckpointError(DShardError, RuntimeError):
     """A checkpoint that is missing, damaged, or does not fit the model."""
+
+
+class PlanError(DShardError, ValueError):
+    """A plan that cannot be made: nothing fits into the memory, or its costs make no sense."""

@@ -68,16 +68,6 @@ class ShardLayout:
         """Elements of the full tensor."""
         return math.prod(self.shape)
 
-    @property
-    def padding_numel(self) -> int:
-        """Elements on the wire or in memory beyond the full tensor's, summed over the ranks."""
-        return self.slot_numel * self.num_ranks - self.numel
-
-    @property
-    def is_even(self) -> bool:
-        """Whether every rank holds the same number of elements."""
-        return self.dim is None or self.shape[self.dim] % self.num_ranks == 0
-
     def extent(self, rank: int) -> Extent:
         """Indices along `dim` that `rank` holds; `[0, 1)` for a layout that is not cut."""
         if self.dim is None:
@@ -110,6 +100,7 @@ class BucketLayout:
 
     layouts: tuple[ShardLayout, ...]
     offsets: tuple[int, ...] = field(init=False)
+    slot_sizes: tuple[int, ...] = field(init=False)
     segment_numel: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,6 +109,7 @@ class BucketLayout:
             offsets.append(total)
             total += layout.slot_numel
         object.__setattr__(self, "offsets", tuple(offsets))
+        object.__setattr__(self, "slot_sizes", tuple(layout.slot_numel for layout in self.layouts))
         object.__setattr__(self, "segment_numel", total)
 
     @classmethod
@@ -129,13 +121,3 @@ class BucketLayout:
     def num_ranks(self) -> int:
         """Ranks over which the bucket is cut."""
         return self.layouts[0].num_ranks if self.layouts else 1
-
-    @property
-    def slot_sizes(self) -> list[int]:
-        """Elements of each slot, in order."""
-        return [layout.slot_numel for layout in self.layouts]
-
-    @property
-    def padding_numel(self) -> int:
-        """Padding elements of the whole bucket, summed over the ranks."""
-        return sum(layout.padding_numel for layout in self.layouts)

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dshard import collectives
-from dshard.collectives import ReduceOp, ShardGroup
+from dshard.checkpoint.agreement import group_of, together
 from dshard.errors import CheckpointError
 from dshard.runtime.replace import repoint_optimizer
 from dshard.tensor import ShardedTensor
+from dshard.tensor.extended import exact_values, is_extended
 
 __all__ = ["load", "save"]
 
@@ -46,26 +45,26 @@ def save(
         A few all-reduces of one byte, and what DCP exchanges: sizes and names, no values.
     """
     target = Path(path)
-    group = _group_of(model)
+    group = group_of(model)
     partial = target.with_name(target.name + ".partial")
-    tensors = _tensors_of(model, optimizer)
+    tensors = _plain_ones(_tensors_of(model, optimizer))
     facts = {
         "format": _FORMAT,
-        "world_size": group.num_ranks,
+        "world_size": group.world_size,
         "tensors": {name: [list(t.shape), str(t.dtype)] for name, t in tensors.items()},
         "param_groups": _param_groups(model, optimizer),
         "extra": extra,
     }
-    rng = {f"rng.{group.rank}": torch.get_rng_state()}
+    rng = {f"rng.{group.world_rank}": torch.get_rng_state()}
 
     def prepare() -> None:
-        if group.rank == 0:
+        if group.world_rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             (partial / _FACTS).write_text(json.dumps(facts))
 
     def publish() -> None:
-        if group.rank == 0:
+        if group.world_rank == 0:
             old = target.with_name(target.name + ".old")
             shutil.rmtree(old, ignore_errors=True)
             if target.exists():
@@ -73,9 +72,9 @@ def save(
             partial.rename(target)
             shutil.rmtree(old, ignore_errors=True)
 
-    _together(group, prepare, f"{target}: a checkpoint needs a directory that can be written")
-    _together(group, lambda: _dcp_save({**tensors, **rng}, partial), f"{target}: writing the checkpoint failed")
-    _together(group, publish, f"{target}: putting the checkpoint in its place failed")
+    together(group, prepare, f"{target}: a checkpoint needs a directory that can be written")
+    together(group, lambda: _dcp_save({**tensors, **rng}, partial), f"{target}: writing the checkpoint failed")
+    together(group, publish, f"{target}: putting the checkpoint in its place failed")
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Any:
@@ -100,18 +99,23 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
         A few all-reduces of one byte, and what DCP exchanges: sizes and names, no values.
     """
     target = Path(path)
-    group = _group_of(model)
+    group = group_of(model)
     facts: dict[str, Any] = {}
-    _together(group, lambda: facts.update(read_facts(target)), f"{target}: reading the checkpoint failed")
+    together(group, lambda: facts.update(read_facts(target)), f"{target}: reading the checkpoint failed")
     if optimizer is not None:
         repoint_optimizer(optimizer)
         _make_state(optimizer, model, facts)
     tensors = _tensors_of(model, optimizer)
     _check_fit(target, tensors, facts["tensors"])
     rng: dict[str, Tensor] = {}
-    if facts["world_size"] == group.num_ranks:
-        rng = {f"rng.{group.rank}": torch.get_rng_state()}
-    _together(group, lambda: _dcp_load({**tensors, **rng}, target), f"{target}: reading the checkpoint failed")
+    if facts["world_size"] == group.world_size:
+        rng = {f"rng.{group.world_rank}": torch.get_rng_state()}
+    plain = _plain_ones(tensors)
+    together(group, lambda: _dcp_load({**plain, **rng}, target), f"{target}: reading the checkpoint failed")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if plain[name] is not tensor:
+                tensor.copy_(plain[name])
     for state in rng.values():
         torch.set_rng_state(state)
     if optimizer is not None:
@@ -143,29 +147,6 @@ def read_facts(path: Path) -> dict[str, Any]:
     return facts
 
 
-def _group_of(model: nn.Module) -> ShardGroup:
-    for param in model.parameters():
-        if isinstance(param, ShardedTensor):
-            return param._group
-    raise CheckpointError("checkpoint: needs a sharded model, but it has no sharded parameter. Call fully_shard first.")
-
-
-def _together(group: ShardGroup, action: Callable[[], None], what: str) -> None:
-    """Run an action on every rank and raise on every rank if it failed on any."""
-    error: Exception | None = None
-    try:
-        action()
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = caught
-    flag = torch.tensor([error is None], dtype=torch.uint8, device=group.device_type)
-    ok = collectives.all_reduce([flag], group, ReduceOp.MIN, label="checkpoint").wait()[0]
-    if isinstance(error, CheckpointError):
-        raise error
-    if not bool(ok.item()):
-        reason = f"{type(error).__name__}: {error}" if error is not None else "another rank failed"
-        raise CheckpointError(f"{what}, but {reason}. Check the path, its permissions and the space left.") from error
-
-
 def _dcp_save(tensors: dict[str, Tensor], path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP warns of its own deprecated calls
@@ -192,6 +173,16 @@ def _tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tens
                 if isinstance(value, Tensor):
                     tensors[f"optimizer.{_name_of(param, names)}.{key}"] = value
     return tensors
+
+
+def _plain_ones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, with plain exact values in the place of those that say themselves how they are gathered."""
+    return {
+        name: tensor.like(exact_values(tensor.to_local(), name))
+        if isinstance(tensor, ShardedTensor) and is_extended(tensor.to_local())
+        else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _name_of(param: Tensor, names: dict[int, str]) -> str:

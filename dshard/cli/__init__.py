@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
 
-from dshard.cli import train
+from dshard.cli import bench, plan, simulate, train
 from dshard.cli.usage import CommandParser, UsageError, fail
 
 __all__ = ["main"]
 
 # A new subcommand is a module with `add_parser(subparsers)`, which sets `run` as its default; name it here.
-_COMMANDS = (train,)
+_COMMANDS = (train, plan, simulate, bench)
 
 
 def _parser() -> CommandParser:
@@ -33,8 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Communicates: what the subcommand does; bad input is found before the first collective wherever that is possible.
     """
     who = "dshard"
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
-        args, unknown = _parser().parse_known_args(argv)
+        args, unknown = _parser().parse_known_args(words)
+        args.command_line = shlex.join(["dshard", *words])
         who = f"dshard {args.command}"
         if unknown:
             raise UsageError(f"unrecognized arguments: {' '.join(unknown)}. See {who} --help.")

@@ -6,9 +6,7 @@ import argparse
 import dataclasses
 import gc
 import os
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +17,8 @@ from dshard.cli.history import Outcome
 from dshard.cli.loop import SHARDED, UNSHARDED, Trainer
 from dshard.cli.options import TrainOptions, add_options, check_options
 from dshard.cli.saved import Saved, find_saved
-from dshard.cli.usage import UsageError
 from dshard.cli.world import World, check_agreement, process_group, read_world
+from dshard.cli.writable import check_writable
 
 _DESCRIPTION = """\
 Trains a byte-level GPT, sharded over all ranks. Start it with torchrun, or alone:
@@ -43,18 +41,6 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _check_writable(folder: Path, option: str) -> None:
-    """Makes a folder and writes into it, or raises `UsageError`."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"{option} must be a folder that can be written, but {folder} cannot: {error.strerror}. Pass another."
-        ) from error
-
-
 def _say(world: World, text: str = "") -> None:
     """Prints on rank 0."""
     if world.is_first:
@@ -73,10 +59,10 @@ def run(args: argparse.Namespace) -> int:
     world = read_world(os.environ, options.device)
     saved = find_saved(options) if options.resume else None
     corpus = load_corpus(options.data, block_size=options.block_size)
-    _check_writable(options.out, "--out")
+    check_writable(options.out, "--out")
     if options.plot is not None:
         plot.check_plot(options.plot)
-        _check_writable(options.plot.parent, "the folder of --plot")
+        check_writable(options.plot.parent, "the folder of --plot")
     if world.device.type == "cpu" and world.size > 1:
         torch.set_num_threads(1)
     with process_group(world):

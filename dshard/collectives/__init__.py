@@ -1,30 +1,46 @@
 """Collectives over buckets of plain tensors. Nothing here knows a ShardedTensor."""
 
-from dshard.collectives._c10d import ProcessGroup, ReduceOp, default_backend, is_initialized, world_size
-from dshard.collectives.gather import Gathered, GatherPlan, all_gather, shard_of
+from dshard.collectives._c10d import ProcessGroup, ReduceOp, default_backend, group_named, is_initialized, world_size
+from dshard.collectives.custom import Comms, with_comms
+from dshard.collectives.gather import Gathered, all_gather
 from dshard.collectives.group import Handle, ShardGroup
-from dshard.collectives.memory import BufferPool
-from dshard.collectives.reduce import ReduceBucket, Reduced
+from dshard.collectives.ledger import num_noted, settle
+from dshard.collectives.memory import Buffer, BufferPool, is_storage_held
+from dshard.collectives.plan import GatherPlan, SendRow, shard_of
+from dshard.collectives.reduce import ReduceBucket, Reduced, ReducePlan
+from dshard.collectives.replicas import all_reduce_row
 from dshard.collectives.small import all_reduce, broadcast
+from dshard.collectives.steps import Steps
 from dshard.collectives.trace import CommRecord, CommTrace
 
 __all__ = [
+    "Buffer",
     "BufferPool",
     "CommRecord",
     "CommTrace",
+    "Comms",
     "GatherPlan",
     "Gathered",
     "Handle",
     "ProcessGroup",
     "ReduceBucket",
     "ReduceOp",
+    "ReducePlan",
     "Reduced",
+    "SendRow",
     "ShardGroup",
+    "Steps",
     "all_gather",
     "all_reduce",
+    "all_reduce_row",
     "broadcast",
     "default_backend",
+    "group_named",
     "is_initialized",
+    "is_storage_held",
+    "num_noted",
+    "settle",
     "shard_of",
+    "with_comms",
     "world_size",
 ]

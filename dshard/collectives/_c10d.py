@@ -1,12 +1,18 @@
-"""The one file that names `torch.distributed`'s collective functions, whose names differ between releases."""
+"""The one file that names torch's collectives, whose names differ between releases.
+
+The flat ones are called on the process group itself: torch's functions around them log and check each call anew, which
+costs the host more than the call.
+"""
 
 import enum
-from collections.abc import Callable
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions as _AllGatherOptions
+from torch._C._distributed_c10d import ReduceScatterOptions as _ReduceScatterOptions
 
 ProcessGroup = dist.ProcessGroup
 Work = Any  # torch's Work; None where the backend finished at once
@@ -28,11 +34,15 @@ _OPS: dict[ReduceOp, Any] = {
     ReduceOp.MIN: dist.ReduceOp.MIN,
 }
 
+
+def torchs_op(op: ReduceOp) -> Any:
+    """The same operation in torch's own terms."""
+    return _OPS[op]
+
+
 HEADERS = 0x44530000  # tags that keep our point-to-point messages apart from the user's; payloads lie below
 
-# torch 2.13 renames the flat collectives and warns at the old names; 2.11 has the old names alone.
-_all_gather_flat: Callable[..., Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_flat: Callable[..., Work] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_TWINS: "dict[str, tuple[weakref.ref[ProcessGroup], ProcessGroup]]" = {}
 
 
 def is_initialized() -> bool:
@@ -74,6 +84,37 @@ def name_of(group: ProcessGroup) -> str:
     return str(group.group_name)
 
 
+def part_of_group(group: ProcessGroup, num_ranks: int) -> ProcessGroup:
+    """The group of those `num_ranks` neighbours in `group` that this rank is one of; all of them must call this."""
+    ranks = dist.get_process_group_ranks(group)
+    start = rank_in(group) // num_ranks * num_ranks
+    found: ProcessGroup = dist.new_group(ranks[start : start + num_ranks], use_local_synchronization=True)
+    return found
+
+
+def replicas_in_group(group: ProcessGroup, num_ranks: int) -> ProcessGroup:
+    """The group of those ranks of `group` that stand where this one does among `num_ranks` neighbours."""
+    ranks = dist.get_process_group_ranks(group)
+    found: ProcessGroup = dist.new_group(ranks[rank_in(group) % num_ranks :: num_ranks], use_local_synchronization=True)
+    return found
+
+
+def twin_of_group(group: ProcessGroup) -> ProcessGroup:
+    """Another group of the ranks of `group`, made once; all of them must call this."""
+    name = name_of(group)
+    known = _TWINS.get(name)
+    if known is None or known[0]() is not group:
+        ranks = dist.get_process_group_ranks(group)
+        known = _TWINS[name] = weakref.ref(group), dist.new_group(ranks, use_local_synchronization=True)
+    return known[1]
+
+
+def group_named(name: str) -> ProcessGroup:
+    """The group of this process that has a name."""
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    return resolve(name)
+
+
 def send(tensor: Tensor, peer: int, tag: int, group: ProcessGroup) -> Work:
     """Start to send `tensor` to rank `peer` of `group`."""
     return group.send([tensor], peer, tag)
@@ -86,12 +127,18 @@ def receive(tensor: Tensor, peer: int, tag: int, group: ProcessGroup) -> Work:
 
 def all_gather_flat(out: Tensor, segment: Tensor, group: ProcessGroup) -> Work:
     """Start the backend's own all-gather of equal segments into `out`."""
-    return _all_gather_flat(out, segment, group=group, async_op=True)
+    options = _AllGatherOptions()
+    options.asyncOp = True
+    start = getattr(group, "all_gather_single", None) or group._allgather_base  # by its name in 2.13, or in 2.11
+    return start(out, segment, options)
 
 
 def reduce_scatter_flat(out: Tensor, buffer: Tensor, op: ReduceOp, group: ProcessGroup) -> Work:
     """Start the backend's own reduce-scatter of `buffer` into `out`."""
-    return _reduce_scatter_flat(out, buffer, op=_OPS[op], group=group, async_op=True)
+    options = _ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = _OPS[op], True
+    start = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
+    return start(out, buffer, options)
 
 
 def all_reduce_flat(tensor: Tensor, op: ReduceOp, group: ProcessGroup) -> Work:

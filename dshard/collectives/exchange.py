@@ -39,7 +39,7 @@ class Exchange:
         epoch = _EPOCHS[group.name]
         self._channel = zlib.crc32(f"{int(kind)} {label} {sizes} {epoch}".encode()) & 0x3FFFFFFF
         self._own = header(kind, label, tag)
-        self._headers = torch.empty((group.num_ranks, HEADER_BYTES), dtype=torch.uint8)
+        self._headers = torch.empty((group.num_ranks, HEADER_BYTES), dtype=torch.uint8, device="cpu")
         self._headers[group.rank] = self._own
         self.header_works: list[Work] = []
         self.works: list[Work] = []

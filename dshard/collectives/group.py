@@ -1,7 +1,9 @@
 """The ranks that share a sharded tensor, and flat exchanges between them, chosen by backend."""
 
 import contextlib
+import copy
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -9,14 +11,19 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup, ReduceOp, Work
+from dshard.collectives.memory import Buffer, BufferPool
+from dshard.collectives.trace import start_wait
 from dshard.errors import DivergenceError
 
 __all__ = ["Handle", "ShardGroup"]
 
 T = TypeVar("T")
+_ON_EVERY_BACKEND = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_NEIGHBOURS: "dict[tuple[str, int, bool], tuple[weakref.ref[ProcessGroup], ShardGroup]]" = {}
 _OWN_FOLDERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
@@ -52,7 +59,8 @@ class Handle(Generic[T]):
     def __del__(self) -> None:
         """End what was started: an abandoned message would pair with a later one of its peer."""
         if self._works is not None:
-            with contextlib.suppress(RuntimeError, DivergenceError):  # the group may be gone by now
+            # The group may be gone by now, or torch.compile trace something.
+            with contextlib.suppress(RuntimeError, DivergenceError), _disable_current_modes():
                 self._await()
 
     def wait(self) -> T:
@@ -85,13 +93,18 @@ class Handle(Generic[T]):
         works, self._works = self._works or (), None
         header_works, self._header_works = self._header_works, ()
         check, self._check = self._check, None
-        for work in header_works:
-            work.wait()
-        if check is not None:
-            check()
-        for work in works:
-            if work is not None:
+        waiting = start_wait() if works or header_works else None
+        try:
+            for work in header_works:
                 work.wait()
+            if check is not None:
+                check()
+            for work in works:
+                if work is not None:
+                    work.wait()
+        finally:
+            if waiting is not None:
+                waiting.end()
 
 
 def _where() -> str:
@@ -105,45 +118,122 @@ def _where() -> str:
     return ""
 
 
+def _with_index(device: torch.device) -> torch.device:
+    """A device by its number: the current one of its kind, if it has none."""
+    if device.type in ("cpu", "meta") or device.index is not None:
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
 class ShardGroup:
     """A process group together with the algorithms that are right for its backend.
 
-    On gloo messages go directly from rank to rank, and sums are taken in rank order: that is faster than gloo's own
+    On gloo messages go directly from rank to rank, and sums are taken in a fixed order: that is faster than gloo's own
     all-gather and reduce-scatter (`dshard bench collectives`), and gives the same bits whatever the schedule. Every
     other backend runs its own collectives.
 
     Args:
         group: The process group.
         device: Device of the tensors that will be exchanged.
+        replicas: The ranks that hold the same shard as this one, where the shards exist more than once.
     """
 
-    __slots__ = ("backend", "device_type", "is_direct", "name", "num_ranks", "process_group", "rank")
+    __slots__ = (
+        "backend",
+        "device",
+        "device_type",
+        "is_direct",
+        "name",
+        "num_ranks",
+        "process_group",
+        "rank",
+        "replicas",
+    )
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: ProcessGroup, device: torch.device, replicas: "ShardGroup | None" = None) -> None:
         self.process_group = group
+        self.replicas = replicas
         self.name = _c10d.name_of(group)
         self.rank = _c10d.rank_in(group)
         self.num_ranks = _c10d.size_of(group)
-        self.device_type = device.type
+        self.device_type, self.device = device.type, _with_index(device)
         self.backend = _c10d.backend_of(group, device)
         self.is_direct = self.backend == "gloo"
 
+    @classmethod
+    def alone(cls, group: "ShardGroup") -> "ShardGroup":
+        """This rank by itself, with the ranks of `group` as its replicas: for what each of them holds whole."""
+        self = copy.copy(group)
+        self.rank, self.num_ranks, self.replicas = 0, 1, group if group.num_ranks > 1 else group.replicas
+        self.name = f"{group.name}, whole"
+        return self
+
     def __deepcopy__(self, memo: dict[int, object]) -> "ShardGroup":
         return self  # a process group is a resource, not a value
+
+    def neighbours(self, num_ranks: int) -> "ShardGroup":
+        """Groups of `num_ranks` ranks each, which must divide the size: the one that this rank is in; made once.
+
+        Communicates:
+            The first time, as the making of a process group does; all ranks must call this alike.
+        """
+        key = self.name, num_ranks, self.is_direct
+        pages = _NEIGHBOURS.get(key)
+        if pages is None or pages[0]() is not self.process_group:
+            part = ShardGroup(_c10d.part_of_group(self.process_group, num_ranks), torch.device(self.device_type))
+            part.is_direct = self.is_direct
+            pages = _NEIGHBOURS[key] = weakref.ref(self.process_group), part
+        return pages[1]
+
+    def apart(self, num_ranks: int) -> tuple[ProcessGroup, ProcessGroup]:
+        """The replicas of what `num_ranks` neighbours share, and those neighbours.
+
+        Communicates:
+            The making of process groups; all ranks must call this alike.
+        """
+        group = self.process_group
+        return _c10d.replicas_in_group(group, num_ranks), _c10d.part_of_group(group, num_ranks)
+
+    @property
+    def full_name(self) -> str:
+        """Tells groups apart, those of other replicas too."""
+        return self.name if self.replicas is None else f"{self.name} x {self.replicas.name}"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train together: those that share the tensor, of all replicas."""
+        return self.num_ranks * (self.replicas.world_size if self.replicas is not None else 1)
+
+    @property
+    def world_rank(self) -> int:
+        """This rank's number among them, replica by replica."""
+        return self.rank + self.num_ranks * (self.replicas.world_rank if self.replicas is not None else 0)
 
     @property
     def peers(self) -> list[int]:
         """The other ranks, nearest successor first, so that no rank is everybody's first."""
         return [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
 
-    def all_gather(self, rows: Tensor) -> list[Work]:
-        """Start the backend's own all-gather into `rows`, shape (num_ranks, row), whose own row is filled."""
-        return [_c10d.all_gather_flat(rows.view(-1), rows[self.rank], self.process_group)]
+    def rows_for_gather(
+        self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool
+    ) -> tuple[Tensor, Buffer | None]:
+        """Memory for the rows of an all-gather, shape (num_ranks, numel), and what is the pool's of it."""
+        buffer = pool.take(self.num_ranks * numel * dtype.itemsize, device)
+        return buffer.memory.view(dtype).view(self.num_ranks, numel), buffer
+
+    def all_gather(self, rows: Tensor, row: Tensor) -> list[Work]:
+        """Start the backend's own all-gather of `row`, shape (row,), into `rows`, shape (num_ranks, row)."""
+        if rows.dtype not in _ON_EVERY_BACKEND:
+            rows, row = rows.view(torch.uint8), row.view(torch.uint8)
+        return [_c10d.all_gather_flat(rows.view(-1), row, self.process_group)]
 
     def reduce_scatter(self, rows: Tensor, out: Tensor, op: ReduceOp) -> list[Work]:
         """Start the backend's own reduce-scatter of `rows`, shape (num_ranks, row), into `out`, shape (row,)."""
+        return self._reduce_scatter(rows, out, op, self.process_group)
+
+    def _reduce_scatter(self, rows: Tensor, out: Tensor, op: ReduceOp, group: ProcessGroup) -> list[Work]:
         wire_rows, wire_out = (torch.view_as_real(t) if t.is_complex() else t for t in (rows, out))
-        return [_c10d.reduce_scatter_flat(wire_out.reshape(-1), wire_rows.reshape(-1), op, self.process_group)]
+        return [_c10d.reduce_scatter_flat(wire_out.reshape(-1), wire_rows.reshape(-1), op, group)]
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp) -> list[Work]:
         """Start the backend's own all-reduce, in place."""

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from dshard.errors import DivergenceError
 
-__all__ = ["ALIGN_BYTES", "HEADER_BYTES", "Kind", "check_headers", "header"]
+__all__ = ["HEADER_BYTES", "Kind", "check_headers", "header"]
 
-ALIGN_BYTES = 16  # a multiple of every element size
 HEADER_BYTES = 64
 _FORMAT = "<qqB47s"  # a checksum of kind and label, a tag, the kind, and the end of the label
 

@@ -1,19 +1,97 @@
 """Memory that is used again: fresh pages of large buffers cost a CPU more than the bytes that fill them."""
 
+import mmap
+import sys
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["BufferPool", "Take", "fresh"]
+__all__ = ["Buffer", "BufferPool", "is_storage_held"]
 
-_UNALIASED = 2  # references to a storage: the buffer's own, and that of the call that asks
-Take = Callable[[int, torch.device], Tensor]
+_OWN_PAGES_BYTES = 1 << 20  # smaller buffers come from the heap
+_USES_OF = Tensor._use_count  # type: ignore[attr-defined]
 
 
-def fresh(num_bytes: int, device: torch.device) -> Tensor:
-    """New memory: `num_bytes` of uint8."""
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+def _references(tensor: Tensor) -> tuple[int, int]:
+    """To the storage of a tensor: Python's, and all."""
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
+
+
+_ALONE = _references(torch.empty(1, device="cpu"))  # to that of a tensor which is the only one
+
+
+def is_storage_held(tensor: Tensor, *, num_tensors: int = 1) -> bool:
+    """Whether anybody refers to the memory of a tensor besides that tensor, or some that share it."""
+    refs, uses = _references(tensor)
+    return refs > _ALONE[0] or uses > _ALONE[1] + num_tensors - 1
+
+
+class _Cut(Protocol):
+    """Into which tensors a buffer is cut."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them that share its memory."""
+
+
+class Buffer:
+    """Flat bytes, and the tensors that they were cut into: who cuts them alike the next time takes the same ones.
+
+    Args:
+        memory: Shape (bytes,), uint8.
+    """
+
+    __slots__ = ("_cut", "_cut_by", "_refs", "_tensors", "memory")
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self._cut: Any = None
+        self._cut_by: object = None
+        self._tensors: tuple[Tensor, ...] = ()
+        self._refs = self._references()
+
+    def cut(self, by: object, make: Callable[[Tensor], _Cut]) -> Any:
+        """What `make` gives of the memory, or has given the last time; `by` tells ways of cutting apart.
+
+        Nobody else may refer to the memory while it is cut anew.
+        """
+        if self._cut_by is not by:
+            self._cut = make(self.memory)
+            self._cut_by, self._tensors = by, self._cut.tensors
+            self._refs = self._references()
+        return self._cut
+
+    def _references(self) -> tuple[Any, ...]:
+        """How many there are to the memory, and to each tensor that it was cut into, Python's and all."""
+        tensors = self._tensors
+        return _references(self.memory), list(map(sys.getrefcount, tensors)), list(map(_USES_OF, tensors))
+
+    def is_held(self) -> bool:
+        """Whether anybody else refers to its memory."""
+        return self._references() != self._refs
+
+
+def _fresh(num_bytes: int, device: torch.device) -> Buffer:
+    """New memory: `num_bytes` of uint8.
+
+    Large buffers on the CPU get pages of their own: they come and go while activations fill the heap, and would leave
+    holes in it that nothing else fits into.
+    """
+    if device.type != "cpu" or num_bytes < _OWN_PAGES_BYTES:
+        return Buffer(torch.empty(num_bytes, dtype=torch.uint8, device=device))
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return _as_uninitialized(Buffer(torch.frombuffer(pages, dtype=torch.uint8)))
+
+
+def _as_uninitialized(buffer: Buffer) -> Buffer:
+    """Any content, or what `torch.empty` fills with in deterministic mode: NaN in every float format."""
+    fills = torch._C._get_deterministic_fill_uninitialized_memory()
+    if fills and torch.are_deterministic_algorithms_enabled():
+        buffer.memory.fill_(0xFF)
+    return buffer
 
 
 class BufferPool:
@@ -24,8 +102,9 @@ class BufferPool:
     """
 
     def __init__(self) -> None:
-        self._kept: list[Tensor] = []  # the longest unused first
+        self._kept: list[Buffer] = []  # the longest unused first
         self._kept_bytes = 0
+        self._lent: list[Buffer] = []  # to somebody who will not give them back
         self._out_bytes = 0
         self._peak_bytes = 0  # most in use at one time since the last `mark`
         self._last_peak_bytes = 0
@@ -35,36 +114,52 @@ class BufferPool:
         """Bytes that wait to be used again."""
         return self._kept_bytes
 
-    def take(self, num_bytes: int, device: torch.device) -> Tensor:
+    def take(self, num_bytes: int, device: torch.device) -> Buffer:
         """A buffer of `num_bytes` bytes with any content; give it back when done."""
         if device.type != "cpu":
-            return fresh(num_bytes, device)
+            return _fresh(num_bytes, device)
         self._out_bytes += num_bytes
         self._peak_bytes = max(self._peak_bytes, self._out_bytes)
+        self._collect()
         for i in range(len(self._kept) - 1, -1, -1):
-            if self._kept[i].numel() == num_bytes:
+            if self._kept[i].memory.numel() == num_bytes:
                 buffer = self._kept.pop(i)
                 self._kept_bytes -= num_bytes
-                fills = torch._C._get_deterministic_fill_uninitialized_memory()
-                if fills and torch.are_deterministic_algorithms_enabled():
-                    buffer.fill_(0xFF)  # NaN in every float format, as `torch.empty` does then
-                return buffer
+                return _as_uninitialized(buffer)
         self._trim()
-        return fresh(num_bytes, device)
+        return _fresh(num_bytes, device)
 
-    def give(self, buffer: Tensor) -> None:
+    def give(self, buffer: Buffer) -> None:
         """Take a buffer back; one whose memory somebody still refers to is left to them."""
-        if buffer.device.type != "cpu":
+        memory = buffer.memory
+        if memory.device.type != "cpu":
             return
-        self._out_bytes -= buffer.numel()
-        if torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) > _UNALIASED:
+        self._out_bytes -= memory.numel()
+        if buffer.is_held():
             return
         self._kept.append(buffer)
-        self._kept_bytes += buffer.numel()
+        self._kept_bytes += memory.numel()
         self._trim()
+
+    def lend(self, buffer: Buffer) -> None:
+        """Take a buffer back as soon as nobody refers to its memory any more; until then it counts as in use."""
+        if buffer.memory.device.type == "cpu":
+            self._lent.append(buffer)
+
+    def _collect(self) -> None:
+        """Take lent buffers back that nobody refers to."""
+        if not self._lent:
+            return
+        lent, self._lent = self._lent, []
+        for buffer in lent:
+            if buffer.is_held():
+                self._lent.append(buffer)
+            else:
+                self.give(buffer)
 
     def mark(self) -> None:
         """A step begins: memory that neither it nor the last one needs is let go from now on."""
+        self._collect()
         self._last_peak_bytes, self._peak_bytes = self._peak_bytes, self._out_bytes
         self._trim()
 
@@ -76,4 +171,4 @@ class BufferPool:
     def _trim(self) -> None:
         limit = max(self._peak_bytes, self._last_peak_bytes)
         while self._kept and self._kept_bytes + self._out_bytes > limit:
-            self._kept_bytes -= self._kept.pop(0).numel()
+            self._kept_bytes -= self._kept.pop(0).memory.numel()

@@ -1,31 +1,91 @@
 """Reducing buckets: full gradients of every rank become shards of their sum or mean."""
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dshard.collectives import ledger
 from dshard.collectives._c10d import ReduceOp, Work
 from dshard.collectives.exchange import Exchange
-from dshard.collectives.gather import real_numel, shard_of
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.header import HEADER_BYTES, Kind
-from dshard.collectives.memory import BufferPool
-from dshard.collectives.trace import CommRecord, record
+from dshard.collectives.memory import Buffer, BufferPool
+from dshard.collectives.plan import real_numel, shard_of
+from dshard.collectives.replicas import sum_in_pairs
+from dshard.collectives.trace import record
+from dshard.errors import StateError
 from dshard.layout import BucketLayout
 
-__all__ = ["ReduceBucket", "Reduced"]
+__all__ = ["ReduceBucket", "ReducePlan", "Reduced"]
+
+_SMALL_BYTES = 1 << 16  # gradients up to this size are packed together, when the bucket leaves
+
+
+@dataclass(frozen=True, slots=True)
+class ReducePlan:
+    """Where the gradients of a bucket lie on the wire.
+
+    Args:
+        bucket: Layout of the gradients.
+        group: Ranks to reduce over.
+        num_flags: Elements ahead of the gradients, one per tensor and padding.
+        sizes: Elements of the flags and of each slot in a row.
+        row_numel: Elements of a row.
+        local_shapes: Of this rank's shards.
+        local_numels: Elements of this rank's shards.
+        numels: Elements of the full gradients.
+        real_numel: Elements that this rank sends to all peers together, without padding and flags.
+    """
+
+    bucket: BucketLayout
+    group: ShardGroup
+    num_flags: int
+    sizes: tuple[int, ...]
+    row_numel: int
+    local_shapes: tuple[tuple[int, ...], ...]
+    local_numels: tuple[int, ...]
+    numels: tuple[int, ...]
+    real_numel: int
+
+    @classmethod
+    def of(cls, bucket: BucketLayout, group: ShardGroup) -> "ReducePlan":
+        """Plan the reduction of a bucket over `group`."""
+        num_flags = math.ceil(len(bucket.layouts) / 16) * 16
+        shapes = tuple(layout.local_shape(group.rank) for layout in bucket.layouts)
+        return cls(
+            bucket,
+            group,
+            num_flags,
+            (num_flags, *bucket.slot_sizes),
+            num_flags + bucket.segment_numel,
+            shapes,
+            tuple(map(math.prod, shapes)),
+            tuple(layout.numel for layout in bucket.layouts),
+            sum(layout.numel for layout in bucket.layouts) - real_numel(bucket.layouts, group.rank),
+        )
+
+
+class _Waiting(NamedTuple):
+    """A small gradient that is not packed yet, in the shape of its slots, and how often it had been written to."""
+
+    grad: Tensor
+    values: Tensor
+    version: int
 
 
 class ReduceBucket:
     """Full gradients of a bucket on their way to a reduce-scatter.
 
-    Each gradient is copied into the send buffer as it arrives, so that its own memory can go. A tensor that got no
-    gradient on this rank counts as zero; whether *any* rank had one travels along.
+    Each large gradient is copied into the send buffer as it arrives, so that its own memory can go; small ones
+    together, when the bucket leaves. A tensor that got no gradient on this rank counts as zero; whether *any* rank had
+    one travels along.
 
     Args:
-        bucket: Layout of the gradients.
-        group: Ranks to reduce over.
+        plan: Of the bucket.
         dtype: Dtype of the gradients and of the reduction.
         device: Where the gradients live.
         label: Name of what is reduced; on a direct backend, ranks that pair different labels raise.
@@ -33,23 +93,16 @@ class ReduceBucket:
     """
 
     def __init__(
-        self,
-        bucket: BucketLayout,
-        group: ShardGroup,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        label: str,
-        pool: BufferPool | None = None,
+        self, plan: ReducePlan, *, dtype: torch.dtype, device: torch.device, label: str, pool: BufferPool | None = None
     ) -> None:
-        self._bucket, self._group, self._label = bucket, group, label
-        self._pool = pool if pool is not None and group.num_ranks > 1 else BufferPool()
-        self._flags = math.ceil(len(bucket.layouts) / 16) * 16  # elements ahead of the gradients
-        row = self._flags + bucket.segment_numel
-        self._memory: Tensor | None = self._pool.take(group.num_ranks * row * dtype.itemsize, device)
-        self._rows: Tensor | None = self._memory.view(dtype).view(group.num_ranks, row)
-        _, *self._slots = self._rows.split([self._flags, *bucket.slot_sizes], dim=1)
-        self._present = [False] * len(bucket.layouts)
+        self._plan, self._group, self._label = plan, plan.group, label
+        num_ranks = plan.group.num_ranks
+        self._pool = pool or BufferPool()
+        self._memory: Buffer | None = self._pool.take(num_ranks * plan.row_numel * dtype.itemsize, device)
+        self._rows: Tensor | None = self._memory.memory.view(dtype).view(num_ranks, plan.row_numel)
+        self._slots: Sequence[Tensor] = ()  # of each tensor, shape (num_ranks, slot); made when first needed
+        self._present = [False] * len(plan.numels)
+        self._waiting: dict[int, _Waiting] = {}
 
     @property
     def is_complete(self) -> bool:
@@ -63,15 +116,31 @@ class ReduceBucket:
     def discard(self, index: int) -> None:
         """Forget the gradient of tensor `index`."""
         self._present[index] = False
+        self._waiting.pop(index, None)
 
-    def add(self, index: int, grad: Tensor) -> None:
-        """Pack the full gradient of tensor `index`, on top of one that is there."""
+    def add(self, index: int, grad: Tensor, *, may_wait: bool = False) -> None:
+        """Pack the full gradient of tensor `index`, on top of one that is there.
+
+        Args:
+            index: Of the tensor.
+            grad: Its gradient.
+            may_wait: Whether nobody else writes to `grad`, so that a small one may be packed later.
+        """
         assert self._rows is not None, "a gradient arrived after its bucket had left"
-        layout = self._bucket.layouts[index]
-        slots = self._slots[index]
+        layout, numel = self._plan.bucket.layouts[index], self._plan.numels[index]
         accumulate = self._present[index]
         self._present[index] = True
-        if layout.dim == 0 and grad.is_contiguous():
+        is_dense = layout.dim == 0 and grad.is_contiguous()
+        is_even = layout.slot_numel * layout.num_ranks == numel
+        waits = may_wait and is_dense and is_even and not accumulate and grad.dtype == self._rows.dtype
+        if waits and numel * grad.itemsize <= _SMALL_BYTES:
+            # The gradient itself is kept: as long as somebody refers to it, autograd gives its memory to nobody else.
+            self._waiting[index] = _Waiting(grad, grad.view(layout.num_ranks, layout.slot_numel), grad._version)
+            return
+        if index in self._waiting:
+            self._pack_waiting()
+        slots = self._all_slots()[index]
+        if is_dense:
             # Slots of whole shards at once, then the one that is smaller; whatever the number of ranks.
             num_whole = grad.numel() // max(layout.slot_numel, 1)
             size = num_whole * layout.slot_numel
@@ -84,8 +153,54 @@ class ReduceBucket:
             shard = shard_of(grad, layout, rank)
             _put(slots[rank, : shard.numel()].view(shard.shape), shard, accumulate)
 
+    def _pack_waiting(self) -> None:
+        """Copy the small gradients that have arrived to their slots."""
+        if self._waiting:
+            slots = self._all_slots()
+            torch._foreach_copy_([slots[i] for i in self._waiting], [self._values(i) for i in self._waiting])
+            self._waiting.clear()
+
+    def _values(self, index: int) -> Tensor:
+        """A gradient that waited, if it is still what arrived."""
+        grad, values, version = self._waiting[index]
+        if grad._version != version:
+            raise StateError(
+                f"'{self._label}': a gradient must stay as it is once a backward function has returned it, but that of "
+                f"parameter {index} (shape {tuple(grad.shape)}) was written to afterwards. Return a copy of it."
+            )
+        return values
+
+    def _all_slots(self) -> Sequence[Tensor]:
+        if not self._slots:
+            assert self._rows is not None
+            self._slots = torch.split_with_sizes(self._rows, self._plan.sizes, dim=1)[1:]
+        return self._slots
+
+    def _fill_rows(self, rows: Tensor) -> None:
+        """Pack what waits, zeros for what is missing, and the flags."""
+        if len(self._waiting) == len(self._present):
+            flags = rows.new_ones((rows.shape[0], self._plan.num_flags))
+            torch.cat([flags, *[self._values(i) for i in range(len(self._present))]], dim=1, out=rows)
+            self._waiting.clear()
+            return
+        self._pack_waiting()
+        rows[:, : self._plan.num_flags].fill_(1)
+        for index, (slots, present) in enumerate(zip(self._all_slots(), self._present, strict=True)):
+            if not present:
+                slots.zero_()
+                rows[:, index].zero_()
+        self._slots = ()
+
+    @property
+    def group(self) -> ShardGroup:
+        """The ranks that it is reduced over."""
+        return self._group
+
     def launch(self, *, mean: bool) -> Handle["Reduced"]:
         """Start the reduce-scatter. The bucket takes no more gradients.
+
+        Args:
+            mean: Divide by the number of ranks.
 
         Returns:
             A handle whose result is this rank's shards of the reduced gradients.
@@ -95,25 +210,23 @@ class ReduceBucket:
             behind a header of 64 bytes.
         """
         assert self._rows is not None, "a bucket leaves once"
+        self._fill_rows(self._rows)
         rows, self._rows = self._rows, None
-        for slots, present in zip(self._slots, self._present, strict=True):
-            if not present:
-                slots.zero_()
-        self._slots.clear()
-        flags = [float(x) for x in self._present]
-        rows[:, : len(flags)] = torch.tensor(flags, dtype=rows.dtype, device=rows.device)
-        self._record(rows)
-        if self._group.num_ranks == 1:
-            return Handle(self._label, [], lambda: self._cut(rows[0]))
+        self._record(rows.element_size())
+        if self._group.num_ranks == 1:  # the row becomes the gradients
+            assert self._memory is not None
+            row = rows[0]
+            self._pool.lend(self._memory)
+            return Handle(self._label, [], lambda: Reduced(row, self._plan))
         launch = self._launch_direct if self._group.is_direct else self._launch_flat
         return launch(rows, mean)
 
     def _launch_direct(self, rows: Tensor, mean: bool) -> Handle["Reduced"]:
-        """Every rank gets its row of all peers, and adds them in rank order."""
+        """Every rank gets its row of all peers, and adds them in a fixed order."""
         group = self._group
         size = rows.shape[1]
         memory = self._pool.take(len(group.peers) * size * rows.element_size(), rows.device)
-        received = dict(zip(group.peers, memory.view(rows.dtype).view(-1, size), strict=True))
+        received = dict(zip(group.peers, memory.memory.view(rows.dtype).view(-1, size), strict=True))
         exchange = Exchange(group, Kind.REDUCE, self._label, 0, size * rows.element_size())
         for peer in group.peers:
             exchange.receive(received[peer], peer)
@@ -123,52 +236,49 @@ class ReduceBucket:
         del rows, received
 
         def finish() -> Reduced:
-            row = _sum_in_rank_order(parts, mean=mean)
+            row = sum_in_pairs(parts, mean=mean)
             parts.clear()  # the pool takes back what nobody refers to
             self._pool.give(memory)
             self._give_back()
-            return self._cut(row)
+            return Reduced(row, self._plan)
 
         what = f"reduce-scatter of '{self._label}'"
         return Handle(what, exchange.works, finish, header_works=exchange.header_works, check=exchange.check)
 
     def _launch_flat(self, rows: Tensor, mean: bool) -> Handle["Reduced"]:
         """By the backend's own reduce-scatter."""
-        native_mean = mean and self._group.backend == "nccl"
+        ledger.note(self._group, Kind.REDUCE, self._label, 0)
+        is_half = rows.dtype == torch.float16
+        native_mean = mean and self._group.backend == "nccl" and not is_half
+        divisor: float = self._group.num_ranks if mean and not native_mean else 1
+        if is_half and mean:  # a sum of large gradients would be infinite, a mean of small ones zero: half ahead of it
+            ahead = 2 ** (int(math.log2(divisor)) // 2)
+            rows.div_(ahead)
+            divisor /= ahead
         out = rows.new_empty(rows.shape[1])
         works: list[Work] = self._group.reduce_scatter(rows, out, ReduceOp.MEAN if native_mean else ReduceOp.SUM)
-        divisor = self._group.num_ranks if mean and not native_mean else 1
-        return Handle(
-            f"reduce-scatter of '{self._label}'",
-            works,
-            lambda: self._cut(out if divisor == 1 else out.div_(divisor)),
-        )
+        del rows
 
-    def _record(self, rows: Tensor) -> None:
-        group, item = self._group, rows.element_size()
-        peers = group.num_ranks - 1
+        def finish() -> Reduced:
+            self._give_back()
+            return Reduced(out if divisor == 1 else out.div_(divisor), self._plan)
+
+        return Handle(f"reduce-scatter of '{self._label}'", works, finish)
+
+    def _record(self, item: int) -> None:
+        peers = self._group.num_ranks - 1
         if not peers:
             return
-        sent = peers * rows.shape[1] * item
-        real = (sum(x.numel for x in self._bucket.layouts) - real_numel(self._bucket.layouts, group.rank)) * item
-        flags = peers * self._flags * item
-        header = flags + (peers * HEADER_BYTES if group.is_direct else 0)
-        record(CommRecord("reduce_scatter", self._label, group.num_ranks, real, sent - real - flags, header))
+        plan = self._plan
+        flags, real = peers * plan.num_flags * item, plan.real_numel * item
+        header = flags + (peers * HEADER_BYTES if self._group.is_direct else 0)
+        padding = peers * plan.row_numel * item - real - flags
+        record("reduce_scatter", self._label, self._group.num_ranks, real, padding, header)
 
     def _give_back(self) -> None:
         memory, self._memory = self._memory, None
         if memory is not None:
             self._pool.give(memory)
-
-    def _cut(self, row: Tensor) -> "Reduced":
-        """This rank's shards in its reduced row."""
-        flags, *slots = row.split([self._flags, *self._bucket.slot_sizes])
-        shards = []
-        for slot, layout in zip(slots, self._bucket.layouts, strict=True):
-            shape = layout.local_shape(self._group.rank)
-            numel = math.prod(shape)
-            shards.append((slot if slot.numel() == numel else slot[:numel]).view(shape))
-        return Reduced(shards, flags)
 
 
 def _put(slot: Tensor, values: Tensor, accumulate: bool) -> None:
@@ -180,28 +290,38 @@ class Reduced:
     """This rank's shards of the reduced gradients of a bucket.
 
     Args:
-        shards: One per tensor.
-        flags: One per tensor, above zero where some rank had a gradient.
+        row: A flag per tensor, above zero where some rank had a gradient; then the slots of the shards.
+        plan: Of the bucket.
     """
 
-    __slots__ = ("_flags", "shards")
+    __slots__ = ("_flags", "_plan", "row", "shards")
 
-    def __init__(self, shards: list[Tensor], flags: Tensor) -> None:
-        self.shards = shards
-        self._flags = flags
+    def __init__(self, row: Tensor, plan: ReducePlan) -> None:
+        self.row, self._plan = row, plan  # in the dtype of the reduction
+        self._flags, *slots = torch.unsafe_split_with_sizes(row, plan.sizes)
+        self.shards: list[Tensor] = []  # one per tensor: views of it, unless they were converted
+        for slot, numel, shape in zip(slots, plan.local_numels, plan.local_shapes, strict=True):
+            part = slot if slot.shape[0] == numel else slot[:numel]
+            self.shards.append(part if len(shape) == 1 else part.view(shape))
+
+    def add(self, other: "Reduced") -> None:
+        """Add the shards and flags of another backward."""
+        self.row.add_(other.row)
+
+    def forget(self, index: int) -> None:
+        """Have tensor `index` count as one that no rank had a gradient of."""
+        self._flags[index] = 0
+        self.shards[index].zero_()
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Reduced":
+        """The same, with all of its memory changed at once: to another dtype or device."""
+        return Reduced(change(self.row), self._plan)
+
+    def convert(self, dtype: torch.dtype) -> None:
+        """Have the shards in another dtype than they were reduced in."""
+        if self.shards[0].dtype != dtype:
+            self.shards = [shard.to(dtype) for shard in self.shards]
 
     def anywhere(self, index: int) -> bool:
         """Whether any rank had a gradient of tensor `index`; waits for the device."""
         return bool(self._flags[index].real.item() > 0)
-
-
-def _sum_in_rank_order(parts: list[Tensor], *, mean: bool) -> Tensor:
-    """Add one row of each rank, rank 0 first; 16-bit floats are added in fp32."""
-    dtype = parts[0].dtype
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    total = torch.add(parts[0].to(wide), parts[1])
-    for part in parts[2:]:
-        total.add_(part)
-    if mean:
-        total.div_(len(parts))
-    return total.to(dtype)

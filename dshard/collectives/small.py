@@ -9,13 +9,15 @@ from dshard.collectives._c10d import ReduceOp
 from dshard.collectives.exchange import Exchange
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.header import HEADER_BYTES, Kind
-from dshard.collectives.trace import CommRecord, record
+from dshard.collectives.trace import record
 
 __all__ = ["all_reduce", "broadcast"]
 
 
-def all_reduce(tensors: Sequence[Tensor], group: ShardGroup, op: ReduceOp, *, label: str) -> Handle[list[Tensor]]:
-    """Reduce small tensors of one dtype over all ranks, in one collective.
+def all_reduce(
+    tensors: Sequence[Tensor], group: ShardGroup, op: ReduceOp, *, label: str, everywhere: bool = False
+) -> Handle[list[Tensor]]:
+    """Reduce small tensors of one dtype over the ranks of a group, in one collective.
 
     On a direct backend the ranks exchange their values and each combines them in rank order.
 
@@ -24,23 +26,27 @@ def all_reduce(tensors: Sequence[Tensor], group: ShardGroup, op: ReduceOp, *, la
         group: Ranks to reduce over.
         op: `ReduceOp.SUM`, `MAX` or `MIN`.
         label: What it is for.
+        everywhere: Reduce over the ranks of all replicas, too; waits for the first of two collectives.
 
     Returns:
         A handle whose result is the reduced tensors, equal on all ranks.
 
     Communicates:
-        All-reduce of the tensors' bytes.
+        All-reduce of the tensors' bytes; `everywhere` one more, between replicas.
     """
+    if everywhere and group.replicas is not None:
+        tensors = all_reduce(tensors, group.replicas, op, label=label, everywhere=True).wait()
     shapes, sizes = [t.shape for t in tensors], [t.numel() for t in tensors]
-    flat = torch.cat([t.reshape(-1) for t in tensors])
     if group.num_ranks == 1:
         return Handle(label, [], lambda: [t.clone() for t in tensors])
+    home = tensors[0].device
+    flat = _on_wire(torch.cat([t.reshape(-1) for t in tensors]), group)
     num_bytes = flat.numel() * flat.element_size()
     if group.is_direct:
-        return _exchange_small(flat, group, op, label, lambda total: _split(total, sizes, shapes))
+        return _exchange_small(flat, group, op, label, lambda total: _split(total, sizes, shapes, home))
     works = group.all_reduce(flat, op)
-    record(CommRecord("all_reduce", label, group.num_ranks, 2 * num_bytes * (group.num_ranks - 1) // group.num_ranks))
-    return Handle(label, works, lambda: _split(flat, sizes, shapes))
+    record("all_reduce", label, group.num_ranks, 2 * num_bytes * (group.num_ranks - 1) // group.num_ranks)
+    return Handle(label, works, lambda: _split(flat, sizes, shapes, home))
 
 
 def _exchange_small(
@@ -54,7 +60,7 @@ def _exchange_small(
     for peer in group.peers if num_bytes else ():
         exchange.receive(rows[peer], peer)
         exchange.send(rows[group.rank], peer)
-    record(CommRecord("all_reduce", label, group.num_ranks, num_bytes * sent, 0, HEADER_BYTES * sent))
+    record("all_reduce", label, group.num_ranks, num_bytes * sent, 0, HEADER_BYTES * sent)
     return Handle(
         label,
         exchange.works,
@@ -73,11 +79,19 @@ def _combine(rows: Tensor, op: ReduceOp) -> Tensor:
     return rows.amax(0) if op == ReduceOp.MAX else rows.amin(0)
 
 
-def _split(flat: Tensor, sizes: list[int], shapes: Sequence[torch.Size]) -> list[Tensor]:
+def _on_wire(flat: Tensor, group: ShardGroup) -> Tensor:
+    """Values on the device of a group: of tensors on another one its backend may know nothing, as NCCL of the CPU's."""
+    return flat if flat.device.type == group.device_type else flat.to(group.device_type)
+
+
+def _split(flat: Tensor, sizes: list[int], shapes: Sequence[torch.Size], home: torch.device) -> list[Tensor]:
+    flat = flat if flat.device == home else flat.to(home)
     return [part.reshape(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
 
 
-def broadcast(tensors: Sequence[Tensor], group: ShardGroup, *, label: str, src: int = 0) -> Handle[list[Tensor]]:
+def broadcast(
+    tensors: Sequence[Tensor], group: ShardGroup, *, label: str, src: int = 0, everywhere: bool = False
+) -> Handle[list[Tensor]]:
     """Give every rank the values that rank `src` of the group holds, in one collective.
 
     Args:
@@ -85,18 +99,22 @@ def broadcast(tensors: Sequence[Tensor], group: ShardGroup, *, label: str, src: 
         group: Ranks that take part.
         label: What it is for.
         src: Rank within the group.
+        everywhere: Give them to all replicas, too, from the first; waits for the first of two collectives.
 
     Returns:
         A handle whose result is the values of rank `src`.
 
     Communicates:
-        Broadcast of the tensors' bytes.
+        Broadcast of the tensors' bytes; `everywhere` one more, between replicas.
     """
+    if everywhere and group.replicas is not None:
+        tensors = broadcast(tensors, group.replicas, label=label, everywhere=True).wait()
     shapes, sizes = [t.shape for t in tensors], [t.numel() for t in tensors]
-    flat = torch.cat([t.detach().reshape(-1) for t in tensors])
+    home = tensors[0].device
+    flat = _on_wire(torch.cat([t.detach().reshape(-1) for t in tensors]), group)
     works = group.broadcast(flat.view(torch.uint8), src)
     if group.num_ranks > 1:
         num_bytes = flat.numel() * flat.element_size()
         sent = num_bytes * (group.num_ranks - 1) if group.rank == src else 0
-        record(CommRecord("broadcast", label, group.num_ranks, sent))
-    return Handle(label, works, lambda: _split(flat, sizes, shapes))
+        record("broadcast", label, group.num_ranks, sent)
+    return Handle(label, works, lambda: _split(flat, sizes, shapes, home))

@@ -1,11 +1,14 @@
-"""Counting what the collectives put on the wire."""
+"""Counting what the collectives put on the wire, and timing how long this rank waits for it."""
 
+import time
 from collections import Counter
 from dataclasses import dataclass
 from types import TracebackType
 from typing import ClassVar
 
-__all__ = ["CommRecord", "CommTrace", "record"]
+import torch
+
+__all__ = ["CommRecord", "CommTrace", "Wait", "record", "start_wait"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +16,7 @@ class CommRecord:
     """One collective as this rank saw it.
 
     Args:
-        kind: 'all_gather', 'reduce_scatter', 'all_reduce' or 'broadcast'.
+        kind: 'all_gather', 'reduce_scatter', 'all_reduce' or 'broadcast'; 'check' where ranks compare what they did.
         label: What it was for: a unit's name, or an operation.
         num_ranks: Ranks that took part.
         payload_bytes: Bytes of real elements that this rank sends under a direct or ring algorithm.
@@ -40,19 +43,66 @@ class _Open:
     traces: "ClassVar[tuple[CommTrace, ...]]" = ()
 
 
-def record(entry: CommRecord) -> None:
-    """Tell every open trace of a collective."""
-    for trace in _Open.traces:
-        trace.records.append(entry)
+def record(
+    kind: str, label: str, num_ranks: int, payload_bytes: int, padding_bytes: int = 0, header_bytes: int = 0
+) -> None:
+    """Tell every open trace of a collective; the arguments are those of `CommRecord`."""
+    if _Open.traces:
+        entry = CommRecord(kind, label, num_ranks, payload_bytes, padding_bytes, header_bytes)
+        for trace in _Open.traces:
+            trace.records.append(entry)
+
+
+class Wait:
+    """One wait for the peers, from its making to `end`.
+
+    On CPU `wait` of a collective blocks the host, so its clock tells. On CUDA it returns at once and holds back the
+    current stream: two events around it tell for how long. Which of the two happened is not asked: the longer one did.
+    **The CUDA half has not run on a GPU yet**; a test with stand-ins for the events holds its arithmetic.
+    """
+
+    __slots__ = ("_events", "_start_s", "_traces", "_waited_s")
+
+    def __init__(self, traces: "tuple[CommTrace, ...]") -> None:
+        self._traces = traces
+        self._waited_s = 0.0
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+            self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            self._events[0].record()
+        self._start_s = time.perf_counter()
+
+    def end(self) -> None:
+        """Stop, and tell the traces that were open at the start. Does not wait for the device."""
+        self._waited_s = time.perf_counter() - self._start_s
+        if self._events is not None:
+            self._events[1].record()
+        for trace in self._traces:
+            trace.waits.append(self)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds; on CUDA waits until the stream has come past the end."""
+        if self._events is not None:
+            start, end = self._events
+            end.synchronize()
+            self._waited_s = max(self._waited_s, start.elapsed_time(end) / 1e3)
+            self._events = None
+        return self._waited_s
+
+
+def start_wait() -> Wait | None:
+    """Begin to time a wait for the peers; None, and no more than a look, where no trace is open."""
+    return Wait(_Open.traces) if _Open.traces else None
 
 
 class CommTrace:
-    """Counts collectives and their bytes while it is open.
+    """Counts collectives and their bytes, and times the waits for them, while it is open.
 
         with dshard.CommTrace() as trace:
             loss = model(x).sum()
             loss.backward()
-        print(trace.calls("all_gather"), trace.total_bytes)
+        print(trace.calls("all_gather"), trace.total_bytes, trace.exposed_s)
 
     Bytes are those that *this rank sends*. An all-gather or reduce-scatter of `P` bytes over `N` ranks sends
     `(N - 1) / N * P`; an all-reduce `2 * (N - 1) / N * P`, or `(N - 1) * P` where a small tensor is exchanged directly.
@@ -64,6 +114,7 @@ class CommTrace:
 
     def __init__(self) -> None:
         self.records: list[CommRecord] = []
+        self.waits: list[Wait] = []
 
     def __enter__(self) -> "CommTrace":
         _Open.traces = (*_Open.traces, self)
@@ -101,6 +152,15 @@ class CommTrace:
     def total_bytes(self) -> int:
         """All bytes that this rank sent."""
         return sum(r.total_bytes for r in self.records)
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that this rank waited for its peers: communication that no computation hid.
+
+        On CPU the host's time within `wait`; on CUDA that of the stream which the computation runs on, by events
+        around each wait. Reading it there waits for the device; that has not been run on a GPU yet.
+        """
+        return sum(wait.waited_s for wait in self.waits)
 
     def summary(self) -> str:
         """A table of calls and bytes by kind."""

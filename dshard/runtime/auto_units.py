@@ -1,22 +1,29 @@
 """Which parameters to gather together, when `fully_shard` was called on the root of a model alone."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Generic, TypeVar
 
-from torch import nn
-
-from dshard.tensor import ShardedTensor
+from torch import Tensor, nn
 
 __all__ = ["UnitPlan", "find_units"]
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_MIN_UNIT_BYTES = 1 << 20  # smaller neighbours share a unit: a collective has a price of its own
-_MAX_MERGED_PARTS = 8  # but a model of small parts is still cut into about this many units
+_ROUTING = (nn.AdaptiveLogSoftmaxWithLoss,)  # they run those of their parts that the data of a rank needs
+_ENOUGH_BYTES = 4 << 20  # to send them takes gloo about as long as to start a collective
+_NUM_SMALL = 10  # into about this many units a model of small parts is cut
+_DUST = 64  # what is smaller than a unit of small parts by this does not count as a neighbour
+_SLACK = 32  # two neighbours may grow by one part in so many: a norm or a bias
+
+
+_P = TypeVar("_P", bound=Tensor)
 
 
 @dataclass(frozen=True, slots=True)
-class UnitPlan:
-    """A unit to be.
+class UnitPlan(Generic[_P]):
+    """A unit to be, of parameters that are sharded already, or not yet.
 
     Args:
         label: Name of its first module, or that of the first and last.
@@ -26,15 +33,28 @@ class UnitPlan:
 
     label: str
     modules: tuple[nn.Module, ...]
-    params: tuple[ShardedTensor, ...]
+    params: tuple[_P, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its full parameters."""
+        return sum(p.numel() * p.element_size() for p in self.params)
+
+    def joined(self, other: "UnitPlan[_P]") -> "UnitPlan[_P]":
+        """Both as one."""
+        label = f"{self.label.partition('..')[0]}..{other.label.rpartition('..')[2]}"
+        return UnitPlan(label, self.modules + other.modules, self.params + other.params)
 
 
-def find_units(root: nn.Module, params: Sequence[ShardedTensor], name: str) -> list[UnitPlan]:
-    """Cut the parameters of a model into units.
+def find_units(root: nn.Module, params: Sequence[_P], name: str) -> list[UnitPlan[_P]]:
+    """Cut the parameters of a model into units, by its structure and sizes alone, so that all ranks find the same.
 
-    The elements of the outermost lists of blocks become units, small neighbours together; so does any other child with
-    as many bytes as a block, an embedding or a head. What is left, and what several of these share, stays with the
-    root.
+    1. Into parts, in the order in which modules are registered: the elements of the outermost lists, and outside of
+       lists the largest modules that are no larger than a block.
+    2. Neighbours too small for a collective of their own are put together, as long as no two neighbouring units, of
+       which one is in use while the other is on its way, become larger than the largest two were.
+    3. What several parts share, and what modules hold whose children became parts, stays with the root; a root that
+       routes by data stays whole.
 
     Args:
         root: The model.
@@ -44,89 +64,94 @@ def find_units(root: nn.Module, params: Sequence[ShardedTensor], name: str) -> l
     Returns:
         Plans that hold each of `params` once, the root's last.
     """
-    blocks = list(_blocks(root, ""))
-    wanted = {id(p) for p in params}
-    groups = _merge(blocks, wanted)
-    in_blocks = {id(m) for _, block in blocks for m in block.modules()}
-    mean_bytes = sum(_num_bytes(b, wanted) for _, b in blocks) / len(groups) if groups else _MIN_UNIT_BYTES
-    singles = [
-        [(child_name, child)]
-        for child_name, child in _leaves(root, "", in_blocks)
-        if _num_bytes(child, wanted) >= max(mean_bytes / 2, _MIN_UNIT_BYTES / 4)
-    ]
-    candidates = groups + singles
-    if len(candidates) < 2:
-        candidates = []
-    uses: dict[int, int] = {}
-    for candidate in candidates:
-        for key in {id(p) for _, module in candidate for p in module.parameters()}:
-            uses[key] = uses.get(key, 0) + 1
-    outside = _used_outside(root, candidates)
-    plans: list[UnitPlan] = []
-    taken: set[int] = set()
-    for candidate in candidates:
-        mine = [
-            p
-            for p in dict.fromkeys(p for _, module in candidate for p in module.parameters())
-            if isinstance(p, ShardedTensor) and id(p) in wanted and uses[id(p)] == 1 and id(p) not in outside
-        ]
-        if mine:
-            taken.update(id(p) for p in mine)
-            label = candidate[0][0] if len(candidate) == 1 else f"{candidate[0][0]}..{candidate[-1][0]}"
-            plans.append(UnitPlan(label, tuple(m for _, m in candidate), tuple(mine)))
+    wanted = {id(p): p for p in params}
+    parts: dict[nn.Module, str] = {}
+    for label, part in _parts(root, "", wanted, _largest_block(root, wanted)):
+        parts.setdefault(part, label)  # a list of blocks may have several names
+    plans = _merge(_with_own_params(root, parts, wanted))
+    if len(plans) < 2:
+        plans = []
+    taken = {id(p) for plan in plans for p in plan.params}
     rest = tuple(p for p in params if id(p) not in taken)
-    if rest:
-        plans.append(UnitPlan(name, (root,), rest))
+    return [*plans, UnitPlan(name, (root,), rest)] if rest else plans
+
+
+def _largest_block(root: nn.Module, wanted: Container[int]) -> int:
+    """Bytes of the largest element of a list; where lists hold little of a model, an eighth of it."""
+    blocks = [_num_bytes(block, wanted) for block in dict.fromkeys(_blocks(root, wanted))]
+    total = _num_bytes(root, wanted)
+    return max([total // 8 if 2 * sum(blocks) < total else 0, *blocks])
+
+
+def _blocks(module: nn.Module, wanted: Container[int]) -> Iterator[nn.Module]:
+    """Elements of the outermost lists; a list inside a list is looked into."""
+    if _is_whole(module, wanted):
+        return
+    for child in module.children():
+        if isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS):
+            yield child
+        else:
+            yield from _blocks(child, wanted)
+
+
+def _is_whole(module: nn.Module, wanted: Container[int]) -> bool:
+    """Whether parts of a module are not to be units of their own."""
+    if isinstance(module, _ROUTING):
+        return True
+    own = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False) if id(p) in wanted)
+    return 2 * own >= _num_bytes(module, wanted)  # attention with weights in one, a leaf
+
+
+def _parts(module: nn.Module, prefix: str, wanted: Container[int], limit: int) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that cover a model, but for what those that are cut hold themselves."""
+    if isinstance(module, _ROUTING):
+        return  # the root itself is one
+    for name, child in module.named_children():
+        is_list = isinstance(child, _CONTAINERS)
+        is_block = isinstance(module, _CONTAINERS) and not is_list
+        runs = type(child).forward is not nn.Module.forward and not is_list  # whoever iterates a list does not call it
+        if is_block or _is_whole(child, wanted) or (runs and _num_bytes(child, wanted) <= limit):
+            yield prefix + name, child
+        else:
+            yield from _parts(child, f"{prefix}{name}.", wanted, limit)
+
+
+def _with_own_params(root: nn.Module, parts: Mapping[nn.Module, str], wanted: Mapping[int, _P]) -> list[UnitPlan[_P]]:
+    """Each part with the parameters that nothing outside of it holds; those that have any."""
+    inside = {id(m) for part in parts for m in part.modules()}
+    holders = [*(part.parameters() for part in parts)]
+    holders += [m.parameters(recurse=False) for m in root.modules() if id(m) not in inside]
+    uses = Counter(key for holder in holders for key in {id(p) for p in holder})
+    plans = []
+    for part, label in parts.items():
+        mine = [wanted[id(p)] for p in part.parameters() if id(p) in wanted and uses[id(p)] == 1]
+        if mine:
+            plans.append(UnitPlan(label, (part,), tuple(mine)))
     return plans
 
 
-def _used_outside(root: nn.Module, candidates: list[list[tuple[str, nn.Module]]]) -> set[int]:
-    """Parameters that a module outside of all candidates holds too."""
-    inside = {id(m) for candidate in candidates for _, module in candidate for m in module.modules()}
-    return {id(p) for m in root.modules() if id(m) not in inside for p in m.parameters(recurse=False)}
-
-
-def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Elements of the outermost containers, by name; a container inside a container is looked into."""
-    is_container = isinstance(module, _CONTAINERS)
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
-            return  # it runs those of its parts that the data of a rank needs
-        if is_container and not isinstance(child, _CONTAINERS):
-            yield path, child
-        else:
-            yield from _blocks(child, f"{path}.")
-
-
-def _leaves(module: nn.Module, prefix: str, in_blocks: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules outside of all blocks that hold parameters themselves."""
-    for name, child in module.named_children():
-        if id(child) in in_blocks or isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
-            continue
-        if next(child.parameters(recurse=False), None) is not None:
-            yield f"{prefix}{name}", child
-        else:
-            yield from _leaves(child, f"{prefix}{name}.", in_blocks)
-
-
-def _num_bytes(module: nn.Module, wanted: set[int]) -> int:
+def _num_bytes(module: nn.Module, wanted: Container[int]) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters() if id(p) in wanted)
 
 
-def _merge(blocks: Sequence[tuple[str, nn.Module]], wanted: set[int]) -> list[list[tuple[str, nn.Module]]]:
-    """Put neighbours of one container together until a unit is worth a collective."""
-    sized = [(name, block, _num_bytes(block, wanted)) for name, block in blocks]
-    enough = min(_MIN_UNIT_BYTES, max(1, sum(size for _, _, size in sized) // _MAX_MERGED_PARTS))
-    groups: list[list[tuple[str, nn.Module]]] = []
-    filled, parent = enough, ""
-    for name, block, size in sized:
-        if size == 0:
-            continue
-        container = name.rpartition(".")[0]
-        if filled >= enough or container != parent:
-            groups.append([])
-            filled = 0
-        groups[-1].append((name, block))
-        filled, parent = filled + size, container
-    return groups
+def _merge(parts: Sequence[UnitPlan[_P]]) -> list[UnitPlan[_P]]:
+    """Put neighbours together until a unit is worth a collective."""
+    sizes = [part.num_bytes for part in parts]
+    enough = min(_ENOUGH_BYTES, sum(sizes) // _NUM_SMALL)
+    dust = enough // _DUST  # a norm: that one lies between two blocks makes them no less neighbours
+    large = [size for size in sizes if size >= dust]
+    room = max([2 * enough, *sizes, *(a + b for a, b in pairwise(large))])
+    room += room // _SLACK
+    plans: list[UnitPlan[_P]] = []
+    filled: list[int] = []
+    for i, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+        before = next((f for f in reversed(filled[:-1]) if f >= dust), 0)
+        after = next((s for s in sizes[i + 1 :] if s >= dust), 0)
+        fits = bool(filled) and size + filled[-1] + max(before, after) <= room
+        if fits and (filled[-1] < enough or (i == len(parts) - 1 and size < enough)):
+            plans[-1] = plans[-1].joined(part)
+            filled[-1] += size
+        else:
+            plans.append(part)
+            filled.append(size)
+    return plans

@@ -40,6 +40,6 @@ def broadcast_buffers(modules: Sequence[nn.Module], group: ShardGroup) -> None:
     with torch.no_grad():
         for part in by_dtype.values():
             wire = [b.to(group.device_type) for b in part]
-            agreed = collectives.broadcast(wire, group, label="buffers").wait()
+            agreed = collectives.broadcast(wire, group, label="buffers", everywhere=True).wait()
             for buffer, value in zip(part, agreed, strict=True):
                 buffer.copy_(value)

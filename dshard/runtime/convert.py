@@ -1,21 +1,34 @@
 """Parameters of a module become sharded ones, in every place where they stand."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from dshard.errors import PlacementError, StateError, UnsupportedOpError
-from dshard.runtime.replace import ParameterHooks, ReplacedParameter, hooks_of, retire
-from dshard.tensor import ShardedTensor
+from dshard.errors import StateError, UnsupportedOpError
+from dshard.policies import PrecisionRules
+from dshard.runtime.placing import Place
+from dshard.runtime.replace import ParameterHooks, Replaced, hooks_of, retire
+from dshard.tensor import MixedShardedTensor, OffloadedShardedTensor, ShardedTensor
+from dshard.tensor.extended import is_extended
+from dshard.tensor.nested import shard_over
 
-__all__ = ["Inherited", "PlacementFn", "follow_replaced", "move_buffers", "own_parameters", "replace_all"]
+__all__ = [
+    "Inherited",
+    "check_offload",
+    "device_of",
+    "follow_replaced",
+    "move_buffers",
+    "own_parameters",
+    "replace_all",
+]
 
+_EXTENSION = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 Inherited = tuple[ShardedTensor, ParameterHooks, Tensor | None]
-PlacementFn = Callable[[nn.Parameter], Placement | None]
 
 
 def follow_replaced(modules: Sequence[nn.Module]) -> None:
@@ -23,8 +36,8 @@ def follow_replaced(modules: Sequence[nn.Module]) -> None:
     for root in modules:
         for module in root.modules():
             for name, param in module._parameters.items():
-                if isinstance(param, ReplacedParameter):
-                    module._parameters[name] = param._replacement  # type: ignore[assignment]
+                if isinstance(param, Replaced):
+                    module._parameters[name] = param._replacement
 
 
 def own_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
@@ -37,11 +50,6 @@ def own_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> 
                 continue
             full_name = name if len(modules) == 1 else f"[{i}].{name}"
             _check_kind(full_name, param)
-            if isinstance(param, DTensor):
-                raise UnsupportedOpError(
-                    f"{full_name}: fully_shard takes plain parameters for now, but this is a DTensor with placements "
-                    f"{param.placements}. Shard it before parallelize_module, or leave it out with ignored_params."
-                )
             found[id(param)] = (full_name, param)
     return list(found.values())
 
@@ -53,57 +61,76 @@ def _check_kind(name: str, param: nn.Parameter) -> None:
             f"{name}: fully_shard needs parameters with a shape, but this one is not initialized yet. Run a forward of "
             "the lazy module first, or give it its sizes."
         )
-    kind = type(param.data)
-    if kind is not Tensor and not issubclass(kind, DTensor):
+    value = param.data
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    kind = type(local)
+    if kind is Tensor or (kind is AsyncCollectiveTensor):
+        return
+    missing = [method for method in _EXTENSION if not hasattr(local, method)]
+    if missing:
         raise UnsupportedOpError(
-            f"{name}: fully_shard takes plain tensors, but this parameter's data is a {kind.__name__}, whose own parts "
-            "would be lost. Shard before the conversion, or leave it out with ignored_params."
+            f"{name}: fully_shard takes plain tensors, and tensor subclasses that have {' and '.join(_EXTENSION)}, but "
+            f"this parameter's data is a {kind.__name__} without {' and '.join(missing)}, whose own parts would be "
+            "lost. Give the class both, shard before the conversion, or leave it out with ignored_params."
+        )
+    if local is not value:
+        raise UnsupportedOpError(
+            f"{name}: a DTensor parameter must have plain local tensors, but this one's is a {kind.__name__}. Leave it "
+            "out of parallelize_module, or convert it to a plain tensor first."
+        )
+    if any(vars(base).get("__slots__") for base in kind.__mro__[: kind.__mro__.index(Tensor)]):
+        raise UnsupportedOpError(
+            f"{name}: the object of a replaced parameter stays usable, for which its class may have no __slots__, but "
+            f"{kind.__name__} has. Leave them out of the class."
         )
 
 
-def _dim_of(name: str, param: nn.Parameter, shard_placement_fn: PlacementFn | None) -> int | None:
-    placement = shard_placement_fn(param) if shard_placement_fn is not None else None
-    if placement is None:
-        placement = Shard(0)
-    if isinstance(placement, Replicate) or param.dim() == 0:
-        return None
-    dim = placement.dim if type(placement) is Shard else None
-    if dim is None or not -param.dim() <= dim < param.dim():
-        raise PlacementError(
-            f"{name}: shard_placement_fn must return Shard of one of its {param.dim()} dims, Replicate() or None, but "
-            f"it returned {placement} (shape {tuple(param.shape)}). Return Shard(0)."
+def check_offload(found: Sequence[tuple[str, nn.Parameter]], precision: PrecisionRules) -> None:
+    """Raise if a parameter that is to be offloaded says itself how it is gathered."""
+    name = next((name for name, param in found if is_extended(param)), None)
+    if name is not None and precision.offload is not None:
+        raise UnsupportedOpError(
+            f"{name}: a tensor subclass with fsdp_pre_all_gather is gathered from where its shards are kept, but "
+            "offload_policy keeps them elsewhere. Leave out offload_policy for the module that holds it."
         )
-    return dim % param.dim()
 
 
 def replace_all(
     modules: Sequence[nn.Module],
     found: Sequence[tuple[str, nn.Parameter]],
-    mesh: DeviceMesh,
-    shard_placement_fn: PlacementFn | None,
+    places: Sequence[Place],
+    precision: PrecisionRules,
 ) -> tuple[list[ShardedTensor], list[Inherited]]:
     """Put a ShardedTensor in every place of each parameter; the old memory goes one parameter at a time."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    check_offload(found, precision)
+    homes: dict[int, list[tuple[nn.Module, str]]] = {}
     for root in modules:
         for module in root.modules():
             for name, param in module._parameters.items():
                 if param is not None:
-                    places.setdefault(id(param), []).append((module, name))
-    dims = [_dim_of(name, param, shard_placement_fn) for name, param in found]
-    device = _device_of(mesh)
+                    homes.setdefault(id(param), []).append((module, name))
     made: list[ShardedTensor] = []
     inherited: list[Inherited] = []
-    for (name, old), dim in zip(found, dims, strict=True):
+    for (name, old), place in zip(found, places, strict=True):
         with torch.no_grad():
-            new = ShardedTensor.shard(old, mesh, dim, name=name, device=device)
+            has_fields = is_extended(old)
+            rule = precision.precision_of_extended if has_fields else precision.precision_of
+            dtypes = rule(name, old.dtype)
+            offload = dtypes.offload if dtypes is not None else None
+            device = device_of(place.mesh) if offload is None else offload.home
+            kind = MixedShardedTensor if dtypes is not None and dtypes.compute is not None else ShardedTensor
+            kind = kind if offload is None else OffloadedShardedTensor
+            new = shard_over(old, place.mesh, place.dim, name=name, device=device, kind=kind)
+            new._precision = dtypes
             torch.Tensor.requires_grad_(new, old.requires_grad)
             new._is_param = True
-        for key, value in old.__dict__.items():
-            new.__dict__.setdefault(key, value)
+        if not has_fields:
+            for key, value in old.__dict__.items():
+                new.__dict__.setdefault(key, value)
         hooks, grad = hooks_of(old), old.grad
-        for module, attribute in dict.fromkeys(places[id(old)]):
+        for module, attribute in dict.fromkeys(homes[id(old)]):
             module._parameters[attribute] = new  # type: ignore[assignment]
-        for module, _ in places[id(old)]:
+        for module, _ in homes[id(old)]:
             if isinstance(module, nn.RNNBase):
                 module._init_flat_weights()  # a list of its own, which a copy or pickle would take along
         retire(old, new)
@@ -112,15 +139,16 @@ def replace_all(
     return made, inherited
 
 
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank in a mesh: the current one of its kind."""
+    if mesh.device_type in ("cpu", "meta"):
+        return torch.device(mesh.device_type)
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 def move_buffers(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     """Move buffers to the device of the mesh, except those on the meta device."""
-    device = _device_of(mesh)
+    device = device_of(mesh)
     for root in modules:
         for module in root.modules():
             for name, buffer in module._buffers.items():

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from dshard.runtime.replace import ReplacedParameter
+from dshard.runtime.replace import Replaced
 from dshard.tensor import ShardedTensor
 
 __all__ = ["LateParameters"]
@@ -19,7 +19,7 @@ class LateParameters:
     def __init__(self) -> None:
         self._num_registrations = -1
         self._take_in: Callable[[list[tuple[str, nn.Parameter]]], None] | None = None
-        self._tops: list[nn.Module] = []
+        self.tops: list[nn.Module] = []  # what the outermost call was given
         self._known: dict[int, nn.Parameter] = {}
 
     def note(self, modules: Sequence[nn.Module], take_in: Callable[[list[tuple[str, nn.Parameter]]], None]) -> None:
@@ -29,31 +29,43 @@ class LateParameters:
             modules: What was sharded.
             take_in: Shards those that come later.
         """
-        self._tops = list(modules)
+        self.tops = list(modules)
         self._take_in = take_in
         self._known = {id(p): p for _, p in self._plain_parameters()}
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles take along; a copy finds parameters, but has nothing to shard them with."""
-        return {"tops": self._tops, "known": list(self._known.values())}
+        return {"tops": self.tops, "known": list(self._known.values())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
-        self._tops = state["tops"]
+        self.tops = state["tops"]
         self._known = {id(p): p for p in state["known"]}
 
     def take_in(self) -> None:
         """Shard what came since the last call; costs nothing where no module was given a parameter."""
-        if self._num_registrations == _Registrations.count:
-            return
-        self._num_registrations = _Registrations.count
-        found = {id(p): (name, p) for name, p in self._plain_parameters() if id(p) not in self._known}
+        found = self._find()
         if found and self._take_in is not None and not _in_functional_call():
             self._take_in(list(found.values()))
 
+    def is_waiting(self) -> bool:
+        """Whether `take_in` would shard something."""
+        before = self._num_registrations
+        if not self._find():
+            return False
+        self._num_registrations = before
+        return self._take_in is not None
+
+    def _find(self) -> dict[int, tuple[str, nn.Parameter]]:
+        """What came since the last call, by identity."""
+        if self._num_registrations == _Registrations.count:
+            return {}
+        self._num_registrations = _Registrations.count
+        return {id(p): (name, p) for name, p in self._plain_parameters() if id(p) not in self._known}
+
     def _plain_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Trainable parameters below the root that are not sharded."""
-        for prefix, module in dict.fromkeys(pair for top in self._tops for pair in top.named_modules()):
+        for prefix, module in dict.fromkeys(pair for top in self.tops for pair in top.named_modules()):
             for name, param in module._parameters.items():
                 if param is not None and not isinstance(param, ShardedTensor) and param.requires_grad:
                     yield f"{prefix}.{name}" if prefix else name, param
@@ -68,7 +80,7 @@ class _Registrations:
     def note(cls, module: nn.Module, name: str, param: Any) -> Any:
         """Torch's hook for a parameter that is registered; a replaced one is followed."""
         cls.count += 1
-        return param._replacement if isinstance(param, ReplacedParameter) else None
+        return param._replacement if isinstance(param, Replaced) else None
 
 
 register_module_parameter_registration_hook(_Registrations.note)

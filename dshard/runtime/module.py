@@ -1,21 +1,20 @@
 """What a module can do after `fully_shard`: the methods of FSDP2's `FSDPModule`."""
 
 import copy
-from collections.abc import Callable, Mapping
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 
-from dshard.errors import StateError, UnsupportedOpError
-from dshard.runtime.reduction import hook_gradient
+from dshard.runtime.companions import DataParallelNames
+from dshard.runtime.moves import allocate, convert, forget_flat_weights
 from dshard.runtime.runtime import Runtime
 from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
 
-__all__ = ["FSDPModule", "UnshardHandle", "sharded_class", "units_of"]
+__all__ = ["FSDPModule", "UnshardHandle", "check_sharded", "sharded_class", "units_of"]
 
 
 class UnshardHandle:
@@ -38,7 +37,7 @@ def units_of(module: nn.Module) -> list[Unit]:
     return list(found)
 
 
-class FSDPModule(_TorchFSDPModule, nn.Module):
+class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
     """Mixed into the class of every module that `fully_shard` was called on. Not to be constructed.
 
     It is a subclass of torch's `FSDPModule`, so that programs that ask for one find one. Every method of that class is
@@ -88,21 +87,22 @@ class FSDPModule(_TorchFSDPModule, nn.Module):
         self._runtime()
         return list(dict.fromkeys([*self._dshard_units, *self.__dict__.get("_dshard_formed", ())]))
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether units are freed between forward and backward. Communicates nothing.
+    def _units(self, *, recurse: bool) -> list[Unit]:
+        """Units of this module and all below, or its own alone."""
+        return list(dict.fromkeys([*self._own_units(), *units_of(self)])) if recurse else self._own_units()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
+        """Whether units are freed between forward and backward. Communicates nothing, but to make process groups.
 
         Args:
-            reshard_after_forward: True saves memory, False a gather per unit and backward.
+            reshard_after_forward: True saves memory, False a gather per unit and backward; or a number of ranks.
             recurse: Also for the units of all submodules.
+
+        Raises:
+            ValueError: It is neither, or does not divide the number of ranks. On every rank alike.
         """
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(
-                f"set_reshard_after_forward: the argument must be a bool, but it is {reshard_after_forward!r}. Pass "
-                "True or False."
-            )
-        self._runtime()
-        for unit in units_of(self) if recurse else self._dshard_units:
-            unit.reshard_after_forward = reshard_after_forward
+        for unit in self._units(recurse=recurse):
+            unit.set_reshard_after_forward(reshard_after_forward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients, or adds them up unreduced until a later backward does.
@@ -116,23 +116,71 @@ class FSDPModule(_TorchFSDPModule, nn.Module):
         Communicates:
             Nothing.
         """
-        self._runtime()
-        for unit in units_of(self) if recurse else self._dshard_units:
+        for unit in self._units(recurse=recurse):
             unit.requires_sync = requires_gradient_sync
 
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients over replicas, too, or adds them up within each until a later one does.
+
+        Without it each rank keeps the sum of its own shards. Reading such a gradient all-reduces it, so that it is the
+        full one. Where nothing is replicated this changes nothing.
+
+        Args:
+            requires_all_reduce: False for all micro-batches but the last.
+            recurse: Also for the units of all submodules.
+
+        Communicates:
+            Nothing.
+        """
+        for unit in self._units(recurse=recurse):
+            unit.requires_all_reduce = requires_all_reduce
+
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether gathered copies are freed in backward; the switch is the whole model's. Communicates nothing."""
-        self._runtime().reshard_after_backward = reshard_after_backward
+        """Whether gathered copies are freed in backward, or serve the next forward too. Communicates nothing.
+
+        Args:
+            reshard_after_backward: False saves a gather per unit and micro-batch.
+            recurse: Also for the units of all submodules.
+        """
+        for unit in self._units(recurse=recurse):
+            unit.reshard_after_backward = reshard_after_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by `factor`, rather than by the number of ranks; for the whole model."""
-        self._runtime().reducer.divisor = factor
+        """Divide summed gradients by `factor`, rather than by the number of ranks. Communicates nothing.
+
+        As with FSDP2, that is for what the call on this very module took, not for units of submodules: those of experts
+        may be divided by another number than the rest. Gradients that have begun to arrive keep the old number.
+
+        Args:
+            factor: Not 0; 1 gives the sum.
+
+        Raises:
+            ValueError: It is 0, or no number. On every rank alike.
+        """
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor == 0:
+            raise ValueError(f"set_gradient_divide_factor: needs a number other than 0, but got {factor!r}. Pass 1.0.")
+        for unit in self._own_units():
+            unit.divisor = factor
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reduce-scatters may hold their send buffers while another fills; for the whole model."""
+        """How many reduce-scatters may hold their send buffers while another fills; for the whole model.
+
+        Args:
+            max_input_buffers: 1 by default.
+            recurse: Accepted for FSDP2's sake, has no meaning here.
+
+        Raises:
+            TypeError: It is no integer. On every rank alike.
+            ValueError: It is less than 1. On every rank alike.
+        """
+        if type(max_input_buffers) is not int:
+            raise TypeError(
+                "set_reduce_scatter_max_input_buffers: the number must be an integer, but it is "
+                f"{max_input_buffers!r}. Pass 1."
+            )
         if max_input_buffers < 1:
             raise ValueError(
-                f"set_reduce_scatter_max_input_buffers: needs at least 1 buffer, but got {max_input_buffers}."
+                f"set_reduce_scatter_max_input_buffers: needs at least 1 buffer, but got {max_input_buffers}. Pass 1."
             )
         self._runtime().reducer.max_in_flight = max_input_buffers
 
@@ -148,6 +196,77 @@ class FSDPModule(_TorchFSDPModule, nn.Module):
         if not isinstance(depth, int) or depth < 0:
             raise ValueError(f"set_prefetch: depth must be an integer of at least 0, but it is {depth!r}. Pass 1.")
         self._runtime().schedule.depth = depth
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
+        """Accepted for FSDP2's sake: the order of the last step tells what to gather ahead; see `set_prefetch`.
+
+        Args:
+            modules: Sharded modules.
+
+        Raises:
+            ValueError: One of them is not. On every rank alike.
+        """
+        check_sharded("set_modules_to_forward_prefetch", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
+        """As `set_modules_to_forward_prefetch`."""
+        check_sharded("set_modules_to_backward_prefetch", modules)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather this module's own units by an object of torch's `AllGather` interface. Communicates nothing.
+
+        Args:
+            comm: Called with `(output_tensor, input_tensor, group, async_op=True)`, flat tensors, the output from its
+                `allocate`; gives a handle, or None when it is done.
+        """
+        for unit in self._own_units():
+            unit.set_comms(all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce the gradients of this module's own units by an object of torch's `ReduceScatter` interface.
+
+        Args:
+            comm: Called with `(output_tensor, input_tensor, group, op, async_op=True)`, flat tensors, the input from
+                its `allocate`; gives a handle, or None when it is done. In a row, a flag per parameter goes ahead.
+
+        Communicates:
+            Nothing.
+        """
+        for unit in self._own_units():
+            unit.set_comms(reduce_scatter=comm)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Whether gradients are reduced in a process group of their own, beside gathers.
+
+        On gloo that also means gloo's own collectives in the place of the direct exchange.
+
+        Args:
+            enable: False for the group of the gathers.
+            recurse: Also for the units of all submodules.
+
+        Communicates:
+            The making of a process group, the first time.
+        """
+        for unit in self._units(recurse=recurse):
+            unit.set_comms(separates=enable)
+            _ = unit.buckets(unit.trainable, unit.reduce_dtypes)  # makes the group now, on all ranks
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], object], *, stream: Any = None) -> None:
+        """Call a function with this rank's reduced gradients of each bucket of this module's own units.
+
+        It is called once per bucket and backward, in one order on all ranks, after the reduction over the ranks that
+        share the parameters (and over replicas); it may communicate, and change the tensor in place.
+
+        Args:
+            hook: Given a flat tensor in the dtype of the reduction: a flag per parameter, then this rank's shards. The
+                flags are above zero where a rank had a gradient; sum or average all alike.
+            stream: Accepted for FSDP2's sake: the hook runs in the current stream.
+
+        Communicates:
+            Nothing.
+        """
+        for unit in self._own_units():
+            unit.reduce_hook = hook
 
     def reset_iter_state(self) -> None:
         """Forget a forward or backward that an exception ended. Gradients that had not left yet are lost."""
@@ -166,28 +285,15 @@ class FSDPModule(_TorchFSDPModule, nn.Module):
             Nothing, unless a ShardedTensor of another layout is loaded.
         """
         if assign:
-            self._allocate_for(state_dict)
+            allocate(self, {name: value.device for name, value in state_dict.items() if isinstance(value, Tensor)})
         return super().load_state_dict(state_dict, strict=strict)
-
-    def _allocate_for(self, state_dict: Mapping[str, Any]) -> None:
-        """Give memory to what is on the meta device and about to be loaded."""
-        for name, param in self.named_parameters():
-            if isinstance(param, ShardedTensor) and param.is_meta and isinstance(state_dict.get(name), Tensor):
-                _convert(param, partial(torch.empty_like, device=param._group.device_type))
-        for name, buffer in list(self.named_buffers()):
-            value = state_dict.get(name)
-            if buffer.is_meta and isinstance(value, Tensor):
-                owner, _, attribute = name.rpartition(".")
-                self.get_submodule(owner)._buffers[attribute] = torch.empty_like(buffer, device=value.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDPModule":
         """`to`, `half`, `to_empty` and their kind: convert the shards, in place of whole parameters."""
         self._runtime()
         for unit in units_of(self):
             unit.free()
-        recurrent = [module for module in self.modules() if isinstance(module, nn.RNNBase)]
-        for rnn in recurrent:
-            rnn.__dict__.update(_flat_weights=[], _flat_weight_refs=[])  # weak references prevent a swap
+        recurrent = forget_flat_weights(self)
         taken: list[tuple[nn.Module, str, ShardedTensor]] = []
         converted: set[int] = set()
         for module in self.modules() if recurse else [self]:
@@ -196,7 +302,7 @@ class FSDPModule(_TorchFSDPModule, nn.Module):
                     taken.append((module, name, param))
                     if id(param) not in converted:
                         converted.add(id(param))
-                        _convert(param, fn)
+                        convert(param, fn)
         try:  # all else goes the modules' own way, which would swap the objects of sharded parameters
             for module, name, _ in taken:
                 module._parameters[name] = None
@@ -211,63 +317,26 @@ class FSDPModule(_TorchFSDPModule, nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Each rank pickles its own shards; to be loaded in a world of the same size."""
         self._runtime()
-        return _new_sharded, (type(self).__bases__[1],), self.__dict__
+        state = {key: value for key, value in self.__dict__.items() if key != "_compiled_call_impl"}
+        return _new_sharded, (type(self).__bases__[1],), state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FSDPModule":
         new = object.__new__(type(self))
         memo[id(self)] = new
         self._runtime()
         for key, value in self.__dict__.items():
-            new.__dict__[key] = copy.deepcopy(value, memo)
+            if key != "_compiled_call_impl":  # it calls this module; torch leaves it behind too
+                new.__dict__[key] = copy.deepcopy(value, memo)
         return new
 
 
-def _convert(param: ShardedTensor, fn: Callable[[Tensor], Tensor]) -> None:
-    """Apply a conversion to a sharded parameter and its gradient, keeping the parameter object."""
-    with torch.no_grad():
-        shard = fn(param._cell.resolve())
-        if shard is param._cell.resolve():
-            return
-        grad, param.grad = param.grad, None
-        stride = _stride_of_format(param, shard)
-        new = param.like(shard.contiguous(), stride=stride)
-        new._cell.is_shared = True
-        if new.device == param.device:
-            param.data = new
-        else:
-            _swap(param, new)
-        if isinstance(grad, ShardedTensor):
-            param.grad = grad.like(fn(grad._cell.resolve()).contiguous(), stride=stride)
-            param.grad._cell.is_shared = True
-
-
-def _stride_of_format(param: ShardedTensor, shard: Tensor) -> tuple[int, ...] | None:
-    """Strides of the full tensor if its shard was converted to another memory format, else None."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if shard.dim() not in formats or shard.is_contiguous():
-        return None
-    return torch.empty(param.shape, device="meta").to(memory_format=formats[shard.dim()]).stride()
-
-
-def _swap(param: ShardedTensor, new: ShardedTensor) -> None:
-    """Give a parameter object the metadata of a tensor on another device."""
-    if param._grad_hook is not None:
-        param._grad_hook.remove()
-        param._grad_hook = None
-    attributes = {**param.__dict__, "_cell": new._cell, "_views": None}
-    requires_grad = param.requires_grad
-    try:
-        torch.utils.swap_tensors(param, new)
-    except RuntimeError as error:
-        reason = str(error).rstrip(".")
-        raise StateError(
-            f"{param.name}: a parameter can move to another device only while nothing else refers to it, but torch "
-            f"says: {reason}. Move the module while no views of its parameters and no weak references to them are kept."
-        ) from error
-    param.__dict__.clear()
-    param.__dict__.update(attributes)
-    torch.Tensor.requires_grad_(param, requires_grad)
-    hook_gradient(param)
+def check_sharded(who: str, modules: Iterable[Any]) -> None:
+    """Raise ValueError, as FSDP2 does, unless `fully_shard` was called on each of some modules."""
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"{who}: needs sharded modules, but got {type(module).__name__}. Call fully_shard on it first."
+            )
 
 
 def _accepted(name: str, why: str) -> Callable[..., None]:
@@ -278,37 +347,18 @@ def _accepted(name: str, why: str) -> Callable[..., None]:
     return method
 
 
-def _refused(name: str, why: str) -> Callable[..., None]:
-    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
-        raise UnsupportedOpError(f"{type(self).__name__}.{name}: not supported, for {why}. Leave the call out.")
-
-    method.__name__, method.__doc__ = name, f"Raises UnsupportedOpError, for {why}."
-    return method
-
-
 _ACCEPTED = {
     "set_is_last_backward": "each backward ends what it began",
-    "set_requires_all_reduce": "there is no second mesh dim to reduce over",
     "set_unshard_in_backward": "a unit is gathered in backward only if it is touched there",
-    "set_modules_to_forward_prefetch": "the order of the last step tells what to gather ahead; see set_prefetch",
-    "set_modules_to_backward_prefetch": "the order of the last step tells what to gather ahead; see set_prefetch",
     "set_force_sum_reduction_for_comms": "how a mean is computed is the backend's matter",
     "set_reduce_scatter_unused_params": "parameters that only some ranks use are always reduced within a unit",
-    "set_separate_reduce_scatter_group": "a hint for NCCL",
-    "set_allocate_memory_from_process_group_for_comm": "a hint for NCCL",
-    "set_symm_mem_for_comm": "a hint for NCCL",
+    "set_allocate_memory_from_process_group_for_comm": "a hint for NCCL, which is not taken yet",
+    "set_symm_mem_for_comm": "a hint for NCCL, which is not taken yet",
     "set_post_optim_event": "a gather waits for the writes to its shards by itself",
     "_set_unshard_async_op": "a private switch of torch's",
 }
-_REFUSED = {
-    "set_all_reduce_hook": "there is no all-reduce without a second mesh dim",
-    "set_custom_all_gather": "collectives are chosen by backend",
-    "set_custom_reduce_scatter": "collectives are chosen by backend",
-}
 for _name, _why in _ACCEPTED.items():
     setattr(FSDPModule, _name, _accepted(_name, _why))
-for _name, _why in _REFUSED.items():
-    setattr(FSDPModule, _name, _refused(_name, _why))
 FSDPModule.set_reduce_scatter_divide_factor = FSDPModule.set_gradient_divide_factor  # type: ignore[assignment, method-assign]
 
 

@@ -1,115 +1,250 @@
 """Gradients on their way: packed as they arrive, reduced once per unit and backward, awaited at their first use."""
 
+import sys
 import weakref
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dshard import collectives
-from dshard.collectives import Handle, ReduceBucket, Reduced, ReduceOp
-from dshard.errors import DivergenceError, UnsupportedOpError
-from dshard.runtime.unit import Bucket, Unit
+from dshard.collectives import Handle, ReduceBucket, Reduced, ShardGroup, Steps, all_reduce_row
+from dshard.runtime.buckets import Bucket
+from dshard.runtime.grad_dtype import standing_for
+from dshard.runtime.modes import outside_autograd, profiled
+from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
 from dshard.tensor.cell import ShardCell
+from dshard.tensor.sharded_tensor import KIN
 
-__all__ = ["GradReduction", "Reducer", "hook_gradient"]
+__all__ = ["GradReduction", "accumulates"]
+
+_Started = Generator[Handle[Any], None, None]
 
 
 class GradReduction:
     """The gradients of one bucket of a unit, from the first arrival to the reduced shards.
 
+    With replicas it may *owe* its all-reduce: what several backwards reduce-scatter is added up in it, and goes over
+    the replicas once, with the last of them or when it is read.
+
     Args:
         unit: Whose gradients they are.
         bucket: Which of its parameters.
         mean: Whether to average over the ranks, rather than add.
-        divisor: What to divide the sum by, in the place of the number of ranks.
     """
 
-    def __init__(self, unit: Unit, bucket: Bucket, *, mean: bool, divisor: float | None) -> None:
+    def __init__(self, unit: Unit, bucket: Bucket, *, mean: bool) -> None:
         # Weak, for a gradient that nobody reads must not keep the model alive.
         self._unit, self._slots = weakref.ref(unit), bucket.slots
-        self._mean, self._divisor = mean and divisor is None, divisor
+        self._hook = unit.reduce_hook
+        self._mean, self._divisor = mean and unit.divisor is None, unit.divisor
         first = unit.params[bucket.slots[0]]
-        self._bucket = ReduceBucket(
-            bucket.layout,
-            bucket.group,
-            dtype=first.dtype,
-            device=first.device,
-            label=unit.label,
-            pool=unit.observer.pool,
+        self._plan, self._pool, offload = bucket.reduce_plan, unit.observer.pool, bucket.offload
+        device = offload.compute if offload is not None else first.device
+        self._lane = unit.observer.lane(offload, inward=False) if offload is not None else None
+        self._new_bucket = partial(
+            ReduceBucket, self._plan, dtype=bucket.dtype, device=device, label=unit.label, pool=self._pool
         )
+        self._bucket: ReduceBucket | None = self._new_bucket()  # that fills
+        self._dtype, self._label = first.storage_dtype, unit.label  # the dtype of what `.grad` will hold
         self._cells: dict[int, weakref.ref[ShardCell]] = {}
-        self._handle: Handle[Reduced] | None = None
-        self._is_finished = False
+        self._steps: Steps[Reduced] | None = None  # that have started
+        self._reduced: Reduced | None = None  # this rank's part of the result, or of what owes its all-reduce
+        self._arrival: Any = None  # of reduced shards that are on their way home
+        self.owes = False
+        self.is_finished = False  # all but the way home
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether gradients have arrived that have not left."""
+        return self._bucket is not None
 
     @property
     def is_complete(self) -> bool:
-        """Whether every gradient has arrived."""
-        return self._bucket.is_complete
+        """Whether this rank has had a gradient of every parameter."""
+        return len(self._cells) == len(self._slots)
 
-    def receive(self, param: ShardedTensor, grad: Tensor) -> ShardedTensor:
-        """Pack a full gradient of this rank and give the reduced one, which is not there yet."""
+    @property
+    def group(self) -> ShardGroup:
+        """The ranks that it is reduced over."""
+        return self._plan.group
+
+    @property
+    def ends_together(self) -> bool:
+        """Whether it ends by a collective of its own, over replicas or a hook's, which all ranks must start alike."""
+        return not self.owes and (self.group.replicas is not None or self._hook is not None)
+
+    def receive(self, param: ShardedTensor, grad: Tensor, *, may_wait: bool) -> ShardedTensor:
+        """Take a full gradient of this rank and give the reduced one, which is not there yet."""
         slot = param._slot
         index = self._slots.index(slot)
-        cell = self._cells[slot]() if slot in self._cells else None
+        bucket = self._bucket
+        if bucket is None:
+            self.rest()
+            bucket = self._bucket = self._new_bucket()
+        known = self._cells.get(slot)
+        cell = known() if known is not None else None
         is_added = cell is not None
         if cell is None:
-            self._bucket.discard(index)
-            cell = ShardCell(None, param._layout, self._resolve, is_shared=True)
-            self._cells[slot] = weakref.ref(cell)
-        self._bucket.add(index, grad if grad.dtype == param.dtype else grad.to(param.dtype))
-        out = param.like(cell)
-        out._is_added = is_added
-        return out
+            if known is not None:  # nobody took the gradient that is there
+                self._forget(slot)
+            cell = self._make_cell(param)
+        bucket.add(index, grad, may_wait=may_wait)
+        out = KIN[type(param)].wrap(cell, param._spec, param._group, name=param._name, prototype=param._cell.resolve())
+        if is_added:
+            out._is_added = True
+        if grad.dtype == self._dtype:
+            return out
+        return standing_for(out, grad.dtype, is_seen=len(param._backward_hooks or ()) > 1 or not accumulates(param))
+
+    def _make_cell(self, param: ShardedTensor) -> ShardCell:
+        """What the reduced gradient of a parameter will be in."""
+        cell = ShardCell(None, param._cell.layout, self, is_shared=True)
+        self._cells[param._slot] = weakref.ref(cell)
+        return cell
 
     def holds(self, slot: int) -> bool:
         """Whether it holds a gradient of parameter `slot` that somebody still refers to."""
         return slot in self._cells and self._cells[slot]() is not None
 
-    def launch(self) -> None:
-        """Start the reduce-scatter, once."""
-        if self._handle is None:
-            with torch.inference_mode(mode=False), torch.no_grad():
-                self._handle = self._bucket.launch(mean=self._mean)
+    def presence(self) -> list[tuple[str, bool]]:
+        """The name of each parameter, and whether it holds a gradient of it."""
+        unit = self._unit()
+        return [(unit.params[slot].name, self.holds(slot)) for slot in self._slots] if unit is not None else []
 
-    def _resolve(self, cell: ShardCell) -> None:
+    def awaits(self, slot: int) -> bool:
+        """Whether it has not left, and has had no gradient of parameter `slot`."""
+        return self._bucket is not None and slot not in self._cells
+
+    def forget_dropped(self) -> None:
+        """Forget the gradients that nobody refers to any more, ahead of a new backward."""
+        for slot in [slot for slot, ref in self._cells.items() if ref() is None]:
+            self.rest()
+            self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
+        del self._cells[slot]
+        if self._bucket is not None:
+            self._bucket.discard(self._slots.index(slot))
+        if self._reduced is not None:
+            self._reduced.forget(self._slots.index(slot))
+
+    def launch(self, *, owes: bool = False, joins: bool = True) -> None:
+        """Start the reduce-scatter, once; what owes its all-reduce may be launched again.
+
+        Args:
+            owes: Put the all-reduce over replicas off.
+            joins: Reduce-scatter also if no gradient has arrived here, for one may have elsewhere.
+        """
+        if self.is_finished or (self._steps is not None and not self.owes):
+            return
+        if self.owes:
+            self.rest()
+        bucket, self._bucket = self._bucket, None
+        if bucket is None and joins:
+            bucket = self._new_bucket()
+        before, self._reduced, self.owes = self._reduced, None, owes
+        all_reduce = None if owes or self.group.replicas is None else self._all_reduce(self.group.replicas)
+        hook = None if owes else self._hook
+        with outside_autograd(), profiled("reduce", self._label):
+            self._steps = Steps(_reduce(bucket, before, all_reduce, hook, mean=self._mean))
+
+    def _all_reduce(self, replicas: ShardGroup) -> Callable[[Tensor], _Started]:
+        """How a row is reduced over the replicas."""
+        unit = self._unit()
+        signatures = tuple(unit.params[slot]._cell.signature for slot in self._slots) if unit is not None else ()
+        tag = hash(signatures)
+        return partial(all_reduce_row, replicas=replicas, mean=self._mean, label=self._label, tag=tag, pool=self._pool)
+
+    def __call__(self, cell: ShardCell) -> None:
+        """The reduced gradient of `cell` is used; a bound method in its place would be a cycle of references."""
+        unit = self._unit()
+        if unit is not None:
+            unit.observer.on_read(self)
         self.finish()
 
-    def finish(self) -> Reduced:
-        """Wait for the reduced shards and hand them to those who refer to them."""
-        self.launch()
-        assert self._handle is not None
-        with torch.inference_mode(mode=False), torch.no_grad():
-            reduced = self._handle.wait()
-        if not self._is_finished:
-            self._is_finished = True
-            unit = self._unit()
-            if unit is not None:
-                unit.observer.on_reduced(self)
+    @property
+    def num_waited(self) -> int:
+        """How many of its collectives were waited for, since it was launched last."""
+        return self._steps.num_waited if self._steps is not None else 0
+
+    def advance(self, num_steps: int) -> None:
+        """Wait for the first `num_steps` of its collectives, and start the one that follows."""
+        if self._steps is None or self.is_finished:
+            return
+        with outside_autograd(), profiled("reduce_wait", self._label):
+            if self._steps.advance(num_steps):
+                self._end(self._steps.result)
+
+    def _end(self, reduced: Reduced) -> None:
+        """Hand the reduced shards to those who refer to them, unless they go home first or the all-reduce is owed."""
+        self._reduced = reduced
+        if self.owes:
+            self._steps = None
+        else:
+            self.is_finished = True
+            if self._lane is None:
+                reduced.convert(self._dtype)
+            else:
+                reduced = reduced.mapped(lambda row: row.to(self._dtype))
             if self._divisor is not None:
                 torch._foreach_div_(reduced.shards, self._divisor)
-            for slot, ref in self._cells.items():
-                cell = ref()
-                if cell is not None:
-                    cell.deliver(reduced.shards[self._slots.index(slot)])
-        return reduced
+            self._reduced = reduced if self._lane is None else reduced.mapped(self._send_home)
+            if self._arrival is None:
+                self._deliver(self._reduced)
+        unit = self._unit()
+        if unit is not None:
+            unit.observer.on_reduced(self)
+
+    def rest(self) -> None:
+        """Wait for a reduce-scatter behind which the all-reduce was put off."""
+        if self.owes:
+            self.advance(sys.maxsize)
+
+    def _send_home(self, row: Tensor) -> Tensor:
+        assert self._lane is not None
+        home, self._arrival = self._lane.copy_out(row)
+        return home
+
+    def finish(self) -> Reduced:
+        """Wait for the reduced shards, at home; what is owed is all-reduced now."""
+        self.launch(joins=False)
+        self.advance(sys.maxsize)
+        assert self._reduced is not None
+        if self._arrival is not None:
+            self._arrival.synchronize()
+            self._arrival = None
+            self._deliver(self._reduced)
+        return self._reduced
+
+    def _deliver(self, reduced: Reduced) -> None:
+        for slot, ref in self._cells.items():
+            cell = ref()
+            if cell is not None:
+                cell.deliver(reduced.shards[self._slots.index(slot)])
 
     def adopt_missing(self) -> None:
-        """Give a gradient to parameters that this rank did not use but another did; waits for the reduce-scatter."""
-        missing = [(i, slot) for i, slot in enumerate(self._slots) if not self._bucket.has(i)]
+        """Give a gradient to parameters that this rank did not use but another did; waits for the reduction.
+
+        Where the all-reduce is owed, it is known of the ranks of this replica alone whether they did. A gradient that
+        is there already awaits what the others may add.
+        """
+        missing = [slot for slot in self._slots if slot not in self._cells]
         unit = self._unit()
         if not missing or unit is None:
             return
-        reduced = self.finish()
-        for index, slot in missing:
-            if not reduced.anywhere(index):
-                continue
-            param = unit.params[slot]
-            cell = ShardCell(reduced.shards[index], param._layout, is_shared=True)
+        self.rest() if self.owes else self.finish()
+        reduced = self._reduced
+        assert reduced is not None
+        for slot in missing:
+            param, index = unit.params[slot], self._slots.index(slot)
             grad: Any = param.grad
+            if not (self.owes and grad is not None) and not reduced.anywhere(index):
+                continue
+            owed = self._make_cell(param) if self.owes else None
+            cell = owed or ShardCell(reduced.shards[index], param._layout, is_shared=True)
             if grad is None:
                 with torch.no_grad():
                     param.grad = param.like(cell)
@@ -117,222 +252,44 @@ class GradReduction:
                 grad._cell.add_later(cell)  # as autograd adds on the ranks that used it: no write to be compared
 
 
-class Reducer:
-    """All reductions of a model: which are open, and how many may be in flight.
+def _reduce(
+    bucket: ReduceBucket | None,
+    before: Reduced | None,
+    all_reduce: Callable[[Tensor], _Started] | None,
+    hook: Callable[[Tensor], object] | None,
+    *,
+    mean: bool,
+) -> Generator[Handle[Any], None, Reduced]:
+    """The collectives of a reduction. No method: it runs while somebody awaits it, and would keep its object alive.
 
     Args:
-        max_in_flight: Reduce-scatters whose send buffers may live at the same time, besides the one that fills.
+        bucket: What is to be reduce-scattered, if anything.
+        before: What earlier backwards left, if they did.
+        all_reduce: Over the replicas, where there are some and it is not put off.
+        hook: Of the program's own, called with the reduced row.
+        mean: Whether to average over the ranks of the reduce-scatter.
     """
-
-    def __init__(self, max_in_flight: int = 1) -> None:
-        self.divisor: float | None = None  # in the place of the number of ranks
-        self.max_in_flight = max_in_flight
-        self._open: dict[_Key, tuple[Unit, GradReduction]] = {}
-        self._in_flight: list[GradReduction] = []
-        self._incomplete: list[GradReduction] = []  # that left in the backward that is running
-        self._arrivals: dict[Unit, _Arrivals] = {}
-
-    def receive(self, unit: Unit, slot: int, grad: Tensor) -> ShardedTensor:
-        """Take the full gradient of a parameter; gives the reduced one, which may still be in flight."""
-        arrivals = self._arrivals.get(unit)
-        if arrivals is None:
-            arrivals = self._arrivals[unit] = _Arrivals.of(unit)
-        bucket = arrivals.buckets[slot]
-        param = unit.params[slot]
-        key = _Key(id(unit), bucket.slots, is_captured=False)
-        entry = self._open.get(key)
-        if (not unit.requires_sync or (entry is not None and entry[1].holds(slot))) and not _accumulates(param):
-            key = _Key(id(unit), bucket.slots, is_captured=True)
-            entry = self._open.get(key)
-        is_apart = key.is_captured or param.grad is None or len(param._backward_hooks or ()) > 1
-        if entry is not None and entry[1].holds(slot) and is_apart:
-            # The gradient of an earlier backward must not grow: somebody kept it, and `.grad` is no part of it; or a
-            # hook wants to see that of this backward alone.
-            self._launch(key)
-            entry = None
-        if entry is None:
-            entry = self._open[key] = (unit, GradReduction(unit, bucket, mean=unit.averages, divisor=self.divisor))
-        reduction = entry[1]
-        out = reduction.receive(param, grad)
-        arrivals.arrived.add(slot)
-        if len(arrivals.arrived) == len(unit.params):  # a frozen one may be used still
-            unit.observer.on_backward_done(unit)
-        return out
-
-    def _launch(self, key: "_Key") -> GradReduction:
-        _, reduction = self._open.pop(key)
-        while len(self._in_flight) >= self.max_in_flight:
-            self._in_flight[0].finish()
-        reduction.launch()
-        self._in_flight.append(reduction)
-        if not reduction.is_complete:
-            self._incomplete.append(reduction)
-        return reduction
-
-    def reduce(self, unit: Unit) -> None:
-        """The backward has passed `unit`: its gradients leave.
-
-        They leave here, or else when the backward ends, and not when the last one arrives: which parameters a rank uses
-        may be its own matter, but when its collectives start must not be.
-        """
-        if unit.requires_sync:
-            for key in sorted((k for k, (u, _) in self._open.items() if u is unit), key=lambda k: k.place):
-                self._launch(key)
-
-    def on_finished(self, reduction: GradReduction) -> None:
-        """Forget a reduction that ended."""
-        for key, (_, other) in list(self._open.items()):
-            if other is reduction:  # a gradient was read before its unit was complete
-                del self._open[key]
-                if not reduction.is_complete:
-                    self._incomplete.append(reduction)
-        if reduction in self._in_flight:
-            self._in_flight.remove(reduction)
-
-    @property
-    def options(self) -> tuple[float | None, int]:
-        """What copies take along."""
-        return self.divisor, self.max_in_flight
-
-    @options.setter
-    def options(self, value: tuple[float | None, int]) -> None:
-        self.divisor, self.max_in_flight = value
-
-    def reset(self) -> None:
-        """Drop gradients that have not left yet."""
-        self._open.clear()
-        self._arrivals.clear()
-        self._incomplete.clear()
-
-    def forget_backward(self) -> None:
-        """Drop what a backward that raised has left behind; gradients of earlier micro-batches without sync stay."""
-        self._arrivals.clear()
-        self._incomplete.clear()
-        for key, (unit, _) in list(self._open.items()):
-            if unit.requires_sync:
-                del self._open[key]
-
-    def end_backward(self) -> None:
-        """Reduce what has not left, unit by unit."""
-        self._arrivals.clear()
-        units = {id(unit): unit for unit, _ in self._open.values()}
-        for unit in sorted(units.values(), key=lambda u: u.place):
-            self.reduce(unit)
-        self.adopt_missing()
-
-    def adopt_missing(self) -> None:
-        """Hand out gradients of parameters that other ranks alone used."""
-        incomplete, self._incomplete = self._incomplete, []
-        for reduction in incomplete:
-            reduction.adopt_missing()
+    reduced = before
+    if bucket is not None:
+        scatter = bucket.launch(mean=mean)
+        if bucket.group.num_ranks > 1:
+            yield scatter
+        reduced = scatter.wait()
+        if before is not None:
+            before.add(reduced)
+            reduced = before
+    assert reduced is not None, "there is nothing to reduce"
+    if all_reduce is not None:
+        yield from all_reduce(reduced.row)
+    if hook is not None:
+        hook(reduced.row)
+    return reduced
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrivals:
-    """Which gradients of a unit have arrived in the backward that is running.
-
-    Args:
-        buckets: For each parameter that takes a gradient, its bucket.
-        arrived: Those whose gradients are here.
-    """
-
-    buckets: dict[int, Bucket]
-    arrived: set[int]
-
-    @classmethod
-    def of(cls, unit: Unit) -> "_Arrivals":
-        """None so far."""
-        return cls({slot: bucket for bucket in unit.buckets(unit.trainable) for slot in bucket.slots}, set())
-
-
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """Which reduction a gradient belongs to.
-
-    Args:
-        unit_id: Identity of the unit.
-        slots: The bucket's parameters.
-        is_captured: Whether `autograd.grad` takes the result, rather than `.grad`.
-    """
-
-    unit_id: int
-    slots: tuple[int, ...]
-    is_captured: bool
-
-    @property
-    def place(self) -> tuple[tuple[int, ...], bool]:
-        """Orders the reductions of one unit, on all ranks alike."""
-        return self.slots, self.is_captured
-
-
-def _accumulates(param: ShardedTensor) -> bool:
+def accumulates(param: ShardedTensor) -> bool:
     """Whether the backward that is running ends in `param.grad`, rather than in a result of `autograd.grad`."""
     try:
         node = torch.autograd.graph.get_gradient_edge(param).node
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch's answer for a leaf under autograd.grad
         return False
-
-
-class _ReduceGrad(torch.autograd.Function):
-    """A reduction that autograd records, for `create_graph`."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, unit: Unit, slot: int, reducer: Reducer) -> ShardedTensor:
-        ctx.unit = unit
-        ctx.group = unit.params[slot]._group
-        ctx.divisor = reducer.divisor or (ctx.group.num_ranks if unit.averages else 1)
-        return reducer.receive(unit, slot, _plain(grad))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """Every rank's loss may depend on the reduced gradient; each contribution was averaged in with weight 1/N."""
-        total = collectives.all_reduce(
-            [_plain(grad)], ctx.group, ReduceOp.SUM, label=f"double backward of '{ctx.unit.label}'"
-        ).wait()[0]
-        return total / ctx.divisor, None, None, None
-
-
-def _plain(grad: Tensor) -> Tensor:
-    """A gradient as a plain tensor."""
-    return grad.materialize() if isinstance(grad, ShardedTensor) else grad
-
-
-def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
-    """The hook of every sharded parameter: full gradient of this rank in, reduced gradient out."""
-    if grad is None or (isinstance(grad, ShardedTensor) and grad._cell.is_shared):
-        return grad  # none, or one that a nested autograd.grad has reduced already
-    assert isinstance(param._source, Unit), "a gradient hook outlived its unit"
-    unit = param._source
-    if not param.requires_grad:
-        return grad  # frozen since the forward: autograd drops it
-    if grad.layout != torch.strided:
-        raise UnsupportedOpError(
-            f"{param.name}: gradients of sharded parameters must be dense, but this one has layout {grad.layout}. "
-            "Build the embedding with sparse=False."
-        )
-    reducer = unit.observer.start_backward()
-    if grad.shape != param.shape:
-        raise DivergenceError(
-            f"{param.name}: a gradient must have the parameter's shape {tuple(param.shape)}, but it is "
-            f"{tuple(grad.shape)}. Look at the backward of custom autograd functions."
-        )
-    if torch.is_grad_enabled() and grad.requires_grad:
-        out: Tensor = _ReduceGrad.apply(grad, unit, param._slot, reducer)
-        return out
-    if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():  # the two scopes cost microseconds
-        return reducer.receive(unit, param._slot, _plain(grad))
-    with torch.inference_mode(mode=False), torch.no_grad():
-        return reducer.receive(unit, param._slot, _plain(grad))
-
-
-def hook_gradient(param: ShardedTensor) -> None:
-    """Have the gradients of a parameter reduced, from the first time that it takes any."""
-    if param.requires_grad and param.is_leaf and param._grad_hook is None:
-        # `swap_tensors` leaves a dict of hooks behind that autograd no longer knows; start from a new one.
-        known = param._backward_hooks or {}
-        others = [hook for hook in known.values() if getattr(hook, "func", None) is not route_gradient]
-        param._backward_hooks = None
-        param._grad_hook = param.register_hook(partial(route_gradient, param))
-        for hook in others:
-            param.register_hook(hook)

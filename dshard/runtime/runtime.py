@@ -1,6 +1,5 @@
 """The runtime of a model: when units gather and free, in forward and in backward."""
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from functools import partial
@@ -10,15 +9,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dshard.collectives import BufferPool
+from dshard.collectives import BufferPool, ShardGroup, num_noted, settle
+from dshard.policies import Offload, StrategyRules
 from dshard.runtime.budget import agreed_free_bytes
+from dshard.runtime.frames import frame_of_backward, is_running
+from dshard.runtime.gradients import hook_gradient
+from dshard.runtime.lane import Lane
 from dshard.runtime.late import LateParameters
-from dshard.runtime.reduction import GradReduction, Reducer, hook_gradient
+from dshard.runtime.reducer import Reducer
+from dshard.runtime.reduction import GradReduction
 from dshard.runtime.schedule import Phase, Schedule, to_drop
 from dshard.runtime.standins import check_interrupted
 from dshard.runtime.unit import Unit
+from dshard.tensor.mixed import note_forward
 
 __all__ = ["Runtime", "in_backward"]
+
+_MAX_UNSETTLED = 1000  # collectives of forwards alone, after which ranks compare what they did
 
 
 def in_backward() -> bool:
@@ -31,8 +38,9 @@ class Runtime:
 
     A unit whose module runs is in use from the start of that module's forward to its end. A unit that is touched
     outside of any forward of its own (another method, a loss) stays gathered until another such unit is touched. In
-    backward a unit is freed when all its gradients have arrived, a frozen one when another unit is touched, and
-    everything at the end. The units that the last step touched next are gathered ahead.
+    backward a unit is freed when all its gradients have arrived or the backward has passed its modules, a frozen one
+    when another unit is touched, and everything at the end. The units that the last step touched next are gathered
+    ahead.
     """
 
     def __init__(self) -> None:
@@ -43,16 +51,24 @@ class Runtime:
         self.schedule: Schedule[Unit] = Schedule()
         self.late = LateParameters()
         self.memory_budget: int | Literal["auto"] | None = None  # bytes to keep between forward and backward
-        self.reshard_after_backward = True
+        self.strategies = StrategyRules()  # set since `fully_shard`, for parameters that come later
         self.split: Callable[[], None] | None = None  # forms units at the first use; set for a root that has just one
         self.sync_buffers: list[Callable[[], None]] = []  # at the start of each training forward
         self._gathered: dict[Unit, None] = {}
         self._ahead: dict[Unit, None] = {}  # gathered ahead, and not touched since
         self._loose: Unit | None = None  # gathered outside of a forward
         self._frozen: Unit | None = None  # gathered in backward, takes no gradient
+        self.num_running = 0  # forwards of modules, nested ones too
+        self.is_autocasting = False
+        self._num_told = 0  # of them, to parameters under mixed precision
+        self._is_mixed: bool | None = None  # as soon as it is asked for
+        self._device_type = "cpu"
         self.backward_task = -1
+        self.used_in_graph: tuple[int, Unit | None] = -1, None
+        self._noted: dict[str, int] = {}  # of each group, entries of the ledger when the backward began
         self._backward_frame: FrameType | None = None
         self._leaf_watches: list[Any] = []
+        self._lanes: dict[tuple[Offload, bool], Lane] = {}
 
     @property
     def gathered_bytes(self) -> int:
@@ -66,20 +82,28 @@ class Runtime:
         self.units.append(unit)
         if unit.is_gathered:
             self._gathered[unit] = None
+        self._is_mixed = None
         for param in unit.params:
             hook_gradient(param)
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles take along: units and switches, nothing that is under way."""
         self.before_use()
-        names = ("units", "root", "reshard_after_backward", "late", "memory_budget")
+        names = ("units", "root", "late", "memory_budget")
         state = {name: self.__dict__[name] for name in names}
-        return {**state, "options": (self.reducer.options, self.schedule.depth)}
+        return {**state, "options": (self.reducer.max_in_flight, self.schedule.depth)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
-        self.reducer.options, self.schedule.depth = state.pop("options")
+        self.reducer.max_in_flight, self.schedule.depth = state.pop("options")
         self.__dict__.update(state)
+
+    def lane(self, offload: Offload, *, inward: bool) -> Lane:
+        """For copies from a parameter's home to where it computes, or back; made at the first use."""
+        known = self._lanes.get((offload, inward))
+        if known is None:
+            known = self._lanes[offload, inward] = Lane(offload)
+        return known
 
     def before_use(self) -> None:
         """Form units, if that was left to the first use."""
@@ -89,14 +113,17 @@ class Runtime:
 
     def on_touch(self, unit: Unit) -> None:
         """Make room where a rule says so: `unit` is about to be used."""
+        if self._ahead and unit not in self._ahead and not unit.is_gathered:
+            for other in list(self._ahead):
+                other.release()  # the order is another one today: what was gathered ahead would be one too many
         if in_backward():
             self.start_backward()
             if self._frozen is not None and self._frozen is not unit:
-                self._frozen.free()
+                self.on_backward_done(self._frozen)
             self._frozen = None if unit.trainable else unit
         elif not unit.num_active and not unit.is_requested:
             if self._loose is not None and self._loose is not unit and not self._loose.num_active:
-                self._loose.free()
+                self._loose.release()
             self._loose = unit
 
     def on_touched(self, unit: Unit) -> None:
@@ -106,7 +133,7 @@ class Runtime:
             return  # a scope that holds everything says nothing of an order
         expected = self.schedule.touch(unit)
         for other in [u for u in self._ahead if u not in expected]:
-            other.free()  # the order is another one today
+            other.release()  # the order is another one today
         for other in expected:
             if other.prefetch():
                 self._ahead[other] = None
@@ -122,15 +149,18 @@ class Runtime:
         if self._loose is unit:
             self._loose = None
 
+    def on_read(self, reduction: GradReduction) -> None:
+        """Have all of a unit leave with a gradient that is read outside of a backward, whose end would do it."""
+        if self.backward_task == -1:
+            self.reducer.on_read(reduction)
+
     def on_reduced(self, reduction: GradReduction) -> None:
         """Note that a reduction ended."""
         self.reducer.on_finished(reduction)
-        if self.backward_task == -1:  # by a read outside of a backward, whose end would do it
-            self.reducer.adopt_missing()
 
     def on_backward_done(self, unit: Unit) -> None:
         """Free a unit of which all gradients have arrived."""
-        if self.reshard_after_backward:
+        if unit.reshard_after_backward:
             unit.free()
 
     def on_passed(self, unit: Unit) -> None:
@@ -139,7 +169,7 @@ class Runtime:
         if not unit.is_unwatched:
             self.reducer.reduce(unit)
 
-    def watch_inputs(self, unit: Unit, inputs: Any) -> None:
+    def watch_inputs(self, unit: Unit, module: nn.Module, inputs: Any) -> None:
         """Notice when the backward has passed the module of a unit: when an input of it has its gradient."""
         if not torch.is_grad_enabled() or (in_backward() and unit.num_watched):
             return  # the latter: a checkpoint runs a forward again that is watched already
@@ -147,7 +177,7 @@ class Runtime:
         if value is None:
             unit.is_unwatched = True
             return
-        handle = value.register_hook(partial(_passed, unit))
+        handle = value.register_hook(partial(_passed, unit, module is unit.modules[0]))
         unit.num_watched += 1
         if value.is_leaf:  # else the hook goes with the graph
             self._leaf_watches.append(handle)
@@ -167,15 +197,17 @@ class Runtime:
             is_nested = self.backward_task != -1 and self._is_backward_running()
             if not is_nested:
                 self._forget_failed_backward()
-                self._backward_frame = _frame_of_backward()
+                self._backward_frame = frame_of_backward()
                 self._begin(Phase.BACKWARD)
+                self.reducer.begin_backward()
+                self._noted = {group.name: num_noted(group) for group in self._groups()}
             self.backward_task = task
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         return self.reducer
 
     def _is_backward_running(self) -> bool:
         """Whether the last backward that began has neither ended nor raised; the benefit of the doubt is a yes."""
-        return self._backward_frame is None or _is_running(self._backward_frame)
+        return self._backward_frame is None or is_running(self._backward_frame)
 
     def _forget_failed_backward(self) -> None:
         if self.backward_task != -1:
@@ -186,7 +218,7 @@ class Runtime:
     def _begin(self, phase: Phase) -> None:
         """A phase starts: what was gathered ahead in the last one was not used in it."""
         for unit in list(self._ahead):
-            unit.free()
+            unit.release()
         self.schedule.begin(phase)
 
     def end_backward(self) -> None:
@@ -195,10 +227,27 @@ class Runtime:
         self._frozen = None
         self._forget_watches()
         self.schedule.end()
-        self.reducer.end_backward()
-        if self.reshard_after_backward:
+        try:
+            self.reducer.end_backward()
+            # Only what this backward did: ranks may differ in how many backwards without communication they run.
+            settle([group for group in self._groups() if num_noted(group) > self._noted.get(group.name, 0)])
+        finally:
             for unit in list(self._gathered):
-                unit.free()
+                if unit.reshard_after_backward:
+                    unit.free()
+
+    def _groups(self) -> list[ShardGroup]:
+        """The process groups of all units, each once, in the order of the units."""
+        found: dict[str, ShardGroup] = {}
+        for unit in self.units:
+            for group in unit.groups:
+                found.setdefault(group.name, group)
+                if group.replicas is not None:
+                    found.setdefault(group.replicas.name, group.replicas)
+                if type(unit.reshard_after_forward) is int:
+                    few = group.neighbours(unit.reshard_after_forward)
+                    found.setdefault(few.name, few)
+        return list(found.values())
 
     def reset(self) -> None:
         """Forget a forward or backward that an exception ended: free all copies, drop gradients that are under way."""
@@ -207,14 +256,35 @@ class Runtime:
         self._forget_watches()
         self.schedule.end()
         self.reducer.reset()
+        self._set_running(0)
         for unit in self.units:
             unit.num_active = 0
             unit.free()
 
+    def note_running(self, change: int) -> None:
+        """A forward of a module starts, or ends: `change` is 1 or -1."""
+        num_running = self.num_running + change
+        if self._is_mixed is False and num_running >= 0:
+            self.num_running = num_running
+            self.is_autocasting = num_running > 0 and torch.is_autocast_enabled(self._device_type)
+        else:
+            self._set_running(max(0, num_running))
+
+    def _set_running(self, num_running: int) -> None:
+        if self._is_mixed is None:
+            self._is_mixed = any(unit.is_mixed for unit in self.units)
+            self._device_type = next((p._group.device_type for unit in self.units for p in unit.params), "cpu")
+        told = num_running if self._is_mixed else 0
+        if told != self._num_told:
+            note_forward(told - self._num_told)
+            self._num_told = told
+        self.num_running = num_running
+        # Asked here, for within the operations that it casts for, autocast says that it is off.
+        self.is_autocasting = self.num_running > 0 and torch.is_autocast_enabled(self._device_type)
+
     def enter_forward(self, unit: Unit) -> None:
         """A module of `unit` starts its forward."""
         check_interrupted(None, unit.params)
-        self.before_use()
         if self.root is not None and self.root in unit.modules and not unit.num_active and not in_backward():
             self._start_forward(self.root)
         unit.num_active += 1
@@ -224,12 +294,23 @@ class Runtime:
         self._forget_failed_backward()
         self._begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVAL)
         self.pool.mark()
+        settle(self._groups(), _MAX_UNSETTLED)
         if torch.is_grad_enabled():
             self.late.take_in()
             for sync in self.sync_buffers if root.training else ():
                 sync()
             if self.memory_budget == "auto" and self.schedule.knows(Phase.BACKWARD):
                 self.memory_budget = agreed_free_bytes(self.units)
+
+    def enter_graph(self, unit: Unit) -> None:
+        """A graph uses `unit`: it is kept, if it is to stay until backward; else the next one's use frees it."""
+        if not unit.num_active and self.memory_budget is None and not self.reshards(unit):
+            unit.is_requested = True
+
+    def is_start_due(self) -> bool:
+        """Whether the start of a training forward has more to do than to note it."""
+        syncs = bool(self.sync_buffers) and self.root is not None and self.root.training
+        return syncs or self.late.is_waiting()
 
     def exit_forward(self, unit: Unit, module: nn.Module) -> None:
         """A module of `unit` ended its forward, by a result or an exception."""
@@ -240,8 +321,10 @@ class Runtime:
         for candidate in list(self._gathered) if is_root else [unit]:
             if candidate.num_active or (candidate is unit and module is not unit.modules[-1]):
                 continue
-            if not torch.is_grad_enabled() or self.reshards(candidate):
-                candidate.free()
+            if not torch.is_grad_enabled():
+                candidate.release()
+            elif self.reshards(candidate):
+                candidate.reshard()
         if isinstance(self.memory_budget, int) and torch.is_grad_enabled():
             self._fit_into(self.memory_budget)
 
@@ -264,7 +347,7 @@ class Runtime:
         With a memory budget, that decides instead for units that were not told.
         """
         if unit.reshard_after_forward is not None:
-            return unit.reshard_after_forward
+            return bool(unit.reshard_after_forward)
         if self.memory_budget is not None and self.memory_budget != "auto":
             return False
         return self.root not in unit.modules
@@ -280,30 +363,10 @@ def _first_with_gradient(value: Any) -> Tensor | None:
     return next((found for item in items if (found := _first_with_gradient(item)) is not None), None)
 
 
-def _find_frame(is_it: Callable[[FrameType], bool]) -> FrameType | None:
-    """The innermost such frame of any thread: on a GPU, backward runs on a thread of its own."""
-    frames, current = sys._current_frames(), None
-    try:
-        for current in frames.values():
-            while current is not None:
-                if is_it(current):
-                    return current
-                current = current.f_back
-    finally:
-        del frames, current  # one of them is this call's own: a cycle
-    return None
-
-
-def _frame_of_backward() -> FrameType | None:
-    """The frame in which autograd was started."""
-    return _find_frame(lambda frame: frame.f_code.co_name == "_engine_run_backward")
-
-
-def _is_running(frame: FrameType) -> bool:
-    return _find_frame(lambda other: other is frame) is not None
-
-
-def _passed(unit: Unit, grad: Tensor) -> None:
+def _passed(unit: Unit, is_first: bool, grad: Tensor) -> None:
+    """The backward has passed a forward of one of a unit's modules; `is_first` for the first of them."""
     unit.num_watched -= 1
     if unit.num_watched <= 0:
         unit.observer.on_passed(unit)
+    elif is_first:  # another forward of the same modules is to come: gathered anew, as the forward did
+        unit.observer.on_backward_done(unit)

@@ -61,6 +61,12 @@ class Schedule(Generic[U]):
         self._phase, self._record = None, []
         self.serial += 1
 
+    def forget(self) -> None:
+        """Units are others now: what is known of their order says nothing."""
+        self.end()
+        self._known.clear()
+        self._distances = None
+
     def touch(self, unit: U) -> Sequence[U]:
         """Note the first touch of a unit in this phase, or since it was gathered; gives what is held to come next."""
         if self._phase is None:

@@ -35,6 +35,8 @@ from dshard.errors import StateError
 from dshard.runtime.replace import repoint_optimizer
 from dshard.tensor import ShardedTensor
 from dshard.tensor.cell import ShardCell
+from dshard.tensor.extended import is_extended
+from dshard.tensor.sharded_tensor import SHARDED
 
 __all__ = ["check_interrupted"]
 
@@ -92,15 +94,17 @@ def _may_swap(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
 
 
 def _standin(param: ShardedTensor) -> Tensor | None:
-    """The shard of a parameter, with that of its gradient; None if the two do not lie alike."""
+    """The shard of a parameter, with that of its gradient; None if the two do not lie alike, or it is no plain one."""
     cell, grad = param._cell, param.grad
     shard = cell.standin
     if cell._pending is not None or shard is None:
+        if is_extended(cell.resolve()):
+            return None  # it may write by putting other tensors in itself, of which an alias would not know
         shard = cell.standin = cell.resolve().detach()  # an object of its own, for the key and the gradient
     if grad is None:
         shard.grad = None
         return shard
-    if type(grad) is not ShardedTensor or grad._view is not None or param._view is not None:
+    if not isinstance(grad, ShardedTensor) or grad._view is not None or param._view is not None:
         return None
     grad_cell = grad._cell
     if grad_cell.layout is not cell.layout and grad_cell.layout != cell.layout:
@@ -124,8 +128,8 @@ def _swap_parameters(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         params: list[Tensor] = []
         for param in group["params"]:
-            if type(param) is not ShardedTensor:
-                if type(param.grad) is ShardedTensor:
+            if type(param) not in SHARDED:
+                if type(param.grad) in SHARDED:
                     _forget_gradients(shards)
                     return
                 params.append(param)
@@ -146,9 +150,9 @@ def _swap(optimizer: Optimizer, groups: list[list[Tensor]], swapped: list[Sharde
     """Give an optimizer groups and states of shards; the hash of a tensor is its id, so ids serve as keys here."""
     of_param = dict(zip(map(id, swapped), shards, strict=True))
     values = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
-    cells = [value._cell for value in values if type(value) is ShardedTensor]
+    cells = [value._cell for value in values if type(value) in SHARDED]
     resolved = iter([cell._tensor if cell._pending is None else cell.resolve() for cell in cells])
-    seen = [next(resolved) if type(value) is ShardedTensor else value for value in values]
+    seen = [next(resolved) if type(value) in SHARDED else value for value in values]
     rest = iter(seen)
     state: Any = defaultdict(dict)
     for param, named in optimizer.state.items():
@@ -213,7 +217,7 @@ def _wrap_states(swap: _Swap) -> None:
 
 def _wrapped(old: Any, value: Any, param: ShardedTensor, shape: torch.Size) -> Any:
     """A state's value as it is kept between steps."""
-    if type(old) is ShardedTensor:
+    if type(old) in SHARDED:
         cell = old._cell
         if cell._tensor is not value:
             cell.deliver(value)

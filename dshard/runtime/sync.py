@@ -9,8 +9,9 @@ from torch import Tensor
 from dshard import collectives
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import DivergenceError
+from dshard.tensor.extended import exact_values
 
-__all__ = ["broadcast_weights", "check_same_structure", "check_same_weights"]
+__all__ = ["agree", "broadcast_weights", "check_same_structure", "check_same_weights", "checksum"]
 
 _CHUNK = 1 << 14  # most elements whose products with their weights are in memory at a time
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd multiplier that spreads small numbers over all bits
@@ -25,7 +26,7 @@ def check_same_structure(tensors: Sequence[tuple[str, Tensor]], group: ShardGrou
     """
     text = ";".join(f"{name}:{tuple(t.shape)}:{t.dtype}:{t.requires_grad}" for name, t in tensors)
     crc = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64, device=group.device_type)
-    if not _agree(crc, group, "structure check")[0]:
+    if not agree(crc, group, "structure check")[0]:
         raise DivergenceError(
             "fully_shard: all ranks must pass the same parameters, but names, shapes, dtypes or requires_grad differ "
             f"between ranks (this rank has {len(tensors)} parameters). Build the same model on every rank."
@@ -39,10 +40,10 @@ def check_same_weights(tensors: Sequence[tuple[str, Tensor]], group: ShardGroup)
         An all-reduce of 16 bytes per tensor.
     """
     real = [(name, t) for name, t in tensors if not t.is_meta]
-    if not real or group.num_ranks == 1:
+    if not real or group.world_size == 1:
         return
-    sums = torch.stack([checksum(t) for _, t in real]).to(group.device_type)
-    same = _agree(sums, group, "weight check").tolist()
+    sums = torch.stack([checksum(exact_values(t, name)) for name, t in real]).to(group.device_type)
+    same = agree(sums, group, "weight check").tolist()
     differing = [name for (name, _), ok in zip(real, same, strict=True) if not ok]
     if differing:
         more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
@@ -53,10 +54,10 @@ def check_same_weights(tensors: Sequence[tuple[str, Tensor]], group: ShardGroup)
         )
 
 
-def _agree(values: Tensor, group: ShardGroup, label: str) -> Tensor:
+def agree(values: Tensor, group: ShardGroup, label: str) -> Tensor:
     """Which of some int64 values are equal on all ranks, equal on all ranks."""
     both = torch.stack([values, ~values])  # max(~x) == ~min(x)
-    high = collectives.all_reduce([both], group, ReduceOp.MAX, label=label).wait()[0]
+    high = collectives.all_reduce([both], group, ReduceOp.MAX, label=label, everywhere=True).wait()[0]
     return high[0] == ~high[1]
 
 
@@ -77,16 +78,16 @@ def checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def broadcast_weights(tensors: Sequence[Tensor], group: ShardGroup) -> None:
+def broadcast_weights(tensors: Sequence[tuple[str, Tensor]], group: ShardGroup) -> None:
     """Overwrite the weights of all ranks by those of the group's rank 0; meta tensors have none.
 
     Communicates:
         A broadcast of each tensor's bytes, one tensor at a time.
     """
     with torch.no_grad():
-        for tensor in tensors:
+        for name, tensor in tensors:
             if tensor.is_meta or not tensor.numel():
                 continue
-            wire = tensor.to(group.device_type)
-            agreed = collectives.broadcast([wire], group, label="weights").wait()[0]
+            wire = exact_values(tensor, name).to(group.device_type)
+            agreed = collectives.broadcast([wire], group, label="weights", everywhere=True).wait()[0]
             tensor.copy_(agreed)

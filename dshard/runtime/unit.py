@@ -1,104 +1,53 @@
 """A unit: the parameters that are gathered together."""
 
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from operator import attrgetter, is_
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from dshard import collectives
-from dshard.collectives import BufferPool, Gathered, GatherPlan, Handle, ShardGroup
-from dshard.errors import StateError
-from dshard.layout import BucketLayout
-from dshard.runtime.schedule import Schedule
+from dshard.collectives import Comms, ShardGroup
+from dshard.errors import UnsupportedOpError
+from dshard.policies import reshard_choice
+from dshard.runtime.buckets import Bucket, are_whole, make_buckets, make_part_buckets
+from dshard.runtime.copies import Copies
+from dshard.runtime.deferral import Deferral
+from dshard.runtime.extensions import Extensions
+from dshard.runtime.learned_casts import LearnedCasts
+from dshard.runtime.observer import UnitObserver
 from dshard.tensor import ShardedTensor
+from dshard.tensor.cell import OPERANDS
+from dshard.tensor.extended import is_extended
+from dshard.tensor.sharded_tensor import REQUIRES_GRAD
+from dshard.tensor.sources import is_used_away
+from dshard.tensor.views import View
 
-__all__ = ["Bucket", "Unit", "UnitObserver"]
+__all__ = ["Unit"]
 
 _SPEC_OF = attrgetter("_spec")
-_SHARD_OF = attrgetter("_cell._tensor")
-_VERSION_OF = attrgetter("_version")
-
-
-class UnitObserver(Protocol):
-    """What a unit, and the hooks around it, tell of themselves; `Runtime` listens."""
-
-    pool: BufferPool  # memory for gathered copies and for gradients on their way
-    schedule: Schedule["Unit"]
-    split: Callable[[], None] | None  # forms units at the first use
-    backward_task: int  # autograd's number of the backward that is known to run, else -1
-
-    def before_use(self) -> None:
-        """A unit is about to be used."""
-
-    def on_touch(self, unit: "Unit") -> None:
-        """A unit is about to be used for the first time in this phase, or since it was gathered."""
-
-    def on_touched(self, unit: "Unit") -> None:
-        """Its gathered copies are here."""
-
-    def on_gather(self, unit: "Unit") -> None:
-        """A unit starts to gather."""
-
-    def on_free(self, unit: "Unit") -> None:
-        """A unit dropped its gathered copies."""
-
-    def on_reduced(self, reduction: Any) -> None:
-        """A reduction of a unit's gradients ended."""
-
-    def on_backward_done(self, unit: "Unit") -> None:
-        """The backward that is running has no further use for a unit."""
-
-    def on_passed(self, unit: "Unit") -> None:
-        """The backward that is running has passed the modules of a unit."""
-
-    def start_backward(self) -> Any:
-        """A backward uses a unit; gives the reducer."""
-
-    def enter_forward(self, unit: "Unit") -> None:
-        """A module of a unit starts its forward."""
-
-    def watch_inputs(self, unit: "Unit", inputs: Any) -> None:
-        """A module of a unit starts its forward with these inputs."""
-
-    def exit_forward(self, unit: "Unit", module: nn.Module) -> None:
-        """A module of a unit ended its forward."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Parameters of a unit that travel in one buffer.
-
-    Args:
-        slots: Their numbers in the unit.
-        layout: Where their shards lie in the buffer.
-        plan: How they are gathered.
-        group: The ranks that hold them.
-        is_meta: Whether they have no memory yet.
-    """
-
-    slots: tuple[int, ...]
-    layout: BucketLayout
-    plan: GatherPlan
-    group: ShardGroup
-    is_meta: bool
 
 
 class Unit:
     """Parameters that are gathered at the first touch of any of them, and freed together.
 
-    Gathered copies are plain tensors that nobody writes to. They are fresh as long as no shard was written since: at
-    every touch the version counters of the shards are compared with those of the gather.
+    Under mixed precision a parameter has its compute dtype in the forward of a sharded module and in the backward of
+    such a use, and its own dtype elsewhere; the two are gathered apart.
 
     Args:
         params: The parameters; each gets this unit as its source.
         modules: Modules in whose forward the unit is in use.
         label: Name for messages, counts, and for the check that all ranks gather the same unit.
-        reshard_after_forward: Whether to free after the forward; None for the default of a root or child.
+        reshard_after_forward: Whether to free after the forward; None for the default of a root or child; a number
+            of ranks to keep what as many need for the next gather.
         observer: The runtime.
     """
+
+    full: Callable[..., Tensor]
+    alive: ClassVar["weakref.WeakSet[Unit]"] = weakref.WeakSet()  # all of this process
 
     def __init__(
         self,
@@ -106,7 +55,7 @@ class Unit:
         modules: Sequence[nn.Module],
         *,
         label: str,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
         observer: UnitObserver,
     ) -> None:
         self.params = list(params)
@@ -115,184 +64,260 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.observer = observer
         self.place = 0  # among the units of a model
+        self.requires_sync = True  # else gradients are added up unreduced
+        self.requires_all_reduce = True  # over replicas, else what is reduced within one is added up
+        self.reshard_after_backward = True
+        self.strategy: str | None = None  # the base of it, if one was named
+        self.deferral: Deferral | None = None  # of reductions, until the last of several backwards
+        self.averages = True  # gradients over the ranks, else they are added
+        self.comms = Comms()  # in the place of the backend's collectives
+        self.reduce_hook: Callable[[Tensor], object] | None = None  # called with reduced gradients
+        self.divisor: float | None = None  # of summed gradients, in the place of the number of ranks
+        self.num_slices = 1  # in which its only parameter is gathered and used
+        self._start()
+
+    def _start(self) -> None:
+        """Nothing is gathered, and no module runs."""
+        Unit.alive.add(self)
         self.num_active = 0  # forwards of its modules that are running
         self.num_pins = 0  # open `gathered` scopes
         self.is_requested = False  # by `unshard`, to stay until it was used
         self.num_watched = 0  # inputs of its modules whose gradients will tell that backward has passed
         self.is_unwatched = False  # whether a module of it ran without such an input
-        self.requires_sync = True  # else gradients are added up unreduced
-        self.averages = True  # gradients over the ranks, else they are added
-        self._fulls: list[Tensor] | None = None
-        self._memories: list[Tensor] = []  # what the gathered copies lie in
-        self._in_flight: list[tuple[Bucket, Handle[Gathered]]] | None = None
-        self._shards: list[Tensor] = []  # what was gathered, and how often it had been written to
-        self._versions: list[int] = []
-        self._touched_in = -1  # the phase in which it was touched, if it was since it was gathered
-        self._buckets: dict[tuple[int, ...], tuple[list[Any], list[Bucket]]] = {}
+        self.slice_bytes = 0  # of slices of its parameter that are gathered or under way
+        self.sliced_in = -1  # autograd's number of the backward that last computed a gradient of it in slices
+        self._buckets: dict[Any, tuple[list[Any], list[Bucket]]] = {}
+        precisions = [param._precision for param in self.params]
+        computes = tuple(p.compute if p is not None else None for p in precisions)
+        self.reduce_dtypes = tuple(p.reduce if p is not None else None for p in precisions)
+        extended = tuple(slot for slot, param in enumerate(self.params) if is_extended(param._cell._tensor))
+        self.extensions = Extensions(self, extended) if extended else None
+        self.copies = Copies(self, computes, is_primary=True)
+        self.exact = Copies(self, (None,) * len(computes), is_primary=False) if any(computes) else self.copies
+        self._offloads = tuple(param.offload for param in self.params)
+        self.full = self._full_mixed if any(computes) else self.copies.full
+        self.full = self._full_offloaded if any(self._offloads) else self.full
+        self.is_mixed = any(computes)
+        self.is_whole = are_whole(self.params)
+        self._learned: LearnedCasts | None = None
+        self._groups: list[ShardGroup] | None = None
         for slot, param in enumerate(self.params):
-            param._source, param._slot = self, slot
+            param._source, param._slot, param._is_mixed = self, slot, computes[slot] is not None
+
+    def restart(self) -> None:
+        """Its parameters lie elsewhere now: make anew what was made for where they lay."""
+        self.free()
+        self._start()
 
     @property
     def is_gathered(self) -> bool:
         """Whether it holds gathered copies, fresh or not."""
-        return self._fulls is not None or self._in_flight is not None
+        return self.copies.are_there or self.exact.are_there
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the gathered copies, without padding."""
-        return sum(p.numel() * p.element_size() for p in self.params)
+        """Bytes of the gathered copies that forward and backward use, without padding; of slices, those in use now."""
+        return self.slice_bytes or self.copies.num_bytes
+
+    @property
+    def groups(self) -> list[ShardGroup]:
+        """The groups of ranks that its parameters are gathered over, each once; those of a parameter never change."""
+        if self._groups is None:
+            self._groups = list({p._group.full_name: p._group for p in self.params}.values())
+        return self._groups
 
     @property
     def trainable(self) -> list[int]:
         """Numbers of the parameters that take a gradient."""
-        return [slot for slot, p in enumerate(self.params) if p.requires_grad]
+        return [slot for slot, takes in enumerate(map(REQUIRES_GRAD.__get__, self.params)) if takes]
 
-    def full(self, slot: int) -> Tensor:
-        """The full value of parameter `slot`; gathers the unit if it holds no fresh copy.
+    def _full_mixed(self, slot: int, view: View | None = None) -> Tensor:
+        """`full` under mixed precision: in the dtype that the parameter has where it is used."""
+        computes = self.computes(slot) if view is None else view.computes
+        return (self.copies if computes or self.copies.dtypes[slot] is None else self.exact).full(slot, view)
 
-        Communicates:
-            At most one all-gather per bucket; or those of units that are expected next.
+    def _full_offloaded(self, slot: int, view: View | None = None) -> Tensor:
+        """`full` where some parameters are not kept where they are used: there, or at home."""
+        full = self._full_mixed(slot, view)
+        offload = self._offloads[slot]
+        is_away = self.num_pins or self.observer.num_running or torch._C._current_graph_task_id() != -1
+        if offload is None or is_away or type(full) is DTensor or is_used_away(offload.compute):
+            return full
+        return full.to(offload.home)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward of the model runs."""
+        return self.observer.num_running > 0
+
+    def _full_autocast(self, slot: int, view: View | None = None) -> Tensor:
+        """`full` where autocast casts some of the parameters: as they are kept."""
+        assert self._learned is not None
+        if self.observer.is_autocasting:
+            self._learned.note_use(slot)
+        full = self.copies.full(slot, view)
+        return full if self.copies.dtypes[slot] is None else self.exact.full(slot, view)
+
+    def full_of_dtype(self, slot: int, dtype: torch.dtype) -> Tensor:
+        """The full value of parameter `slot` in its compute dtype, or in the one that it is kept in."""
+        if self.is_mixed and self.copies.dtypes[slot] not in (None, dtype):
+            return self.exact.full(slot)
+        full = self.copies.full(slot)
+        return full if full.dtype == dtype else self.exact.full(slot)  # autocast casts the unit's parameters elsewhere
+
+    def full_in(self, slot: int, dtype: torch.dtype) -> Tensor:
+        """The full value of parameter `slot` in a given dtype, converted from the one that it is kept in."""
+        if self.extensions is not None and slot in self.extensions.slots:
+            return self.exact.full(slot).to(dtype)
+        if self.observer.is_autocasting and not self.is_mixed and dtype != self.params[slot].storage_dtype:
+            if self._learned is None:
+                self._learned, self.full = LearnedCasts(len(self.params)), self._full_autocast
+                self.exact = Copies(self, self.copies.dtypes, is_primary=False)
+            self._learned.note_cast(slot, dtype)
+        full = self.copies.full(slot)
+        return full.to(dtype) if self.copies.dtypes[slot] in (None, dtype) else self.exact.full(slot).to(dtype)
+
+    def dtypes_to_gather(self) -> tuple[torch.dtype | None, ...]:
+        """For each parameter the dtype in which forward and backward use it next; None for its own."""
+        in_backward = torch._C._current_graph_task_id() != -1 and not self.observer.num_running
+        if self._learned is None or in_backward:  # whose casts were made in the forward
+            return self.copies.dtypes
+        return self._learned.dtypes if self.observer.is_autocasting else self.exact.dtypes
+
+    def compute_dtype(self, slot: int) -> torch.dtype | None:
+        """The dtype of parameter `slot` in the forward that is running, if one is; else None."""
+        return self.copies.dtypes[slot] if self.observer.num_running else None
+
+    def note_compute_dtype(self, slot: int, dtype: torch.dtype) -> None:
+        """From now on forwards compute with parameter `slot` in another dtype."""
+        self.free()
+        self.copies.dtypes = (*self.copies.dtypes[:slot], dtype, *self.copies.dtypes[slot + 1 :])
+
+    def computes(self, slot: int) -> bool:
+        """Whether a use of parameter `slot` itself, not of a view, means its value in the compute dtype.
+
+        In a forward it does, outside of one it does not. Autograd saves uses in forward as views, which know; what a
+        backward does with a parameter itself is then of a use outside, or of a custom function, whose other operands
+        tell.
         """
-        observer = self.observer
-        if observer.split is not None:
-            observer.before_use()
-            owner, own_slot = self.params[slot]._source, self.params[slot]._slot
-            if owner is not self and owner is not None:  # the first use split this unit
-                return owner.full(own_slot)
-        is_known = (
-            self._touched_in == observer.schedule.serial
-            and torch._C._current_graph_task_id() == observer.backward_task
-            and self._fulls is not None
-        )
-        if not is_known or not self._is_fresh():
-            self._touch()
-        assert self._fulls is not None
-        return self._fulls[slot]
-
-    def _touch(self) -> None:
-        """The first use of the unit in a phase, or since it was gathered."""
-        self.observer.on_touch(self)
-        self.gather()
-        self.wait()
-        self._touched_in = self.observer.schedule.serial
-        self.observer.on_touched(self)
+        param, compute = self.params[slot], self.copies.dtypes[slot]
+        if compute is None:
+            return False
+        if self.observer.num_running:
+            param._is_used_in_functions |= not torch.is_grad_enabled()
+            return True
+        if torch._C._current_graph_task_id() == -1:
+            param._is_used_exactly |= torch.is_grad_enabled()
+            return False
+        others = [x for x in OPERANDS[0] if isinstance(x, Tensor) and not isinstance(x, ShardedTensor)]
+        if others and compute != param.storage_dtype:
+            return any(x.dtype == compute for x in others)
+        return param._is_used_in_functions and not param._is_used_exactly
 
     def pinned(self, slot: int) -> Tensor | None:
         """The gathered copy of parameter `slot` if an open scope holds it."""
         return self.full(slot) if self.num_pins else None
 
     def gather(self) -> None:
-        """Start to gather; a no-op while a fresh copy is there or under way."""
-        if self.is_gathered and self._is_fresh():
-            return
-        self.wait()  # a stale gather under way: its messages must not pair with those of the next
-        self._drop()
-        buckets = self.buckets(self._all_slots)
-        self._refuse_meta(buckets)
-        self.observer.on_gather(self)
-        self._touched_in = -1
-        self._shards = [p._cell.resolve() for p in self.params]
-        self._versions = list(map(_VERSION_OF, self._shards))
-        in_flight = []
-        with torch.inference_mode(mode=False), torch.no_grad():
-            for bucket in buckets:
-                handle = collectives.all_gather(
-                    [self._shards[slot] for slot in bucket.slots],
-                    bucket.plan,
-                    bucket.group,
-                    label=self.label,
-                    tag=hash(tuple(self.params[slot]._cell.signature for slot in bucket.slots)),
-                    take=self.observer.pool.take,
-                )
-                in_flight.append((bucket, handle))
-        self._in_flight = in_flight
+        """Start to gather what forward and backward use; a no-op while a fresh copy is there or under way."""
+        self.copies.gather()
 
     def prefetch(self) -> bool:
-        """Start to gather ahead of the use, unless copies are there; gives whether it did."""
-        if self.is_gathered or any(bucket.is_meta for bucket in self.buckets(self._all_slots)):
+        """Start to gather ahead of the use, unless there is no need; gives whether it did."""
+        if self.is_whole or self.copies.is_current or self.copies.on_meta(self.copies.buckets):
             return False
-        self.gather()
+        self.copies.gather()
         return True
-
-    def _refuse_meta(self, buckets: Sequence[Bucket]) -> None:
-        on_meta = [self.params[slot].name for bucket in buckets if bucket.is_meta for slot in bucket.slots]
-        if on_meta:
-            raise StateError(
-                f"{on_meta[0]}: a parameter needs memory before it is used, but this one and {len(on_meta) - 1} more "
-                "are on the meta device. Call to_empty(device=...) on the model and initialize it, or load a "
-                "state_dict with assign=True."
-            )
-
-    def _finish(self) -> None:
-        """Wait for the gather that is under way."""
-        assert self._in_flight is not None
-        in_flight, self._in_flight = self._in_flight, None
-        fulls: dict[int, Tensor] = {}
-        with torch.inference_mode(mode=False), torch.no_grad():
-            for bucket, handle in in_flight:
-                gathered = handle.wait()
-                fulls.update(zip(bucket.slots, gathered.tensors, strict=True))
-                if gathered.memory is not None:
-                    self._memories.append(gathered.memory)
-        self._fulls = [fulls[slot] for slot in range(len(self.params))]
 
     def wait(self) -> None:
         """Wait for the gather that is under way, if one is."""
-        if self._in_flight is not None:
-            self._finish()
-
-    def _is_fresh(self) -> bool:
-        """Whether no shard was written to since the gather.
-
-        All shards are looked at, whichever parameter is used: what a rank uses may be its own matter, but when the unit
-        is gathered must not be.
-        """
-        return all(map(is_, map(_SHARD_OF, self.params), self._shards)) and (
-            list(map(_VERSION_OF, self._shards)) == self._versions
-        )
+        self.copies.wait()
+        if self.exact is not self.copies:
+            self.exact.wait()
 
     def free(self) -> None:
         """Drop the gathered copies, unless a `gathered` scope holds them."""
-        if self.num_pins or not self.is_gathered:
+        if self.num_pins or not (self.is_gathered or self.copies.have_parts):
             return
         self.wait()
-        self._drop()
+        self.copies.drop()
+        if self.exact is not self.copies:
+            self.exact.drop()
         self.is_requested = False
         self.observer.on_free(self)
 
-    def _drop(self) -> None:
-        """Let go of the gathered copies and hand back their memory."""
-        self._fulls = None
-        self._shards, self._versions = [], []
-        memories, self._memories = self._memories, []
-        while memories:
-            self.observer.pool.give(memories.pop())
+    @property
+    def reduces_now(self) -> bool:
+        """Whether the backward that runs reduces its gradients, rather than add them up."""
+        return self.requires_sync and (self.deferral is None or self.deferral.is_due)
 
-    def buckets(self, slots: Sequence[int]) -> list[Bucket]:
-        """The buckets of some of the parameters: one per dtype, device and group, in order of first appearance."""
-        key = tuple(slots)
+    @property
+    def stays(self) -> bool:
+        """Whether its gathered copies stay, and are gathered anew where they are stale, once it was used."""
+        return self.reshard_after_forward is False and not self.reshard_after_backward
+
+    def release(self) -> None:
+        """`free`, for now that nothing needs the copies, unless they are to stay."""
+        if not self.stays:
+            self.free()
+
+    def set_reshard_after_forward(self, value: bool | int | None) -> None:
+        """Choose when to free.
+
+        Raises:
+            PlacementError: A number that does not divide that of the ranks, or no bool or number. On every rank alike.
+
+        Communicates:
+            For a number of ranks, the making of process groups, the first time.
+        """
+        choices = [reshard_choice(value, group.num_ranks) for group in self.groups]
+        for group, choice in zip(self.groups, choices, strict=True):
+            if type(choice) is int:
+                self._refuse_parts(choice)
+                group.neighbours(choice)
+        self.reshard_after_forward = choices[0] if choices else value
+
+    def _refuse_parts(self, num_ranks: int) -> None:
+        if self.extensions is not None:
+            param = self.params[self.extensions.slots[0]]
+            kind = type(param._cell.resolve()).__name__
+            raise UnsupportedOpError(
+                f"{param.name}: what fsdp_post_all_gather of a {kind} gives cannot be cut again for fewer ranks, but "
+                f"reshard_after_forward is {num_ranks}. Pass True or False."
+            )
+
+    def set_comms(self, **changes: Any) -> None:
+        """Change some of `comms`; what is gathered is dropped."""
+        self.free()
+        self.comms = replace(self.comms, **changes)
+        self._buckets.clear()
+
+    def reshard(self) -> None:
+        """Free after a forward whose backward is to come; with a number of ranks, all but what the few need."""
+        num_ranks = self.reshard_after_forward
+        if type(num_ranks) is not int:
+            self.free()
+        elif not self.num_pins:
+            self.copies.keep_parts(num_ranks)
+            if self.exact is not self.copies:
+                self.exact.drop()
+
+    def buckets(self, slots: Sequence[int], dtypes: tuple[torch.dtype | None, ...]) -> list[Bucket]:
+        """The buckets of some of the parameters, as `make_buckets` tells."""
+        return self._known_buckets((tuple(slots), dtypes), lambda: make_buckets(self.params, slots, dtypes, self.comms))
+
+    def part_buckets(self, dtypes: tuple[torch.dtype | None, ...], num_ranks: int) -> list[Bucket]:
+        """The buckets of parts that few ranks hold, as `make_part_buckets` tells."""
+        return self._known_buckets((num_ranks, dtypes), lambda: make_part_buckets(self.params, dtypes, num_ranks))
+
+    def _known_buckets(self, key: Any, make: Callable[[], list[Bucket]]) -> list[Bucket]:
         known = self._buckets.get(key)
         specs = list(map(_SPEC_OF, self.params))  # another one after a change of dtype, strides or device
         if known is None or not all(map(is_, known[0], specs)):
-            known = self._buckets[key] = (specs, self._make_buckets(key))
+            known = specs, make()
+            if not any(bucket.is_meta for bucket in known[1]):  # which are others once there is memory
+                self._buckets[key] = known
         return known[1]
-
-    @property
-    def _all_slots(self) -> tuple[int, ...]:
-        return tuple(range(len(self.params)))
-
-    def _make_buckets(self, slots: Sequence[int]) -> list[Bucket]:
-        by_kind: dict[Any, list[int]] = {}
-        for slot in slots:
-            param = self.params[slot]
-            by_kind.setdefault((param.dtype, param.device, param._group.name), []).append(slot)
-        return [self._make_bucket(tuple(part)) for part in by_kind.values()]
-
-    def _make_bucket(self, slots: tuple[int, ...]) -> Bucket:
-        params = [self.params[slot] for slot in slots]
-        layout, group = BucketLayout.of([p._layout for p in params]), params[0]._group
-        plan = GatherPlan.of(layout, [p.stride() for p in params], params[0].dtype, group)
-        return Bucket(slots, layout, plan, group, params[0].is_meta)
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles take along: no gathered copies."""
@@ -303,20 +328,22 @@ class Unit:
             "reshard_after_forward",
             "observer",
             "requires_sync",
+            "requires_all_reduce",
             "averages",
+            "divisor",
+            "num_slices",
+            "reshard_after_backward",
+            "strategy",
+            "deferral",
             "place",
+            "comms",
+            "reduce_hook",
         )
         return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.num_active = self.num_pins = self.num_watched = 0
-        self.is_requested = self.is_unwatched = False
-        self._fulls = self._in_flight = None
-        self._memories, self._shards, self._versions, self._buckets = [], [], [], {}
-        self._touched_in = -1
-        for slot, param in enumerate(self.params):
-            param._source, param._slot = self, slot
+        self._start()
 
     def __repr__(self) -> str:
         state = "gathered" if self.is_gathered else "sharded"

@@ -5,16 +5,26 @@ from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 
 from dshard.layout import ShardLayout
+from dshard.policies import Offload, Precision
+from dshard.tensor.copying import rebuild
 from dshard.tensor.dispatch import dispatch
-from dshard.tensor.sharded_tensor import GatherSource, ShardedTensor, _rebuild
+from dshard.tensor.mixed import MixedShardedTensor
+from dshard.tensor.offloaded import OffloadedShardedTensor
+from dshard.tensor.older_torch import ask_the_class, asks_subclasses
+from dshard.tensor.sharded_tensor import ShardedTensor
+from dshard.tensor.sources import GatherSource
 from dshard.tensor.table import OpClass, classify
+from dshard.tensor.traced import unflatten
 
-__all__ = ["GatherSource", "OpClass", "ShardedTensor", "classify"]
+__all__ = ["GatherSource", "MixedShardedTensor", "OffloadedShardedTensor", "OpClass", "ShardedTensor", "classify"]
 
 ShardedTensor._dispatch = staticmethod(dispatch)
+ShardedTensor._unflatten = staticmethod(unflatten)
+if not asks_subclasses():
+    ask_the_class(ShardedTensor)
 
 # torch picks foreach optimizers by exact type, and loads pickles of known types alone.
 for _types in (_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-    if ShardedTensor not in _types:
-        _types.append(ShardedTensor)
-torch.serialization.add_safe_globals([ShardedTensor, ShardLayout, _rebuild])
+    _types += [kind for kind in (ShardedTensor, MixedShardedTensor, OffloadedShardedTensor) if kind not in _types]
+torch.serialization.add_safe_globals([ShardedTensor, MixedShardedTensor, OffloadedShardedTensor, ShardLayout])
+torch.serialization.add_safe_globals([Offload, Precision, rebuild])

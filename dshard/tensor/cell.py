@@ -1,14 +1,21 @@
 """The memory of a shard, which may still be in flight."""
 
+import sys
 import zlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from dshard.collectives import is_storage_held
 from dshard.layout import ShardLayout
 
-__all__ = ["ShardCell"]
+__all__ = ["BURST", "OPERANDS", "ShardCell"]
+
+
+# The operation whose operands are being gathered, if one is. Nobody writes to a shard meanwhile.
+BURST: list[object | None] = [None]
+OPERANDS: list[tuple[object, ...]] = [()]  # its arguments
 
 
 class ShardCell:
@@ -83,16 +90,44 @@ class ShardCell:
     def resolve(self) -> Tensor:
         """The shard, after waiting for what it awaits."""
         if self._pending is not None:
-            pending, self._pending, self._awaited = self._pending, None, ()
-            pending(self)
+            pending, awaited = self._pending, self._awaited
+            self._pending, self._awaited = None, ()
+            try:
+                pending(self)
+            except BaseException:
+                self._pending, self._awaited = pending, awaited
+                raise
         assert self._tensor is not None, "a pending shard was not delivered"
         return self._tensor
+
+    def is_held(self, *, own_refs: int, storage_refs: int) -> bool:
+        """Whether somebody else refers to the shard or its memory, who would not follow it to another place.
+
+        Args:
+            own_refs: References to the tensor that the caller knows of, besides the cell's.
+            storage_refs: References to its memory that the caller knows of.
+        """
+        tensor, self.standin = self.resolve(), None
+        return (
+            sys.getrefcount(tensor) > own_refs + 3  # the cell, this name, the call
+            or tensor._use_count() > 1  # type: ignore[attr-defined]
+            or is_storage_held(tensor, num_tensors=storage_refs)
+        )
 
     def deliver(self, tensor: Tensor) -> None:
         """Put the shard that was awaited, or another one, in place."""
         self._tensor, self.standin = tensor, None
         if not self._awaited:
             self._pending = None
+
+    def retire(self, why: Exception) -> None:
+        """Let go of the shard, which is elsewhere now; every later use raises."""
+
+        def refuse(cell: "ShardCell") -> None:
+            raise why
+
+        self._tensor = self.standin = None
+        self._pending, self._awaited = refuse, ()
 
     def awaits(self, other: "ShardCell") -> bool:
         """Whether the shard of `other` is this one, or will be added to it."""
@@ -103,10 +138,11 @@ class ShardCell:
         before = self._pending
 
         def add(cell: ShardCell) -> None:
+            added = other.resolve()  # ahead of all else: if it raises, nothing has happened
             if before is not None:
                 before(cell)
             assert cell._tensor is not None
-            cell._tensor.add_(other.resolve())
+            cell._tensor.add_(added)
             torch.autograd.graph.increment_version(cell._tensor)
 
         self._pending = add

@@ -1,13 +1,13 @@
 """Where every operation on a ShardedTensor arrives."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from dshard.tensor import shardwise, step_ops, writes
+from dshard.tensor.homes import apart, once_per_home
 from dshard.tensor.sharded_tensor import ShardedTensor
 from dshard.tensor.stepping import is_stepping
 from dshard.tensor.table import OpClass, classify
@@ -24,7 +24,10 @@ _MAX_REMEMBERED = 64  # views of one tensor, and of views of it
 
 
 def _alias(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    return args[0].alias()
+    source: ShardedTensor = args[0]
+    if source._is_mixed and source.compute_dtype() is not None:
+        return _view(func, args, kwargs)  # in that dtype
+    return source.alias()
 
 
 def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -33,21 +36,34 @@ def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(source, ShardedTensor):
         return shardwise.compute(func, args, kwargs)
     view = source._view
-    key = (() if view is None else view.key, func, _frozen(args[1:]), _frozen(tuple(kwargs.items())))
+    computes = source.computes() if view is None and source._is_mixed else view is not None and view.computes
+    key: tuple[Any, ...] = ((computes,) if view is None else view.key, id(func))
+    if len(args) > 1 or kwargs:
+        key = (*key, _frozen(args[1:]), _frozen(tuple(kwargs.items())))
     base = source if view is None else view.base
     cache = base._views
     if cache is None:
         cache = base._views = {}
-    specs = cache.get(key)
-    if specs is None:
+    known = cache.get(key)
+    if known is None:
         if len(cache) >= _MAX_REMEMBERED:
             cache.clear()
-        metas = view_metas(source, func, args[1:], kwargs)
-        specs = [source.view_spec(meta) for meta in metas] if isinstance(metas, list) else source.view_spec(metas)
-        cache[key] = specs
-    if not isinstance(specs, list):
-        return source.lazy_view(ViewStep(func, args[1:], kwargs), specs, key)
-    return [source.lazy_view(ViewStep(func, args[1:], kwargs, i), spec, (*key, i)) for i, spec in enumerate(specs)]
+        known = cache[key] = _described(source, func, args[1:], kwargs, computes)
+    if not isinstance(known, list):
+        steps, spec = known
+        return source.lazy_view(steps, spec, key, computes=computes)
+    return [source.lazy_view(steps, spec, (*key, i), computes=computes) for i, (steps, spec) in enumerate(known)]
+
+
+def _described(source: ShardedTensor, func: OpOverload, args: Args, kwargs: Kwargs, computes: bool) -> Any:
+    """Steps from the base, and DTensor's description, of a view or of each of several."""
+    steps = () if source._view is None else source._view.steps
+    precision = source._precision if computes else None  # of a view, its own dtype is that of its use
+    dtype = (precision.compute if precision is not None else None) or source.storage_dtype
+    metas = view_metas(source, dtype, func, args, kwargs)
+    if not isinstance(metas, list):
+        return (*steps, ViewStep(func, args, kwargs)), source.view_spec(metas)
+    return [((*steps, ViewStep(func, args, kwargs, i)), source.view_spec(meta)) for i, meta in enumerate(metas)]
 
 
 def _frozen(value: Any) -> Any:
@@ -61,9 +77,9 @@ _HANDLERS: dict[OpClass, Handler] = {
     OpClass.CLONE: shardwise.clone,
     OpClass.POINTWISE: shardwise.pointwise,
     OpClass.POINTWISE_INPLACE: writes.pointwise_inplace,
-    OpClass.FOREACH: shardwise.foreach,
-    OpClass.FOREACH_INPLACE: writes.foreach_inplace,
-    OpClass.FOREACH_REDUCTION: shardwise.foreach_norm,
+    OpClass.FOREACH: once_per_home(shardwise.foreach),
+    OpClass.FOREACH_INPLACE: once_per_home(writes.foreach_inplace),
+    OpClass.FOREACH_REDUCTION: once_per_home(shardwise.foreach_norm),
     OpClass.REDUCTION: shardwise.reduction,
     OpClass.FACTORY: shardwise.factory,
     OpClass.NEW: shardwise.new_tensor,
@@ -83,20 +99,24 @@ _SAME_MEMORY = (OpClass.VIEW, OpClass.ALIAS)
 _STEP_HANDLERS: dict[OpClass, Handler] = {
     OpClass.POINTWISE: step_ops.step_pointwise,
     OpClass.POINTWISE_INPLACE: step_ops.step_pointwise_inplace,
-    OpClass.FOREACH_INPLACE: step_ops.step_foreach_inplace,
+    OpClass.FOREACH_INPLACE: apart(step_ops.step_foreach_inplace),
 }
 
 
-@cache
-def _handlers_of(func: OpOverload) -> tuple[Handler, Handler | None, bool]:
+_Rule = tuple[Handler, Handler | None, bool, OpOverload]
+_RULES: dict[int, _Rule] = {}  # by identity, for the hash of an OpOverload is Python code; each keeps its own alive
+
+
+def _rule_of(func: OpOverload) -> _Rule:
     """How `func` runs, how it runs within an optimizer's step, and whether its result shares memory."""
     op_class = classify(func)
-    return _HANDLERS[op_class], _STEP_HANDLERS.get(op_class), op_class in _SAME_MEMORY
+    rule = _HANDLERS[op_class], _STEP_HANDLERS.get(op_class), op_class in _SAME_MEMORY, func
+    return _RULES.setdefault(id(func), rule)
 
 
 def dispatch(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Run `func` by the rule of its class in the op table."""
-    handler, step_handler, shares_memory = _handlers_of(func)
+    handler, step_handler, shares_memory, _ = _RULES.get(id(func)) or _rule_of(func)
     if step_handler is not None and is_stepping():
         result = step_handler(func, args, kwargs)
         if result is not NotImplemented:

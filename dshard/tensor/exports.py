@@ -4,10 +4,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import _disable_current_modes
 
-from dshard.errors import UnsupportedOpError
+from dshard.errors import StateError, UnsupportedOpError
+from dshard.tensor.extended import is_extended
+from dshard.tensor.inner import inner_of
+from dshard.tensor.local_views import LocalTensor, is_in_forward
+from dshard.tensor.traced_meta import note_exact_use, telling
 
 __all__ = ["Exports", "FullTensor"]
 
@@ -18,12 +24,21 @@ class Exports:
     def to_local(self: Any, *, grad_placements: Any = None) -> Tensor:
         """This rank's shard: the memory itself, outside of autograd.
 
+        But of a DTensor parameter, within a forward of its unit: its local tensor over its own mesh, with gradients, as
+        expert parallelism computes with it under FSDP2. That is lazy and is gathered at its use.
+
+        Args:
+            grad_placements: Of the gradient in that case; by default the parameter's own over that mesh.
+
         Raises:
             UnsupportedOpError: On a lazy view, whose elements on this rank are not a tensor of their own.
 
         Communicates:
             Nothing; waits for a gradient that is in flight.
         """
+        if is_in_forward(self) and not self.is_view:
+            local: Tensor = LocalTensor.apply(self, grad_placements)
+            return local
         if self.is_view:
             raise UnsupportedOpError(
                 f"{self.name}: to_local needs a tensor that is itself sharded, but this is a view of one (shape "
@@ -31,6 +46,18 @@ class Exports:
             )
         shard: Tensor = self._local_tensor
         return shard
+
+    def full_tensor(self: Any, *, grad_placements: Any = None) -> Tensor:
+        """The full value as a plain tensor of the caller's own, equal on all ranks; differentiable.
+
+        Args:
+            grad_placements: Accepted for DTensor's sake; has no meaning here.
+
+        Communicates:
+            As `materialize`.
+        """
+        full: Tensor = FullTensor.apply(self)
+        return full
 
     def redistribute(self: Any, device_mesh: DeviceMesh | None = None, placements: Any = None, **_: Any) -> DTensor:
         """This tensor in other placements: its own, or replicated.
@@ -56,13 +83,23 @@ class Exports:
             UnsupportedOpError: Outside of that scope, where no memory holds the full value.
         """
         full = self._pinned()
-        if full is None:
+        if full is None or isinstance(full, DTensor):
             raise UnsupportedOpError(
                 f"{self.name}: a raw pointer needs memory that holds the full value, but this tensor is sharded over "
                 f"{self.device_mesh.size()} ranks. Take it inside `with dshard.gathered(module):`, or use "
-                "full_tensor()."
+                "full_tensor(); to write a model to a file (save_pretrained, safetensors), call "
+                "dshard.save_safetensors(model, dir) on every rank."
             )
         return int(full.data_ptr())
+
+    def storage(self: Any) -> Any:
+        """Raises: no memory holds the full value. `untyped_storage()`, which torch itself asks for, has no pointer."""
+        raise StateError(  # safetensors takes a NotImplementedError for a tensor without values
+            f"{self.name}: storage() needs memory that holds the full value, but this tensor is sharded over "
+            f"{self.device_mesh.size()} ranks. Use full_tensor(), or to_local().untyped_storage(); to write a model to "
+            "a file, call dshard.save_safetensors(model, dir) on every rank, or pass save_pretrained a state_dict of "
+            "dshard.interop.full_state_dict(model)."
+        )
 
     def numpy(self: Any, *, force: bool = False) -> Any:
         """A NumPy copy of the full value, read-only, for writes to it would be lost; `force` detaches first."""
@@ -93,11 +130,65 @@ class Exports:
     def __cuda_array_interface__(self: Any) -> Any:
         return self.full_tensor().__cuda_array_interface__
 
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, flat_spec: Any, outer_size: Any, outer_stride: Any) -> DTensor:
-        raise UnsupportedOpError(
-            "torch.compile: a ShardedTensor cannot be rebuilt inside a traced graph yet. Compile functions that take "
-            "plain tensors, or call the model eagerly."
+    def __tensor_flatten__(self: Any) -> tuple[list[str], tuple[Any, ...]]:
+        """What torch.compile takes apart: the shard, and DTensor's own description, on which it insists.
+
+        Raises:
+            StateError: While a graph is traced, for what it cannot take in: a lazy view, a DTensor parameter, a
+                parameter under mixed precision both in a forward and outside.
+        """
+        flattened: tuple[list[str], tuple[Any, ...]] = DTensor.__tensor_flatten__(self)
+        if TracingContext.try_get() is None:
+            return flattened
+        check_traceable(self)
+        with _disable_current_modes():
+            self._cell.resolve()  # a gradient that is in flight
+        if not self._is_mixed:
+            return flattened
+        compute = self.compute_dtype()
+        if compute is None:
+            note_exact_use(self.name)
+            return flattened
+        return telling(flattened, compute)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls: Any, inner_tensors: dict[str, Any], flat_spec: Any, outer_size: Any, outer_stride: Any
+    ) -> Any:
+        """The way back: around the shard that torch.compile traces with."""
+        return cls._unflatten(cls, inner_tensors, flat_spec, outer_size, outer_stride)
+
+    def _stable_hash_for_caching(self: Any) -> str:
+        """Tells apart, for torch's cache of graphs, what is traced differently: a rank's shard has its own size."""
+        shard = self._local_tensor
+        facts = _TRACING, type(self).__name__, self.storage_dtype, tuple(shard.shape), shard.stride(), shard.dtype
+        return f"{DTensor._stable_hash_for_caching(self)} {facts}"
+
+
+_TRACING = 3  # changes with the rules by which graphs are traced, which torch keeps on disk
+
+
+def check_traceable(tensor: Any) -> None:
+    """Raise StateError for a tensor that a graph cannot take in; dynamo would keep a NotImplementedError quiet."""
+    if is_extended(tensor._cell._tensor):
+        raise StateError(
+            f"{tensor.name}: torch.compile does not take parameters of tensor subclasses yet, but this one's shard is "
+            f"a {type(tensor._cell._tensor).__name__}. Call the model without torch.compile."
+        )
+    if tensor.offload is not None:
+        raise StateError(
+            f"{tensor.name}: torch.compile does not take offloaded parameters (offload_policy) yet. Call the model "
+            "without torch.compile, or leave offload_policy out."
+        )
+    if tensor.is_view and not getattr(tensor._view.base._source, "is_traced", False):
+        raise StateError(
+            f"{tensor.name}: a compiled graph takes in and gives out sharded tensors, not views of them, but this is "
+            f"a view (shape {tuple(tensor.shape)}). Make the view within the compiled function, or use full_tensor()."
+        )
+    if inner_of(tensor._cell.layout) is not None:
+        raise StateError(
+            f"{tensor.name}: torch.compile does not take parameters that are cut over another mesh too (tensor "
+            f"parallelism) yet, but this one lies as {tensor.placements}. Call the model without torch.compile."
         )
 
 
@@ -107,9 +198,10 @@ class FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Tensor:
         """Gather."""
+        ctx.device = tensor._spec.mesh.device_type
         return tensor.materialize().clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """The parameter's own hook reduces."""
-        return grad
+        """The parameter's own hook reduces, on the device of the mesh."""
+        return grad if grad.device.type == ctx.device else grad.to(ctx.device)

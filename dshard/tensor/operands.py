@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dshard.collectives import shard_of
+from dshard.tensor.inner import full_shape, part_of
 from dshard.tensor.sharded_tensor import ShardedTensor
 from dshard.tensor.stepping import is_stepping
 
 _SMALL = 1024  # elements of an operand of a write that ranks compare
 
 __all__ = [
+    "beside",
     "common_layout",
     "cut_to",
     "is_recorded",
@@ -137,9 +138,21 @@ def cut_to(value: Any, target: ShardedTensor) -> Any:
             return value.to_local()
         value = value.full_tensor()
     if not isinstance(value, Tensor) or value.dim() == 0:
-        return value
+        return beside(value, target)
     layout = target._layout
-    return shard_of(value.expand(layout.shape), layout, target._group.rank)
+    return part_of(value.expand(full_shape(layout)), layout, target._group.rank)
+
+
+def beside(value: Any, target: Any) -> Any:
+    """A scalar that meets the shard of `target`, which torch takes from another device only if that is the CPU."""
+    if (
+        isinstance(value, Tensor)
+        and value.dim() == 0
+        and value.device.type != "cpu"
+        and isinstance(target, ShardedTensor)
+    ):
+        return value.to(target.storage_device)
+    return value
 
 
 def unwrap_result(result: Any, wrap: Callable[[Tensor], Any]) -> Any:

@@ -1,55 +1,41 @@
 """ShardedTensor: a tensor whose storage is sharded over the ranks, and which always means its full value."""
 
-import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dshard import collectives
 from dshard.collectives import GatherPlan, ShardGroup, shard_of
-from dshard.errors import PlacementError, StateError
+from dshard.errors import PlacementError
 from dshard.layout import BucketLayout, ShardLayout
+from dshard.policies import Precision
 from dshard.tensor.cell import ShardCell
-from dshard.tensor.exports import Exports, FullTensor
+from dshard.tensor.compute_dtype import ComputeDtype
+from dshard.tensor.copying import Copying
+from dshard.tensor.exports import Exports
+from dshard.tensor.extended import exact_values
+from dshard.tensor.inner import gathered_stride, inner_of, lie_of, on_mesh, part_of, viewed, whole
+from dshard.tensor.meshes import group_of, placements_of
+from dshard.tensor.sources import GatherSource, Origin, is_used_away, return_home
 from dshard.tensor.stepping import is_stepping
 from dshard.tensor.strides import dense_stride, restrided
-from dshard.tensor.views import View, ViewMeta, ViewStep, apply_steps, empty_of
+from dshard.tensor.views import View, ViewMeta, ViewStep, empty_of
 
+_NEW: Any = torch.Tensor._dtensor__new__
 _DATA: Any = torch.Tensor.data  # descriptors
-_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
-__all__ = ["GatherSource", "Origin", "ShardedTensor", "View"]
-
-
-class GatherSource(Protocol):
-    """What keeps gathered copies: a unit."""
-
-    params: list["ShardedTensor"]
-
-    def full(self, slot: int) -> Tensor:
-        """The full value of the unit's parameter number `slot`, gathered if need be."""
-
-    def pinned(self, slot: int) -> Tensor | None:
-        """The same, if an open `gathered` scope holds it."""
+__all__ = ["KIN", "REQUIRES_GRAD", "SHARDED", "ShardedTensor", "View"]
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The tensor of which another is a cast or copy, for as long as neither was written to since."""
-
-    tensor: "ShardedTensor"
-    cell: ShardCell
-    version: int
-    own_version: int
-
-
-class ShardedTensor(Exports, DTensor):
+class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
     """A tensor of which every rank holds a shard, and which means its full value wherever it is used.
 
     An operation that can be computed on the shards runs on the shards; views are lazy; every other operation gathers,
@@ -72,11 +58,14 @@ class ShardedTensor(Exports, DTensor):
     _home: tuple[GatherSource, int] | None = None  # where it belongs if a swap puts it in its origin's place
     _is_added: bool = False  # as a gradient: already part of the buffer that `.grad` awaits
     _grad_hook: Any = None
+    _stands_for: "ShardedTensor | None" = None  # of a gradient that names another dtype, the one with the right name
+    _precision: Precision | None = None  # of a parameter, in which dtypes it travels
 
     # `swap_tensors` swaps slots after dicts; `_local_tensor` lives in the dict's cell and must not be swapped back.
     __slotnames__: ClassVar[list[str]] = ["_spec"]
 
     _dispatch: ClassVar[Callable[..., Any]]  # bound by dshard.tensor, which knows both the class and the op table
+    _unflatten: ClassVar[Callable[..., Any]]  # the same
     _adopt: ClassVar[Callable[["ShardedTensor"], None] | None] = None  # bound by dshard.runtime
 
     @classmethod
@@ -104,8 +93,10 @@ class ShardedTensor(Exports, DTensor):
             Nothing.
         """
         local = prototype if prototype is not None else cell.resolve()
-        new: Any = cls.__new__  # without __init__, which has nothing to do
-        self: ShardedTensor = new(cls, local, spec, requires_grad=requires_grad)
+        if local.storage_offset():  # which would become this one's: torch.compile takes apart only what starts at 0
+            local = empty_of(local.dtype, local.device)
+        self: ShardedTensor = _NEW(cls, local, spec, requires_grad=requires_grad)  # what DTensor's own __new__ calls
+        self._spec = spec
         self._cell, self._group, self._name = cell, group, name
         return self
 
@@ -117,7 +108,7 @@ class ShardedTensor(Exports, DTensor):
 
         Args:
             full: The full tensor, equal on all ranks; not referenced afterwards. May be on the meta device.
-            mesh: One-dimensional mesh.
+            mesh: One-dimensional mesh, or a two-dimensional one over whose first dim the shards are replicated.
             dim: Dim to cut, or None for a whole copy on every rank. 0-d tensors are always whole.
             name: For messages.
             device: Device of the shard; by default `full`'s.
@@ -127,11 +118,10 @@ class ShardedTensor(Exports, DTensor):
         """
         device = full.device if device is None or full.is_meta else device
         dim = None if full.dim() == 0 else dim
-        layout = ShardLayout(tuple(full.shape), dim, mesh.size())
-        group = ShardGroup(mesh.get_group(), torch.device(mesh.device_type))
+        group = group_of(mesh)
+        layout = ShardLayout(tuple(full.shape), dim, group.num_ranks)
         stride = dense_stride(full)
-        placements: tuple[Placement, ...] = (Replicate() if dim is None else Shard(dim),)
-        spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(full.shape, stride, full.dtype))
+        spec = DTensorSpec(mesh, placements_of(dim, mesh), tensor_meta=TensorMeta(full.shape, stride, full.dtype))
         local = torch.empty(layout.local_shape(group.rank), dtype=full.dtype, device=device)
         local.copy_(shard_of(full.detach(), layout, group.rank))
         return cls.wrap(ShardCell(local, layout, is_shared=True), spec, group, name=name)
@@ -150,7 +140,7 @@ class ShardedTensor(Exports, DTensor):
             new_meta = TensorMeta(meta.shape, stride or meta.stride, dtype or meta.dtype)
             spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=new_meta)
         prototype = self._cell.resolve() if cell.is_pending else None
-        return type(self).wrap(cell, spec, self._group, name=self._name, prototype=prototype)
+        return KIN[type(self)].wrap(cell, spec, self._group, name=self._name, prototype=prototype)
 
     def derived(self, shard: Tensor) -> "ShardedTensor":
         """A cast or copy of this tensor: its gathers go through this one's unit while neither is written to."""
@@ -163,20 +153,42 @@ class ShardedTensor(Exports, DTensor):
     def alias(self) -> "ShardedTensor":
         """Another tensor object over the same shard, as `detach()` gives."""
         out = type(self).wrap(self._cell, self._spec, self._group, name=self._name, prototype=self._prototype())
-        out._source, out._slot, out._view, out._origin = self._source, self._slot, self._view, self._origin
-        out._home = self._home
-        out._is_added = self._is_added
+        if self._source is not None:
+            out._source, out._slot = self._source, self._slot
+            if self._is_mixed:
+                out._is_mixed, out._precision = True, self._precision
+        if self._view is not None:
+            out._view = self._view
+        if self._origin is not None:
+            out._origin = self._origin
+        if self._home is not None:
+            out._home = self._home
+        if self._is_added:
+            out._is_added = True
+        if self._stands_for is not None:
+            out._stands_for = self._stands_for
         return out
 
-    def lazy_view(self, step: ViewStep, spec: DTensorSpec, key: tuple[Any, ...]) -> "ShardedTensor":
-        """The view that `step` gives of this tensor; `spec` describes it, `key` tells its chain apart."""
-        base, steps = (self, ()) if self._view is None else (self._view.base, self._view.steps)
+    def of_dtype(self, dtype: torch.dtype, cell: ShardCell) -> "ShardedTensor":
+        """A ShardedTensor of this one's layout, in another dtype, around a shard that may be in flight."""
+        meta = self._spec.tensor_meta
+        assert meta is not None
+        new_meta = TensorMeta(meta.shape, meta.stride, dtype)
+        spec = DTensorSpec(self._spec.mesh, self._spec.placements, tensor_meta=new_meta)
+        prototype = empty_of(dtype, self.storage_device)
+        return KIN[type(self)].wrap(cell, spec, self._group, name=self._name, prototype=prototype)
+
+    def lazy_view(
+        self, steps: tuple[ViewStep, ...], spec: DTensorSpec, key: tuple[Any, ...], *, computes: bool = False
+    ) -> "ShardedTensor":
+        """The view of this tensor's base that `steps` give; `spec` describes it, `key` tells its chain apart."""
+        base = self if self._view is None else self._view.base
         prototype = self._prototype()
         meta = spec.tensor_meta
         if meta is not None and prototype.dtype != meta.dtype:
             prototype = empty_of(meta.dtype, prototype.device)
-        out = type(self).wrap(base._cell, spec, base._group, name=self._name, prototype=prototype)
-        out._view = View(base, (*steps, step), key)
+        out = KIN[type(base)].wrap(base._cell, spec, base._group, name=self._name, prototype=prototype)
+        out._view = View(base, steps, key, computes)
         return out
 
     def view_spec(self, meta: ViewMeta) -> DTensorSpec:
@@ -186,10 +198,11 @@ class ShardedTensor(Exports, DTensor):
 
     def _prototype(self) -> Tensor:
         """A plain tensor of this one's dtype and device, without waiting for a shard in flight."""
-        tensor = self._cell._tensor
-        if tensor is not None and tensor.dtype == self.dtype:
+        tensor, meta = self._cell._tensor, self._spec.tensor_meta
+        assert meta is not None
+        if tensor is not None and tensor.dtype == meta.dtype:
             return tensor
-        return empty_of(self.dtype, self.device)
+        return empty_of(meta.dtype, self.storage_device)
 
     @property
     def name(self) -> str:
@@ -203,9 +216,8 @@ class ShardedTensor(Exports, DTensor):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """One placement: how the tensor, or for a view its base, lies over the mesh."""
-        dim = self._cell.layout.dim
-        return (Replicate() if dim is None else Shard(dim),)
+        """How the tensor, or for a view its base, lies over each dim of the mesh."""
+        return lie_of(self._cell.layout, self._spec.mesh)
 
     @property
     def is_view(self) -> bool:
@@ -228,7 +240,7 @@ class ShardedTensor(Exports, DTensor):
         """This tensor outside of autograd; assigning takes over another's memory, or cuts a full tensor.
 
         Raises:
-            PlacementError: On assigning a tensor of another shape.
+            PlacementError: On assigning a tensor of another number of dims, or to a view.
         """
         return _DATA.__get__(self)
 
@@ -236,18 +248,26 @@ class ShardedTensor(Exports, DTensor):
     def data(self, value: Tensor) -> None:
         is_sharded = isinstance(value, ShardedTensor) and value._view is None
         takes_any_shape = self._layout.dim is None and not self._cell.is_shared and is_sharded
-        if self._view is not None or (value.shape != self.shape and not takes_any_shape):
+        is_resized = value.shape != self.shape and not takes_any_shape
+        takes_no_size = value.dim() != self.dim() or inner_of(self._layout) is not None
+        if self._view is not None or (is_resized and takes_no_size):
             raise PlacementError(
-                f"{self.name}: .data of a sharded tensor can be set to a tensor of its own shape "
-                f"{tuple(self.shape)}, but "
+                f"{self.name}: .data of a sharded tensor can be set to a tensor of as many dims as its own shape "
+                f"{tuple(self.shape)} has, but "
                 f"got {tuple(value.shape)}{' for a view' if self._view is not None else ''}. Use copy_() on what it "
                 "views."
             )
         new: Any = value
         if not takes_any_shape and (not is_sharded or new._layout != self._layout):
-            full = new.materialize() if isinstance(value, ShardedTensor) else value
+            full = (new.materialize() if isinstance(value, ShardedTensor) else value).detach()
+            layout = replace(self._layout, shape=tuple(full.shape)) if is_resized else self._layout
             with torch.inference_mode(mode=False):  # whose tensors have no version
-                new = self.like(shard_of(full.detach(), self._layout, self._group.rank).clone())
+                cell = ShardCell(part_of(full, layout, self._group.rank).clone(), layout, is_shared=is_stepping())
+                new = self.like(cell)
+                if is_resized:  # an embedding of more tokens, say
+                    meta = TensorMeta(full.shape, dense_stride(full), full.dtype)
+                    spec = DTensorSpec(self._spec.mesh, self._spec.placements, tensor_meta=meta)
+                    new = self.wrap(cell, spec, self._group, name=self._name)
         elif new._cell.resolve().is_inference():
             with torch.inference_mode(mode=False):
                 new = self.like(new._cell.resolve().clone())
@@ -264,11 +284,11 @@ class ShardedTensor(Exports, DTensor):
     @property
     def requires_grad(self) -> bool:
         """Whether autograd computes gradients for it."""
-        return bool(_REQUIRES_GRAD.__get__(self))
+        return bool(REQUIRES_GRAD.__get__(self))
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        _REQUIRES_GRAD.__set__(self, value)
+        REQUIRES_GRAD.__set__(self, value)
         self._adopt_if_leaf()
 
     def _adopt_if_leaf(self) -> None:
@@ -281,13 +301,38 @@ class ShardedTensor(Exports, DTensor):
         """The full value as a plain tensor that the caller must neither write to nor keep.
 
         Communicates:
+            As `operand`; for a DTensor parameter also an all-gather over its own mesh.
+        """
+        return whole(self.operand())
+
+    def operand(self) -> Tensor:
+        """The full value as it takes part in an operation: a plain tensor, or for a DTensor parameter a DTensor.
+
+        Communicates:
             An all-gather of the unit, or of this tensor where it belongs to none, unless a fresh copy is at hand.
         """
-        if self._view is not None:
-            return apply_steps(self._view.base.materialize(), self._view.steps)
-        self._adopt_if_leaf()
-        if self._source is not None and self._source.params[self._slot]._cell is self._cell:
-            return self._source.full(self._slot)
+        view = self._view
+        base = self if view is None else view.base
+        if base._home is not None:
+            return_home(base)
+        # A use in backward that autograd does not record gives no gradient: of what a checkpoint saved again, for one.
+        if base._grad_hook is None and (torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1):
+            base._adopt_if_leaf()
+        source = base._source
+        if source is not None and source.params[base._slot]._cell is base._cell:
+            return source.full(base._slot, view)
+        full = base._gathered_alone()
+        return full if view is None else viewed(full, view.steps)
+
+    def full_in(self, dtype: torch.dtype | None = None) -> Tensor:
+        """As `operand`, in a given dtype, converted from the one it is kept in; by default that. Of no view."""
+        if self._source is not None and self.belongs_to_source():
+            return self._source.full_in(self._slot, dtype or self.storage_dtype)
+        full = self._gathered_alone()
+        return full if dtype is None else full.to(dtype)
+
+    def _gathered_alone(self) -> Tensor:
+        """The full value of a tensor that no unit gathers, as an operand."""
         origin = self._origin
         if (
             origin is not None
@@ -296,36 +341,41 @@ class ShardedTensor(Exports, DTensor):
             and origin.cell.version == origin.version
             and self._cell.version == origin.own_version
         ):
-            return origin.tensor.materialize().to(self.dtype)
-        shard = self._cell.resolve()
-        if self._layout.dim is None:
-            return shard if shard.stride() == self.stride() else restrided(shard, self.stride())
+            full = origin.tensor.full_in(self.storage_dtype)
+            return full if type(self) is ShardedTensor else self._placed(full)
+        shard, layout = exact_values(self._cell.resolve(), self.name), self._layout
+        stride = gathered_stride(layout, self.stride())
+        if layout.dim is None:
+            return on_mesh(shard if shard.stride() == stride else restrided(shard, stride), self)
         device = shard.device
         if device.type != self._group.device_type and not shard.is_meta:
             shard = shard.to(self._group.device_type)
-        plan = GatherPlan.of(BucketLayout.of([self._layout]), [self.stride()], shard.dtype, self._group)
+        plan = GatherPlan.of(BucketLayout.of([layout]), [stride], shard.dtype, self._group)
         handle = collectives.all_gather([shard], plan, self._group, label=self._name, tag=hash(self._cell.signature))
-        return handle.wait().tensors[0].to(device)
+        full = handle.wait().tensors[0]
+        return on_mesh(full if full.device == device else self._placed(full), self)
+
+    def _placed(self, full: Tensor) -> Tensor:
+        """A full value where it is to be used, as far as that may be elsewhere than its shards."""
+        if type(full) is not Tensor or is_used_away(full.device):
+            return full
+        return full.to(self.storage_device)
+
+    def overwrite_shard(self, values: Tensor) -> None:
+        """Copy `values`, of the shape of this rank's shard, into it; all ranks must write their parts of one value."""
+        assert self._view is None
+        self._cell.resolve().copy_(values)
+        self._cell.tag, self._origin = 0, None
+        self._cell.note_write()
+        torch.autograd.graph.increment_version(self)
 
     def become_whole(self) -> None:
         """Hold the full value on every rank from now on, for each rank to write data of its own to."""
-        full = restrided(self.materialize(), self.stride())
+        full = restrided(whole(self.full_in()).to(self.storage_device), self.stride())
         cell = self._cell
-        cell.layout = ShardLayout(cell.layout.shape, None, cell.layout.num_ranks)
+        cell.layout = ShardLayout(tuple(self.shape), None, cell.layout.num_ranks)
         cell.deliver(full)
         cell.tag, self._origin = 0, None
-
-    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The full value as a plain tensor of the caller's own, equal on all ranks; differentiable.
-
-        Args:
-            grad_placements: Accepted for DTensor's sake; has no meaning here.
-
-        Communicates:
-            As `materialize`.
-        """
-        full: Tensor = FullTensor.apply(self)
-        return full
 
     def _pinned(self) -> Tensor | None:
         return self._source.pinned(self._slot) if self._source is not None and self._view is None else None
@@ -338,35 +388,6 @@ class ShardedTensor(Exports, DTensor):
             f"{self._layout.num_ranks} ranks, device='{self.device}', requires_grad={self.requires_grad})"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedTensor":
-        if id(self) in memo:
-            return memo[id(self)]
-        if self._view is not None or not self.is_leaf:
-            raise StateError(
-                f"{self.name}: only leaves that are no views can be deep-copied, as in PyTorch. Use clone()."
-            )
-        with torch.no_grad():
-            out = self.like(self._cell.resolve().clone())
-            out._cell.is_shared, out._cell.tag, out._cell.num_writes = (
-                self._cell.is_shared,
-                *self._cell.signature,
-            )
-            out.requires_grad_(self.requires_grad)
-        memo[id(self)] = out
-        if getattr(self, "_is_param", False):
-            out._is_param = True  # and no gradient, as of any nn.Parameter
-        elif self.grad is not None:
-            out.grad = copy.deepcopy(self.grad, memo)
-        return out
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        is_param = getattr(self, "_is_param", False)
-        if self._view is not None:
-            raise StateError(f"{self.name}: a lazy view cannot be pickled. Pickle full_tensor(), or the base.")
-        shard = self._cell.resolve()
-        shard = shard if shard.untyped_storage().nbytes() == shard.nbytes else shard.clone()
-        return _rebuild, (shard, self._spec, self._layout, self._name, self.requires_grad, is_param)
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -374,13 +395,5 @@ class ShardedTensor(Exports, DTensor):
         return ShardedTensor._dispatch(func, args, kwargs or {})
 
 
-def _rebuild(
-    shard: Tensor, spec: DTensorSpec, layout: ShardLayout, name: str, requires_grad: bool, is_param: bool
-) -> ShardedTensor:
-    """Unpickle."""
-    group = ShardGroup(spec.mesh.get_group(), torch.device(spec.mesh.device_type))
-    out = ShardedTensor.wrap(ShardCell(shard, layout, is_shared=True), spec, group, name=name)
-    out.requires_grad_(requires_grad)
-    if is_param:
-        out._is_param = True
-    return out
+SHARDED: set[type] = {ShardedTensor}  # for a quick look at exact types
+KIN: defaultdict[type, type[ShardedTensor]] = defaultdict(lambda: ShardedTensor)  # what descends from one of a type

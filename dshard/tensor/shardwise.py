@@ -10,7 +10,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from dshard import collectives
-from dshard.collectives import ReduceOp
+from dshard.collectives import ReduceOp, ShardGroup
+from dshard.tensor.cell import BURST, OPERANDS
+from dshard.tensor.extended import exact_values
+from dshard.tensor.inner import InnerLayout, distinct_groups, groups_of, inner_of, whole
+from dshard.tensor.on_mesh import compute_on_mesh, meets_mesh
 from dshard.tensor.operands import (
     common_layout,
     cut_to,
@@ -20,7 +24,7 @@ from dshard.tensor.operands import (
     numbers_in,
     unwrap_result,
 )
-from dshard.tensor.sharded_tensor import ShardedTensor
+from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 
 __all__ = [
     "cast",
@@ -44,15 +48,37 @@ _PLAIN = (Tensor, int, float, bool, type(None))  # arguments with no ShardedTens
 
 def compute(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation on full values; its results are plain tensors of this rank."""
-    values = [a.materialize() if type(a) is ShardedTensor else a if type(a) in _PLAIN else materialize(a) for a in args]
-    return func(*values, **{k: materialize(v) for k, v in kwargs.items()}) if kwargs else func(*values)
+    BURST[0], OPERANDS[0] = object(), args
+    try:
+        values = [a.operand() if type(a) in SHARDED else a if type(a) in _PLAIN else _operand(a) for a in args]
+        values_by_name = {k: _operand(v) for k, v in kwargs.items()} if kwargs else kwargs
+    except _MeetsMeshError:
+        values = None
+    finally:
+        BURST[0], OPERANDS[0] = None, ()
+    if values is None or (InnerLayout.num_made and meets_mesh(args)):
+        return compute_on_mesh(func, args, kwargs)
+    return func(*values, **values_by_name)
+
+
+class _MeetsMeshError(Exception):
+    """An operand is a DTensor, or is to be one."""
+
+
+def _operand(value: Any) -> Any:
+    """Any operand's full value."""
+    if type(value) is list and value and type(value[0]) is int:  # a shape
+        return value
+    if meets_mesh((value,)):
+        raise _MeetsMeshError
+    return materialize(value)
 
 
 def pointwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """An elementwise operation: on shards where all operands lie alike and autograd does not record it."""
     values = (*args, *kwargs.values())
     ref = None if is_recorded(*values) else common_layout(values)
-    if ref is None:
+    if ref is None or (ref._is_mixed and ref.compute_dtype() is not None):
         return compute(func, args, kwargs)
     local_kwargs = {k: cut_to(v, ref) for k, v in kwargs.items()}
     facts = numbers_in(values)
@@ -74,6 +100,7 @@ def foreach(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     refs = [
         None if is_recorded(*items, *others) else common_layout((*items, *others)) for items in zip(*lists, strict=True)
     ]
+    refs = [None if ref is None or ref.compute_dtype() is not None else ref for ref in refs]
 
     def local(arg: Any) -> Any:
         if not any(arg is items for items in lists):
@@ -92,6 +119,8 @@ def factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         plain = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=source.device)
         return func(plain, *args[1:], **kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}  # the full tensor's strides stay its own
+    if kwargs.get("dtype") is None:
+        kwargs["dtype"] = source.dtype
     out = source.like(func(source._cell.resolve(), *args[1:], **kwargs))
     if source._source is not None:
         out._home = (source._source, source._slot)
@@ -114,9 +143,13 @@ def new_tensor(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     plain = func(torch.empty(0, dtype=source.dtype, device=source.device), *args[1:], **kwargs)
     if func is not aten.new_empty.default or not source._cell.is_shared or not _called_by_init():
         return plain
-    whole = ShardedTensor.shard(plain, source.device_mesh, None, name=source.name)  # `orthogonal_` fills it at random
-    whole._cell.is_shared = False
-    return whole
+    inner = inner_of(source._layout)
+    mesh = source.device_mesh if inner is None else inner.data_mesh
+    buffer = ShardedTensor.shard(plain, mesh, None, name=source.name)  # `orthogonal_` fills it at random
+    buffer._cell.is_shared = False
+    if inner is not None:
+        buffer.__dict__["_draws_like"] = source
+    return buffer
 
 
 def layout_only(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -133,8 +166,10 @@ def cast(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     source: ShardedTensor = args[0]
     if source._view is not None or kwargs.get("memory_format") not in (None, torch.preserve_format):
         return compute(func, args, kwargs)
+    if source.compute_dtype() not in (None, kwargs.get("dtype")):
+        return compute(func, args, kwargs)  # of a rounded value
     shard = func(source._cell.resolve(), **kwargs)
-    out = source.derived(shard) if shard.device == source.device else source.like(shard)
+    out = source.derived(shard) if shard.device == source.storage_device else source.like(shard)
     out._cell.tag = source._cell.tag
     return out
 
@@ -143,7 +178,7 @@ def clone(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """A sharded copy; of a view, a plain one."""
     source: ShardedTensor = args[0]
     keeps_strides = kwargs.get("memory_format") in (None, torch.preserve_format)
-    if source._view is not None or not keeps_strides:
+    if source._view is not None or not keeps_strides or source.compute_dtype() is not None:
         return compute(func, args, kwargs)
     out = source.derived(source._cell.resolve().clone())
     out._cell.tag = source._cell.tag
@@ -159,10 +194,16 @@ def equal(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
         return False
     if target._view is not None:
         return bool(compute(func, args, kwargs))
-    same = torch.equal(target._cell.resolve(), cut_to(other, target))
+    same = torch.equal(*(exact_values(part, target.name) for part in (target._cell.resolve(), cut_to(other, target))))
     flag = torch.tensor([same], dtype=torch.uint8, device=target._group.device_type)
-    label = f"equal of {target.name}"
-    return bool(collectives.all_reduce([flag], target._group, ReduceOp.MIN, label=label).wait()[0].item())
+    return bool(_over_groups(flag, groups_of(target), ReduceOp.MIN, f"equal of {target.name}").item())
+
+
+def _over_groups(part: Tensor, groups: Sequence[ShardGroup], op: ReduceOp, label: str) -> Tensor:
+    """Reduce a small tensor over several groups, one after the other."""
+    for group in groups:
+        part = collectives.all_reduce([part], group, op, label=label).wait()[0]
+    return part
 
 
 def reduction(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -171,14 +212,15 @@ def reduction(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     rule = _rule_of(func, args, kwargs)
     gathers = source._view is not None or is_recorded(source) or source._cell.tag  # a gather compares the tags
     if rule is None or gathers or not source.numel() or source.is_meta:
-        return compute(func, args, kwargs)
-    if source._layout.dim is None:
+        result = compute(func, args, kwargs)
+        return result if is_recorded(source) else unwrap_result(result, whole)
+    groups = distinct_groups(source)
+    if not groups:
         return func(source._cell.resolve(), *args[1:], **kwargs)
     local, combine, op = rule
-    shard = source._cell.resolve()
+    shard = exact_values(source._cell.resolve(), source.name)
     part = local(shard.float() if shard.dtype in _HALF else shard)
-    label = f"{func._schema.name} of {source.name}"
-    total = collectives.all_reduce([part], source._group, op, label=label).wait()[0]
+    total = _over_groups(part, groups, op, f"{func._schema.name} of {source.name}")
     return combine(total).to(kwargs.get("dtype") or _result_dtype(func, source))
 
 
@@ -253,22 +295,22 @@ def foreach_norm(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Tensor]:
     order = float(args[1] if len(args) > 1 else 2)
     rule = _norm_rule(order)
     results: list[Tensor | None] = [None] * len(tensors)
-    groups: dict[tuple[int, torch.dtype], list[int]] = {}
+    alike: dict[tuple[Any, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
         on_shards = isinstance(tensor, ShardedTensor) and tensor._view is None and not is_recorded(tensor)
         if not on_shards or tensor._cell.tag or rule is None or kwargs:
             results[i] = func([materialize(tensor)], *args[1:], **kwargs)[0]
-        elif tensor._layout.dim is None:
+        elif not (over := tuple(id(group.process_group) for group in distinct_groups(tensor))):
             results[i] = torch.linalg.vector_norm(tensor._cell.resolve(), order)
         else:
-            groups.setdefault((id(tensor._group.process_group), tensor.dtype), []).append(i)
-    for indices in groups.values():
+            alike.setdefault((over, tensor.dtype), []).append(i)
+    for indices in alike.values():
         assert rule is not None
         local, combine, op = rule
-        parts = [local(_widened(tensors[i]._cell.resolve())) for i in indices]
-        group = tensors[indices[0]]._group
-        totals = collectives.all_reduce(parts, group, op, label="foreach_norm").wait()
-        for i, total in zip(indices, totals, strict=True):
+        parts = [local(_widened(exact_values(tensors[i]._cell.resolve(), tensors[i].name))) for i in indices]
+        for group in distinct_groups(tensors[indices[0]]):
+            parts = collectives.all_reduce(parts, group, op, label="foreach_norm").wait()
+        for i, total in zip(indices, parts, strict=True):
             results[i] = combine(total).to(tensors[i].dtype if not tensors[i].is_complex() else total.dtype)
     return [r for r in results if r is not None]
 

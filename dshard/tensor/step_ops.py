@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd.graph import increment_version
 
-from dshard.tensor.sharded_tensor import ShardedTensor
+from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 
 __all__ = ["step_foreach_inplace", "step_pointwise", "step_pointwise_inplace"]
 
@@ -34,7 +34,7 @@ def _local_arguments(args: Args, target: ShardedTensor) -> list[Any] | None:
     """`args` with shards in the place of sharded tensors; None if one lies otherwise."""
     local = []
     for value in args:
-        if type(value) is ShardedTensor:
+        if type(value) in SHARDED:
             value = _shard_like(value, target)
             if value is None:
                 return None
@@ -47,7 +47,7 @@ def _local_arguments(args: Args, target: ShardedTensor) -> list[Any] | None:
 def step_pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """`add_`, `lerp_`, `addcdiv_` and their kind; NotImplemented for the general way."""
     target = args[0]
-    if type(target) is not ShardedTensor:
+    if type(target) not in SHARDED:
         return NotImplemented
     local = _local_arguments(args, target)
     if local is None:
@@ -63,7 +63,7 @@ def step_pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 def step_pointwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """`sqrt`, `div` and their kind; NotImplemented for the general way."""
-    target = next((a for a in args if type(a) is ShardedTensor), None)
+    target = next((a for a in args if type(a) in SHARDED), None)
     if target is None or any(isinstance(v, Tensor) for v in kwargs.values()):
         return NotImplemented
     local = _local_arguments(args, target)
@@ -85,12 +85,12 @@ def step_foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
             continue
         local = []
         for value, target in zip(arg, targets, strict=True):
-            if type(value) is ShardedTensor:
-                shard = _shard_like(value, target) if type(target) is ShardedTensor else None
+            if type(value) in SHARDED:
+                shard = _shard_like(value, target) if type(target) in SHARDED else None
                 if shard is None:
                     return NotImplemented
                 local.append(shard)
-            elif type(target) is ShardedTensor and value.dim() > 0:
+            elif type(target) in SHARDED and value.dim() > 0:
                 return NotImplemented
             else:
                 local.append(value)
@@ -108,7 +108,7 @@ def _note_writes(func: OpOverload, args: Args, new_args: list[Any]) -> None:
     for k, argument in enumerate(func._schema.arguments[: len(args)]):
         if argument.alias_info is None or not argument.alias_info.is_write or not args[k]:
             continue
-        written = [t for t in args[k] if type(t) is ShardedTensor]
+        written = [t for t in args[k] if type(t) in SHARDED]
         for tensor in written:
             tensor._cell.num_writes += 1
         increment_version(new_args[k])

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["View", "ViewMeta", "ViewStep", "apply_steps", "empty_of", "view_metas"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: made for every view, and a frozen one takes thrice the time
 class ViewStep:
     """One view operation.
 
@@ -37,7 +38,7 @@ class ViewMeta:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class View:
     """A lazy view: a chain of view operations over a sharded base.
 
@@ -45,17 +46,19 @@ class View:
         base: The ShardedTensor that is viewed.
         steps: The operations.
         key: Tells the chain apart from others over the same base.
+        computes: Whether the base is meant in its compute dtype, under mixed precision.
     """
 
     base: Any
     steps: tuple[ViewStep, ...]
     key: tuple[Any, ...]
+    computes: bool = False
 
 
 @cache
 def empty_of(dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor without elements, to take dtype and device from."""
-    with torch.inference_mode(mode=False):
+    with torch.inference_mode(mode=False), _disable_current_modes():
         return torch.empty(0, dtype=dtype, device=device)
 
 
@@ -68,10 +71,10 @@ def apply_steps(full: Tensor, steps: tuple[ViewStep, ...]) -> Tensor:
 
 
 def view_metas(
-    source: Tensor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    source: Tensor, dtype: torch.dtype, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[ViewMeta] | ViewMeta:
-    """Metadata of what `func` gives for a tensor of `source`'s metadata, without touching its data."""
-    meta = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+    """Metadata of what `func` gives for a tensor of `dtype` that lies like `source`, without touching its data."""
+    meta = torch.empty_strided(source.shape, source.stride(), dtype=dtype, device="meta")
     out = func(meta, *args, **kwargs)
     if isinstance(out, Tensor):
         return ViewMeta(out.shape, out.stride(), out.dtype)

@@ -9,9 +9,10 @@ from torch._ops import OpOverload
 from torch.autograd.graph import increment_version
 
 from dshard import collectives
-from dshard.collectives import ReduceOp, ShardGroup, shard_of
+from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import UnsupportedOpError
-from dshard.tensor.operands import cut_to, lies_like, map_tensors, materialize, numbers_in, takes_own_data
+from dshard.tensor.inner import groups_of, inner_of, joined_group, part_of, whole
+from dshard.tensor.operands import beside, cut_to, lies_like, map_tensors, materialize, numbers_in, takes_own_data
 from dshard.tensor.sharded_tensor import ShardedTensor
 from dshard.tensor.stepping import is_stepping
 from dshard.tensor.table import mutated_arguments
@@ -97,8 +98,8 @@ def _write_through(target: ShardedTensor, change: Callable[[Tensor], Any]) -> No
     """
     base = _base_of(target)
     shard = base._cell.resolve()
-    buffer = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=base.device)
-    own = shard_of(buffer.zero_(), base._layout, base._group.rank)
+    buffer = torch.empty_strided(base.shape, base.stride(), dtype=base.storage_dtype, device=base.storage_device)
+    own = part_of(buffer.zero_(), base._layout, base._group.rank)
     own.copy_(shard)
     change(buffer if target._view is None else apply_steps(buffer, target._view.steps))
     shard.copy_(own)
@@ -119,8 +120,10 @@ def write(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
             base.become_whole()
         _sign(func, tensor, operands)
         if id(base._cell) not in targets:
-            buffer = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=base.device)
-            buffer.copy_(base.materialize())
+            buffer = torch.empty_strided(
+                base.shape, base.stride(), dtype=base.storage_dtype, device=base.storage_device
+            )
+            buffer.copy_(whole(base.full_in()))
             targets[id(base._cell)] = (base, buffer)
         _, buffer = targets[id(base._cell)]
         return buffer if tensor._view is None else apply_steps(buffer, tensor._view.steps)
@@ -130,7 +133,7 @@ def write(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     result = func(*new_args, **new_kwargs)
     for base, buffer in targets.values():
         shard = base._cell.resolve()
-        shard.copy_(shard_of(buffer, base._layout, base._group.rank))
+        shard.copy_(part_of(buffer, base._layout, base._group.rank))
         base._cell.note_write()
     return _returned(func, args, kwargs, result)
 
@@ -158,7 +161,7 @@ def foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
     def local(arg: Any) -> Any:
         if not isinstance(arg, (list, tuple)) or not any(isinstance(x, Tensor) for x in arg):
-            return materialize(arg)
+            return beside(materialize(arg), targets[0])
         return [
             cut_to(x, t) if isinstance(t, ShardedTensor) else materialize(x) for x, t in zip(arg, targets, strict=True)
         ]
@@ -186,9 +189,11 @@ def unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     local = [g._cell.resolve() if isinstance(g, ShardedTensor) and g._view is None else materialize(g) for g in grads]
     func(local, found_inf, inv_scale, **kwargs)
     sharded = [g for g in grads if isinstance(g, ShardedTensor)]
-    groups = {id(g._group.process_group): g._group for g in sharded}
+    groups = {id(group.process_group): group for g in sharded for group in groups_of(g)}
     for group in groups.values():
-        found_inf.copy_(collectives.all_reduce([found_inf], group, ReduceOp.MAX, label="unscale").wait()[0])
+        found_inf.copy_(
+            collectives.all_reduce([found_inf], group, ReduceOp.MAX, label="unscale", everywhere=True).wait()[0]
+        )
     if sharded:
         for grad in sharded:
             grad._cell.note_write()
@@ -200,10 +205,17 @@ def renorm(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     target, indices, *options = args
     if not isinstance(target, ShardedTensor):
         return func(target, materialize(indices), *options)
+    if inner_of(target._layout) is not None:
+        raise UnsupportedOpError(
+            f"{target.name}: Embedding(max_norm=...) renormalizes whole rows, but this weight is a DTensor with "
+            f"placements {target.placements}. Leave max_norm out, or leave the embedding out of parallelize_module."
+        )
     used = torch.zeros(target.shape[0], dtype=torch.uint8, device=target._group.device_type)
     used[indices.reshape(-1)] = 1
-    everywhere = collectives.all_reduce([used], target._group, ReduceOp.MAX, label=f"rows of {target.name}").wait()[0]
-    write(func, (target, everywhere.nonzero().reshape(-1).to(indices.dtype), *options), kwargs)
+    label = f"rows of {target.name}"
+    anywhere = collectives.all_reduce([used], target._group, ReduceOp.MAX, label=label, everywhere=True).wait()[0]
+    rows = anywhere.nonzero().reshape(-1).to(target.storage_device, indices.dtype)
+    write(func, (target, rows, *options), kwargs)
     return target
 
 
@@ -212,7 +224,7 @@ def random_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     target = args[0]
     if not isinstance(target, ShardedTensor):
         return func(target, *materialize(args[1:]), **_materialize_kwargs(kwargs))
-    with _AgreedGenerator(target._group, target.device, kwargs.get("generator")):
+    with _AgreedGenerator(_drawers(target), target.device, kwargs.get("generator")):
         _write_through(target, lambda view: func(view, *materialize(args[1:]), **_materialize_kwargs(kwargs)))
     return target
 
@@ -221,11 +233,16 @@ def random_factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """`rand_like` and its kind: a tensor of the same layout that holds what the unsharded tensor would get."""
     source = args[0]
     plain = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=source.device)
-    with _AgreedGenerator(source._group, source.device, kwargs.get("generator")):
+    with _AgreedGenerator(_drawers(source), source.device, kwargs.get("generator")):
         full = func(plain, *materialize(args[1:]), **kwargs)
     if source._view is not None:
         return full
-    return source.like(shard_of(full, source._layout, source._group.rank).clone())
+    return source.like(part_of(full, source._layout, source._group.rank).clone())
+
+
+def _drawers(tensor: ShardedTensor) -> ShardGroup:
+    """The ranks that must draw the same for a tensor; those of another one where `new_tensor` said so."""
+    return joined_group(tensor.__dict__.get("_draws_like", tensor))
 
 
 class _AgreedGenerator:
@@ -244,11 +261,11 @@ class _AgreedGenerator:
         self._own: Tensor | None = None
 
     def __enter__(self) -> None:
-        if self._generator is None or self._group.num_ranks == 1:
+        if self._generator is None or self._group.world_size == 1:
             return
         own = self._generator.get_state()
         wire = own.to(self._group.device_type)
-        agreed = collectives.broadcast([wire], self._group, label="random state").wait()[0].cpu()
+        agreed = collectives.broadcast([wire], self._group, label="random state", everywhere=True).wait()[0].cpu()
         if not torch.equal(agreed, own):
             self._own = own
             self._generator.set_state(agreed)

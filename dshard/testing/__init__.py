@@ -1,6 +1,7 @@
 """The property-test kit: persistent worlds of ranks, a fake world, a NumPy oracle, and hypothesis strategies.
 
 `dshard.testing.strategies` needs hypothesis and is imported on its own; `dshard.testing.oracle` needs NumPy alone.
+`dshard.testing.counted` counts the bytes that are alive on a rank.
 """
 
 from dshard.testing.fake import fake_world as fake_world

@@ -9,11 +9,13 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import wraps
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,32 @@ def _make_call(rank: int, request: bytes) -> bytes:
         return pickle.dumps(Raised(rank, type(error).__name__, str(error), traceback.format_exc()))
 
 
+def _share_equal_meshes() -> None:
+    """Have calls that ask for equal device meshes get one: gloo keeps threads for each group, which wake up always.
+
+    Torch takes equal meshes for the same ones, too, and remembers them for longer than a call.
+    """
+    make = device_mesh.init_device_mesh
+    known: dict[Any, Any] = {}
+
+    @wraps(make)
+    def shared(device_type: str, mesh_shape: Any, **options: Any) -> Any:
+        key = device_type, tuple(mesh_shape), repr(sorted(options.items()))
+        if key not in known:
+            known[key] = make(device_type, mesh_shape, **options)
+        return known[key]
+
+    device_mesh.init_device_mesh = dist.init_device_mesh = shared  # for the modules that calls bring
+
+
+def _seed_present_devices() -> None:
+    """Have `torch.manual_seed` leave out devices that are not there: for each it would format the stack, every time."""
+    devices: tuple[Any, ...] = (torch.cuda, torch.xpu, torch.mtia)
+    for device in devices:
+        if not device.is_available():
+            device.manual_seed_all = lambda seed: None
+
+
 def rank_main(rank: int, num_ranks: int, port: int, group_timeout_s: float, pipe: Connection, stack_file: str) -> None:
     """Body of a rank's process: join the process group, then serve calls until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
@@ -119,6 +147,8 @@ def rank_main(rank: int, num_ranks: int, port: int, group_timeout_s: float, pipe
             store = dist.TCPStore("127.0.0.1", port, is_master=False)
             timeout = timedelta(seconds=group_timeout_s)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+            _share_equal_meshes()
+            _seed_present_devices()
             pipe.send_bytes(pickle.dumps(Ready(rank)))
             while True:
                 pipe.send_bytes(_make_call(rank, pipe.recv_bytes()))

@@ -13,8 +13,9 @@ __all__ = [
     "AdamWStep",
     "adamw_step",
     "chunk_extents",
-    "mean_in_rank_order",
+    "mean_in_pairs",
     "shard",
+    "sum_in_pairs",
     "unshard",
     "wire_bytes_all_gather",
     "wire_bytes_all_reduce",
@@ -101,11 +102,20 @@ def wire_bytes_all_reduce(numel: int, num_ranks: int, itemsize: int) -> int:
     return 2 * (num_ranks - 1) * -(-numel // num_ranks) * itemsize
 
 
-def mean_in_rank_order(arrays: Sequence[Array]) -> Array:
-    """`(arrays[0] + arrays[1] + ...) / N`, summed in that order and in the arrays' own dtype."""
-    total = arrays[0].copy()
-    for array in arrays[1:]:
-        total = total + array
+def sum_in_pairs(values: Sequence[Any]) -> Any:
+    """`((values[0] + values[1]) + (values[2] + values[3])) + ...`: in pairs, then pairs of pairs."""
+    level = list(values)
+    while len(level) > 1:  # one without a partner goes up as it is
+        level = [
+            left[0] + left[1] if len(left) > 1 else left[0]
+            for left in (level[i : i + 2] for i in range(0, len(level), 2))
+        ]
+    return level[0]
+
+
+def mean_in_pairs(arrays: Sequence[Array]) -> Array:
+    """`sum_in_pairs(arrays) / N`, in the arrays' own dtype."""
+    total = sum_in_pairs(arrays)
     return np.asarray(total / total.dtype.type(len(arrays)))
 
 

@@ -30,7 +30,8 @@ _Reply = Returned | Raised | Silent
 
 _START_TIMEOUT_S = 180.0  # importing torch on a busy machine
 # What the fork server imports, once. Nothing of dshard: its own imports must not start threads or read settings early.
-_PRELOAD = ["torch", "torch.distributed.tensor", "numpy"]
+# The first step of an optimizer imports torch._dynamo.
+_PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "numpy"]
 
 
 class RemoteRankError(AssertionError):

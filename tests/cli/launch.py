@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import warm
+
 REPO = Path(__file__).resolve().parents[2]
 RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 TINY = (
@@ -25,17 +27,24 @@ TINY = (
 TEXT = b"def add(a, b):\n    return a + b\n\n\nclass Empty:\n    pass\n\n\n" * 200
 
 
-def start(*args, ranks=None, environ=None):
-    """Runs ``dshard train`` alone (ranks=None) or below torchrun; returns the completed process."""
-    launcher = [sys.executable, "-W", "ignore"]
-    if ranks is not None:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+def _environment(environ):
     env = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (env.get("PYTHONPATH"), str(REPO))))
     env["OMP_NUM_THREADS"] = "1"
-    env.update(environ or {})
+    env["PYTHONWARNINGS"] = "ignore"
+    return env | (environ or {})
+
+
+def start(*args, ranks=0, environ=None):
+    """Runs ``dshard train`` alone (ranks=0) or on ranks, as below torchrun; returns what ran."""
+    return warm.run(["-m", "dshard", "train", *args], ranks=ranks, env=_environment(environ), timeout_s=240)
+
+
+def start_below_torchrun(*args, ranks):
+    """Runs ``dshard train`` below torchrun itself; returns the completed process."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [*launcher, "-m", "dshard", "train", *map(str, args)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(command, env=_environment(None), capture_output=True, text=True, timeout=240, check=False)
 
 
 def own_lines(stderr):

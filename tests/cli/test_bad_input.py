@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from dshard.cli import main, saved, usage
-from tests.cli.launch import RANK_VARIABLES, TEXT, own_lines, start
+from tests.cli.launch import RANK_VARIABLES, TEXT, own_lines, start, start_below_torchrun
 
 BAD_OPTIONS = [
     (["--steps", "-5"], "--steps must be at least 1, but it is -5."),
@@ -186,7 +186,7 @@ def test_the_process_exits_with_code_2_and_one_line(tmp_path):
 @pytest.mark.slow
 def test_below_torchrun_one_rank_speaks_and_all_exit_with_code_2(tmp_path):
     (tmp_path / "short.txt").write_bytes(TEXT[:40])
-    done = start("--data", tmp_path / "short.txt", ranks=2)
+    done = start_below_torchrun("--data", tmp_path / "short.txt", ranks=2)
     assert done.returncode != 0
     assert len(own_lines(done.stderr)) == 1
     assert "exitcode  : 2" in done.stderr

@@ -218,9 +218,9 @@ def option(what: str) -> None:
     elif what == "not a module":
         dshard.fully_shard(net.scale)
     elif what == "mixed precision":
-        dshard.fully_shard(net, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        dshard.fully_shard(net, mp_policy="bfloat16")
     elif what == "mesh":
-        dshard.fully_shard(net, mesh=init_device_mesh("cpu", (1, 2)))
+        dshard.fully_shard(net, mesh=init_device_mesh("cpu", (1, 1, 2)))
     elif what == "reshard":
         dshard.fully_shard(net, reshard_after_forward=3)
     elif what == "dim":
@@ -234,12 +234,13 @@ BAD = {
     "grad_reduce": ("StateError", "fully_shard: grad_reduce must be one of ('mean', 'sum'), but it is 'max'."),
     "twice": ("StateError", "fully_shard: a module can be sharded once, but this FSDPNet already is. Call fully_shard"),
     "not a module": ("StateError", "fully_shard: needs a module or a list of them, but got Parameter."),
-    "mixed precision": ("UnsupportedOpError", "fully_shard: mixed precision is not supported yet, but mp_policy is"),
-    "mesh": ("UnsupportedOpError", "fully_shard: the mesh must have one dim, but it has 2 (shape (1, 2)). Pass one of"),
-    "reshard": (
+    "mixed precision": ("StateError", "fully_shard: mp_policy must be a MixedPrecisionPolicy, a dtype, or a dict of"),
+    "mesh": (
         "UnsupportedOpError",
-        "fully_shard: reshard_after_forward as a number of ranks other than 1 and the mesh's size (2) is not supported",
+        "fully_shard: the mesh must have one dim, to shard over, or two, to replicate over and to shard over, but it has "
+        "3 (shape (1, 1, 2)). Pass some of its dims, as in mesh['dp'].",
     ),
+    "reshard": ("PlacementError", "fully_shard: reshard_after_forward must be a bool, None, or a number that divides"),
     "dim": (
         "PlacementError",
         "first.bias: shard_placement_fn must return Shard of one of its 1 dims, Replicate() or None, but it returned",

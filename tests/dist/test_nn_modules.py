@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn.utils import parametrizations, parametrize
 
 import dshard
-from dshard.testing import WorldPool, expect_error
+from dshard.testing import WorldPool, expect_error, oracle
 
 SEED = 11
 TOLERANCE = 1e-6  # relative to the largest magnitude, where the order of additions may differ: 3 ranks and more
@@ -260,8 +260,8 @@ def grads(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def mean_grads(plain: nn.Module, step: Callable[[nn.Module, int], Tensor], ranks: Iterable[int]) -> None:
-    """Leave in `.grad` of a plain module the mean over ranks, added in rank order, and the buffers of this rank."""
-    total: dict[str, Tensor] = {}
+    """Leave in `.grad` of a plain module the mean over ranks, added in pairs, and the buffers of this rank."""
+    found: dict[str, list[Tensor]] = {}
     ranks = list(ranks)
     named = dict(plain.named_parameters())
     before = {n: b.clone() for n, b in plain.named_buffers()}
@@ -275,11 +275,15 @@ def mean_grads(plain: nn.Module, step: Callable[[nn.Module, int], Tensor], ranks
             b.copy_(before[n])
         for n, p in named.items():
             if p.grad is not None:
-                total[n] = total[n] + p.grad if n in total else p.grad
+                found.setdefault(n, []).append(p.grad)
     for n, b in plain.named_buffers():
         b.copy_(after[n])
     for n, p in named.items():
-        p.grad = total[n] / len(ranks) if n in total else None
+        if n in found:  # what has 16 bits is added in fp32
+            wide = [g.float() if g.itemsize == 2 else g for g in found[n]]
+            p.grad = (oracle.sum_in_pairs(wide) / len(ranks)).to(p.dtype)
+        else:
+            p.grad = None
 
 
 def differences(found: Any, expected: Any, tolerance: float = 0.0) -> list[str]:

@@ -9,17 +9,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dshard
-from dshard.testing import WorldPool
+from dshard.testing import WorldPool, expect_error
 
 
 class Spared(nn.Module):
-    """Layers around a scale, and a head with a bias of its own, that the first rank alone uses."""
+    """Layers around a scale, and a head with a bias of its own, that the first rank alone uses.
 
-    def __init__(self) -> None:
+    Args:
+        dtype: Of what the first rank alone uses: another than that of the rest travels in a bucket of its own.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 4)
         self.third = nn.Linear(4, 2)
-        self.spare = nn.Parameter(torch.tensor([1.5, -0.5]))
+        self.spare = nn.Parameter(torch.tensor([1.5, -0.5], dtype=dtype))
         self.extra = nn.Parameter(torch.tensor([0.5]))
 
     def forward(self, x: Tensor, uses: bool) -> Tensor:
@@ -40,22 +44,26 @@ def inputs(micro: int, rank: int) -> Tensor:
     return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * micro + rank))
 
 
-def train(units: str, num_micro: int, syncs: bool, is_hooked: bool) -> list[str]:
+def sharded(units: str, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
-    plain, model = Spared(), Spared()
-    model.load_state_dict(plain.state_dict())
+    model = Spared(dtype)
     for part in UNITS[units](model):
         dshard.fully_shard(part)
-    dshard.fully_shard(model)
+    return dshard.fully_shard(model)
+
+
+def train(units: str, dtype: torch.dtype, num_micro: int, syncs: bool, hooked: str | None = None) -> list[str]:
+    torch.manual_seed(0)
+    plain, model = Spared(dtype), sharded(units, dtype)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     for m in (plain, model):
-        if is_hooked:
-            m.third.weight.register_hook(lambda g: g * 2)
+        if hooked is not None:
+            m.get_parameter(hooked).register_hook(lambda g: g * 2)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, model)]
     wrong = []
     for step in range(2):
         for micro in range(num_micro):
-            model.set_requires_gradient_sync(syncs or micro == num_micro - 1)  # type: ignore[operator]
+            model.set_requires_gradient_sync(syncs or micro == num_micro - 1)
             for r in range(num_ranks):
                 (plain(inputs(10 * step + micro, r), r == 0).square().sum() / num_ranks).backward()
             model(inputs(10 * step + micro, rank), rank == 0).square().sum().backward()
@@ -72,13 +80,64 @@ def train(units: str, num_micro: int, syncs: bool, is_hooked: bool) -> list[str]
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize(("num_micro", "syncs"), [(1, True), (2, True), (2, False)])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_gradients_of_what_one_rank_uses_are_those_of_one_process(worlds: WorldPool, num_ranks, units, num_micro, syncs):
-    assert worlds.run(num_ranks, train, units, num_micro, syncs, False) == [[]] * num_ranks
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_what_one_rank_uses_are_those_of_one_process(
+    worlds: WorldPool, dtype, num_ranks, units, num_micro, syncs
+):
+    assert worlds.run(num_ranks, train, units, dtype, num_micro, syncs) == [[]] * num_ranks
 
 
 @pytest.mark.parametrize("units", ["root", "each"])
 def test_a_hook_that_reads_a_gradient_early_loses_no_gradient_of_others(worlds: WorldPool, units):
-    assert worlds.run(2, train, units, 1, True, True) == [[]] * 2
+    assert worlds.run(2, train, units, torch.float32, 1, True, "third.weight") == [[]] * 2
+
+
+def test_a_bucket_that_one_rank_uses_leaves_after_another_one_of_its_unit_was_read_early(worlds: WorldPool):
+    assert worlds.run(2, train, "each", torch.float64, 1, True, "extra") == [[]] * 2
+
+
+def read_without_sync(dtype: torch.dtype) -> list[bool]:
+    """After a backward without sync, whether all gradients of a unit are there once one of them was read."""
+    model = sharded("each", dtype)
+    model.set_requires_gradient_sync(False)
+    model(inputs(0, dist.get_rank()), dist.get_rank() == 0).square().sum().backward()
+    before = model.spare.grad is not None
+    model.extra.grad.full_tensor()
+    return [before, model.spare.grad is not None and bool(model.spare.grad.full_tensor().any())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_reading_one_gradient_without_sync_hands_out_those_of_other_ranks(worlds: WorldPool, dtype):
+    assert worlds.run(2, read_without_sync, dtype) == [[True, True], [False, True]]
+
+
+class Scaled(nn.Module):
+    """A part whose output takes part in the loss on the first rank alone."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner, self.scale = Spared(dtype), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        x = self.inner(x, True)
+        return (x if uses else x.detach()) * self.scale
+
+
+def use_a_unit_on_one_rank(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model: Any = Scaled(dtype)
+    dshard.fully_shard(model.inner, reshard_after_forward=False)
+    dshard.fully_shard(model)
+    model(inputs(0, 0), dist.get_rank() == 0).sum().backward()
+    model.scale.grad.full_tensor()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_unit_of_which_one_rank_uses_nothing_in_backward_is_named_on_all_ranks(worlds: WorldPool, dtype):
+    errors = expect_error(worlds.get_world(2), use_a_unit_on_one_rank, dtype)
+    assert [kind for kind, _ in errors] == ["DivergenceError"] * 2
+    assert errors[0][1].startswith("'inner': all ranks must communicate about the same thing at the same time")
+    assert "rank 0 is at 'inner'" in errors[1][1]
 
 
 class Experts(nn.Module):

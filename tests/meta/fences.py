@@ -6,7 +6,7 @@ A block's info string is its language and options: ```` ```python ranks=2 ````.
 |---|---|
 | `bash`, `sh` | `bash -eu -o pipefail` in a copy of the repository |
 | `console` | the lines that start with `$ `, as `bash`; the others are output, which is not compared |
-| `python` | a script in the copy; `ranks=N`: under torchrun; `continues`: after those before it |
+| `python` | a script in the copy; `ranks=N`: on ranks, as under torchrun; `continues`: after those before it |
 
 `run=slow` gives the test the marker `slow`. The blocks of one file share one copy, in order, so a later block finds
 what an earlier one wrote. A fence in no known language, or with an option that nobody knows, is an error.

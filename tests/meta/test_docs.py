@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.meta.fences import (
     NOT_RUN,
     SHELL,
@@ -43,7 +44,9 @@ RUN_AS = {
     "make test ARGS=\"-m 'not slow'\"": "make test ARGS=\"-q -m 'not slow' tests/unit/test_oracle.py\"",
     "make test ARGS=tests/unit": "make --dry-run test ARGS=tests/unit && test -d tests/unit",
     "make check": "make --dry-run check",  # .ci/run runs it in full
-    "make bench": "make --dry-run bench && test -f benchmarks/collectives.py",
+    "make bench": "make --dry-run bench && dshard bench --help",
+    "dshard bench collectives": "dshard bench collectives --width 16 --rounds 2",
+    "dshard simulate --published --out benchmarks/results/published.json": "dshard simulate --help",
     "make venv": "make venv",
     "make clean": "make --dry-run clean",
     ".ci/run": "bash -n .ci/run && test -x .ci/run",
@@ -51,9 +54,10 @@ RUN_AS = {
     "pip install -e '.[dev]'": "python -c 'import dshard'",
 }
 
-# Would install, fetch, recurse into this test, or train for minutes.
+# Would install, fetch, recurse into this test, or train or measure for minutes.
 NEEDS_ROW = re.compile(
-    r"\b(git (clone|push|commit)|pip3?|make|pytest|conda|uv|sudo|apt(-get)?)\b|\.ci/run|\bdshard train\b|\bcd dshard\b"
+    r"\b(git (clone|push|commit)|pip3?|make|pytest|conda|uv|sudo|apt(-get)?)\b"
+    r"|\.ci/run|\bdshard (train|bench)\b|\bcd dshard\b"
 )
 
 DOCUMENTS = documents(ROOT)
@@ -158,8 +162,10 @@ def test_the_block_runs(block, copies):
     copy = copies(block.path)
     script_file = copy / f"block_line_{block.line}.py"
     script_file.write_text(code)
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={block.ranks}", "--standalone"] if block.ranks else []
-    run([sys.executable, *launcher, str(script_file)], copy, block)
+    ran = warm.run([script_file], ranks=block.ranks, env=environment(copy), cwd=copy, timeout_s=TIMEOUT_S)
+    output = (ran.stdout + ran.stderr)[-4000:]
+    assert not ran.timed_out, f"{block.where}: took more than {TIMEOUT_S} s.\n{output}"
+    assert ran.returncode == 0, f"{block.where}: exit codes {ran.codes}\n{block.code}\n{output}"
 
 
 def one(text: str) -> Block:

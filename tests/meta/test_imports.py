@@ -18,7 +18,11 @@ _CORE = (
     "clip",
     "compat",
     "scope",
+    "switch",
+    "nodes",
     "planner",
+    "links",
+    "planning",
     "api",
 )
 
@@ -33,12 +37,18 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "clip": ("errors", "layout", "policies", "collectives", "tensor", "runtime"),
     "planner": ("errors", "layout", "policies"),
     "scope": ("errors", "layout", "policies", "collectives", "tensor", "runtime"),
+    "switch": ("errors", "layout", "policies", "collectives", "tensor", "runtime"),
+    "nodes": ("errors", "collectives", "tensor"),
     "compat": ("errors", "layout", "policies", "collectives", "tensor", "runtime"),
-    "api": ("errors", "layout", "policies", "collectives", "tensor", "runtime", "clip", "planner"),
+    "api": ("errors", "layout", "policies", "collectives", "tensor", "runtime", "clip", "planner", "planning"),
+    "links": ("errors", "layout", "policies", "collectives", "tensor", "planner"),
+    "planning": ("errors", "layout", "policies", "collectives", "tensor", "runtime", "planner", "links"),
     "checkpoint": _CORE,
+    "interop": (*_CORE, "checkpoint"),
     "testing": (*_CORE, "checkpoint", ""),
     "": (*_CORE, "checkpoint"),
-    "cli": (*_CORE, "checkpoint", "testing", ""),
+    "bench": (*_CORE, "checkpoint", "testing", ""),
+    "cli": (*_CORE, "checkpoint", "testing", "bench", ""),
     "__main__": ("cli",),
 }
 PURE = ("errors", "layout", "planner")  # no process group

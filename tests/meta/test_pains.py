@@ -1,12 +1,12 @@
 """docs/pains.md answers for each of the 26 pains, and every test that it names exists."""
 
-import ast
 import re
 from dataclasses import dataclass
 
 import pytest
 
 from tests.meta.source import ROOT
+from tests.meta.tables import missing_tests, named_tests, table_rows
 
 PAGE = ROOT / "docs" / "pains.md"
 NUM_PAINS = 26
@@ -15,29 +15,20 @@ STATUSES = ("fixed", "raises", "open")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table, and the tests that it names as (file, function)."""
+    """One line of the table."""
 
     number: int
     pain: str
     status: str
     answer: str
-    tests: tuple[tuple[str, str], ...]
+    shown_by: str
 
 
 def rows(text: str) -> list[Row]:
     found = []
-    for line in text.splitlines():
-        if not re.match(r"\| *\d+ *\|", line):
-            continue
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        assert len(cells) == 5, f"docs/pains.md: a row has 5 cells, but this one has {len(cells)}: {line}"
-        names = re.findall(r"`([^`]+)`", cells[4])
-        tests = []
-        for name in names:
-            file, separator, function = name.partition("::")
-            assert separator, f"docs/pains.md: a test is named file::function, but row {cells[0]} names {name}"
-            tests.append((file, function))
-        found.append(Row(int(cells[0]), *cells[1:4], tuple(tests)))
+    for cells in table_rows(text):
+        assert len(cells) == 5, f"docs/pains.md: a row has 5 cells, but this one has {len(cells)}: {cells}"
+        found.append(Row(int(cells[0]), *cells[1:]))
     return found
 
 
@@ -54,20 +45,10 @@ def problems(text: str) -> list[str]:
             found.append(f"pain {row.number}: status {row.status!r} is none of {STATUSES}")
         if not row.pain or not row.answer:
             found.append(f"pain {row.number}: an empty cell")
-        if not row.tests:
+        if not named_tests(row.shown_by, f"pain {row.number}"):
             found.append(f"pain {row.number}: names no test")
-        for file, function in row.tests:
-            if function not in names_of_tests(file):
-                found.append(f"pain {row.number}: {file} has no test {function}")
+        found += missing_tests(row.shown_by, f"pain {row.number}")
     return found
-
-
-def names_of_tests(file: str) -> set[str]:
-    path = ROOT / file
-    if not path.is_file():
-        return set()
-    tree = ast.parse(path.read_text())
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
 
 def test_every_pain_has_a_status_and_names_tests_that_exist():

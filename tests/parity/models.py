@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import dshard
+from dshard.testing import oracle
 
 VOCAB, CONTEXT, WIDTH, HEADS = 32, 8, 16, 2
 
@@ -194,7 +195,7 @@ class Setup:
     """How a model is trained.
 
     Args:
-        kind: 'ddp', 'ordered' (DDP that adds gradients in rank order), 'fsdp2' or 'dshard'.
+        kind: 'ddp', 'ordered' (DDP that adds gradients in pairs of ranks), 'fsdp2' or 'dshard'.
         manual: Units bottom-up, rather than `fully_shard` on the root alone.
         reshard: `reshard_after_forward`.
         optimizer_first: Make the optimizer ahead of `fully_shard`.
@@ -230,15 +231,12 @@ class Run:
     norms: list[float]
 
 
-def _mean_in_rank_order(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A DDP communication hook that is as plain as can be: (rank 0 + rank 1 + ...) / N."""
+def _mean_in_pairs(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A DDP communication hook that is as plain as can be: ((rank 0 + rank 1) + (rank 2 + rank 3)) / N."""
     parts = [torch.empty_like(bucket.buffer()) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, bucket.buffer())
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
     done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(total / len(parts))
+    done.set_result(oracle.sum_in_pairs(parts) / len(parts))
     return done
 
 
@@ -249,7 +247,7 @@ def wrap(name: str, model: nn.Module, setup: Setup) -> nn.Module:
             warnings.simplefilter("ignore", FutureWarning)  # newer torch renames the option
             ddp = DistributedDataParallel(model, broadcast_buffers=False)
         if setup.kind == "ordered":
-            ddp.register_comm_hook(None, _mean_in_rank_order)
+            ddp.register_comm_hook(None, _mean_in_pairs)
         return ddp
     if setup.kind == "fsdp2":
         from torch.distributed.fsdp import fully_shard

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dshard
 from dshard.collectives import BufferPool
 from dshard.runtime import Runtime, Unit
+from dshard.runtime.copies import Copies
 from dshard.testing import WorldPool
 from tests.parity.models import CASES, GPT, batch, build, shard
 from tests.parity.test_wire_bytes import chunked_loss
@@ -39,20 +41,24 @@ class Watch:
     def alive_bytes(self) -> int:
         return sum(num_bytes for ref, num_bytes in self.copies if not ref.expired())
 
-    def num_alive(self) -> int:
-        return sum(not ref.expired() for ref, _ in self.copies)
+    def num_alive(self, expected: int = 0, bound_s: float = 5.0) -> int:
+        """How many copies somebody holds; gloo's threads may let go of memory a moment after `wait()`."""
+        deadline = time.monotonic() + bound_s
+        while (found := sum(not ref.expired() for ref, _ in self.copies)) > expected and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return found
 
 
 @contextmanager
 def watching() -> Iterator[Watch]:
-    """Look into `Unit` and `Runtime` while gathers happen; memory that waits for another use is let go."""
+    """Look into `Copies` and `Runtime` while gathers happen; memory that waits for another use is let go."""
     watch = Watch()
-    finish, on_gather, trim = Unit._finish, Runtime.on_gather, BufferPool._trim
+    wait, on_gather, trim = Copies.wait, Runtime.on_gather, BufferPool._trim
 
-    def finish_watched(self: Unit) -> None:
-        finish(self)
-        assert self._fulls is not None
-        for full in self._fulls:
+    def wait_watched(self: Copies) -> None:
+        arrives = self._in_flight is not None
+        wait(self)
+        for full in (self._fulls or ()) if arrives else ():
             if full.numel():
                 watch.copies.append((StorageWeakRef(full.untyped_storage()), full.numel() * full.element_size()))
         watch.peak_alive_bytes = max(watch.peak_alive_bytes, watch.alive_bytes())
@@ -61,12 +67,12 @@ def watching() -> Iterator[Watch]:
         on_gather(self, unit)
         watch.peak_counted_bytes = max(watch.peak_counted_bytes, self.gathered_bytes)
 
-    Unit._finish, Runtime.on_gather = finish_watched, on_gather_watched  # type: ignore[method-assign]
+    Copies.wait, Runtime.on_gather = wait_watched, on_gather_watched  # type: ignore[method-assign]
     BufferPool._trim = BufferPool.clear  # type: ignore[method-assign]
     try:
         yield watch
     finally:
-        Unit._finish, Runtime.on_gather = finish, on_gather  # type: ignore[method-assign]
+        Copies.wait, Runtime.on_gather = wait, on_gather  # type: ignore[method-assign]
         BufferPool._trim = trim  # type: ignore[method-assign]
 
 
@@ -95,7 +101,7 @@ def forward_only(name: str, manual: bool, reshard: bool | None) -> dict[str, Any
     with watching() as watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         loss = CASES[name].loss(model(inputs), targets)
     copies = {ref.cdata for ref, _ in watch.copies}
-    after_forward = watch.num_alive()
+    after_forward = watch.num_alive(expected=0 if reshard else len(watch.copies))
     saved_weights = sum(ref.cdata in copies for _, _, ref in saved)
     root_copies = sum(bool(p.numel()) for u in units_of(model) if model in u.modules for p in u.params)
     with watching() as backward:
@@ -146,7 +152,8 @@ def leak_a_weight() -> tuple[int, int]:
         full = model.head.weight.materialize()  # type: ignore[union-attr]
         model(batch("gpt", 0, 0, 0)[0])
     assert full.numel()
-    return watch.num_alive(), len(model.head.weight._source.params)  # type: ignore[union-attr]
+    num_in_unit = len(model.head.weight._source.params)  # type: ignore[union-attr]
+    return watch.num_alive(expected=num_in_unit), num_in_unit
 
 
 def test_a_weight_that_is_kept_is_seen_as_alive(worlds: WorldPool):

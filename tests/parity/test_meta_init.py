@@ -194,3 +194,25 @@ def peak_local_bytes() -> tuple[int, int]:
 def test_to_empty_allocates_a_shard_of_each_parameter(worlds: WorldPool):
     for local, total in worlds.run(4, peak_local_bytes):
         assert local == total // 4
+
+
+def hooks_from_meta() -> list[int]:
+    """Hooks that were registered on the meta device: one of each kind, on each parameter."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    dshard.fully_shard(model)
+    seen = [0, 0]
+
+    def count(kind: int) -> None:
+        seen[kind] += 1
+
+    for p in model.parameters():
+        p.register_hook(lambda grad: count(0))
+        p.register_post_accumulate_grad_hook(lambda p: count(1))
+    model.to_empty(device="cpu")
+    model(torch.ones(1, 4)).sum().backward()
+    return seen
+
+
+def test_hooks_from_before_to_empty_fire_once(worlds: WorldPool):
+    assert worlds.run(2, hooks_from_meta) == [[4, 4]] * 2

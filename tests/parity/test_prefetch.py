@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -161,6 +161,18 @@ def test_an_automatic_budget_keeps_what_fits_from_the_second_step_on(worlds: Wor
     assert found[0].gathers == [2 * NUM_BLOCKS, NUM_BLOCKS, NUM_BLOCKS]  # a few kilobytes fit on any machine
 
 
+@pytest.mark.parametrize("budget", [0, 5])
+def test_a_call_without_a_budget_keeps_that_of_an_earlier_one_below(worlds: WorldPool, budget):
+    assert worlds.run(1, budget_after_two_calls, budget) == [budget]
+
+
+def budget_after_two_calls(budget: int) -> Any:
+    model: Any = Chain()
+    dshard.fully_shard(model.blocks[0], memory_budget=budget)
+    dshard.fully_shard(model)
+    return units_of(model)[0].observer.memory_budget
+
+
 def test_units_that_were_told_are_no_matter_of_the_budget(worlds: WorldPool):
     for reshard, gathers in ((True, 2 * NUM_BLOCKS), (False, NUM_BLOCKS)):
         found = worlds.run(2, train_new, [()] * 2, {"reshard": reshard, "budget": 3 * UNIT_BYTES})
@@ -182,6 +194,7 @@ def runs(draw: st.DrawFn) -> tuple[list[tuple[Any, ...]], dict[str, Any]]:
 
 
 @settings(max_examples=40)
+@example(drawn=([(None, False), ((0, 2, 0), False)], {"reshard": None, "budget": None, "depth": 1}), num_ranks=1)
 @given(drawn=runs(), num_ranks=st.sampled_from([1, 2, 3]))
 def test_depth_budget_and_any_order_of_use_change_no_bit_and_end_with_all_units_sharded(
     worlds: WorldPool, drawn, num_ranks
@@ -251,3 +264,44 @@ def test_a_budget_that_is_no_number_of_bytes_is_refused(worlds: WorldPool, budge
 @pytest.mark.parametrize("depth", [-1, 0.5])
 def test_a_depth_that_is_no_count_is_refused(worlds: WorldPool, depth):
     assert "set_prefetch: depth must be" in worlds.run(1, refuse, {"depth": depth})[0]
+
+
+class Scaled(nn.Module):
+    """A weight that multiplies, as in RMSNorm: autograd saves it itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.scale * x)
+
+
+class ScaledTwice(nn.Module):
+    """Two blocks, checkpointed or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Scaled(), Scaled()])
+
+    def forward(self, x: Tensor, use_reentrant: bool | None) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if use_reentrant is None else checkpoint(block, x, use_reentrant=use_reentrant)
+        return x
+
+
+def gathers_under_checkpoint(use_reentrant: bool | None) -> list[str]:
+    """What a step gathers, by label."""
+    model: Any = ScaledTwice()
+    for block in model.blocks:
+        dshard.fully_shard(block)
+    dshard.fully_shard(model)
+    with dshard.CommTrace() as trace:
+        model(torch.ones(2, WIDTH, requires_grad=True), use_reentrant).sum().backward()
+    return sorted(record.label for record in trace.select("all_gather"))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_a_checkpoint_saves_again_is_gathered_with_its_unit(worlds: WorldPool, use_reentrant):
+    plain = worlds.run(2, gathers_under_checkpoint, None)
+    assert worlds.run(2, gathers_under_checkpoint, use_reentrant) == plain

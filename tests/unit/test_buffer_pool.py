@@ -5,13 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dshard.collectives import BufferPool
+from dshard.collectives import Buffer, BufferPool
 
 CPU = torch.device("cpu")
 
 
-def address(buffer: torch.Tensor) -> int:
-    return buffer.untyped_storage().data_ptr()
+def address(buffer: Buffer) -> int:
+    return buffer.memory.untyped_storage().data_ptr()
 
 
 def test_a_buffer_that_nobody_refers_to_is_handed_out_again():
@@ -23,6 +23,18 @@ def test_a_buffer_that_nobody_refers_to_is_handed_out_again():
     assert pool.kept_bytes == 4096
     assert address(pool.take(4096, CPU)) == where
     assert pool.kept_bytes == 0
+
+
+def test_a_lent_buffer_is_handed_out_again_once_its_tensors_are_gone():
+    pool = BufferPool()
+    buffer = pool.take(4096, CPU)
+    where, grad = address(buffer), buffer.memory[:16]
+    pool.lend(buffer)
+    del buffer
+    other = pool.take(4096, CPU)
+    assert address(other) != where
+    del grad
+    assert address(pool.take(4096, CPU)) == where
 
 
 class Saving(torch.autograd.Function):
@@ -45,6 +57,7 @@ ALIASES = {
     "as_strided": lambda b: torch.as_strided(b, (2, 2), (1, 4)),
     "detached": lambda b: b.detach(),
     "data": lambda b: b.data,
+    "a storage": lambda b: b.untyped_storage(),
     "numpy": lambda b: b.numpy(),
     "saved by autograd": lambda b: Saving.apply(torch.ones(1, requires_grad=True), b.view(torch.float32)),
     "a list": lambda b: [list(b.split(1024))],
@@ -54,28 +67,59 @@ ALIASES = {
 @pytest.mark.parametrize("how", [a for a in ALIASES if a != "the buffer"])
 def test_memory_that_somebody_sees_is_left_to_them(how):
     pool = BufferPool()
-    buffer = pool.take(4096, CPU).zero_()
+    buffer = pool.take(4096, CPU)
     where = address(buffer)
-    alias = ALIASES[how](buffer)
+    alias = ALIASES[how](buffer.memory.zero_())
     pool.give(buffer)
     del buffer
     assert pool.kept_bytes == 0
-    other = pool.take(4096, CPU).fill_(1)
-    assert address(other) != where
+    assert address(pool.take(4096, CPU)) != where
     assert alias is not None
+
+
+class Halves:
+    """Two tensors, each with a version counter of its own."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.tensors = torch.unsafe_split_with_sizes(memory, [memory.numel() // 2] * 2)
+
+
+def test_who_cuts_a_buffer_alike_gets_the_same_tensors():
+    pool = BufferPool()
+    buffer = pool.take(4096, CPU)
+    tensors = buffer.cut("halves", Halves).tensors
+    pool.give(buffer)
+    assert pool.kept_bytes == 4096
+    assert pool.take(4096, CPU).cut("halves", Halves).tensors is tensors
+    assert buffer.cut("otherwise", Halves).tensors is not tensors
+
+
+CUT_ALIASES = {**{how: alias for how, alias in ALIASES.items() if "dtype" not in how}, "itself": lambda t: t}
+
+
+@pytest.mark.parametrize("how", CUT_ALIASES)
+def test_memory_of_which_somebody_sees_a_part_is_left_to_them(how):
+    pool = BufferPool()
+    buffer = pool.take(1 << 14, CPU)
+    alias = CUT_ALIASES[how](buffer.cut("halves", Halves).tensors[1].zero_())
+    pool.give(buffer)
+    assert pool.kept_bytes == 0
+    del alias
+    pool.give(buffer)
+    assert pool.kept_bytes == 1 << 14
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from([64, 128, 4096])), max_size=40))
 def test_what_is_kept_and_in_use_is_at_most_what_was_in_use_at_one_time(steps):
     pool = BufferPool()
-    out: list[torch.Tensor] = []
+    out: list[Buffer] = []
     peaks = [0, 0]
     for i, (takes, size) in enumerate(steps):
         if takes or not out:
             out.append(pool.take(size, CPU))
         else:
             pool.give(out.pop(0))
-        in_use = sum(b.numel() for b in out)
+        in_use = sum(b.memory.numel() for b in out)
         peaks[-1] = max(peaks[-1], in_use)
         assert pool.kept_bytes + in_use <= max(peaks[-2:])
         if i % 10 == 9:
@@ -94,12 +138,14 @@ def test_after_two_steps_without_use_nothing_is_kept():
 
 def test_memory_that_is_used_again_is_not_a_number_when_uninitialized_memory_is():
     pool = BufferPool()
-    pool.give(pool.take(64, CPU).zero_())
+    buffer = pool.take(64, CPU)
+    buffer.memory.zero_()
+    pool.give(buffer)
     before = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
-        assert pool.take(64, CPU).view(torch.float32).isnan().all()
+        assert pool.take(64, CPU).memory.view(torch.float32).isnan().all()
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = before

@@ -54,20 +54,18 @@ def test_local_shapes_are_those_of_the_oracles_shards(layout):
 
 
 @given(layout=layouts())
-def test_slots_hold_the_largest_shard_and_padding_is_the_rest(layout):
+def test_slots_hold_the_largest_shard(layout):
     sizes = [layout.local_numel(r) for r in range(layout.num_ranks)]
     assert layout.numel == math.prod(layout.shape)
     assert layout.slot_numel == max(sizes)
-    assert layout.padding_numel == layout.num_ranks * max(sizes) - layout.numel
-    assert layout.is_even == (len(set(map(layout.local_shape, range(layout.num_ranks)))) == 1)
-    assert layout.padding_numel >= 0
 
 
 @given(layout=layouts())
-def test_the_padding_of_an_even_cut_is_zero_and_no_rank_pads_more_than_a_slot(layout):
-    if layout.dim is not None and layout.is_even:
-        assert layout.padding_numel == 0
-    assert layout.padding_numel <= (layout.num_ranks - 1) * layout.slot_numel
+def test_the_slots_of_an_even_cut_are_full_and_no_rank_pads_more_than_a_slot(layout):
+    padding = layout.num_ranks * layout.slot_numel - layout.numel
+    if layout.dim is not None and layout.shape[layout.dim] % layout.num_ranks == 0:
+        assert padding == 0
+    assert 0 <= padding <= (layout.num_ranks - 1) * layout.slot_numel
 
 
 @given(layout=layouts(), item=st.sampled_from([1, 2, 4, 8]))
@@ -82,23 +80,21 @@ def test_a_bucket_puts_slots_one_after_the_other(data, num_ranks):
     parts = data.draw(st.lists(layouts(num_ranks=num_ranks), max_size=5))
     bucket = BucketLayout.of(parts)
     assert bucket.layouts == tuple(parts)
-    assert bucket.slot_sizes == [p.slot_numel for p in parts]
+    assert bucket.slot_sizes == tuple(p.slot_numel for p in parts)
     taken = [i for off, size in zip(bucket.offsets, bucket.slot_sizes, strict=True) for i in range(off, off + size)]
     assert taken == list(range(bucket.segment_numel))
-    assert bucket.padding_numel == sum(p.padding_numel for p in parts)
     assert bucket.num_ranks == (num_ranks if parts else 1)
 
 
 def test_a_0d_tensor_is_whole_on_every_rank():
     layout = ShardLayout((), None, 4)
-    assert (layout.numel, layout.slot_numel, layout.local_shape(3), layout.is_even) == (1, 1, (), True)
-    assert layout.padding_numel == 3
+    assert (layout.numel, layout.slot_numel, layout.local_shape(3)) == (1, 1, ())
 
 
 def test_an_empty_tensor_has_empty_shards_of_its_rank():
     layout = ShardLayout((0, 3), 0, 3)
     assert [layout.local_shape(r) for r in range(3)] == [(0, 3)] * 3
-    assert (layout.numel, layout.slot_numel, layout.padding_numel, layout.is_even) == (0, 0, 0, True)
+    assert (layout.numel, layout.slot_numel) == (0, 0)
 
 
 def test_ranks_past_the_end_hold_empty_shards():

@@ -58,10 +58,10 @@ def test_wire_bytes_are_n_minus_one_padded_shards():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_mean_sums_in_rank_order(dtype):
+def test_mean_sums_in_pairs(dtype):
     arrays = [np.array([value], dtype) for value in (1e8, 1.0, -1e8, 1.0)]
-    expected = (((arrays[0] + arrays[1]) + arrays[2]) + arrays[3]) / dtype(4)
-    mean = oracle.mean_in_rank_order(arrays)
+    expected = ((arrays[0] + arrays[1]) + (arrays[2] + arrays[3])) / dtype(4)
+    mean = oracle.mean_in_pairs(arrays)
     assert mean.dtype == dtype
     np.testing.assert_array_equal(mean, expected)
     assert arrays[0][0] == dtype(1e8)

@@ -1,0 +1,74 @@
+"""How long the planner's solver takes, and what it proves: `python benchmarks/planner_solver.py [UNITS ...]`.
+
+Layers of a transformer on 64 ranks in hosts of 8, six strategies each, at limits between all-full and all-ddp.
+Families: `alike` (one width), `widths` (five, at random), `random` (width, tokens and times at random). CPU seconds.
+"""
+
+import random
+import sys
+import time
+from collections import Counter
+
+from dshard.planner import Cluster, Link, Links, ModelCosts, ParamCosts, UnitCosts, peak_bytes, solve, step_time
+
+STRATEGIES = ("ddp", "zero2", "keep", "full", "hybrid(8)", "split(4)")
+PARTS = (0.02, 0.1, 0.3)
+
+
+def layer(number: int, width: int, tokens: int, factor: float) -> UnitCosts:
+    """A transformer layer at 200 TFLOPS."""
+    sizes = ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
+    params = tuple(ParamCosts(f"{number}.{i}", *size, can_split=True) for i, size in enumerate(sizes))
+    forward_s = 2 * 12 * width * width * tokens / 200e12 * factor
+    return UnitCosts(
+        f"layers.{number}",
+        params,
+        forward_s,
+        2 * forward_s,
+        activation_bytes=int(34 * tokens * width * factor),
+        forward_transient_bytes=8 * tokens * width,
+        backward_transient_bytes=8 * tokens * width,
+        optimizer_s=12 * width * width * 20 / 1.5e12,
+        slice_overhead_s=1e-5,
+    )
+
+
+def family(name: str, num_units: int) -> ModelCosts:
+    """A model of that many layers."""
+    rng = random.Random(1)
+    widths = {"alike": (1024,), "widths": (512, 768, 1024, 1536, 2048), "random": range(256, 2048)}[name]
+    layers = []
+    for number in range(num_units):
+        tokens = rng.randrange(256, 4096) if name == "random" else 2048
+        factor = 1.0 if name == "alike" else rng.uniform(0.8, 1.2)
+        layers.append(layer(number, rng.choice(widths), tokens, factor))
+    return ModelCosts(tuple(layers))
+
+
+def main(sizes: list[int]) -> None:
+    """Print a table."""
+    inside, across = Links.of(Link(2e-5, 1 / 200e9, 1e-6)), Links.of(Link(3e-5, 1 / 40e9, 2e-6))
+    cluster = Cluster(64, 8, inside, across, keeps_received_rows=False)
+    out = sys.stdout
+    out.write("| family | units | memory | CPU s | gap | by the relaxation alone | all full / plan | plan |\n")
+    out.write("|---|---|---|---|---|---|---|---|\n")
+    for num_units in sizes:
+        for name in ("alike", "widths", "random"):
+            model = family(name, num_units)
+            low, high = (peak_bytes(model, [base] * num_units, cluster) for base in ("full", "ddp"))
+            for part in PARTS:
+                started = time.process_time()
+                solution = solve(model, cluster, STRATEGIES, low + int((high - low) * part))
+                took, proof = time.process_time() - started, solution.certificate
+                counts = Counter(map(str, solution.strategies)).most_common()
+                plan = ", ".join(f"{count} {strategy}" for strategy, count in counts)
+                ratio = step_time(model, ["full"] * num_units, cluster) / proof.step_s
+                out.write(
+                    f"| {name} | {num_units} | {part:.0%} | {took:.1f} | {proof.gap:.1g} | {proof.relaxed_gap:.1g} | "
+                    f"{ratio:.3f} | {plan} |\n"
+                )
+                out.flush()
+
+
+if __name__ == "__main__":
+    main([int(size) for size in sys.argv[1:]] or [100, 2000])

@@ -1,0 +1,141 @@
+"""The GPT that the benchmarks train, and the ways to shard it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import dshard
+from dshard.bench.common import Reader, Step, Summary
+from dshard.bench.waits import watched
+
+__all__ = ["COMPILED", "KINDS", "ROOT_ALONE", "Size", "mesh_of", "overheads", "shard", "step_of", "training_step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of a GPT: tokens it knows, features, blocks, attention heads."""
+
+    vocab: int = 2048
+    width: int = 512
+    layers: int = 8
+    heads: int = 8
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block; (batch, tokens, width) in and out."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        width, self.heads = size.width, size.heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds attention, then the MLP, to the residual stream."""
+        batch, tokens, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Token ids (batch, tokens) to logits (batch, tokens, vocab)."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(size.vocab, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, size.vocab, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of the next token at every position."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+KINDS = ("unsharded", "DDP", "FSDP2", "dshard", "FSDP2, no reshard", "dshard, no reshard")
+ROOT_ALONE = "dshard, root alone"
+COMPILED = ", compiled"  # at the end of a kind: each block, by inductor
+_SHARD: dict[str, Any] = {"dshard": dshard.fully_shard, "FSDP2": torch_fully_shard}
+
+
+def mesh_of(device: torch.device) -> DeviceMesh:
+    """All ranks, with tensors on `device`'s type: said, for both libraries would else take a GPU that is there."""
+    return init_device_mesh(device.type, (dist.get_world_size(),))
+
+
+def shard(
+    kind: str, model: nn.Module, device: torch.device, *, policy: MixedPrecisionPolicy | None = None
+) -> nn.Module:
+    """Shard a model whose blocks are in ``model.blocks``, in the way that `kind` says; plain kinds are left alone."""
+    if kind == "DDP":
+        return DistributedDataParallel(model)
+    library = _SHARD.get(kind.split(",")[0])
+    if library is None:
+        return model
+    mesh = mesh_of(device)
+    if kind == ROOT_ALONE:
+        return library(model, mesh=mesh)
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": "no reshard" not in kind}
+    if policy is not None:
+        options["mp_policy"] = policy
+    assert isinstance(model.blocks, nn.ModuleList)
+    for block in model.blocks:
+        library(block, **options)
+    return library(model, **options)
+
+
+def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> Callable[[], None]:
+    """One forward, backward and optimizer step on ids of shape (batch, tokens + 1)."""
+
+    def step() -> None:
+        loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def step_of(kind: str, size: Size, batch: int, tokens: int, *, policy: MixedPrecisionPolicy | None = None) -> Step:
+    """An AdamW training step of a freshly built GPT on CPU, which tells its exposed time where that is known."""
+    torch.manual_seed(0)
+    plain = GPT(size)
+    if kind.endswith(COMPILED):
+        for block in plain.blocks:
+            block.compile()
+    if policy is not None and kind.startswith("unsharded"):
+        plain.to(policy.param_dtype)
+    model = shard(kind, plain, torch.device("cpu"), policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ids = torch.randint(0, size.vocab, (batch, tokens + 1))
+    bare = training_step(model, optimizer, ids)
+
+    def step() -> Reader:
+        return watched(kind, model, bare)
+
+    return step
+
+
+def overheads(rows: dict[str, Summary]) -> dict[str, float]:
+    """What dshard adds to the unsharded step, over what FSDP2 adds; by the suffix of the kind."""
+
+    def added(kind: str) -> float:
+        return (rows[kind]["median_ms"] or 0.0) - (rows["unsharded"]["median_ms"] or 0.0)
+
+    return {suffix: added("dshard" + suffix) / added("FSDP2" + suffix) for suffix in ("", ", no reshard")}

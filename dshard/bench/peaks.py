@@ -1,0 +1,65 @@
+"""The most memory at one time: of gathered copies, by dshard's own count, and of a rank's process, by the system's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from dshard.runtime import Runtime, Unit
+
+__all__ = ["Peak", "gathered_peak", "grown_bytes"]
+
+_NUM_STEPS = 5
+
+
+@dataclass(slots=True)
+class Peak:
+    """What was counted so far."""
+
+    num_bytes: int = 0
+
+
+@contextmanager
+def gathered_peak() -> Iterator[Peak]:
+    """The most bytes of gathered copies at one time within the block, by `Runtime.gathered_bytes`."""
+    peak, on_gather = Peak(), Runtime.on_gather
+
+    def counted(self: Runtime, unit: Unit) -> None:
+        on_gather(self, unit)
+        peak.num_bytes = max(peak.num_bytes, self.gathered_bytes)
+
+    Runtime.on_gather = counted  # type: ignore[method-assign]
+    try:
+        yield peak
+    finally:
+        Runtime.on_gather = on_gather  # type: ignore[method-assign]
+
+
+def _resident_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+
+def grown_bytes(make_step: Callable[[], Callable[[], object]]) -> int:
+    """Bytes that this rank's process grew by: the resident memory's peak in five steps, less what it was before.
+
+    Args:
+        make_step: Builds the model, and returns a training step of it. Best in a fresh process, for a heap that others
+            have used tells nothing.
+
+    Communicates:
+        A barrier before and one after, besides what the steps do.
+    """
+    dist.barrier()
+    before = _resident_bytes("VmRSS:")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    step = make_step()
+    for _ in range(_NUM_STEPS):
+        step()
+    grown = _resident_bytes("VmHWM:") - before
+    dist.barrier()
+    return grown

@@ -1,0 +1,38 @@
+"""A training step of a GPT: dshard beside FSDP2, DDP and the unsharded step, interleaved in one run."""
+
+from __future__ import annotations
+
+from dshard.bench.common import WORLD_TIMEOUT_S, Summary, gloo_world, interleave, summary
+from dshard.bench.models import KINDS, ROOT_ALONE, Size, overheads, step_of
+from dshard.bench.output import Output, timing_table
+from dshard.bench.plots import Bars
+
+__all__ = ["run"]
+
+_ROWS = {"batch 4 x 128 tokens": (4, 128), "batch 1 x 16 tokens": (1, 16)}
+_NUM_WARMUPS = 3
+
+
+def _measure(size: Size, batch: int, tokens: int, num_rounds: int) -> dict[str, Summary]:
+    """Time all variants on this rank."""
+    variants = {kind: step_of(kind, size, batch, tokens) for kind in (*KINDS, ROOT_ALONE)}
+    samples = interleave(variants, num_rounds=num_rounds, num_warmups=_NUM_WARMUPS)
+    return {kind: summary(some) for kind, some in samples.items()}
+
+
+def run(output: Output, *, num_ranks: int, num_rounds: int, size: Size) -> None:
+    """Measure, print and write `step_gloo_N`; the times are rank 0's."""
+    results: dict[str, dict[str, Summary]] = {}
+    with gloo_world(num_ranks) as world:
+        for row, (batch, tokens) in _ROWS.items():
+            rows = world.run(_measure, size, batch, tokens, num_rounds, timeout_s=WORLD_TIMEOUT_S)[0]
+            results[row] = rows
+            print(f"\n{row}, {num_ranks} gloo ranks\n{timing_table(rows, with_exposed=True)}", flush=True)
+            if num_ranks > 1:
+                for suffix, share in overheads(rows).items():
+                    print(f"overhead over unsharded{suffix}: {share:.2f} of FSDP2's", flush=True)
+    panels = [
+        Bars(title, "ms, median", {row: {k: r.get(key) for k, r in rows.items()} for row, rows in results.items()})
+        for title, key in (("a training step", "median_ms"), ("of it, waiting for peers", "exposed_ms"))
+    ]
+    output.write(f"step_gloo_{num_ranks}", {"header": output.header(num_ranks=num_ranks), "rows": results}, panels)

@@ -1,0 +1,79 @@
+"""What one rank cannot do, no rank has done: errors that all ranks raise together."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from dshard import collectives
+from dshard.collectives import ReduceOp, ShardGroup
+from dshard.errors import CheckpointError
+from dshard.tensor import ShardedTensor
+from dshard.tensor.inner import groups_of, joined_group
+
+__all__ = ["agree", "group_of", "together"]
+
+_MAX_TEXT_BYTES = 2048  # of an error that travels to the other ranks
+_LABEL = "checkpoint"
+
+
+def group_of(model: nn.Module) -> ShardGroup:
+    """The ranks over which a model is sharded: of the parameter that lies on most ranks, the first of several.
+
+    Raises:
+        CheckpointError: It has none.
+    """
+    params = [p for p in model.parameters() if isinstance(p, ShardedTensor)]
+    if params:
+        widest = max(params, key=lambda p: math.prod(group.world_size for group in groups_of(p)))
+        return joined_group(widest)
+    raise CheckpointError("checkpoint: needs a sharded model, but it has no sharded parameter. Call fully_shard first.")
+
+
+def together(group: ShardGroup, action: Callable[[], None], what: str) -> None:
+    """Run an action on every rank and raise on every rank if it failed on any.
+
+    Communicates:
+        As `agree`.
+    """
+    error: Exception | None = None
+    try:
+        action()
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    agree(group, error, what)
+
+
+def agree(group: ShardGroup, error: Exception | None, what: str) -> None:
+    """Raise on every rank if there is an error on any: the rank's own, or that of the first rank that has one.
+
+    Args:
+        group: The ranks.
+        error: What went wrong on this rank.
+        what: What should have happened, for an error that is none of ours.
+
+    Raises:
+        CheckpointError: Something went wrong on some rank. On every rank alike.
+
+    Communicates:
+        An all-reduce of 8 bytes; where there is an error, one of its text.
+    """
+    own = torch.tensor([group.world_size if error is None else group.world_rank], device=group.device_type)
+    first = int(collectives.all_reduce([own], group, ReduceOp.MIN, label=_LABEL, everywhere=True).wait()[0].item())
+    if first == group.world_size:
+        return
+    text = _text(error, what).encode()[:_MAX_TEXT_BYTES] if group.world_rank == first else b""
+    sent = torch.tensor(list(text.ljust(_MAX_TEXT_BYTES, b"\0")), dtype=torch.uint8, device=group.device_type)
+    received = collectives.all_reduce([sent], group, ReduceOp.MAX, label=_LABEL, everywhere=True).wait()[0]
+    if isinstance(error, CheckpointError):
+        raise error
+    if error is not None:
+        raise CheckpointError(_text(error, what)) from error
+    raise CheckpointError(bytes(received.tolist()).rstrip(b"\0").decode(errors="replace") + f" (Rank {first}.)")
+
+
+def _text(error: Exception | None, what: str) -> str:
+    if error is None or isinstance(error, CheckpointError):
+        return str(error)
+    return f"{what}, but {type(error).__name__}: {error}. Check the path, its permissions and the space left."

@@ -1,0 +1,143 @@
+"""``dshard simulate``: what a step would take on devices that are not here, for any number of ranks."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dshard.cli import published
+from dshard.cli.target import Target, add_options, check_folder, check_picture, target_of
+from dshard.cli.usage import UsageError
+
+if TYPE_CHECKING:
+    from dshard.planner import Plan
+
+_PLANNED = "plan"
+_DESCRIPTION = """\
+Predicts step time, TFLOP/s and peak memory per rank, and the communication that nothing hides.
+  dshard simulate gpt3-175b --checkpoint --world 128 512 4096 --device a100-80g
+  dshard simulate --published
+  dshard simulate gpt2 --world 8 64 --device h100-80g --strategy ddp full plan --curve scaling.png
+MODEL is as for dshard plan. No weights, no devices and no network are needed.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds this subcommand to the parser of ``dshard``."""
+    parser = commands.add_parser(
+        "simulate",
+        help="predict a step on devices that are not here",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", nargs="?")
+    parser.add_argument("--world", type=int, nargs="+", metavar="RANKS", help="numbers of ranks")
+    parser.add_argument(
+        "--strategy", nargs="+", default=["full"], help="of all units; plan for the best mix (%(default)s)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the step of the first row (.png, .svg, .pdf)")
+    parser.add_argument("--curve", type=Path, metavar="FILE", help="draw the first strategy over the numbers of ranks")
+    parser.add_argument(
+        "--published", action="store_true", help="no MODEL: published runs of FSDP beside their figures"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="with --published: write the rows as JSON")
+    add_options(parser, needs_device=False)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulates, and prints a row for each number of ranks and strategy.
+
+    Raises:
+        UsageError: on bad input.
+
+    Communicates: nothing.
+    """
+    from dshard.errors import DShardError
+    from dshard.planner.drawing import draw_scaling
+
+    if args.out is not None:
+        check_folder("--out", args.out)
+    if args.published:
+        return published.run(args.out)
+    missing = next((name for name in ("model", "world", "device") if getattr(args, name) is None), None)
+    if missing is not None or args.out is not None:
+        which = "--out is for --published" if missing is None else f"{missing.upper()} is missing"
+        raise UsageError(f"MODEL, --world and --device go together, or --published alone, but {which}. Pass all three.")
+    for world in args.world:
+        if world < 1:
+            raise UsageError(f"--world must be at least 1, but it is {world}.")
+    if args.batch == "auto" and args.strategy != [_PLANNED]:
+        raise UsageError("--batch auto needs a plan, but --strategy names others. Pass --strategy plan.")
+    check_picture("--plot", args.plot)
+    check_picture("--curve", args.curve)
+    target = target_of(args)
+    try:
+        found = simulated(target, args.world, args.strategy)
+    except DShardError as error:
+        raise UsageError(str(error)) from error
+    print(f"{target.sampled.name}: {target.sampled.num_params:,} parameters, {target.device.name}")
+    print(table(found, target.limit_bytes))
+    if args.plot is not None:
+        next(iter(found.values())).plot(args.plot)
+        print(f"wrote {args.plot}")
+    if args.curve is not None:
+        first = {world: plan for (world, strategy), plan in found.items() if strategy == args.strategy[0]}
+        tflops = {world: plan.tflops for world, plan in first.items()}
+        peaks = {world: plan.peak_bytes for world, plan in first.items()}
+        draw_scaling(
+            args.curve, tflops, peaks, title=f"{target.sampled.name}, {target.device.name}, {args.strategy[0]}"
+        )
+        print(f"wrote {args.curve}")
+    return 0
+
+
+def simulated(target: Target, worlds: list[int], strategies: list[str]) -> dict[tuple[int, str], Plan]:
+    """A plan for each number of ranks and strategy; one that does not fit is simulated all the same.
+
+    Raises:
+        UsageError: the ranks do not fill their hosts.
+        PlanError: nothing fits under "plan".
+        StateError: a strategy is none, or the model cannot be traced.
+    """
+    from dshard.planning import Profile
+    from dshard.policies import Strategy
+
+    kinds = {name: None if name == _PLANNED else Strategy.of(name) for name in strategies}
+    clusters = {world: target.cluster(world) for world in worlds}
+    profile = Profile(target.sampled.model, target.sampled.sample, device=target.device, training=target.training)
+    batch = "auto" if target.batch == "auto" else None
+    found = {}
+    for world, cluster in clusters.items():
+        for name, strategy in kinds.items():
+            if strategy is None:
+                found[world, name] = profile.plan(cluster, memory=target.limit_bytes, batch=batch)
+            else:
+                found[world, name] = profile.given(cluster, strategy)
+    return found
+
+
+def table(found: dict[tuple[int, str], Plan], limit_bytes: int) -> str:
+    """One row per simulated step."""
+    from dshard.planner.plan import bytes_text
+
+    rows = [("ranks", "strategy", "batch", "step", "exposed", "TFLOP/s per rank", "samples/s", "peak", "fits")]
+    for (world, name), plan in found.items():
+        rows.append(
+            (
+                str(world),
+                name,
+                str(plan.model.batch_size),
+                f"{plan.step_s:.4g} s",
+                f"{plan.exposed_s / plan.step_s:.1%}",
+                f"{plan.tflops:.4g}",
+                f"{plan.samples_per_s:.4g}",
+                bytes_text(plan.peak_bytes),
+                "yes" if plan.peak_bytes <= limit_bytes else "no",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

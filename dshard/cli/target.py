@@ -1,0 +1,158 @@
+"""What ``dshard plan`` and ``dshard simulate`` share: options of the model, its training, and the devices."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dshard.cli.usage import UsageError
+
+if TYPE_CHECKING:
+    from dshard.cli.models import Sampled
+    from dshard.planner import Cluster, Device, Training
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_STATE_BYTES = {"adamw": (8, 4), "momentum": (4, 0), "sgd": (0, 0)}  # per element: kept, and while it steps
+_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def add_options(parser: argparse.ArgumentParser, *, needs_device: bool = True) -> None:
+    """Adds the options that both commands have."""
+    model = parser.add_argument_group("model and training")
+    model.add_argument("--batch", default="1", help="samples per rank, or auto (%(default)s)")
+    model.add_argument("--sequence", type=int, metavar="TOKENS", help="per sample (what is usual for the model)")
+    model.add_argument("--checkpoint", action="store_true", help="blocks compute their forward again in backward")
+    model.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of computations (%(default)s)")
+    model.add_argument("--master", choices=_DTYPES, default="float32", help="of stored parameters (%(default)s)")
+    model.add_argument("--optimizer", choices=tuple(_STATE_BYTES), default="adamw", help="(%(default)s)")
+    devices = parser.add_argument_group("devices")
+    devices.add_argument("--device", required=needs_device, help="such as a100-40g; an unknown name lists all")
+    devices.add_argument("--memory", help="limit per rank, such as 38GiB (95%% of the device's)")
+    devices.add_argument("--ranks-per-host", type=int, metavar="RANKS", help="(what is usual for the device)")
+    devices.add_argument("--hosts", type=int, help="the same, as the number of hosts")
+    devices.add_argument("--between-hosts", type=float, metavar="GBIT", help="network of a host, in Gbit/s (usual)")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model, how it is trained and on what; the number of ranks is still open."""
+
+    sampled: Sampled
+    training: Training
+    device: Device
+    limit_bytes: int
+    batch: int | str
+    ranks_per_host: int | None
+    hosts: int | None
+    between_hosts: float | None
+
+    def cluster(self, num_ranks: int) -> Cluster:
+        """So many ranks on the usual hosts, or on those that were asked for.
+
+        Raises:
+            UsageError: they do not fill their hosts.
+        """
+        from dshard.planner import cluster_of
+
+        per_host = self.ranks_per_host
+        if self.hosts is not None:
+            if num_ranks % self.hosts:
+                raise UsageError(
+                    f"--hosts must divide --world, but they are {self.hosts} and {num_ranks}. Pass --hosts 1."
+                )
+            per_host = num_ranks // self.hosts
+        usual = per_host or self.device.per_host
+        if num_ranks > usual and num_ranks % usual:
+            raise UsageError(
+                f"--world must be a multiple of the {usual} ranks of a host, but it is {num_ranks}. Pass "
+                f"--world {-(-num_ranks // usual) * usual}."
+            )
+        per_host = min(num_ranks, usual)
+        return cluster_of(self.device, num_ranks, ranks_per_host=per_host, between_hosts=self.between_hosts)
+
+
+def target_of(args: argparse.Namespace) -> Target:
+    """Checks the options that both commands have, and builds the model without memory.
+
+    Raises:
+        UsageError: something is wrong.
+    """
+    import torch
+
+    from dshard.errors import DShardError
+    from dshard.planner import Training, device_named
+    from dshard.planning import parse_bytes
+
+    batch = _batch(args.batch)
+    for name in ("sequence", "ranks_per_host", "hosts"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, but it is {value}.")
+    if args.hosts is not None and args.ranks_per_host is not None:
+        raise UsageError("--hosts and --ranks-per-host say the same, but both are given. Pass one of them.")
+    if args.between_hosts is not None and not 0 < args.between_hosts < float("inf"):
+        raise UsageError(f"--between-hosts must be a finite number above 0, but it is {args.between_hosts}.")
+    state_bytes, step_bytes = _STATE_BYTES[args.optimizer]
+    try:
+        device = device_named(args.device)
+        dtype = getattr(torch, args.dtype)
+        device.check(dtype)
+        limit = device.limit_bytes if args.memory is None else parse_bytes(_number(args.memory), "--memory")
+    except DShardError as error:
+        raise UsageError(str(error)) from error
+    from dshard.cli.models import build_model
+
+    sampled = build_model(
+        args.model,
+        batch=1 if batch == "auto" else int(batch),
+        sequence=args.sequence,
+        is_checkpointed=args.checkpoint,
+    )
+    sampled.model.to(getattr(torch, args.master))
+    training = Training(dtype, dtype, state_bytes, step_bytes)
+    rate = None if args.between_hosts is None else args.between_hosts * 1e9 / 8
+    return Target(sampled, training, device, limit, batch, args.ranks_per_host, args.hosts, rate)
+
+
+def _number(text: str) -> int | str:
+    """A plain number, also a negative one, which is refused with its value."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _batch(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"--batch must be a number of at least 1, or auto, but it is {text!r}. Pass --batch auto.")
+    return int(text)
+
+
+def check_picture(option: str, path: Path | None) -> None:
+    """Checks that a picture can be drawn at the end, before anything starts.
+
+    Raises:
+        UsageError: the suffix is unknown, its folder is not there, or matplotlib is missing.
+    """
+    if path is None:
+        return
+    if path.suffix.lower() not in _SUFFIXES:
+        raise UsageError(f"{option} must end in one of {', '.join(_SUFFIXES)}, but it is {path}.")
+    check_folder(option, path)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(f"{option} needs matplotlib, but it is not installed. Run: pip install 'dshard[cli]'.")
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Checks that a file's folder is there.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} must be in a folder that exists, but {path.parent} does not. Make it first.")

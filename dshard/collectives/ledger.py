@@ -1,0 +1,154 @@
+"""What each rank communicated about, compared once in a while: the check of backends that run their own collectives.
+
+On a direct backend a header goes ahead of every collective. In the buffers of the others it would cost copies to and
+from the device for each; so the ranks write down what they did and compare checksums when a backward ends.
+"""
+
+import weakref
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dshard.collectives._c10d import ProcessGroup
+from dshard.collectives.group import Handle, ShardGroup
+from dshard.collectives.header import HEADER_BYTES, Kind, check_headers, header
+from dshard.collectives.trace import record
+from dshard.errors import DivergenceError
+
+__all__ = ["note", "num_noted", "settle"]
+
+_Entry = tuple[Kind, str, int]
+_MAX_ENTRIES = 1 << 14  # of a group that nobody settles
+
+
+@dataclass
+class _Comparison:
+    """Checksums of all ranks, on their way to the host.
+
+    Args:
+        entries: What this rank's stands for.
+        sums: Shape (num_ranks, 2): checksum and number of entries of each rank.
+        arrived: Event after which `sums` may be read; None at once.
+    """
+
+    entries: list[_Entry]
+    sums: Tensor
+    arrived: torch.cuda.Event | None
+
+
+@dataclass
+class _Page:
+    """Of one process group, which it does not keep alive."""
+
+    process_group: "weakref.ref[ProcessGroup]"
+    entries: list[_Entry] = field(default_factory=list)
+    pending: _Comparison | None = None
+
+
+_PAGES: dict[str, _Page] = {}
+
+
+def _page(group: ShardGroup) -> _Page:
+    page = _PAGES.get(group.name)
+    if page is None or page.process_group() is not group.process_group:
+        page = _PAGES[group.name] = _Page(weakref.ref(group.process_group))
+    return page
+
+
+def note(group: ShardGroup, kind: Kind, label: str, tag: int) -> None:
+    """Write down that this rank starts a gather or a reduction."""
+    entries = _page(group).entries
+    entries.append((kind, label, tag))
+    if len(entries) >= _MAX_ENTRIES:  # nobody settles: one entry stands for all
+        entries[:] = [(kind, f"{label}, or something ahead of it", _checksum(entries))]
+
+
+def num_noted(group: ShardGroup) -> int:
+    """How many entries a group has that were not compared."""
+    return len(_page(group).entries)
+
+
+def settle(groups: Iterable[ShardGroup], min_entries: int = 1) -> None:
+    """Compare what the ranks of some groups wrote down since the last time; all of them must call this alike.
+
+    On CUDA the host does not wait: a difference is told by the next call.
+
+    Args:
+        groups: Those of the ranks. On a direct one nothing is written down but by collectives of the user's own.
+        min_entries: How many entries a group must have to be looked at, at least 1.
+
+    Raises:
+        DivergenceError: The ranks of a group communicated about different things, on every rank of it; once all
+            groups were looked at.
+
+    Communicates:
+        An all-gather of 16 bytes for each group.
+    """
+    errors: list[DivergenceError] = []
+    for group in groups:
+        if num_noted(group) >= min_entries:
+            try:
+                _settle(group, _page(group))
+            except DivergenceError as error:  # the ranks of a later group wait for this one
+                errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _settle(group: ShardGroup, page: _Page) -> None:
+    previous, page.pending = page.pending, None
+    entries, page.entries = page.entries, []
+    started = _start(group, entries)
+    if started.arrived is not None:
+        page.pending = started
+    if previous is not None:
+        _check(group, previous)
+    if started.arrived is None:
+        _check(group, started)
+
+
+def _start(group: ShardGroup, entries: list[_Entry]) -> _Comparison:
+    sums = _exchange(group, torch.tensor([_checksum(entries), len(entries)], device="cpu"))
+    if sums.device.type != "cuda":
+        return _Comparison(entries, sums, None)
+    host = torch.empty(sums.shape, dtype=sums.dtype, device="cpu", pin_memory=True)
+    host.copy_(sums, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return _Comparison(entries, host, arrived)
+
+
+def _exchange(group: ShardGroup, row: Tensor) -> Tensor:
+    """One row of numbers per rank, on the group's device."""
+    own = row.pin_memory() if group.device_type == "cuda" else row
+    own = own.to(group.device_type, non_blocking=True)
+    rows = torch.empty((group.num_ranks, own.numel()), dtype=own.dtype, device=own.device)
+    works = group.all_gather(rows, own)
+    record("check", "", group.num_ranks, 0, 0, row.nbytes * (group.num_ranks - 1))
+    return Handle("the check that all ranks communicated alike", works, lambda: rows).wait()
+
+
+def _check(group: ShardGroup, comparison: _Comparison) -> None:
+    if comparison.arrived is not None:
+        comparison.arrived.synchronize()
+    found = comparison.sums.tolist()
+    if any(row != found[0] for row in found):
+        _explain(group, comparison.entries, max(count for _, count in found))
+
+
+def _explain(group: ShardGroup, entries: list[_Entry], num_entries: int) -> None:
+    """Find the first difference and name what both sides did; raises on every rank."""
+    sums = [_checksum([entry]) for entry in entries] + [-1] * (num_entries - len(entries))
+    rows = _exchange(group, torch.tensor(sums, device="cpu")).cpu()
+    place = int((rows != rows[0]).any(0).nonzero()[0])
+    kind, label, tag = entries[place] if place < len(entries) else (Kind.COMBINE, "the end of the step", 0)
+    own = header(kind, label, tag)
+    headers = _exchange(group, own.view(torch.int64)).cpu().view(torch.uint8).view(group.num_ranks, HEADER_BYTES)
+    check_headers(headers, own, kind, label)
+
+
+def _checksum(entries: list[_Entry]) -> int:
+    return zlib.crc32(repr(entries).encode())

@@ -1,0 +1,204 @@
+"""Where the tensors of a bucket lie in memory and on the wire."""
+
+import math
+import weakref
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import is_
+
+import torch
+from torch import Tensor
+
+from dshard.collectives.group import ShardGroup
+from dshard.layout import BucketLayout, ShardLayout
+
+__all__ = ["GatherPlan", "SendRow", "real_numel", "shard_of"]
+
+_MIN_DIRECT_BYTES = 1 << 16  # of a full tensor that gets messages of its own
+_ALIGN_NUMEL = 64  # of each full tensor within the memory of its bucket
+_ALIGN_BYTES = 16  # of a row, for copies in wide words; a multiple of every element size
+
+
+def shard_of(full: Tensor, layout: ShardLayout, rank: int) -> Tensor:
+    """The view of `full` that `rank` holds under `layout`."""
+    if layout.dim is None:
+        return full
+    extent = layout.extent(rank)
+    return full.narrow(layout.dim, extent.start, extent.size)
+
+
+def real_numel(layouts: Sequence[ShardLayout], rank: int) -> int:
+    """Elements of which `rank` is the owner; whole copies belong to rank 0."""
+    return sum(x.local_numel(rank) if x.dim is not None or rank == 0 else 0 for x in layouts)
+
+
+def _is_c_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether `stride` is that of a plain row-major tensor of `shape`."""
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= max(size, 1)
+    return True
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class GatherPlan:
+    """Where everything lies in the memory of a gathered bucket, and what travels how; equal ones are one object.
+
+    A large tensor that is cut along dim 0 is *direct*: a rank's shard goes from its own memory to its place in the full
+    tensor of a peer. All others are *packed* into one row per rank, and copied out of it.
+
+    Args:
+        bucket: The tensors.
+        strides: Strides, in elements, that the full tensors get.
+        direct: Numbers of the tensors that get messages of their own.
+        packed: Numbers of the others.
+        dtype: In which they travel, and the full tensors are.
+        row: Where the shards of the packed tensors lie in a row.
+        offsets: Where each full tensor starts in the memory of the bucket, in elements.
+        regions: Elements from each full tensor's start to the next one's; behind them, on a direct backend, the rows'.
+        row_numel: Elements of a row as it travels.
+        total_numel: Elements of the memory.
+        key: Tells plans whose messages differ apart.
+        real_numel: Elements that this rank sends to each peer, without padding.
+        padding_numel: Elements of padding that it sends along.
+        in_front: For each packed tensor, whether its slots are its memory, with padding behind its last row.
+        local_numels: Elements of this rank's shards.
+    """
+
+    bucket: BucketLayout
+    strides: tuple[tuple[int, ...], ...]
+    direct: tuple[int, ...]
+    packed: tuple[int, ...]
+    dtype: torch.dtype
+    row: BucketLayout
+    offsets: tuple[int, ...]
+    regions: tuple[int, ...]
+    row_numel: int
+    total_numel: int
+    key: int
+    real_numel: int
+    padding_numel: int
+    in_front: tuple[bool, ...]
+    local_numels: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        bucket: BucketLayout,
+        strides: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        group: ShardGroup,
+        *,
+        min_direct_bytes: int = _MIN_DIRECT_BYTES,
+    ) -> "GatherPlan":
+        """Plan the gather of a bucket of `dtype` over `group`."""
+        dense = [_is_c_contiguous(x.shape, s) for x, s in zip(bucket.layouts, strides, strict=True)]
+        direct = tuple(
+            i
+            for i, layout in enumerate(bucket.layouts)
+            if group.is_direct and layout.dim == 0 and dense[i] and layout.numel * dtype.itemsize >= min_direct_bytes
+        )
+        packed = tuple(i for i in range(len(bucket.layouts)) if i not in direct)
+        row = BucketLayout.of([bucket.layouts[i] for i in packed])
+        regions = []
+        for i, layout in enumerate(bucket.layouts):
+            in_slots = layout.dim == 0 and dense[i] and i not in direct  # the padding of the last slots lies behind it
+            numel = layout.slot_numel * layout.num_ranks if in_slots else layout.numel
+            regions.append(math.ceil(numel / _ALIGN_NUMEL) * _ALIGN_NUMEL)
+        offsets = tuple(sum(regions[:i]) for i in range(len(regions)))
+        if group.is_direct:
+            regions.append(row.segment_numel * bucket.num_ranks)
+        in_front = tuple(bucket.layouts[i].dim == 0 and dense[i] for i in packed)
+        is_alone = len(bucket.layouts) == 1 and all(in_front)  # the rows are its memory
+        align = 1 if group.is_direct or is_alone else max(1, _ALIGN_BYTES // dtype.itemsize)
+        shapes = [(x.shape, x.dim, x.num_ranks) for x in bucket.layouts]
+        key = zlib.crc32(repr((shapes, direct, str(dtype))).encode())
+        plan = cls(
+            bucket,
+            tuple(map(tuple, strides)),
+            direct,
+            packed,
+            dtype,
+            row,
+            offsets,
+            tuple(regions),
+            math.ceil(row.segment_numel / align) * align,
+            sum(regions),
+            key,
+            real_numel(bucket.layouts, group.rank),
+            math.ceil(row.segment_numel / align) * align - real_numel(row.layouts, group.rank),
+            in_front,
+            tuple(x.local_numel(group.rank) for x in bucket.layouts),
+        )
+        known = _PLANS.setdefault(plan, weakref.ref(plan))()
+        return plan if known is None else known
+
+    @property
+    def is_in_rows(self) -> bool:
+        """Whether the rows, as a backend's own all-gather leaves them, are the memory of the only full tensor."""
+        return len(self.in_front) == len(self.bucket.layouts) == 1 and self.in_front[0]
+
+    def pack(self, shards: Sequence[Tensor], row: Tensor) -> list[Tensor]:
+        """Copy the packed ones of this rank's shards into a row; gives their places in it, flat.
+
+        Args:
+            shards: One per tensor of the bucket, of any dtype.
+            row: At least `row.segment_numel` elements.
+        """
+        slots = row.split(self.row.slot_sizes) if row.shape[0] == self.row.segment_numel else self._slots(row)
+        targets, sources = [], []
+        for i, slot in zip(self.packed, slots, strict=True):
+            numel = shards[i].numel()
+            targets.append(slot if slot.shape[0] == numel else slot[:numel])
+            sources.append(shards[i].reshape(-1))
+        if sources:
+            torch._foreach_copy_(targets, sources)
+        return targets
+
+    @property
+    def send_numel(self) -> int:
+        """Elements of a row of all of this rank's shards, with the padding of one that travels."""
+        return max(self.row_numel, self.bucket.segment_numel)
+
+    def slots(self, row: Tensor) -> list[Tensor]:
+        """Where this rank's shards lie in a row of all of them, direct ones too: flat."""
+        slots = row[: self.bucket.segment_numel].split(self.bucket.slot_sizes)
+        return [slot[:numel] for slot, numel in zip(slots, self.local_numels, strict=True)]
+
+    def _slots(self, row: Tensor) -> tuple[Tensor, ...]:
+        """The slots of a row that has padding at its end."""
+        return row[: self.row.segment_numel].split(self.row.slot_sizes)
+
+
+_PLANS: "weakref.WeakKeyDictionary[GatherPlan, weakref.ref[GatherPlan]]" = weakref.WeakKeyDictionary()
+
+
+class SendRow:
+    """This rank's shards of a bucket, moved to lie one behind the other: what a gather sends without a copy.
+
+    Args:
+        shards: This rank's shards, in the order of the bucket; not referenced afterwards.
+        plan: Of the bucket.
+        pins: Whether the row lies in pinned memory.
+    """
+
+    __slots__ = ("_addresses", "row", "shards")
+
+    def __init__(self, shards: Sequence[Tensor], plan: GatherPlan, *, pins: bool = False) -> None:
+        first = shards[0]
+        self.row = torch.zeros(plan.send_numel, dtype=first.dtype, device=first.device, pin_memory=pins)
+        parts = plan.slots(self.row)
+        torch._foreach_copy_(parts, [shard.reshape(-1) for shard in shards])
+        # Each with a version counter of its own, that goes on from the old one: a write to one shard is none to the
+        # others, and what remembers a version of the old memory is not met by a later write.
+        self.shards = [part.view(shard.shape).data for part, shard in zip(parts, shards, strict=True)]
+        versions = tuple(shard._version for shard in shards)
+        torch._C._autograd._unsafe_set_version_counter(tuple(self.shards), versions)
+        self._addresses = [shard.data_ptr() for shard in self.shards]
+
+    def holds(self, shards: Sequence[Tensor | None]) -> bool:
+        """Whether these are its shards, and still lie in it."""
+        return all(map(is_, shards, self.shards)) and list(map(Tensor.data_ptr, self.shards)) == self._addresses

@@ -1,0 +1,119 @@
+"""Reduced shards of several replicas become equal ones."""
+
+import math
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from dshard.collectives import ledger
+from dshard.collectives._c10d import ReduceOp
+from dshard.collectives.exchange import Exchange
+from dshard.collectives.group import Handle, ShardGroup
+from dshard.collectives.header import HEADER_BYTES, Kind
+from dshard.collectives.memory import BufferPool
+from dshard.collectives.trace import record
+
+__all__ = ["all_reduce_row", "sum_in_pairs"]
+
+_Steps = Generator[Handle[None], None, None]
+
+
+def all_reduce_row(row: Tensor, replicas: ShardGroup, *, mean: bool, label: str, tag: int, pool: BufferPool) -> _Steps:
+    """Reduce a row over the ranks that hold the same shards, step by step, as `Steps` takes them.
+
+    On a direct backend each rank adds a part of the row, in a fixed order, and then sends it to the others: two steps.
+
+    Args:
+        row: One-dimensional, of one size on all ranks; overwritten. At the end it is equal on all of them.
+        replicas: Those ranks; if the row is replicated across several such groups, it is then reduced over these, too.
+        mean: Divide by their number.
+        label: Of what unit.
+        tag: A number that must be equal on all of them; it stands for what the shards were written with.
+        pool: Where buffers come from and go to.
+
+    Yields:
+        The handle of each step; waiting for it raises a DivergenceError if they are at different units, or `tag`
+        differs.
+
+    Communicates:
+        All-reduce of the row: `2 (R - 1) / R` of its bytes over `R` replicas.
+    """
+    if replicas.is_direct:
+        yield from _all_reduce_direct(row, replicas, mean, label, tag, pool)
+    else:
+        yield from _all_reduce_flat(row, replicas, mean, label, tag)
+    if replicas.replicas is not None:
+        yield from all_reduce_row(row, replicas.replicas, mean=mean, label=label, tag=tag, pool=pool)
+
+
+def _all_reduce_flat(row: Tensor, replicas: ShardGroup, mean: bool, label: str, tag: int) -> _Steps:
+    """By the backend's own all-reduce."""
+    num_bytes, num_ranks = row.numel() * row.element_size(), replicas.num_ranks
+    record("all_reduce", label, num_ranks, 2 * num_bytes * (num_ranks - 1) // num_ranks)
+    ledger.note(replicas, Kind.REDUCE, label, tag)
+    native_mean = mean and replicas.backend == "nccl"
+    works = replicas.all_reduce(row, ReduceOp.MEAN if native_mean else ReduceOp.SUM)
+    yield Handle(f"all-reduce of '{label}'", works, lambda: None)
+    if mean and not native_mean:
+        row.div_(num_ranks)
+
+
+def _all_reduce_direct(row: Tensor, replicas: ShardGroup, mean: bool, label: str, tag: int, pool: BufferPool) -> _Steps:
+    size = math.ceil(row.numel() / replicas.num_ranks)
+    parts = [row[r * size : (r + 1) * size] for r in range(replicas.num_ranks)]  # the last ones may be shorter
+    own = parts[replicas.rank]
+    buffer = pool.take(replicas.num_ranks * own.numel() * row.element_size(), row.device)
+    received = buffer.memory.view(row.dtype).view(replicas.num_ranks, own.numel())
+    sent = sum(parts[peer].numel() + own.numel() for peer in replicas.peers) * row.element_size()
+    record("all_reduce", label, replicas.num_ranks, sent, 0, 2 * HEADER_BYTES * len(replicas.peers))
+
+    scatter = Exchange(replicas, Kind.REDUCE, label, tag, row.nbytes)
+    for peer in replicas.peers:
+        _swap(scatter, received[peer], parts[peer], peer)
+    yield _handle(scatter, label)
+    received[replicas.rank].copy_(own)
+    if own.numel():
+        own.copy_(sum_in_pairs(list(received.unbind()), mean=mean))
+    del received, scatter
+    pool.give(buffer)
+    del buffer
+    gather = Exchange(replicas, Kind.GATHER, label, tag, row.nbytes)
+    for peer in replicas.peers:
+        _swap(gather, parts[peer], own, peer)
+    yield _handle(gather, label)
+
+
+def _swap(exchange: Exchange, into: Tensor, values: Tensor, peer: int) -> None:
+    if into.numel():
+        exchange.receive(into, peer)
+    if values.numel():
+        exchange.send(values, peer)
+
+
+def _handle(exchange: Exchange, label: str) -> Handle[None]:
+    what = f"all-reduce of '{label}'"
+    return Handle(what, exchange.works, lambda: None, header_works=exchange.header_works, check=exchange.check)
+
+
+def sum_in_pairs(parts: list[Tensor], *, mean: bool) -> Tensor:
+    """Add one row of each rank, neighbours in pairs, then pairs of pairs; 16-bit floats are added in fp32.
+
+    In that order the sums of `k` neighbours each, added up, give the same bits as all ranks at once, where `k` is a
+    power of two: whatever is sharded over how many ranks, and replicated across.
+    """
+    dtype = parts[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = _sum_of_pairs(parts, wide)
+    if mean:
+        total.div_(len(parts))
+    return total.to(dtype)
+
+
+def _sum_of_pairs(parts: list[Tensor], wide: torch.dtype) -> Tensor:
+    """The sum of at least two rows, in new memory."""
+    if len(parts) == 2:
+        return torch.add(parts[0].to(wide), parts[1])
+    num_left = 1 << (len(parts) - 1).bit_length() - 1  # the largest power of two below
+    left, right = parts[:num_left], parts[num_left:]
+    return _sum_of_pairs(left, wide).add_(right[0] if len(right) == 1 else _sum_of_pairs(right, wide))

@@ -1,0 +1,277 @@
+"""Links, measured: how long dshard's own collectives take on the process groups at hand, and a line through that."""
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dshard import collectives
+from dshard.collectives import BufferPool, GatherPlan, ReduceBucket, ReduceOp, ReducePlan, ShardGroup
+from dshard.errors import PlanError
+from dshard.layout import BucketLayout, ShardLayout
+from dshard.planner import Cluster, Link, Links
+from dshard.tensor.meshes import default_mesh, group_of, mesh_within
+
+__all__ = ["Sample", "fit", "measure_links"]
+
+SIZES = (1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)  # bytes of the full tensor
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+_NUM_TENSORS = 4
+_SCHEMA = 1
+_MEMORY_FREE = 0.95  # of a device, beside its context
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured collective.
+
+    Args:
+        wire_bytes: That each rank sent.
+        seconds: Median on the slowest rank.
+    """
+
+    wire_bytes: float
+    seconds: float
+
+
+def fit(samples: Sequence[Sample], source: str = "measured") -> Link:
+    """The line `alpha + bytes * seconds per byte`, neither below 0, whose relative errors are smallest in squares.
+
+    Args:
+        samples: Of one collective on one group.
+        source: Of the link.
+
+    Raises:
+        PlanError: There are fewer than two sizes.
+    """
+    if len({sample.wire_bytes for sample in samples}) < 2:
+        raise PlanError("links: a line needs two sizes or more, but there are fewer. Pass more sizes=.")
+    wire = np.array([sample.wire_bytes for sample in samples])
+    seconds = np.array([sample.seconds for sample in samples])
+    rows = np.stack([1 / seconds, wire / seconds], axis=1)
+    (alpha, slope), *_ = np.linalg.lstsq(rows, np.ones(len(samples)), rcond=None)
+    if slope < 0:  # without the other, each has a closed form
+        alpha, slope = float((1 / seconds).sum() / (1 / seconds**2).sum()), 0.0
+    elif alpha < 0:
+        alpha, slope = 0.0, float((wire / seconds).sum() / ((wire / seconds) ** 2).sum())
+    return Link(float(alpha), float(slope), source=source)
+
+
+def measure_links(
+    mesh: DeviceMesh | None = None,
+    *,
+    within: Sequence[int] = (),
+    sizes: Sequence[int] = SIZES,
+    num_rounds: int = 7,
+    memory_bytes: int | None = None,
+    path: str | Path | None = None,
+    again: bool = False,
+) -> Cluster:
+    """Measure the collectives that each strategy would use on a mesh.
+
+    All ranks get the same figures: those of the slowest. They are kept in a file of rank 0, and read from there by
+    later calls on as many ranks of the same backend and host.
+
+    Args:
+        mesh: Of one dim; None for all ranks.
+        within: Numbers of neighbouring ranks that may share a parameter, besides all, and those of a host.
+        sizes: Bytes of the tensors that are gathered and reduced.
+        num_rounds: Of which the median counts.
+        memory_bytes: Of each rank; None for 95% of a CUDA device's, and 0, for none known, elsewhere.
+        path: Of the file; None for one in `~/.cache/dshard`, named after backend, ranks and host.
+        again: Measure, even if the file is there.
+
+    Raises:
+        PlanError: The mesh has several dims; or a number of neighbours does not divide that of the ranks.
+
+    Communicates:
+        What is measured; and a broadcast and an all-reduce of the figures. All ranks must call this alike.
+    """
+    mesh = default_mesh() if mesh is None else mesh
+    num_ranks = mesh.size()
+    if num_ranks == 1:
+        memory = _memory(group_of(mesh), memory_bytes)
+        return Cluster(1, 1, Links.of(Link(0.0, 0.0)), memory_bytes=memory, source="one rank")
+    per_host = _ranks_per_host(num_ranks)
+    parts = tuple(dict.fromkeys((num_ranks, *([per_host] if per_host > 1 else ()), *within)))
+    if mesh.ndim != 1 or any(part < 2 or num_ranks % part for part in parts):
+        raise PlanError(
+            f"links: need a mesh of one dim, and numbers above 1 that divide its {num_ranks} ranks, but it has "
+            f"{mesh.ndim} dims, and within is {tuple(within)}. Pass within=({num_ranks},)."
+        )
+    group = group_of(mesh)
+    file = Path(path) if path is not None else _default_path(group)
+    known = {"schema": _SCHEMA, "backend": group.backend, "num_ranks": num_ranks, "per_host": per_host}
+    known |= {"parts": list(parts), "sizes": list(sizes), "torch": torch.__version__}
+    shape = (len(parts), len(_COLLECTIVES), len(sizes))
+    figures = _read(file, known, shape) if group.rank == 0 and not again else None
+    figures = _agreed(figures, shape, group)
+    if figures is None:
+        measured = torch.zeros(shape, dtype=torch.float64)
+        for i, part in enumerate(parts):
+            own = group if part == num_ranks else group_of(mesh_within(mesh, part))
+            _measure_group(own, group, measured[i], sizes, num_rounds)
+        figures = collectives.all_reduce([measured], group, ReduceOp.MAX, label="links").wait()[0]
+        if group.rank == 0:
+            _write(file, known, figures)
+    return _cluster(figures, parts, sizes, num_ranks, per_host, _memory(group, memory_bytes), group.backend)
+
+
+def _ranks_per_host(num_ranks: int) -> int:
+    """As torchrun says; all of them where it says nothing that divides them."""
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    return per_host if 0 < per_host < num_ranks and num_ranks % per_host == 0 else num_ranks
+
+
+def _memory(group: ShardGroup, given: int | None) -> int:
+    if given is not None or group.device_type != "cuda":
+        return given or 0
+    return int(torch.cuda.get_device_properties(group.device).total_memory * _MEMORY_FREE)
+
+
+def _default_path(group: ShardGroup) -> Path:
+    name = f"links-{group.backend}-{group.num_ranks}-{platform.node()}.json"
+    return Path.home() / ".cache" / "dshard" / name
+
+
+def _read(file: Path, known: dict[str, Any], shape: tuple[int, ...]) -> Tensor | None:
+    """Figures of an earlier call that measured the same; None where there are none."""
+    try:
+        record = json.loads(file.read_text())
+        figures = torch.tensor(record.pop("seconds"), dtype=torch.float64)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return figures if record == known and figures.shape == shape else None
+
+
+def _write(file: Path, known: dict[str, Any], figures: Tensor) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({**known, "seconds": figures.tolist()}) + "\n")
+
+
+def _agreed(figures: Tensor | None, shape: tuple[int, ...], group: ShardGroup) -> Tensor | None:
+    """What rank 0 has read, on all ranks."""
+    sent = torch.full(shape, -1.0, dtype=torch.float64) if figures is None else figures
+    found = collectives.broadcast([sent], group, label="links").wait()[0]
+    return None if bool((found < 0).any()) else found
+
+
+def _measure_group(own: ShardGroup, everyone: ShardGroup, out: Tensor, sizes: Sequence[int], num_rounds: int) -> None:
+    """Seconds of each collective at each size, into `out` of shape (collectives, sizes).
+
+    Gathers and reduce-scatters are among the group, all-reduces among its replicas, if it has any.
+    """
+    pool = BufferPool()
+    replicas = own.replicas if own.replicas is not None else own
+    for j, size in enumerate(sizes):
+        shards, grads, bucket, row = _tensors(own, size)
+        runs = (
+            partial(_gather, own, shards, bucket, pool),
+            partial(_reduce, own, grads, bucket, pool),
+            partial(_all_reduce, replicas, row, pool),
+        )
+        for i, run in enumerate(runs):
+            out[i, j] = _median_s(run, everyone, num_rounds)
+
+
+def _tensors(group: ShardGroup, size: int) -> tuple[list[Tensor], list[Tensor], BucketLayout, Tensor]:
+    """Shards and gradients of some alike matrices of `size` bytes together, and a row of as many."""
+    width = max(1, size // (4 * _NUM_TENSORS * group.num_ranks))
+    layouts = [ShardLayout((group.num_ranks, width), 0, group.num_ranks) for _ in range(_NUM_TENSORS)]
+    shards = [torch.ones(1, width, device=group.device) for _ in layouts]
+    grads = [torch.ones(group.num_ranks, width, device=group.device) for _ in layouts]
+    return shards, grads, BucketLayout.of(layouts), torch.ones(max(1, size // 4), device=group.device)
+
+
+def _gather(group: ShardGroup, shards: list[Tensor], bucket: BucketLayout, pool: BufferPool) -> None:
+    plan = GatherPlan.of(bucket, [(x.shape[1], 1) for x in bucket.layouts], torch.float32, group)
+    gathered = collectives.all_gather(shards, plan, group, label="links", pool=pool).wait()
+    memory = gathered.memory
+    del gathered
+    if memory is not None:
+        pool.give(memory)
+
+
+def _reduce(group: ShardGroup, grads: list[Tensor], bucket: BucketLayout, pool: BufferPool) -> None:
+    plan = ReducePlan.of(bucket, group)
+    reduction = ReduceBucket(plan, dtype=torch.float32, device=group.device, label="links", pool=pool)
+    for i, grad in enumerate(grads):
+        reduction.add(i, grad)
+    reduction.launch(mean=True).wait()
+
+
+def _all_reduce(group: ShardGroup, row: Tensor, pool: BufferPool) -> None:
+    for handle in collectives.all_reduce_row(row, group, mean=True, label="links", tag=0, pool=pool):
+        handle.wait()
+
+
+def _median_s(run: Callable[[], None], everyone: ShardGroup, num_rounds: int) -> float:
+    """Of some runs that all ranks start together, after one that does not count."""
+    times = []
+    for _ in range(num_rounds + 1):
+        start_flag = torch.zeros(1, device=everyone.device)
+        collectives.all_reduce([start_flag], everyone, ReduceOp.MAX, label="links").wait()
+        _synchronize(everyone)
+        start = time.perf_counter()
+        run()
+        _synchronize(everyone)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def _synchronize(group: ShardGroup) -> None:
+    if group.device_type == "cuda":
+        torch.cuda.synchronize(group.device)
+
+
+def _cluster(
+    figures: Tensor,
+    parts: Sequence[int],
+    sizes: Sequence[int],
+    num_ranks: int,
+    per_host: int,
+    memory_bytes: int,
+    backend: str,
+) -> Cluster:
+    """Lines through all figures."""
+    source = f"measured over {backend}, {num_ranks} ranks"
+
+    def line(part: int, name: str, among: int) -> Link:
+        i, collective = parts.index(part), _COLLECTIVES.index(name)
+        rounds = 2 if name == "all_reduce" else 1
+        wire = [rounds * size * (among - 1) / among for size in sizes]
+        seconds = figures[i, collective].tolist()
+        return fit([Sample(w, s) for w, s in zip(wire, seconds, strict=True)], source)
+
+    shards, replicas = {}, {}
+    whole = line(num_ranks, "all_reduce", num_ranks)
+    for part in parts:
+        across = whole if part == num_ranks else line(part, "all_reduce", num_ranks // part)
+        links = Links(line(part, "all_gather", part), line(part, "reduce_scatter", part), whole)
+        shards[part] = links
+        if part < num_ranks:
+            replicas[part] = Links(links.all_gather, links.reduce_scatter, across)
+    replicas[1] = shards[num_ranks]
+    return Cluster(
+        num_ranks=num_ranks,
+        ranks_per_host=per_host,
+        inside=shards[per_host],
+        across=shards[num_ranks] if per_host < num_ranks else None,
+        memory_bytes=memory_bytes,
+        overlaps=backend != "gloo",
+        keeps_received_rows=backend == "gloo",
+        shards=shards,
+        replicas=replicas,
+        source=source,
+    )

@@ -1,0 +1,44 @@
+"""Pure: what a step costs in time and memory under each strategy, and which strategies are best."""
+
+from dshard.planner.costs import Cluster, Link, Links, ModelCosts, ParamCosts, UnitCosts
+from dshard.planner.devices import DEVICES, EFFICIENCY, Device, Efficiency, Wire, device_named
+from dshard.planner.measuring import measure_step
+from dshard.planner.memory import Moment, moments, peak_bytes
+from dshard.planner.plan import Comparison, Measured, Plan
+from dshard.planner.profiles import Training, cluster_of
+from dshard.planner.solver import BatchSolution, Certificate, Solution, solve, solve_batch
+from dshard.planner.timeline import MemoryEvent, Segment, Timeline, simulate, step_time
+
+__all__ = [
+    "DEVICES",
+    "EFFICIENCY",
+    "BatchSolution",
+    "Certificate",
+    "Cluster",
+    "Comparison",
+    "Device",
+    "Efficiency",
+    "Link",
+    "Links",
+    "Measured",
+    "MemoryEvent",
+    "ModelCosts",
+    "Moment",
+    "ParamCosts",
+    "Plan",
+    "Segment",
+    "Solution",
+    "Timeline",
+    "Training",
+    "UnitCosts",
+    "Wire",
+    "cluster_of",
+    "device_named",
+    "measure_step",
+    "moments",
+    "peak_bytes",
+    "simulate",
+    "solve",
+    "solve_batch",
+    "step_time",
+]

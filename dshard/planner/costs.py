@@ -1,0 +1,292 @@
+"""What a model and its devices cost, with units in every name: what the planner plans with."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from dshard.errors import PlanError
+
+__all__ = ["Cluster", "Link", "Links", "ModelCosts", "ParamCosts", "UnitCosts"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamCosts:
+    """Bytes of one parameter. Its shards are cut along one dim, as `torch.chunk` cuts.
+
+    Args:
+        name: Its name in the model.
+        length: Size of the dim that is cut; 1 for a 0-d tensor, which every rank holds.
+        index_numel: Elements per index of that dim.
+        stored_itemsize: Bytes per element of the stored parameter, and of its `.grad`.
+        gather_itemsize: Bytes per element where it is used (the compute dtype), and of the raw gradient.
+        grad_itemsize: Bytes per element in which its gradients are reduced; 0 for a frozen parameter.
+        state_bytes_per_element: The optimizer keeps between steps: 8 for AdamW in fp32, 0 for plain SGD.
+        step_bytes_per_element: Temporaries of the optimizer's step.
+        can_split: Whether it may be gathered and used in slices.
+    """
+
+    name: str
+    length: int
+    index_numel: int
+    stored_itemsize: int = 4
+    gather_itemsize: int = 4
+    grad_itemsize: int = 4
+    state_bytes_per_element: int = 8
+    step_bytes_per_element: int = 0
+    can_split: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("length", "index_numel", "stored_itemsize", "gather_itemsize", "grad_itemsize"):
+            _at_least_zero(self.name, name, getattr(self, name))
+        for name in ("state_bytes_per_element", "step_bytes_per_element"):
+            _at_least_zero(self.name, name, getattr(self, name))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full parameter."""
+        return self.length * self.index_numel
+
+    def shard_numel(self, within: int) -> int:
+        """Elements of the largest shard over `within` ranks."""
+        return ceil_div(self.length, within) * self.index_numel
+
+    def slice_numel(self, within: int, num_slices: int) -> int:
+        """Elements of the largest of `num_slices` slices: as many indices of the shard of each of `within` ranks."""
+        return within * ceil_div(ceil_div(self.length, within), num_slices) * self.index_numel
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """Costs of one unit, on one rank and for one (micro-)batch.
+
+    Args:
+        name: Of the unit.
+        params: Its parameters.
+        forward_s: Its forward.
+        backward_s: Its backward, with recomputation where it is checkpointed.
+        activation_bytes: What its forward keeps until its backward.
+        forward_transient_bytes: More that is live only while its forward runs.
+        backward_transient_bytes: More that is live only while its backward runs, without gradients of parameters.
+        optimizer_s: The optimizer's step on the whole unit; a shard's share takes its share of that.
+        slice_overhead_s: What each further slice costs, in forward and in backward, under `split`.
+        is_used_in_backward: Whether its backward uses its parameters. That of an embedding does not, nor that of a
+            first linear layer, whose input takes no gradient: they are not gathered for it.
+        source: Where the figures come from: a measured step, or FLOPs and a device description.
+    """
+
+    name: str
+    params: tuple[ParamCosts, ...]
+    forward_s: float
+    backward_s: float
+    activation_bytes: int = 0
+    forward_transient_bytes: int = 0
+    backward_transient_bytes: int = 0
+    optimizer_s: float = 0.0
+    slice_overhead_s: float = 0.0
+    is_used_in_backward: bool = True
+    source: str = "given"
+
+    def __post_init__(self) -> None:
+        for name in ("forward_s", "backward_s", "optimizer_s", "slice_overhead_s"):
+            _at_least_zero(self.name, name, getattr(self, name))
+        for name in ("activation_bytes", "forward_transient_bytes", "backward_transient_bytes"):
+            _at_least_zero(self.name, name, getattr(self, name))
+
+    @property
+    def param_names(self) -> tuple[str, ...]:
+        """Names of its parameters."""
+        return tuple(param.name for param in self.params)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of its full parameters."""
+        return sum(param.numel for param in self.params)
+
+    @cached_property
+    def param_bytes(self) -> int:
+        """Its full parameters as they are stored."""
+        return sum(param.numel * param.stored_itemsize for param in self.params)
+
+    @cached_property
+    def gather_bytes(self) -> int:
+        """Its full parameters as they are gathered, without padding."""
+        return sum(param.numel * param.gather_itemsize for param in self.params)
+
+    @cached_property
+    def grad_bytes(self) -> int:
+        """Its full gradients in the dtype of the reduction."""
+        return sum(param.numel * param.grad_itemsize for param in self.params)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Optimizer states of the whole unit."""
+        return sum(param.numel * param.state_bytes_per_element for param in self.params)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCosts:
+    """Costs of a model's training step on one rank.
+
+    Args:
+        units: In the order in which forward runs them; backward runs them in reverse.
+        batch_size: Samples per rank and step, all of its micro-batches together.
+        num_backwards: Micro-batches per optimizer step; the costs of units are those of one.
+        buffer_bytes: Buffers, inputs, and what else is there all the time, whatever the strategy.
+        steps_together: Whether the optimizer steps all parameters at once (foreach), rather than one by one.
+        source: Where the figures come from.
+    """
+
+    units: tuple[UnitCosts, ...]
+    batch_size: int = 1
+    num_backwards: int = 1
+    buffer_bytes: int = 0
+    steps_together: bool = True
+    source: str = "given"
+
+    def __post_init__(self) -> None:
+        if not self.units:
+            raise PlanError(
+                "plan: a model must have at least one unit, but there is none. Pass a model with parameters."
+            )
+        if self.batch_size < 1 or self.num_backwards < 1:
+            raise PlanError(
+                f"plan: batch_size and num_backwards must be at least 1, but they are {self.batch_size} and "
+                f"{self.num_backwards}. Pass 1."
+            )
+        _at_least_zero("plan", "buffer_bytes", self.buffer_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Time of one collective over a group: `alpha + alpha per further rank + bytes on the wire * seconds per byte`.
+
+    A ring and a direct exchange send the same bytes per rank, `(N - 1) / N` of the full ones; the latency of a ring
+    grows with its steps, hence `alpha_per_rank_s`, which is 0 for what was measured on the group itself.
+
+    Args:
+        alpha_s: Start of a collective over two ranks.
+        seconds_per_byte: Of what each rank (of a group across hosts: each host) sends.
+        alpha_per_rank_s: For each rank beyond the second.
+        source: Measured on which group, or from which datasheet.
+    """
+
+    alpha_s: float
+    seconds_per_byte: float
+    alpha_per_rank_s: float = 0.0
+    source: str = "given"
+
+    def __post_init__(self) -> None:
+        for name in ("alpha_s", "seconds_per_byte", "alpha_per_rank_s"):
+            _at_least_zero("link", name, getattr(self, name))
+
+    def time_s(self, full_bytes: float, num_ranks: int, num_rounds: int = 1, num_sharing: int = 1) -> float:
+        """Time for a tensor of `full_bytes`.
+
+        Args:
+            full_bytes: Of the whole tensor.
+            num_ranks: In the group; over one rank nothing is sent.
+            num_rounds: How often `(N - 1) / N` of it travel: 2 for an all-reduce.
+            num_sharing: Groups that send at the same time through one host's link.
+        """
+        if num_ranks == 1 or full_bytes == 0:
+            return 0.0
+        wire_bytes = num_rounds * full_bytes * (num_ranks - 1) / num_ranks * num_sharing
+        return self.alpha_s + self.alpha_per_rank_s * (num_ranks - 2) + wire_bytes * self.seconds_per_byte
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The three collectives over one kind of group."""
+
+    all_gather: Link
+    reduce_scatter: Link
+    all_reduce: Link
+
+    @classmethod
+    def of(cls, link: Link) -> "Links":
+        """The same figures for all three; an all-reduce sends twice the bytes."""
+        return cls(link, link, link)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The devices, and the links between them. Rank `r` is on host `r // ranks_per_host`.
+
+    Args:
+        num_ranks: All of them.
+        ranks_per_host: How many of them one host has.
+        inside: Links of a group whose ranks are on one host.
+        across: Links of a group with ranks on several hosts; None where there is one host.
+        memory_bytes: Of one device.
+        keeps_received_rows: Whether a reduce-scatter holds what it receives beside what it sends, as over gloo.
+        shards: For a number of ranks that share a parameter, links measured on just those groups.
+        replicas: For such a number, links measured among ranks that hold the same shard, all groups at a time.
+        source: Where the figures come from.
+        overlaps: Whether collectives run beside computation. Over gloo they do not: the cores that compute copy, too.
+    """
+
+    num_ranks: int
+    ranks_per_host: int
+    inside: Links
+    across: Links | None = None
+    memory_bytes: int = 0
+    keeps_received_rows: bool = True
+    shards: dict[int, Links] = field(default_factory=dict)
+    replicas: dict[int, Links] = field(default_factory=dict)
+    source: str = "given"
+    overlaps: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or self.ranks_per_host < 1:
+            raise PlanError(
+                f"cluster: num_ranks and ranks_per_host must be at least 1, but they are {self.num_ranks} and "
+                f"{self.ranks_per_host}. Pass the size of the world, and of a host."
+            )
+        if self.num_ranks > self.ranks_per_host and (self.across is None or self.num_ranks % self.ranks_per_host):
+            raise PlanError(
+                f"cluster: more than one host must be full hosts with links across, but {self.num_ranks} ranks are on "
+                f"hosts of {self.ranks_per_host}, with across={self.across}. Pass across=Links(...)."
+            )
+        _at_least_zero("cluster", "memory_bytes", self.memory_bytes)
+
+    def all_gather_s(self, full_bytes: float, within: int) -> float:
+        """All-gather of a tensor of `full_bytes` among `within` neighbouring ranks, in all such groups at a time."""
+        links, sharing = self._among_shards(within)
+        return links.all_gather.time_s(full_bytes, within, num_sharing=sharing)
+
+    def reduce_scatter_s(self, full_bytes: float, within: int) -> float:
+        """Reduce-scatter of a tensor of `full_bytes` among `within` neighbouring ranks."""
+        links, sharing = self._among_shards(within)
+        return links.reduce_scatter.time_s(full_bytes, within, num_sharing=sharing)
+
+    def all_reduce_s(self, full_bytes: float, within: int = 1) -> float:
+        """All-reduce of `full_bytes` over the replicas of a shard: every `within`-th rank."""
+        links, sharing = self._among_replicas(within)
+        return links.all_reduce.time_s(full_bytes, self.num_ranks // within, num_rounds=2, num_sharing=sharing)
+
+    def is_inside(self, within: int) -> bool:
+        """Whether each group of `within` neighbouring ranks lies on one host."""
+        return self.num_ranks <= self.ranks_per_host or self.ranks_per_host % within == 0
+
+    def _among_shards(self, within: int) -> tuple[Links, int]:
+        if within in self.shards:
+            return self.shards[within], 1
+        if self.is_inside(within) or self.across is None:
+            return self.inside, 1
+        return self.across, 1
+
+    def _among_replicas(self, within: int) -> tuple[Links, int]:
+        if within in self.replicas:
+            return self.replicas[within], 1
+        if self.num_ranks <= self.ranks_per_host or self.across is None:
+            return self.inside, 1
+        return self.across, min(within, self.ranks_per_host)
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    """`value / divisor`, rounded up."""
+    return -(-value // divisor)
+
+
+def _at_least_zero(who: str, name: str, value: float) -> None:
+    if not value >= 0:
+        raise PlanError(f"{who}: {name} must be 0 or more, but it is {value!r}. Measure it again.")

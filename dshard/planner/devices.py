@@ -1,0 +1,206 @@
+"""What devices can do, from public datasheets, and the one set of constants that says how much of it is reached."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+
+from dshard.errors import StateError
+from dshard.planner.flops import Op
+
+__all__ = ["DEVICES", "EFFICIENCY", "Device", "Efficiency", "Wire", "device_named"]
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Which parts of a device's peak rates are reached; the same for every device and model.
+
+    Args:
+        compute: Of the peak FLOP/s, by a large matrix product, convolution or attention.
+        memory: Of the memory bandwidth, by an operation that is bound by it.
+        network: Of the bandwidth of a link, by a large collective.
+        memory_free: Of the memory, what is left to a program beside the context of the device and of its network.
+        kernel_s: What an operation takes at least, in seconds: small ones reach little of any rate.
+        source: Where these come from.
+    """
+
+    compute: float
+    memory: float
+    network: float
+    memory_free: float
+    kernel_s: float
+    source: str
+
+
+EFFICIENCY = Efficiency(
+    compute=0.607,
+    memory=0.8,
+    network=0.8,
+    memory_free=0.95,
+    kernel_s=4e-6,
+    source=(
+        "compute is fitted to one published row (minGPT-175B, 512 A100-80GB, batch 2: 186 TFLOPS per GPU); memory is "
+        "what a copy reaches on HBM, network what nccl-tests reach on NVLink and InfiniBand; the rest is rounded"
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One way between devices.
+
+    Args:
+        bytes_per_s: In one direction.
+        latency_s: Of one hop.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One kind of device and the usual host around it.
+
+    Args:
+        name: As on the command line.
+        flops_per_s: Peak of dense matrix products, by name of the dtype.
+        memory_bytes_per_s: Peak bandwidth of its memory.
+        memory_bytes: Size of it.
+        per_host: Number of them in the usual host.
+        within_host: From one device to the others of its host.
+        between_hosts: Of a whole host, all its network cards together.
+        source: Where these figures are from.
+    """
+
+    name: str
+    flops_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    memory_bytes: int
+    per_host: int
+    within_host: Wire
+    between_hosts: Wire
+    source: str
+    efficiency: Efficiency = field(default=EFFICIENCY)
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Raise unless the device computes in a dtype.
+
+        Raises:
+            StateError: It does not.
+        """
+        if _name(dtype) not in self.flops_per_s:
+            raise StateError(
+                f"{self.name}: must be asked for one of its dtypes ({', '.join(self.flops_per_s)}), but it is "
+                f"{_name(dtype)}. Pass one of these."
+            )
+
+    @property
+    def limit_bytes(self) -> int:
+        """What of its memory a program can have."""
+        return int(self.memory_bytes * self.efficiency.memory_free)
+
+    def seconds(self, ops: Iterable[Op]) -> float:
+        """Time of some operations one after another: each is bound by its arithmetic or by its memory traffic."""
+        return sum(map(self._seconds_of, ops))
+
+    def _seconds_of(self, op: Op) -> float:
+        reached = self.efficiency
+        moving = op.num_bytes / (self.memory_bytes_per_s * reached.memory)
+        peak = self.flops_per_s.get(_name(op.dtype), self.flops_per_s["float32"])
+        return max(moving, op.flops / (peak * reached.compute)) + reached.kernel_s
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _gbit(number: float) -> float:
+    return number * 1e9 / 8
+
+
+_NVLINK_S, _PCIE_S, _NETWORK_S = 0.6e-6, 1e-6, 2.7e-6  # of a hop: torch/distributed/tensor/_collective_utils.py
+
+
+def _table(devices: Iterable[Device]) -> Mapping[str, Device]:
+    return MappingProxyType({device.name: device for device in devices})
+
+
+DEVICES = _table(
+    (
+        Device(
+            "a100-40g",
+            {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
+            1.555e12,
+            40 * _GIB,
+            8,
+            Wire(300e9, _NVLINK_S),
+            Wire(_gbit(400), _NETWORK_S),
+            "NVIDIA A100 datasheet (SXM, 40 GB; NVLink 600 GB/s both ways); AWS p4d.24xlarge: EFA 400 Gbit/s per host",
+        ),
+        Device(
+            "a100-80g",
+            {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
+            2.039e12,
+            80 * _GIB,
+            8,
+            Wire(300e9, _NVLINK_S),
+            Wire(_gbit(1600), _NETWORK_S),
+            "NVIDIA A100 datasheet (SXM, 80 GB; NVLink 600 GB/s both ways); DGX A100: 8 x 200 Gbit/s per host",
+        ),
+        Device(
+            "h100-80g",
+            {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 66.9e12},
+            3.35e12,
+            80 * _GIB,
+            8,
+            Wire(450e9, _NVLINK_S),
+            Wire(_gbit(3200), _NETWORK_S),
+            "NVIDIA H100 datasheet (SXM; NVLink 900 GB/s both ways); DGX H100: 8 x 400 Gbit/s per host",
+        ),
+        Device(
+            "h200",
+            {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 66.9e12},
+            4.8e12,
+            141 * 10**9,
+            8,
+            Wire(450e9, _NVLINK_S),
+            Wire(_gbit(3200), _NETWORK_S),
+            "NVIDIA H200 datasheet (SXM, 141 GB; NVLink 900 GB/s both ways); DGX H200: 8 x 400 Gbit/s per host",
+        ),
+        Device(
+            "v100-32g",
+            {"float16": 125e12, "float32": 15.7e12},
+            0.9e12,
+            32 * _GIB,
+            8,
+            Wire(150e9, _NVLINK_S),
+            Wire(_gbit(400), _NETWORK_S),
+            "NVIDIA V100 datasheet (SXM2, 32 GB; NVLink 300 GB/s both ways); DGX-1: 4 x 100 Gbit/s per host",
+        ),
+        Device(
+            "titan-rtx",
+            {"float16": 130.5e12, "float32": 16.3e12},
+            0.672e12,
+            24 * _GIB,
+            8,
+            Wire(15.75e9, _PCIE_S),
+            Wire(_gbit(100), _NETWORK_S),
+            "NVIDIA TITAN RTX product page and Turing whitepaper (24 GB); PCIe 3.0 x16; the host's network is assumed",
+        ),
+    )
+)
+
+
+def device_named(name: str) -> Device:
+    """A device of the table.
+
+    Raises:
+        StateError: There is none of this name.
+    """
+    if name not in DEVICES:
+        raise StateError(f"device: must be one of {', '.join(DEVICES)}, but it is {name!r}. Pass one of these.")
+    return DEVICES[name]

@@ -1,0 +1,85 @@
+"""Floating-point operations and bytes of one operation of torch, from the shapes that it was given."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+__all__ = ["Op", "cost_of"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One kernel.
+
+    Args:
+        name: Of the operation.
+        flops: Of matrix products, convolutions and attention; two for a multiplication with addition, 0 for others.
+        num_bytes: Read and written, each tensor once.
+        dtype: Of what it computes.
+    """
+
+    name: str
+    flops: int
+    num_bytes: int
+    dtype: torch.dtype
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(tuple(query.shape), tuple(key.shape), tuple(value.shape))
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    shapes = (tuple(each.shape) for each in (grad, query, key, value))
+    return sdpa_backward_flop_count(*shapes)
+
+
+# Operations that torch's own table of formulas lacks.
+_FLOPS: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+# These make memory, and touch none of it.
+_FREE = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view)
+# These read no more of their first operand than they write.
+_READS_ROWS = (aten.embedding, aten.index, aten.index_select, aten.gather)
+
+
+def cost_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Op | None:
+    """What a kernel costs; None for what runs none: views, and memory that is only taken."""
+    packet = func.overloadpacket
+    if packet in _FREE or _is_view(func):
+        return None
+    read, written = list(_tensors((args, dict(kwargs)))), list(_tensors(out))
+    if not written:
+        return None
+    formula = flop_registry.get(packet)
+    if packet in _FLOPS:
+        flops = int(_FLOPS[packet](*args, **kwargs))
+    else:
+        flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+    if packet in _READS_ROWS:
+        read = [*read[1:], *written]
+    num_bytes = sum(map(_num_bytes, read)) + sum(map(_num_bytes, written))
+    dtypes = [each.dtype for each in (*written, *read) if each.dtype.is_floating_point]
+    return Op(str(packet), flops, num_bytes, dtypes[0] if dtypes else torch.int64)
+
+
+def _is_view(func: Any) -> bool:
+    infos = [each.alias_info for each in func._schema.returns]
+    return bool(infos) and all(info is not None and not info.is_write for info in infos)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (each for each in tree_iter(tree) if isinstance(each, Tensor))
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Of the elements of a tensor, or of its storage where that is smaller: an expanded one."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

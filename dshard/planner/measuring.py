@@ -1,0 +1,207 @@
+"""How long each part of a model takes in a real step on this machine."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dshard.errors import PlanError
+from dshard.planner.plan import Measured
+from dshard.planner.profiles import UnitTimes
+from dshard.planner.steps import run_step, swapped, tensors
+from dshard.planner.traces import Part
+
+__all__ = ["measure", "measure_step", "optimizer_seconds_per_byte"]
+
+_NUMEL = 1 << 20
+_ADAMW_BYTES = 28  # per element: reads a parameter, its gradient and two states, and writes all but the gradient
+
+
+def measure(
+    model: nn.Module,
+    sample_input: Any,
+    parts: Sequence[Part],
+    *,
+    dtype: torch.dtype | None = None,
+    loss_of: Callable[[Any], Tensor] | None = None,
+    num_steps: int = 5,
+) -> list[UnitTimes]:
+    """Run real steps of a model that is not sharded, and take the median times of its parts.
+
+    A part's forward lasts from when its module starts until the next one does, its backward from when the gradient of
+    its output is there until that of the part before it is.
+
+    Args:
+        model: On a device with memory; parameters, gradients and buffers are left as they were.
+        sample_input: As for `trace`, on the model's device.
+        parts: As for `trace`.
+        dtype: As for `trace`.
+        loss_of: As for `trace`.
+        num_steps: After one that does not count.
+
+    Raises:
+        PlanError: The model is on meta.
+    """
+    if any(value.is_meta for value in model.parameters()):
+        raise PlanError(
+            "plan: only a model with values can be measured, but this one is on meta. Pass device='a100-80g'."
+        )
+    clock = _Clock(model, parts)
+    samples = []
+    with clock.hooks():
+        for number in range(num_steps + 1):
+            with swapped(model, partial(_copy, dtype=dtype)):
+                clock.start()
+                run_step(model, sample_input, loss_of, clock.begin_backward)
+                clock.stop()
+            if number:
+                samples.append(clock.seconds)
+    return [
+        UnitTimes(*(statistics.median(sample[half][i] for sample in samples) for half in (False, True)))
+        for i in range(len(parts))
+    ]
+
+
+def optimizer_seconds_per_byte(device: torch.device) -> float:
+    """Of what AdamW reads and writes, by stepping a parameter of four megabytes."""
+    parameter = nn.Parameter(torch.zeros(_NUMEL, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW([parameter])
+    times = []
+    for _ in range(6):
+        _synchronize(device)
+        start = time.perf_counter()
+        optimizer.step()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:]) / (_ADAMW_BYTES * _NUMEL)
+
+
+def measure_step(step: Callable[[], object], device: torch.device | str = "cpu", *, num_steps: int = 5) -> Measured:
+    """Run real training steps of a model, sharded or not: the median of their times, and the peak of one more.
+
+    On CUDA the peak is the allocator's. On CPU it is counted: all tensors that are alive in this process before that
+    step, and the most that the step allocates beside them, as torch's profiler tells.
+
+    Args:
+        step: Forward, backward, the optimizer's step, and `zero_grad`. It is run `num_steps + 2` times.
+        device: That it runs on.
+        num_steps: That are timed, after one that is not.
+
+    Communicates:
+        What the steps do.
+    """
+    device = torch.device(device)
+    times = []
+    for _ in range(num_steps + 1):
+        _synchronize(device)
+        start = time.perf_counter()
+        step()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return Measured(statistics.median(times[1:]), torch.cuda.max_memory_allocated(device))
+    held = _living_bytes()
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profiled:
+        step()
+    results = profiled.profiler.kineto_results if profiled.profiler is not None else None
+    changes = [event for event in results.events() if event.name() == "[memory]"] if results is not None else []
+    peak = alive = 0
+    for event in sorted(changes, key=lambda each: each.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return Measured(statistics.median(times[1:]), held + peak)
+
+
+def _living_bytes() -> int:
+    """Of all plain tensors of this process, each storage once."""
+    storages = {}
+    for each in gc.get_objects():
+        if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu":
+            storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def _copy(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A parameter with a gradient of its own, or a buffer of its own."""
+    if not isinstance(value, nn.Parameter):
+        return value.clone()
+    cast = value.detach().to(dtype) if dtype is not None and value.is_floating_point() else value.detach()
+    return cast.requires_grad_(value.requires_grad)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _Clock:
+    """Seconds of each part, forward and backward."""
+
+    def __init__(self, model: nn.Module, parts: Sequence[Part]) -> None:
+        self._device = next(model.parameters()).device
+        self._part_of = {module: i for i, part in enumerate(parts) for module in part.modules}
+        if len(parts) > 1:
+            self._part_of.pop(model, None)
+        self._num_parts = len(parts)
+        self.start()
+
+    def start(self) -> None:
+        """Count from zero."""
+        self.seconds = {half: [0.0] * self._num_parts for half in (False, True)}
+        self._is_backward = False
+        self._current = next(iter(self._part_of.values()), 0)
+        _synchronize(self._device)
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        """What ran until now belongs to the current part."""
+        self._turn_to(self._current)
+
+    def begin_backward(self) -> None:
+        """What comes now is backward; the loss belongs to the part that ran last."""
+        self._turn_to(self._current)
+        self._is_backward = True
+
+    def _turn_to(self, part: int) -> None:
+        _synchronize(self._device)
+        now = time.perf_counter()
+        self.seconds[self._is_backward][self._current] += now - self._since
+        self._current, self._since = part, now
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Follow which part runs."""
+        handles = []
+        for module in self._part_of:
+            handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
+            handles.append(module.register_forward_hook(self._leave))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if torch._C._current_autograd_node() is None:
+            self._turn_to(self._part_of[module])
+
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
+        if torch._C._current_autograd_node() is not None:
+            return
+        part = self._part_of[module]
+
+        def enter_backward(_: Tensor) -> None:
+            self._turn_to(part)
+
+        for each in tensors(output):
+            if each.requires_grad:
+                each.register_hook(enter_backward)

@@ -1,0 +1,150 @@
+"""Peak memory of a step: what is held, and the most that lives at one moment beside it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dshard.planner.costs import Cluster, ModelCosts
+from dshard.planner.options import Option, options_of
+from dshard.policies import Strategy
+
+__all__ = ["MemoryRows", "Moment", "moments", "peak_bytes"]
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A moment of a step, and the bytes that live then on the rank that has most.
+
+    Args:
+        phase: "forward", "backward", "reduce" (a reduction ends, at the end of the next backward), or "step" (of the
+            optimizer).
+        unit: Number of the unit.
+        num_bytes: In all.
+    """
+
+    phase: str
+    unit: int
+    num_bytes: int
+
+
+def peak_bytes(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster) -> int:
+    """The most bytes that live at one moment of a step, rounded up."""
+    return max(moment.num_bytes for moment in moments(model, strategies, cluster))
+
+
+def moments(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster) -> list[Moment]:
+    """All moments of a step, in order of time."""
+    rows = MemoryRows.of(model, [[option] for option in options_of(model, strategies, cluster)])
+    values = rows.values(np.zeros(len(model.units), dtype=np.int64))
+    return [Moment(*rows.name(row), int(values[row])) for row in rows.in_time()]
+
+
+_PHASES = ("forward", "backward", "reduce", "step")
+_FAR = 2  # units further away than this are alike
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRows:
+    """Bytes at each moment, as sums over units of what each adds under its strategy.
+
+    Of `U` units: row `e` is the forward of unit `e`, row `U + e` its backward, `2U + e` the end of its reduction,
+    `3U + e` the optimizer's step on it. For unit `j` and each of its options, what it adds depends on `j - e` alone,
+    and not on how far away it is beyond two.
+
+    Args:
+        constant: What is there whatever the strategies, per row.
+        phases: For each phase, what a unit adds: (before, two before, one before, at, one after, two after, after),
+            arrays of shape (units, options).
+    """
+
+    constant: Ints
+    phases: tuple[tuple[Ints, ...], ...]
+
+    @classmethod
+    def of(cls, model: ModelCosts, options: Sequence[Sequence[Option]]) -> "MemoryRows":
+        """Rows for units of which each has some options, all of them as many."""
+        field = _fields(options)
+        held, late = field("held_bytes"), field("grad_bytes") + field("waiting_bytes")
+        if model.num_backwards > 1:  # those of earlier micro-batches are there from the start
+            held, late = held + late, np.zeros_like(late)
+        kept, done = held + field("kept_bytes"), held + late
+        ahead = kept + field("backward_ahead_bytes")
+        using = held + field("filling_bytes") + field("backward_use_bytes")
+        forward = kept, kept, kept, held + field("forward_use_bytes"), held + field("forward_ahead_bytes"), held, held
+        backward = kept, kept, ahead, using, held + field("in_flight_bytes"), done + field("replicas_bytes"), done
+        reduce = kept, ahead, held + field("sent_bytes"), held + field("ending_bytes"), done, done, done
+        if model.steps_together:
+            step = (done + field("step_bytes"),) * 7
+        else:
+            step = (*(done,) * 3, done + field("largest_step_bytes"), *(done,) * 3)
+        return cls(_constant(model), (forward, backward, reduce, step))
+
+    @property
+    def num_units(self) -> int:
+        """Of the model."""
+        return self.phases[0][0].shape[0]
+
+    def name(self, row: int) -> tuple[str, int]:
+        """Phase and unit of a row."""
+        return _PHASES[row // self.num_units], row % self.num_units
+
+    def in_time(self) -> list[int]:
+        """All rows in order of time."""
+        num = self.num_units
+        found = list(range(num))
+        for unit in range(num - 1, -1, -1):
+            found += [num + unit, 2 * num + unit + 1] if unit + 1 < num else [num + unit]
+        return [*found, 2 * num, *range(3 * num, 4 * num)]
+
+    def terms(self, row: int) -> Ints:
+        """What each option of each unit adds to a row; shape (units, options)."""
+        phase, unit = self.phases[row // self.num_units], row % self.num_units
+        terms = np.concatenate([phase[0][:unit], phase[-1][unit:]])
+        for away in range(-_FAR, _FAR + 1):
+            if 0 <= unit + away < self.num_units:
+                terms[unit + away] = phase[away + _FAR + 1][unit + away]
+        return terms
+
+    def values(self, chosen: Ints) -> Ints:
+        """Bytes of every row, for the number of the option of each unit."""
+        units = np.arange(self.num_units)
+        return self._sums(lambda part: part[units, chosen])
+
+    def least(self, is_open: npt.NDArray[np.bool_]) -> Ints:
+        """The least bytes of every row, taken alone, with any options that are open."""
+        return self._sums(lambda part: np.where(is_open, part, np.iinfo(np.int64).max).min(axis=1))
+
+    def _sums(self, pick: Callable[[Ints], Ints]) -> Ints:
+        """Bytes of every row from one value per unit."""
+        num, zeros = self.num_units, np.zeros(_FAR + 1, dtype=np.int64)
+        found = []
+        for phase in self.phases:
+            before, *near, after = map(pick, phase)
+            sums = np.concatenate([zeros, np.cumsum(before)])[:num]  # of units below e - 2
+            sums += np.concatenate([np.cumsum(after[::-1])[::-1], zeros])[_FAR + 1 :]  # of units above e + 2
+            for away, part in zip(range(-_FAR, _FAR + 1), near, strict=True):
+                if abs(away) < num:
+                    sums[max(0, -away) : num - max(0, away)] += part[max(0, away) : num - max(0, -away)]
+            found.append(sums)
+        return np.concatenate(found) + self.constant
+
+
+def _fields(options: Sequence[Sequence[Option]]) -> Callable[[str], Ints]:
+    def field(name: str) -> Ints:
+        return np.array([[getattr(option, name) for option in own] for own in options], dtype=np.int64)
+
+    return field
+
+
+def _constant(model: ModelCosts) -> Ints:
+    """Bytes of each row that do not depend on strategies: activations, what computations need, buffers."""
+    units = model.units
+    activations = np.cumsum([unit.activation_bytes for unit in units], dtype=np.int64)
+    forward = activations + np.array([unit.forward_transient_bytes for unit in units], dtype=np.int64)
+    backward = activations + np.array([unit.backward_transient_bytes for unit in units], dtype=np.int64)
+    reduce = np.concatenate([[0], activations[:-1]])  # when the unit before it has run
+    return np.concatenate([forward, backward, reduce, np.zeros_like(reduce)]) + model.buffer_bytes

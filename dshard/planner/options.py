@@ -1,0 +1,323 @@
+"""What one unit costs under one strategy: the terms of which memory and time of a step are made."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dshard.planner.costs import Cluster, ModelCosts, ParamCosts, UnitCosts, ceil_div
+from dshard.policies import Strategy
+
+__all__ = ["Option", "option_of", "options_of"]
+
+_FLAGS = 16  # a reduction sends a flag per parameter to each rank, in multiples of as many
+_SMALL_BYTES = 1 << 16  # gradients up to this size wait as they are until their unit's reduction leaves
+_MIN_DIRECT_BYTES = 1 << 16  # of a gathered copy that arrives in its place; others are copied there out of rows
+_ALIGN_NUMEL = 64  # of each gathered copy
+_HEADER_BYTES = 64  # of a message between two ranks, where rows are received one by one
+_COUNTER_BYTES = 4  # of steps, which an optimizer with states keeps per parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One unit under one strategy.
+
+    Args:
+        held_bytes: Parameters and optimizer states, all the time; and whole copies that stay.
+        kept_bytes: A gathered copy from its forward to its backward.
+        forward_use_bytes: Gathered copies while its forward runs.
+        forward_ahead_bytes: The same while the forward before it runs.
+        backward_use_bytes: Gathered copies, its own kept one included, while its backward runs.
+        backward_ahead_bytes: Gathered copies, besides a kept one, while the backward before it in time runs.
+        filling_bytes: Its gradients while its backward runs: those just computed, and the send buffer.
+        sent_bytes: The send buffer alone, when its backward has ended.
+        in_flight_bytes: Of its reduction, while the next backward runs.
+        ending_bytes: The same when the reduction ends and its rows are added up.
+        replicas_bytes: What is received from replicas, beside reduced gradients, in the backward after that.
+        grad_bytes: Its gradients, once they are reduced.
+        waiting_bytes: Whole gradients that wait for the last micro-batch.
+        step_bytes: Temporaries of the optimizer's step, of all its parameters.
+        largest_step_bytes: The same of the parameter that has most.
+        gather_s: Exposed unless hidden behind the forward before it; of the first forward of a step.
+        gather_again_s: The same in later forwards of the step.
+        gather_backward_s: The same in backward.
+        forward_s: Its forward, with slices that are waited for.
+        forward_comm_s: What its own slices take of the channel in that time.
+        backward_s: Its backward, likewise.
+        backward_comm_s: Likewise.
+        reduce_s: Its reduction, in the last backward of a step.
+        reduce_early_s: The same in earlier ones.
+        optimizer_s: The optimizer's step on what this rank holds.
+    """
+
+    held_bytes: int
+    kept_bytes: int
+    forward_use_bytes: int
+    forward_ahead_bytes: int
+    backward_use_bytes: int
+    backward_ahead_bytes: int
+    filling_bytes: int
+    sent_bytes: int
+    in_flight_bytes: int
+    ending_bytes: int
+    replicas_bytes: int
+    grad_bytes: int
+    waiting_bytes: int
+    step_bytes: int
+    largest_step_bytes: int
+    gather_s: float
+    gather_again_s: float
+    gather_backward_s: float
+    forward_s: float
+    forward_comm_s: float
+    backward_s: float
+    backward_comm_s: float
+    reduce_s: float
+    reduce_early_s: float
+    optimizer_s: float
+
+
+def options_of(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster) -> list[Option]:
+    """The option of each unit under its strategy."""
+    given = zip(model.units, strategies, strict=True)
+    return [option_of(unit, Strategy.of(strategy), cluster, model.num_backwards) for unit, strategy in given]
+
+
+def option_of(unit: UnitCosts, strategy: Strategy, cluster: Cluster, num_backwards: int = 1) -> Option:
+    """What `unit` costs under `strategy`.
+
+    Raises:
+        PlacementError: The ranks that share a parameter do not divide those of the cluster.
+    """
+    strategy = strategy.on(cluster.num_ranks)
+    whole = strategy.base == "ddp"
+    within = 1 if whole else strategy.within or cluster.num_ranks
+    sizes = _Sizes.of(unit, within, strategy.num_slices, cluster)
+    reduction = _Reduction.of(unit, within, strategy.num_slices, cluster)
+    times = _Times.of(unit, within, strategy.num_slices, cluster)
+    stays, freed = strategy.base in ("zero1", "zero2"), strategy.base in ("full", "ddp")
+    again = strategy.base == "full" and unit.is_used_in_backward
+    waits = strategy.base in ("zero1", "ddp") and num_backwards > 1
+    use = sizes.gathered + 2 * sizes.gather_slice
+    ahead = sizes.gathered + sizes.gather_slice + sizes.moving
+    return Option(
+        held_bytes=sizes.stored + (sizes.gathered if stays else 0),
+        kept_bytes=0 if stays or freed else sizes.gathered,
+        forward_use_bytes=0 if stays else use,
+        forward_ahead_bytes=sizes.moving if stays else 0 if whole else ahead,
+        backward_use_bytes=use if again or strategy.base == "keep" or (whole and unit.is_used_in_backward) else 0,
+        backward_ahead_bytes=ahead if again else 0,
+        filling_bytes=reduction.filling,
+        sent_bytes=reduction.sent,
+        in_flight_bytes=reduction.in_flight,
+        ending_bytes=reduction.in_flight + reduction.sums,
+        replicas_bytes=reduction.among_replicas,
+        grad_bytes=reduction.grads,
+        waiting_bytes=reduction.sent if waits and not whole else 0,
+        step_bytes=sum(sizes.steps),
+        largest_step_bytes=max(sizes.steps, default=0),
+        gather_s=times.gather_s,
+        gather_again_s=0.0 if stays else times.gather_s,
+        gather_backward_s=times.gather_s if again else 0.0,
+        forward_s=times.forward_s,
+        forward_comm_s=times.forward_comm_s,
+        backward_s=times.backward_s,
+        backward_comm_s=times.backward_comm_s,
+        reduce_s=times.reduce_s,
+        reduce_early_s=0.0 if waits else times.reduce_s,
+        optimizer_s=unit.optimizer_s * sizes.share,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Bytes of a unit's parameters, all rounded up to the rank that has most.
+
+    Args:
+        stored: Shards of parameters and optimizer states.
+        gathered: Gathered copies of what is not split; 0 where what is stored is used itself.
+        moving: What more there is while they are on their way: shards in the compute dtype, headers.
+        gather_slice: The largest slice of a parameter that is split.
+        steps: Temporaries of the optimizer's step, per parameter.
+        share: Part of the unit's elements that this rank holds.
+    """
+
+    stored: int
+    gathered: int
+    moving: int
+    gather_slice: int
+    steps: list[int]
+    share: float
+
+    @classmethod
+    def of(cls, unit: UnitCosts, within: int, num_slices: int, cluster: Cluster) -> "_Sizes":
+        """Sizes on the rank that has most."""
+        split, rest = _split(unit, num_slices)
+        numels = {param: param.shard_numel(within) for param in unit.params}
+        casts = [p for p in unit.params if p.gather_itemsize != p.stored_itemsize]
+        slices = [p.slice_numel(within, num_slices) * p.gather_itemsize for p in split if _copies(p, within)]
+        return cls(
+            stored=sum(
+                n * (p.stored_itemsize + p.state_bytes_per_element) + _COUNTER_BYTES * (p.state_bytes_per_element > 0)
+                for p, n in numels.items()
+            ),
+            gathered=sum(_gathered_bytes(p, within, cluster) for p in rest if _copies(p, within)),
+            moving=sum(numels[p] * p.gather_itemsize for p in casts) + _header_bytes(within, cluster),
+            gather_slice=max(slices, default=0),
+            steps=[n * p.step_bytes_per_element for p, n in numels.items()],
+            share=sum(numels.values()) / max(unit.numel, 1),
+        )
+
+
+def _gathered_bytes(param: ParamCosts, within: int, cluster: Cluster) -> int:
+    """A gathered copy; and where rows are received one by one, those that a small one is copied out of."""
+    if within == 1:
+        return param.numel * param.gather_itemsize
+    is_direct = cluster.keeps_received_rows and param.numel * param.gather_itemsize >= _MIN_DIRECT_BYTES
+    in_rows = within * param.shard_numel(within)
+    region = ceil_div(param.numel if is_direct else in_rows, _ALIGN_NUMEL) * _ALIGN_NUMEL
+    rows = in_rows if cluster.keeps_received_rows and not is_direct else 0
+    return (region + rows) * param.gather_itemsize
+
+
+def _header_bytes(num_ranks: int, cluster: Cluster) -> int:
+    """This rank's, and one of each."""
+    return _HEADER_BYTES * (num_ranks + 1) if cluster.keeps_received_rows and num_ranks > 1 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """Bytes of a unit's gradients on their way, all rounded up to the rank that has most.
+
+    Args:
+        sent: Send buffer: a row of flags and padded shards per rank; under ddp one of all, that becomes the gradients.
+        filling: That, gradients as autograd gives them, and slices.
+        in_flight: Send buffer, what is received, and slices under way.
+        sums: Rows that are added up when all is received.
+        among_replicas: What is received from ranks that hold the same shards.
+        grads: Reduced gradients, with flags and padding.
+    """
+
+    sent: int
+    filling: int
+    in_flight: int
+    sums: int
+    among_replicas: int
+    grads: int
+
+    @classmethod
+    def of(cls, unit: UnitCosts, within: int, num_slices: int, cluster: Cluster) -> "_Reduction":
+        """Sizes on the rank that has most."""
+        split, rest = _split(unit, num_slices)
+        trained, split = [p for p in rest if p.grad_itemsize], [p for p in split if p.grad_itemsize]
+        grad_slice = max((p.slice_numel(within, num_slices) * p.grad_itemsize for p in split), default=0)
+        raw_slice = max((p.slice_numel(within, num_slices) * p.gather_itemsize for p in split), default=0)
+        raw = max(_raw_bytes(trained), raw_slice)
+        row, num_replicas = _row_bytes(trained, within), cluster.num_ranks // within
+        sent, received, among, copies, sums = within * row, 0, 0, 1, 0
+        if cluster.keeps_received_rows:  # of each peer; else one row, which the reduced one becomes
+            copies = 2 if cluster.num_ranks > 1 else 1
+            received = (within - 1) * row + _header_bytes(within, cluster)
+            among = num_replicas * ceil_div(row, num_replicas) + _header_bytes(num_replicas, cluster)
+            among = among if num_replicas > 1 else 0
+            widest = max((p.grad_itemsize for p in trained), default=4)
+            sums = _sum_bytes(row if within > 1 else ceil_div(row, num_replicas), widest, max(within, num_replicas))
+        elif within > 1:
+            received = row
+        if within == 1:  # there is nothing to reduce but among replicas
+            received, among = among, 0
+        return cls(
+            sent=sent,
+            filling=sent + raw + (1 + copies) * grad_slice,
+            in_flight=sent + received + copies * grad_slice,
+            sums=sums,
+            among_replicas=among,
+            grads=_grad_bytes(trained, split, within, row),
+        )
+
+
+def _row_bytes(trained: Sequence[ParamCosts], within: int) -> int:
+    """Flags and padded shards."""
+    if not trained:
+        return 0
+    flags = ceil_div(len(trained), _FLAGS) * _FLAGS * max(p.grad_itemsize for p in trained)
+    return flags + sum(p.shard_numel(within) * p.grad_itemsize for p in trained)
+
+
+def _grad_bytes(trained: Sequence[ParamCosts], split: Sequence[ParamCosts], within: int, row: int) -> int:
+    """The reduced row, or shards that were converted."""
+    converts = any(p.grad_itemsize != p.stored_itemsize for p in trained)
+    converted = sum(p.shard_numel(within) * p.stored_itemsize for p in trained)
+    return (converted if converts else row) + sum(p.shard_numel(within) * p.stored_itemsize for p in split)
+
+
+def _sum_bytes(row: int, itemsize: int, num_rows: int) -> int:
+    """New rows while as many are added in pairs, and pairs of pairs; of 16-bit floats in fp32, and one converted."""
+    num_new = num_rows.bit_length() - 1
+    return row * num_new if itemsize >= 4 else ceil_div(row, itemsize) * 4 * (num_new + 1)
+
+
+def _split(unit: UnitCosts, num_slices: int) -> tuple[list[ParamCosts], list[ParamCosts]]:
+    """The parameters that are used in slices, and the others."""
+    split = [param for param in unit.params if param.can_split and num_slices > 1]
+    return split, [param for param in unit.params if not (param.can_split and num_slices > 1)]
+
+
+def _copies(param: ParamCosts, within: int) -> bool:
+    """Whether what is used is another tensor than what is stored."""
+    return within > 1 or param.gather_itemsize != param.stored_itemsize
+
+
+def _raw_bytes(trained: Sequence[ParamCosts]) -> int:
+    """Gradients as autograd gives them: the largest, and all small ones."""
+    sizes = [param.numel * param.gather_itemsize for param in trained]
+    large = max((size for size in sizes if size > _SMALL_BYTES), default=0)
+    return large + sum(size for size in sizes if size <= _SMALL_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Seconds of a unit's computations and collectives."""
+
+    gather_s: float
+    forward_s: float
+    forward_comm_s: float
+    backward_s: float
+    backward_comm_s: float
+    reduce_s: float
+
+    @classmethod
+    def of(cls, unit: UnitCosts, within: int, num_slices: int, cluster: Cluster) -> "_Times":
+        """Times of one forward and backward."""
+        split, rest = _split(unit, num_slices)
+        gather_s = cluster.all_gather_s(sum(p.numel * p.gather_itemsize for p in rest), within)
+        gather_slices, reduce_slices, num_steps = [], [], 0
+        for param in split:
+            num = min(num_slices, ceil_div(param.length, within))
+            numel = param.slice_numel(within, num_slices)
+            gather_slices += [cluster.all_gather_s(numel * param.gather_itemsize, within)] * num
+            reduce_slices += [cluster.reduce_scatter_s(numel * param.grad_itemsize, within)] * num
+            num_steps += num
+        ahead_s, last_s = (gather_slices[0], reduce_slices[-1]) if num_steps else (0.0, 0.0)
+        forward_comm_s = sum(gather_slices) - ahead_s
+        backward_comm_s = forward_comm_s + sum(reduce_slices) - last_s
+        overhead_s = unit.slice_overhead_s * max(num_steps - len(split), 0)
+        grad_bytes = sum(p.numel * p.grad_itemsize for p in rest)
+        return cls(
+            gather_s=gather_s + ahead_s,
+            forward_s=_with_slices(unit.forward_s + overhead_s, forward_comm_s, num_steps),
+            forward_comm_s=forward_comm_s,
+            backward_s=_with_slices(unit.backward_s + overhead_s, backward_comm_s, num_steps),
+            backward_comm_s=backward_comm_s,
+            reduce_s=cluster.reduce_scatter_s(grad_bytes, within) + last_s + _replicas_s(unit, within, cluster),
+        )
+
+
+def _with_slices(compute_s: float, comm_s: float, num_steps: int) -> float:
+    """A computation in steps, each of which waits for its slice: all but one of them hide what comes later."""
+    first_s = compute_s / max(num_steps, 1)
+    return first_s + max(compute_s - first_s, comm_s)
+
+
+def _replicas_s(unit: UnitCosts, within: int, cluster: Cluster) -> float:
+    """All-reduce of reduced shards over the replicas."""
+    shard_bytes = sum(p.shard_numel(within) * p.grad_itemsize for p in unit.params)
+    return cluster.all_reduce_s(shard_bytes, within) if within < cluster.num_ranks else 0.0

@@ -1,0 +1,285 @@
+"""A plan: a strategy for each unit of a model, what it is predicted to cost, and the proof that it is the best."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from dshard.errors import PlanError
+from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitCosts
+from dshard.planner.memory import moments
+from dshard.planner.records import of_record, to_record
+from dshard.planner.solver import Certificate, solve
+from dshard.planner.timeline import Timeline, simulate, step_time
+from dshard.policies import Strategy
+
+__all__ = ["Comparison", "Measured", "Plan", "bytes_text"]
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a real step took.
+
+    Args:
+        step_s: Its time.
+        peak_bytes: The most bytes that lived at one moment on the rank that has most; None where nobody counted.
+    """
+
+    step_s: float
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Prediction against measurement; its text is the report."""
+
+    predicted: Measured
+    measured: Measured
+
+    @property
+    def step_error(self) -> float:
+        """By which part of the measured time the prediction is too long; negative if it is too short."""
+        return self.predicted.step_s / self.measured.step_s - 1
+
+    @property
+    def peak_error(self) -> float | None:
+        """The same of the peak; None where nobody counted."""
+        if self.measured.peak_bytes is None or self.predicted.peak_bytes is None:
+            return None
+        return self.predicted.peak_bytes / self.measured.peak_bytes - 1
+
+    def __str__(self) -> str:
+        lines = [
+            f"step: predicted {_seconds(self.predicted.step_s)}, measured {_seconds(self.measured.step_s)}, "
+            f"error {self.step_error:+.1%}"
+        ]
+        if self.peak_error is not None:
+            lines.append(
+                f"peak: predicted {bytes_text(self.predicted.peak_bytes or 0)}, measured "
+                f"{bytes_text(self.measured.peak_bytes or 0)}, error {self.peak_error:+.1%}"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A strategy for each unit, and the costs that it was planned with.
+
+    `str(plan)` is one line, `explain()` a table, `plot()` a picture; `to_json` and `from_json` keep all of it.
+
+    Args:
+        model: Costs of the units, in the order in which forward runs them.
+        cluster: Devices and links.
+        strategies: One per unit.
+        candidates: Those that each unit could have had.
+        certificate: How good the choice is; None for one that was given rather than found.
+        flops: Floating-point operations of a step on one rank, recomputation included.
+    """
+
+    model: ModelCosts
+    cluster: Cluster
+    strategies: tuple[Strategy, ...]
+    candidates: tuple[Strategy, ...] = ()
+    certificate: Certificate | None = None
+    flops: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.strategies) != len(self.model.units):
+            raise PlanError(
+                f"plan: needs a strategy for each of the {len(self.model.units)} units, but it has "
+                f"{len(self.strategies)}. Pass one for each."
+            )
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """A simulated step."""
+        return simulate(self.model, self.strategies, self.cluster)
+
+    @property
+    def step_s(self) -> float:
+        """Predicted time of a step, in seconds."""
+        return self.timeline.step_s
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Predicted peak of a step: the most bytes at one moment on one rank."""
+        return max(moment.num_bytes for moment in moments(self.model, self.strategies, self.cluster))
+
+    @property
+    def exposed_s(self) -> float:
+        """Of the step, how long it waits for communication."""
+        return self.timeline.exposed_s
+
+    @property
+    def tflops(self) -> float:
+        """Predicted TFLOP/s of each rank, recomputation included."""
+        return self.flops / self.step_s / 1e12
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of all ranks together."""
+        return self.model.batch_size * self.cluster.num_ranks / self.step_s
+
+    @property
+    def _limit_bytes(self) -> int:
+        return self.cluster.memory_bytes if self.certificate is None else self.certificate.limit_bytes
+
+    @property
+    def by_parameter(self) -> dict[str, Strategy]:
+        """The strategy of each parameter, by its name in the model."""
+        units = zip(self.model.units, self.strategies, strict=True)
+        return {name: strategy for unit, strategy in units for name in unit.param_names}
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{len(list(run))} x {name}" for name, run in groupby(map(str, self.strategies)))
+        return (
+            f"{names}: step {_seconds(self.step_s)}, of which {_seconds(self.exposed_s)} waits for communication; "
+            f"peak {bytes_text(self.peak_bytes)}"
+        )
+
+    def explain(self) -> str:
+        """A table: each unit, or run of units that are alike, its strategy, bytes and seconds; then the totals."""
+        rows = [("unit", "parameters", "strategy", "activations", "forward", "backward")]
+        for (_, strategy), units in _runs(self.model.units, self.strategies):
+            name = units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name} ({len(units)} alike)"
+            unit = units[0]
+            times = (_seconds(unit.forward_s), _seconds(unit.backward_s))
+            rows.append((name, bytes_text(unit.param_bytes), strategy, bytes_text(unit.activation_bytes), *times))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        cluster, batch = self.cluster, self.model.batch_size
+        hosts = -(-cluster.num_ranks // cluster.ranks_per_host)
+        lines += [
+            "",
+            f"ranks: {cluster.num_ranks} on {hosts} host{'s' * (hosts > 1)}; batch: {batch} per rank",
+            f"step: {_seconds(self.step_s)}, of which {_seconds(self.exposed_s)} waits for communication; "
+            f"{self.samples_per_s:.4g} samples/s" + (f"; {self.tflops:.4g} TFLOP/s per rank" if self.flops else ""),
+            f"peak: {bytes_text(self.peak_bytes)}"
+            + (f" of {bytes_text(self._limit_bytes)}" if self._limit_bytes else ""),
+        ]
+        if self.certificate is not None:
+            lines.append(f"certificate: {self.certificate}")
+        lines.append(f"costs: {self.model.source}; links: {cluster.source}")
+        return "\n".join(lines)
+
+    def plot(self, path: str | Path) -> None:
+        """Write a picture of the simulated step: both streams, and bytes over time. Needs matplotlib (extra `cli`)."""
+        from dshard.planner.drawing import draw_timeline
+
+        draw_timeline(Path(path), self.timeline, title=str(self), limit_bytes=self._limit_bytes)
+
+    def to_json(self) -> str:
+        """All of it as JSON text."""
+        return json.dumps({"schema": SCHEMA, **to_record(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The plan that `to_json` wrote.
+
+        Raises:
+            PlanError: It is no JSON, of another schema, or has fields that are missing, unknown or of another type.
+        """
+        try:
+            record = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"plan: must be JSON, but reading it says: {error}. Pass what to_json() gave.") from error
+        if not isinstance(record, dict) or record.pop("schema", None) != SCHEMA:
+            raise PlanError(f"plan: must be JSON of schema {SCHEMA}, but it is not. Plan again with this version.")
+        return of_record(cls, record)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read what `save` wrote."""
+        return cls.from_json(Path(path).read_text())
+
+    def compared(self, measured: Measured) -> Comparison:
+        """Prediction against what a real step took."""
+        return Comparison(Measured(self.step_s, self.peak_bytes), measured)
+
+    def replanned(self, measured: Measured, *, memory_bytes: int | None = None) -> "Plan":
+        """Plan again, with costs that fit what a real step of this plan took.
+
+        All times are scaled alike until the predicted step takes as long as the measured one. What the measured peak
+        has more than the predicted one is added to what is always there; less is not taken away.
+
+        Args:
+            measured: Of a step under this plan.
+            memory_bytes: Another limit; None keeps it.
+
+        Raises:
+            PlanError: Nothing fits any more, or the plan was given rather than found.
+        """
+        if not self.candidates or self.certificate is None:
+            raise PlanError("plan: only what was planned can be planned again, but this was given. Call dshard.plan.")
+        factor = measured.step_s / step_time(self.model, self.strategies, self.cluster)
+        more = max(0, (measured.peak_bytes or 0) - self.peak_bytes)
+        model = replace(
+            _scaled_model(self.model, factor), buffer_bytes=self.model.buffer_bytes + more, source="replanned, measured"
+        )
+        cluster = _scaled_cluster(self.cluster, factor)
+        limit = self.certificate.limit_bytes if memory_bytes is None else memory_bytes
+        solution = solve(model, cluster, self.candidates, limit)
+        return replace(
+            self, model=model, cluster=cluster, strategies=solution.strategies, certificate=solution.certificate
+        )
+
+
+def _scaled_model(model: ModelCosts, factor: float) -> ModelCosts:
+    names = ("forward_s", "backward_s", "optimizer_s", "slice_overhead_s")
+    units = (replace(unit, **{name: getattr(unit, name) * factor for name in names}) for unit in model.units)
+    return replace(model, units=tuple(units))
+
+
+def _scaled_cluster(cluster: Cluster, factor: float) -> Cluster:
+    def link(each: Link) -> Link:
+        names = ("alpha_s", "seconds_per_byte", "alpha_per_rank_s")
+        return replace(each, **{name: getattr(each, name) * factor for name in names})
+
+    def links(each: Links) -> Links:
+        return Links(link(each.all_gather), link(each.reduce_scatter), link(each.all_reduce))
+
+    return replace(
+        cluster,
+        inside=links(cluster.inside),
+        across=None if cluster.across is None else links(cluster.across),
+        shards={within: links(each) for within, each in cluster.shards.items()},
+        replicas={within: links(each) for within, each in cluster.replicas.items()},
+    )
+
+
+def _runs(
+    units: Sequence[UnitCosts], strategies: Sequence[Strategy]
+) -> Iterator[tuple[tuple[Any, str], list[UnitCosts]]]:
+    """Units in a row that differ in names and in a hundredth of their figures at most."""
+
+    def alike(pair: tuple[UnitCosts, Strategy]) -> tuple[Any, str]:
+        unit, strategy = pair
+        figures = (unit.numel, unit.param_bytes, unit.activation_bytes, f"{unit.forward_s:.2g} {unit.backward_s:.2g}")
+        return figures, str(strategy)
+
+    for key, run in groupby(zip(units, strategies, strict=True), key=alike):
+        yield key, [unit for unit, _ in run]
+
+
+def _seconds(value: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if value >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value / 1e-6:.4g} us"
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Bytes as people read them, in powers of 1024."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(num_bytes) >= scale:
+            return f"{num_bytes / scale:.4g} {unit}"
+    return f"{num_bytes:.0f} B"

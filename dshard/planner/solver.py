@@ -1,0 +1,292 @@
+"""Which strategy each unit should have: the shortest step whose peak memory fits, with a proof."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dshard.errors import PlanError
+from dshard.planner.bounds import Incumbent, Relaxation
+from dshard.planner.chain import Chain
+from dshard.planner.costs import Cluster, ModelCosts
+from dshard.planner.labels import TOLERANCE, Search, search
+from dshard.planner.memory import Ints
+from dshard.planner.smallest import smallest_peak
+from dshard.policies import Strategy
+
+__all__ = ["BatchSolution", "Certificate", "Solution", "solve", "solve_batch"]
+
+_MAX_LABELS = 1_500_000
+_NARROW = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """How good a choice is, for the model of costs that was given.
+
+    Args:
+        step_s: Its step.
+        lower_bound_s: No choice that fits has a shorter one: the search has excluded it.
+        relaxed_bound_s: The same from the relaxation alone (prices on bytes), which does not rest on the search.
+        peak_bytes: Its peak.
+        limit_bytes: What it had to fit into.
+        num_labels: Size of the search.
+    """
+
+    step_s: float
+    lower_bound_s: float
+    relaxed_bound_s: float
+    peak_bytes: int
+    limit_bytes: int
+    num_labels: int
+
+    @property
+    def gap(self) -> float:
+        """By which part of its step the choice may be improved at most; 0 if it is the best."""
+        return 1 - self.lower_bound_s / self.step_s if self.step_s > 0 else 0.0
+
+    @property
+    def relaxed_gap(self) -> float:
+        """The same by the relaxation alone."""
+        return 1 - self.relaxed_bound_s / self.step_s if self.step_s > 0 else 0.0
+
+    @property
+    def memory_slack_bytes(self) -> int:
+        """What the peak leaves free."""
+        return self.limit_bytes - self.peak_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step_s:.6g} s, at least {self.lower_bound_s:.6g} s (gap {self.gap:.2g}; by the relaxation "
+            f"alone {self.relaxed_bound_s:.6g} s), peak {self.peak_bytes} of {self.limit_bytes} bytes "
+            f"({self.memory_slack_bytes} free)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A choice and its certificate.
+
+    Args:
+        strategies: One per unit.
+        certificate: How good it is.
+    """
+
+    strategies: tuple[Strategy, ...]
+    certificate: Certificate
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSolution:
+    """The batch size with the most samples per second.
+
+    Args:
+        model: Costs at that size.
+        solution: The choice for it.
+        samples_per_s: Of all ranks together.
+        upper_bound: Of any size that was given, by the certificates.
+        tried: The sizes that were solved, with samples per second; None where nothing fits.
+    """
+
+    model: ModelCosts
+    solution: Solution
+    samples_per_s: float
+    upper_bound: float
+    tried: dict[int, float | None]
+
+
+def solve(
+    model: ModelCosts,
+    cluster: Cluster,
+    strategies: Sequence[Strategy | str],
+    limit_bytes: int | None = None,
+    *,
+    max_labels: int = _MAX_LABELS,
+) -> Solution:
+    """The strategies with the shortest step whose peak fits.
+
+    Args:
+        model: Costs of its units.
+        cluster: Devices and links.
+        strategies: Those that each unit may have.
+        limit_bytes: Of the peak; that of the devices by default.
+        max_labels: Size of a search, beyond which it drops the least promising, and the gap may stay above 0.
+
+    Raises:
+        PlanError: Nothing fits: by how many bytes, and which units cause it. Or there is nothing to choose.
+
+    Communicates:
+        Nothing: all ranks that give the same arguments get the same.
+    """
+    limit_bytes = cluster.memory_bytes if limit_bytes is None else limit_bytes
+    if limit_bytes <= 0:
+        raise PlanError(f"plan: the memory limit must be above 0 bytes, but it is {limit_bytes}. Pass memory='16GiB'.")
+    known = list(dict.fromkeys(Strategy.of(strategy).on(cluster.num_ranks) for strategy in strategies))
+    if not known:
+        raise PlanError("plan: units need strategies to choose from, but there are none. Pass ('ddp', 'full').")
+    chain = Chain.of(model, known, cluster)
+    incumbent = Incumbent(chain, limit_bytes)
+    bounds = _solve_chain(chain.copy(), limit_bytes, incumbent, max_labels)
+    if incumbent.chosen is None:
+        raise _does_not_fit(model, chain, known, limit_bytes)
+    certificate = Certificate(
+        incumbent.cost,
+        min(bounds.proven, incumbent.cost),
+        min(bounds.relaxed, incumbent.cost),
+        chain.peak_bytes(incumbent.chosen),
+        limit_bytes,
+        bounds.num_labels,
+    )
+    return Solution(tuple(known[option] for option in incumbent.chosen), certificate)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """From the search, and from the relaxation alone; and the size of the search."""
+
+    proven: float
+    relaxed: float
+    num_labels: int
+
+
+def _solve_chain(chain: Chain, limit_bytes: int, incumbent: Incumbent, max_labels: int) -> _Bounds:
+    """Solve with the rows that were violated so far, until what is best under them violates none.
+
+    Each row is the memory at one moment; few of them decide, and leaving others out only allows more choices.
+    """
+    smallest = smallest_peak(chain)
+    if smallest.least_bytes <= limit_bytes < smallest.peak_bytes:
+        smallest = smallest_peak(chain, is_exact=True)
+    if smallest.peak_bytes > limit_bytes:
+        return _Bounds(np.inf, np.inf, 0)
+    incumbent.offer(smallest.chosen)
+    relaxation = Relaxation(chain, limit_bytes, incumbent)
+    violated = _violated(chain, relaxation.chosen, limit_bytes)
+    num_labels = 0
+    while violated is not None:
+        relaxation.add(violated)
+        relaxation.ascend()
+        incumbent.improve()
+        while (more := _violated(chain, relaxation.chosen, limit_bytes)) is not None and more not in relaxation.rows:
+            relaxation.add(more)
+            relaxation.ascend()
+            incumbent.improve()
+        found = _search(chain, relaxation, incumbent, max_labels)
+        num_labels += found.num_labels
+        relaxed = relaxation.bound - 1e-9 * abs(relaxation.bound)
+        if found.chosen is None or incumbent.offer(found.chosen):
+            return _Bounds(max(min(incumbent.cost, found.dropped_bound), relaxed), relaxed, num_labels)
+        violated = _violated(chain, found.chosen, limit_bytes)
+        if violated in relaxation.rows or num_labels > max_labels:
+            return _Bounds(relaxed, relaxed, num_labels)
+    return _Bounds(incumbent.cost, relaxation.bound, num_labels)
+
+
+def _search(chain: Chain, relaxation: Relaxation, incumbent: Incumbent, max_labels: int) -> Search:
+    """A narrow search for a better incumbent, then, with what that excludes left out, the full one."""
+    num_labels = 0
+    for width in (_NARROW, max(_NARROW, max_labels // chain.num_units)):
+        relaxation.tighten()
+        if relaxation.bound >= incumbent.cost * (1 - TOLERANCE):
+            return Search(None, np.inf, num_labels)
+        found = search(chain, relaxation, incumbent.cost, width)
+        num_labels += found.num_labels
+        if not np.isfinite(found.dropped_bound):
+            break
+        if found.chosen is not None:
+            incumbent.offer(found.chosen)
+            incumbent.improve()
+    return replace(found, num_labels=num_labels)
+
+
+def _violated(chain: Chain, chosen: Ints, limit_bytes: int) -> int | None:
+    """The memory row that exceeds the limit most; None if none does."""
+    values = chain.rows.values(chosen)
+    row = int(values.argmax())
+    return row if values[row] > limit_bytes else None
+
+
+def _does_not_fit(model: ModelCosts, chain: Chain, known: Sequence[Strategy], limit_bytes: int) -> PlanError:
+    """By how many bytes, at which moment, and which units hold most then."""
+    smallest = smallest_peak(chain, is_exact=True)
+    row = int(chain.rows.values(smallest.chosen).argmax())
+    phase, unit = chain.rows.name(row)
+    terms = chain.rows.terms(row)[np.arange(chain.num_units), smallest.chosen]
+    terms = terms + np.array([u.activation_bytes if _is_live(i, phase, unit) else 0 for i, u in enumerate(model.units)])
+    largest = np.argsort(-terms, kind="stable")[:3]
+    held = ", ".join(f"{model.units[i].name} ({terms[i]} bytes, {known[smallest.chosen[i]]})" for i in largest)
+    when = f"{phase} of {model.units[unit].name}"
+    found = "there is" if smallest.is_exact else "that was found"
+    return PlanError(
+        f"plan: the peak must fit into {limit_bytes} bytes, but the smallest {found} takes "
+        f"{smallest.peak_bytes} bytes, {smallest.peak_bytes - limit_bytes} too many, in the {when}; most of it is of "
+        f"{held}. Use a smaller batch, more ranks, activation checkpointing, split(q), or units of fewer parameters."
+    )
+
+
+def _is_live(unit: int, phase: str, running: int) -> bool:
+    """Whether a unit's activations live in that moment."""
+    return unit < running if phase == "reduce" else unit <= running and phase != "step"
+
+
+def solve_batch(
+    costs_at: Callable[[int], ModelCosts],
+    batch_sizes: Iterable[int],
+    cluster: Cluster,
+    strategies: Sequence[Strategy | str],
+    limit_bytes: int | None = None,
+    *,
+    max_labels: int = _MAX_LABELS,
+) -> BatchSolution:
+    """The batch size with the most samples per second, and the choice for it.
+
+    Sizes whose bound (the step without any limit) is below the best so far are not searched.
+
+    Args:
+        costs_at: Costs of the model at a batch size; its `batch_size` is what counts as samples.
+        batch_sizes: Those that may be taken.
+        cluster: Devices and links.
+        strategies: Those that each unit may have.
+        limit_bytes: As in `solve`.
+        max_labels: As in `solve`.
+
+    Raises:
+        PlanError: At no size anything fits; or there is no size.
+    """
+    sizes = sorted(set(batch_sizes))
+    if not sizes:
+        raise PlanError("plan: there must be batch sizes to choose from, but there are none. Pass range(1, 65).")
+    models = [costs_at(size) for size in sizes]
+    fastest = [_samples_per_s(m, cluster, fastest_step_s(m, cluster, strategies)) for m in models]
+    best: BatchSolution | None = None
+    tried: dict[int, float | None] = {}
+    bound, error = 0.0, None
+    for i in sorted(range(len(sizes)), key=lambda i: -fastest[i]):
+        if best is not None and fastest[i] <= best.samples_per_s:
+            break
+        try:
+            solution = solve(models[i], cluster, strategies, limit_bytes, max_labels=max_labels)
+        except PlanError as raised:
+            tried[sizes[i]] = None
+            error = raised if error is None or sizes[i] == min(tried) else error
+            continue
+        rate = _samples_per_s(models[i], cluster, solution.certificate.step_s)
+        tried[sizes[i]] = rate
+        bound = max(bound, _samples_per_s(models[i], cluster, solution.certificate.lower_bound_s))
+        if best is None or rate > best.samples_per_s:
+            best = BatchSolution(models[i], solution, rate, rate, tried)
+    if best is None:
+        assert error is not None
+        raise error
+    return replace(best, upper_bound=bound)
+
+
+def fastest_step_s(model: ModelCosts, cluster: Cluster, strategies: Sequence[Strategy | str]) -> float:
+    """The shortest step without any limit on memory."""
+    known = list(dict.fromkeys(Strategy.of(strategy).on(cluster.num_ranks) for strategy in strategies))
+    chain = Chain.of(model, known, cluster)
+    return Relaxation(chain, np.iinfo(np.int64).max, Incumbent(chain, 0)).bound
+
+
+def _samples_per_s(model: ModelCosts, cluster: Cluster, step_s: float) -> float:
+    return model.batch_size * cluster.num_ranks / step_s if step_s > 0 else np.inf

@@ -1,0 +1,94 @@
+"""A forward and backward of any model: its arguments, its loss, and the order of both halves."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from dshard.errors import StateError
+
+__all__ = ["arguments", "loss_in", "run_step", "swapped", "tensors"]
+
+
+@contextmanager
+def swapped(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[dict[int, Tensor]]:
+    """Within the block all parameters and buffers are others; shared ones stay shared, shared modules too.
+
+    Not `torch.func.functional_call`: of a module that has several names it puts back what it swapped in.
+
+    Args:
+        model: Any module.
+        change: Gives the other one of a parameter or buffer.
+
+    Yields:
+        The others, by the identity of what they stand for.
+    """
+    others: dict[int, Tensor] = {}
+    kept: list[tuple[dict[str, Any], str, Tensor]] = []
+    try:
+        for module in model.modules():
+            slots: list[Any] = [module._parameters, module._buffers]
+            for slot in slots:
+                for name, value in slot.items():
+                    if value is not None:
+                        kept.append((slot, name, value))
+                        if id(value) not in others:
+                            others[id(value)] = change(value)
+                        slot[name] = others[id(value)]
+        yield others
+    finally:
+        for slot, name, value in kept:
+            slot[name] = value
+
+
+def run_step(
+    model: nn.Module, sample: Any, loss_of: Callable[[Any], Tensor] | None, begin_backward: Callable[[], None]
+) -> None:
+    """A forward and a backward.
+
+    Args:
+        model: The model.
+        sample: A tensor, a tuple of arguments, or a dict by name.
+        loss_of: Loss of an output; None for `loss_in`.
+        begin_backward: Called between the two.
+
+    Raises:
+        StateError: There is nothing to go backward from.
+    """
+    args, kwargs = arguments(sample)
+    loss = (loss_of or loss_in)(model(*args, **kwargs))
+    if not loss.requires_grad:
+        raise StateError("plan: the model's output must need gradients, but it does not. Pass loss_of=.")
+    begin_backward()
+    loss.backward()
+
+
+def arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a sample: a tensor, a tuple of arguments, or a dict by name."""
+    if isinstance(sample, Mapping):
+        return (), dict(sample)
+    return (tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)), {}
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """All tensors in a nest of containers."""
+    return (each for each in tree_iter(tree) if isinstance(each, Tensor))
+
+
+def loss_in(output: Any) -> Tensor:
+    """The loss in an output, or the sum of what is floating-point in it."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    tree = dict(output) if isinstance(output, Mapping) else output
+    values = [each for each in tensors(tree) if each.requires_grad]
+    if not values:
+        raise StateError("plan: the model's output must need gradients, but it does not. Pass loss_of=.")
+    if len(values) == 1 and values[0].numel() == 1:
+        return values[0]
+    total = values[0].sum()
+    for each in values[1:]:
+        total = total + each.sum()
+    return total

@@ -1,0 +1,106 @@
+"""What a traced step is: phases of parts, with their operations and what was alive."""
+
+import math
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from dshard.planner.flops import Op
+
+__all__ = ["Part", "Phase", "Trace"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Modules that are gathered together: a unit of the plan to be.
+
+    Args:
+        label: Name of it.
+        modules: In whose forward it is in use; those of several parts may hold one another.
+        params: Full names of its parameters.
+    """
+
+    label: str
+    modules: tuple[nn.Module, ...]
+    params: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of a step in which one part runs.
+
+    Args:
+        part: Its place among the parts.
+        is_backward: Which half of the step.
+        ops: What it runs, in order.
+        peak_bytes: The most that was alive in it of what is no parameter, buffer, input or parameter's gradient.
+        end_bytes: What of these is alive when it ends.
+    """
+
+    part: int
+    is_backward: bool
+    ops: tuple[Op, ...]
+    peak_bytes: int
+    end_bytes: int
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations."""
+        return sum(op.flops for op in self.ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A step as it ran.
+
+    Args:
+        parts: As they were given.
+        order: Their places, in the order in which forward used them first.
+        phases: What ran, in order.
+        input_bytes: Of the sample input.
+        unused_in_backward: Parts whose parameters backward does not use.
+    """
+
+    parts: tuple[Part, ...]
+    order: tuple[int, ...]
+    phases: tuple[Phase, ...]
+    input_bytes: int
+    unused_in_backward: frozenset[int] = frozenset()
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the step, recomputation included."""
+        return sum(phase.flops for phase in self.phases)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive of what is no parameter, buffer, input or parameter's gradient."""
+        return max((phase.peak_bytes for phase in self.phases), default=0)
+
+    def between(self, other: "Trace", share: float) -> "Trace | None":
+        """The step between this one and one of another batch size, `share` of the way; None if they ran differently.
+
+        Operations and bytes grow linearly with the batch, and a maximum of such is never above the line between two.
+        """
+        if len(self.phases) != len(other.phases) or self.order != other.order:
+            return None
+        phases = []
+        for one, two in zip(self.phases, other.phases, strict=True):
+            names = [[(op.name, op.dtype) for op in phase.ops] for phase in (one, two)]
+            if (one.part, one.is_backward) != (two.part, two.is_backward) or names[0] != names[1]:
+                return None
+            ops = tuple(
+                replace(a, flops=_between(a.flops, b.flops, share), num_bytes=_between(a.num_bytes, b.num_bytes, share))
+                for a, b in zip(one.ops, two.ops, strict=True)
+            )
+            peak, end = (
+                _between(getattr(one, name), getattr(two, name), share) for name in ("peak_bytes", "end_bytes")
+            )
+            phases.append(Phase(one.part, one.is_backward, ops, peak, end))
+        input_bytes = _between(self.input_bytes, other.input_bytes, share)
+        return replace(self, phases=tuple(phases), input_bytes=input_bytes)
+
+
+def _between(start: int, stop: int, share: float) -> int:
+    """Rounded up."""
+    return start + math.ceil((stop - start) * share)

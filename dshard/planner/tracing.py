@@ -1,0 +1,242 @@
+"""What a model's step costs, told from one step on fake tensors: operations, bytes and what stays alive, per unit."""
+
+import bisect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from dshard.errors import StateError
+from dshard.planner.flops import Op, cost_of
+from dshard.planner.steps import run_step, swapped, tensors
+from dshard.planner.traces import Part, Phase, Trace
+
+__all__ = ["trace"]
+
+
+def trace(
+    model: nn.Module,
+    sample_input: Any,
+    parts: Sequence[Part],
+    *,
+    dtype: torch.dtype | None = None,
+    loss_of: Callable[[Any], Tensor] | None = None,
+) -> Trace:
+    """Run a forward and backward on tensors without data, and note what every part of a model did.
+
+    Args:
+        model: On any device, meta too; it is left as it was.
+        sample_input: A tensor, a tuple of arguments or a dict of keyword arguments; shapes and dtypes count alone.
+        parts: Hold each parameter once; the last one also runs what no module of the others does.
+        dtype: Floating-point parameters and inputs are taken in it, as mixed precision does; None leaves them.
+        loss_of: Loss of an output. Without it: its `loss`, or the sum of all floating-point tensors in it.
+
+    Raises:
+        StateError: The model has no parameter that needs gradients, its output none, or its forward asks for values.
+
+    Communicates:
+        Nothing.
+    """
+    if not any(p.requires_grad for p in model.parameters()):
+        raise StateError("plan: the model must have parameters to train, but it has none. Pass a model that has.")
+    recorder, state = _Recorder(model, parts), dict(_state_of(model))
+    fake = partial(_fake, dtype=dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True), swapped(model, fake) as fakes:
+        recorder.watch({name: fakes[id(value)] for name, value in state.items()})
+        sample = tree_map_only(Tensor, fake, sample_input)
+        with recorder.hooks(), recorder:
+            try:
+                run_step(model, sample, loss_of, recorder.begin_backward)
+            except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+                raise StateError(
+                    f"plan: a step is traced on tensors without data, but the model's forward asks for a value "
+                    f"({error.func}). Pass measured costs, or a model whose forward does not depend on data."
+                ) from error
+        inputs = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors(sample)}
+    unused = frozenset(range(len(parts))) - recorder.used_in_backward
+    return Trace(tuple(parts), recorder.order(), recorder.phases(), sum(inputs.values()), unused)
+
+
+def _state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _fake(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A tensor like another one, on CPU and without data, inside of a fake mode."""
+    wanted = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
+    made = torch.empty_strided(tuple(value.shape), value.stride(), dtype=wanted, device="cpu")
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(made, requires_grad=value.requires_grad)
+    return made.requires_grad_(value.requires_grad)
+
+
+@dataclass(slots=True)
+class _Life:
+    """Of one storage: the operation that made it, that after which it was gone, and whether it holds a gradient."""
+
+    num_bytes: int
+    born: int
+    died: int | None = None
+    is_gradient: bool = False
+
+
+@dataclass(slots=True)
+class _Event:
+    part: int | None  # None ahead of the first part
+    is_backward: bool
+    op: Op | None
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes each operation, the part that it belongs to, and how long what it made stays alive."""
+
+    def __init__(self, model: nn.Module, parts: Sequence[Part]) -> None:
+        super().__init__()
+        self._events: list[_Event] = []
+        self._lives: dict[int, _Life] = {}  # by id of the storage, as long as it is alive
+        self._ended: list[_Life] = []
+        self._refs: list[Any] = []
+        self._known: dict[int, int | None] = {}  # storages of parameters and buffers, and the part of each
+        self.used_in_backward: set[int] = set()  # parts of whose parameters backward used some
+        self._part_of = {module: i for i, part in enumerate(parts) for module in part.modules}
+        self._first_part_of_root = self._part_of.pop(model, None) if len(parts) > 1 else None
+        self._part_of_param = {name: i for i, part in enumerate(parts) for name in part.params}
+        self._part_of_variable: dict[int, int] = {}
+        self._part_of_storage: dict[int, int] = {}  # of parameters that the root itself holds
+        self._touched: dict[int, None] = {}  # parts in the order in which they run, or are used
+        self._stack: list[int] = []
+        self._last: int | None = None
+        self._changes: list[tuple[int, int]] = []  # number of the first node of autograd, and its part
+        self._is_backward = False
+
+    def watch(self, values: Mapping[str, Tensor]) -> None:
+        """Tell parameters, and their gradients when they come, from activations."""
+        for name, value in values.items():
+            part = self._part_of_param.get(name)
+            self._known[id(value.untyped_storage())] = part
+            if part is not None and part == self._first_part_of_root:
+                self._part_of_storage[id(value.untyped_storage())] = part
+            if part is not None and value.requires_grad:
+                self._part_of_variable[id(value)] = part
+                value.register_hook(self._note_gradient)
+
+    def _note_gradient(self, grad: Tensor) -> None:
+        life = self._lives.get(id(grad.untyped_storage()))
+        if life is not None:
+            life.is_gradient = True
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Follow which module runs."""
+        handles = []
+        for module in self._part_of:
+            handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if torch._C._current_autograd_node() is None:  # blocks that run again in backward belong to their node
+            self._stack.append(self._part_of[module])
+            self._note_change(self._stack[-1])
+
+    def _leave(self, *_: Any) -> None:
+        if torch._C._current_autograd_node() is None:
+            self._last = self._stack.pop()
+            if self._stack:
+                self._note_change(self._stack[-1])
+
+    def _note_change(self, part: int) -> None:
+        self._touched.setdefault(part)
+        self._changes.append((torch.autograd._get_sequence_nr(), part))
+
+    def begin_backward(self) -> None:
+        """What comes now is backward."""
+        self._is_backward = True
+
+    def _current_part(self) -> int | None:
+        """That whose module runs, or ran last: what a model does between its parts belongs to the one before."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return self._stack[-1] if self._stack else self._last
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return self._part_of_variable.get(id(variable))
+        i = bisect.bisect_right(self._changes, node._sequence_nr(), key=lambda change: change[0])
+        return self._changes[i - 1][1] if i else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.prim.device.default:
+            return out
+        if self._is_backward:
+            parts = (self._known.get(id(each.untyped_storage())) for each in tensors(args))
+            self.used_in_backward.update(part for part in parts if part is not None)
+        if self._part_of_storage:
+            for each in tensors(args):
+                part = self._part_of_storage.get(id(each.untyped_storage()))
+                if part is not None:
+                    self._touched.setdefault(part)
+        self._events.append(_Event(self._current_part(), self._is_backward, cost_of(func, args, kwargs or {}, out)))
+        for each in tensors(out):
+            self._follow(each.untyped_storage())
+        return out
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key in self._lives or key in self._known:
+            return
+        life = _Life(storage.nbytes(), len(self._events) - 1)
+        self._lives[key] = life
+
+        def end(_: Any) -> None:
+            life.died = len(self._events)
+            self._ended.append(self._lives.pop(key))
+
+        self._refs.append(weakref.ref(storage, end))
+
+    def order(self) -> tuple[int, ...]:
+        """Parts in the order of their first use; those that nobody used are last."""
+        return tuple(dict.fromkeys((*self._touched, *self._part_of_param.values())))
+
+    def phases(self) -> tuple[Phase, ...]:
+        """Events of one part in a row as one."""
+        num = len(self._events)
+        made, gone = [0] * (num + 1), [0] * (num + 1)
+        for life in (*self._ended, *self._lives.values()):
+            if not life.is_gradient:
+                made[life.born] += life.num_bytes
+                gone[num if life.died is None else life.died] += life.num_bytes
+        alive = list(accumulate(more - less for more, less in zip(made, gone, strict=True)))
+        first_part = self._changes[0][1] if self._changes else 0
+        for event in self._events:
+            event.part = first_part if event.part is None else event.part
+        found, start = [], 0
+        for i in range(1, num + 1):
+            first = self._events[start]
+            if i == num or (self._events[i].part, self._events[i].is_backward) != (first.part, first.is_backward):
+                ops = tuple(event.op for event in self._events[start:i] if event.op is not None)
+                found.append(
+                    Phase(
+                        first.part or 0,
+                        first.is_backward,
+                        ops,
+                        max(alive[start:i]),
+                        alive[i - 1] - (gone[i] if i < num else 0),
+                    )
+                )
+                start = i
+        return tuple(found)

@@ -1,0 +1,311 @@
+"""`dshard.plan`: from a model, a sample of its input and the devices to the best strategy for each of its units."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
+
+from dshard.collectives import ReduceOp, ShardGroup, all_reduce
+from dshard.errors import PlanError
+from dshard.links import measure_links
+from dshard.planner.costs import Cluster, ModelCosts
+from dshard.planner.devices import Device, device_named
+from dshard.planner.measuring import measure, optimizer_seconds_per_byte
+from dshard.planner.plan import Plan
+from dshard.planner.profiles import Training, UnitTimes, costs_of
+from dshard.planner.solver import solve, solve_batch
+from dshard.planner.steps import tensors
+from dshard.planner.traces import Part, Trace
+from dshard.planner.tracing import trace
+from dshard.policies import Strategy
+from dshard.runtime.auto_units import UnitPlan, find_units
+from dshard.tensor.meshes import group_of
+
+__all__ = ["Profile", "parse_bytes", "parts_of", "plan", "strategies_for", "units_of"]
+
+_BATCHES = (*range(1, 17), *range(18, 33, 2), *range(40, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
+_SCALES = (2**10, 10**3)
+_PREFIXES = "kmgtp"
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?\d+)?)\s*(?:([kmgtp])(i?))?b?\s*", re.IGNORECASE)
+
+
+def plan(
+    model: nn.Module,
+    sample_input: Any,
+    *,
+    cluster: Cluster | None = None,
+    mesh: DeviceMesh | None = None,
+    device: Device | str | None = None,
+    memory: int | str | None = None,
+    strategies: Sequence[Strategy | str] | None = None,
+    batch: int | str | None = None,
+    training: Training | None = None,
+    loss_of: Callable[[Any], Tensor] | None = None,
+) -> Plan:
+    """Choose a strategy for each unit of a model, so that a step is shortest and fits into memory.
+
+    Units are those that `fully_shard` finds on the root of the model. Bytes and operations come from a step on tensors
+    without data, times from a description of the device, or from real steps on this machine.
+
+    Args:
+        model: Not sharded yet; may be on meta if a device is named.
+        sample_input: Of one rank: a tensor, a tuple of arguments or a dict of keyword arguments; dim 0 is the batch.
+        cluster: Ranks and links: `cluster_of(device, 512)`, or what `measure_links` gave.
+        mesh: In its place: the ranks at hand, whose links are measured, or read from where they were kept.
+        device: A name of `dshard.planner.DEVICES`, or one of your own; None to measure here.
+        memory: Limit per rank, in bytes or as text: "38GiB"; None for that of the cluster's devices.
+        strategies: That a unit may have; None for all.
+        batch: Samples per rank; None for those of the sample, "auto" for as many as give the most samples per second.
+        training: Dtypes and optimizer; None for AdamW in the model's dtypes, as torch runs it by default there.
+        loss_of: Loss of an output. Without it: its `loss`, or the sum of what is floating-point in it.
+
+    Raises:
+        PlanError: Nothing fits, and by how much; or an argument is none.
+        StateError: The model cannot be traced, or the device does not compute in its dtype.
+
+    Communicates:
+        With `mesh=` what `measure_links` does, and an all-reduce of measured times, so that all ranks get one plan.
+        With `cluster=` nothing: ranks that measure their own times, without a device, may get different ones.
+    """
+    if (cluster is None) == (mesh is None):
+        raise PlanError(
+            f"plan: either cluster or mesh says which ranks there are, but {'neither' if mesh is None else 'both'} is "
+            "given. Pass mesh=, or cluster=cluster_of(device, 512)."
+        )
+    named = device_named(device) if isinstance(device, str) else device
+    group = None if mesh is None else group_of(mesh)
+    if training is None:  # on CPU, torch's AdamW steps one parameter after the other
+        is_here = named is None and all(p.device.type == "cpu" for p in model.parameters())
+        training = Training(step_bytes_per_element=8, steps_together=False) if is_here else Training()
+    profile = Profile(model, sample_input, device=named, training=training, loss_of=loss_of, group=group)
+    if cluster is None:
+        cluster = measure_links(mesh)
+    return profile.plan(cluster, memory=memory, strategies=strategies, batch=batch)
+
+
+class Profile:
+    """A model's costs at any batch size.
+
+    Args:
+        model: As for `plan`.
+        sample_input: As for `plan`.
+        device: Tells the times; None to measure them.
+        training: Dtypes and optimizer.
+        loss_of: As for `plan`.
+        group: Ranks that measure together: each takes the times of the slowest.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample_input: Any,
+        *,
+        device: Device | None,
+        training: Training,
+        loss_of: Callable[[Any], Tensor] | None = None,
+        group: ShardGroup | None = None,
+    ) -> None:
+        self._model, self._sample, self._loss_of, self._group = model, sample_input, loss_of, group
+        self._device, self._training = device, training
+        self._traces: dict[int, Trace] = {}
+        self._known: dict[int, ModelCosts] = {}
+        self._parts = parts_of(model)
+        sizes = [each.shape[0] for each in tensors(sample_input) if each.ndim]
+        if not sizes or not sizes[0]:
+            raise PlanError(
+                "plan: sample_input must hold a tensor whose dim 0 is the batch, but it holds none. Pass the arguments "
+                "of a forward."
+            )
+        self.batch = int(sizes[0])
+        if device is not None:
+            dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+            for dtype in dtypes if training.compute_dtype is None else (training.compute_dtype,):
+                device.check(dtype)
+
+    def traced(self, batch: int) -> Trace:
+        """A traced step of so many samples; each is traced once."""
+        if batch not in self._traces:
+            sample = _resized(self._sample, self.batch, batch, is_real=False)
+            dtype = self._training.compute_dtype
+            self._traces[batch] = trace(self._model, sample, self._parts, dtype=dtype, loss_of=self._loss_of)
+        return self._traces[batch]
+
+    def costs(self, batch: int) -> ModelCosts:
+        """Costs of a step of so many samples; each is traced, and measured, once."""
+        if batch not in self._known:
+            self._known[batch] = self._costs(self.traced(batch), batch)
+        return self._known[batch]
+
+    def estimated(self, most: int) -> Callable[[int], ModelCosts]:
+        """Costs at sizes up to a largest one, of traces at 1 and there; exact where they cannot be told from these."""
+
+        def costs_at(batch: int) -> ModelCosts:
+            share = (batch - 1) / max(most - 1, 1)
+            between = self.traced(1).between(self.traced(most), share)
+            return self.costs(batch) if between is None else self._costs(between, batch)
+
+        return costs_at
+
+    def plan(
+        self,
+        cluster: Cluster,
+        *,
+        memory: int | str | None = None,
+        strategies: Sequence[Strategy | str] | None = None,
+        batch: int | str | None = None,
+    ) -> Plan:
+        """The best plan on a cluster; arguments and errors are those of `dshard.plan`."""
+        limit = cluster.memory_bytes if memory is None else parse_bytes(memory, "memory")
+        given = strategies_for(cluster) if strategies is None else map(Strategy.of, strategies)
+        known = tuple(dict.fromkeys(strategy.on(cluster.num_ranks) for strategy in given))
+        if batch != "auto":
+            return self._planned(self._size(batch), cluster, known, limit)
+        sizes = set(_BATCHES)
+        while True:  # sizes between two traced ones are estimated, none too low; what is chosen is traced
+            found = solve_batch(self.estimated(max(sizes)), sizes, cluster, known, limit)
+            best = found.model.batch_size // found.model.num_backwards
+            try:
+                return self._planned(best, cluster, known, limit)
+            except PlanError:
+                sizes.discard(best)
+
+    def given(self, cluster: Cluster, strategy: Strategy | str, batch: int | None = None) -> Plan:
+        """The same strategy for all units, whether it fits or not."""
+        size = self._size(batch)
+        costs = self.costs(size)
+        strategies = (Strategy.of(strategy).on(cluster.num_ranks),) * len(costs.units)
+        return Plan(costs, cluster, strategies, flops=self._flops(size))
+
+    def _size(self, batch: int | str | None) -> int:
+        if batch is None:
+            return self.batch
+        if not isinstance(batch, int) or batch < 1:
+            raise PlanError(
+                f"plan: batch must be a number of samples, 'auto' or None, but it is {batch!r}. Pass 'auto'."
+            )
+        return batch
+
+    def _planned(self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int) -> Plan:
+        costs = self.costs(batch)
+        solution = solve(costs, cluster, known, limit)
+        return Plan(costs, cluster, solution.strategies, known, solution.certificate, self._flops(batch))
+
+    def _flops(self, batch: int) -> float:
+        return float(self.traced(batch).flops * self._training.num_backwards)
+
+    def _costs(self, traced: Trace, batch: int) -> ModelCosts:
+        if self._device is not None:
+            return costs_of(traced, self._model, training=self._training, device=self._device, batch_size=batch)
+        sample = _resized(self._sample, self.batch, batch, is_real=True)
+        dtype = self._training.compute_dtype
+        times = measure(self._model, sample, self._parts, dtype=dtype, loss_of=self._loss_of)
+        of_byte = optimizer_seconds_per_byte(next(self._model.parameters()).device)
+        if self._group is not None:
+            mine = torch.tensor([*(t.forward_s for t in times), *(t.backward_s for t in times), of_byte])
+            *slowest, of_byte = all_reduce([mine], self._group, ReduceOp.MAX, label="plan").wait()[0].tolist()
+            times = [UnitTimes(*each) for each in zip(slowest[: len(times)], slowest[len(times) :], strict=True)]
+        return costs_of(
+            traced,
+            self._model,
+            training=self._training,
+            times=times,
+            optimizer_s_per_byte=of_byte,
+            batch_size=batch,
+        )
+
+
+def parts_of(model: nn.Module) -> tuple[Part, ...]:
+    """The units that `fully_shard` would find on the root of a model, by name.
+
+    Raises:
+        PlanError: It has no parameters.
+    """
+    params = dict(model.named_parameters())
+    if not params:
+        raise PlanError("plan: the model must have parameters, but it has none. Pass a model that has.")
+    name_of = {id(param): name for name, param in params.items()}
+    units = find_units(model, list(params.values()), "root")
+    return tuple(Part(unit.label, unit.modules, tuple(name_of[id(p)] for p in unit.params)) for unit in units)
+
+
+def units_of(
+    plan: Plan, modules: Sequence[nn.Module], found: Sequence[tuple[str, nn.Parameter]], num_ranks: int
+) -> list[UnitPlan[nn.Parameter]]:
+    """The units of a plan in a model that is to be sharded, but for that of the root.
+
+    Args:
+        plan: Made for the same model.
+        modules: One: the model.
+        found: All parameters of it, by name.
+        num_ranks: That will share it.
+
+    Raises:
+        PlanError: The plan was made for another model, or another number of ranks. On every rank alike.
+    """
+    if len(modules) != 1 or plan.cluster.num_ranks != num_ranks:
+        raise PlanError(
+            f"fully_shard: a plan is for one model on the ranks that it was made for ({plan.cluster.num_ranks}), but "
+            f"these are {len(modules)} modules on {num_ranks} ranks. Plan again."
+        )
+    units = find_units(modules[0], [param for _, param in found], "root")
+    names = {id(param): name for name, param in found}
+    here = {
+        tuple(names[id(p)] for p in unit.params): tuple((p.shape[0] if p.ndim else 1, p.numel()) for p in unit.params)
+        for unit in units
+    }
+    planned = {unit.param_names: tuple((p.length, p.numel) for p in unit.params) for unit in plan.model.units}
+    if here != planned:
+        wrong = next(key for key in (*here, *planned) if here.get(key) != planned.get(key))
+        which = wrong[0] if wrong else "a unit without parameters"
+        raise PlanError(
+            f"fully_shard: a plan is for the model that it was made for, but the unit of {which} is another. Plan "
+            "again, with this model."
+        )
+    return [unit for unit in units if modules[0] not in unit.modules]
+
+
+def strategies_for(cluster: Cluster) -> tuple[Strategy, ...]:
+    """All that a unit may have on a cluster: shards over all ranks, or within a host and replicated across."""
+    names: Iterable[str] = ("ddp", "zero1", "zero2", "keep", "full", "split(2)", "split(4)", "split(8)")
+    within = cluster.ranks_per_host
+    if 1 < within < cluster.num_ranks:
+        names = (*names, f"hybrid({within})", f"hybrid({within}, keep)")
+    return tuple(map(Strategy.of, names))
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """A number of bytes, as it is or as text like "38GiB" or "40e9".
+
+    Raises:
+        PlanError: It is none, or not above 0.
+    """
+    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    number = 0
+    if isinstance(value, int):
+        number = value
+    elif found is not None:
+        prefix = (found[2] or "").lower()
+        scale = _SCALES[0] if found[3] else _SCALES[1]
+        number = int(float(found[1]) * scale ** (_PREFIXES.index(prefix) + 1 if prefix else 0))
+    if number < 1:
+        raise PlanError(f"plan: {name} must be a number of bytes above 0, but it is {value!r}. Pass '38GiB'.")
+    return number
+
+
+def _resized(sample: Any, old: int, new: int, *, is_real: bool) -> Any:
+    """A sample with another number of rows in each tensor that has as many as the batch."""
+    if old == new:
+        return sample
+
+    def resize(tensor: Tensor) -> Tensor:
+        if not tensor.ndim or tensor.shape[0] != old:
+            return tensor
+        if not is_real:
+            return torch.empty((new, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+        return tensor.repeat(-(-new // old), *[1] * (tensor.ndim - 1))[:new]
+
+    return tree_map_only(Tensor, resize, sample)

@@ -1,0 +1,319 @@
+"""Options of `fully_shard` that are more than a flag."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from dshard.errors import PlacementError, StateError
+
+__all__ = ["Offload", "Precision", "PrecisionRules", "Strategy", "StrategyRules", "reshard_choice"]
+
+
+_BASES = ("ddp", "zero1", "zero2", "keep", "full")
+_CALL = re.compile(r"(hybrid|split)\(\s*(\d+)\s*(?:,\s*(.+?)\s*)?\)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """Where parameters, gradients and optimizer states of a unit are whole, and where they are shards.
+
+    | | parameters | gradients | optimizer states |
+    |---|---|---|---|
+    | `ddp` | whole | all-reduced, whole | whole |
+    | `zero1` | whole | whole until they are reduced, once before the optimizer's step | shards |
+    | `zero2` | whole | shards after each backward | shards |
+    | `keep` | whole from forward to backward | shards | shards |
+    | `full` | shards but where they are used | shards | shards |
+
+    As text it is one of these; `hybrid(k)`, or `hybrid(k, keep)`, for shards over `k` neighbouring ranks, replicated
+    over the others; or `split(q)`, or `split(q, hybrid(k))`, for a weight that is gathered and used in `q` slices.
+
+    Args:
+        base: One of the five.
+        within: Number of neighbouring ranks that share a parameter; None for all of the mesh.
+        num_slices: In how many slices a weight is gathered and used.
+
+    Raises:
+        StateError: They do not go together.
+
+    Source: Rajbhandari et al., ZeRO, 2020; PyTorch FSDP's `ShardingStrategy`; OSDP's operator splitting.
+    """
+
+    base: str
+    within: int | None = None
+    num_slices: int = 1
+
+    def __post_init__(self) -> None:
+        if self.base not in _BASES or (self.within is not None and self.within < 1) or self.num_slices < 1:
+            raise _not_a_strategy((self.base, self.within, self.num_slices))
+        if self.base == "ddp" and self.within not in (None, 1):
+            raise StateError(
+                f"strategy: ddp keeps everything whole on every rank, but it is to be shared within {self.within} "
+                f"ranks. Pass 'ddp', or 'hybrid({self.within})'."
+            )
+        if self.num_slices > 1 and self.base != "full":
+            raise StateError(
+                f"strategy: slices are gathered at each use, as under full, but {self.num_slices} are asked for under "
+                f"{self.base}. Pass 'split({self.num_slices})'."
+            )
+
+    @classmethod
+    def of(cls, value: "Strategy | str") -> "Strategy":
+        """A strategy from its text, or as it is.
+
+        Raises:
+            StateError: It is neither.
+        """
+        if isinstance(value, Strategy):
+            return value
+        text = value.strip() if isinstance(value, str) else ""
+        if text in _BASES:
+            return cls(text)
+        call = _CALL.fullmatch(text)
+        if call is None:
+            raise _not_a_strategy(value)
+        name, number, rest = call.groups()
+        base = cls.of(rest or "full")
+        if (name == "hybrid" and base.within is not None) or (name == "split" and base.num_slices > 1):
+            raise _not_a_strategy(value)
+        if int(number) < 1:
+            raise _not_a_strategy(value)
+        changed = {"within": int(number)} if name == "hybrid" else {"num_slices": int(number)}
+        return replace(base, **changed)  # type: ignore[arg-type]
+
+    def on(self, num_ranks: int) -> "Strategy":
+        """The same on a mesh of as many ranks, where two names may mean one thing.
+
+        Raises:
+            PlacementError: The ranks that share a parameter do not divide those of the mesh. On every rank alike.
+        """
+        within = num_ranks if self.within is None else self.within
+        if num_ranks % within:
+            raise PlacementError(
+                f"strategy: the ranks that share a parameter must divide those of the mesh ({num_ranks}), but they are "
+                f"{within}. Pass hybrid({next(k for k in range(within, 0, -1) if num_ranks % k == 0)})."
+            )
+        if self.base == "ddp" or (within == 1 and self.num_slices == 1):
+            return Strategy("ddp")
+        return replace(self, within=None if within == num_ranks else within)
+
+    def __str__(self) -> str:
+        text = self.base
+        if self.within is not None:
+            text = f"hybrid({self.within})" if text == "full" else f"hybrid({self.within}, {text})"
+        if self.num_slices > 1:
+            text = f"split({self.num_slices})" if text == "full" else f"split({self.num_slices}, {text})"
+        return text
+
+
+def _not_a_strategy(value: Any) -> StateError:
+    return StateError(
+        f"strategy: must be one of {', '.join(_BASES)}, hybrid(k) or split(q), but it is {value!r}. Pass 'full'."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyRules:
+    """Which strategy holds for which parameters: the first pattern that a name matches decides.
+
+    Args:
+        rules: In the order in which they are tried.
+        named: Strategies of parameters by their full names, which are tried first.
+    """
+
+    rules: tuple[tuple[str, Strategy], ...] = ()
+    named: Mapping[str, Strategy] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, strategy: Any) -> "StrategyRules":
+        """The rules of `strategy=`: a strategy, or a dict of those by patterns of names; None for no rules.
+
+        Raises:
+            StateError: It is none of these. On every rank alike.
+        """
+        if strategy is None:
+            return cls()
+        if not isinstance(strategy, Mapping):
+            return cls((("*", Strategy.of(strategy)),))
+        return cls(tuple((pattern, Strategy.of(value)) for pattern, value in strategy.items()))
+
+    def strategy_of(self, name: str) -> Strategy | None:
+        """The strategy of a parameter of this name; None where nothing was said."""
+        if name in self.named:
+            return self.named[name]
+        return next((strategy for pattern, strategy in self.rules if fnmatchcase(name, pattern)), None)
+
+    def over(self, older: "StrategyRules") -> "StrategyRules":
+        """These, and where none of them matches, the older ones."""
+        known = dict(self.rules)
+        return StrategyRules((*self.rules, *(rule for rule in older.rules if rule[0] not in known)))
+
+    def num_slices_of(self, name: str) -> int:
+        """In how many slices a parameter of this name is gathered."""
+        strategy = self.strategy_of(name)
+        return strategy.num_slices if strategy is not None else 1
+
+    def check_names(self, who: str, names: Iterable[str]) -> None:
+        """Raise if a name that is no pattern, or all of the patterns, are those of no parameter.
+
+        Where there are no parameters, as in a root whose blocks were sharded before, patterns may match none.
+
+        Raises:
+            StateError: As said. On every rank alike.
+        """
+        known = list(names)
+        unmet = [p for p, _ in self.rules if not any(fnmatchcase(name, p) for name in known)]
+        are_all_unmet = bool(known) and len(unmet) == len(self.rules)
+        wrong = [p for p in unmet if not set(p) & set("*?[")] or (unmet if are_all_unmet else [])
+        if wrong:
+            some = f"{', '.join(known[:3])}{', ...' if len(known) > 3 else ''}" if known else "none"
+            raise StateError(
+                f"{who}: a pattern of strategy must match the name of a parameter, but {wrong[0]!r} matches none of "
+                f"{some}. Names are those that named_parameters() of this module gives."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Where a parameter is kept, and where it is used; the rest is the same for any two devices.
+
+    Args:
+        home: Of its shard, its gradient's and its optimizer state's.
+        compute: Of its full value in a forward and backward; collectives run there.
+        pins: Whether memory at home is pinned, so that copies run beside what the device computes.
+    """
+
+    home: torch.device
+    compute: torch.device
+    pins: bool = False
+
+    def __post_init__(self) -> None:
+        if self.pins and self.home.type != "cpu":
+            raise StateError(
+                f"fully_shard: only memory of the CPU can be pinned, but pins is set for {self.home}. Leave it out."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The dtypes of one parameter on its way, None for its own, and the devices.
+
+    Args:
+        compute: Of its full value in a forward and in the backward of one.
+        reduce: In which its gradients are added up over the ranks.
+        output: Of what modules give whose parameters follow the same rule.
+        casts_inputs: Whether such modules convert what they take.
+        policy: What a tensor subclass is told that says itself how it is gathered; None for all other parameters.
+        offload: Where it is kept and used, if those are two places.
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+    casts_inputs: bool = True
+    policy: MixedPrecisionPolicy | None = None
+    offload: Offload | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What holds for parameters whose names match a pattern."""
+
+    pattern: str
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+    casts_inputs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionRules:
+    """Which dtypes hold for which parameters: the first pattern that a name matches decides.
+
+    Args:
+        rules: In the order in which they are tried.
+        offload: Where all of the parameters are kept and used, if those are two places.
+    """
+
+    rules: tuple[_Rule, ...] = ()
+    offload: Offload | None = None
+
+    @classmethod
+    def of(cls, mp_policy: Any, offload: Offload | None = None) -> "PrecisionRules":
+        """The rules of `mp_policy=`: a policy, a dtype, or one of each for patterns of names.
+
+        Raises:
+            StateError: It is none of these, or has no floating-point dtype.
+        """
+        if mp_policy is None:
+            return cls(offload=offload)
+        if not isinstance(mp_policy, Mapping):
+            return cls((_rule("*", mp_policy),), offload)
+        return cls(tuple(_rule(pattern, policy) for pattern, policy in mp_policy.items()), offload)
+
+    def precision_of(self, name: str, dtype: torch.dtype) -> Precision | None:
+        """The way of a parameter of this name and dtype; None where it is an ordinary one."""
+        rule = self._rule_for(name)
+        if rule is None or not dtype.is_floating_point:
+            return Precision(offload=self.offload) if self.offload is not None else None
+        compute = rule.param_dtype if rule.param_dtype != dtype else None
+        reduce = rule.reduce_dtype or rule.param_dtype
+        reduce = reduce if reduce != dtype else None
+        return Precision(compute, reduce, rule.output_dtype, rule.casts_inputs, offload=self.offload)
+
+    def precision_of_extended(self, name: str, dtype: torch.dtype) -> Precision:
+        """The same for a tensor subclass that says itself how it is gathered; its compute dtype is always named."""
+        rule, found = self._rule_for(name), self.precision_of(name, dtype) or Precision()
+        policy = MixedPrecisionPolicy()
+        if rule is not None:
+            policy = MixedPrecisionPolicy(rule.param_dtype, rule.reduce_dtype, rule.output_dtype, rule.casts_inputs)
+        return replace(found, compute=found.compute or dtype, policy=policy)
+
+    def _rule_for(self, name: str) -> _Rule | None:
+        return next((rule for rule in self.rules if fnmatchcase(name, rule.pattern)), None)
+
+    @property
+    def of_the_rest(self) -> _Rule | None:
+        """The rule that holds for what no other pattern names, if there is one."""
+        return next((rule for rule in self.rules if rule.pattern == "*"), None)
+
+
+def _rule(pattern: str, policy: Any) -> _Rule:
+    if policy is None or isinstance(policy, torch.dtype):
+        rule = _Rule(pattern, policy, None, None, casts_inputs=True)
+    elif all(hasattr(policy, field) for field in ("param_dtype", "reduce_dtype", "output_dtype")):
+        casts = getattr(policy, "cast_forward_inputs", True)
+        rule = _Rule(pattern, policy.param_dtype, policy.reduce_dtype, policy.output_dtype, casts_inputs=casts)
+    else:
+        raise StateError(
+            f"fully_shard: mp_policy must be a MixedPrecisionPolicy, a dtype, or a dict of those by patterns of "
+            f"parameter names, but for '{pattern}' it is {policy!r}. Pass MixedPrecisionPolicy(param_dtype=...)."
+        )
+    for dtype in (rule.param_dtype, rule.reduce_dtype, rule.output_dtype):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise StateError(
+                f"fully_shard: dtypes of mp_policy must be floating-point ones, but for '{pattern}' one is {dtype!r}. "
+                "Pass torch.bfloat16."
+            )
+    return rule
+
+
+def reshard_choice(value: Any, num_ranks: int) -> bool | int | None:
+    """`reshard_after_forward` as None, a bool, or a number of ranks between 1 and that of the shards.
+
+    Raises:
+        PlacementError: It is none of these, or does not divide the number of ranks. On every rank alike.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int) or value < 1 or num_ranks % value:
+        raise PlacementError(
+            "fully_shard: reshard_after_forward must be a bool, None, or a number that divides that of the ranks that "
+            f"share a parameter ({num_ranks}), but it is {value!r}. Pass True."
+        )
+    return value if 1 < value < num_ranks else value != 1

@@ -1,0 +1,145 @@
+"""The parameters of a unit, sorted by what can travel in one buffer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dshard.collectives import Comms, GatherPlan, ReducePlan, ShardGroup, with_comms
+from dshard.layout import BucketLayout, ShardLayout
+from dshard.policies import Offload
+from dshard.tensor import ShardedTensor
+from dshard.tensor.inner import gathered_stride
+
+__all__ = ["Bucket", "are_whole", "is_whole", "make_buckets", "make_part_buckets", "part_layout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters of a unit that travel in one buffer.
+
+    Args:
+        slots: Their numbers in the unit.
+        dtype: In which they travel.
+        is_cast: Whether that is another one than theirs.
+        plan: How they are gathered.
+        reduce_plan: How their gradients are reduced.
+        group: The ranks that hold them.
+        is_meta: Whether they have no memory yet.
+        offload: Where they are kept and used, if those are two places.
+    """
+
+    slots: tuple[int, ...]
+    dtype: torch.dtype
+    is_cast: bool
+    plan: GatherPlan
+    reduce_plan: ReducePlan
+    group: ShardGroup
+    is_meta: bool
+    offload: Offload | None
+
+
+def part_layout(param: ShardedTensor, num_ranks: int) -> ShardLayout:
+    """How a parameter is cut over as many ranks; its own layout for those that share it."""
+    own = param._layout
+    if num_ranks == 1:  # what is whole is cut into one part
+        return ShardLayout(own.shape, 0 if own.shape else None, 1)
+    return own if own.num_ranks == num_ranks else ShardLayout(own.shape, own.dim, num_ranks)
+
+
+def is_whole(param: ShardedTensor) -> bool:
+    """Whether every rank holds a parameter whole."""
+    return param._cell.layout.dim is None
+
+
+def are_whole(params: Sequence[ShardedTensor]) -> bool:
+    """Whether nothing of a unit of some parameters is gathered."""
+    return all(map(is_whole, params)) and any(map(ShardedTensor.dim, params))
+
+
+def make_buckets(
+    params: Sequence[ShardedTensor], slots: Sequence[int], dtypes: Sequence[torch.dtype | None], comms: Comms
+) -> list[Bucket]:
+    """One bucket per dtype of the parameters and on the wire, device and group, in order of first appearance.
+
+    What every rank holds whole is a bucket of its own, that is not gathered and whose gradients are all-reduced; but
+    numbers without a dim travel with others that are cut, if there are some, or else by themselves.
+
+    Args:
+        params: All of a unit.
+        slots: The numbers of those that travel.
+        dtypes: For each of `params`, the dtype in which it travels; None for its own.
+        comms: Collectives in the place of the backend's.
+    """
+    return [
+        _make_bucket(params, part, kind, with_comms(params[part[0]]._group, comms))
+        for kind, part in _by_kind(params, slots, dtypes).items()
+    ]
+
+
+def make_part_buckets(
+    params: Sequence[ShardedTensor], dtypes: Sequence[torch.dtype | None], num_ranks: int
+) -> list[Bucket]:
+    """Buckets to gather parameters of which every `num_ranks` neighbouring ranks hold all, in the dtypes of use.
+
+    Args:
+        params: All of a unit.
+        dtypes: For each of them, the dtype that the parts are in; None for its own.
+        num_ranks: Among which the parts lie; must divide the size of each group.
+    """
+    return [
+        _make_bucket(params, part, replace(kind, own=kind.dtype), params[part[0]]._group.neighbours(num_ranks))
+        for kind, part in _by_kind(params, range(len(params)), dtypes).items()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What parameters have in common that travel together.
+
+    Args:
+        own: Their dtype.
+        dtype: That on the wire.
+        device: Where they are kept.
+        group: Name of the ranks that hold them.
+        offload: Where they are kept and used, if those are two places.
+        is_whole: Whether every rank holds them whole.
+    """
+
+    own: torch.dtype
+    dtype: torch.dtype
+    device: torch.device
+    group: str
+    offload: Offload | None
+    is_whole: bool
+
+
+def _by_kind(
+    params: Sequence[ShardedTensor], slots: Sequence[int], dtypes: Sequence[torch.dtype | None]
+) -> dict[_Kind, tuple[int, ...]]:
+    """The numbers of parameters that can travel together, by what they have in common."""
+    found: dict[_Kind, tuple[int, ...]] = {}
+    numbers: dict[_Kind, list[int]] = {}  # that have no dim
+    for slot in slots:
+        param = params[slot]
+        own, whole = param.storage_dtype, is_whole(param)
+        kind = _Kind(own, dtypes[slot] or own, param.device, param._group.full_name, param.offload, whole)
+        if whole and not param.dim() and param._group.num_ranks > 1:
+            numbers.setdefault(kind, []).append(slot)
+        else:
+            found[kind] = (*found.get(kind, ()), slot)
+    for kind, alone in numbers.items():
+        cut = replace(kind, is_whole=False)
+        joined = kind if kind in found and cut not in found else cut
+        found[joined] = tuple(sorted((*found.get(joined, ()), *alone)))
+    return found
+
+
+def _make_bucket(params: Sequence[ShardedTensor], slots: tuple[int, ...], kind: _Kind, group: ShardGroup) -> Bucket:
+    members = [params[slot] for slot in slots]
+    if kind.is_whole:
+        group = ShardGroup.alone(members[0]._group)
+    layout = BucketLayout.of([part_layout(p, group.num_ranks) for p in members])
+    plan = GatherPlan.of(layout, [gathered_stride(p._layout, p.stride()) for p in members], kind.dtype, group)
+    is_meta, is_cast = members[0].is_meta, kind.dtype != kind.own
+    return Bucket(slots, kind.dtype, is_cast, plan, ReducePlan.of(layout, group), group, is_meta, kind.offload)

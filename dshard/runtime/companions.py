@@ -1,0 +1,46 @@
+"""What other libraries ask of a sharded module."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from dshard.tensor import ShardedTensor
+
+__all__ = ["DataParallelNames", "keep_generation_in_step"]
+
+
+def keep_generation_in_step(root: nn.Module) -> None:
+    """Have `generate` of transformers run as many forwards on every rank, whenever a rank's own sequences end.
+
+    It asks a module for this attribute, and then compares over the ranks, at each token, whether all have ended. The
+    module that has `generate` may lie below the one that was sharded, in a wrapper of PEFT's.
+    """
+    for module in root.modules():
+        if hasattr(module, "generate"):
+            module._is_fsdp_managed_module = True  # type: ignore[assignment]
+
+
+class DataParallelNames:
+    """Names that wrappers and trainers written for DDP and FSDP1 look for, and that FSDP2's class has not."""
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self: Any) -> list[str]:
+        """DDP reads it: sharded parameters are reduced already, and what is left, if anything, is DDP's."""
+        return [name for name, p in self.named_parameters(remove_duplicate=False) if isinstance(p, ShardedTensor)]
+
+    @contextmanager
+    def no_sync(self: Any) -> Iterator[None]:
+        """Let backwards inside of the scope add gradients up without reducing them; the next backward outside does.
+
+        Communicates:
+            Nothing. Reading such a gradient reduces it.
+        """
+        before = {unit: unit.requires_sync for unit in self._units(recurse=True)}
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit in self._units(recurse=True):
+                unit.requires_sync = before.get(unit, True)

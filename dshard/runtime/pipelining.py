@@ -1,0 +1,83 @@
+"""What torch's pipeline stages ask of a sharded module beyond its methods: the state that FSDP2 keeps on it."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed.fsdp import fully_shard as _torchs_fully_shard
+
+from dshard.runtime.module import units_of
+from dshard.runtime.runtime import Runtime
+from dshard.runtime.unit import Unit
+
+__all__ = ["answer_as_fsdp2"]
+
+_KEY: Any = _torchs_fully_shard.__wrapped__  # type: ignore[attr-defined]  # what torch looks the state up by
+
+
+def answer_as_fsdp2(module: nn.Module) -> None:
+    """Have `torch.distributed.fsdp.fully_shard.state(module)` give what a pipeline stage uses of it."""
+    module.__dict__[STATE_KEY] = _States(module, module.__dict__.get(STATE_KEY) or {})
+
+
+class _States(dict[Callable[..., Any], Any]):
+    """The states of torch's composable functions on a module; that of `fully_shard` is made when it is asked for.
+
+    Args:
+        module: A sharded module.
+        others: States of other functions.
+    """
+
+    def __init__(self, module: nn.Module | None = None, others: Any = ()) -> None:
+        super().__init__(others)
+        self.module = module
+
+    def __contains__(self, key: object) -> bool:
+        return key is _KEY or super().__contains__(key)
+
+    def __reduce__(self) -> Any:
+        return _restored, (self.module,)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The state of one function."""
+        return _State(self.module) if key is _KEY and self.module is not None else super().get(key, default)
+
+
+def _restored(module: nn.Module) -> Any:
+    """Copy or unpickle; torch's name for the states is another one in every process."""
+    answer_as_fsdp2(module)
+    return module.__dict__[STATE_KEY]
+
+
+class _State:
+    """As much of FSDP2's state of a module as `PipelineStage.perform_reduce_grad` uses.
+
+    A schedule runs the backwards of its micro-batches without sync, and then reduces by hand what they added up.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._units = units_of(module)
+        self._fsdp_param_groups = [_Group(unit) for unit in self._units]
+        self._state_ctx = self
+
+    @property
+    def all_states(self) -> list["_State"]:
+        """One that stands for all below."""
+        return [self]
+
+    def _root_post_backward_final_callback(self) -> None:
+        """All gradients have left: wait for what has to be, and free what is gathered. As after a backward."""
+        for runtime in dict.fromkeys(cast(Runtime, unit.observer) for unit in self._units):
+            runtime.end_backward()
+
+
+class _Group:
+    """One unit."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def post_backward(self) -> None:
+        """Reduce the gradients that were added up. Communicates a reduce-scatter, unless none have."""
+        cast(Runtime, self._unit.observer).reducer.reduce(self._unit)

@@ -1,0 +1,160 @@
+"""Strategies change between two steps of a training."""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from dshard.errors import DivergenceError, StateError, UnsupportedOpError
+from dshard.policies import StrategyRules
+from dshard.runtime import Runtime
+from dshard.runtime.module import FSDPModule
+from dshard.runtime.placing import Place, placed_by
+from dshard.runtime.regroup import regroup
+from dshard.runtime.relocate import Move, place_of, relocate
+from dshard.runtime.replace import move_states, note_moves
+from dshard.runtime.runtime import in_backward
+from dshard.runtime.sliced import check_sliced, is_sliced, set_slices
+from dshard.runtime.sync import agree
+from dshard.tensor import ShardedTensor
+from dshard.tensor.extended import is_extended
+from dshard.tensor.inner import inner_of
+
+__all__ = ["set_strategy"]
+
+
+def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+    """Change what is whole on every rank and what is sharded, between two steps; training goes on bit for bit.
+
+    Parameters, gradients and optimizer states move to where the strategy wants them, some megabytes at a time, and stay
+    the objects that they are. Gradients that were added up unreduced are reduced. What `to_local()` gave before is a
+    copy from then on; a view or alias that was made before raises at its use.
+
+    Args:
+        module: A module that `fully_shard` was called on; its units and those below follow.
+        strategy: As of `fully_shard`. Parameters that no pattern of a dict matches stay as they are.
+        optimizer: Those whose states move now. Those of others move ahead of their next step.
+
+    Raises:
+        StateError: A forward, backward or `gathered` scope runs; it is no sharded module, or no strategy; or a pattern
+            matches no parameter. On every rank alike.
+        PlacementError, UnsupportedOpError: A parameter cannot go where it should. On every rank alike, ahead of any
+            change.
+        DivergenceError: The ranks ask for different strategies. On every rank alike.
+
+    Communicates:
+        An all-reduce of 16 bytes; an all-gather of each parameter, gradient and state that is cut otherwise than
+        before, and nothing for what was whole. With `hybrid(k)`, the making of process groups, the first time.
+    """
+    runtime = _runtime_of(module)
+    rules = StrategyRules.of(strategy)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
+    _check_arguments(rules, optimizers)
+    names = [name for name, _ in _sharded(module)]
+    _check_agreement(runtime, rules, names)
+    rules.check_names("set_strategy", names)
+    places: dict[ShardedTensor, Place] = {}
+    bases: dict[int, str] = {}
+    slices: dict[ShardedTensor, int] = {}
+    for name, param in _sharded(module):
+        chosen = rules.strategy_of(name)
+        if chosen is None:
+            continue
+        own = Place(*param._own_place) if param._own_place is not None else place_of(param)
+        places[param] = _new_place(name, param, own, rules)
+        bases[id(param)] = chosen.on(own.num_ranks).base
+        slices[param] = chosen.num_slices
+        if is_sliced(param, chosen.num_slices):
+            check_sliced(runtime.late.tops, name, param, dim=places[param].dim)
+    for param in places:
+        if isinstance(param.grad, ShardedTensor):
+            param.grad._cell.resolve()
+    for unit in runtime.units:
+        unit.free()
+    for param in places:
+        param._own_place = param._own_place or _pair(place_of(param))
+    relocate([Move(param, place) for param, place in places.items()])
+    relocate([Move(p.grad, place) for p, place in places.items() if isinstance(p.grad, ShardedTensor)])
+    note_moves()
+    for each in optimizers:
+        move_states(each)
+    regroup(runtime.late.tops, runtime, bases)
+    set_slices(runtime.late.tops, slices)
+    if module is runtime.root:
+        runtime.strategies = rules.over(runtime.strategies)
+
+
+def _check_arguments(rules: StrategyRules, optimizers: Any) -> None:
+    """Refuse what is no strategy or optimizer, before anything is changed."""
+    if not rules.rules:
+        raise StateError("set_strategy: needs a strategy, or a dict of those, but got none. Pass 'full'.")
+    is_list = isinstance(optimizers, Sequence)
+    wrong = next((each for each in optimizers if not isinstance(each, Optimizer)), None) if is_list else optimizers
+    if wrong is not None:
+        raise StateError(
+            f"set_strategy: optimizer must be an optimizer of torch.optim, or several, but got {wrong!r}. Leave it "
+            "out: states move ahead of its next step."
+        )
+
+
+def _sharded(module: nn.Module) -> list[tuple[str, ShardedTensor]]:
+    found: list[tuple[str, Any]] = list(module.named_parameters())
+    return [(name, param) for name, param in found if isinstance(param, ShardedTensor)]
+
+
+def _pair(place: Place) -> tuple[Any, int | None]:
+    return place.mesh, place.dim
+
+
+def _runtime_of(module: nn.Module) -> Runtime:
+    """The runtime of a sharded module at rest."""
+    if not isinstance(module, FSDPModule):
+        raise StateError(
+            f"set_strategy: needs a module that fully_shard was called on, but got a {type(module).__name__}. Pass the "
+            "sharded model."
+        )
+    runtime = module._runtime()
+    pinned = next((unit for unit in runtime.units if unit.num_pins), None)
+    running = "a backward" if in_backward() else "a forward" if runtime.num_running else None
+    if running is not None or pinned is not None:
+        raise StateError(
+            f"set_strategy: strategies change between two steps, but {running or 'a gathered() scope'} is open. Call "
+            "it after optimizer.step()."
+        )
+    return runtime
+
+
+def _new_place(name: str, param: ShardedTensor, own: Place, rules: StrategyRules) -> Place:
+    """Where a parameter goes."""
+    strategy = rules.strategy_of(name)
+    place = placed_by(name, param, own, strategy)
+    is_moved = Move(param, place).is_needed
+    if is_moved and is_extended(param._cell.resolve()):
+        raise UnsupportedOpError(
+            f"{name}: shards of a {type(param._cell.resolve()).__name__} stay on the ranks that they were made for, "
+            f"but {strategy} is to move them. Choose among 'full', 'keep', 'zero1' and 'zero2'."
+        )
+    if inner_of(param._layout) is not None and place.mesh is not own.mesh:
+        raise UnsupportedOpError(
+            f"{name}: {strategy} needs a mesh of its own, which that of a {DTensor.__name__} is not part of. Choose "
+            "among 'ddp', 'full', 'keep', 'zero1' and 'zero2'."
+        )
+    return place
+
+
+def _check_agreement(runtime: Runtime, rules: StrategyRules, names: Sequence[str]) -> None:
+    """Raise, on every rank alike, if the ranks ask for different strategies."""
+    groups = {p._group.full_name: p._group for unit in runtime.units for p in unit.params[:1]}
+    asked = [f"{name}: {rules.strategy_of(name)}" for name in names]
+    for group in groups.values():
+        crc = torch.tensor([zlib.crc32(repr((rules, asked)).encode())], dtype=torch.int64, device=group.device_type)
+        if not agree(crc, group, "set_strategy")[0]:
+            here = ", ".join(f"{pattern!r}: {wanted}" for pattern, wanted in rules.rules)
+            raise DivergenceError(
+                "set_strategy: all ranks must ask for the same strategies, but they do not; this one asks for "
+                f"{here}. Pass what does not depend on the rank."
+            )

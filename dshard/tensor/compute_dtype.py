@@ -1,0 +1,64 @@
+"""The two dtypes of a parameter under mixed precision: the one it is kept in, and the one of forwards."""
+
+from typing import Any
+
+import torch
+
+from dshard.policies import Offload
+
+__all__ = ["ComputeDtype"]
+
+_DTYPE: Any = torch.Tensor.dtype  # descriptor; autograd and torch's own code go by it
+
+
+class ComputeDtype:
+    """The part of ShardedTensor that tells its dtype, and converts it; its `self` is one.
+
+    In the forward of a sharded module a parameter under mixed precision has its compute dtype, for programs that ask
+    and for operations; elsewhere the dtype that it is kept in.
+    """
+
+    _is_mixed: bool = False
+    _is_used_in_functions: bool = False  # in a forward, without autograd: in that of a custom function, maybe
+    _is_used_exactly: bool = False  # outside of any forward, with autograd
+
+    def _dtype_here(self: Any) -> torch.dtype:
+        """Of its value where it is used now."""
+        return (self.compute_dtype() if self._is_mixed else None) or self.storage_dtype
+
+    dtype: Any = property(_dtype_here)
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Of its shards; of a view, that of its elements."""
+        found: torch.dtype = _DTYPE.__get__(self)
+        return found
+
+    def compute_dtype(self: Any) -> torch.dtype | None:
+        """The dtype that it has in the forward that is running, where that is not the one it is kept in; of no view."""
+        if not self._is_mixed or self._view is not None or not self.belongs_to_source():
+            return None
+        dtype: torch.dtype | None = self._source.compute_dtype(self._slot)
+        return dtype
+
+    @property
+    def storage_device(self: Any) -> torch.device:
+        """Of its shard."""
+        found: torch.device = self.device
+        return found
+
+    @property
+    def offload(self: Any) -> Offload | None:
+        """Where a parameter is kept and used, if those are two places."""
+        return self._precision.offload if self._precision is not None else None
+
+    def computes(self: Any) -> bool:
+        """Whether a use of it here means its value in the compute dtype."""
+        if self._view is not None:
+            return bool(self._view.computes)
+        return self._is_mixed and self.belongs_to_source() and self._source.computes(self._slot)
+
+    def belongs_to_source(self: Any) -> bool:
+        """Whether its unit gathers it: a detached alias of a parameter whose `.data` was replaced is on its own."""
+        source = self._source
+        return source is not None and source.params[self._slot]._cell is self._cell

@@ -1,0 +1,85 @@
+"""Copies and pickles of a ShardedTensor: each rank copies its own shard."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from dshard.errors import StateError
+from dshard.layout import ShardLayout
+from dshard.policies import Precision
+from dshard.tensor.cell import ShardCell
+from dshard.tensor.inner import inner_of
+from dshard.tensor.meshes import group_of
+
+__all__ = ["Copying", "rebuild"]
+
+
+class Copying:
+    """The part of ShardedTensor that `copy.deepcopy` and `pickle` call; its `self` is one."""
+
+    _own_place: tuple[DeviceMesh, int | None] | None = None  # mesh and dim that a strategy starts from
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if self._view is not None or not self.is_leaf:
+            raise StateError(
+                f"{self.name}: only leaves that are no views can be deep-copied, as in PyTorch. Use clone()."
+            )
+        tag, num_writes = self._cell.signature
+        with torch.no_grad():
+            cell = ShardCell(self._cell.resolve().clone(), self._layout)
+            out = type(self).wrap(cell, self._spec, self._group, name=self._name)
+            out._cell.is_shared, out._cell.tag, out._cell.num_writes = self._cell.is_shared, tag, num_writes
+            out._precision, out._own_place = self._precision, self._own_place
+            out.requires_grad_(self.requires_grad)
+        memo[id(self)] = out
+        if getattr(self, "_is_param", False):
+            out._is_param = True  # and no gradient, as of any nn.Parameter
+        elif self.grad is not None:
+            out.grad = copy.deepcopy(self.grad, memo)
+        return out
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        is_param = getattr(self, "_is_param", False)
+        if self._view is not None:
+            raise StateError(f"{self.name}: a lazy view cannot be pickled. Pickle full_tensor(), or the base.")
+        shard = self._cell.resolve()
+        shard = shard if shard.untyped_storage().nbytes() == shard.nbytes else shard.clone()
+        return rebuild, (
+            type(self),
+            shard,
+            self._spec,
+            self._layout,
+            self._name,
+            self.requires_grad,
+            is_param,
+            self._precision,
+            self._own_place,
+        )
+
+
+def rebuild(
+    cls: Any,
+    shard: Tensor,
+    spec: DTensorSpec,
+    layout: ShardLayout,
+    name: str,
+    requires_grad: bool,
+    is_param: bool,
+    precision: Precision | None,
+    base: tuple[DeviceMesh, int | None] | None = None,
+) -> Any:
+    """Unpickle."""
+    inner = inner_of(layout)
+    group = group_of(spec.mesh if inner is None else inner.data_mesh)
+    out = cls.wrap(ShardCell(shard, layout, is_shared=True), spec, group, name=name)
+    out._precision, out._own_place = precision, base
+    out.requires_grad_(requires_grad)
+    if is_param:
+        out._is_param = True
+    return out

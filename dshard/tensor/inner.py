@@ -1,0 +1,216 @@
+"""Sharded tensors that are cut over another mesh, too: DTensor parameters (tensor parallelism) below data parallelism.
+
+The *inner* mesh is the DTensor's own. Data parallelism cuts and gathers the DTensor's local tensor; what it gathers is
+put back into a DTensor over the inner mesh, and DTensor's own rules take over from there.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from dshard.collectives import ShardGroup, shard_of
+from dshard.layout import ShardLayout
+from dshard.tensor.meshes import placements_of, shared_dims
+from dshard.tensor.views import ViewStep, apply_steps
+
+__all__ = [
+    "Inner",
+    "InnerLayout",
+    "distinct_groups",
+    "full_shape",
+    "gathered_stride",
+    "groups_of",
+    "inner_of",
+    "joined_group",
+    "lie_of",
+    "on_mesh",
+    "part_of",
+    "replicated",
+    "viewed",
+    "whole",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """How tensors lie over another mesh than the one that data parallelism cuts and gathers them over.
+
+    Args:
+        mesh: The other mesh. It may contain that of data parallelism, whose dims then count for the operands alone.
+        placements: `Shard` or `Replicate` for each dim of it.
+        shape: Of the full tensor.
+        data_mesh: The mesh of data parallelism.
+        data_dims: Dims of `mesh` that are those of `data_mesh`.
+        axes: The placement, and the ranks, along each dim of `mesh` that is no dim of data parallelism.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    data_mesh: DeviceMesh
+    data_dims: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    axes: tuple[tuple[Placement, ShardGroup], ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        device = torch.device(self.mesh.device_type)
+        data_dims = shared_dims(self.mesh, self.data_mesh) or ()
+        axes = tuple(
+            (placement, ShardGroup(self.mesh.get_group(i), device))
+            for i, placement in enumerate(self.placements)
+            if i not in data_dims
+        )
+        object.__setattr__(self, "data_dims", data_dims)
+        object.__setattr__(self, "axes", axes)
+
+    def __reduce__(self) -> Any:
+        return Inner, (self.mesh, self.placements, self.shape, self.data_mesh)
+
+    def cut(self, full: Tensor) -> Tensor:
+        """The view of a full tensor that is this rank's local one, before data parallelism cuts it."""
+        for placement, group in self.axes:
+            if isinstance(placement, Shard):
+                layout = ShardLayout(tuple(full.shape), placement.dim, group.num_ranks)
+                full = shard_of(full, layout, group.rank)
+        return full
+
+    def over_both(self, dim: int | None) -> tuple[Placement, ...]:
+        """Placements over the dims of both meshes, where data parallelism cuts local tensors along `dim`."""
+        outer = list(placements_of(dim, self.data_mesh))
+        cuts = [
+            group.num_ranks for placement, group in self.axes if isinstance(placement, Shard) and placement.dim == dim
+        ]
+        if dim is not None and math.prod(cuts) > 1:  # the inner cut comes first, though its mesh comes last
+            outer[-1] = _StridedShard(dim, split_factor=math.prod(cuts))
+        return (*outer, *(placement for placement, _ in self.axes))
+
+
+@dataclass(frozen=True, slots=True)
+class InnerLayout(ShardLayout):
+    """How data parallelism cuts local tensors of a DTensor; `shape` is that of the local tensor.
+
+    Args:
+        inner: How the DTensor lies.
+    """
+
+    num_made: ClassVar[int] = 0  # in this process: programs without tensor parallelism need not look for it
+    inner: Inner
+
+    def __post_init__(self) -> None:
+        ShardLayout.__post_init__(self)
+        InnerLayout.num_made += 1
+
+    def __reduce__(self) -> Any:
+        return InnerLayout, (self.shape, self.dim, self.num_ranks, self.inner)
+
+
+def inner_of(layout: ShardLayout) -> Inner | None:
+    """How the tensors that are cut lie over another mesh; None if over no other."""
+    return layout.inner if type(layout) is InnerLayout else None
+
+
+def full_shape(layout: ShardLayout) -> tuple[int, ...]:
+    """Shape of the full tensor, over all meshes."""
+    return layout.inner.shape if type(layout) is InnerLayout else layout.shape
+
+
+def lie_of(layout: ShardLayout, mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """DTensor's placements of a sharded tensor over the dims of its mesh, or of both of its meshes."""
+    return layout.inner.over_both(layout.dim) if type(layout) is InnerLayout else placements_of(layout.dim, mesh)
+
+
+def part_of(full: Tensor, layout: ShardLayout, rank: int) -> Tensor:
+    """The view of a full tensor, over all meshes, that this rank holds; `rank` is its number in data parallelism."""
+    return shard_of(layout.inner.cut(full) if type(layout) is InnerLayout else full, layout, rank)
+
+
+def gathered_stride(layout: ShardLayout, stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of what data parallelism gathers, for a full tensor of strides `stride`."""
+    if type(layout) is not InnerLayout or layout.shape == layout.inner.shape:
+        return stride
+    strides = [0] * len(stride)
+    step = 1
+    for dim in sorted(range(len(stride)), key=lambda d: (stride[d], -d)):
+        strides[dim] = step
+        step *= max(layout.shape[dim], 1)
+    return tuple(strides)
+
+
+def groups_of(tensor: Any) -> list[ShardGroup]:
+    """The ranks that a ShardedTensor lies on: of data parallelism, then along each dim of the other mesh."""
+    inner = inner_of(tensor._cell.layout)
+    return [tensor._group, *(group for _, group in (inner.axes if inner is not None else ()))]
+
+
+def joined_group(tensor: Any) -> ShardGroup:
+    """All of `groups_of` as one, for collectives that are to reach them everywhere."""
+    joined, *others = groups_of(tensor)
+    for group in others:
+        joined = ShardGroup(group.process_group, torch.device(group.device_type), joined)
+    return joined
+
+
+def distinct_groups(tensor: Any) -> list[ShardGroup]:
+    """Those of `groups_of` whose ranks hold different parts; what parts give adds up over one after the other."""
+    layout = tensor._cell.layout
+    groups = [tensor._group] if layout.dim is not None else []
+    inner = inner_of(layout)
+    if inner is not None:
+        groups += [group for placement, group in inner.axes if isinstance(placement, Shard)]
+    return groups
+
+
+def on_mesh(local: Tensor, tensor: Any) -> Tensor:
+    """What data parallelism has gathered of a ShardedTensor, as an operand: a DTensor, if it lies over another mesh."""
+    layout = tensor._cell.layout
+    if type(layout) is not InnerLayout:
+        return local
+    inner = layout.inner
+    meta = TensorMeta(torch.Size(inner.shape), tensor.stride(), local.dtype)
+    return _dtensor(local, DTensorSpec(inner.mesh, inner.placements, tensor_meta=meta))
+
+
+def replicated(full: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A full tensor that all ranks of a mesh hold alike, as a DTensor."""
+    meta = TensorMeta(full.shape, full.stride(), full.dtype)
+    return _dtensor(full, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta))
+
+
+def _dtensor(local: Tensor, spec: DTensorSpec) -> Tensor:
+    """A DTensor around a tensor that takes no gradient."""
+    out: Tensor = DTensor(local, spec, requires_grad=False)
+    return out
+
+
+def whole(value: Tensor) -> Tensor:
+    """An operand as a plain tensor: the full value, over all meshes.
+
+    Communicates:
+        DTensor's own all-gather over the inner mesh, for a DTensor.
+    """
+    if type(value) is not DTensor:
+        return value
+    with torch.no_grad():
+        full: Tensor = value.full_tensor()
+        return full
+
+
+def viewed(value: Tensor, steps: tuple[ViewStep, ...]) -> Tensor:
+    """A chain of views of an operand; where DTensor has no rule for one, of its full value.
+
+    Communicates:
+        Nothing; in the latter case an all-gather over the inner mesh.
+    """
+    if type(value) is not DTensor or not isinstance(steps[0].func, OpOverload):  # the latter: a local tensor's
+        return apply_steps(value, steps)
+    try:
+        return apply_steps(value, steps)
+    except RuntimeError:  # by what DTensor knows of placements, so on every rank alike
+        return apply_steps(replicated(whole(value), value.device_mesh), steps)

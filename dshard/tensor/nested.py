@@ -1,0 +1,170 @@
+"""ShardedTensors out of DTensors: data parallelism around tensor parallelism."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from dshard.collectives import shard_of
+from dshard.errors import PlacementError, UnsupportedOpError
+from dshard.layout import ShardLayout
+from dshard.tensor.cell import ShardCell
+from dshard.tensor.extended import cut_extended, is_extended
+from dshard.tensor.inner import Inner, InnerLayout, inner_of, part_of
+from dshard.tensor.meshes import group_of, placements_of, shared_dims
+from dshard.tensor.sharded_tensor import ShardedTensor
+from dshard.tensor.strides import dense_stride
+from dshard.tensor.views import empty_of
+
+__all__ = ["check_dtensor", "local_gradient", "local_of", "shard_like", "shard_over"]
+
+
+def shard_over(
+    full: Tensor,
+    mesh: DeviceMesh,
+    dim: int | None,
+    *,
+    name: str = "",
+    device: torch.device | None = None,
+    kind: type[ShardedTensor] = ShardedTensor,
+) -> ShardedTensor:
+    """Keep this rank's shard of a parameter; of a DTensor, a shard of its local tensor.
+
+    Args:
+        full: Plain, or of a subclass that says how it is gathered, equal on all ranks of `mesh`; or a DTensor whose
+            local tensors are.
+        mesh: As of `ShardedTensor.shard`.
+        dim: Dim to cut, or None.
+        name: For messages.
+        device: Device of the shard; by default `full`'s.
+        kind: Class of the result.
+
+    Raises:
+        PlacementError, UnsupportedOpError: As `check_dtensor`, and `cut_extended`.
+
+    Communicates:
+        Nothing.
+    """
+    if is_extended(full):
+        return _shard_extended(full, mesh, name, device or full.device, kind)
+    if not isinstance(full, DTensor):
+        return kind.shard(full, mesh, dim, name=name, device=device)
+    both = check_dtensor(name, full, mesh)
+    local = local_of(full)
+    device = local.device if device is None or local.is_meta else device
+    dim = None if full.dim() == 0 else dim
+    group = group_of(mesh)
+    inner = Inner(full.device_mesh, tuple(full.placements), tuple(full.shape), mesh)
+    layout = InnerLayout(tuple(local.shape), dim, group.num_ranks, inner)
+    meta = TensorMeta(
+        full.shape, dense_stride(torch.empty_strided(full.shape, full.stride(), device="meta")), full.dtype
+    )
+    spec = DTensorSpec(both, inner.over_both(dim), tensor_meta=meta)
+    shard = torch.empty(layout.local_shape(group.rank), dtype=full.dtype, device=device)
+    shard.copy_(shard_of(local, layout, group.rank))
+    return kind.wrap(ShardCell(shard, layout, is_shared=True), spec, group, name=name)
+
+
+def _shard_extended(
+    full: Tensor, mesh: DeviceMesh, name: str, device: torch.device, kind: type[ShardedTensor]
+) -> ShardedTensor:
+    group = group_of(mesh)
+    layout = ShardLayout(tuple(full.shape), 0, group.num_ranks)
+    meta = TensorMeta(full.shape, torch.empty(full.shape, device="meta").stride(), full.dtype)
+    spec = DTensorSpec(mesh, placements_of(0, mesh), tensor_meta=meta)
+    shard = cut_extended(name, full, layout, group.rank, device)
+    cell = ShardCell(shard, layout, is_shared=True)
+    return kind.wrap(cell, spec, group, name=name, prototype=empty_of(full.dtype, shard.device))
+
+
+def check_dtensor(name: str, param: DTensor, mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of data parallelism and that of a DTensor as one.
+
+    Raises:
+        UnsupportedOpError: It has a placement other than `Shard` and `Replicate`.
+        PlacementError: The two are no different dims of one mesh, and that of data parallelism is no part of the other
+            one over which the DTensor is replicated.
+    """
+    wrong = [p for p in param.placements if type(p) is not Shard and not isinstance(p, Replicate)]
+    if wrong:
+        raise UnsupportedOpError(
+            f"{name}: a DTensor parameter below fully_shard must have the placements Shard(dim) and Replicate(), but "
+            f"it has {tuple(param.placements)}. Redistribute it first, or leave it out with ignored_params."
+        )
+    other = param.device_mesh
+    shared = shared_dims(other, mesh) or ()
+    if not all(isinstance(param.placements[dim], Replicate) for dim in shared):
+        raise PlacementError(
+            f"{name}: a DTensor parameter must be replicated over the dims of data parallelism, which cuts it itself, "
+            f"but it has {tuple(param.placements)} over {other}, and dims {shared} are those of fully_shard's mesh. "
+            "Distribute it with Replicate() there."
+        )
+    try:
+        if shared:
+            rest = tuple(n for dim, n in enumerate(other.mesh_dim_names or ()) if dim not in shared)
+            if len(rest) + len(shared) == other.ndim:
+                return DeviceMesh._concatenate([mesh, other[rest]]) if rest else mesh
+        both = DeviceMesh._concatenate([mesh, other])
+        is_one = len(set(both.mesh.flatten().tolist())) == both.size()
+    except (RuntimeError, ValueError, TypeError, NotImplementedError):  # the last but one for dims without names
+        is_one = False
+    if not is_one:
+        raise PlacementError(
+            f"{name}: a DTensor parameter and fully_shard must use different dims of one mesh, but its mesh is "
+            f"{param.device_mesh} and that of fully_shard is {mesh}. Make one mesh, as in mesh = "
+            "init_device_mesh(device, (2, 2), mesh_dim_names=('dp', 'tp')), and pass mesh['tp'] there and mesh['dp'] "
+            "here."
+        )
+    return both
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What data parallelism cuts: the local tensor of a DTensor, a plain tensor itself."""
+    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return _arrived(local.detach())
+
+
+def _arrived(local: Tensor) -> Tensor:
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def shard_like(full: Tensor, target: ShardedTensor) -> ShardedTensor:
+    """A ShardedTensor that lies as `target` does, of a plain tensor of the full shape that all ranks hold alike."""
+    part = part_of(full.detach(), target._layout, target._group.rank)
+    return target.like(ShardCell(part.clone(), target._layout, is_shared=True), dtype=full.dtype)
+
+
+def local_gradient(param: ShardedTensor, grad: Tensor) -> Tensor:
+    """The gradient of what data parallelism cuts, from that of the full parameter.
+
+    Args:
+        param: The parameter.
+        grad: A DTensor in any placements, or a plain tensor, which counts as equal on all ranks of the other mesh.
+
+    Raises:
+        UnsupportedOpError: It is a DTensor over another mesh than the parameter.
+
+    Communicates:
+        What DTensor does to give a DTensor gradient the parameter's placements: an all-reduce where it was partial
+        over other dims than those of data parallelism, which reduces over its own.
+    """
+    inner = inner_of(param._layout)
+    if isinstance(grad, ShardedTensor):
+        grad = grad.materialize()
+    if not isinstance(grad, DTensor):
+        return grad if inner is None else inner.cut(grad)
+    mesh = grad.device_mesh
+    if inner is not None and mesh != inner.mesh:
+        raise UnsupportedOpError(
+            f"{param.name}: the gradient must lie over the mesh of the parameter, {inner.mesh}, but it lies over "
+            f"{mesh}. Redistribute the activations, or use full_tensor() of the parameter."
+        )
+    placements: list[Placement] = [Replicate()] * mesh.ndim if inner is None else list(inner.placements)
+    for dim in (shared_dims(mesh, param._spec.mesh) or ()) if inner is None else inner.data_dims:
+        if grad.placements[dim] == Partial():
+            placements[dim] = grad.placements[dim]
+    return local_of(grad.redistribute(mesh, placements))

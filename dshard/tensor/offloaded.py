@@ -1,0 +1,70 @@
+"""Parameters that are not kept where they are used, and what descends from them."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from dshard.collectives import ShardGroup
+from dshard.tensor.cell import ShardCell
+from dshard.tensor.mixed import MixedShardedTensor
+from dshard.tensor.sharded_tensor import KIN, SHARDED, ShardedTensor
+from dshard.tensor.views import empty_of
+
+__all__ = ["OffloadedShardedTensor"]
+
+_DEVICE: Any = torch.Tensor.device  # descriptor; autograd and torch's own code go by it
+
+
+class OffloadedShardedTensor(MixedShardedTensor):
+    """A sharded tensor of which the shard is in one place, its home, and the full value in another: that of its mesh.
+
+    Gradients, optimizer states, views and copies of an offloaded parameter are of this class too. To autograd all of
+    them are on the compute device: it checks gradients against what they are of, and chooses streams by it. To programs
+    they are at home, as under FSDP2; but a parameter is on the compute device in the forward of a sharded module.
+    """
+
+    __slotnames__: ClassVar[list[str]] = ShardedTensor.__slotnames__  # which `swap_tensors` reads of the very class
+    num_made: ClassVar[int] = 0  # in this process: programs without offload need not look for it
+    _home_device: torch.device  # while the shard is in flight
+
+    @classmethod
+    def wrap(
+        cls,
+        cell: ShardCell,
+        spec: DTensorSpec,
+        group: ShardGroup,
+        *,
+        name: str = "",
+        prototype: Tensor | None = None,
+        requires_grad: bool = False,
+    ) -> ShardedTensor:
+        """As of any sharded tensor; `prototype` is one at home."""
+        local = prototype if prototype is not None else cell.resolve()
+        away = local if local.is_meta else empty_of(local.dtype, group.device)
+        out = super().wrap(cell, spec, group, name=name, prototype=away, requires_grad=requires_grad)
+        out.__dict__["_home_device"] = local.device
+        OffloadedShardedTensor.num_made += 1
+        return out
+
+    @property
+    def storage_device(self) -> torch.device:
+        """Of its shard: its home."""
+        shard = self._cell._tensor
+        return self._home_device if shard is None else shard.device
+
+    def _device_here(self) -> torch.device:
+        """Of its value where it is used now."""
+        source: Any = self._source
+        is_away = source is not None and source.is_running
+        found: torch.device = _DEVICE.__get__(self) if is_away else self.storage_device
+        return found
+
+    device: Any = property(_device_here)
+    is_cuda: Any = property(lambda self: self.device.type == "cuda")
+    is_cpu: Any = property(lambda self: self.device.type == "cpu")
+
+
+KIN[OffloadedShardedTensor] = OffloadedShardedTensor
+SHARDED.add(OffloadedShardedTensor)

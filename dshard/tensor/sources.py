@@ -1,0 +1,67 @@
+"""Where the full value of a ShardedTensor comes from: a unit, or the tensor that it is a copy of."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dshard.tensor.cell import OPERANDS, ShardCell
+from dshard.tensor.views import View
+
+__all__ = ["GatherSource", "Origin", "is_used_away", "return_home"]
+
+
+class GatherSource(Protocol):
+    """What keeps gathered copies: a unit."""
+
+    params: list[Any]  # ShardedTensors
+    num_active: int  # forwards of its modules that are running
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any forward of its model runs."""
+
+    def full(self, slot: int, view: View | None = None) -> Tensor:
+        """The full value of the unit's parameter number `slot`, or a view of it, gathered if need be."""
+
+    def full_in(self, slot: int, dtype: torch.dtype) -> Tensor:
+        """The full value in a given dtype, converted from the one that the parameter is kept in."""
+
+    def compute_dtype(self, slot: int) -> torch.dtype | None:
+        """The dtype of a parameter in the forward that is running, if that is not the one it is kept in."""
+
+    def computes(self, slot: int) -> bool:
+        """Whether a use of a parameter here means its value in the compute dtype."""
+
+    def pinned(self, slot: int) -> Tensor | None:
+        """The same, if an open `gathered` scope holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The tensor of which another is a cast or copy, for as long as neither was written to since."""
+
+    tensor: Any  # a ShardedTensor
+    cell: ShardCell
+    version: int
+    own_version: int
+
+
+def is_used_away(compute: torch.device) -> bool:
+    """Whether an operation runs whose other operands are on a compute device, or which autograd records, or runs."""
+    operands = [x for arg in OPERANDS[0] for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    if any(x.device == compute for x in tensors if x.dim()):
+        return True
+    is_recorded = torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
+    return is_recorded and any(x.requires_grad for x in tensors)
+
+
+def return_home(tensor: Any) -> None:
+    """Have a cast or copy that `module.to(...)` swapped into a parameter's place belong to that one's unit."""
+    unit, slot = tensor._home
+    if unit.params[slot] is tensor:
+        tensor._source, tensor._slot = unit, slot
+        # The hook is that of another object, and the origin is the tensor itself, with memory that it has no more.
+        tensor._home = tensor._grad_hook = tensor._origin = None

@@ -1,0 +1,106 @@
+"""Bytes of all tensors that are alive on a rank while it trains, counted storage by storage."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from dshard.collectives import Buffer, BufferPool
+from dshard.runtime import Unit
+from dshard.tensor import ShardedTensor
+
+__all__ = ["CountedPeak", "counted_peak"]
+
+
+class CountedPeak(TorchDispatchMode):
+    """The bytes that are alive, and the most that were at one time.
+
+    What counts: the storage of each tensor that an operation made, of each buffer of a collective, and of what was
+    given at the start. What does not: memory that a pool keeps for another use, what a kernel takes and frees inside.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.num_bytes = 0  # at the peak
+
+    def note(self, value: Any) -> None:
+        """Count the memory of a tensor, as long as anybody holds it."""
+        if isinstance(value, ShardedTensor):
+            value = value._cell.resolve()
+        if isinstance(value, Tensor) and not value.is_meta:
+            storage = value.untyped_storage()
+            if storage.nbytes():
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    def alive_bytes(self) -> int:
+        """Bytes that are alive now."""
+        self._alive = {key: known for key, known in self._alive.items() if not known[0].expired()}
+        idle = sum(self._alive.get(key, (None, 0))[1] for key in _idle())
+        return sum(num_bytes for _, num_bytes in self._alive.values()) - idle
+
+    def sample(self) -> None:
+        """Look whether there are more bytes than ever."""
+        self.num_bytes = max(self.num_bytes, self.alive_bytes())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(
+            issubclass(kind, ShardedTensor) for kind in types
+        ):  # a sharded tensor is taken apart first, and what its shards do comes here
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        for value in tree_iter(out):
+            self.note(value)
+        self.sample()
+        return out
+
+
+def _idle() -> set[int]:
+    """The storages that pools keep, or may take back."""
+    pools = {id(unit.observer.pool): unit.observer.pool for unit in Unit.alive}.values()
+    kept = [buffer.memory for pool in pools for buffer in pool._kept]
+    kept += [b.memory for pool in pools for b in pool._lent if not b.is_held()]
+    return {memory.untyped_storage()._cdata for memory in kept}
+
+
+@contextmanager
+def counted_peak(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[CountedPeak]:
+    """Count the most bytes that are alive on this rank at one time within the block: `num_bytes` of what it gives.
+
+    Best after a step or two, when what is gathered ahead is known. An operation takes several times as long meanwhile.
+
+    Args:
+        model: Sharded or not. Its parameters, gradients, buffers and gathered copies count from the start.
+        optimizer: Its states count from the start.
+
+    Communicates:
+        Nothing; gradients that are on their way are waited for.
+    """
+    counted, take = CountedPeak(), BufferPool.take
+
+    def take_counted(self: BufferPool, num_bytes: int, device: torch.device) -> Buffer:
+        buffer = take(self, num_bytes, device)
+        counted.note(buffer.memory)
+        counted.sample()
+        return buffer
+
+    for value in (*model.parameters(), *model.buffers(), *(param.grad for param in model.parameters())):
+        counted.note(value)
+    for state in optimizer.state.values() if optimizer is not None else ():
+        for value in tree_iter(state):
+            counted.note(value)
+    for unit in {u for m in model.modules() for u in vars(m).get("_dshard_units", ())}:
+        for copies in (unit.copies, unit.exact):
+            for buffer in copies._memories:
+                counted.note(buffer.memory)
+    BufferPool.take = take_counted  # type: ignore[method-assign]
+    try:
+        with counted:
+            yield counted
+    finally:
+        BufferPool.take = take  # type: ignore[method-assign]

@@ -1,0 +1,188 @@
+"""``dshard plan`` and ``dshard simulate``: tables, files, and one line for what is wrong."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from dshard.cli import main
+from dshard.cli.presets import PRESETS, T5, T5Config, checkpoint_blocks, meta_model
+from dshard.planner import Plan
+from tests.cli.launch import RANK_VARIABLES
+
+TINY = ("gpt-nano", "--device", "a100-40g", "--sequence", 64)
+
+
+def tiny_model():
+    """For ``module:function``."""
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)), torch.ones(4, 64)
+
+
+def empty_model():
+    return nn.ReLU(), torch.ones(4, 64)
+
+
+def no_model():
+    return nn.Linear(2, 2)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def printed(capsys):
+    """Runs the command in this process and returns what it printed."""
+
+    def run(*args):
+        code = main([*map(str, args)])
+        captured = capsys.readouterr()
+        assert (code, captured.err) == (0, "")
+        return captured.out
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs the command in this process and returns its one line."""
+
+    def run(*args):
+        assert main([*map(str, args)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        (line,) = captured.err.splitlines()
+        assert line.startswith(f"dshard {args[0]}: ")
+        return line.removeprefix(f"dshard {args[0]}: ")
+
+    return run
+
+
+def test_plan_prints_the_table_and_writes_the_plan(printed, tmp_path):
+    text = printed("plan", *TINY, "--world", 8, "--out", "plan.json", "--memory", "2GiB")
+    assert text.startswith("gpt-nano: ")
+    assert "certificate: step " in text
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.explain() in text
+    assert plan.cluster.num_ranks == 8
+    assert plan.certificate.limit_bytes == 2 << 30
+
+
+def test_plan_finds_the_batch_that_fits_and_takes_the_strategies_that_it_may(printed, tmp_path):
+    printed("plan", *TINY, "--world", 16, "--batch", "auto", "--strategy", "full", "hybrid(8)", "--out", "plan.json")
+    plan = Plan.load(tmp_path / "plan.json")
+    assert {str(strategy) for strategy in plan.strategies} <= {"full", "hybrid(8)"}
+    assert plan.model.batch_size > 1
+
+
+def test_simulate_prints_a_row_for_each_world_and_strategy_and_draws(printed, tmp_path):
+    pytest.importorskip("matplotlib")
+    worlds = (8, 64, 4096)
+    text = printed(
+        "simulate", *TINY, "--world", *worlds, "--strategy", "ddp", "full", "plan",
+        "--plot", "timeline.png", "--curve", "scaling.svg",
+    )  # fmt: skip
+    rows = [line.split() for line in text.splitlines()[2:] if not line.startswith("wrote")]
+    assert [(int(row[0]), row[1]) for row in rows] == [(n, s) for n in worlds for s in ("ddp", "full", "plan")]
+    for i in range(0, 9, 3):
+        ddp, full, plan = (float(row[3]) for row in rows[i : i + 3])
+        assert plan <= min(ddp, full)
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "scaling.svg").read_text()
+
+
+def test_a_function_and_a_configuration_of_hugging_face_are_models_too(printed, tmp_path):
+    text = printed("plan", "tests.cli.test_plan:tiny_model", "--world", 2, "--device", "h200")
+    assert text.startswith("tests.cli.test_plan:tiny_model: 4,680 parameters")
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = printed("plan", tmp_path, "--world", 2, "--device", "h200", "--sequence", 16)
+    assert "model.layers.0" in text
+    t5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
+    (tmp_path / "t5.json").write_text(json.dumps(t5))
+    assert "parameters" in printed("simulate", "t5.json", "--world", 2, "--device", "h200", "--sequence", 16)
+
+
+def test_checkpointed_blocks_take_less_memory_and_more_operations(printed):
+    plain, again = (
+        printed("simulate", "gpt-nano", "--device", "h200", "--world", 2, "--batch", 32, *more).splitlines()[2].split()
+        for more in ((), ("--checkpoint",))
+    )
+    assert float(again[3]) > float(plain[3])
+    assert float(again[8]) < float(plain[8])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("gpt-huge", "--device", "h200", "--world", 8), "MODEL must be one of gpt-nano, "),
+        (("tests.cli.test_plan:nothing", "--device", "h200", "--world", 8), "raises AttributeError"),
+        (("tests.cli.test_plan:empty_model", "--device", "h200", "--world", 8), "MODEL must have parameters, but"),
+        (
+            ("tests.cli.test_plan:no_model", "--device", "h200", "--world", 8),
+            "but tests.cli.test_plan:no_model returns",
+        ),
+        (("missing.json", "--device", "h200", "--world", 8), "MODEL must be a configuration as JSON, but missing.json"),
+        (("gpt2", "--device", "abacus", "--world", 8), "device: must be one of a100-40g, "),
+        (("gpt2", "--device", "v100-32g", "--world", 8), "v100-32g: must be asked for one of its dtypes"),
+        ((*TINY, "--world", 0), "--world must be at least 1, but it is 0."),
+        ((*TINY, "--world", "some"), "argument --world: invalid int value: 'some'."),
+        ((*TINY, "--world", 12), "--world must be a multiple of the 8 ranks of a host, but it is 12. Pass --world 16."),
+        ((*TINY, "--world", 8, "--memory", -5), "--memory must be a number of bytes above 0, but it is -5."),
+        ((*TINY, "--world", 8, "--memory=-5GiB"), "--memory must be a number of bytes above 0, but it is '-5GiB'."),
+        ((*TINY, "--world", 8, "--batch", "0"), "--batch must be a number of at least 1, or auto, but it is '0'."),
+        ((*TINY, "--world", 8, "--hosts", 3), "--hosts must divide --world, but they are 3 and 8."),
+        ((*TINY, "--world", 8, "--hosts", 2, "--ranks-per-host", 4), "--hosts and --ranks-per-host say the same"),
+        (
+            (*TINY, "--world", 8, "--between-hosts", 0),
+            "--between-hosts must be a finite number above 0, but it is 0.0.",
+        ),
+        ((*TINY, "--world", 8, "--strategy", "zero9"), "strategy: must be one of ddp, zero1, zero2, keep, full"),
+        ((*TINY, "--world", 8, "--strategy", "hybrid(3)"), "must divide those of the mesh (8), but they are 3."),
+        ((*TINY, "--world", 8, "--plot", "x.doc"), "--plot must end in one of .png, .svg, .pdf, but it is x.doc."),
+        ((*TINY, "--world", 8, "--plot", "no/x.png"), "--plot must be in a folder that exists, but no does not."),
+        ((*TINY, "--world", 8, "--sequence", 0), "--sequence must be at least 1, but it is 0."),
+        (
+            ("tests.cli.test_plan:tiny_model", "--device", "h200", "--world", 8, "--checkpoint"),
+            "--checkpoint needs blocks",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_what_is_wrong_is_one_line(refused, command, args, message):
+    assert message in refused(command, *args)
+
+
+def test_what_fits_nowhere_is_refused_with_the_units_that_cause_it(refused):
+    message = refused("plan", "gpt2", "--device", "titan-rtx", "--dtype", "float16", "--world", 8, "--memory", "200MB")
+    assert "too many" in message
+    assert "in the forward of blocks.11..norm; most of it is of " in message
+    assert "--strategy plan" in refused("simulate", *TINY, "--world", 8, "--batch", "auto")
+    assert "--out must be in a folder that exists" in refused("plan", *TINY, "--world", 8, "--out", "no/plan.json")
+
+
+def test_presets_have_the_parameters_of_their_names():
+    expected = {"gpt2": 124e6, "gpt2-xl": 1.558e9, "gpt3-175b": 175e9, "gpt-1t": 1008e9, "t5-3b": 3e9, "t5-11b": 11.3e9}
+    for name, count in expected.items():
+        preset = PRESETS[name]
+        found = sum(p.numel() for p in meta_model(preset, preset.sequence).parameters())
+        assert found == pytest.approx(count, rel=0.06), name
+
+
+def test_the_t5_trains():
+    model = T5(T5Config(2, 32, 4, 8, 64, 50))
+    tokens = torch.randint(50, (2, 7))
+    plain = model(tokens)
+    assert plain.shape == (2, 7, 50)
+    plain.sum().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    assert checkpoint_blocks(model) == 4
+    model(tokens).sum().backward()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads, strict=True))

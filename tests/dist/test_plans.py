@@ -1,0 +1,124 @@
+"""`fully_shard(plan=)`: a model is cut and gathered as its plan says, and trains to the same bits as any other way."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dshard
+from dshard.cli.gpt import GPT, GPTConfig
+from dshard.planner import DEVICES, Training, cluster_of
+from dshard.planning import Profile
+from dshard.policies import Strategy
+from dshard.testing import WorldPool
+
+TITAN = DEVICES["titan-rtx"]
+KINDS = ("ddp", "zero1", "zero2", "keep", "full")
+
+
+def build(*, tie=False, shares=False):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(16, 4, 32, 4, 64, tie))
+    if shares:  # what two blocks hold is left to the root
+        model.blocks[2].mlp.up = model.blocks[1].mlp.up
+    return model
+
+
+def tokens(seed=0):
+    return torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed))
+
+
+def plan_of(model, strategies):
+    """The given strategies, unit after unit, from the first again when they are used up."""
+    profile = Profile(model, tokens(), device=TITAN, training=Training())
+    plan = profile.given(cluster_of(TITAN, dist.get_world_size()), "full")
+    given = tuple(Strategy.of(strategies[i % len(strategies)]) for i in range(len(plan.strategies)))
+    return replace(plan, strategies=given)
+
+
+def train(strategies, **kind):
+    """Losses of three steps under a plan, whose units and strategies are those that the model gets."""
+    model = build(**kind)
+    plan = plan_of(model, strategies)
+    dshard.fully_shard(model, plan=dshard.Plan.from_json(plan.to_json()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(3):
+        x = tokens(10 * step + dist.get_rank())
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    units = list(dict.fromkeys(u for m in model.modules() for u in vars(m).get("_dshard_units", ())))
+    whole = {name: p.to_local().numel() == p.numel() for name, p in model.named_parameters()}
+    assert whole == {name: str(strategy) == "ddp" for name, strategy in plan.by_parameter.items()}
+    made = {(u.strategy, frozenset(id(p) for p in u.params)) for u in units if u.params}
+    names = dict(model.named_parameters())
+    asked = {
+        (str(strategy), frozenset(id(names[name]) for name in unit.param_names))
+        for unit, strategy in zip(plan.model.units, plan.strategies, strict=True)
+    }
+    assert made == asked
+    return losses
+
+
+@pytest.mark.parametrize("kind", [{}, {"tie": True}, {"shares": True}], ids=["plain", "tied", "shared"])
+def test_every_mix_of_strategies_that_a_plan_may_have_trains_to_the_same_bits(worlds: WorldPool, kind):
+    expected = worlds.run(2, train, ("full",), **kind)
+    for strategies in (KINDS, KINDS[::-1], ("full", "ddp"), ("keep", "full", "zero1")):
+        assert worlds.run(2, train, strategies, **kind) == expected
+
+
+def train_planned():
+    """A plan that dshard found, within a limit that all of one kind would exceed."""
+    model = build()
+    profile = Profile(model, tokens(), device=TITAN, training=Training())
+    cluster = cluster_of(TITAN, dist.get_world_size())
+    ddp, full = profile.given(cluster, "ddp").peak_bytes, profile.given(cluster, "full").peak_bytes
+    plan = profile.plan(cluster, memory=(ddp + full) // 2, strategies=KINDS)
+    assert plan.peak_bytes <= (ddp + full) // 2
+    dshard.fully_shard(model, plan=plan)
+    model(tokens()).sum().backward()
+    return [str(strategy) for strategy in plan.strategies]
+
+
+def test_ranks_that_plan_alike_have_one_plan(worlds: WorldPool):
+    first, second = worlds.run(2, train_planned)
+    assert first == second
+
+
+def refused(kind):
+    """What fully_shard says to a plan that does not fit."""
+    model = build()
+    plan = plan_of(model, ("full",))
+    options = {}
+    if kind == "model":
+        model = build(tie=True)
+    elif kind == "ranks":
+        plan = replace(plan, cluster=cluster_of(TITAN, 8))
+    elif kind == "strategy":
+        options["strategy"] = "ddp"
+    elif kind == "reshard":
+        options["reshard_after_forward"] = True
+    try:
+        dshard.fully_shard([model] if kind == "list" else model, plan=plan, **options)
+    except dshard.DShardError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("model", "PlanError: fully_shard: a plan is for the model that it was made for, but the unit of "),
+        ("ranks", "PlanError: fully_shard: a plan is for one model on the ranks that it was made for (8), but these"),
+        ("strategy", "StateError: fully_shard: a plan says how each unit is cut and gathered, but strategy,"),
+        ("reshard", "StateError: fully_shard: a plan says how each unit is cut and gathered, but strategy,"),
+    ],
+)
+def test_a_plan_for_something_else_is_refused(worlds: WorldPool, kind, message):
+    for said in worlds.run(2, refused, kind):
+        assert said.startswith(message)

@@ -1,0 +1,209 @@
+"""Tensor parallelism below data parallelism: DTensor parameters of `parallelize_module` under `fully_shard`."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+
+import dshard
+from dshard import checkpoint
+from dshard.tensor import ShardedTensor
+from dshard.testing import WorldPool, expect_error
+
+pytestmark = pytest.mark.slow
+WIDTH, HIDDEN, VOCAB = 8, 20, 11
+
+
+class Attention(nn.Module):
+    """Heads of width 2, as many as its projections give on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.o = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (f(x).view(batch, length, -1, 2).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.norm2 = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """Its vocabulary is cut unevenly; `scale` is in nobody's plan and stays plain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x) * self.scale)
+
+
+def plain() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer().double()
+
+
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "dp", "tp")[-len(shape) :])
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh["replicate", "dp"] if mesh.ndim == 3 else mesh["dp"]
+
+
+def parallelize(model: Transformer, tp: DeviceMesh, *, sequence: bool = True) -> Transformer:
+    """By sequences between blocks, or with replicated activations and plain norms."""
+    between = Shard(1) if sequence else Replicate()
+    norm = {"norm": SequenceParallel(use_local_output=False)} if sequence else {}
+    parallelize_module(
+        model,
+        tp,
+        {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+            "head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
+            **norm,
+        },
+    )
+    for block in model.blocks:
+        norms = {"norm1": SequenceParallel(), "norm2": SequenceParallel()} if sequence else {}
+        parallelize_module(
+            block,
+            tp,
+            {
+                "attn": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
+                "attn.q": ColwiseParallel(),
+                "attn.k": ColwiseParallel(),
+                "attn.v": ColwiseParallel(),
+                "attn.o": RowwiseParallel(output_layouts=between),
+                "up": ColwiseParallel(input_layouts=between),
+                "down": RowwiseParallel(output_layouts=between),
+                **norms,
+            },
+        )
+    return model
+
+
+def build(mesh: DeviceMesh, *, sequence: bool = True, **options: Any) -> Any:
+    model: Any = parallelize(plain(), mesh["tp"], sequence=sequence)
+    for block in model.blocks:
+        dshard.fully_shard(block, mesh=data_mesh(mesh), **options)
+    return dshard.fully_shard(model, mesh=data_mesh(mesh), **options)
+
+
+def loss_of(model: Any, step: int, rank: int) -> Tensor:
+    ids = torch.randint(0, VOCAB, (2, 7), generator=torch.Generator().manual_seed(100 * step + rank))
+    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+Trained = dict[str, dict[str, Tensor]]
+
+
+def plain_run(num_ranks: int, num_steps: int = 5) -> Trained:
+    """Weights, first gradients and norms after AdamW steps of one process on the data of all ranks."""
+    model = plain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    grads, norms = {}, {}
+    for step in range(num_steps):
+        (sum(loss_of(model, step, r) for r in range(num_ranks)) / num_ranks).backward()
+        if step == 0:
+            grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        norms[str(step)] = nn.utils.clip_grad_norm_(model.parameters(), 0.1).detach()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": {n: p.detach() for n, p in model.named_parameters()}, "grads": grads, "norms": norms}
+
+
+def train(shape: tuple[int, ...], sequence: bool, options: dict[str, Any]) -> Trained:
+    """The same on a mesh; torch clips in even steps, dshard in odd ones."""
+    mesh = mesh_of(shape)
+    model = build(mesh, sequence=sequence, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    grads, norms = {}, {}
+    for step in range(5):
+        with loss_parallel():
+            loss_of(model, step, dist.get_rank() // shape[-1]).backward()
+        if step == 0:
+            grads = {name: full(p.grad) for name, p in model.named_parameters()}
+        clip = dshard.clip_grad_norm_ if step % 2 else nn.utils.clip_grad_norm_
+        norms[str(step)] = full(clip(model.parameters(), 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": {n: full(p) for n, p in model.named_parameters()}, "grads": grads, "norms": norms}
+
+
+def assert_same(got: Trained, want: Trained) -> None:
+    for kind, values in want.items():
+        for name, value in values.items():
+            torch.testing.assert_close(got[kind][name], value, rtol=1e-7, atol=1e-9, check_dtype=False, msg=f"{kind} {name}")
+
+
+def last_dim(param: nn.Parameter) -> Shard:
+    return Shard(param.dim() - 1)
+
+
+def replicated(param: nn.Parameter) -> Replicate:
+    return Replicate()
+
+
+CASES = [
+    ((2, 2), True, {}),
+    ((2, 2), False, {}),
+    ((2, 2), True, {"reshard_after_forward": False}),
+    ((2, 2), True, {"shard_placement_fn": last_dim}),
+    ((2, 2), True, {"shard_placement_fn": replicated}),
+    ((1, 2), True, {}),
+    ((2, 1), True, {}),
+    ((2, 1, 2), True, {}),
+    ((1, 2, 2), True, {}),
+]
+
+
+@pytest.mark.parametrize(("shape", "sequence", "options"), CASES)
+def test_a_transformer_trains_as_in_one_process(worlds: WorldPool, shape, sequence, options):
+    num_ranks = 1
+    for size in shape:
+        num_ranks *= size
+    want = plain_run(num_ranks // shape[-1])
+    for got in worlds.run(num_ranks, train, shape, sequence, options):
+        assert_same(got, want)

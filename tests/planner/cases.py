@@ -1,0 +1,89 @@
+"""Models and clusters that hypothesis draws, small enough for brute force."""
+
+from itertools import product
+
+from hypothesis import strategies as st
+
+from dshard.planner import Cluster, Link, Links, ModelCosts, ParamCosts, UnitCosts, peak_bytes, step_time
+
+STRATEGIES = ("ddp", "zero1", "zero2", "keep", "full", "hybrid(2)", "hybrid(2, keep)", "split(2)", "split(3)")
+
+
+@st.composite
+def params(draw, name):
+    stored = draw(st.sampled_from([2, 4]))
+    return ParamCosts(
+        name,
+        draw(st.integers(1, 40)),
+        draw(st.sampled_from([1, 7, 64, 3000])),
+        stored_itemsize=stored,
+        gather_itemsize=draw(st.sampled_from([2, 4])),
+        grad_itemsize=draw(st.sampled_from([0, 2, 4])),
+        state_bytes_per_element=draw(st.sampled_from([0, 8])),
+        step_bytes_per_element=draw(st.sampled_from([0, 4])),
+        can_split=draw(st.booleans()),
+    )
+
+
+@st.composite
+def units(draw, name):
+    names = [f"{name}.{i}" for i in range(draw(st.integers(1, 3)))]
+    seconds = st.integers(0, 200).map(lambda ms: ms / 997)
+    num_bytes = st.integers(0, 300_000)
+    return UnitCosts(
+        name,
+        tuple(draw(params(each)) for each in names),
+        forward_s=draw(seconds),
+        backward_s=draw(seconds),
+        activation_bytes=draw(num_bytes),
+        forward_transient_bytes=draw(num_bytes),
+        backward_transient_bytes=draw(num_bytes),
+        optimizer_s=draw(seconds) / 10,
+        slice_overhead_s=draw(seconds) / 50,
+        is_used_in_backward=draw(st.sampled_from([True, True, False])),
+    )
+
+
+@st.composite
+def models(draw, max_units=5):
+    num = draw(st.integers(1, max_units))
+    distinct = [draw(units(f"u{i}")) for i in range(draw(st.integers(1, num)))]
+    chosen = [distinct[draw(st.integers(0, len(distinct) - 1))] for _ in range(num)]
+    return ModelCosts(
+        tuple(chosen),
+        batch_size=draw(st.integers(1, 8)),
+        num_backwards=draw(st.sampled_from([1, 1, 3])),
+        buffer_bytes=draw(st.integers(0, 10_000)),
+        steps_together=draw(st.booleans()),
+    )
+
+
+@st.composite
+def links(draw):
+    return Links(
+        *(
+            Link(draw(st.integers(0, 50)) / 997, draw(st.integers(1, 2000)) / 997e6, draw(st.integers(0, 5)) / 997)
+            for _ in range(3)
+        )
+    )
+
+
+@st.composite
+def clusters(draw):
+    per_host, num_hosts = draw(st.sampled_from([2, 4])), draw(st.sampled_from([1, 2]))
+    return Cluster(
+        per_host * num_hosts,
+        per_host,
+        draw(links()),
+        draw(links()) if num_hosts > 1 else None,
+        overlaps=draw(st.booleans()),
+        keeps_received_rows=draw(st.booleans()),
+    )
+
+
+def every_choice(model, cluster, names):
+    """Seconds and peak bytes of every combination of strategies."""
+    return [
+        (step_time(model, choice, cluster), peak_bytes(model, choice, cluster))
+        for choice in product(names, repeat=len(model.units))
+    ]

@@ -1,0 +1,117 @@
+"""Bytes of a step counted one by one: a walk through the step that adds what is live."""
+
+from math import ceil, floor, log2
+
+FLAGS = 16
+HEADER = 64
+
+
+def counted_peak(model, names, cluster):
+    """The most bytes that live at one moment, by strategy names of one form: base, hybrid(k, base) or split(q)."""
+    units = [_Unit(unit, name, cluster, model.num_backwards) for unit, name in zip(model.units, names, strict=True)]
+    peak, last = 0, len(units) - 1
+    held = model.buffer_bytes + sum(u.held for u in units)
+    activations = kept = 0
+    is_first = model.num_backwards == 1
+    arrived = 0 if is_first else sum(u.grad + u.waiting for u in units)
+    for i, u in enumerate(units):
+        activations += u.costs.activation_bytes
+        ahead = units[i + 1].ahead if i < last else 0
+        peak = max(peak, held + arrived + activations + kept + u.use + ahead + u.costs.forward_transient_bytes)
+        kept += u.kept
+    for i in range(last, -1, -1):
+        u = units[i]
+        kept -= u.kept  # counted in what it uses from here on
+        flying = units[i + 1].flying if i < last else 0
+        if i + 2 <= last:
+            arrived += (units[i + 2].grad + units[i + 2].waiting) * is_first
+            replicas = units[i + 2].among
+        else:
+            replicas = 0
+        ahead = units[i - 1].ahead_again if i else 0
+        base = held + arrived + kept + ahead
+        live = base + activations + u.use_again + u.filling + flying + replicas
+        peak = max(peak, live + u.costs.backward_transient_bytes)
+        if i < last:  # the reduction of the unit behind it ends
+            peak = max(peak, base + activations + u.sent + flying + units[i + 1].sums)
+        activations -= u.costs.activation_bytes
+    if last:
+        arrived += (units[1].grad + units[1].waiting) * is_first
+    peak = max(peak, held + arrived + units[0].flying + units[0].sums)
+    arrived += (units[0].grad + units[0].waiting) * is_first
+    if model.steps_together:
+        return max(peak, held + arrived + sum(sum(u.steps) for u in units))
+    return max(peak, held + arrived + max(max(u.steps) for u in units))
+
+
+class _Unit:
+    def __init__(self, costs, name, cluster, num_backwards):
+        self.costs = costs
+        num_slices = int(name[6:-1]) if name.startswith("split") else 1
+        within, base = cluster.num_ranks, name
+        if name.startswith("hybrid"):
+            inner = name[7:-1].split(", ")
+            within, base = int(inner[0]), (inner[1] if len(inner) > 1 else "full")
+        if num_slices > 1:
+            base = "full"
+        if within == 1 or base == "ddp":
+            within, base = 1, "ddp"
+        replicas, gloo = cluster.num_ranks // within, cluster.keeps_received_rows
+        copies = 2 if gloo and cluster.num_ranks > 1 else 1
+        self.held = split_grads = gathered = moving = raw_large = raw_small = 0
+        slice_use = slice_grad = slice_raw = num_sent = widest = row = converted = 0
+        converts, self.steps = False, []
+        for p in costs.params:
+            shard = ceil(p.length / within) * p.index_numel
+            self.held += shard * (p.stored_itemsize + p.state_bytes_per_element)
+            self.held += 4 if p.state_bytes_per_element else 0
+            self.steps.append(shard * p.step_bytes_per_element)
+            casts = p.gather_itemsize != p.stored_itemsize
+            moving += shard * p.gather_itemsize * casts
+            if num_slices > 1 and p.can_split:
+                part = within * ceil(ceil(p.length / within) / num_slices) * p.index_numel
+                slice_use = max(slice_use, part * p.gather_itemsize * (within > 1 or casts))
+                if p.grad_itemsize:
+                    slice_grad = max(slice_grad, part * p.grad_itemsize)
+                    slice_raw = max(slice_raw, part * p.gather_itemsize)
+                    split_grads += shard * p.stored_itemsize
+                continue
+            whole = p.numel * p.gather_itemsize
+            if within == 1:
+                gathered += whole * casts
+            elif gloo and whole >= 65536:
+                gathered += ceil(p.numel / 64) * 64 * p.gather_itemsize
+            else:
+                gathered += (ceil(within * shard / 64) * 64 + within * shard * gloo) * p.gather_itemsize
+            if p.grad_itemsize:
+                num_sent, widest = num_sent + 1, max(widest, p.grad_itemsize)
+                row += shard * p.grad_itemsize
+                converted += shard * p.stored_itemsize
+                converts |= p.grad_itemsize != p.stored_itemsize
+                if whole > 65536:
+                    raw_large = max(raw_large, whole)
+                else:
+                    raw_small += whole
+        row += ceil(num_sent / FLAGS) * FLAGS * widest
+        self.sent, self.grad = within * row, (converted if converts else row) + split_grads
+        is_whole = base in ("zero1", "zero2")
+        self.held += gathered if is_whole else 0
+        self.use = 0 if is_whole else gathered + 2 * slice_use
+        self.use_again = self.use if base == "keep" or costs.is_used_in_backward else 0
+        moving += HEADER * (within + 1) * (gloo and within > 1)
+        self.ahead = moving if is_whole else 0 if base == "ddp" else gathered + slice_use + moving
+        self.ahead_again = self.ahead if base == "full" and costs.is_used_in_backward else 0
+        self.kept = gathered if base == "keep" else 0
+        self.filling = self.sent + max(raw_large + raw_small, slice_raw) + (1 + copies) * slice_grad
+        received, self.sums, self.among = (row if within > 1 else 0), 0, 0
+        if gloo:
+            received = (within - 1) * row + (HEADER * (within + 1) if within > 1 else 0)
+            own = ceil(row / replicas)  # of a row that is all-reduced, each rank adds up a part
+            self.among = replicas * own + HEADER * (replicas + 1) if replicas > 1 else 0
+            added = row if within > 1 else own
+            num_rows = floor(log2(max(within, replicas)))
+            self.sums = added * num_rows if (widest or 4) >= 4 else ceil(added / widest) * 4 * (num_rows + 1)
+        if within == 1:
+            received, self.among = self.among, 0
+        self.flying = self.sent + received + copies * slice_grad
+        self.waiting = self.sent if base == "zero1" and num_backwards > 1 else 0

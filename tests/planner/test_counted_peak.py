@@ -1,0 +1,168 @@
+"""The model of peak memory, held against bytes that are counted while ranks train: never below, at most 5 % above."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dshard
+from dshard.collectives import BufferPool
+from dshard.planner import Cluster, Link, Links, ModelCosts, Plan, Training
+from dshard.planner.profiles import UnitTimes, costs_of
+from dshard.planner.tracing import trace
+from dshard.planning import parts_of
+from dshard.policies import Strategy
+from dshard.testing import WorldPool
+from dshard.testing.counted import counted_peak
+from tests.parity.models import Block
+
+SINGLE = ("ddp", "zero1", "zero2", "keep", "full")
+WITHIN = ("hybrid(2)", "hybrid(2, keep)")
+VOCAB, CONTEXT = 256, 16
+
+
+class GPT(nn.Module):
+    """Blocks as in the parity tests, wide enough for their weights to count."""
+
+    def __init__(self, width: int = 96, num_layers: int = 5) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, width)
+        self.positions = nn.Embedding(CONTEXT, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(num_layers)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(CONTEXT))
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+def linears(widths: tuple[int, ...]) -> nn.Module:
+    pairs = pairwise(widths)
+    return nn.Sequential(*(nn.Linear(*pair) for pair in pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    make: Any
+    batch: Any
+
+
+CASES = {
+    "widths": Case(
+        lambda: linears((130, 256, 261, 192, 127, 301)),  # few of which the ranks divide
+        lambda: torch.ones(16, 130),
+    ),
+    "deep": Case(
+        lambda: linears((192,) * 11),
+        lambda: torch.ones(16, 192),
+    ),
+    "gpt": Case(
+        GPT,
+        lambda: torch.arange(2 * CONTEXT).view(2, CONTEXT),
+    ),
+}
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().sum()
+
+
+def trained_peak(name: str, plan: str, foreach: bool) -> int:
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.make()
+    dshard.fully_shard(model, plan=Plan.from_json(plan))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+
+    def step() -> None:
+        loss_of(model(case.batch())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):  # what comes next is known from the second one on
+        step()
+    with counted_peak(model, optimizer) as counted:
+        step()
+        step()
+    return counted.num_bytes
+
+
+def costs(name: str, foreach: bool) -> ModelCosts:
+    case = CASES[name]
+    model = case.make()
+    parts = parts_of(model)
+    traced = trace(model, case.batch(), parts, loss_of=loss_of)
+    training = Training(step_bytes_per_element=4 if foreach else 8, steps_together=foreach)
+    return costs_of(traced, model, training=training, times=[UnitTimes(1.0, 1.0)] * len(parts))
+
+
+def plans(name: str, num_ranks: int, foreach: bool) -> dict[str, Plan]:
+    """Each strategy for all units, and two mixes of them."""
+    model = costs(name, foreach)
+    cluster = Cluster(num_ranks, num_ranks, Links.of(Link(0.0, 1e-9)))
+    names = [*SINGLE, *(WITHIN if num_ranks > 2 else ())]
+    given = {text: [text] * len(model.units) for text in names}
+    for step in (1, 3):
+        given[f"mix of {step}"] = [names[(1 + step * i) % len(names)] for i in range(len(model.units))]
+    return {key: Plan(model, cluster, tuple(map(Strategy.of, choice))) for key, choice in given.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "foreach"),
+    [*((name, num_ranks, True) for name in CASES for num_ranks in (2, 4)), ("deep", 2, False), ("gpt", 2, False)],
+)
+def test_the_predicted_peak_is_never_below_what_is_counted_and_at_most_a_twentieth_above(
+    worlds: WorldPool, name, num_ranks, foreach
+):
+    found = {}
+    for text, plan in plans(name, num_ranks, foreach).items():
+        counted = max(worlds.run(num_ranks, trained_peak, name, plan.to_json(), foreach))
+        found[text] = plan.peak_bytes / counted
+    assert all(1 <= ratio <= 1.05 for ratio in found.values()), found
+
+
+def plain_peak() -> tuple[int, int, int]:
+    model = nn.Linear(100, 10, bias=False)
+    optimizer = torch.optim.SGD(model.parameters())
+    with counted_peak(model, optimizer) as counted:
+        held = counted.alive_bytes()
+        x = torch.ones(50, 100)
+        del x
+        torch.ones(30, 100)
+        y = torch.ones(20, 100)
+        after = counted.alive_bytes()
+        del y
+    return held, after, counted.num_bytes
+
+
+def test_what_is_gone_counts_no_more_and_the_peak_stays():
+    assert plain_peak() == (4000, 4000 + 8000, 4000 + 20000)
+
+
+def pooled() -> list[int]:
+    """Bytes that are counted while a buffer is out, once it is back, and with two of them out."""
+    model = nn.Linear(8, 8, bias=False)
+    dshard.fully_shard(model)
+    pool: BufferPool = model._runtime().pool  # type: ignore[operator]
+    with counted_peak(model) as counted:
+        start = counted.alive_bytes()
+        first, cpu = pool.take(1000, torch.device("cpu")), torch.device("cpu")
+        out = counted.alive_bytes() - start
+        pool.give(first)
+        back = counted.alive_bytes() - start
+        again, other = pool.take(1000, cpu), pool.take(1 << 20, cpu)
+        both = counted.alive_bytes() - start
+        assert counted.num_bytes - start == both
+        del again, other
+    return [out, back, both]
+
+
+def test_buffers_count_while_they_are_out_and_not_while_a_pool_keeps_them(worlds: WorldPool):
+    assert worlds.run(2, pooled) == [[1000, 0, 1000 + (1 << 20)]] * 2

@@ -1,0 +1,148 @@
+"""The planner's memory and time model: against a plain count, and against sums by hand."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dshard import PlacementError, PlanError
+from dshard.planner import (
+    Cluster,
+    Link,
+    Links,
+    ModelCosts,
+    ParamCosts,
+    UnitCosts,
+    moments,
+    peak_bytes,
+    simulate,
+    step_time,
+)
+from tests.planner.cases import STRATEGIES, clusters, models
+from tests.planner.oracle import counted_peak
+
+ALWAYS = settings(max_examples=150, deadline=None)
+
+
+def choices(draw, model):
+    return [draw(st.sampled_from(STRATEGIES)) for _ in model.units]
+
+
+def linear(name, numel=1 << 20, **costs):
+    return UnitCosts(name, (ParamCosts(name, numel >> 10, 1 << 10),), **{"forward_s": 1.0, "backward_s": 2.0, **costs})
+
+
+def slow_cluster(seconds_per_gather, num_ranks=2):
+    """Where gathering or reducing 4 MiB takes so many seconds, all-reducing it twice as long."""
+    return Cluster(num_ranks, num_ranks, Links.of(Link(0.0, seconds_per_gather / (2 << 20))), keeps_received_rows=False)
+
+
+@ALWAYS
+@given(models(), clusters(), st.data())
+def test_peak_bytes_is_what_a_walk_through_the_step_counts(model, cluster, data):
+    names = choices(data.draw, model)
+    assert peak_bytes(model, names, cluster) == counted_peak(model, names, cluster)
+
+
+@ALWAYS
+@given(models(), clusters(), st.data())
+def test_the_simulation_takes_as_long_as_the_sum_says_and_streams_never_overlap(model, cluster, data):
+    names = choices(data.draw, model)
+    timeline = simulate(model, names, cluster)
+    assert timeline.step_s == pytest.approx(step_time(model, names, cluster), rel=1e-9, abs=1e-12)
+    assert timeline.peak_bytes == peak_bytes(model, names, cluster)
+    assert timeline.exposed_s >= -1e-9
+    for stream in ("compute", "comm"):
+        ends = 0.0
+        for segment in (s for s in timeline.segments if s.stream == stream):
+            assert ends <= segment.start_s <= segment.stop_s <= timeline.step_s
+            ends = segment.stop_s
+
+
+def test_bytes_of_each_strategy_are_those_of_the_formula():
+    unit = linear("w")
+    model, cluster, size = ModelCosts((unit,)), slow_cluster(1.0), 4 << 20
+    flags = 2 * 16 * 4
+    shards = size // 2 * 3 + 4  # parameter, two states, a counter of steps
+    work = size + size + flags  # the gradient, and the send buffer
+    assert {name: peak_bytes(model, [name], cluster) for name in ("ddp", "zero2", "keep", "full")} == {
+        "ddp": 3 * size + 4 + work - flags // 2,  # one row of flags
+        "zero2": shards + size + work,
+        "keep": shards + size + work,
+        "full": shards + size + work,
+    }
+    two = ModelCosts((unit, linear("v")))
+    in_flight = (size + flags) * 3 // 2  # what is sent, and one row that is received
+    assert peak_bytes(two, ["keep", "keep"], cluster) == 2 * shards + size + work + in_flight
+    assert [m.phase for m in moments(two, ["full", "full"], cluster)] == [
+        *("forward", "forward", "backward", "backward", "reduce", "reduce", "step", "step")
+    ]
+
+
+def test_slices_shrink_the_gathered_weight_and_its_gradient():
+    unit = UnitCosts("w", (ParamCosts("w", 1024, 1024, can_split=True),), forward_s=1.0, backward_s=1.0)
+    model, cluster, size = ModelCosts((unit,)), slow_cluster(1.0), 4 << 20
+    shards = size // 2 * 3 + 4
+    # Two slices of the weight; of the gradient one that is computed, one that fills, one that is in flight.
+    assert peak_bytes(model, ["split(8)"], cluster) == shards + 2 * size // 8 + 3 * size // 8
+    assert peak_bytes(model, ["full"], cluster) > shards + 3 * size
+
+
+def test_times_of_a_step_are_those_by_hand():
+    model = ModelCosts(tuple(linear(f"l{i}") for i in range(3)))
+    # What shows: the first gather of forward, the first of backward, the last reduction; an all-reduce is two of them.
+    assert step_time(model, ["full"] * 3, slow_cluster(0.5)) == pytest.approx(0.5 + 3 + 0.5 + 6 + 0.5)
+    assert step_time(model, ["keep"] * 3, slow_cluster(0.5)) == pytest.approx(0.5 + 3 + 6 + 0.5)
+    assert step_time(model, ["ddp"] * 3, slow_cluster(0.5)) == pytest.approx(3 + 6 + 1)
+    # 1.5 s each: forward waits 0.5 s twice; in backward the unit in the middle hides 2 s of a reduction and a gather
+    assert step_time(model, ["full"] * 3, slow_cluster(1.5)) == pytest.approx(1.5 + 4 + 1.5 + 2 + 3 + 2 + 1.5)
+
+
+def test_slices_after_the_first_hide_behind_those_before_them():
+    unit = UnitCosts("w", (ParamCosts("w", 1024, 1024, can_split=True),), 4.0, 8.0, slice_overhead_s=0.25)
+    model = ModelCosts((unit,))
+    # Four slices: the first gather of 0.1 s shows, in forward and in backward; so does the last reduction of 0.1 s.
+    assert step_time(model, ["split(4)"], slow_cluster(0.4)) == pytest.approx(0.1 + 4.75 + 0.1 + 8.75 + 0.1)
+    # 2 s each: forward computes a slice and then waits for three; backward for three, and for three reductions.
+    slow = 2 + (4.75 / 4 + 3 * 2) + 2 + (8.75 / 4 + 6 * 2) + 2
+    assert step_time(model, ["split(4)"], slow_cluster(8.0)) == pytest.approx(slow)
+
+
+def test_micro_batches_gather_again_only_what_was_freed():
+    model = ModelCosts((linear("a"), linear("b")), num_backwards=3)
+    time_of = {name: step_time(model, [name] * 2, slow_cluster(4.0)) for name in ("zero1", "zero2", "keep", "full")}
+    assert time_of["zero1"] < time_of["zero2"] < time_of["keep"] < time_of["full"]
+    assert peak_bytes(model, ["zero1"] * 2, slow_cluster(1.0)) > peak_bytes(model, ["zero2"] * 2, slow_cluster(1.0))
+
+
+def test_groups_of_one_host_use_its_links_and_replicas_share_those_between_hosts():
+    inside, across = Links.of(Link(0.0, 1.0)), Links.of(Link(0.0, 100.0))
+    cluster = Cluster(8, 4, inside, across)
+    assert cluster.all_gather_s(1.0, 4) == pytest.approx(3 / 4)
+    assert cluster.all_gather_s(1.0, 8) == pytest.approx(100 * 7 / 8)
+    assert cluster.all_reduce_s(1.0, 4) == pytest.approx(100 * 2 * (1 / 2) * 4)  # four groups at a time
+    assert cluster.all_reduce_s(1.0) == pytest.approx(100 * 2 * 7 / 8)
+    measured = Cluster(8, 4, inside, across, shards={8: inside}, replicas={4: inside})
+    assert measured.all_gather_s(1.0, 8) == pytest.approx(7 / 8)
+    assert measured.all_reduce_s(1.0, 4) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ModelCosts(()), "at least one unit"),
+        (lambda: ModelCosts((linear("a"),), num_backwards=0), "num_backwards must be at least 1"),
+        (lambda: linear("a", forward_s=-1.0), "a: forward_s must be 0 or more, but it is -1.0"),
+        (lambda: linear("a", forward_s=float("nan")), "a: forward_s must be 0 or more, but it is nan"),
+        (lambda: Link(0.0, -1.0), "seconds_per_byte must be 0 or more"),
+        (lambda: Cluster(8, 4, Links.of(Link(0, 0))), "8 ranks are on hosts of 4"),
+        (lambda: ParamCosts("w", -1, 1), "w: length must be 0 or more"),
+    ],
+)
+def test_costs_that_make_no_sense_are_an_error(make, message):
+    with pytest.raises(PlanError, match=message):
+        make()
+
+
+def test_a_strategy_that_does_not_divide_the_ranks_is_an_error():
+    with pytest.raises(PlacementError, match="must divide"):
+        peak_bytes(ModelCosts((linear("a"),)), ["hybrid(3)"], slow_cluster(1.0, num_ranks=4))

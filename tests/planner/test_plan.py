@@ -1,0 +1,161 @@
+"""Plans: kept as JSON whole, explained, compared with what a step took, and planned again from it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dshard.errors import PlanError
+from dshard.planner import Cluster, Link, Links, Measured, ModelCosts, ParamCosts, Plan, UnitCosts, solve
+from dshard.planner.plan import bytes_text
+from dshard.policies import Strategy
+
+seconds = st.floats(0, 10, allow_nan=False)
+sizes = st.integers(0, 1 << 40)
+names = st.text(st.characters(codec="utf-8"), max_size=8)
+links = st.builds(Link, seconds, seconds, seconds, source=names)
+triples = st.builds(Links, links, links, links)
+params = st.builds(ParamCosts, names, sizes, sizes, can_split=st.booleans())
+units = st.builds(
+    UnitCosts, names, st.lists(params, max_size=2).map(tuple), seconds, seconds, sizes, sizes, sizes, source=names
+)
+models = st.builds(
+    ModelCosts, st.lists(units, min_size=1, max_size=3).map(tuple), st.integers(1, 64), buffer_bytes=sizes
+)
+clusters = st.builds(
+    Cluster,
+    st.just(8),
+    st.sampled_from([4, 8]),
+    triples,
+    triples,
+    sizes,
+    st.booleans(),
+    st.dictionaries(st.sampled_from([2, 4, 8]), triples),
+)
+KNOWN = tuple(map(Strategy.of, ("ddp", "zero2", "keep", "full", "hybrid(4)", "split(2, hybrid(4))")))
+
+
+@st.composite
+def plans(draw):
+    model = draw(models)
+    chosen = draw(st.lists(st.sampled_from(KNOWN), min_size=len(model.units), max_size=len(model.units)))
+    return Plan(model, draw(clusters), tuple(chosen), draw(st.sampled_from([(), KNOWN])), flops=draw(seconds))
+
+
+@given(plans())
+def test_a_plan_is_the_same_after_json(plan):
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.to_json() == plan.to_json()
+
+
+def small(limit=None, num_units=4):
+    """A plan of some units that communicate longer than they compute."""
+    unit = UnitCosts("unit", (ParamCosts("w", 1 << 10, 1 << 10, can_split=True),), 0.01, 0.02, 1 << 20)
+    named = (
+        replace(unit, name=f"layers.{i}", params=(replace(unit.params[0], name=f"layers.{i}.w"),))
+        for i in range(num_units)
+    )
+    model = ModelCosts(tuple(named), batch_size=4)
+    cluster = Cluster(8, 8, Links.of(Link(1e-4, 1e-8)), memory_bytes=1 << 30, source="given by hand")
+    limit = cluster.memory_bytes if limit is None else limit
+    solution = solve(model, cluster, ("ddp", "full"), limit)
+    return Plan(model, cluster, solution.strategies, (Strategy("ddp"), Strategy("full")), solution.certificate, 1e9)
+
+
+def test_json_keeps_the_certificate_and_the_predictions(tmp_path):
+    plan = small()
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert (again.step_s, again.peak_bytes, again.certificate) == (plan.step_s, plan.peak_bytes, plan.certificate)
+    assert plan.certificate.step_s == pytest.approx(plan.step_s)
+    assert plan.certificate.peak_bytes == plan.peak_bytes
+
+
+def broken(change):
+    record = json.loads(small().to_json())
+    change(record)
+    return json.dumps(record)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "plan: must be JSON, but reading it says"),
+        ("[]", "plan: must be JSON of schema 1"),
+        (broken(lambda r: r.update(schema=2)), "plan: must be JSON of schema 1"),
+        (broken(lambda r: r.update(colour="red")), "plan: must have the fields .* but 'colour' is unknown"),
+        (broken(lambda r: r.pop("model")), "but 'model' is missing"),
+        (
+            broken(lambda r: r["model"]["units"][1].update(name=3)),
+            r"plan.model.units\[1\].name: must be str, but it is 3",
+        ),
+        (
+            broken(lambda r: r["model"]["units"][0]["params"][0].update(x=1)),
+            r"units\[0\].params\[0\]: .* 'x' is unknown",
+        ),
+        (broken(lambda r: r.update(strategies=["full"])), "needs a strategy for each of the 4 units, but it has 1"),
+        (broken(lambda r: r.update(strategies="full")), "plan.strategies: must be a list, but it is 'full'"),
+        (broken(lambda r: r["cluster"].update(shards=[])), "plan.cluster.shards: must be an object"),
+        (broken(lambda r: r.update(flops="many")), "plan.flops: must be float, but it is 'many'"),
+    ],
+)
+def test_json_that_is_no_plan_is_refused_by_the_name_of_the_field(text, message):
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(text)
+
+
+def test_the_table_names_strategies_bytes_and_the_certificate():
+    plan = small()
+    text = plan.explain()
+    assert "layers.0 .. layers.3 (4 alike)" in text or text.count("layers.") == 4
+    assert "ranks: 8 on 1 host; batch: 4 per rank" in text
+    assert f"peak: {bytes_text(plan.peak_bytes)} of 1 GiB" in text
+    assert f"certificate: {plan.certificate}" in text
+    assert "links: given by hand" in text
+    assert set(plan.by_parameter) == {f"layers.{i}.w" for i in range(4)}
+    assert tuple(plan.by_parameter.values()) == plan.strategies
+
+
+def test_a_report_says_by_how_much_the_prediction_was_wrong():
+    plan = small()
+    report = plan.compared(Measured(plan.step_s * 2, plan.peak_bytes // 2))
+    assert report.step_error == pytest.approx(-0.5)
+    assert report.peak_error == pytest.approx(1, rel=1e-6)
+    assert "error -50.0%" in str(report)
+    assert "error +100.0%" in str(report)
+    assert plan.compared(Measured(1.0)).peak_error is None
+    assert "peak" not in str(plan.compared(Measured(1.0)))
+
+
+def test_planning_again_fits_what_was_measured_and_keeps_the_limit():
+    plan = small()
+    assert {str(strategy) for strategy in plan.strategies} == {"ddp"}  # all of it fits
+    more = (1 << 30) + plan.peak_bytes // 4
+    again = plan.replanned(Measured(plan.step_s * 3, more))
+    assert again.certificate.limit_bytes == plan.certificate.limit_bytes
+    assert again.peak_bytes <= plan.certificate.limit_bytes
+    assert Strategy("full") in again.strategies  # for what was measured takes more than there is
+    same = plan.replanned(Measured(plan.step_s * 3, plan.peak_bytes))
+    assert same.strategies == plan.strategies
+    assert same.step_s == pytest.approx(plan.step_s * 3)
+    assert plan.replanned(Measured(plan.step_s), memory_bytes=100 << 20).peak_bytes <= 100 << 20
+    with pytest.raises(PlanError, match="only what was planned can be planned again"):
+        replace(plan, candidates=()).replanned(Measured(1.0))
+
+
+def test_a_plan_draws_its_timeline(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "timeline.png"
+    small().plot(path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1 << 20, "1 MiB"), (int(1.5 * 2**30), "1.5 GiB")]
+)
+def test_bytes_are_told_in_powers_of_1024(num_bytes, text):
+    assert bytes_text(num_bytes) == text

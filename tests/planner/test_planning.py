@@ -1,0 +1,174 @@
+"""`dshard.plan`: from a model and a sample to a plan, on a device that is not here or on this machine."""
+
+import pytest
+import torch
+from torch import nn
+
+import dshard
+from dshard.errors import PlanError, StateError
+from dshard.planner import DEVICES, Cluster, Link, Links, Training, cluster_of, peak_bytes
+from dshard.planner.measuring import measure, measure_step
+from dshard.planning import Profile, parse_bytes, parts_of, strategies_for
+from dshard.policies import Strategy
+from tests.planner.models import CASES, CONFIG, convolutions, gpt
+
+TITAN = DEVICES["titan-rtx"]
+EIGHT = cluster_of(TITAN, 8)
+
+
+def tokens(batch):
+    return torch.zeros(batch, CONFIG.block_size, dtype=torch.int64)
+
+
+def test_a_model_on_meta_is_planned_like_a_real_one():
+    with torch.device("meta"):
+        on_meta = gpt()
+    plans = [dshard.plan(model, tokens(2), cluster=EIGHT, device="titan-rtx") for model in (on_meta, gpt())]
+    assert plans[0] == plans[1]
+    assert plans[0].certificate.gap == 0
+    assert set(plans[0].by_parameter) == {name for name, _ in on_meta.named_parameters()}
+    assert plans[0].model.batch_size == 2
+    assert plans[0].flops > 0
+
+
+def test_less_memory_makes_slower_plans_that_fit():
+    model = gpt()
+    profile = Profile(model, tokens(16), device=TITAN, training=Training())
+    most = profile.plan(EIGHT).peak_bytes
+    least = profile.given(EIGHT, "full").peak_bytes
+    assert least < most
+    steps = []
+    for share in (1.0, 0.75, 0.5, 0.25, 0.0):
+        limit = int(least + share * (most - least))
+        plan = profile.plan(EIGHT, memory=limit)
+        assert plan.peak_bytes <= limit
+        steps.append(plan.step_s)
+    assert steps == sorted(steps)
+    with pytest.raises(PlanError, match="too many"):
+        profile.plan(EIGHT, memory=least // 4)
+
+
+def test_auto_takes_the_batch_with_the_most_samples_per_second():
+    profile = Profile(gpt(), tokens(1), device=TITAN, training=Training())
+    limit = profile.given(EIGHT, "full", 5).peak_bytes
+    best = profile.plan(EIGHT, memory=limit, batch="auto")
+    rates = {}
+    for batch in range(1, 8):
+        try:
+            rates[batch] = profile.plan(EIGHT, memory=limit, batch=batch).samples_per_s
+        except PlanError:
+            rates[batch] = 0.0
+    assert rates[7] == 0.0
+    assert best.peak_bytes <= limit
+    assert best.samples_per_s == pytest.approx(max(rates.values()))
+    assert best.model.batch_size == max(rates, key=rates.get)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_costs_between_two_traced_batches_are_never_too_low(name):
+    make, sample = CASES[name]
+    profile = Profile(make(), sample(1), device=TITAN, training=Training())
+    estimate = profile.estimated(32)
+    for batch in (1, 7, 20, 32):
+        for told, real in zip(estimate(batch).units, profile.costs(batch).units, strict=True):
+            assert told.forward_s >= real.forward_s * (1 - 1e-9)
+            assert told.forward_s <= real.forward_s * 1.3
+            assert told.backward_s >= real.backward_s * (1 - 1e-9)
+        units = estimate(batch).units
+        assert (
+            peak_bytes(estimate(batch), ["full"] * len(units), EIGHT) >= profile.given(EIGHT, "full", batch).peak_bytes
+        )
+
+
+def test_units_are_those_of_fully_shard_and_hold_each_parameter_once():
+    model = gpt()
+    parts = parts_of(model)
+    held = [name for part in parts for name in part.params]
+    assert sorted(held) == sorted(name for name, _ in model.named_parameters())
+    assert len(parts) > 1
+    tied = nn.Linear(4, 4)
+    tied.other = tied.weight
+    assert [part.params for part in parts_of(tied)] == [("weight", "bias")]
+
+
+def test_a_real_step_on_this_machine_times_every_unit_and_leaves_the_model_as_it_was():
+    model = convolutions()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parts = parts_of(model)
+    times = measure(model, CASES["convolutions"][1](4), parts, num_steps=2)
+    assert len(times) == len(parts)
+    assert all(each.forward_s > 0 for each in times)
+    assert sum(each.backward_s for each in times) > 0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_without_a_device_times_are_measured_here():
+    cluster = Cluster(2, 2, Links.of(Link(1e-4, 1e-9)), memory_bytes=1 << 30)
+    plan = dshard.plan(gpt(), tokens(2), cluster=cluster)
+    assert plan.model.source == "measured"
+    assert plan.step_s > 0
+    with torch.device("meta"), pytest.raises(PlanError, match="this one is on meta"):
+        dshard.plan(gpt(), tokens(2), cluster=cluster)
+
+
+def test_more_than_one_host_may_share_within_each():
+    names = set(map(str, strategies_for(cluster_of(TITAN, 16))))
+    assert {"ddp", "zero1", "zero2", "keep", "full", "hybrid(8)", "split(2)"} <= names
+    assert not any("hybrid" in str(strategy) for strategy in strategies_for(EIGHT))
+    plan = dshard.plan(gpt(), tokens(2), cluster=cluster_of(TITAN, 16), device=TITAN, strategies=["full", "hybrid(8)"])
+    assert set(plan.strategies) == {Strategy.of("hybrid(8)")}  # the network between hosts is slow
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("38GiB", 38 << 30), ("1.5 GiB", 3 << 29), ("40e9", 40 * 10**9), ("2MB", 2 * 10**6), ("512", 512), (7, 7)],
+)
+def test_bytes_are_read_with_binary_and_decimal_prefixes(text, num_bytes):
+    assert parse_bytes(text, "memory") == num_bytes
+
+
+@pytest.mark.parametrize("text", ["-1GiB", "0", "much", "GiB", "", 0, -5, "nan"])
+def test_what_is_no_number_of_bytes_is_refused(text):
+    with pytest.raises(PlanError, match="memory must be a number of bytes above 0, but it is"):
+        parse_bytes(text, "memory")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: dshard.plan(nn.ReLU(), torch.ones(2), cluster=EIGHT, device=TITAN), PlanError, "must have parameters"),
+        (lambda: dshard.plan(gpt(), [], cluster=EIGHT, device=TITAN), PlanError, "sample_input must hold a tensor"),
+        (lambda: dshard.plan(gpt(), tokens(2), cluster=EIGHT, device="abacus"), StateError, "'abacus'"),
+        (lambda: dshard.plan(gpt(), tokens(2), cluster=EIGHT, device=TITAN, batch=0), PlanError, "batch must be"),
+        (lambda: dshard.plan(gpt().bfloat16(), tokens(2), cluster=EIGHT, device=TITAN), StateError, "bfloat16"),
+        (
+            lambda: dshard.plan(gpt(), tokens(2), cluster=EIGHT, device=TITAN, strategies=[]),
+            PlanError,
+            "to choose from",
+        ),
+        (lambda: dshard.plan(gpt(), tokens(2), cluster=EIGHT, device=TITAN, memory="9"), PlanError, "too many"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_measured_step_tells_its_time_and_counts_its_bytes():
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU(), nn.Linear(256, 256, bias=False))
+    x, runs = torch.ones(512, 256), []
+
+    def step():
+        runs.append(model(x).sum())
+        runs.pop().backward()
+        model.zero_grad()
+
+    before = measure_step(lambda: None, num_steps=1).peak_bytes  # what lives beside the step
+    measured = measure_step(step, num_steps=2)
+    assert measured.step_s > 0
+    activations, matrix = 512 * 256 * 4, 256 * 256 * 4
+    needed = 3 * activations + matrix  # the hidden values, before and after, and their gradient; a gradient of a weight
+    assert needed <= measured.peak_bytes - before <= needed + activations + 2 * matrix
+    assert not runs

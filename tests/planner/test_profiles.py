@@ -1,0 +1,123 @@
+"""Costs told from a trace: bytes never below it, times of a device, clusters of its hosts."""
+
+import pytest
+import torch
+from torch import nn
+
+from dshard.errors import PlanError, StateError
+from dshard.planner.costs import Cluster
+from dshard.planner.devices import DEVICES, device_named
+from dshard.planner.profiles import Training, UnitTimes, cluster_of, costs_of
+from dshard.planner.tracing import trace
+from tests.planner.models import CASES, parts_of
+
+A100 = DEVICES["a100-80g"]
+
+
+def traced(name="gpt", batch=4):
+    make, sample = CASES[name]
+    model = make()
+    return trace(model, sample(batch), parts_of(model)), model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_at_each_unit_are_never_below_what_the_trace_saw(name):
+    found, model = traced(name)
+    costs = costs_of(found, model, training=Training(), device=A100)
+    place_of = {part: place for place, part in enumerate(found.order)}
+    kept = [sum(unit.activation_bytes for unit in costs.units[: i + 1]) for i in range(len(costs.units))]
+    for phase in found.phases:
+        place = place_of[phase.part]
+        unit = costs.units[place]
+        more = unit.backward_transient_bytes if phase.is_backward else unit.forward_transient_bytes
+        assert phase.peak_bytes <= kept[place] + more
+    most = max(
+        here + max(unit.forward_transient_bytes, unit.backward_transient_bytes)
+        for here, unit in zip(kept, costs.units, strict=True)
+    )
+    assert most == found.peak_bytes  # and not above it
+
+
+def test_a_module_that_runs_twice_counts_where_it_runs():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.first(self.second(self.first(x).relu()).relu()).relu()
+
+    model = Twice()
+    found = trace(model, torch.ones(16, 8), parts_of(model))
+    costs = costs_of(found, model, training=Training(), device=A100)
+    first, second = costs.units
+    assert (first.name, second.name) == ("first", "second")
+    values = 16 * 8 * 4  # what each relu gives is kept, and at last the loss
+    assert (first.activation_bytes, second.activation_bytes) == (values, 2 * values + 4)
+    kept = first.activation_bytes + second.activation_bytes
+    assert kept + second.backward_transient_bytes == found.peak_bytes
+    assert second.backward_transient_bytes > 0
+
+
+def test_times_are_those_of_the_device_or_those_measured():
+    found, model = traced()
+    costs = costs_of(found, model, training=Training(), device=A100)
+    assert sum(unit.forward_s + unit.backward_s for unit in costs.units) == pytest.approx(
+        sum(A100.seconds(phase.ops) for phase in found.phases)
+    )
+    times = [UnitTimes(0.5 * i, i) for i in range(len(found.parts))]
+    measured = costs_of(found, model, training=Training(), times=times)
+    assert [(unit.forward_s, unit.backward_s) for unit in measured.units] == [
+        (t.forward_s, t.backward_s) for t in times
+    ]
+    assert {unit.source for unit in measured.units} == {"measured"}
+    with pytest.raises(PlanError, match="must know a device, or measured times"):
+        costs_of(found, model, training=Training())
+
+
+def test_parameters_have_the_bytes_of_how_they_are_trained():
+    found, model = traced()
+    model.tokens.weight.requires_grad_(False)
+    training = Training(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32, state_bytes_per_element=4)
+    params = {
+        param.name: param
+        for unit in costs_of(found, model, training=training, device=A100).units
+        for param in unit.params
+    }
+    assert set(params) == {name for name, _ in model.named_parameters()}
+    up = params["blocks.0.mlp.up.weight"]
+    assert (up.length, up.index_numel, up.can_split) == (256, 64, True)
+    assert (up.stored_itemsize, up.gather_itemsize, up.grad_itemsize, up.state_bytes_per_element) == (4, 2, 4, 4)
+    frozen = params["tokens.weight"]
+    assert (frozen.grad_itemsize, frozen.state_bytes_per_element, frozen.can_split) == (0, 0, True)
+    assert not params["norm.weight"].can_split
+
+
+def test_a_group_across_hosts_shares_the_network_of_a_host():
+    cluster = cluster_of(A100, 512)
+    assert isinstance(cluster, Cluster)
+    large = 1e9
+    inside, across = cluster.all_gather_s(large, 8), cluster.all_gather_s(large, 512)
+    assert inside == pytest.approx(large * 7 / 8 / (300e9 * 0.8), rel=0.01)
+    assert across == pytest.approx(large * 511 / 512 / (200e9 * 0.8), rel=0.1)
+    assert cluster.all_reduce_s(large / 8, 8) == pytest.approx(2 * large * 63 / 64 / (200e9 * 0.8), rel=0.01)
+    slow = cluster_of(A100, 16, ranks_per_host=4, between_hosts=1e9)
+    assert slow.all_gather_s(large, 16) == pytest.approx(large * 15 / 16 / 0.8e9, rel=0.01)
+    assert cluster_of(A100, 4).across is None
+
+
+def test_every_device_says_where_its_figures_are_from():
+    for name, device in DEVICES.items():
+        assert device.name == name
+        assert "datasheet" in device.source or "product page" in device.source
+        assert device.flops_per_s["float16"] > device.flops_per_s["float32"]
+        assert 0 < device.limit_bytes < device.memory_bytes
+        assert device.between_hosts.bytes_per_s < device.per_host * device.within_host.bytes_per_s
+
+
+def test_an_unknown_device_or_dtype_is_refused_with_those_that_are_known():
+    with pytest.raises(StateError, match=r"must be one of a100-40g, .* but it is 'abacus'"):
+        device_named("abacus")
+    with pytest.raises(StateError, match=r"v100-32g: .*\(float16, float32\), but it is bfloat16"):
+        DEVICES["v100-32g"].check(torch.bfloat16)
+    DEVICES["v100-32g"].check(torch.float16)

@@ -1,0 +1,209 @@
+"""The solver: what it finds is what brute force finds, its bounds hold, and what does not fit is said in bytes."""
+
+import itertools
+import math
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dshard import PlanError
+from dshard.planner import (
+    Cluster,
+    Link,
+    Links,
+    ModelCosts,
+    ParamCosts,
+    UnitCosts,
+    peak_bytes,
+    solve,
+    solve_batch,
+    solver,
+    step_time,
+)
+from dshard.planner.bounds import Incumbent, Relaxation
+from dshard.planner.chain import Chain
+from dshard.planner.labels import search
+from dshard.policies import Strategy
+from tests.planner.cases import STRATEGIES, clusters, every_choice, models
+
+ALWAYS = settings(max_examples=150, deadline=None)
+SOME_NAMES = st.lists(st.sampled_from(STRATEGIES), min_size=1, max_size=4, unique=True)
+FAMILIES = ("ddp", "zero2", "keep", "full", "hybrid(8)", "split(4)")
+SLACK = 1 + 1e-9
+
+
+def limits(data, every):
+    """A limit at which the answer may change, or near it; never below 1."""
+    peak = data.draw(st.sampled_from(sorted({peak for _, peak in every})))
+    return max(1, peak + data.draw(st.sampled_from([0, -1, 1000])))
+
+
+@ALWAYS
+@given(models(4), clusters(), SOME_NAMES, st.data())
+def test_the_solver_finds_what_brute_force_finds(model, cluster, names, data):
+    every = every_choice(model, cluster, names)
+    limit = limits(data, every)
+    fitting = [seconds for seconds, peak in every if peak <= limit]
+    if not fitting:
+        least = min(peak for _, peak in every)
+        with pytest.raises(PlanError, match=f"takes {least} bytes, {least - limit} too many"):
+            solve(model, cluster, names, limit)
+        return
+    solution = solve(model, cluster, names, limit)
+    certificate, best = solution.certificate, min(fitting)
+    assert certificate.step_s == pytest.approx(best, rel=1e-9, abs=1e-15)
+    assert certificate.step_s == pytest.approx(step_time(model, solution.strategies, cluster), rel=1e-9, abs=1e-15)
+    assert certificate.gap < 1e-8
+    assert certificate.relaxed_bound_s <= best * SLACK + 1e-15
+    assert certificate.lower_bound_s <= best * SLACK + 1e-15
+    assert certificate.peak_bytes == peak_bytes(model, solution.strategies, cluster) <= limit
+    assert certificate.memory_slack_bytes == limit - certificate.peak_bytes
+
+
+@ALWAYS
+@given(models(4), clusters(), SOME_NAMES, st.booleans(), st.data())
+def test_the_search_alone_finds_the_best_without_knowing_a_good_choice(model, cluster, names, has_prices, data):
+    known = list(dict.fromkeys(Strategy.of(name).on(cluster.num_ranks) for name in names))
+    every = every_choice(model, cluster, known)
+    limit = limits(data, every)
+    chain = Chain.of(model, known, cluster)
+    relaxation = Relaxation(chain, limit, Incumbent(chain, limit))
+    for row in data.draw(st.permutations(range(4 * len(model.units)))):
+        relaxation.add(row)
+    if has_prices:
+        relaxation.ascend()
+    found = search(chain, relaxation, math.inf, 10**6)
+    fitting = [seconds for seconds, peak in every if peak <= limit]
+    assert (found.chosen is None) == (not fitting)
+    if found.chosen is not None:
+        assert chain.cost(found.chosen) == pytest.approx(min(fitting), rel=1e-9, abs=1e-15)
+        assert chain.peak_bytes(found.chosen) <= limit
+        assert found.dropped_bound == math.inf
+
+
+@ALWAYS
+@given(models(5), clusters(), st.data())
+def test_bounds_hold_when_there_is_no_room_for_the_search(model, cluster, data):
+    names = ("ddp", "keep", "full")
+    every = every_choice(model, cluster, names)
+    limit = limits(data, every)
+    fitting = [seconds for seconds, peak in every if peak <= limit]
+    if not fitting:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solver, "_NARROW", 1)
+        certificate = solve(model, cluster, names, limit, max_labels=1).certificate
+    assert certificate.relaxed_bound_s <= min(fitting) * SLACK + 1e-15
+    assert certificate.lower_bound_s <= min(fitting) * SLACK + 1e-15
+    assert certificate.step_s >= min(fitting) / SLACK - 1e-15
+    assert 0 <= certificate.gap <= 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(models(5), clusters(), SOME_NAMES)
+def test_more_memory_never_makes_a_step_longer(model, cluster, names):
+    peaks = [peak_bytes(model, [name] * len(model.units), cluster) for name in names]
+    low, high = min(peaks), max(peaks)
+    steps = [
+        solve(model, cluster, names, max(1, limit)).certificate.step_s
+        for limit in (low, low + (high - low) // 3, high, 2 * high)
+    ]
+    assert all(later <= earlier * SLACK for earlier, later in itertools.pairwise(steps))
+
+
+def layer(number, width=1024, tokens=2048, factor=1.0):
+    sizes = ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
+    params = tuple(ParamCosts(f"{number}.{i}", *size, can_split=True) for i, size in enumerate(sizes))
+    forward_s = 24e-14 * width * width * tokens / 2 * factor
+    activation_bytes = int(34 * tokens * width * factor)
+    return UnitCosts(f"layers.{number}", params, forward_s, 2 * forward_s, activation_bytes, slice_overhead_s=1e-5)
+
+
+def hosts(num_ranks=64):
+    inside, across = Links.of(Link(2e-5, 5e-12, 1e-6)), Links.of(Link(3e-5, 25e-12, 2e-6))
+    return Cluster(num_ranks, 8, inside, across, keeps_received_rows=False)
+
+
+def between(model, cluster, part):
+    """A limit between what all-full and what all-ddp takes."""
+    low, high = (peak_bytes(model, [name] * len(model.units), cluster) for name in ("full", "ddp"))
+    return low + int((high - low) * part)
+
+
+@pytest.mark.parametrize("part", [0.02, 0.1, 0.5])
+def test_a_hundred_layers_alike_or_not_are_solved_to_the_end(part):
+    for model in (
+        ModelCosts(tuple(layer(i) for i in range(100))),
+        ModelCosts(tuple(layer(i, 256 * (1 + i * i % 7), factor=1 + i % 13 / 50) for i in range(100))),
+    ):
+        solution = solve(model, hosts(), FAMILIES, between(model, hosts(), part))
+        assert solution.certificate.gap == 0
+        assert solution.certificate.relaxed_gap < 1e-2
+        for name in FAMILIES:  # no single strategy that fits is better
+            if peak_bytes(model, [name] * 100, hosts()) <= solution.certificate.limit_bytes:
+                assert solution.certificate.step_s <= step_time(model, [name] * 100, hosts()) * SLACK
+
+
+@pytest.mark.slow
+def test_two_thousand_units_are_solved_to_a_gap_of_a_thousandth_at_most():
+    model = ModelCosts(tuple(layer(i, 256 * (1 + i * i % 7), factor=1 + i % 13 / 50) for i in range(2000)))
+    certificate = solve(model, hosts(), FAMILIES, between(model, hosts(), 0.1)).certificate
+    assert certificate.gap < 1e-3
+    assert certificate.memory_slack_bytes >= 0
+
+
+def test_the_slices_of_a_wide_unit_make_it_fit():
+    wide = UnitCosts("head", (ParamCosts("head.weight", 8192, 8192, can_split=True),), 1e-3, 2e-3)
+    model, cluster = ModelCosts((layer(0), wide, layer(1))), hosts()
+    limit = peak_bytes(model, ["full", "split(4)", "full"], cluster)
+    with pytest.raises(PlanError, match=r"too many, in the backward of head; most of it is of head \("):
+        solve(model, cluster, ("ddp", "keep", "full"), limit)
+    solution = solve(model, cluster, ("ddp", "keep", "full", "split(4)"), limit)
+    assert str(solution.strategies[1]) == "split(4)"
+
+
+def test_what_does_not_fit_is_an_error_that_says_by_how_many_bytes_and_where():
+    model, cluster = ModelCosts((layer(0), layer(1))), hosts()
+    least = peak_bytes(model, ["full"] * 2, cluster)
+    with pytest.raises(PlanError) as raised:
+        solve(model, cluster, ("keep", "full"), least - 7)
+    assert re.search(
+        rf"into {least - 7} bytes, .* {least} bytes, 7 too many, in the backward of layers", str(raised.value)
+    )
+    assert "Use a smaller batch" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "limit", "message"),
+    [((), 1, "strategies to choose from"), (("full",), 0, "must be above 0 bytes"), (("full",), -5, "but it is -5")],
+)
+def test_a_call_that_makes_no_sense_is_an_error(strategies, limit, message):
+    with pytest.raises(PlanError, match=message):
+        solve(ModelCosts((layer(0),)), hosts(), strategies, limit)
+
+
+def at_batch(size):
+    return ModelCosts(tuple(layer(i, tokens=512 * size) for i in range(4)), batch_size=size)
+
+
+@pytest.mark.parametrize("limit", [3 << 27, 1 << 29, 1 << 30])
+def test_the_batch_size_is_that_of_the_most_samples_per_second(limit):
+    names, rates = ("ddp", "keep", "full"), {}
+    for size in range(1, 17):
+        fitting = [seconds for seconds, peak in every_choice(at_batch(size), hosts(), names) if peak <= limit]
+        rates[size] = 64 * size / min(fitting) if fitting else 0.0
+    found = solve_batch(at_batch, range(1, 17), hosts(), names, limit)
+    assert found.samples_per_s == pytest.approx(max(rates.values()), rel=1e-9)
+    assert rates[found.model.batch_size] == pytest.approx(found.samples_per_s, rel=1e-9)
+    assert found.upper_bound >= max(rates.values()) / SLACK
+    assert all(math.isclose(rates[size], rate or 0.0, rel_tol=1e-9) for size, rate in found.tried.items())
+
+
+def test_no_batch_size_that_fits_is_the_error_of_the_smallest():
+    least = peak_bytes(at_batch(2), ["full"] * 4, hosts())
+    with pytest.raises(PlanError, match=f"takes {least} bytes, {least - 1000} too many"):
+        solve_batch(at_batch, [3, 2], hosts(), ("full",), 1000)
+    with pytest.raises(PlanError, match="batch sizes to choose from"):
+        solve_batch(at_batch, [], hosts(), ("full",), 1000)

@@ -1,0 +1,176 @@
+"""Python programs started by fork from a process that has imported torch: a run costs what the program itself does.
+
+`run` is `python PROGRAM` or, with ranks, `torchrun PROGRAM`: arguments, environment, working folder, output, exit codes
+and the end of the interpreter are the program's own. Three things differ: the modules of `PRELOAD` are there already,
+all programs hash strings alike, and of the ranks nobody but this module takes care. `python -P warm.py` is the server.
+"""
+
+import atexit
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+# What most programs import. Nothing of dshard: a program may bring its own.
+PRELOAD = ("numpy", "torch", "torch.distributed.tensor", "torch._dynamo")
+GRACE_S = 20.0  # how long the other ranks may go on after the first one's failure
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """How a program ended: exit codes by rank (a killed one's is negative), and what all of them wrote."""
+
+    codes: list[int]
+    stdout: str
+    stderr: str
+    timed_out: bool
+
+    @property
+    def returncode(self) -> int:
+        """0, or the first that is not."""
+        return next((code for code in self.codes if code), 0)
+
+
+def run(
+    program: Sequence[object], *, ranks: int = 0, env: Mapping[str, str], cwd: Path | None = None, timeout_s: float
+) -> Ran:
+    """Run a program to its end.
+
+    Args:
+        program: A script with its arguments, or "-m", a module and its arguments.
+        ranks: How many processes, each with the variables of torchrun; 0 for one without.
+        env: The environment; of Python's own variables, PYTHONPATH and an action in PYTHONWARNINGS count.
+        cwd: The working folder; None for this process's.
+        timeout_s: Seconds after which all processes are killed.
+    """
+    import torch.distributed as dist
+
+    variables: list[dict[str, str]] = [{}]
+    if ranks:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        variables = [_rank_variables(rank, ranks, store.port) for rank in range(ranks)]
+    with tempfile.TemporaryDirectory(prefix="dshard-warm-") as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        request = {
+            "program": [str(each) for each in program],
+            "environments": [{**env, **each} for each in variables],
+            "cwd": str(cwd or Path.cwd()),
+            "output": [str(out), str(err)],
+            "timeout_s": timeout_s,
+        }
+        answer = _ask(request)
+        return Ran(answer["codes"], out.read_text(), err.read_text(), answer["timed_out"])
+
+
+def _rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """As torchrun sets them, which hosts the store, too."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    process = subprocess.Popen(
+        [sys.executable, "-P", __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**env, "OMP_NUM_THREADS": "1"},  # a thread would not survive a fork
+    )
+    atexit.register(process.communicate)  # closes its input, which ends it
+    return process
+
+
+def _ask(request: dict[str, Any]) -> dict[str, Any]:
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    print(json.dumps(request), file=server.stdin, flush=True)
+    line = server.stdout.readline()
+    assert line, "the server of tests/warm.py has died"
+    answer: dict[str, Any] = json.loads(line)
+    return answer
+
+
+def _serve() -> None:
+    """Answer requests, one after another; in a fork, be the program, and return or raise as it does."""
+    for module in PRELOAD:
+        __import__(module)
+    while line := sys.stdin.readline():
+        request = json.loads(line)
+        pids = []
+        for env in request["environments"]:
+            pid = os.fork()
+            if pid == 0:
+                _become(request, env)
+                return
+            pids.append(pid)
+        print(json.dumps(_watch(pids, request["timeout_s"])), flush=True)
+
+
+def _become(request: dict[str, Any], env: dict[str, str]) -> None:
+    os.setsid()  # so that what it starts can be killed with it
+    os.chdir(request["cwd"])
+    for target, path in zip((0, 1, 2), (os.devnull, *request["output"]), strict=True):
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        os.dup2(opened, target)
+        os.close(opened)
+    sys.stdout.reconfigure(line_buffering=True)
+    os.environ.clear()
+    os.environ.update(env)
+    warnings.simplefilter(env.get("PYTHONWARNINGS", "default"))
+    name, *rest = request["program"]
+    first = request["cwd"] if name == "-m" else str(Path(name).resolve().parent)
+    sys.path[:0] = [first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv = rest if name == "-m" else [name, *rest]
+    if name == "-m":
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(name, run_name="__main__")
+
+
+def _watch(pids: list[int], timeout_s: float) -> dict[str, Any]:
+    """Wait for the processes; kill them at the deadline, which the first failure brings nearer."""
+    deadline, timed_out, codes = time.monotonic() + timeout_s, False, dict.fromkeys(pids, 0)
+    running = {os.pidfd_open(pid): pid for pid in pids}
+    while running:
+        ended, _, _ = select.select(list(running), [], [], max(0.0, deadline - time.monotonic()))
+        if not ended:
+            timed_out = timed_out or not any(codes.values())
+            for pid in running.values():
+                with suppress(ProcessLookupError):  # not yet a group of its own: next time
+                    os.killpg(pid, signal.SIGKILL)
+            deadline = time.monotonic() + 1.0
+        for each in ended:
+            pid = running.pop(each)
+            os.close(each)
+            codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            if codes[pid]:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    return {"codes": list(codes.values()), "timed_out": timed_out}
+
+
+if __name__ == "__main__":
+    _serve()
