@@ -74,6 +74,7 @@ def moved(again: bool) -> list[str]:
             address = model.weight.to_local().data_ptr()
             for _ in range(25):  # what a gather cannot move, the next one tries again
                 model(torch.ones(1, 4))
+                model.reshard()  # or the next step would take these copies, without a gather
                 time.sleep(0.01)  # gloo's threads let go of what they sent a moment after `wait()`
             if model.weight.to_local().data_ptr() != address:
                 found.append(name)
@@ -103,7 +104,8 @@ def after_moves(
     """Whether nobody holds a storage any more, and in how many the shards lie, once gathers could move what they want.
 
     gloo's threads let go of what they sent a moment after `wait()`, and what they still hold is not moved: the next gather
-    tries again. All ranks take the same number of steps, for they agree on whether to go on.
+    tries again. So `steps` must end with nothing gathered. All ranks take the same number of steps, for they agree on
+    whether to go on.
     """
     deadline = time.monotonic() + bound_s
     while True:
@@ -127,7 +129,12 @@ def rows_after_double(num_converted: int) -> tuple[bool, int]:
         for layer in layers[2 - num_converted :]:
             layer.double()
         x = torch.ones(1, 8, dtype=layers[0].weight.dtype)
-        return after_moves(lambda: layers[0](x), old, unit, 3 - num_converted)
+
+        def step() -> None:
+            layers[0](x)
+            unit.reshard()  # one of two layers has run: the next step would take these copies, without a gather
+
+        return after_moves(step, old, unit, 3 - num_converted)
 
 
 @pytest.mark.parametrize("num_converted", [1, 2])
