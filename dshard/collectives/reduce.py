@@ -297,7 +297,7 @@ class Reduced:
     __slots__ = ("_flags", "_plan", "row", "shards")
 
     def __init__(self, row: Tensor, plan: ReducePlan) -> None:
-        self.row, self._plan = row, plan  # in the dtype of the reduction
+        self.row, self._plan = row, plan  # in the dtype of the reduction, until `convert`
         self._flags, *slots = torch.unsafe_split_with_sizes(row, plan.sizes)
         self.shards: list[Tensor] = []  # one per tensor: views of it, unless they were converted
         for slot, numel, shape in zip(slots, plan.local_numels, plan.local_shapes, strict=True):
@@ -318,9 +318,10 @@ class Reduced:
         return Reduced(change(self.row), self._plan)
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Have the shards in another dtype than they were reduced in."""
+        """Have the shards in another dtype than they were reduced in; of the row the flags are left."""
         if self.shards[0].dtype != dtype:
             self.shards = [shard.to(dtype) for shard in self.shards]
+            self.row = self._flags = self._flags.clone()
 
     def anywhere(self, index: int) -> bool:
         """Whether any rank had a gradient of tensor `index`; waits for the device."""

@@ -66,6 +66,8 @@ class UnitCosts:
         activation_bytes: What its forward keeps until its backward.
         forward_transient_bytes: More that is live only while its forward runs.
         backward_transient_bytes: More that is live only while its backward runs, without gradients of parameters.
+        gradients_transient_bytes: The same once it has computed a gradient of a parameter; None for no less. Below 0
+            where some of its activations are gone by then.
         optimizer_s: The optimizer's step on the whole unit; a shard's share takes its share of that.
         slice_overhead_s: What each further slice costs, in forward and in backward, under `split`.
         is_used_in_backward: Whether its backward uses its parameters. That of an embedding does not, nor that of a
@@ -80,6 +82,7 @@ class UnitCosts:
     activation_bytes: int = 0
     forward_transient_bytes: int = 0
     backward_transient_bytes: int = 0
+    gradients_transient_bytes: int | None = None
     optimizer_s: float = 0.0
     slice_overhead_s: float = 0.0
     is_used_in_backward: bool = True
@@ -90,6 +93,10 @@ class UnitCosts:
             _at_least_zero(self.name, name, getattr(self, name))
         for name in ("activation_bytes", "forward_transient_bytes", "backward_transient_bytes"):
             _at_least_zero(self.name, name, getattr(self, name))
+        if self.gradients_transient_bytes is not None:
+            _at_least_zero(
+                self.name, "its bytes among gradients", self.activation_bytes + self.gradients_transient_bytes
+            )
 
     @property
     def param_names(self) -> tuple[str, ...]:

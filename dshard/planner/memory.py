@@ -20,8 +20,9 @@ class Moment:
     """A moment of a step, and the bytes that live then on the rank that has most.
 
     Args:
-        phase: "forward", "backward", "reduce" (a reduction ends, at the end of the next backward), or "step" (of the
-            optimizer).
+        phase: "forward", "backward", "gradients" (a backward once it has computed one of a parameter), "slices" (once
+            one of a gradient is in flight), "reduce" (a reduction ends, at the end of the next backward), or "step" (of
+            the optimizer).
         unit: Number of the unit.
         num_bytes: In all.
     """
@@ -43,7 +44,7 @@ def moments(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cl
     return [Moment(*rows.name(row), int(values[row])) for row in rows.in_time()]
 
 
-_PHASES = ("forward", "backward", "reduce", "step")
+_PHASES = ("forward", "backward", "gradients", "slices", "reduce", "step")
 _FAR = 2  # units further away than this are alike
 
 
@@ -51,9 +52,10 @@ _FAR = 2  # units further away than this are alike
 class MemoryRows:
     """Bytes at each moment, as sums over units of what each adds under its strategy.
 
-    Of `U` units: row `e` is the forward of unit `e`, row `U + e` its backward, `2U + e` the end of its reduction,
-    `3U + e` the optimizer's step on it. For unit `j` and each of its options, what it adds depends on `j - e` alone,
-    and not on how far away it is beyond two.
+    Of `U` units: row `e` is the forward of unit `e`, row `U + e` its backward until there is a gradient, `2U + e` from
+    then on, `3U + e` once a slice of a gradient is in flight, `4U + e` the end of its reduction, `5U + e` the
+    optimizer's step on it. For unit `j` and each of its options, what it adds depends on `j - e` alone, and not on how
+    far away it is beyond two.
 
     Args:
         constant: What is there whatever the strategies, per row.
@@ -73,15 +75,18 @@ class MemoryRows:
             held, late = held + late, np.zeros_like(late)
         kept, done = held + field("kept_bytes"), held + late
         ahead = kept + field("backward_ahead_bytes")
-        using = held + field("filling_bytes") + field("backward_use_bytes")
+        using = held + field("backward_use_bytes")
         forward = kept, kept, kept, held + field("forward_use_bytes"), held + field("forward_ahead_bytes"), held, held
         backward = kept, kept, ahead, using, held + field("in_flight_bytes"), done + field("replicas_bytes"), done
+        gradients = *backward[:3], held + field("filling_bytes"), *backward[4:]
+        slicing = held + field("slicing_bytes"), held + field("whole_in_flight_bytes")
+        slices = *backward[:3], *slicing, *backward[5:]
         reduce = kept, ahead, held + field("sent_bytes"), held + field("ending_bytes"), done, done, done
         if model.steps_together:
             step = (done + field("step_bytes"),) * 7
         else:
             step = (*(done,) * 3, done + field("largest_step_bytes"), *(done,) * 3)
-        return cls(_constant(model), (forward, backward, reduce, step))
+        return cls(_constant(model), (forward, backward, gradients, slices, reduce, step))
 
     @property
     def num_units(self) -> int:
@@ -97,8 +102,9 @@ class MemoryRows:
         num = self.num_units
         found = list(range(num))
         for unit in range(num - 1, -1, -1):
-            found += [num + unit, 2 * num + unit + 1] if unit + 1 < num else [num + unit]
-        return [*found, 2 * num, *range(3 * num, 4 * num)]
+            found += [num + unit, 2 * num + unit, 3 * num + unit]
+            found += [4 * num + unit + 1] if unit + 1 < num else []
+        return [*found, 4 * num, *range(5 * num, 6 * num)]
 
     def terms(self, row: int) -> Ints:
         """What each option of each unit adds to a row; shape (units, options)."""
@@ -146,5 +152,10 @@ def _constant(model: ModelCosts) -> Ints:
     activations = np.cumsum([unit.activation_bytes for unit in units], dtype=np.int64)
     forward = activations + np.array([unit.forward_transient_bytes for unit in units], dtype=np.int64)
     backward = activations + np.array([unit.backward_transient_bytes for unit in units], dtype=np.int64)
+    late = [
+        u.backward_transient_bytes if u.gradients_transient_bytes is None else u.gradients_transient_bytes
+        for u in units
+    ]
+    gradients = activations + np.array(late, dtype=np.int64)
     reduce = np.concatenate([[0], activations[:-1]])  # when the unit before it has run
-    return np.concatenate([forward, backward, reduce, np.zeros_like(reduce)]) + model.buffer_bytes
+    return np.concatenate([forward, backward, gradients, gradients, reduce, np.zeros_like(reduce)]) + model.buffer_bytes

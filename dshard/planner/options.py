@@ -25,11 +25,13 @@ class Option:
         kept_bytes: A gathered copy from its forward to its backward.
         forward_use_bytes: Gathered copies while its forward runs.
         forward_ahead_bytes: The same while the forward before it runs.
-        backward_use_bytes: Gathered copies, its own kept one included, while its backward runs.
+        backward_use_bytes: Gathered copies, its own kept one included, in its backward, until there is a gradient.
         backward_ahead_bytes: Gathered copies, besides a kept one, while the backward before it in time runs.
-        filling_bytes: Its gradients while its backward runs: those just computed, and the send buffer.
-        sent_bytes: The send buffer alone, when its backward has ended.
-        in_flight_bytes: Of its reduction, while the next backward runs.
+        filling_bytes: The same from then on, and its gradients: those just computed, and the send buffer.
+        slicing_bytes: The same once a slice of a gradient is in flight.
+        sent_bytes: The send buffer alone, and reduced slices, when its backward has ended.
+        in_flight_bytes: Of its reduction, with reduced slices, while the next backward runs.
+        whole_in_flight_bytes: The same without the last slice, once that has arrived.
         ending_bytes: The same when the reduction ends and its rows are added up.
         replicas_bytes: What is received from replicas, beside reduced gradients, in the backward after that.
         grad_bytes: Its gradients, once they are reduced.
@@ -55,8 +57,10 @@ class Option:
     backward_use_bytes: int
     backward_ahead_bytes: int
     filling_bytes: int
+    slicing_bytes: int
     sent_bytes: int
     in_flight_bytes: int
+    whole_in_flight_bytes: int
     ending_bytes: int
     replicas_bytes: int
     grad_bytes: int
@@ -95,23 +99,28 @@ def option_of(unit: UnitCosts, strategy: Strategy, cluster: Cluster, num_backwar
     times = _Times.of(unit, within, strategy.num_slices, cluster)
     stays, freed = strategy.base in ("zero1", "zero2"), strategy.base in ("full", "ddp")
     again = strategy.base == "full" and unit.is_used_in_backward
-    waits = strategy.base in ("zero1", "ddp") and num_backwards > 1
+    waits = strategy.base == "zero1" and num_backwards > 1
     use = sizes.gathered + 2 * sizes.gather_slice
+    is_gathered = again or strategy.base == "keep" or (whole and unit.is_used_in_backward)
     ahead = sizes.gathered + sizes.gather_slice + sizes.moving
+    again_use, again_slices = (sizes.gathered, 2 * sizes.gather_slice) if is_gathered else (0, 0)
+    in_flight = reduction.in_flight + reduction.split_grads
     return Option(
         held_bytes=sizes.stored + (sizes.gathered if stays else 0),
         kept_bytes=0 if stays or freed else sizes.gathered,
         forward_use_bytes=0 if stays else use,
         forward_ahead_bytes=sizes.moving if stays else 0 if whole else ahead,
-        backward_use_bytes=use if again or strategy.base == "keep" or (whole and unit.is_used_in_backward) else 0,
+        backward_use_bytes=use if is_gathered else 0,
         backward_ahead_bytes=ahead if again else 0,
-        filling_bytes=reduction.filling,
-        sent_bytes=reduction.sent,
-        in_flight_bytes=reduction.in_flight,
-        ending_bytes=reduction.in_flight + reduction.sums,
+        filling_bytes=again_use + reduction.filling(again_slices),
+        slicing_bytes=again_use + reduction.slicing(again_slices),
+        sent_bytes=reduction.sent + reduction.split_grads,
+        in_flight_bytes=in_flight + reduction.slice_in_flight,
+        whole_in_flight_bytes=in_flight,
+        ending_bytes=in_flight + reduction.slice_in_flight + max(reduction.sums, reduction.slice_sums),
         replicas_bytes=reduction.among_replicas,
         grad_bytes=reduction.grads,
-        waiting_bytes=reduction.sent if waits and not whole else 0,
+        waiting_bytes=reduction.sent if waits else 0,
         step_bytes=sum(sizes.steps),
         largest_step_bytes=max(sizes.steps, default=0),
         gather_s=times.gather_s,
@@ -189,49 +198,90 @@ class _Reduction:
 
     Args:
         sent: Send buffer: a row of flags and padded shards per rank; under ddp one of all, that becomes the gradients.
-        filling: That, gradients as autograd gives them, and slices.
-        in_flight: Send buffer, what is received, and slices under way.
+        small: Gradients as autograd gives them that wait until the reduction leaves.
+        large: The largest other one.
+        in_flight: Send buffer, and what is received.
         sums: Rows that are added up when all is received.
+        num_split: Parameters that are split, and take a gradient.
+        slice_raw: Of parameters that are split, the largest slice's gradient as autograd gives it.
+        slice_in_flight: Its send buffer, and what is received.
+        slice_sums: As `sums`.
         among_replicas: What is received from ranks that hold the same shards.
+        split_grads: Reduced gradients of parameters that are split; there from their first slice on.
         grads: Reduced gradients, with flags and padding.
     """
 
     sent: int
-    filling: int
+    small: int
+    large: int
     in_flight: int
     sums: int
+    num_split: int
+    slice_raw: int
+    slice_in_flight: int
+    slice_sums: int
     among_replicas: int
+    split_grads: int
     grads: int
+
+    def filling(self, gathered_slices: int) -> int:
+        """What there is of gradients in its backward, and of slices of parameters, until one of gradients leaves."""
+        return self.sent + self.small + max(self.large, gathered_slices, self.slice_raw) + self.split_grads
+
+    def slicing(self, gathered_slices: int) -> int:
+        """The same from then on. Of one weight, slices of the gradient of its input come first."""
+        beside = self.large if self.num_split < 2 else max(self.large, gathered_slices)
+        most = max(beside, self.slice_raw + self.slice_sums) + self.slice_in_flight
+        return self.sent + self.small + most + self.split_grads
 
     @classmethod
     def of(cls, unit: UnitCosts, within: int, num_slices: int, cluster: Cluster) -> "_Reduction":
         """Sizes on the rank that has most."""
         split, rest = _split(unit, num_slices)
         trained, split = [p for p in rest if p.grad_itemsize], [p for p in split if p.grad_itemsize]
-        grad_slice = max((p.slice_numel(within, num_slices) * p.grad_itemsize for p in split), default=0)
-        raw_slice = max((p.slice_numel(within, num_slices) * p.gather_itemsize for p in split), default=0)
-        raw = max(_raw_bytes(trained), raw_slice)
+        sizes = [param.numel * param.gather_itemsize for param in trained]
+        widest = max((p.grad_itemsize for p in trained), default=4)
         row, num_replicas = _row_bytes(trained, within), cluster.num_ranks // within
-        sent, received, among, copies, sums = within * row, 0, 0, 1, 0
-        if cluster.keeps_received_rows:  # of each peer; else one row, which the reduced one becomes
-            copies = 2 if cluster.num_ranks > 1 else 1
-            received = (within - 1) * row + _header_bytes(within, cluster)
-            among = num_replicas * ceil_div(row, num_replicas) + _header_bytes(num_replicas, cluster)
-            among = among if num_replicas > 1 else 0
-            widest = max((p.grad_itemsize for p in trained), default=4)
-            sums = _sum_bytes(row if within > 1 else ceil_div(row, num_replicas), widest, max(within, num_replicas))
-        elif within > 1:
-            received = row
+        received, sums = _received(row, widest, within, cluster)
+        among = 0
+        if cluster.keeps_received_rows and num_replicas > 1:
+            part = ceil_div(row, num_replicas)
+            among = num_replicas * part + _header_bytes(num_replicas, cluster)
+            sums = max(sums, _sum_bytes(row if within > 1 else part, widest, max(within, num_replicas)))
         if within == 1:  # there is nothing to reduce but among replicas
             received, among = among, 0
+        slices = [_slice_row(p, within, num_slices) for p in split]
+        slice_row, slice_widest = max(slices, default=(0, 4))
+        slice_received, slice_sums = _received(slice_row, slice_widest, within, cluster)
         return cls(
-            sent=sent,
-            filling=sent + raw + (1 + copies) * grad_slice,
-            in_flight=sent + received + copies * grad_slice,
+            sent=within * row,
+            small=sum(size for size in sizes if size <= _SMALL_BYTES),
+            large=max((size for size in sizes if size > _SMALL_BYTES), default=0),
+            in_flight=within * row + received,
             sums=sums,
+            num_split=len(split),
+            slice_raw=max((p.slice_numel(within, num_slices) * p.gather_itemsize for p in split), default=0),
+            slice_in_flight=within * slice_row + slice_received,
+            slice_sums=slice_sums,
             among_replicas=among,
-            grads=_grad_bytes(trained, split, within, row),
+            split_grads=(split_grads := sum(p.shard_numel(within) * p.stored_itemsize for p in split)),
+            grads=_grad_bytes(trained, within, row) + split_grads,
         )
+
+
+def _received(row: int, itemsize: int, within: int, cluster: Cluster) -> tuple[int, int]:
+    """Bytes that a reduce-scatter receives, and of the rows that are added up then."""
+    if within == 1 or not row:
+        return 0, 0
+    if not cluster.keeps_received_rows:  # one row, which the reduced one becomes
+        return row, 0
+    return (within - 1) * row + _header_bytes(within, cluster), _sum_bytes(row, itemsize, within)
+
+
+def _slice_row(param: ParamCosts, within: int, num_slices: int) -> tuple[int, int]:
+    """Bytes of one rank's row of the largest slice, flags included, and of an element."""
+    numel = param.slice_numel(within, num_slices) // within
+    return (_FLAGS + numel) * param.grad_itemsize, param.grad_itemsize
 
 
 def _row_bytes(trained: Sequence[ParamCosts], within: int) -> int:
@@ -242,11 +292,11 @@ def _row_bytes(trained: Sequence[ParamCosts], within: int) -> int:
     return flags + sum(p.shard_numel(within) * p.grad_itemsize for p in trained)
 
 
-def _grad_bytes(trained: Sequence[ParamCosts], split: Sequence[ParamCosts], within: int, row: int) -> int:
+def _grad_bytes(trained: Sequence[ParamCosts], within: int, row: int) -> int:
     """The reduced row, or shards that were converted."""
     converts = any(p.grad_itemsize != p.stored_itemsize for p in trained)
     converted = sum(p.shard_numel(within) * p.stored_itemsize for p in trained)
-    return (converted if converts else row) + sum(p.shard_numel(within) * p.stored_itemsize for p in split)
+    return converted if converts else row
 
 
 def _sum_bytes(row: int, itemsize: int, num_rows: int) -> int:
@@ -264,13 +314,6 @@ def _split(unit: UnitCosts, num_slices: int) -> tuple[list[ParamCosts], list[Par
 def _copies(param: ParamCosts, within: int) -> bool:
     """Whether what is used is another tensor than what is stored."""
     return within > 1 or param.gather_itemsize != param.stored_itemsize
-
-
-def _raw_bytes(trained: Sequence[ParamCosts]) -> int:
-    """Gradients as autograd gives them: the largest, and all small ones."""
-    sizes = [param.numel * param.gather_itemsize for param in trained]
-    large = max((size for size in sizes if size > _SMALL_BYTES), default=0)
-    return large + sum(size for size in sizes if size <= _SMALL_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ def costs_of(
                 activation_bytes=memory[place].kept,
                 forward_transient_bytes=memory[place].forward,
                 backward_transient_bytes=memory[place].backward,
+                gradients_transient_bytes=memory[place].gradients,
                 optimizer_s=touched * optimizer_s_per_byte,
                 slice_overhead_s=device.efficiency.kernel_s if device is not None else 2e-5,
                 is_used_in_backward=i not in trace.unused_in_backward,
@@ -127,6 +128,7 @@ class _Memory:
     kept: int = 0
     forward: int = 0
     backward: int = 0
+    gradients: int = 0
 
 
 def _memory_of(trace: Trace) -> list[_Memory]:
@@ -139,17 +141,23 @@ def _memory_of(trace: Trace) -> list[_Memory]:
     forward = [phase for phase in trace.phases if not phase.is_backward]
     backward = [phase for phase in trace.phases if phase.is_backward]
     levels = [0] * len(place_of)
-    peaks = [[0, 0] for _ in place_of]
+    in_forward, in_backward, with_gradients = ([0] * len(place_of) for _ in range(3))
     reached = list(accumulate((place_of[phase.part] for phase in forward), max))
     for phase, place in zip(forward, reached, strict=True):
         levels[place] = phase.end_bytes
-        peaks[place][0] = max(peaks[place][0], phase.peak_bytes)
-    to_come = list(accumulate((place_of[phase.part] for phase in reversed(backward)), max))
-    for phase, place in zip(reversed(backward), to_come, strict=True):
-        peaks[place][1] = max(peaks[place][1], phase.peak_bytes)
+        in_forward[place] = max(in_forward[place], phase.peak_bytes)
+    to_come = list(accumulate((place_of[phase.part] for phase in reversed(backward)), max))[::-1]
+    for phase, place in zip(backward, to_come, strict=True):
+        early, late = phase.early_bytes, phase.late_bytes
+        if with_gradients[place]:  # of an earlier phase
+            early, late = 0, phase.peak_bytes
+        in_backward[place] = max(in_backward[place], early)
+        with_gradients[place] = max(with_gradients[place], late or 0)
     found, before = [], 0
-    for level, (in_forward, in_backward) in zip(accumulate(levels, max), peaks, strict=True):
-        found.append(_Memory(level - before, max(0, in_forward - level), max(0, in_backward - level)))
+    peaks = zip(accumulate(levels, max), in_forward, in_backward, with_gradients, strict=True)
+    for level, forward_bytes, early_bytes, late_bytes in peaks:
+        more, again = max(0, forward_bytes - level), max(0, early_bytes - level)
+        found.append(_Memory(level - before, more, again, max(late_bytes, before) - level))
         before = level
     return found
 

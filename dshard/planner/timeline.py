@@ -179,6 +179,8 @@ def _run_backward(streams: _Streams, options: Sequence[Option], reduce_s: Sequen
     for i in range(last, -1, -1):
         option = options[i]
         start_s = streams.compute(i, "backward", ready_s, option.backward_s)
+        for phase in ("gradients", "slices"):  # from somewhere in between
+            streams.starts.append((start_s + option.backward_s / 2, phase, i))
         if i < last:
             streams.starts.append((streams.compute_free_s, "reduce", i + 1))
         reduced_s = streams.send(i + 1, "reduce", start_s, reduce_s[i + 1]) if i < last else start_s

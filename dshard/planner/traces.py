@@ -33,15 +33,23 @@ class Phase:
         part: Its place among the parts.
         is_backward: Which half of the step.
         ops: What it runs, in order.
-        peak_bytes: The most that was alive in it of what is no parameter, buffer, input or parameter's gradient.
+        early_bytes: The most that was alive of what is no parameter, buffer, input or parameter's gradient, until it
+            computes its first gradient of a parameter.
+        late_bytes: The same from then on; None if it computes none.
         end_bytes: What of these is alive when it ends.
     """
 
     part: int
     is_backward: bool
     ops: tuple[Op, ...]
-    peak_bytes: int
+    early_bytes: int
+    late_bytes: int | None
     end_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive in it of what is no parameter, buffer, input or parameter's gradient."""
+        return max(self.early_bytes, self.late_bytes or 0)
 
     @property
     def flops(self) -> int:
@@ -89,14 +97,17 @@ class Trace:
             names = [[(op.name, op.dtype) for op in phase.ops] for phase in (one, two)]
             if (one.part, one.is_backward) != (two.part, two.is_backward) or names[0] != names[1]:
                 return None
+            if (one.late_bytes is None) != (two.late_bytes is None):
+                return None
             ops = tuple(
                 replace(a, flops=_between(a.flops, b.flops, share), num_bytes=_between(a.num_bytes, b.num_bytes, share))
                 for a, b in zip(one.ops, two.ops, strict=True)
             )
-            peak, end = (
-                _between(getattr(one, name), getattr(two, name), share) for name in ("peak_bytes", "end_bytes")
+            early, end = (
+                _between(getattr(one, name), getattr(two, name), share) for name in ("early_bytes", "end_bytes")
             )
-            phases.append(Phase(one.part, one.is_backward, ops, peak, end))
+            late = None if one.late_bytes is None else _between(one.late_bytes, two.late_bytes or 0, share)
+            phases.append(Phase(one.part, one.is_backward, ops, early, late, end))
         input_bytes = _between(self.input_bytes, other.input_bytes, share)
         return replace(self, phases=tuple(phases), input_bytes=input_bytes)
 

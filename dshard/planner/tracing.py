@@ -221,6 +221,7 @@ class _Recorder(TorchDispatchMode):
                 made[life.born] += life.num_bytes
                 gone[num if life.died is None else life.died] += life.num_bytes
         alive = list(accumulate(more - less for more, less in zip(made, gone, strict=True)))
+        gradients = sorted(life.born for life in (*self._ended, *self._lives.values()) if life.is_gradient)
         first_part = self._changes[0][1] if self._changes else 0
         for event in self._events:
             event.part = first_part if event.part is None else event.part
@@ -229,12 +230,15 @@ class _Recorder(TorchDispatchMode):
             first = self._events[start]
             if i == num or (self._events[i].part, self._events[i].is_backward) != (first.part, first.is_backward):
                 ops = tuple(event.op for event in self._events[start:i] if event.op is not None)
+                place = bisect.bisect_left(gradients, start)
+                turn = min(gradients[place], i) if place < len(gradients) else i
                 found.append(
                     Phase(
                         first.part or 0,
                         first.is_backward,
                         ops,
-                        max(alive[start:i]),
+                        max(alive[start:turn], default=0),
+                        max(alive[turn:i]) if turn < i else None,
                         alive[i - 1] - (gone[i] if i < num else 0),
                     )
                 )

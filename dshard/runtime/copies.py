@@ -157,12 +157,8 @@ class Copies:
     def _touch(self) -> None:
         """The first use in a phase, or since they were gathered."""
         observer = self.unit.observer
-        if self.unit.is_whole:  # there is nothing to gather, so that the order of use says nothing
-            self.gather()
-            self.wait()
-            self._touched_in = observer.schedule.serial
-            return
-        observer.on_touch(self.unit)
+        if not self.unit.is_whole:
+            observer.on_touch(self.unit)
         self.gather()
         self.wait()
         self._touched_in = observer.schedule.serial

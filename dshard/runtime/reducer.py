@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -36,6 +37,7 @@ class Reducer:
         self._incomplete: list[GradReduction] = []  # that left in the backward that is running
         self._early: dict[Unit, set[_Key]] = {}  # that left because a gradient was read, ahead of the rest of the unit
         self._arrivals: dict[Unit, _Arrivals] = {}
+        self._slice: _OfSlices | None = None  # the last one to send, whose last slice may be in flight
 
     def receive(self, unit: Unit, slot: int, grad: Tensor, *, may_wait: bool = False) -> ShardedTensor:
         """Take the full gradient of a parameter; gives the reduced one, which may still be in flight.
@@ -101,10 +103,17 @@ class Reducer:
 
         The first step is the reduce-scatter, which holds its send buffer; those of an all-reduce over replicas follow.
         """
+        self.make_room_for_slice(None)
         age = len(self._in_flight)
         for reduction in self._in_flight[: max(0, age + 1 - self.max_in_flight)]:
             reduction.advance(age // self.max_in_flight)
             age -= 1
+
+    def make_room_for_slice(self, reduction: "_OfSlices | None") -> None:
+        """Have the slice that another weight has in flight arrive, before `reduction` sends one."""
+        before, self._slice = self._slice, reduction
+        if before is not None and before is not reduction:
+            before.settle()
 
     def reduce(self, unit: Unit) -> None:
         """The backward has passed `unit`: its gradients leave.
@@ -165,6 +174,7 @@ class Reducer:
         self._early.clear()
         self._arrivals.clear()
         self._incomplete.clear()
+        self._slice = None
 
     def forget(self, unit: Unit) -> None:
         """Drop what a unit has begun, whose gradients all are here or were dropped: it is to have other parameters."""
@@ -181,6 +191,7 @@ class Reducer:
         self._arrivals.clear()
         self._early.clear()
         self._incomplete.clear()
+        self._slice = None
         for key, (unit, reduction) in list(self._open.items()):
             if unit.reduces_now and not reduction.owes:
                 del self._open[key]
@@ -192,6 +203,7 @@ class Reducer:
         self._arrivals.clear()
         self._end_together()
         self.adopt_missing()
+        self._slice = None  # the last one may stay in flight until somebody reads the gradient
 
     def _end_together(self) -> None:
         """Wait for reductions that end by a collective of their own: now, step by step, on all ranks alike."""
@@ -240,6 +252,13 @@ class Reducer:
         incomplete, self._incomplete = self._incomplete, []
         for reduction in incomplete:
             reduction.adopt_missing()
+
+
+class _OfSlices(Protocol):
+    """The reduction of a weight that travels in slices."""
+
+    def settle(self) -> None:
+        """Wait for what is in flight."""
 
 
 @dataclass(frozen=True, slots=True)

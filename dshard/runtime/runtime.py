@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from functools import partial
+from operator import attrgetter
 from types import FrameType
 from typing import Any, Literal
 
@@ -48,7 +49,7 @@ class Runtime:
         self.root: nn.Module | None = None
         self.reducer = Reducer()
         self.pool = BufferPool()
-        self.schedule: Schedule[Unit] = Schedule()
+        self.schedule: Schedule[Unit] = Schedule(is_free=attrgetter("is_whole"), size_of=attrgetter("param_bytes"))
         self.late = LateParameters()
         self.memory_budget: int | Literal["auto"] | None = None  # bytes to keep between forward and backward
         self.strategies = StrategyRules()  # set since `fully_shard`, for parameters that come later
@@ -129,6 +130,8 @@ class Runtime:
     def on_touched(self, unit: Unit) -> None:
         """Note the use of `unit`, and start to gather what the last step used next."""
         self._ahead.pop(unit, None)
+        if unit.is_whole and in_backward():
+            self.start_backward()
         if unit.num_pins:
             return  # a scope that holds everything says nothing of an order
         expected = self.schedule.touch(unit)

@@ -2,12 +2,14 @@
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 __all__ = ["Phase", "Schedule", "to_drop"]
 
 U = TypeVar("U")
+
+_MAX_PASSED = 4  # units that nothing has to be done for, between one and the next that is foretold
 
 
 class Phase(enum.Enum):
@@ -27,10 +29,19 @@ class Schedule(Generic[U]):
 
     Args:
         depth: How many touches to foretell.
+        is_free: Whether nothing has to be done for a unit ahead of its use. Such units are passed over as long as they
+            are smaller, together, than the one that is foretold: what is further off would be gathered too early.
+        size_of: Bytes of a unit.
     """
 
-    def __init__(self, depth: int = 1) -> None:
+    def __init__(
+        self,
+        depth: int = 1,
+        is_free: Callable[[U], bool] = lambda _: False,
+        size_of: Callable[[U], int] = lambda _: 0,
+    ) -> None:
         self.depth = depth
+        self._is_free, self._size_of = is_free, size_of
         self.serial = 0  # changes with every phase, for units to know a first touch
         self._phase: Phase | None = None
         self._record: list[U] = []
@@ -77,7 +88,22 @@ class Schedule(Generic[U]):
         if position is None or position >= len(known) or known[position] is not unit:
             position = self._find(known, unit, position or 0)
         self._position = None if position is None else position + 1
-        return () if position is None else known[position + 1 : position + 1 + self.depth]
+        return () if position is None else self._coming(known, position + 1)
+
+    def _coming(self, known: Sequence[U], start: int) -> Sequence[U]:
+        """The next ones of a record that need anything."""
+        found: list[U] = []
+        passed = 0
+        for unit in known[start : start + self.depth + _MAX_PASSED]:
+            if len(found) == self.depth:
+                break
+            if self._is_free(unit):
+                passed += self._size_of(unit)
+            elif passed and passed > self._size_of(unit):
+                break
+            else:
+                found.append(unit)
+        return found
 
     @staticmethod
     def _find(known: Sequence[U], unit: U, start: int) -> int | None:

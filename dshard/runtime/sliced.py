@@ -14,6 +14,7 @@ from dshard.errors import StateError, UnsupportedOpError
 from dshard.policies import Offload
 from dshard.runtime.hooks import attach
 from dshard.runtime.module import FSDPModule
+from dshard.runtime.reducer import Reducer
 from dshard.runtime.runtime import Runtime
 from dshard.runtime.slices import Rows, SliceReduction, for_each_slice, slices_of
 from dshard.runtime.unit import Unit
@@ -125,15 +126,16 @@ def _embedding(module: nn.Embedding, value: Tensor, unit: Unit) -> Any:
     return _Embedding.apply(value, module.weight, unit, _dtype_of(unit), padding, module.scale_grad_by_freq)
 
 
-def _begin_backward(unit: Unit) -> None:
-    """A backward is at a layer."""
+def _begin_backward(unit: Unit) -> Reducer:
+    """A backward is at a layer; gives what keeps its reductions."""
     if torch.is_grad_enabled():
         raise UnsupportedOpError(
             f"{unit.params[0].name}: a weight that is gathered in slices has first derivatives alone, but the backward "
             "was called with create_graph=True. Give the weight the strategy 'full'."
         )
-    unit.observer.start_backward()
+    reducer: Reducer = unit.observer.start_backward()
     unit.sliced_in = torch._C._current_graph_task_id()
+    return reducer
 
 
 class _Linear(torch.autograd.Function):
@@ -159,7 +161,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         unit: Unit = ctx.unit
-        _begin_backward(unit)
+        reducer = _begin_backward(unit)
         value, _ = ctx.saved_tensors  # the weight, for autograd to notice a write to it since the forward
         num_rows, num_columns = unit.params[0].shape
         num_values = math.prod(ctx.shape[:-1])
@@ -171,7 +173,7 @@ class _Linear(torch.autograd.Function):
             value_grad = total.view(ctx.shape)
         if ctx.needs_input_grad[1]:
             flat_value = value.reshape(num_values, num_columns)
-            reduction = SliceReduction(unit)
+            reduction = SliceReduction(unit, reducer)
             for part in slices_of(unit, ctx.dtype):
                 reduction.add(part, part.rows.take(flat).t() @ flat_value)
             weight_grad = reduction.gradient()
@@ -200,12 +202,12 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         unit: Unit = ctx.unit
-        _begin_backward(unit)
+        reducer = _begin_backward(unit)
         value, _ = ctx.saved_tensors
         flat, flat_grad = value.reshape(-1), grad.reshape(value.numel(), unit.params[0].shape[1])
         flat_grad = flat_grad[flat != ctx.padding] if ctx.padding >= 0 else flat_grad
         flat = flat[flat != ctx.padding] if ctx.padding >= 0 else flat
-        reduction = SliceReduction(unit)
+        reduction = SliceReduction(unit, reducer)
         for part in slices_of(unit, ctx.dtype):
             reduction.add(part, _rows_gradient(part.rows, flat, flat_grad, ctx.scales))
         return None, reduction.gradient(), None, None, None, None

@@ -28,12 +28,13 @@ from dshard.collectives import (
 )
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.runtime.modes import outside_autograd, profiled
+from dshard.runtime.reducer import Reducer
 from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
 from dshard.tensor.cell import ShardCell
 from dshard.tensor.sharded_tensor import KIN
 
-__all__ = ["Rows", "SliceReduction", "cut_rows", "for_each_slice", "slices_of"]
+__all__ = ["FirstSlice", "Rows", "SliceReduction", "cut_rows", "for_each_slice", "slices_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,8 @@ def _make(unit: Unit, dtype: torch.dtype) -> Any:
 def for_each_slice(unit: Unit, dtype: torch.dtype, use: Callable[[Rows, Tensor], object]) -> None:
     """Gather the weight that a unit consists of slice by slice; the next one is on its way while this one is used.
 
+    The first one may have been gathered ahead, and with the last one what the last step used next is.
+
     Args:
         unit: Of that weight alone.
         dtype: In which it is gathered.
@@ -173,20 +176,27 @@ def for_each_slice(unit: Unit, dtype: torch.dtype, use: Callable[[Rows, Tensor],
         An all-gather per slice: together the bytes of that of the weight, and a header each.
     """
     unit.copies.refuse_meta()
+    ahead = unit.first_slice = unit.first_slice or FirstSlice(unit)
     whole = unit.copies.at_hand(0)
     if whole is not None and whole.dtype == dtype:
+        ahead.drop()
         for rows in cut_rows(unit.params[0]._layout, 1):
             use(rows, whole)
         return
-    unit.free()  # what is there is stale
+    unit.observer.on_touch(unit)
     slices = slices_of(unit, dtype)
-    handle = _start(unit, slices[0]) if slices else None
+    handle = ahead.take(dtype)
+    unit.free()  # what is there is stale
+    if handle is None and slices:
+        handle = _start(unit, slices[0])
     try:
         for number, part in enumerate(slices, 1):
             assert handle is not None
             with outside_autograd(), profiled("gather_wait", part.label):
                 gathered = handle.wait()
             handle = _start(unit, slices[number]) if number < len(slices) else None
+            if handle is None:
+                unit.observer.on_touched(unit)
             values, memory = gathered.tensors[0], gathered.memory
             del gathered
             try:
@@ -198,9 +208,62 @@ def for_each_slice(unit: Unit, dtype: torch.dtype, use: Callable[[Rows, Tensor],
                     unit.observer.pool.give(memory)
                 memory = None
     finally:
-        unit.slice_bytes = 0
-        if not unit.is_gathered:
-            unit.observer.on_free(unit)
+        if not ahead.is_there:
+            unit.slice_bytes = 0
+            if not unit.is_gathered:
+                unit.observer.on_free(unit)
+
+
+class FirstSlice:
+    """The first slice of a weight, if it is gathered ahead of its use.
+
+    Args:
+        unit: Of that weight alone.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._dtype: torch.dtype | None = None  # in which it was gathered last
+        self._started: tuple[Slice, int, Handle[Gathered]] | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it is here or under way."""
+        return self._started is not None
+
+    def prefetch(self) -> bool:
+        """Start to gather it in the dtype of the last use, if there was one; gives whether it did."""
+        if self._started is not None or self._dtype is None:
+            return False
+        slices = slices_of(self._unit, self._dtype)
+        if not slices or slices[0].is_meta:
+            return False
+        version = self._unit.params[0]._cell.resolve()._version
+        self._started = slices[0], version, _start(self._unit, slices[0])
+        return True
+
+    def take(self, dtype: torch.dtype) -> Handle[Gathered] | None:
+        """The gather that is under way, if it is of what is wanted now; else it is dropped."""
+        if self._started is not None:
+            part, version, handle = self._started
+            shard = self._unit.params[0]._cell.resolve()
+            is_wanted = part is slices_of(self._unit, dtype)[0] and version == shard._version
+            if is_wanted:
+                self._started = None
+                return handle
+            self.drop()
+        self._dtype = dtype
+        return None
+
+    def drop(self) -> None:
+        """Wait for it, and let it go."""
+        if self._started is None:
+            return
+        (part, _, handle), self._started = self._started, None
+        self._unit.slice_bytes -= part.num_bytes
+        memory = handle.wait().memory
+        if memory is not None:
+            self._unit.observer.pool.give(memory)
 
 
 def _start(unit: Unit, part: Slice) -> Handle[Gathered]:
@@ -227,13 +290,16 @@ class SliceReduction:
     """The gradient of a weight on its way: one slice is reduced while that of the next one is computed.
 
     Slices are reduced in every backward, also where gradients of other units are added up unreduced, for what would be
-    added up is as large as the weight. The last one may still be in flight when the gradient is given out.
+    added up is as large as the weight. The last one may still be in flight when the gradient is given out: until the
+    next reduction of the model leaves.
 
     Args:
         unit: Of that weight alone.
+        reducer: Of the model.
     """
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, reducer: Reducer) -> None:
+        self._reducer = reducer
         self._param, self._pool, self._hook = unit.params[0], unit.observer.pool, unit.reduce_hook
         self._mean, self._divisor = unit.averages and unit.divisor is None, unit.divisor
         self._dtype = unit.reduce_dtypes[0] or self._param.storage_dtype
@@ -248,14 +314,15 @@ class SliceReduction:
             all-reduce of this rank's part of the slice before it.
         """
         with outside_autograd(), profiled("reduce", part.label):
-            self._settle()
+            self._reducer.make_room_for_slice(self)
+            self.settle()
             bucket = ReduceBucket(
                 part.reduce_plan, dtype=self._dtype, device=grad.device, label=part.label, pool=self._pool
             )
             bucket.add(0, grad)
             self._in_flight = part, bucket.launch(mean=self._mean)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for the slice that is in flight, if one is, and put it in its place."""
         if self._in_flight is None:
             return
@@ -278,7 +345,7 @@ class SliceReduction:
         """The reduced gradient, when all slices were added."""
         param = self._param
         if self._hook is not None or param._group.replicas is not None:
-            self._settle()  # what follows is started by all ranks at one point of the program
+            self.settle()  # what follows is started by all ranks at one point of the program
         pending = self if self._in_flight is not None else None
         shard = None if pending is not None else self._shard
         cell = ShardCell(shard, param._cell.layout, pending, is_shared=True)
@@ -286,5 +353,5 @@ class SliceReduction:
 
     def __call__(self, cell: ShardCell) -> None:
         """The gradient in `cell` is used."""
-        self._settle()
+        self.settle()
         cell.deliver(self._shard)

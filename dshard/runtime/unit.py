@@ -84,6 +84,7 @@ class Unit:
         self.is_requested = False  # by `unshard`, to stay until it was used
         self.num_watched = 0  # inputs of its modules whose gradients will tell that backward has passed
         self.is_unwatched = False  # whether a module of it ran without such an input
+        self.first_slice: Any = None  # of its parameter, which may be gathered ahead
         self.slice_bytes = 0  # of slices of its parameter that are gathered or under way
         self.sliced_in = -1  # autograd's number of the backward that last computed a gradient of it in slices
         self._buckets: dict[Any, tuple[list[Any], list[Bucket]]] = {}
@@ -118,6 +119,11 @@ class Unit:
     def full_bytes(self) -> int:
         """Bytes of the gathered copies that forward and backward use, without padding; of slices, those in use now."""
         return self.slice_bytes or self.copies.num_bytes
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of the full parameters as they are stored."""
+        return sum(p._layout.numel * p.storage_dtype.itemsize for p in self.params)
 
     @property
     def groups(self) -> list[ShardGroup]:
@@ -224,6 +230,8 @@ class Unit:
 
     def prefetch(self) -> bool:
         """Start to gather ahead of the use, unless there is no need; gives whether it did."""
+        if self.num_slices > 1:
+            return self.first_slice is not None and bool(self.first_slice.prefetch())
         if self.is_whole or self.copies.is_current or self.copies.on_meta(self.copies.buckets):
             return False
         self.copies.gather()
@@ -237,6 +245,8 @@ class Unit:
 
     def free(self) -> None:
         """Drop the gathered copies, unless a `gathered` scope holds them."""
+        if self.first_slice is not None:
+            self.first_slice.drop()
         if self.num_pins or not (self.is_gathered or self.copies.have_parts):
             return
         self.wait()

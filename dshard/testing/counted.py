@@ -27,32 +27,36 @@ class CountedPeak(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._most_bytes = 0  # that may be alive: what was counted last, and all that came since
         self.num_bytes = 0  # at the peak
 
-    def note(self, value: Any) -> None:
-        """Count the memory of a tensor, as long as anybody holds it."""
+    def note(self, value: Any, *, is_new: bool = False) -> None:
+        """Count the memory of a tensor, as long as anybody holds it; `is_new` if it was known, but idle until now."""
         if isinstance(value, ShardedTensor):
             value = value._cell.resolve()
-        if isinstance(value, Tensor) and not value.is_meta:
-            storage = value.untyped_storage()
-            if storage.nbytes():
-                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        if not isinstance(value, Tensor) or value.is_meta:
+            return
+        storage = value.untyped_storage()
+        num_bytes, known = storage.nbytes(), self._alive.get(storage._cdata)
+        if num_bytes and (is_new or known is None or known[1] != num_bytes or known[0].expired()):
+            self._alive[storage._cdata] = StorageWeakRef(storage), num_bytes
+            self._most_bytes += num_bytes
 
     def alive_bytes(self) -> int:
         """Bytes that are alive now."""
         self._alive = {key: known for key, known in self._alive.items() if not known[0].expired()}
         idle = sum(self._alive.get(key, (None, 0))[1] for key in _idle())
-        return sum(num_bytes for _, num_bytes in self._alive.values()) - idle
+        self._most_bytes = sum(num_bytes for _, num_bytes in self._alive.values()) - idle
+        return self._most_bytes
 
     def sample(self) -> None:
         """Look whether there are more bytes than ever."""
-        self.num_bytes = max(self.num_bytes, self.alive_bytes())
+        if self._most_bytes > self.num_bytes:
+            self.num_bytes = max(self.num_bytes, self.alive_bytes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(
-            issubclass(kind, ShardedTensor) for kind in types
-        ):  # a sharded tensor is taken apart first, and what its shards do comes here
-            return NotImplemented
+        if any(issubclass(kind, ShardedTensor) for kind in types):
+            return NotImplemented  # it is taken apart first, and what its shards do comes here
         out = func(*args, **(kwargs or {}))
         for value in tree_iter(out):
             self.note(value)
@@ -85,7 +89,7 @@ def counted_peak(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
 
     def take_counted(self: BufferPool, num_bytes: int, device: torch.device) -> Buffer:
         buffer = take(self, num_bytes, device)
-        counted.note(buffer.memory)
+        counted.note(buffer.memory, is_new=True)
         counted.sample()
         return buffer
 

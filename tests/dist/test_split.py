@@ -419,6 +419,39 @@ def test_the_next_slice_is_in_flight_while_one_computes_and_the_last_gradient_is
     assert worlds.run(2, started) == [[*forward, *values, *weights]] * 2
 
 
+def started_when_the_order_is_known(change: str) -> list[Any]:
+    """Of the forward of two layers, the second time: slices that had started at each product, and in all."""
+    torch.manual_seed(0)
+    model: Any = dshard.fully_shard(nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(2))), strategy="split(3)")
+    x = torch.ones(2, 6, requires_grad=True)
+    model(x).sum().backward()
+    weights = [layer.weight.full_tensor().detach() for layer in model]
+    model.reshard()
+
+    def enter(layer: nn.Module, _: Any) -> None:
+        if change == "a write" and layer is model[1]:
+            with torch.no_grad():
+                layer.weight.mul_(2.0)
+                weights[1] *= 2
+
+    handles = [layer.register_forward_pre_hook(enter) for layer in model]
+    with dshard.CommTrace() as trace, Under(trace) as under:
+        out = model(x)
+        calls = trace.calls("all_gather")
+    for handle in handles:
+        handle.remove()
+    assert torch.allclose(out, x @ weights[0].T @ weights[1].T)
+    out.sum().backward()
+    return [[num for num, _ in under.seen[:6]], calls, model[1].weight._source.slice_bytes]
+
+
+@pytest.mark.parametrize("change", ["", "a write"])
+def test_the_first_slice_of_the_next_layer_is_gathered_ahead_and_again_after_a_write(worlds: WorldPool, change):
+    again = int(change != "")
+    starts = [2, 3, 4, 5 + again, 6 + again, 6 + again]  # with the last slice of a layer the first one of the next
+    assert worlds.run(2, started_when_the_order_is_known, change) == [[starts, 6 + again, 0]] * 2
+
+
 def last_gradient_is_pending() -> list[bool]:
     layer: Any = dshard.fully_shard(nn.Linear(4, 12, bias=False))
     slice_weight([layer], layer.weight, 3)

@@ -30,10 +30,15 @@ def counted_peak(model, names, cluster):
             replicas = 0
         ahead = units[i - 1].ahead_again if i else 0
         base = held + arrived + kept + ahead
-        live = base + activations + u.use_again + u.filling + flying + replicas
-        peak = max(peak, live + u.costs.backward_transient_bytes)
+        live = base + activations + flying + replicas
+        peak = max(peak, live + u.use_again + u.costs.backward_transient_bytes)
+        late = u.costs.gradients_transient_bytes
+        late = u.costs.backward_transient_bytes if late is None else late
+        peak = max(peak, live + u.filling + late)
+        arrived_slice = units[i + 1].slice_flying if i < last else 0
+        peak = max(peak, live - arrived_slice + u.slicing + late)
         if i < last:  # the reduction of the unit behind it ends
-            peak = max(peak, base + activations + u.sent + flying + units[i + 1].sums)
+            peak = max(peak, base + activations + u.resting + flying + units[i + 1].sums)
         activations -= u.costs.activation_bytes
     if last:
         arrived += (units[1].grad + units[1].waiting) * is_first
@@ -42,6 +47,12 @@ def counted_peak(model, names, cluster):
     if model.steps_together:
         return max(peak, held + arrived + sum(sum(u.steps) for u in units))
     return max(peak, held + arrived + max(max(u.steps) for u in units))
+
+
+def added_up(row, itemsize, num_rows):
+    """New rows in a sum of pairs, and of pairs of pairs; of 16 bits in fp32, and then one in 16."""
+    num_new = floor(log2(num_rows))
+    return row * num_new if itemsize >= 4 else ceil(row / itemsize) * 4 * (num_new + 1)
 
 
 class _Unit:
@@ -57,9 +68,9 @@ class _Unit:
         if within == 1 or base == "ddp":
             within, base = 1, "ddp"
         replicas, gloo = cluster.num_ranks // within, cluster.keeps_received_rows
-        copies = 2 if gloo and cluster.num_ranks > 1 else 1
         self.held = split_grads = gathered = moving = raw_large = raw_small = 0
-        slice_use = slice_grad = slice_raw = num_sent = widest = row = converted = 0
+        slice_use = slice_raw = num_sent = num_split = widest = row = converted = 0
+        slice_grad = 0, 4
         converts, self.steps = False, []
         for p in costs.params:
             shard = ceil(p.length / within) * p.index_numel
@@ -72,7 +83,8 @@ class _Unit:
                 part = within * ceil(ceil(p.length / within) / num_slices) * p.index_numel
                 slice_use = max(slice_use, part * p.gather_itemsize * (within > 1 or casts))
                 if p.grad_itemsize:
-                    slice_grad = max(slice_grad, part * p.grad_itemsize)
+                    num_split += 1
+                    slice_grad = max(slice_grad, ((part // within + FLAGS) * p.grad_itemsize, p.grad_itemsize))
                     slice_raw = max(slice_raw, part * p.gather_itemsize)
                     split_grads += shard * p.stored_itemsize
                 continue
@@ -102,16 +114,27 @@ class _Unit:
         self.ahead = moving if is_whole else 0 if base == "ddp" else gathered + slice_use + moving
         self.ahead_again = self.ahead if base == "full" and costs.is_used_in_backward else 0
         self.kept = gathered if base == "keep" else 0
-        self.filling = self.sent + max(raw_large + raw_small, slice_raw) + (1 + copies) * slice_grad
         received, self.sums, self.among = (row if within > 1 else 0), 0, 0
         if gloo:
-            received = (within - 1) * row + (HEADER * (within + 1) if within > 1 else 0)
+            received = (within - 1) * row + (HEADER * (within + 1) if within > 1 and row else 0)
             own = ceil(row / replicas)  # of a row that is all-reduced, each rank adds up a part
             self.among = replicas * own + HEADER * (replicas + 1) if replicas > 1 else 0
             added = row if within > 1 else own
-            num_rows = floor(log2(max(within, replicas)))
-            self.sums = added * num_rows if (widest or 4) >= 4 else ceil(added / widest) * 4 * (num_rows + 1)
+            self.sums = added_up(added, widest or 4, max(within, replicas))
         if within == 1:
             received, self.among = self.among, 0
-        self.flying = self.sent + received + copies * slice_grad
+        part, itemsize = slice_grad
+        slice_flying, slice_sums = within * part, 0
+        if within > 1 and part:
+            slice_flying += (within - 1) * part + HEADER * (within + 1) if gloo else part
+            slice_sums = added_up(part, itemsize, within) if gloo else 0
+        uses = (gathered, 2 * slice_use) if self.use_again and not is_whole else (0, 0)
+        self.filling = self.sent + raw_small + uses[0] + split_grads  # of reduced slices, from the first on
+        beside = max(raw_large, uses[1] if num_split > 1 else 0)  # the next weight's slices are gathered beside one's
+        self.slicing = self.filling + slice_flying + max(beside, slice_raw + slice_sums)
+        self.filling += max(raw_large, uses[1], slice_raw)
+        self.slice_flying = slice_flying
+        self.flying = self.sent + received + slice_flying + split_grads
+        self.resting = self.sent + split_grads
+        self.sums = max(self.sums, slice_sums)
         self.waiting = self.sent if base == "zero1" and num_backwards > 1 else 0

@@ -74,7 +74,9 @@ def test_bytes_of_each_strategy_are_those_of_the_formula():
     in_flight = (size + flags) * 3 // 2  # what is sent, and one row that is received
     assert peak_bytes(two, ["keep", "keep"], cluster) == 2 * shards + size + work + in_flight
     assert [m.phase for m in moments(two, ["full", "full"], cluster)] == [
-        *("forward", "forward", "backward", "backward", "reduce", "reduce", "step", "step")
+        *("forward", "forward"),
+        *("backward", "gradients", "slices", "backward", "gradients", "slices", "reduce", "reduce"),
+        *("step", "step"),
     ]
 
 
@@ -82,8 +84,9 @@ def test_slices_shrink_the_gathered_weight_and_its_gradient():
     unit = UnitCosts("w", (ParamCosts("w", 1024, 1024, can_split=True),), forward_s=1.0, backward_s=1.0)
     model, cluster, size = ModelCosts((unit,)), slow_cluster(1.0), 4 << 20
     shards = size // 2 * 3 + 4
-    # Two slices of the weight; of the gradient one that is computed, one that fills, one that is in flight.
-    assert peak_bytes(model, ["split(8)"], cluster) == shards + 2 * size // 8 + 3 * size // 8
+    # The shard's gradient; of a slice's that computed, that in flight, and half of it that is received.
+    slices = size // 2 + size // 8 + (size // 8 + 16 * 4 * 2) * 3 // 2
+    assert peak_bytes(model, ["split(8)"], cluster) == shards + slices
     assert peak_bytes(model, ["full"], cluster) > shards + 3 * size
 
 

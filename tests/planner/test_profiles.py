@@ -29,13 +29,24 @@ def test_bytes_at_each_unit_are_never_below_what_the_trace_saw(name):
     for phase in found.phases:
         place = place_of[phase.part]
         unit = costs.units[place]
-        more = unit.backward_transient_bytes if phase.is_backward else unit.forward_transient_bytes
-        assert phase.peak_bytes <= kept[place] + more
+        backward = max(unit.backward_transient_bytes, unit.gradients_transient_bytes)
+        assert phase.peak_bytes <= kept[place] + (backward if phase.is_backward else unit.forward_transient_bytes)
+        assert phase.late_bytes is None or phase.late_bytes <= kept[place] + unit.gradients_transient_bytes
     most = max(
-        here + max(unit.forward_transient_bytes, unit.backward_transient_bytes)
+        here + max(unit.forward_transient_bytes, unit.backward_transient_bytes, unit.gradients_transient_bytes)
         for here, unit in zip(kept, costs.units, strict=True)
     )
     assert most == found.peak_bytes  # and not above it
+
+
+def test_what_is_gone_when_the_first_gradient_is_there_counts_no_more_beside_it():
+    model = nn.Sequential(nn.Linear(64, 32, bias=False))
+    found = trace(model, torch.ones(16, 64), parts_of(model), loss_of=lambda out: out.square().sum())
+    (unit,) = costs_of(found, model, training=Training(), device=A100).units
+    out, loss = 16 * 32 * 4, 4
+    assert unit.activation_bytes == out + loss
+    assert unit.backward_transient_bytes >= 2 * out - 2 * loss  # the gradient of the output, and a product on its way
+    assert unit.gradients_transient_bytes == loss  # the output has gone, its gradient is there, and that of the loss
 
 
 def test_a_module_that_runs_twice_counts_where_it_runs():

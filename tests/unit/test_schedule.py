@@ -53,6 +53,22 @@ def test_any_order_is_taken_and_only_what_the_last_phase_of_the_kind_touched_is_
             last[phase] = order
 
 
+@given(order=st.permutations(UNITS), sizes=st.lists(st.integers(1, 9), min_size=6, max_size=6), depth=st.integers(0, 3))
+def test_what_needs_nothing_is_passed_over_while_it_is_smaller_than_what_comes(order, sizes, depth):
+    free, size = set(UNITS[::2]), dict(zip(UNITS, sizes, strict=True))
+    schedule = Schedule(depth, is_free=free.__contains__, size_of=size.get)
+    play(schedule, Phase.FORWARD, order)
+    for i, told in enumerate(play(schedule, Phase.FORWARD, order)):
+        coming = [u for u in order[i + 1 :] if u not in free]
+        assert told == coming[: len(told)]
+        for unit in told:
+            passed = [size[u] for u in order[i + 1 : order.index(unit)] if u in free]
+            assert sum(passed) <= size[unit]
+        if len(told) < min(depth, len(coming)):  # the next one is behind too much
+            behind = order[i + 1 : order.index(coming[len(told)])]
+            assert sum(size[u] for u in behind if u in free) > size[coming[len(told)]]
+
+
 @given(first=ORDERS, second=ORDERS)
 def test_after_a_change_of_order_the_new_one_is_foretold(first, second):
     schedule = Schedule(1)
