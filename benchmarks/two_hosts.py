@@ -37,7 +37,7 @@ from dshard.links import measure_links
 from dshard.planner import Plan
 from dshard.planner.profiles import Training
 from dshard.planning import Profile
-from dshard.tensor.meshes import default_mesh, group_of
+from dshard.tensor.meshes import default_mesh
 
 HOSTS = ("dshard-a", "dshard-b")
 RANKS_PER_HOST = 2
@@ -104,7 +104,7 @@ def plans(ids: Tensor) -> dict[str, Plan]:
     mesh = default_mesh()
     with tempfile.TemporaryDirectory() as folder:
         cluster = measure_links(mesh, path=Path(folder) / "links.json")
-    profile = Profile(GPT(SIZE), (ids[:, :-1],), device=None, training=Training(), group=group_of(mesh))
+    profile = Profile(GPT(SIZE), (ids[:, :-1],), device=None, training=Training(), mesh=mesh)
     limit = profile.given(cluster, "hybrid(2)").peak_bytes
     limits = {"the plan": 1 << 40, "the plan, in hybrid(2)'s memory": limit}
     return {name: profile.plan(cluster, memory=most, strategies=STRATEGIES) for name, most in limits.items()}

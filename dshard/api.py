@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dshard.collectives import ShardGroup
 from dshard.errors import StateError
+from dshard.plan_units import units_of
 from dshard.planner import Plan
-from dshard.planning import units_of
 from dshard.policies import Offload, PrecisionRules, StrategyRules, reshard_choice
 from dshard.runtime import Runtime
 from dshard.runtime.auto_units import UnitPlan

@@ -28,8 +28,14 @@ __all__ = ["Sample", "fit", "measure_links"]
 SIZES = (1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)  # bytes of the full tensor
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _NUM_TENSORS = 4
-_SCHEMA = 1
+_NUM_IN_A_ROW = 3
+_LEAST_S = 1e-6
+_SCRATCH_NUMEL, _WIDTH = 1 << 21, 256
+_SCHEMA = 2
 _MEMORY_FREE = 0.95  # of a device, beside its context
+
+
+_Work = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +79,16 @@ def measure_links(
     *,
     within: Sequence[int] = (),
     sizes: Sequence[int] = SIZES,
-    num_rounds: int = 7,
+    num_rounds: int = 15,
     memory_bytes: int | None = None,
     path: str | Path | None = None,
     again: bool = False,
 ) -> Cluster:
     """Measure the collectives that each strategy would use on a mesh.
+
+    On CPU all ranks compute while each step of one is under way, as in training, where the cores that compute copy too,
+    caches hold something else, and ranks are never quite in step: what counts is by how much it makes the computation
+    longer. Elsewhere collectives are timed alone. Gradients are packed in either.
 
     All ranks get the same figures: those of the slowest. They are kept in a file of rank 0, and read from there by
     later calls on as many ranks of the same backend and host.
@@ -181,8 +191,9 @@ def _measure_group(own: ShardGroup, everyone: ShardGroup, out: Tensor, sizes: Se
             partial(_reduce, own, grads, bucket, pool),
             partial(_all_reduce, replicas, row, pool),
         )
+        seconds = _beside_computation_s if everyone.device_type == "cpu" else _alone_s
         for i, run in enumerate(runs):
-            out[i, j] = _median_s(run, everyone, num_rounds)
+            out[i, j] = seconds(run, everyone, num_rounds)
 
 
 def _tensors(group: ShardGroup, size: int) -> tuple[list[Tensor], list[Tensor], BucketLayout, Tensor]:
@@ -194,40 +205,82 @@ def _tensors(group: ShardGroup, size: int) -> tuple[list[Tensor], list[Tensor], 
     return shards, grads, BucketLayout.of(layouts), torch.ones(max(1, size // 4), device=group.device)
 
 
-def _gather(group: ShardGroup, shards: list[Tensor], bucket: BucketLayout, pool: BufferPool) -> None:
+def _gather(group: ShardGroup, shards: list[Tensor], bucket: BucketLayout, pool: BufferPool, meanwhile: _Work) -> None:
     plan = GatherPlan.of(bucket, [(x.shape[1], 1) for x in bucket.layouts], torch.float32, group)
-    gathered = collectives.all_gather(shards, plan, group, label="links", pool=pool).wait()
+    handle = collectives.all_gather(shards, plan, group, label="links", pool=pool)
+    meanwhile()
+    gathered = handle.wait()
     memory = gathered.memory
     del gathered
     if memory is not None:
         pool.give(memory)
 
 
-def _reduce(group: ShardGroup, grads: list[Tensor], bucket: BucketLayout, pool: BufferPool) -> None:
+def _reduce(group: ShardGroup, grads: list[Tensor], bucket: BucketLayout, pool: BufferPool, meanwhile: _Work) -> None:
     plan = ReducePlan.of(bucket, group)
     reduction = ReduceBucket(plan, dtype=torch.float32, device=group.device, label="links", pool=pool)
     for i, grad in enumerate(grads):
         reduction.add(i, grad)
-    reduction.launch(mean=True).wait()
+    handle = reduction.launch(mean=True)
+    meanwhile()
+    handle.wait()
 
 
-def _all_reduce(group: ShardGroup, row: Tensor, pool: BufferPool) -> None:
+def _all_reduce(group: ShardGroup, grads: Tensor, pool: BufferPool, meanwhile: _Work) -> None:
+    memory = pool.take(grads.numel() * grads.element_size(), grads.device)
+    row = memory.memory.view(grads.dtype)[: grads.numel()].copy_(grads)
     for handle in collectives.all_reduce_row(row, group, mean=True, label="links", tag=0, pool=pool):
+        meanwhile()
         handle.wait()
+    del row
+    pool.give(memory)
 
 
-def _median_s(run: Callable[[], None], everyone: ShardGroup, num_rounds: int) -> float:
-    """Of some runs that all ranks start together, after one that does not count."""
+def _nothing() -> None:
+    """Where collectives are timed alone."""
+
+
+def _alone_s(run: Callable[[_Work], None], everyone: ShardGroup, num_rounds: int) -> float:
+    """Median of some runs that all ranks start together, after one that does not count."""
     times = []
     for _ in range(num_rounds + 1):
-        start_flag = torch.zeros(1, device=everyone.device)
-        collectives.all_reduce([start_flag], everyone, ReduceOp.MAX, label="links").wait()
-        _synchronize(everyone)
+        _start_together(everyone)
         start = time.perf_counter()
-        run()
+        run(_nothing)
         _synchronize(everyone)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
+
+
+def _beside_computation_s(run: Callable[[_Work], None], everyone: ShardGroup, num_rounds: int) -> float:
+    """By how much a run makes computation longer that runs while each of its steps is under way; both are medians."""
+    scratch, a, b = torch.zeros(_SCRATCH_NUMEL), torch.ones(_WIDTH, _WIDTH), torch.ones(_WIDTH, 4 * _WIDTH)
+    num_calls = 0
+
+    def compute() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        scratch.add_(1.0)
+        for _ in range(4):
+            torch.mm(a, b)
+
+    run(compute)
+    num_steps = num_calls
+    alone: list[float] = []
+    together: list[float] = []
+    for _ in range(num_rounds):
+        for step, times in ((compute, alone), (partial(run, compute), together)):
+            _start_together(everyone)
+            start = time.perf_counter()
+            for _ in range(_NUM_IN_A_ROW):
+                step()
+            times.append((time.perf_counter() - start) / _NUM_IN_A_ROW)
+    return max(statistics.median(together) - num_steps * statistics.median(alone), _LEAST_S)
+
+
+def _start_together(everyone: ShardGroup) -> None:
+    collectives.all_reduce([torch.zeros(1, device=everyone.device)], everyone, ReduceOp.MAX, label="links").wait()
+    _synchronize(everyone)
 
 
 def _synchronize(group: ShardGroup) -> None:

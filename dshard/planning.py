@@ -9,23 +9,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
-from dshard.collectives import ReduceOp, ShardGroup, all_reduce
+from dshard.collectives import ReduceOp, all_reduce
 from dshard.errors import PlanError
 from dshard.links import measure_links
+from dshard.overhead import measure_overhead
 from dshard.planner.costs import Cluster, ModelCosts
 from dshard.planner.devices import Device, device_named
 from dshard.planner.measuring import measure, optimizer_seconds_per_byte
 from dshard.planner.plan import Plan
-from dshard.planner.profiles import Training, UnitTimes, costs_of
+from dshard.planner.profiles import Overhead, Training, UnitTimes, costs_of
 from dshard.planner.solver import solve, solve_batch
 from dshard.planner.steps import tensors
 from dshard.planner.traces import Part, Trace
 from dshard.planner.tracing import trace
 from dshard.policies import Strategy
-from dshard.runtime.auto_units import UnitPlan, find_units
+from dshard.runtime.auto_units import find_units
 from dshard.tensor.meshes import group_of
 
-__all__ = ["Profile", "parse_bytes", "parts_of", "plan", "strategies_for", "units_of"]
+__all__ = ["Profile", "parse_bytes", "parts_of", "plan", "strategies_for"]
 
 _BATCHES = (*range(1, 17), *range(18, 33, 2), *range(40, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
 _SCALES = (2**10, 10**3)
@@ -68,7 +69,8 @@ def plan(
         StateError: The model cannot be traced, or the device does not compute in its dtype.
 
     Communicates:
-        With `mesh=` what `measure_links` does, and an all-reduce of measured times, so that all ranks get one plan.
+        With `mesh=` what `measure_links` and `measure_overhead` do, and an all-reduce of measured times, so that all
+        ranks get one plan.
         With `cluster=` nothing: ranks that measure their own times, without a device, may get different ones.
     """
     if (cluster is None) == (mesh is None):
@@ -77,11 +79,10 @@ def plan(
             "given. Pass mesh=, or cluster=cluster_of(device, 512)."
         )
     named = device_named(device) if isinstance(device, str) else device
-    group = None if mesh is None else group_of(mesh)
     if training is None:  # on CPU, torch's AdamW steps one parameter after the other
         is_here = named is None and all(p.device.type == "cpu" for p in model.parameters())
         training = Training(step_bytes_per_element=8, steps_together=False) if is_here else Training()
-    profile = Profile(model, sample_input, device=named, training=training, loss_of=loss_of, group=group)
+    profile = Profile(model, sample_input, device=named, training=training, loss_of=loss_of, mesh=mesh)
     if cluster is None:
         cluster = measure_links(mesh)
     return profile.plan(cluster, memory=memory, strategies=strategies, batch=batch)
@@ -96,7 +97,8 @@ class Profile:
         device: Tells the times; None to measure them.
         training: Dtypes and optimizer.
         loss_of: As for `plan`.
-        group: Ranks that measure together: each takes the times of the slowest.
+        mesh: Of ranks that measure together: each takes the times of the slowest, and on CPU adds what dshard itself
+            takes for each parameter.
     """
 
     def __init__(
@@ -107,12 +109,13 @@ class Profile:
         device: Device | None,
         training: Training,
         loss_of: Callable[[Any], Tensor] | None = None,
-        group: ShardGroup | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        self._model, self._sample, self._loss_of, self._group = model, sample_input, loss_of, group
+        self._model, self._sample, self._loss_of, self._mesh = model, sample_input, loss_of, mesh
         self._device, self._training = device, training
         self._traces: dict[int, Trace] = {}
         self._known: dict[int, ModelCosts] = {}
+        self._own: Overhead | None = None
         self._parts = parts_of(model)
         sizes = [each.shape[0] for each in tensors(sample_input) if each.ndim]
         if not sizes or not sizes[0]:
@@ -204,18 +207,29 @@ class Profile:
         dtype = self._training.compute_dtype
         times = measure(self._model, sample, self._parts, dtype=dtype, loss_of=self._loss_of)
         of_byte = optimizer_seconds_per_byte(next(self._model.parameters()).device)
-        if self._group is not None:
+        own = Overhead()
+        if self._mesh is not None:
             mine = torch.tensor([*(t.forward_s for t in times), *(t.backward_s for t in times), of_byte])
-            *slowest, of_byte = all_reduce([mine], self._group, ReduceOp.MAX, label="plan").wait()[0].tolist()
-            times = [UnitTimes(*each) for each in zip(slowest[: len(times)], slowest[len(times) :], strict=True)]
+            slowest = all_reduce([mine], group_of(self._mesh), ReduceOp.MAX, label="plan").wait()[0].tolist()
+            times = [UnitTimes(*each) for each in zip(slowest[: len(times)], slowest[len(times) : -1], strict=True)]
+            of_byte, own = slowest[-1], self._overhead()
         return costs_of(
             traced,
             self._model,
             training=self._training,
             times=times,
             optimizer_s_per_byte=of_byte,
+            overhead=own,
             batch_size=batch,
         )
+
+    def _overhead(self) -> Overhead:
+        """What dshard itself takes per parameter; nothing where a device works behind the host."""
+        if self._mesh is None or self._mesh.device_type != "cpu":
+            return Overhead()
+        if self._own is None:
+            self._own = measure_overhead(self._mesh)
+        return self._own
 
 
 def parts_of(model: nn.Module) -> tuple[Part, ...]:
@@ -230,42 +244,6 @@ def parts_of(model: nn.Module) -> tuple[Part, ...]:
     name_of = {id(param): name for name, param in params.items()}
     units = find_units(model, list(params.values()), "root")
     return tuple(Part(unit.label, unit.modules, tuple(name_of[id(p)] for p in unit.params)) for unit in units)
-
-
-def units_of(
-    plan: Plan, modules: Sequence[nn.Module], found: Sequence[tuple[str, nn.Parameter]], num_ranks: int
-) -> list[UnitPlan[nn.Parameter]]:
-    """The units of a plan in a model that is to be sharded, but for that of the root.
-
-    Args:
-        plan: Made for the same model.
-        modules: One: the model.
-        found: All parameters of it, by name.
-        num_ranks: That will share it.
-
-    Raises:
-        PlanError: The plan was made for another model, or another number of ranks. On every rank alike.
-    """
-    if len(modules) != 1 or plan.cluster.num_ranks != num_ranks:
-        raise PlanError(
-            f"fully_shard: a plan is for one model on the ranks that it was made for ({plan.cluster.num_ranks}), but "
-            f"these are {len(modules)} modules on {num_ranks} ranks. Plan again."
-        )
-    units = find_units(modules[0], [param for _, param in found], "root")
-    names = {id(param): name for name, param in found}
-    here = {
-        tuple(names[id(p)] for p in unit.params): tuple((p.shape[0] if p.ndim else 1, p.numel()) for p in unit.params)
-        for unit in units
-    }
-    planned = {unit.param_names: tuple((p.length, p.numel) for p in unit.params) for unit in plan.model.units}
-    if here != planned:
-        wrong = next(key for key in (*here, *planned) if here.get(key) != planned.get(key))
-        which = wrong[0] if wrong else "a unit without parameters"
-        raise PlanError(
-            f"fully_shard: a plan is for the model that it was made for, but the unit of {which} is another. Plan "
-            "again, with this model."
-        )
-    return [unit for unit in units if modules[0] not in unit.modules]
 
 
 def strategies_for(cluster: Cluster) -> tuple[Strategy, ...]:

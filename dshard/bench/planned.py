@@ -26,7 +26,7 @@ from dshard.links import measure_links
 from dshard.planner import Plan
 from dshard.planner.profiles import Training
 from dshard.planning import Profile
-from dshard.tensor.meshes import default_mesh, group_of
+from dshard.tensor.meshes import default_mesh
 from dshard.testing.counted import counted_peak
 
 __all__ = ["run"]
@@ -69,7 +69,7 @@ def _plans(size: Size, num_limits: int) -> tuple[list[Planned], dict[str, tuple[
     """Plans at each limit, and predicted seconds and bytes of each single strategy, of one set of measurements."""
     mesh = default_mesh()
     training = Training(step_bytes_per_element=8, steps_together=False)  # AdamW's default on CPU
-    profile = Profile(_model(size), (_ids(size),), device=None, training=training, loss_of=_loss, group=group_of(mesh))
+    profile = Profile(_model(size), (_ids(size),), device=None, training=training, loss_of=_loss, mesh=mesh)
     with tempfile.TemporaryDirectory() as folder:
         cluster = measure_links(mesh, path=Path(folder) / "links.json")
     given = {name: profile.given(cluster, name) for name in _SINGLES}

@@ -4,6 +4,8 @@ Memory rows are put into the objective with a price per byte (Lagrange). What is
 chain; its length is a lower bound whatever the prices, and best prices make it nearly tight.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from dshard.planner.chain import Chain, Floats
@@ -15,6 +17,9 @@ _MAX_STEPS = 40
 _MAX_SWAPS = 200
 _NUM_TRIED = 16
 _MAX_TIGHTENINGS = 4
+_ENOUGH_CLOSED = 0.01  # of all options, for more of them to be likely
+_TOLERANCE = 1e-9  # relative: bounds that differ by less do not pay for more steps
+_BRACKET = (1.003, 1.1, 2.0)  # of a price that was the best ahead of a small change
 
 
 class Incumbent:
@@ -89,6 +94,21 @@ class Incumbent:
         return gains
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A choice, and the bound that it gives as a line in one price.
+
+    Args:
+        chosen: The choice.
+        value: At a price of 0.
+        slope: By how many bytes it exceeds the row's limit.
+    """
+
+    chosen: Ints
+    value: float
+    slope: float
+
+
 class Relaxation:
     """The chain with prices on some memory rows.
 
@@ -116,14 +136,13 @@ class Relaxation:
         self.caps = np.append(self.caps, float(self._limit_bytes - constant))
         self.prices = np.append(self.prices, 0.0)
 
-    def ascend(self) -> None:
+    def ascend(self, num_rounds: int = 3) -> None:
         """Find good prices, one row at a time, and then all of them again."""
-        num_rounds = 1 if len(self.rows) == 1 else 3
-        for _ in range(num_rounds):
+        for _ in range(1 if len(self.rows) == 1 else num_rounds):
             before = self.bound
             for k in range(len(self.rows)):
                 self._ascend(k)
-            if self.bound <= before * (1 + 1e-9):
+            if self.bound <= before * (1 + _TOLERANCE):
                 break
         self.chosen = self._evaluate(self.prices)
 
@@ -145,40 +164,56 @@ class Relaxation:
         self._incumbent.offer(chosen)
         return chosen
 
-    def _line(self, chosen: Ints, prices: Floats, k: int) -> tuple[float, float]:
-        """The bound that one choice gives as a line in the price of row `k`: its value at 0, and its slope."""
+    def _line(self, chosen: Ints, prices: Floats, k: int) -> "_Line":
+        """The bound that one choice gives as a line in the price of row `k`."""
         over = self.terms[:, np.arange(self._chain.num_units), chosen].sum(axis=1) - self.caps
         rest = prices.copy()
         rest[k] = 0.0
-        return self._chain.cost(chosen) + float(rest @ over), float(over[k])
+        return _Line(chosen, self._chain.cost(chosen) + float(rest @ over), float(over[k]))
+
+    def _line_at(self, price: float, prices: Floats, k: int) -> "_Line":
+        """That of the cheapest choice at a price of row `k`, which is set in `prices`."""
+        prices[k] = price
+        return self._line(self._evaluate(prices), prices, k)
 
     def _ascend(self, k: int) -> None:
         """The best price of row `k`, those of the others as they are: where two lines cross, again and again."""
         prices = self.prices.copy()
-        prices[k] = 0.0
-        low = self._evaluate(prices)
-        value_low, slope_low = self._line(low, prices, k)
-        if slope_low <= 0:
-            return
-        high = np.where(self._chain.is_open, self.terms[k], np.inf).argmin(axis=1)
-        self._incumbent.offer(high)
-        value_high, slope_high = self._line(high, prices, k)
+        low, high = self._bracket(prices, k)
+        if low is None:
+            low = self._line_at(0.0, prices, k)
+            if low.slope <= 0:
+                return
+        if high is None:
+            least = np.where(self._chain.is_open, self.terms[k], np.inf).argmin(axis=1)
+            self._incumbent.offer(least)
+            high = self._line(least, prices, k)
         for _ in range(_MAX_STEPS):
-            if slope_high >= slope_low:
+            if high.slope >= low.slope:
                 break
-            prices[k] = (value_high - value_low) / (slope_low - slope_high)
-            if prices[k] <= 0:
+            price = (high.value - low.value) / (low.slope - high.slope)
+            if price <= 0:
                 break
-            chosen = self._evaluate(prices)
-            value, slope = self._line(chosen, prices, k)
-            crossing = value_low + prices[k] * slope_low
-            if value + prices[k] * slope >= crossing - 1e-12 * abs(crossing):
+            line = self._line_at(price, prices, k)
+            crossing = low.value + price * low.slope
+            if line.value + price * line.slope >= crossing - _TOLERANCE * abs(crossing):
                 break
-            if slope > 0:
-                low, value_low, slope_low = chosen, value, slope
-            else:
-                high, value_high, slope_high = chosen, value, slope
-        self._incumbent.splice(low, high)
+            low, high = (line, high) if line.slope > 0 else (low, line)
+        self._incumbent.splice(low.chosen, high.chosen)
+
+    def _bracket(self, prices: Floats, k: int) -> tuple["_Line | None", "_Line | None"]:
+        """Lines of choices on both sides of the limit, near the price that row `k` has; None where none is near."""
+        price, low, high = float(prices[k]), None, None
+        if price <= 0:
+            return None, None
+        line = self._line_at(price, prices, k)
+        is_too_low = line.slope > 0
+        for factor in _BRACKET:
+            low, high = (line, high) if line.slope > 0 else (low, line)
+            if low is not None and high is not None:
+                break
+            line = self._line_at(price * factor if is_too_low else price / factor, prices, k)
+        return low, high
 
     def tighten(self) -> None:
         """Close options that only choices no better than the incumbent have, and round the rows' limits down.
@@ -191,13 +226,14 @@ class Relaxation:
             num_open = int(self._chain.is_open.sum())
             self._chain.close(closes)
             caps = np.array([self._rounded_cap(k) for k in range(len(self.rows))])
-            if int(self._chain.is_open.sum()) == num_open and (caps == self.caps).all():
+            num_closed = num_open - int(self._chain.is_open.sum())
+            if num_closed <= _ENOUGH_CLOSED * num_open and (caps == self.caps).all():
                 return
             if not self._chain.is_open.any(axis=1).all():
                 self.bound = self._incumbent.cost
                 return
             self.caps = caps
-            self.ascend()
+            self.ascend(num_rounds=1)
 
     def _through(self) -> Floats:
         """For each option of each unit, a bound for all choices that have it."""

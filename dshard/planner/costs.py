@@ -69,6 +69,7 @@ class UnitCosts:
         gradients_transient_bytes: The same once it has computed a gradient of a parameter; None for no less. Below 0
             where some of its activations are gone by then.
         optimizer_s: The optimizer's step on the whole unit; a shard's share takes its share of that.
+        optimizer_start_s: More that it takes for the unit, however little of it a rank holds.
         slice_overhead_s: What each further slice costs, in forward and in backward, under `split`.
         is_used_in_backward: Whether its backward uses its parameters. That of an embedding does not, nor that of a
             first linear layer, whose input takes no gradient: they are not gathered for it.
@@ -84,12 +85,13 @@ class UnitCosts:
     backward_transient_bytes: int = 0
     gradients_transient_bytes: int | None = None
     optimizer_s: float = 0.0
+    optimizer_start_s: float = 0.0
     slice_overhead_s: float = 0.0
     is_used_in_backward: bool = True
     source: str = "given"
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "optimizer_s", "slice_overhead_s"):
+        for name in ("forward_s", "backward_s", "optimizer_s", "optimizer_start_s", "slice_overhead_s"):
             _at_least_zero(self.name, name, getattr(self, name))
         for name in ("activation_bytes", "forward_transient_bytes", "backward_transient_bytes"):
             _at_least_zero(self.name, name, getattr(self, name))

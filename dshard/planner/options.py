@@ -132,7 +132,7 @@ def option_of(unit: UnitCosts, strategy: Strategy, cluster: Cluster, num_backwar
         backward_comm_s=times.backward_comm_s,
         reduce_s=times.reduce_s,
         reduce_early_s=0.0 if waits else times.reduce_s,
-        optimizer_s=unit.optimizer_s * sizes.share,
+        optimizer_s=unit.optimizer_s * sizes.share + unit.optimizer_start_s,
     )
 
 

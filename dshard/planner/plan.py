@@ -234,7 +234,7 @@ class Plan:
 
 
 def _scaled_model(model: ModelCosts, factor: float) -> ModelCosts:
-    names = ("forward_s", "backward_s", "optimizer_s", "slice_overhead_s")
+    names = ("forward_s", "backward_s", "optimizer_s", "optimizer_start_s", "slice_overhead_s")
     units = (replace(unit, **{name: getattr(unit, name) * factor for name in names}) for unit in model.units)
     return replace(model, units=tuple(units))
 

@@ -12,7 +12,7 @@ from dshard.planner.costs import Cluster, Link, Links, ModelCosts, ParamCosts, U
 from dshard.planner.devices import Device
 from dshard.planner.traces import Trace
 
-__all__ = ["Training", "UnitTimes", "cluster_of", "costs_of"]
+__all__ = ["Overhead", "Training", "UnitTimes", "cluster_of", "costs_of"]
 
 _START_S = 6.6e-6  # of a collective: torch/distributed/tensor/_collective_utils.py
 
@@ -46,6 +46,21 @@ class UnitTimes:
     backward_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Seconds that the host takes per parameter, beside what computes.
+
+    Args:
+        forward_s: For its use in forward.
+        backward_s: For its use in backward, and for its gradient.
+        optimizer_s: For its step, all that does not depend on its size.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
+
+
 def costs_of(
     trace: Trace,
     model: nn.Module,
@@ -54,6 +69,7 @@ def costs_of(
     device: Device | None = None,
     times: Sequence[UnitTimes] | None = None,
     optimizer_s_per_byte: float = 0.0,
+    overhead: Overhead = Overhead(),  # noqa: B008 - frozen
     batch_size: int = 1,
 ) -> ModelCosts:
     """Costs of a model's step, units in the order in which forward uses them.
@@ -68,6 +84,7 @@ def costs_of(
         device: Tells times from operations, unless they are given.
         times: Measured ones, for each part of the trace.
         optimizer_s_per_byte: Of what an optimizer's step reads and writes; a device tells its own.
+        overhead: Of dshard itself, for each parameter: what it adds to measured times.
         batch_size: Samples of the traced step.
 
     Raises:
@@ -84,20 +101,19 @@ def costs_of(
     units = []
     for place, i in enumerate(trace.order):
         own = [_param_costs(name, params[name], training, splittable) for name in trace.parts[i].params]
-        touched = sum(
-            p.numel * (2 * p.stored_itemsize + p.stored_itemsize + 2 * p.state_bytes_per_element) for p in own
-        )
+        num_trained = sum(1 for p in own if p.grad_itemsize)
         units.append(
             UnitCosts(
                 name=trace.parts[i].label,
                 params=tuple(own),
-                forward_s=times[i].forward_s,
-                backward_s=times[i].backward_s,
+                forward_s=times[i].forward_s + overhead.forward_s * len(own),
+                backward_s=times[i].backward_s + overhead.backward_s * num_trained,
                 activation_bytes=memory[place].kept,
                 forward_transient_bytes=memory[place].forward,
                 backward_transient_bytes=memory[place].backward,
                 gradients_transient_bytes=memory[place].gradients,
-                optimizer_s=touched * optimizer_s_per_byte,
+                optimizer_s=_touched_bytes(own) * optimizer_s_per_byte,
+                optimizer_start_s=overhead.optimizer_s * num_trained,
                 slice_overhead_s=device.efficiency.kernel_s if device is not None else 2e-5,
                 is_used_in_backward=i not in trace.unused_in_backward,
                 source="measured" if device is None else f"traced, {device.name}",
@@ -112,6 +128,11 @@ def costs_of(
         steps_together=training.steps_together,
         source=units[0].source if units else "traced",
     )
+
+
+def _touched_bytes(params: Sequence[ParamCosts]) -> int:
+    """What an optimizer's step reads and writes: parameters and states both, gradients are read."""
+    return sum(p.numel * (3 * p.stored_itemsize + 2 * p.state_bytes_per_element) for p in params)
 
 
 def _times_of(trace: Trace, device: Device) -> list[UnitTimes]:

@@ -10,8 +10,9 @@ from dshard.planner.bounds import Incumbent, Relaxation
 from dshard.planner.chain import Chain
 from dshard.planner.costs import Cluster, ModelCosts
 from dshard.planner.labels import TOLERANCE, Search, search
-from dshard.planner.memory import Ints
+from dshard.planner.memory import Ints, peak_bytes
 from dshard.planner.smallest import smallest_peak
+from dshard.planner.ties import at_rest
 from dshard.policies import Strategy
 
 __all__ = ["BatchSolution", "Certificate", "Solution", "solve", "solve_batch"]
@@ -129,15 +130,17 @@ def solve(
     bounds = _solve_chain(chain.copy(), limit_bytes, incumbent, max_labels)
     if incumbent.chosen is None:
         raise _does_not_fit(model, chain, known, limit_bytes)
+    found = tuple(known[option] for option in incumbent.chosen)
+    chosen = at_rest(model, cluster, known, found, limit_bytes)
     certificate = Certificate(
         incumbent.cost,
         min(bounds.proven, incumbent.cost),
         min(bounds.relaxed, incumbent.cost),
-        chain.peak_bytes(incumbent.chosen),
+        chain.peak_bytes(incumbent.chosen) if chosen == found else peak_bytes(model, chosen, cluster),
         limit_bytes,
         bounds.num_labels,
     )
-    return Solution(tuple(known[option] for option in incumbent.chosen), certificate)
+    return Solution(chosen, certificate)
 
 
 @dataclass(frozen=True, slots=True)

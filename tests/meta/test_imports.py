@@ -22,8 +22,10 @@ _CORE = (
     "nodes",
     "planner",
     "links",
-    "planning",
+    "plan_units",
     "api",
+    "overhead",
+    "planning",
 )
 
 # What each part may import, besides itself. "" is `dshard/__init__.py`: the public names.
@@ -40,9 +42,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "switch": ("errors", "layout", "policies", "collectives", "tensor", "runtime"),
     "nodes": ("errors", "collectives", "tensor"),
     "compat": ("errors", "layout", "policies", "collectives", "tensor", "runtime"),
-    "api": ("errors", "layout", "policies", "collectives", "tensor", "runtime", "clip", "planner", "planning"),
+    "plan_units": ("errors", "runtime", "planner"),
+    "api": ("errors", "layout", "policies", "collectives", "tensor", "runtime", "clip", "planner", "plan_units"),
+    "overhead": ("collectives", "tensor", "planner", "api"),
     "links": ("errors", "layout", "policies", "collectives", "tensor", "planner"),
-    "planning": ("errors", "layout", "policies", "collectives", "tensor", "runtime", "planner", "links"),
+    "planning": ("errors", "policies", "collectives", "tensor", "runtime", "planner", "links", "overhead"),
     "checkpoint": _CORE,
     "interop": (*_CORE, "checkpoint"),
     "testing": (*_CORE, "checkpoint", ""),

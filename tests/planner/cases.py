@@ -40,6 +40,7 @@ def units(draw, name):
         backward_transient_bytes=draw(num_bytes),
         gradients_transient_bytes=draw(st.none() | st.integers(-kept, 300_000)),
         optimizer_s=draw(seconds) / 10,
+        optimizer_start_s=draw(seconds) / 30,
         slice_overhead_s=draw(seconds) / 50,
         is_used_in_backward=draw(st.sampled_from([True, True, False])),
     )

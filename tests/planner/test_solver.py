@@ -70,7 +70,7 @@ def test_the_search_alone_finds_the_best_without_knowing_a_good_choice(model, cl
     limit = limits(data, every)
     chain = Chain.of(model, known, cluster)
     relaxation = Relaxation(chain, limit, Incumbent(chain, limit))
-    for row in data.draw(st.permutations(range(4 * len(model.units)))):
+    for row in data.draw(st.permutations(range(len(chain.rows.constant)))):
         relaxation.add(row)
     if has_prices:
         relaxation.ascend()
@@ -140,7 +140,7 @@ def test_a_hundred_layers_alike_or_not_are_solved_to_the_end(part):
     ):
         solution = solve(model, hosts(), FAMILIES, between(model, hosts(), part))
         assert solution.certificate.gap == 0
-        assert solution.certificate.relaxed_gap < 1e-2
+        assert solution.certificate.relaxed_gap < 2e-2
         for name in FAMILIES:  # no single strategy that fits is better
             if peak_bytes(model, [name] * 100, hosts()) <= solution.certificate.limit_bytes:
                 assert solution.certificate.step_s <= step_time(model, [name] * 100, hosts()) * SLACK
@@ -158,10 +158,28 @@ def test_the_slices_of_a_wide_unit_make_it_fit():
     wide = UnitCosts("head", (ParamCosts("head.weight", 8192, 8192, can_split=True),), 1e-3, 2e-3)
     model, cluster = ModelCosts((layer(0), wide, layer(1))), hosts()
     limit = peak_bytes(model, ["full", "split(4)", "full"], cluster)
-    with pytest.raises(PlanError, match=r"too many, in the backward of head; most of it is of head \("):
+    with pytest.raises(PlanError, match=r"too many, in the gradients of head; most of it is of head \("):
         solve(model, cluster, ("ddp", "keep", "full"), limit)
     solution = solve(model, cluster, ("ddp", "keep", "full", "split(4)"), limit)
     assert str(solution.strategies[1]) == "split(4)"
+
+
+def test_of_choices_that_take_as_long_copies_stay_where_all_of_them_fit():
+    weight = ParamCosts("w", 512, 512, step_bytes_per_element=40)  # the peak is in the optimizer's step
+    first = UnitCosts("0", (weight,), 1e-3, 2e-3, is_used_in_backward=False)
+    model = ModelCosts((first, *(UnitCosts(str(i), (weight,), 1e-3, 2e-3) for i in range(1, 4))))
+    cluster, names = Cluster(4, 4, Links.of(Link(1e-5, 1e-9))), ("zero1", "zero2", "keep", "full")
+    peaks = {name: peak_bytes(model, [name] * 4, cluster) for name in names}
+    assert peaks["keep"] < peaks["zero1"]
+    for limit, texts in (
+        (peaks["zero1"], ["zero1"] * 4),
+        (peaks["zero1"] - 1, ["full", "zero1", "zero1", "zero1"]),  # the first one is gathered once either way
+        (peaks["keep"], ["full", "keep", "keep", "keep"]),
+    ):
+        solution = solve(model, cluster, names, limit)
+        assert list(map(str, solution.strategies)) == texts
+        assert solution.certificate.peak_bytes <= limit
+        assert solution.certificate.gap < 1e-8
 
 
 def test_what_does_not_fit_is_an_error_that_says_by_how_many_bytes_and_where():
@@ -170,7 +188,7 @@ def test_what_does_not_fit_is_an_error_that_says_by_how_many_bytes_and_where():
     with pytest.raises(PlanError) as raised:
         solve(model, cluster, ("keep", "full"), least - 7)
     assert re.search(
-        rf"into {least - 7} bytes, .* {least} bytes, 7 too many, in the backward of layers", str(raised.value)
+        rf"into {least - 7} bytes, .* {least} bytes, 7 too many, in the gradients of layers", str(raised.value)
     )
     assert "Use a smaller batch" in str(raised.value)
 

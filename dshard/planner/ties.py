@@ -1,0 +1,50 @@
+"""Between choices that are predicted to take as long: the one that moves least."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dshard.planner.costs import Cluster, ModelCosts, UnitCosts
+from dshard.planner.memory import peak_bytes
+from dshard.planner.timeline import step_time
+from dshard.policies import Strategy
+
+__all__ = ["at_rest"]
+
+_TOLERANCE = 1e-9
+
+
+def at_rest(
+    model: ModelCosts,
+    cluster: Cluster,
+    known: Sequence[Strategy],
+    chosen: Sequence[Strategy],
+    limit_bytes: int,
+) -> tuple[Strategy, ...]:
+    """The same, or copies that are gathered once per step stay for good, if all of them fit and no time is lost.
+
+    A copy that is freed after its backward takes memory anew in the next step, which no model of collectives counts.
+
+    Args:
+        model: Costs of its units.
+        cluster: Devices and links.
+        known: The strategies that a unit may have.
+        chosen: One per unit.
+        limit_bytes: Of the peak.
+    """
+    for reaches_full in (True, False):
+        pairs = zip(model.units, chosen, strict=True)
+        changed = tuple(_staying(unit, strategy, known, reaches_full=reaches_full) for unit, strategy in pairs)
+        if changed == tuple(chosen) or peak_bytes(model, changed, cluster) > limit_bytes:
+            continue
+        if step_time(model, changed, cluster) <= step_time(model, chosen, cluster) * (1 + _TOLERANCE):
+            return changed
+    return tuple(chosen)
+
+
+def _staying(unit: UnitCosts, strategy: Strategy, known: Sequence[Strategy], *, reaches_full: bool) -> Strategy:
+    """What stays, in the place of `keep`; and of `full`, for a unit that its backward does not use."""
+    is_once = strategy.base == "full" and not unit.is_used_in_backward and strategy.num_slices == 1
+    if strategy.base != "keep" and not (is_once and reaches_full):
+        return strategy
+    others = (replace(strategy, base=base) for base in ("zero1", "zero2"))
+    return next((other for other in others if other in known), strategy)
