@@ -99,15 +99,20 @@ def launch(arguments: Sequence[str]) -> int:
     return max(process.wait() for process in processes)
 
 
-def plans(ids: Tensor) -> dict[str, Plan]:
-    """The best plan, and the best that needs no more memory than `hybrid(2)` does, by links measured here."""
+def plans(ids: Tensor) -> tuple[dict[str, Plan], dict[str, float]]:
+    """The best plan, and the best that needs no more memory than `hybrid(2)` does, by links measured here.
+
+    Also predicted milliseconds of these and of each strategy alone.
+    """
     mesh = default_mesh()
     with tempfile.TemporaryDirectory() as folder:
         cluster = measure_links(mesh, path=Path(folder) / "links.json")
     profile = Profile(GPT(SIZE), (ids[:, :-1],), device=None, training=Training(), mesh=mesh)
     limit = profile.given(cluster, "hybrid(2)").peak_bytes
     limits = {"the plan": 1 << 40, "the plan, in hybrid(2)'s memory": limit}
-    return {name: profile.plan(cluster, memory=most, strategies=STRATEGIES) for name, most in limits.items()}
+    planned = {name: profile.plan(cluster, memory=most, strategies=STRATEGIES) for name, most in limits.items()}
+    alone = {name: profile.given(cluster, name) for name in STRATEGIES}
+    return planned, {name: plan.step_s * 1e3 for name, plan in (alone | planned).items()}
 
 
 def variant(name: str, ids: Tensor, planned: Mapping[str, Plan]) -> Step:
@@ -175,16 +180,20 @@ def measure(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     links = link_ms(options.rounds)
     ids = torch.randint(0, SIZE.vocab, (BATCH, TOKENS + 1))
-    planned = plans(ids)
+    planned, predicted = plans(ids)
     variants = {name: variant(name, ids, planned) for name in (*STRATEGIES, *planned, *PEERS)}
     numel = sum(p.numel() for p in GPT(SIZE).parameters())
     samples = interleave(variants, num_rounds=options.rounds, num_warmups=3)
     rows = {name: summary(some) for name, some in samples.items()}
     for name, step in variants.items():
         rows[name]["sent_mb"] = sent_bytes(step) / 1e6
+        rows[name]["predicted_ms"] = predicted.get(name)
     if dist.get_rank() == 0:
         print(f"\nall-reduce of {MESSAGE_BYTES >> 20} MB\n{timing_table(links)}")
         print(f"\na step, {4 * numel / 1e6:.1f} MB of parameters\n{timing_table(rows, with_exposed=True)}")
+        print("\npredicted, and by how much that is off")
+        for name, seconds in predicted.items():
+            print(f"{name:<32}{seconds:8.1f} ms {seconds / (rows[name]['median_ms'] or 1.0) - 1:+8.0%}")
         for name, plan in planned.items():
             print(f"\n{name}: {plan}")
         print("\nMB that a host sends to the other one in a step")

@@ -26,6 +26,7 @@ from dshard.nodes import init_hybrid_mesh
 from dshard.planner import Plan
 from dshard.planning import plan
 from dshard.policies import Strategy
+from dshard.report import plan_report
 from dshard.runtime.module import FSDPModule, UnshardHandle
 from dshard.scope import gathered, iter_full
 from dshard.switch import set_strategy
@@ -59,6 +60,7 @@ __all__ = [
     "load_safetensors",
     "no_sync",
     "plan",
+    "plan_report",
     "register_fsdp_forward_method",
     "save_safetensors",
     "set_strategy",

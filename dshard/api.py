@@ -13,6 +13,7 @@ from dshard.errors import StateError
 from dshard.plan_units import units_of
 from dshard.planner import Plan
 from dshard.policies import Offload, PrecisionRules, StrategyRules, reshard_choice
+from dshard.report import PlanReport
 from dshard.runtime import Runtime
 from dshard.runtime.auto_units import UnitPlan
 from dshard.runtime.buffers import broadcast_buffers, check_buffers
@@ -100,7 +101,8 @@ def fully_shard(
             "split(q)" for weights of layers that are gathered and used in `q` slices, or a `Strategy`; or a dict of
             those by patterns of parameter names, of which the first that matches decides, as in
             `{"*embed*": "ddp", "layers.*": "full"}`. `set_strategy` changes it between two steps.
-        plan: What `dshard.plan` made for this model and as many ranks: its units, and the strategy of each.
+        plan: What `dshard.plan` made for this model and as many ranks: its units, and the strategy of each. After the
+            third step the logger "dshard", and `plan_report(model)`, say how the first steps compare with it.
 
     Returns:
         `module` itself, whose class is now a subclass of `FSDPModule` too.
@@ -144,6 +146,7 @@ def fully_shard(
     _convert_planned(planned, ignored, names, conversion)
     runtime = _convert(modules, ignored, names, conversion, reshard, memory_budget)
     _handle_buffers(modules, group, runtime, buffers)
+    runtime.plan_report = PlanReport(modules[0], runtime, plan) if plan is not None else None
     return module
 
 

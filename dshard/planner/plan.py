@@ -13,6 +13,7 @@ from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitCosts
 from dshard.planner.memory import moments
 from dshard.planner.records import of_record, to_record
 from dshard.planner.solver import Certificate, solve
+from dshard.planner.ties import MEASURED
 from dshard.planner.timeline import Timeline, simulate, step_time
 from dshard.policies import Strategy
 
@@ -227,7 +228,7 @@ class Plan:
         )
         cluster = _scaled_cluster(self.cluster, factor)
         limit = self.certificate.limit_bytes if memory_bytes is None else memory_bytes
-        solution = solve(model, cluster, self.candidates, limit)
+        solution = solve(model, cluster, self.candidates, limit, tolerance=MEASURED)
         return replace(
             self, model=model, cluster=cluster, strategies=solution.strategies, certificate=solution.certificate
         )

@@ -69,7 +69,7 @@ def costs_of(
     device: Device | None = None,
     times: Sequence[UnitTimes] | None = None,
     optimizer_s_per_byte: float = 0.0,
-    overhead: Overhead = Overhead(),  # noqa: B008 - frozen
+    overhead: Overhead = Overhead(),
     batch_size: int = 1,
 ) -> ModelCosts:
     """Costs of a model's step, units in the order in which forward uses them.

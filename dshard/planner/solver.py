@@ -12,7 +12,8 @@ from dshard.planner.costs import Cluster, ModelCosts
 from dshard.planner.labels import TOLERANCE, Search, search
 from dshard.planner.memory import Ints, peak_bytes
 from dshard.planner.smallest import smallest_peak
-from dshard.planner.ties import at_rest
+from dshard.planner.ties import at_rest, simplest
+from dshard.planner.timeline import step_time
 from dshard.policies import Strategy
 
 __all__ = ["BatchSolution", "Certificate", "Solution", "solve", "solve_batch"]
@@ -103,6 +104,7 @@ def solve(
     limit_bytes: int | None = None,
     *,
     max_labels: int = _MAX_LABELS,
+    tolerance: float = 0.0,
 ) -> Solution:
     """The strategies with the shortest step whose peak fits.
 
@@ -112,6 +114,7 @@ def solve(
         strategies: Those that each unit may have.
         limit_bytes: Of the peak; that of the devices by default.
         max_labels: Size of a search, beyond which it drops the least promising, and the gap may stay above 0.
+        tolerance: One strategy for all units is preferred to a mix that takes less time by no more than this part.
 
     Raises:
         PlanError: Nothing fits: by how many bytes, and which units cause it. Or there is nothing to choose.
@@ -131,9 +134,10 @@ def solve(
     if incumbent.chosen is None:
         raise _does_not_fit(model, chain, known, limit_bytes)
     found = tuple(known[option] for option in incumbent.chosen)
-    chosen = at_rest(model, cluster, known, found, limit_bytes)
+    simple = simplest(model, cluster, known, limit_bytes, incumbent.cost * (1 + tolerance)) if tolerance else None
+    chosen = at_rest(model, cluster, known, simple or found, limit_bytes)
     certificate = Certificate(
-        incumbent.cost,
+        step_time(model, chosen, cluster) if simple else incumbent.cost,
         min(bounds.proven, incumbent.cost),
         min(bounds.relaxed, incumbent.cost),
         chain.peak_bytes(incumbent.chosen) if chosen == found else peak_bytes(model, chosen, cluster),

@@ -1,4 +1,4 @@
-"""Between choices that are predicted to take as long: the one that moves least."""
+"""Between choices that are predicted to take about as long: the one that is simplest, and moves least."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,9 +8,23 @@ from dshard.planner.memory import peak_bytes
 from dshard.planner.timeline import step_time
 from dshard.policies import Strategy
 
-__all__ = ["at_rest"]
+__all__ = ["MEASURED", "at_rest", "simplest"]
 
 _TOLERANCE = 1e-9
+MEASURED = 0.02  # of a step: measured costs are not known better
+
+
+def simplest(
+    model: ModelCosts, cluster: Cluster, known: Sequence[Strategy], limit_bytes: int, most_s: float
+) -> tuple[Strategy, ...] | None:
+    """The fastest single strategy, if it fits and its step takes no longer than `most_s`; None if there is none."""
+    steps = {}
+    for strategy in known:
+        same = (strategy,) * len(model.units)
+        if peak_bytes(model, same, cluster) <= limit_bytes:
+            steps[same] = step_time(model, same, cluster)
+    best = min(steps, key=steps.__getitem__, default=None)
+    return best if best is not None and steps[best] <= most_s else None
 
 
 def at_rest(

@@ -55,6 +55,8 @@ class Runtime:
         self.strategies = StrategyRules()  # set since `fully_shard`, for parameters that come later
         self.split: Callable[[], None] | None = None  # forms units at the first use; set for a root that has just one
         self.sync_buffers: list[Callable[[], None]] = []  # at the start of each training forward
+        self.on_training_forward: Callable[[], None] | None = None  # called when one starts, if not compiled
+        self.plan_report: object = None  # what watches the first steps under a plan
         self._gathered: dict[Unit, None] = {}
         self._ahead: dict[Unit, None] = {}  # gathered ahead, and not touched since
         self._loose: Unit | None = None  # gathered outside of a forward
@@ -299,6 +301,8 @@ class Runtime:
         self.pool.mark()
         settle(self._groups(), _MAX_UNSETTLED)
         if torch.is_grad_enabled():
+            if self.on_training_forward is not None:
+                self.on_training_forward()
             self.late.take_in()
             for sync in self.sync_buffers if root.training else ():
                 sync()

@@ -1,11 +1,15 @@
 """`fully_shard(plan=)`: a model is cut and gathered as its plan says, and trains to the same bits as any other way."""
 
+import contextlib
+import logging
+import pickle
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import dshard
 from dshard.cli.gpt import GPT, GPTConfig
@@ -122,3 +126,58 @@ def refused(kind):
 def test_a_plan_for_something_else_is_refused(worlds: WorldPool, kind, message):
     for said in worlds.run(2, refused, kind):
         assert said.startswith(message)
+
+
+def reported(num_backwards: int, with_profiler: bool, pickles: bool) -> dict[str, object]:
+    """What is said after each step under a plan, and what else there is to know of a report."""
+    model = build()
+    plan = plan_of(model, ["keep"])
+    dshard.fully_shard(model, plan=plan)
+    model = pickle.loads(pickle.dumps(model)) if pickles else model
+    optimizer, other = torch.optim.AdamW(model.parameters()), torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    logger = logging.getLogger("dshard")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    texts = []
+    before = len(_global_optimizer_post_hooks)
+    try:
+        with torch.profiler.profile() if with_profiler else contextlib.nullcontext():
+            for _ in range(5):
+                for _ in range(num_backwards):
+                    model(tokens()).sum().backward()
+                    other.step()  # that of another model ends no step
+                optimizer.step()
+                optimizer.zero_grad()
+                texts.append(None if dshard.plan_report(model) is None else str(dshard.plan_report(model)))
+    finally:
+        logger.removeHandler(handler)
+    report = dshard.plan_report(model)
+    return {
+        "after": [text is not None for text in texts],
+        "said": [str(report) in record.getMessage() for record in said],
+        "predicted": report is not None and report.predicted.step_s == plan.step_s,
+        "step_s": report.measured.step_s if report is not None else None,
+        "peak": report.measured.peak_bytes if report is not None else None,
+        "held": sum(p.to_local().nbytes for p in model.parameters()),
+        "hooks": len(_global_optimizer_post_hooks) - before,
+    }
+
+
+@pytest.mark.parametrize("num_backwards", [1, 2])
+def test_the_first_steps_are_compared_with_the_plan_once(worlds: WorldPool, num_backwards):
+    for found in worlds.run(2, reported, num_backwards, False, False):
+        assert found["after"] == [False, False, True, True, True]
+        assert (found["said"], found["predicted"]) == ([True], True)
+        assert found["hooks"] < 0  # it has let go of the optimizers, as those of models that are gone have
+        assert 0 < found["step_s"] < 60
+        assert 3 * found["held"] < found["peak"] < 1 << 30  # parameters and two states, and what comes and goes
+
+
+def test_no_peak_is_counted_beside_a_profiler_and_copies_do_not_report(worlds: WorldPool):
+    for found in worlds.run(2, reported, 1, True, False):
+        assert (found["after"][-1], found["said"], found["peak"]) == (True, [True], None)
+    for found in worlds.run(2, reported, 1, False, True):
+        assert (found["after"], found["said"]) == ([False] * 5, [])

@@ -36,6 +36,7 @@ PUBLIC_NAMES = [
     "load_safetensors",
     "no_sync",
     "plan",
+    "plan_report",
     "register_fsdp_forward_method",
     "save_safetensors",
     "set_strategy",

@@ -182,6 +182,30 @@ def test_of_choices_that_take_as_long_copies_stay_where_all_of_them_fit():
         assert solution.certificate.gap < 1e-8
 
 
+@ALWAYS
+@given(models(4), clusters(), SOME_NAMES, st.sampled_from([0.02, 0.5]), st.data())
+def test_a_single_strategy_that_costs_hardly_more_is_preferred(model, cluster, names, tolerance, data):
+    every = every_choice(model, cluster, names)
+    limit = limits(data, every)
+    best = min((seconds for seconds, peak in every if peak <= limit), default=None)
+    if best is None:
+        return
+    solution = solve(model, cluster, names, limit, tolerance=tolerance)
+    singles = [
+        [name] * len(model.units) for name in names if peak_bytes(model, [name] * len(model.units), cluster) <= limit
+    ]
+    steps = [step_time(model, single, cluster) for single in singles]
+    least = min(steps, default=math.inf)
+    certificate = solution.certificate
+    assert certificate.step_s == pytest.approx(step_time(model, solution.strategies, cluster), rel=1e-9, abs=1e-15)
+    assert certificate.peak_bytes == peak_bytes(model, solution.strategies, cluster) <= limit
+    assert certificate.lower_bound_s <= best * SLACK + 1e-15
+    if least <= best * (1 + tolerance) * (1 - 1e-9):
+        assert certificate.step_s <= least * SLACK + 1e-15
+    elif least > best * (1 + tolerance) * SLACK:
+        assert certificate.step_s == pytest.approx(best, rel=1e-9, abs=1e-15)
+
+
 def test_what_does_not_fit_is_an_error_that_says_by_how_many_bytes_and_where():
     model, cluster = ModelCosts((layer(0), layer(1))), hosts()
     least = peak_bytes(model, ["full"] * 2, cluster)
