@@ -1,5 +1,6 @@
 """What a plan predicted against what the first steps under it took: said once, without being asked."""
 
+import functools
 import logging
 import time
 import weakref
@@ -23,6 +24,18 @@ _TIMED, _COUNTED = (
 _MAX_STEPS = 8  # of the optimizer; of a model that never says when it starts, a compiled one, there is no report
 
 log = logging.getLogger("dshard")
+_watching: list["PlanReport"] = []
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Once, and for good: torch cannot let go of such a hook while it runs."""
+    register_optimizer_step_post_hook(_on_step)
+
+
+def _on_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for report in _watching:
+        report.end(optimizer)
 
 
 class PlanReport:
@@ -48,7 +61,8 @@ class PlanReport:
         self._step_s = 0.0
         self.comparison: Comparison | None = None
         runtime.on_training_forward = self._begin
-        self._handle = register_optimizer_step_post_hook(self._end)
+        _watch_optimizers()
+        _watching.append(self)
 
     def _begin(self) -> None:
         """A training forward of the model starts, of a step's first micro-batch or of a later one."""
@@ -59,7 +73,7 @@ class PlanReport:
         self._peak.synchronize()
         self._start_s = time.perf_counter()
 
-    def _end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def end(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
         model = self._model()
         own = {id(param) for param in model.parameters()} if model is not None else set()
@@ -88,7 +102,7 @@ class PlanReport:
         log.log(level, "the plan against the first steps:\n%s", self.comparison)
 
     def _stop(self) -> None:
-        self._handle.remove()
+        _watching.remove(self)
         self._peak.cancel()
         runtime = self._runtime()
         if runtime is not None and runtime.on_training_forward == self._begin:
