@@ -86,9 +86,10 @@ def measure_links(
 ) -> Cluster:
     """Measure the collectives that each strategy would use on a mesh.
 
-    On CPU all ranks compute while each step of one is under way, as in training, where the cores that compute copy too,
-    caches hold something else, and ranks are never quite in step: what counts is by how much it makes the computation
-    longer. Elsewhere collectives are timed alone. Gradients are packed in either.
+    On the CPUs of one host all ranks compute while each step of one is under way, as in training, where the cores that
+    compute copy too, caches hold something else, and ranks are never quite in step: what counts is by how much it makes
+    the computation longer. Elsewhere, where a network or a device does the work, collectives are timed alone.
+    Gradients are packed in either.
 
     All ranks get the same figures: those of the slowest. They are kept in a file of rank 0, and read from there by
     later calls on as many ranks of the same backend and host.
@@ -129,9 +130,10 @@ def measure_links(
     figures = _agreed(figures, shape, group)
     if figures is None:
         measured = torch.zeros(shape, dtype=torch.float64)
+        is_alone = group.device_type != "cpu" or per_host < num_ranks
         for i, part in enumerate(parts):
             own = group if part == num_ranks else group_of(mesh_within(mesh, part))
-            _measure_group(own, group, measured[i], sizes, num_rounds)
+            _measure_group(own, group, measured[i], sizes, num_rounds, is_alone=is_alone)
         figures = collectives.all_reduce([measured], group, ReduceOp.MAX, label="links").wait()[0]
         if group.rank == 0:
             _write(file, known, figures)
@@ -177,7 +179,9 @@ def _agreed(figures: Tensor | None, shape: tuple[int, ...], group: ShardGroup) -
     return None if bool((found < 0).any()) else found
 
 
-def _measure_group(own: ShardGroup, everyone: ShardGroup, out: Tensor, sizes: Sequence[int], num_rounds: int) -> None:
+def _measure_group(
+    own: ShardGroup, everyone: ShardGroup, out: Tensor, sizes: Sequence[int], num_rounds: int, *, is_alone: bool
+) -> None:
     """Seconds of each collective at each size, into `out` of shape (collectives, sizes).
 
     Gathers and reduce-scatters are among the group, all-reduces among its replicas, if it has any.
@@ -191,7 +195,7 @@ def _measure_group(own: ShardGroup, everyone: ShardGroup, out: Tensor, sizes: Se
             partial(_reduce, own, grads, bucket, pool),
             partial(_all_reduce, replicas, row, pool),
         )
-        seconds = _beside_computation_s if everyone.device_type == "cpu" else _alone_s
+        seconds = _alone_s if is_alone else _beside_computation_s
         for i, run in enumerate(runs):
             out[i, j] = seconds(run, everyone, num_rounds)
 
