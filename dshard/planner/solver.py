@@ -114,7 +114,8 @@ def solve(
         strategies: Those that each unit may have.
         limit_bytes: Of the peak; that of the devices by default.
         max_labels: Size of a search, beyond which it drops the least promising, and the gap may stay above 0.
-        tolerance: One strategy for all units is preferred to a mix that takes less time by no more than this part.
+        tolerance: One strategy for all units is preferred to a mix that takes less time by no more than this part, and
+            among several such the one that needs least memory.
 
     Raises:
         PlanError: Nothing fits: by how many bytes, and which units cause it. Or there is nothing to choose.

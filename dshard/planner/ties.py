@@ -17,14 +17,13 @@ MEASURED = 0.02  # of a step: measured costs are not known better
 def simplest(
     model: ModelCosts, cluster: Cluster, known: Sequence[Strategy], limit_bytes: int, most_s: float
 ) -> tuple[Strategy, ...] | None:
-    """The fastest single strategy, if it fits and its step takes no longer than `most_s`; None if there is none."""
-    steps = {}
-    for strategy in known:
-        same = (strategy,) * len(model.units)
-        if peak_bytes(model, same, cluster) <= limit_bytes:
-            steps[same] = step_time(model, same, cluster)
-    best = min(steps, key=steps.__getitem__, default=None)
-    return best if best is not None and steps[best] <= most_s else None
+    """Of the single strategies whose step takes no longer than `most_s`, that of least memory; None if none fits."""
+    found = {}
+    for same in ((strategy,) * len(model.units) for strategy in known):
+        peak, step_s = peak_bytes(model, same, cluster), step_time(model, same, cluster)
+        if peak <= limit_bytes and step_s <= most_s:
+            found[same] = peak, step_s
+    return min(found, key=found.__getitem__, default=None)
 
 
 def at_rest(
