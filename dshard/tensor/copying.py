@@ -72,13 +72,13 @@ def rebuild(
     requires_grad: bool,
     is_param: bool,
     precision: Precision | None,
-    base: tuple[DeviceMesh, int | None] | None = None,
+    own_place: tuple[DeviceMesh, int | None] | None = None,
 ) -> Any:
     """Unpickle."""
     inner = inner_of(layout)
     group = group_of(spec.mesh if inner is None else inner.data_mesh)
     out = cls.wrap(ShardCell(shard, layout, is_shared=True), spec, group, name=name)
-    out._precision, out._own_place = precision, base
+    out._precision, out._own_place = precision, own_place
     out.requires_grad_(requires_grad)
     if is_param:
         out._is_param = True
