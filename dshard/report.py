@@ -1,41 +1,25 @@
 """What a plan predicted against what the first steps under it took: said once, without being asked."""
 
-import functools
 import logging
 import time
 import weakref
-from typing import Any
 
-import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim import Optimizer
 
 from dshard.planner import Comparison, Measured, Plan
 from dshard.planner.measuring import StepPeak
 from dshard.runtime import Runtime
 from dshard.runtime.module import FSDPModule
+from dshard.runtime.standins import after_step
 
 __all__ = ["PlanReport", "plan_report"]
 
-_TIMED, _COUNTED = (
-    1,
-    2,
-)  # the second step: the first one learns the order of use; the one after it, for counting is slow
+# The second step is timed, since the first one learns the order of use; the third one is counted, for that is slow.
+_TIMED, _COUNTED = 1, 2
 _MAX_STEPS = 8  # of the optimizer; of a model that never says when it starts, a compiled one, there is no report
 
 log = logging.getLogger("dshard")
-_watching: list["PlanReport"] = []
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    """Once, and for good: torch cannot let go of such a hook while it runs."""
-    register_optimizer_step_post_hook(_on_step)
-
-
-def _on_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for report in _watching:
-        report.end(optimizer)
 
 
 class PlanReport:
@@ -61,8 +45,7 @@ class PlanReport:
         self._step_s = 0.0
         self.comparison: Comparison | None = None
         runtime.on_training_forward = self._begin
-        _watch_optimizers()
-        _watching.append(self)
+        after_step.append(self._end)
 
     def _begin(self) -> None:
         """A training forward of the model starts, of a step's first micro-batch or of a later one."""
@@ -73,7 +56,7 @@ class PlanReport:
         self._peak.synchronize()
         self._start_s = time.perf_counter()
 
-    def end(self, optimizer: torch.optim.Optimizer) -> None:
+    def _end(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
         model = self._model()
         own = {id(param) for param in model.parameters()} if model is not None else set()
@@ -102,7 +85,7 @@ class PlanReport:
         log.log(level, "the plan against the first steps:\n%s", self.comparison)
 
     def _stop(self) -> None:
-        _watching.remove(self)
+        after_step.remove(self._end)
         self._peak.cancel()
         runtime = self._runtime()
         if runtime is not None and runtime.on_training_forward == self._begin:

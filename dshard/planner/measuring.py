@@ -1,5 +1,6 @@
 """How long each part of a model takes in a real step on this machine."""
 
+import contextlib
 import gc
 import statistics
 import time
@@ -170,7 +171,8 @@ def _living_bytes() -> int:
     storages = {}
     for each in gc.get_objects():
         if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu":
-            storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor of some mode, which has no memory
+                storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
     return sum(storages.values())
 
 

@@ -6,7 +6,7 @@ the shards themselves. Whoever else looks in meanwhile (a closure, a hook) would
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -38,7 +38,9 @@ from dshard.tensor.cell import ShardCell
 from dshard.tensor.extended import is_extended
 from dshard.tensor.sharded_tensor import SHARDED
 
-__all__ = ["check_interrupted"]
+__all__ = ["after_step", "check_interrupted"]
+
+after_step: list[Callable[[Optimizer], object]] = []  # called with each optimizer that has stepped
 
 _ELEMENTWISE = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
 
@@ -172,9 +174,10 @@ def _forget_gradients(shards: list[Tensor]) -> None:
 
 def _end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     swap = _Current.swap
-    if swap is None or swap.optimizer is not optimizer:
-        return
-    _restore(swap)
+    if swap is not None and swap.optimizer is optimizer:
+        _restore(swap)
+    for listener in after_step:
+        listener(optimizer)
 
 
 def _restore(swap: _Swap) -> None:
