@@ -102,7 +102,7 @@ def fully_shard(
             those by patterns of parameter names, of which the first that matches decides, as in
             `{"*embed*": "ddp", "layers.*": "full"}`. `set_strategy` changes it between two steps.
         plan: What `dshard.plan` made for this model and as many ranks: its units, and the strategy of each. After the
-            third step the logger "dshard", and `plan_report(model)`, say how the first steps compare with it.
+            second step the logger "dshard", and `plan_report(model)`, say how that compares with it.
 
     Returns:
         `module` itself, whose class is now a subclass of `FSDPModule` too.

@@ -32,7 +32,7 @@ def measure_overhead(mesh: DeviceMesh) -> Overhead:
         Seconds per parameter, on the slowest rank.
 
     Communicates:
-        What `fully_shard` does, and an all-reduce of the figures.
+        What `fully_shard` and one step of such a chain do, and an all-reduce of the figures.
     """
     with torch.random.fork_rng(devices=[]):  # a program's random numbers stay what they are
         plain, sharded = _chain(), fully_shard(_chain(), mesh=mesh, strategy="ddp", sync=None)

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             training=target.training,
         )
     except DShardError as error:
-        raise UsageError(str(error).removeprefix("plan: ")) from error  # the command says who it is
+        raise UsageError.of(error) from error
     print(f"{target.sampled.name}: {target.sampled.num_params:,} parameters, {target.device.name}")
     print(planned.explain())
     if args.out is not None:

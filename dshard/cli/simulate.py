@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         found = simulated(target, args.world, args.strategy)
     except DShardError as error:
-        raise UsageError(str(error).removeprefix("plan: ")) from error  # the command says who it is
+        raise UsageError.of(error) from error
     print(f"{target.sampled.name}: {target.sampled.num_params:,} parameters, {target.device.name}")
     print(table(found, target.limit_bytes))
     if args.plot is not None:

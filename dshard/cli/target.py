@@ -102,7 +102,7 @@ def target_of(args: argparse.Namespace) -> Target:
         device.check(dtype)
         limit = device.limit_bytes if args.memory is None else parse_bytes(_number(args.memory), "--memory")
     except DShardError as error:
-        raise UsageError(str(error).removeprefix("plan: ")) from error  # the command says who it is
+        raise UsageError.of(error) from error
     from dshard.cli.models import build_model
 
     sampled = build_model(

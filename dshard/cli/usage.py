@@ -26,6 +26,11 @@ class UsageError(Exception):
         super().__init__(message)
         self.who = who
 
+    @classmethod
+    def of(cls, error: Exception) -> UsageError:
+        """What `dshard.plan` has raised, without its name ahead: the command says who it is."""
+        return cls(str(error).removeprefix("plan: "))
+
 
 class CommandParser(argparse.ArgumentParser):
     """An argument parser that raises `UsageError` where argparse prints its usage from every rank and exits."""

@@ -14,6 +14,7 @@ from dshard.planner.memory import Ints
 __all__ = ["Incumbent", "Relaxation"]
 
 _MAX_STEPS = 40
+_MAX_CLIMBS, _CLIMB = 12, 0.7
 _MAX_SWAPS = 200
 _NUM_TRIED = 16
 _MAX_TIGHTENINGS = 4
@@ -146,6 +147,23 @@ class Relaxation:
                 break
         self.chosen = self._evaluate(self.prices)
 
+    def _climb(self) -> None:
+        """Change all prices at once, along what rows exceed: one at a time gets stuck where several must move.
+
+        The length of a step is that after which a plane through here reaches the incumbent.
+
+        Source: B. T. Polyak, "Minimization of unsmooth functionals", 1969.
+        """
+        prices = self.prices.copy()
+        for number in range(_MAX_CLIMBS):
+            chosen = self._evaluate(prices)
+            over = self.terms[:, np.arange(self._chain.num_units), chosen].sum(axis=1) - self.caps
+            over = np.where((prices <= 0) & (over < 0), 0.0, over)
+            missing = self._incumbent.cost - self._chain.cost(chosen) - float(prices @ over)
+            if not np.isfinite(missing) or missing <= 0 or not over.any():
+                return
+            prices = np.maximum(prices + _CLIMB / (1 + number / 4) * missing * over / float(over @ over), 0.0)
+
     def _evaluate(self, prices: Floats) -> Ints:
         """The cheapest choice at these prices, and its value as a bound."""
         chain = self._chain
@@ -222,6 +240,8 @@ class Relaxation:
         those is of no use. Both keep every choice that is better than the incumbent.
         """
         for _ in range(_MAX_TIGHTENINGS):
+            if len(self.rows) > 1:
+                self._climb()
             closes = self._through() >= self._incumbent.cost * (1 - 1e-12)
             num_open = int(self._chain.is_open.sum())
             self._chain.close(closes)

@@ -18,7 +18,7 @@ from dshard.planner.profiles import UnitTimes
 from dshard.planner.steps import run_step, swapped, tensors
 from dshard.planner.traces import Part
 
-__all__ = ["StepPeak", "measure", "measure_step", "optimizer_seconds_per_byte"]
+__all__ = ["measure", "measure_step", "optimizer_seconds_per_byte"]
 
 _NUM_PARAMS, _NUMEL = 16, 1 << 17
 _ADAMW_BYTES = 28  # per element: reads a parameter, its gradient and two states, and writes all but the gradient
@@ -112,58 +112,20 @@ def measure_step(step: Callable[[], object], device: torch.device | str = "cpu",
         step()
         _synchronize(device)
         times.append(time.perf_counter() - start)
-    peak = StepPeak(device)
-    peak.start()
-    step()
-    return Measured(statistics.median(times[1:]), peak.stop())
-
-
-class StepPeak:
-    """The most bytes that live at one moment of a stretch of the program.
-
-    Args:
-        device: Where.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._held = 0
-        self._profile: Any = None
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        _synchronize(self._device)
-
-    def start(self) -> None:
-        """The stretch starts. On CPU nothing is counted if a profiler runs already."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-        elif not torch.autograd.profiler._is_profiler_enabled:
-            self._held = _living_bytes()
-            self._profile = torch.profiler.profile(profile_memory=True, acc_events=True)
-            self._profile.start()
-
-    def stop(self) -> int | None:
-        """The stretch ends; its peak, or None if it was not counted."""
-        if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device))
-        if self._profile is None:
-            return None
-        profiled, self._profile = self._profile, None
-        profiled.stop()
-        results = profiled.profiler.kineto_results if profiled.profiler is not None else None
-        changes = [event for event in results.events() if event.name() == "[memory]"] if results is not None else []
-        peak = alive = 0
-        for event in sorted(changes, key=lambda each: each.start_ns()):
-            alive += event.nbytes()
-            peak = max(peak, alive)
-        return self._held + peak
-
-    def cancel(self) -> None:
-        """Stop without a result, if it was started."""
-        if self._profile is not None:
-            profiled, self._profile = self._profile, None
-            profiled.stop()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return Measured(statistics.median(times[1:]), torch.cuda.max_memory_allocated(device))
+    held = _living_bytes()
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profiled:
+        step()
+    results = profiled.profiler.kineto_results if profiled.profiler is not None else None
+    changes = [event for event in results.events() if event.name() == "[memory]"] if results is not None else []
+    peak = alive = 0
+    for event in sorted(changes, key=lambda each: each.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return Measured(statistics.median(times[1:]), held + peak)
 
 
 def _living_bytes() -> int:

@@ -136,9 +136,10 @@ def solve(
         raise _does_not_fit(model, chain, known, limit_bytes)
     found = tuple(known[option] for option in incumbent.chosen)
     simple = simplest(model, cluster, known, limit_bytes, incumbent.cost * (1 + tolerance)) if tolerance else None
-    chosen = at_rest(model, cluster, known, simple or found, limit_bytes)
+    step_s = step_time(model, simple, cluster) if simple else incumbent.cost
+    chosen = at_rest(model, cluster, known, simple or found, limit_bytes, step_s)
     certificate = Certificate(
-        step_time(model, chosen, cluster) if simple else incumbent.cost,
+        step_s,
         min(bounds.proven, incumbent.cost),
         min(bounds.relaxed, incumbent.cost),
         chain.peak_bytes(incumbent.chosen) if chosen == found else peak_bytes(model, chosen, cluster),

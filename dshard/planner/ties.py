@@ -32,6 +32,7 @@ def at_rest(
     known: Sequence[Strategy],
     chosen: Sequence[Strategy],
     limit_bytes: int,
+    step_s: float,
 ) -> tuple[Strategy, ...]:
     """The same, or copies that are gathered once per step stay for good, if all of them fit and no time is lost.
 
@@ -43,13 +44,14 @@ def at_rest(
         known: The strategies that a unit may have.
         chosen: One per unit.
         limit_bytes: Of the peak.
+        step_s: That the chosen take.
     """
     for reaches_full in (True, False):
         pairs = zip(model.units, chosen, strict=True)
         changed = tuple(_staying(unit, strategy, known, reaches_full=reaches_full) for unit, strategy in pairs)
         if changed == tuple(chosen) or peak_bytes(model, changed, cluster) > limit_bytes:
             continue
-        if step_time(model, changed, cluster) <= step_time(model, chosen, cluster) * (1 + _TOLERANCE):
+        if step_time(model, changed, cluster) <= step_s * (1 + _TOLERANCE):
             return changed
     return tuple(chosen)
 

@@ -161,6 +161,7 @@ def test_what_is_wrong_is_one_line(refused, command, args, message):
 
 def test_what_fits_nowhere_is_refused_with_the_units_that_cause_it(refused):
     message = refused("plan", "gpt2", "--device", "titan-rtx", "--dtype", "float16", "--world", 8, "--memory", "200MB")
+    assert message.startswith("the peak must fit into 200000000 bytes, but")  # the command's name comes once
     assert "too many" in message
     assert "in the forward of blocks.11..norm; most of it is of " in message
     assert "--strategy plan" in refused("simulate", *TINY, "--world", 8, "--batch", "auto")

@@ -140,7 +140,7 @@ def test_a_hundred_layers_alike_or_not_are_solved_to_the_end(part):
     ):
         solution = solve(model, hosts(), FAMILIES, between(model, hosts(), part))
         assert solution.certificate.gap == 0
-        assert solution.certificate.relaxed_gap < 2e-2
+        assert solution.certificate.relaxed_gap < 1e-2
         for name in FAMILIES:  # no single strategy that fits is better
             if peak_bytes(model, [name] * 100, hosts()) <= solution.certificate.limit_bytes:
                 assert solution.certificate.step_s <= step_time(model, [name] * 100, hosts()) * SLACK
@@ -207,8 +207,9 @@ def test_a_single_strategy_that_costs_hardly_more_is_preferred(model, cluster, n
             for single, seconds in zip(singles, steps, strict=True)
             if seconds <= best * (1 + tolerance) * (1 - 1e-9)
         ]
-        mixed = len(set(solution.strategies)) > 1  # copies that stay for good, where that costs no time
-        assert mixed or "zero1" in names or certificate.peak_bytes <= min(peaks)
+        if not {"zero1", "zero2"} & set(names):  # else copies may stay for good, where that costs no time
+            assert len(set(solution.strategies)) == 1
+            assert certificate.peak_bytes <= min(peaks)
     elif least > best * (1 + tolerance) * SLACK:
         assert certificate.step_s == pytest.approx(best, rel=1e-9, abs=1e-15)
 
