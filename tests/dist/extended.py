@@ -33,7 +33,9 @@ class Wrapped(Tensor):
 
     @staticmethod
     def __new__(cls: Any, stored: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(cls, stored.shape, stored.stride(), dtype=stored.dtype, device=stored.device)
+        return Tensor._make_wrapper_subclass(
+            cls, stored.shape, stored.stride(), dtype=stored.dtype, device=stored.device
+        )
 
     def __init__(self, stored: Tensor) -> None:
         self.stored = stored
@@ -102,7 +104,13 @@ class Float8(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own = args[0]
-        if func in (aten.t.default, aten.detach.default, aten.as_strided.default, aten.view.default, aten.alias.default):
+        if func in (
+            aten.t.default,
+            aten.detach.default,
+            aten.as_strided.default,
+            aten.view.default,
+            aten.alias.default,
+        ):
             return cls(func(own.bits, *args[1:]), own.scale, own.dtype)
         assert func in (aten.mm.default, aten.addmm.default, aten.clone.default), func
         up = tree_map_only(Float8, lambda t: t.bits.to(t.dtype) * t.scale.to(t.dtype), (args, kwargs or {}))
@@ -184,7 +192,9 @@ class Int8(Tensor):
         if func in (aten.slice.Tensor, aten.detach.default, aten.clone.default):
             return cls(func(own.ints, *args[1:]), func(own.scale, *args[1:]), own.dtype)
         if func in (aten.view.default, aten.as_strided.default):
-            return cls(func(own.ints, *args[1:]), own.scale, own.dtype)  # FSDP2 asks for them, and uses the latter alone
+            return cls(
+                func(own.ints, *args[1:]), own.scale, own.dtype
+            )  # FSDP2 asks for them, and uses the latter alone
         plain = tree_map_only(Int8, Int8.value, (args, kwargs or {}))
         if func is aten.copy_.default and type(own) is Int8:
             new = args[1] if type(args[1]) is Int8 else cls.of(args[1])

@@ -202,7 +202,10 @@ def test_what_is_ignored_or_sharded_is_passed_over_and_ties_hold(worlds: WorldPo
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "mixed precision": (CustomPolicy(lambda m: {"mixed_precision": 1} if isinstance(m, Block) else False), "for a Block"),
+    "mixed precision": (
+        CustomPolicy(lambda m: {"mixed_precision": 1} if isinstance(m, Block) else False),
+        "for a Block",
+    ),
     "no shard": (
         CustomPolicy(lambda m: {"sharding_strategy": ShardingStrategy.NO_SHARD} if isinstance(m, Block) else False),
         "sharding_strategy=ShardingStrategy.NO_SHARD",

@@ -17,8 +17,8 @@ from dshard.collectives import (
     CommTrace,
     GatherPlan,
     ReduceBucket,
-    ReducePlan,
     ReduceOp,
+    ReducePlan,
     ShardGroup,
     all_gather,
     all_reduce,
@@ -215,7 +215,7 @@ def be_elsewhere(what_of_rank, size_of_rank):
     """Each rank is at something else, of another size; then all are at the same again."""
     rank, group = dist.get_rank(), world_group()
     what, size = what_of_rank[rank], size_of_rank[rank]
-    with pytest.raises(DivergenceError) as raised:
+    with pytest.raises(DivergenceError) as raised:  # noqa: PT012 - one of three
         if what == "gather":
             layout = layout_of([Item((size,), 0)], group.num_ranks)
             shard = torch.zeros(layout.layouts[0].local_shape(rank))
@@ -223,7 +223,9 @@ def be_elsewhere(what_of_rank, size_of_rank):
             all_gather([shard], plan, group, label=f"unit of {size}").wait()
         elif what == "reduce":
             layout = layout_of([Item((size,), 0)], group.num_ranks)
-            reduce = ReduceBucket(ReducePlan.of(layout, group), dtype=torch.float32, device=CPU, label=f"unit of {size}")
+            reduce = ReduceBucket(
+                ReducePlan.of(layout, group), dtype=torch.float32, device=CPU, label=f"unit of {size}"
+            )
             reduce.add(0, torch.ones(size))
             reduce.launch(mean=True).wait()
         else:
@@ -252,7 +254,9 @@ def test_ranks_that_are_at_things_of_other_kinds_and_sizes_raise_name_both_and_g
     kinds = {"gather": "the gather of", "reduce": "the reduction of gradients of", "combine": "the combination of"}
     for text, name in zip(texts, names, strict=True):
         assert text.startswith(f"'{name}': all ranks must communicate about the same thing at the same time")
-        assert any(other in text.replace(f"'{name}'", "", 1) for other in names if other != name) or len(set(names)) == 1
+        assert (
+            any(other in text.replace(f"'{name}'", "", 1) for other in names if other != name) or len(set(names)) == 1
+        )
     if len(what) == 2 and what[0] != what[1]:
         assert all(any(kinds[k] in text for k in set(what)) for text in texts)
 
@@ -284,7 +288,9 @@ def check_reduce(bucket, dtype, counts_of_rank, mean):
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     counts = counts_of_rank[rank]
     with uninitialized_is_nan(), CommTrace() as trace:
-        reduce = ReduceBucket(ReducePlan.of(layout_of(bucket, num_ranks), world_group()), dtype=dtype, device=CPU, label="unit")
+        reduce = ReduceBucket(
+            ReducePlan.of(layout_of(bucket, num_ranks), world_group()), dtype=dtype, device=CPU, label="unit"
+        )
         grads = grads_of(bucket, dtype, rank, counts)
         for i in reversed(range(len(bucket))):
             assert not reduce.has(i)

@@ -79,7 +79,15 @@ def with_objects() -> tuple[Any, ...]:
     twin = copy.deepcopy(net)
     num_calls = len(gather.calls)
     train(twin, 1)
-    return same, num_calls, len(scatter.calls), set(gather.calls), set(scatter.calls), gather.allocated[0], scatter.allocated
+    return (
+        same,
+        num_calls,
+        len(scatter.calls),
+        set(gather.calls),
+        set(scatter.calls),
+        gather.allocated[0],
+        scatter.allocated,
+    )
 
 
 def test_gathers_and_reductions_go_through_objects_of_torchs_interfaces(worlds: WorldPool):
@@ -90,7 +98,8 @@ def test_gathers_and_reductions_go_through_objects_of_torchs_interfaces(worlds: 
         ((out, row),) = gathers
         assert out == 2 * row == allocated
         ((row, rows),) = scatters
-        assert rows == 2 * row and reduced == [rows] * 3
+        assert rows == 2 * row
+        assert reduced == [rows] * 3
 
 
 def with_a_group() -> list[Any]:
@@ -102,7 +111,12 @@ def with_a_group() -> list[Any]:
     first = [torch.allclose(a, b, rtol=1e-6) for a, b in zip(train(net), train(plain), strict=True)]
     net.set_separate_reduce_scatter_group(False)
     second = [torch.allclose(a, b, rtol=1e-6) for a, b in zip(train(net), train(plain), strict=True)]
-    return [len(apart), all(first), all(second), all(u.buckets(u.trainable, u.reduce_dtypes)[0].group.is_direct for u in units)]
+    return [
+        len(apart),
+        all(first),
+        all(second),
+        all(u.buckets(u.trainable, u.reduce_dtypes)[0].group.is_direct for u in units),
+    ]
 
 
 def test_reductions_in_a_group_of_their_own_give_the_same(worlds: WorldPool):
@@ -137,5 +151,3 @@ def hooked(num_replicas: int) -> list[bool]:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_hook_on_reduced_gradients_can_average_them_over_other_ranks(worlds: WorldPool, num_ranks):
     assert all(all(ok) for ok in worlds.run(num_ranks, hooked, 2))
-
-

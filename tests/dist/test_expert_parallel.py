@@ -25,7 +25,7 @@ WIDTH, NUM_EXPERTS, NUM_STEPS = 6, 4, 4
 
 
 class Experts(nn.Module):
-    """All experts see all tokens, each weighted by the router; `to_local()` gives those of this rank, as in torchtitan."""
+    """All experts see all tokens, weighted by the router; `to_local()` gives those of this rank, as in torchtitan."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,9 @@ def plain_run() -> tuple[dict[str, Tensor], list[Tensor]]:
 
 def meshes() -> tuple[DeviceMesh, DeviceMesh]:
     """Of the dense parameters, and of the experts."""
-    return init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    return init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("edp", "ep")
+    )
 
 
 def with_expert_parallelism(model: Any, mesh: DeviceMesh) -> None:
@@ -111,14 +113,14 @@ def build(how: str) -> Any:
             dshard.fully_shard(block, mesh=dense)
             continue
         experts = {id(p) for p in block.experts.parameters()}
-        infos = {
+        chosen = {
             "function": FSDPMeshInfo(both["edp"], shard_mesh_dim=0),
             "smaller mesh": HSDPMeshInfo(both, shard_mesh_dim=1, replicate_mesh_dim=0),
             "replicated": DDPMeshInfo(dense, replicate_mesh_dim=0),
-        }
+        }[how]
 
-        def place(p: nn.Parameter, experts: set[int] = experts) -> Any:
-            return ShardPlacementResult(Shard(1), infos[how]) if id(p) in experts else None
+        def place(p: nn.Parameter, experts: set[int] = experts, chosen: Any = chosen) -> Any:
+            return ShardPlacementResult(Shard(1), chosen) if id(p) in experts else None
 
         dshard.fully_shard(block, mesh=dense, shard_placement_fn=place)
         block.set_gradient_divide_factor(4.0)
@@ -151,7 +153,9 @@ def test_experts_over_a_mesh_of_their_own_train_as_in_one_process(worlds: WorldP
     weights, norms = plain_run()
     for got_weights, got_norms, _ in worlds.run(4, train, how, recomputed):
         for name, value in weights.items():
-            torch.testing.assert_close(got_weights[name], value, rtol=1e-8, atol=1e-10, msg=lambda m, name=name: name + m)
+            torch.testing.assert_close(
+                got_weights[name], value, rtol=1e-8, atol=1e-10, msg=lambda m, name=name: name + m
+            )
         for got, want in zip(got_norms, norms, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=0)
 
@@ -216,7 +220,8 @@ def write_to_local() -> None:
 
 def test_a_write_to_it_raises(worlds: WorldPool):
     for kind, text in expect_error(worlds.get_world(4), write_to_local):
-        assert kind == "UnsupportedOpError" and "Write to the parameter itself" in text
+        assert kind == "UnsupportedOpError"
+        assert "Write to the parameter itself" in text
 
 
 def wrong_mesh() -> None:
@@ -227,7 +232,8 @@ def wrong_mesh() -> None:
 
 def test_a_mesh_that_cannot_be_kept_is_refused_by_name(worlds: WorldPool):
     for kind, text in expect_error(worlds.get_world(4), wrong_mesh):
-        assert kind == "UnsupportedOpError" and text.startswith("0.weight: shard_placement_fn may return a mesh of one dim")
+        assert kind == "UnsupportedOpError"
+        assert text.startswith("0.weight: shard_placement_fn may return a mesh of one dim")
 
 
 def saved(path: str, how: str) -> list[Tensor]:
@@ -245,7 +251,9 @@ def loaded(path: str, how: str) -> list[Tensor]:
     return [p.full_tensor() for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("before", "after"), [("modules", "function"), ("function", "smaller mesh"), ("replicated", "modules")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("modules", "function"), ("function", "smaller mesh"), ("replicated", "modules")]
+)
 def test_a_checkpoint_of_one_way_loads_in_another(worlds: WorldPool, tmp_path, before, after):
     want = worlds.run(4, saved, str(tmp_path / "c"), before)
     for got in worlds.run(4, loaded, str(tmp_path / "c"), after):

@@ -1,4 +1,4 @@
-"""Parameters of tensor subclasses that say how they are gathered: against FSDP2, one process by hand, and exact values."""
+"""Tensor subclasses that say how they are gathered: against FSDP2, one process by hand, and exact values."""
 
 import copy
 import gc
@@ -216,7 +216,13 @@ def values_inside_and_outside(kind: Any, policy: Any) -> None:
     assert torch.equal(net[0].seen[1].t(), rounded)
     assert not torch.equal(rounded.float(), exact)
     with torch.no_grad():
-        for value in (weight.full_tensor(), weight * 1, weight.clone(), weight.t().t(), weight.view(-1).view(weight.shape)):
+        for value in (
+            weight.full_tensor(),
+            weight * 1,
+            weight.clone(),
+            weight.t().t(),
+            weight.view(-1).view(weight.shape),
+        ):
             assert torch.equal(getattr(value, "full_tensor", lambda value=value: value)(), exact)
         assert torch.equal(net.state_dict()["0.weight"].full_tensor(), exact)
         assert torch.equal(weight.to(torch.float64).full_tensor(), exact.double())
@@ -553,8 +559,11 @@ def broadcast(kind: Any) -> list[str]:
         net[0].weight.add_(0.1 * dist.get_rank())
     dshard.fully_shard(net, sync="broadcast")
     dshard.fully_shard(other)
-    return [n for (n, p), q in zip(net.named_parameters(), other.parameters(), strict=True)
-            if not torch.allclose(p.full_tensor(), q.full_tensor(), rtol=0, atol=1e-7)]
+    return [
+        n
+        for (n, p), q in zip(net.named_parameters(), other.parameters(), strict=True)
+        if not torch.allclose(p.full_tensor(), q.full_tensor(), rtol=0, atol=1e-7)
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)

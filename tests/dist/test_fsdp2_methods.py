@@ -358,8 +358,8 @@ def test_redistribute_knows_its_own_placement_and_replicate(worlds: WorldPool):
 
 def recovered() -> bool:
     net = model()
+    handle = net[1].register_forward_pre_hook(lambda m, a: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        handle = net[1].register_forward_pre_hook(lambda m, a: 1 / 0)
         net(torch.ones(1, 4))
     handle.remove()
     net.reset_iter_state()

@@ -115,7 +115,7 @@ def gradients_written_back(options: dict[str, bool]) -> None:
     before[0] *= 4
     assert torch.equal(net[0].weight.grad.full_tensor(), before)
     assert torch.equal(net[0].weight.full_tensor(), values)
-    with (
+    with (  # noqa: PT012 - what raises is the end of the scope
         pytest.raises(dshard.StateError, match=r"^0\.bias\.grad: the gradient that gathered\(\) yields must stay"),
         dshard.gathered(net, with_grads=True, **options) as fulls,
     ):
@@ -299,7 +299,10 @@ def chosen() -> None:
         assert list(fulls) == ["weight", "bias"]
     with dshard.gathered([net[0].weight, net[0].weight]) as fulls:
         assert list(fulls) == ["0.weight"]
-    with pytest.raises(dshard.StateError, match="recurse=False means .* Sequential"), dshard.gathered(net[1:], recurse=False):
+    with (
+        pytest.raises(dshard.StateError, match=r"recurse=False means .* Sequential"),
+        dshard.gathered(net[1:], recurse=False),
+    ):
         pass
     alone = dshard.fully_shard(make())  # whose first use forms more units
     with dshard.gathered(alone, recurse=False) as fulls:
@@ -309,7 +312,7 @@ def chosen() -> None:
     with dshard.gathered(nn.ModuleList([other, third])) as fulls:
         assert list(fulls) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     with (
-        pytest.raises(dshard.StateError, match="^weight: .* two of the parameters have this one"),
+        pytest.raises(dshard.StateError, match=r"^weight: .* two of the parameters have this one"),
         dshard.gathered([other.weight, third.weight]),
     ):
         pass

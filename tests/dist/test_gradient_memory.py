@@ -67,7 +67,9 @@ def gradients(kind: type[nn.Module], sharded: bool) -> list[list[float]]:
     x = torch.arange(16.0).view(2, 8)
     (model(x) * torch.tensor([[1.0], [3.0]])).pow(2).sum().backward()
     params = [p for p in model.parameters() if p.grad is not None]
-    return [(p.grad.full_tensor() if isinstance(p, dshard.ShardedTensor) else p.grad).flatten().tolist() for p in params]
+    return [
+        (p.grad.full_tensor() if isinstance(p, dshard.ShardedTensor) else p.grad).flatten().tolist() for p in params
+    ]
 
 
 @pytest.mark.parametrize("kind", [Buffered, SharedSum])
@@ -80,7 +82,9 @@ def memory_of_dropped_gradients() -> list[bool]:
     model: Any = dshard.fully_shard(nn.Linear(4, 4))
     model.set_requires_gradient_sync(False)
     model(torch.ones(1, 4)).sum().backward()
-    buffers = [weakref.ref(reduction._bucket._memory.memory) for _, reduction in model._runtime().reducer._open.values()]
+    buffers = [
+        weakref.ref(reduction._bucket._memory.memory) for _, reduction in model._runtime().reducer._open.values()
+    ]
     gc.disable()
     try:
         model.zero_grad()

@@ -115,7 +115,10 @@ def sent_bytes(shape: tuple[int, int]) -> dict[str, int]:
     model = dshard.fully_shard(nn.Linear(32, 32, bias=False), mesh=mesh_of(shape))
     with dshard.CommTrace() as trace:
         model(torch.ones(2, 32, requires_grad=True)).sum().backward()
-    return {kind: sum(r.payload_bytes for r in trace.select(kind)) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+    return {
+        kind: sum(r.payload_bytes for r in trace.select(kind))
+        for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    }
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4), (2, 1)])

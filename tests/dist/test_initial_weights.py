@@ -237,8 +237,8 @@ BAD = {
     "mixed precision": ("StateError", "fully_shard: mp_policy must be a MixedPrecisionPolicy, a dtype, or a dict of"),
     "mesh": (
         "UnsupportedOpError",
-        "fully_shard: the mesh must have one dim, to shard over, or two, to replicate over and to shard over, but it has "
-        "3 (shape (1, 1, 2)). Pass some of its dims, as in mesh['dp'].",
+        "fully_shard: the mesh must have one dim, to shard over, or two, to replicate over and to shard over, but it "
+        "has 3 (shape (1, 1, 2)). Pass some of its dims, as in mesh['dp'].",
     ),
     "reshard": ("PlacementError", "fully_shard: reshard_after_forward must be a bool, None, or a number that divides"),
     "dim": (

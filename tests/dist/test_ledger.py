@@ -86,7 +86,7 @@ def test_ranks_that_are_apart_in_one_group_answer_those_of_the_next_before_they_
 
 
 def copies_after_an_error() -> tuple[str, int]:
-    """What a backward says after a write on one rank, and how many bytes of copies it leaves; a frozen bias keeps them."""
+    """What a backward says after a write on one rank, and the bytes of copies it leaves; a frozen bias keeps them."""
     with native():
         model = linear(4)
         model.bias.requires_grad_(False)
@@ -112,7 +112,9 @@ class Gather:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> Any:
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
         return _c10d.all_gather_flat(output_tensor, input_tensor, group)
 
 
@@ -211,7 +213,9 @@ def test_a_group_that_nobody_settles_keeps_a_bounded_number_of_entries(worlds: W
     assert worlds.run(2, entries_of_a_long_evaluation, -1) == [[20_000 - (1 << 14) + 1, 0]] * 2
 
 
-@pytest.mark.parametrize(("at", "text"), [(5, "something ahead of it"), (19_000, "'unit': all ranks must write the same")])
+@pytest.mark.parametrize(
+    ("at", "text"), [(5, "something ahead of it"), (19_000, "'unit': all ranks must write the same")]
+)
 def test_what_differs_among_entries_is_found_whether_they_were_folded_or_not(worlds: WorldPool, at, text):
     errors = expect_error(worlds.get_world(2), entries_of_a_long_evaluation, at)
     assert all(kind == "DivergenceError" and text in message for kind, message in errors)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dshard
@@ -175,7 +175,9 @@ def dtensor_below(shape: tuple[int, ...]) -> None:
 def test_dtensor_parameters_over_some_of_the_same_ranks_are_refused_by_name(worlds: WorldPool):
     for kind, text in expect_error(worlds.get_world(4), dtensor_below, (2, 2)):
         assert kind == "PlacementError"
-        assert re.match(r"2\.weight: a DTensor parameter and fully_shard must use different dims of one mesh, but", text)
+        assert re.match(
+            r"2\.weight: a DTensor parameter and fully_shard must use different dims of one mesh, but", text
+        )
         assert text.endswith("and pass mesh['tp'] there and mesh['dp'] here.")
 
 
@@ -221,7 +223,7 @@ def compile_and_run(what: str) -> None:
     ],
 )
 def test_what_a_compiled_graph_cannot_do_is_refused(worlds: WorldPool, what, pattern):
-    """Dynamo wraps what is raised while it traces into errors of its own. `test_compile.py` shows all that is refused."""
+    """Dynamo wraps what is raised while it traces into its own errors. `test_compile.py` shows all that is refused."""
     for kind, text in expect_error(worlds.get_world(2), compiled, what):
         assert any(name in (kind, *re.findall(r"\w+Error", text)) for name in ("UnsupportedOpError", "StateError"))
         assert re.search(pattern, text), text
@@ -542,10 +544,22 @@ def subclass(what: str) -> None:
     [
         ("without", r"^0\.weight: fully_shard takes .* a Marked without .* or leave it out with ignored_params\.$"),
         ("dtensor", r"^0\.weight: a DTensor parameter must have plain local tensors, but this one's is a ToFloat8\."),
-        ("dim", r"^0\.weight: a tensor subclass with fsdp_pre_all_gather must be cut along dim 0, but .* along dim 1\."),
-        ("function", r"^0\.weight: .* Overrides has a __torch_function__, which would not be asked\. Move what it does"),
-        ("offload", r"^0\.weight: .* but offload_policy keeps them elsewhere\. Leave out offload_policy for the module"),
-        ("compile", r"0\.weight: torch\.compile does not take parameters of tensor subclasses yet, but .* a ToFloat8\."),
+        (
+            "dim",
+            r"^0\.weight: a tensor subclass with fsdp_pre_all_gather must be cut along dim 0, but .* along dim 1\.",
+        ),
+        (
+            "function",
+            r"^0\.weight: .* Overrides has a __torch_function__, which would not be asked\. Move what it does",
+        ),
+        (
+            "offload",
+            r"^0\.weight: .* but offload_policy keeps them elsewhere\. Leave out offload_policy for the module",
+        ),
+        (
+            "compile",
+            r"0\.weight: torch\.compile does not take parameters of tensor subclasses yet, but .* a ToFloat8\.",
+        ),
     ],
 )
 def test_what_tensor_subclasses_cannot_be_is_refused_by_name(worlds: WorldPool, what, pattern):

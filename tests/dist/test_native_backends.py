@@ -86,7 +86,7 @@ def test_training_over_native_collectives_equals_one_process(worlds: WorldPool, 
 
 
 def bytes_after_steps(is_native: bool) -> list[int]:
-    """Bytes of buffers that are out after steps whose gradients were awaited, and whether some wait to be used again."""
+    """Bytes of buffers that are out after steps whose gradients were awaited, and whether some wait to be re-used."""
     with native() if is_native else contextlib.nullcontext():
         torch.manual_seed(0)
         model: Any = dshard.fully_shard(nn.Linear(8, 8))
@@ -149,7 +149,10 @@ def writes_after_the_move() -> list[bool]:
             model.weight.data = torch.full((8, 8), 4.0)
             found.append(reads(4.0))
             model(x)
-            found.append(reads(4.0) and len({p._cell.resolve().untyped_storage().data_ptr() for p in (model.weight, model.bias)}) == 1)
+            found.append(
+                reads(4.0)
+                and len({p._cell.resolve().untyped_storage().data_ptr() for p in (model.weight, model.bias)}) == 1
+            )
             alias = model.weight.detach()
             alias.fill_(5.0)
             found.append(reads(5.0))

@@ -54,7 +54,11 @@ def interrupted_step() -> dict[str, object]:
     optimizer.zero_grad()
     with_gradients(net)
     optimizer.step()
-    return {"held": held, "text": str(raised.value), "sharded": all(isinstance(p, dshard.ShardedTensor) for p in params)}
+    return {
+        "held": held,
+        "text": str(raised.value),
+        "sharded": all(isinstance(p, dshard.ShardedTensor) for p in params),
+    }
 
 
 def test_an_interrupted_step_is_repaired_and_told_once(worlds: WorldPool):

@@ -80,7 +80,9 @@ def train(name: str, root: bool) -> tuple[dict[str, Tensor], int]:
     modules = stages_of(mesh, per_rank, root=root)
     group, device = mesh.get_group("pp"), torch.device("cpu")
     stages = [PipelineStage(m, i, 2 * per_rank, device, group=group) for i, m in modules.items()]
-    schedule = SCHEDULES[name](stages[0] if per_rank == 1 else stages, n_microbatches=4, loss_fn=loss, scale_grads=False)
+    schedule = SCHEDULES[name](
+        stages[0] if per_rank == 1 else stages, n_microbatches=4, loss_fn=loss, scale_grads=False
+    )
     optimizer = torch.optim.AdamW([p for m in modules.values() for p in m.parameters()], lr=1e-2)
     for step in range(NUM_STEPS):
         x, y = batch(step, mesh.get_local_rank("dp"))

@@ -3,6 +3,7 @@
 import logging
 import pickle
 import time
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import dshard
 from dshard.cli.gpt import GPT, GPTConfig
@@ -130,12 +130,15 @@ def test_a_plan_for_something_else_is_refused(worlds: WorldPool, kind, message):
         assert said.startswith(message)
 
 
-def reported(num_backwards: int, pickles: bool) -> dict[str, object]:
+def reported(num_backwards: int, pickles: bool, compiles: bool = False) -> dict[str, object]:
     """What is said after each step under a plan, and what else there is to know of a report."""
     model = build()
     plan = plan_of(model, ["keep"])
     dshard.fully_shard(model, plan=plan)
     model = pickle.loads(pickle.dumps(model)) if pickles else model
+    if compiles:
+        warnings.simplefilter("ignore")  # dynamo's own
+        model.compile(backend="aot_eager", fullgraph=True)
     optimizer, other = torch.optim.AdamW(model.parameters()), torch.optim.SGD([nn.Parameter(torch.ones(1))])
     said: list[logging.LogRecord] = []
     handler = logging.Handler()
@@ -165,9 +168,9 @@ def reported(num_backwards: int, pickles: bool) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("num_backwards", [1, 2])
-def test_the_second_step_is_compared_with_the_plan_once(worlds: WorldPool, num_backwards):
-    for found in worlds.run(2, reported, num_backwards, False):
+@pytest.mark.parametrize(("num_backwards", "compiles"), [(1, False), (2, False), (1, True)])
+def test_the_second_step_is_compared_with_the_plan_once(worlds: WorldPool, num_backwards, compiles):
+    for found in worlds.run(2, reported, num_backwards, False, compiles):
         assert found["after"] == [False, True, True, True]
         assert (found["said"], found["predicted"], found["stays"], found["watched"]) == ([True], True, True, False)
         step_s, peak_bytes = found["measured"]
@@ -181,7 +184,8 @@ def test_copies_do_not_report(worlds: WorldPool):
 
 
 def fast_steps() -> list[bool]:
-    """Whether shards stand in for parameters while an optimizer steps: ahead of a plan, under it, and after its report."""
+    """Whether shards stand in for parameters in an optimizer: ahead of a plan, under it, and after its report."""
+
     def stands_in(model: nn.Module) -> bool:
         model(tokens()).sum().backward()
         optimizer = torch.optim.AdamW(model.parameters())

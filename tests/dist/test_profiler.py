@@ -42,7 +42,7 @@ def test_a_profiler_sees_a_range_per_collective_named_by_its_unit(worlds: WorldP
     for ranges, calls in worlds.run(2, profiled_step):
         kinds = {"gather": "all_gather", "reduce": "reduce_scatter"}
         for what, kind in kinds.items():
-            found = {label: n for label, n in labels(ranges, what).items()}
+            found = dict(labels(ranges, what))
             assert found == {label: n for (k, label), n in calls.items() if k == kind}
             assert set(labels(ranges, f"{what}_wait")) == set(found) == {"0", "1", "2"}
 

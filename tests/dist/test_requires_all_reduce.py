@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
 
 import dshard
 from dshard.testing import WorldPool
@@ -36,7 +35,7 @@ class Spared(nn.Linear):
 
 
 class Net(nn.Module):
-    """Units of uneven sizes; some ranks alone use a spare weight, and a scale, which is in a bucket of its own dtype."""
+    """Units of uneven sizes; some ranks alone use a spare weight, and a scale in a bucket of its own dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +236,9 @@ def run_between(kind: str, model: Any, plain: Any, optimizers: list[torch.optim.
     elif knows_all(model):
         looks_at_gradients(kind, model, optimizers, plain)
     elif any(reduction.owes for _, reduction in model._runtime().reducer._open.values()):
-        with pytest.raises(dshard.StateError, match=r"^(scale|second.spare|second.weight|\w+.\w+): a gradient can be used ahead"):
+        with pytest.raises(
+            dshard.StateError, match=r"^(scale|second.spare|second.weight|\w+.\w+): a gradient can be used ahead"
+        ):
             looks_at_gradients(kind, model, optimizers[:1], model)
     # else without sync: what one rank alone has a gradient of is not reduced yet
 
@@ -296,9 +297,9 @@ def test_a_gradient_that_one_replica_alone_knows_of_can_be_read_after_the_all_re
     for texts in worlds.run(NUM_RANKS, used_by_one_replica):
         for text in texts:
             assert text == (
-                "second.spare: a gradient can be used ahead of its all-reduce over replicas if all ranks have one, but some "
-                "have none yet, nor of 1 other parameters. Call set_requires_all_reduce(True) ahead of the last backward "
-                "of a step."
+                "second.spare: a gradient can be used ahead of its all-reduce over replicas if all ranks have one, but "
+                "some have none yet, nor of 1 other parameters. Call set_requires_all_reduce(True) ahead of the last "
+                "backward of a step."
             )
 
 

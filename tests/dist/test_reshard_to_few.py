@@ -70,8 +70,9 @@ OPTIONS: dict[str, Any] = {
     "plain": dict,
     "mixed precision": lambda: {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
     "replicas": lambda: {"mesh": init_device_mesh("cpu", (1, 4))},
-    "other dims": lambda: {"shard_placement_fn": lambda p: (Shard(1) if p.shape[0] % 3 else Replicate())
-                           if p.dim() == 2 else None},
+    "other dims": lambda: {
+        "shard_placement_fn": lambda p: (Shard(1) if p.shape[0] % 3 else Replicate()) if p.dim() == 2 else None
+    },
 }
 
 
@@ -108,7 +109,9 @@ def bytes_by_group(reshard: Any) -> dict[int, int]:
 def test_backward_sends_its_bytes_among_the_few(worlds: WorldPool):
     ranks = [worlds.run(4, bytes_by_group, reshard) for reshard in (True, 2)]
     total = 4 * sum(p.numel() for p in make().parameters())
-    both, forward, backward = (sum(r.get(n, 0) for r in found) for found, n in [(ranks[0], 4), (ranks[1], 4), (ranks[1], 2)])
+    both, forward, backward = (
+        sum(r.get(n, 0) for r in found) for found, n in [(ranks[0], 4), (ranks[1], 4), (ranks[1], 2)]
+    )
     assert both == 2 * 3 * total  # each rank receives all but its own part, twice a step
     assert forward == 3 * total
     assert backward == 4 * total // 2  # each of four receives half
@@ -132,7 +135,8 @@ def test_half_of_a_unit_is_kept_for_backward_and_nothing_after_it_or_without_aut
     block = make()[0]
     total = 4 * sum(p.numel() for p in block.parameters())
     for parts, gathered, after, in_eval in worlds.run(4, kept_bytes):
-        assert all(total // 2 - 24 <= p <= total // 2 + 24 for p in parts) and len(parts) == 3
+        assert all(total // 2 - 24 <= p <= total // 2 + 24 for p in parts)
+        assert len(parts) == 3
         assert gathered == after == in_eval == [False] * 3
 
 

@@ -496,7 +496,7 @@ def test_damaged_files_are_refused_before_anything_is_read(worlds: WorldPool, tm
 
 def test_files_whose_values_start_anywhere_are_read(worlds: WorldPool, tmp_path):
     cases = [TensorCase((5, 3), torch.float64, dim, 2, seed=4) for dim in (0, 1)]
-    tensors = {name: t for name, t in Bag(cases).state_dict().items()}
+    tensors = dict(Bag(cases).state_dict())
     safetensors_torch.save_file(tensors, tmp_path / "model.safetensors")
     content = (tmp_path / "model.safetensors").read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -604,7 +604,9 @@ def test_a_model_without_values_is_refused(worlds: WorldPool):
 
 
 def hold(num_layers: int) -> int:
-    model = dshard.fully_shard(nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(num_layers)]), sync=None)
+    model = dshard.fully_shard(
+        nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(num_layers)]), sync=None
+    )
     for _ in dshard.iter_full(model):
         pass
     before = peak_bytes(reset=True)
@@ -690,7 +692,7 @@ def test_save_pretrained_of_a_sharded_model_raises_and_says_what_to_call(worlds:
 def keep_and_copy() -> None:
     model = shard_parts(make())
     weight = model.embed.weight
-    with pytest.raises(dshard.StateError, match="embed.weight: storage\\(\\) needs memory .* dshard.save_safetensors"):
+    with pytest.raises(dshard.StateError, match=r"embed.weight: storage\(\) needs memory .* dshard.save_safetensors"):
         weight.storage()
     assert weight.untyped_storage().nbytes() >= 0  # torch's own code asks for it
     copied = copy.deepcopy(model)

@@ -103,9 +103,9 @@ def after_moves(
 ) -> tuple[bool, int]:
     """Whether nobody holds a storage any more, and in how many the shards lie, once gathers could move what they want.
 
-    gloo's threads let go of what they sent a moment after `wait()`, and what they still hold is not moved: the next gather
-    tries again. So `steps` must end with nothing gathered. All ranks take the same number of steps, for they agree on
-    whether to go on.
+    gloo's threads let go of what they sent a moment after `wait()`, and what they still hold is not moved: the next
+    gather tries again. So `steps` must end with nothing gathered. All ranks take the same number of steps, for they
+    agree on whether to go on.
     """
     deadline = time.monotonic() + bound_s
     while True:
@@ -145,7 +145,9 @@ def test_after_a_change_of_dtype_the_old_row_is_gone_and_each_bucket_has_one(wor
 def rows_after_a_child_was_converted(takes_gradients: bool) -> tuple[bool, int]:
     """The same, for a plain module below a sharded one: torch swaps its parameters for converted ones."""
     with native():
-        model: Any = dshard.fully_shard(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))).requires_grad_(takes_gradients)
+        model: Any = dshard.fully_shard(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))).requires_grad_(
+            takes_gradients
+        )
         model(torch.ones(1, 32))
         unit: Unit = model[0].weight._source
         ((_, row),) = unit.copies._send_rows.values()

@@ -422,7 +422,9 @@ def test_the_next_slice_is_in_flight_while_one_computes_and_the_last_gradient_is
 def started_when_the_order_is_known(change: str) -> list[Any]:
     """Of the forward of two layers, the second time: slices that had started at each product, and in all."""
     torch.manual_seed(0)
-    model: Any = dshard.fully_shard(nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(2))), strategy="split(3)")
+    model: Any = dshard.fully_shard(
+        nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(2))), strategy="split(3)"
+    )
     x = torch.ones(2, 6, requires_grad=True)
     model(x).sum().backward()
     weights = [layer.weight.full_tensor().detach() for layer in model]
@@ -617,8 +619,7 @@ def other_passes() -> dict[str, bool]:
     return {
         "inference": inferred,
         "autograd.grad": all(
-            torch.allclose(a.full_tensor(), b.full_tensor(), atol=1e-5)
-            for a, b in zip(grads[0], grads[1], strict=True)
+            torch.allclose(a.full_tensor(), b.full_tensor(), atol=1e-5) for a, b in zip(grads[0], grads[1], strict=True)
         ),
         "torch.func": all(torch.allclose(by_func[n], p.grad, atol=1e-5) for n, p in plain.named_parameters()),
         "jacobians": torch.allclose(jacobian, weight),

@@ -1,4 +1,4 @@
-"""Parameters that are DTensors over all of a mesh, data parallelism's dims among them: against FSDP2 and one process."""
+"""DTensors over all of a mesh, data parallelism's dims among them, as parameters: against FSDP2 and one process."""
 
 import copy
 import pickle
@@ -100,7 +100,9 @@ def beside_others(kind: str) -> list[float]:
         max((full(p) - full(q)).abs().max().item() for p, q in zip(ours.parameters(), other.parameters(), strict=True))
         for other in others
     ]
-    found.append(max((full(p) - q).abs().max().item() for p, q in zip(ours.parameters(), alone.parameters(), strict=True)))
+    found.append(
+        max((full(p) - q).abs().max().item() for p, q in zip(ours.parameters(), alone.parameters(), strict=True))
+    )
     return found
 
 

@@ -38,8 +38,10 @@ def mixes(draw: st.DrawFn, name: str, num_ranks: int) -> Any:
     if draw(st.booleans()):
         return draw(one)
     params = [n for n, _ in build(name).named_parameters()]
-    patterns = draw(st.lists(st.sampled_from([*params, "*weight", "*bias", f"{params[0].partition('.')[0]}*", "*"]), min_size=1))
-    known = [p for p in dict.fromkeys(patterns)]
+    patterns = draw(
+        st.lists(st.sampled_from([*params, "*weight", "*bias", f"{params[0].partition('.')[0]}*", "*"]), min_size=1)
+    )
+    known = list(dict.fromkeys(patterns))
     return {pattern: draw(one) for pattern in known}
 
 
@@ -81,7 +83,7 @@ def train(name: str, course: Course, num_steps: int = 3) -> Result:
     for step in range(num_steps):
         strategy = course.strategies[step % len(course.strategies)] if step or course.parts else None
 
-        def switch() -> None:
+        def switch(strategy: Any = strategy) -> None:
             if strategy is not None:
                 dshard.set_strategy(model, strategy, optimizer=optimizer if course.passes_optimizer else None)
 
@@ -338,12 +340,17 @@ def persistent_bytes(before: str, after: str) -> dict[str, int]:
 def test_each_rank_holds_what_the_strategy_says_after_a_change_too(worlds: WorldPool, before, after):
     whole = 4 * NUMEL
     shard = whole if after == "ddp" else whole // 2 if after == "hybrid(2)" else whole // 4
-    want = {"parameters": shard, "gradients": shard, "states": 2 * shard, "gathered": whole if after in ("zero1", "zero2") else 0}
+    want = {
+        "parameters": shard,
+        "gradients": shard,
+        "states": 2 * shard,
+        "gathered": whole if after in ("zero1", "zero2") else 0,
+    }
     assert worlds.run(4, persistent_bytes, after if before == "same" else before, after) == [want] * 4
 
 
 def gathers_of_generation(strategy: str) -> list[int]:
-    """All-gathers in each of three forwards without gradients, after a step, with what `set_strategy` leaves gathered."""
+    """All-gathers of three forwards without gradients, after a step, with what `set_strategy` leaves gathered."""
     model = sharded("full")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(rows(0)).sum().backward()
@@ -802,4 +809,4 @@ def test_what_cannot_be_is_refused_on_every_rank(worlds: WorldPool, case, kind, 
 
 
 def test_the_numbers_that_this_file_counts_with():
-    assert NUMEL == sum(math.prod(p.shape) for p in stack().parameters())
+    assert sum(math.prod(p.shape) for p in stack().parameters()) == NUMEL

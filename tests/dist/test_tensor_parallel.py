@@ -6,13 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -24,9 +19,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import dshard
-from dshard import checkpoint
-from dshard.tensor import ShardedTensor
-from dshard.testing import WorldPool, expect_error
+from dshard.testing import WorldPool
 
 pytestmark = pytest.mark.slow
 WIDTH, HIDDEN, VOCAB = 8, 20, 11
@@ -175,7 +168,9 @@ def train(shape: tuple[int, ...], sequence: bool, options: dict[str, Any]) -> Tr
 def assert_same(got: Trained, want: Trained) -> None:
     for kind, values in want.items():
         for name, value in values.items():
-            torch.testing.assert_close(got[kind][name], value, rtol=1e-7, atol=1e-9, check_dtype=False, msg=f"{kind} {name}")
+            torch.testing.assert_close(
+                got[kind][name], value, rtol=1e-7, atol=1e-9, check_dtype=False, msg=f"{kind} {name}"
+            )
 
 
 def last_dim(param: nn.Parameter) -> Shard:
