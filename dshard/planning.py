@@ -57,7 +57,7 @@ def plan(
     Args:
         model: Not sharded yet; may be on meta if a device is named.
         sample_input: Of one rank: a tensor, a tuple of arguments or a dict of keyword arguments; dim 0 is the batch.
-        cluster: Ranks and links: `cluster_of(device, 512)`, or what `measure_links` gave.
+        cluster: Ranks and links: `dshard.planner.cluster_of(device, 512)`, or what `measure_links` gave.
         mesh: In its place: the ranks at hand, whose links are measured, or read from where they were kept.
         device: A name of `dshard.planner.DEVICES`, or one of your own; None to measure here.
         memory: Limit per rank, in bytes or as text: "38GiB"; None for that of the cluster's devices.
@@ -78,9 +78,9 @@ def plan(
     if (cluster is None) == (mesh is None):
         raise PlanError(
             f"plan: either cluster or mesh says which ranks there are, but {'neither' if mesh is None else 'both'} is "
-            "given. Pass mesh=, or cluster=cluster_of(device, 512)."
+            "given. Pass mesh=, or cluster=dshard.planner.cluster_of(device, 512)."
         )
-    named = device_named(device) if isinstance(device, str) else device
+    named = None if device is None else device_named(device)
     if training is None:  # on CPU, torch's AdamW steps one parameter after the other
         is_here = named is None and all(p.device.type == "cpu" for p in model.parameters())
         training = Training(step_bytes_per_element=8, steps_together=False) if is_here else Training()

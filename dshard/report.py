@@ -15,7 +15,7 @@ from dshard.runtime.standins import after_step
 
 __all__ = ["PlanReport", "plan_report"]
 
-_MAX_STEPS = 8  # of the optimizer; of a model that never says when it starts, a compiled one, there is no report
+_MAX_STEPS = 8  # of the optimizer; a model that a compiled function calls never says when it starts: there is no report
 
 log = logging.getLogger("dshard")
 

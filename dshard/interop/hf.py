@@ -1,6 +1,7 @@
 """Hugging Face's `Trainer` over sharded models."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,8 @@ class ShardedTrainerMixin:
         """Nothing is wrapped; Accelerate takes a model that it has prepared for evaluation for prepared."""
         if training:
             self._shard()
-            self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
+            with _compiled_in_place(self.model, self.accelerator.state.dynamo_plugin):
+                self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
         return model
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -137,6 +139,22 @@ class ShardedTrainerMixin:
             return
         load(Path(checkpoint) / _FOLDER, self.model, _inner(self.optimizer))
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+
+
+@contextmanager
+def _compiled_in_place(model: nn.Module, plugin: Any) -> Iterator[None]:
+    """Compile as Accelerate has been told to, without its wrapper, which would not be the model that is trained."""
+    from accelerate.utils import DynamoBackend, compile_regions_deepspeed  # in place, whatever the name
+
+    backend = plugin.backend
+    if backend != DynamoBackend.NO and all(module._compiled_call_impl is None for module in model.modules()):
+        options = plugin.to_kwargs()
+        compile_regions_deepspeed(model, **options) if plugin.use_regional_compilation else model.compile(**options)
+    plugin.backend = DynamoBackend.NO
+    try:
+        yield
+    finally:
+        plugin.backend = backend
 
 
 def _inner(optimizer: Any) -> Any:

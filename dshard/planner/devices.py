@@ -195,12 +195,14 @@ DEVICES = _table(
 )
 
 
-def device_named(name: str) -> Device:
-    """A device of the table.
+def device_named(name: Device | str) -> Device:
+    """A device of the table; one that is given itself is taken as it is.
 
     Raises:
         StateError: There is none of this name.
     """
+    if isinstance(name, Device):
+        return name
     if name not in DEVICES:
         raise StateError(f"device: must be one of {', '.join(DEVICES)}, but it is {name!r}. Pass one of these.")
     return DEVICES[name]

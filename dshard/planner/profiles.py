@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, Link, Links, ModelCosts, ParamCosts, UnitCosts
-from dshard.planner.devices import Device
+from dshard.planner.devices import Device, device_named
 from dshard.planner.traces import Trace
 
 __all__ = ["Overhead", "Training", "UnitTimes", "cluster_of", "costs_of"]
@@ -203,16 +203,21 @@ def _param_costs(name: str, param: Tensor, training: Training, splittable: set[i
 
 
 def cluster_of(
-    device: Device, num_ranks: int, *, ranks_per_host: int | None = None, between_hosts: float | None = None
+    device: Device | str, num_ranks: int, *, ranks_per_host: int | None = None, between_hosts: float | None = None
 ) -> Cluster:
     """Hosts of a device, as its datasheet has them.
 
     Args:
-        device: All ranks are alike.
+        device: All ranks are alike; one of your own, or a name of `DEVICES`.
         num_ranks: All of them.
         ranks_per_host: Of a host; None for the usual host, or for fewer where there are not as many.
         between_hosts: Bytes per second of a whole host's network; None for the usual host's.
+
+    Raises:
+        StateError: There is no device of this name.
+        PlanError: There is not one rank.
     """
+    device = device_named(device)
     per_host = min(num_ranks, device.per_host) if ranks_per_host is None else ranks_per_host
     near, far = device.within_host, device.between_hosts
     across = None

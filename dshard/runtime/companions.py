@@ -4,11 +4,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
+from torch._guards import TracingContext
 
 from dshard.tensor import ShardedTensor
 
 __all__ = ["DataParallelNames", "keep_generation_in_step"]
+
+
+class _ManagedModule:
+    """True to whoever asks whether a module is managed by FSDP, except to dynamo.
+
+    Of a module that is, dynamo takes FSDP1's flat parameters for granted and refuses to trace it. Code that it traces
+    reads the module as any other code does, and gets True.
+    """
+
+    def __bool__(self) -> bool:
+        return torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is None
 
 
 def keep_generation_in_step(root: nn.Module) -> None:
@@ -19,7 +32,7 @@ def keep_generation_in_step(root: nn.Module) -> None:
     """
     for module in root.modules():
         if hasattr(module, "generate"):
-            module._is_fsdp_managed_module = True  # type: ignore[assignment]
+            module._is_fsdp_managed_module = _ManagedModule()  # type: ignore[assignment]
 
 
 class DataParallelNames:

@@ -55,7 +55,7 @@ class Runtime:
         self.strategies = StrategyRules()  # set since `fully_shard`, for parameters that come later
         self.split: Callable[[], None] | None = None  # forms units at the first use; set for a root that has just one
         self.sync_buffers: list[Callable[[], None]] = []  # at the start of each training forward
-        self.on_training_forward: Callable[[], None] | None = None  # called when one starts, if not compiled
+        self.on_training_forward: Callable[[], None] | None = None  # called when one starts, outside of graphs
         self.plan_report: object = None  # what watches the first steps under a plan
         self._gathered: dict[Unit, None] = {}
         self._ahead: dict[Unit, None] = {}  # gathered ahead, and not touched since

@@ -1,8 +1,10 @@
 """Hugging Face's `Trainer` over a sharded model does what it does over a plain one."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -109,6 +111,27 @@ def test_accumulated_micro_batches_of_a_trainer_send_their_gradients_once(world:
     for found, num_reductions, _ in world.run(trainer_and_plain, str(tmp_path), options, timeout_s=TIMEOUT_S):
         assert max(found.values()) <= 1e-5, found
         assert num_reductions == 4 * STEPS
+
+
+def compiled(folder: str, by_blocks: bool) -> tuple[dict[str, float], int, int]:
+    """How far a compiled sharded trainer lies from a plain eager one, and how many graphs and breaks there were."""
+    expected = run_trainer(f"{folder}/plain{dist.get_rank()}", models.build("llama"), sharded=False)
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo's own are no errors
+        patch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", str(by_blocks))
+        found = run_trainer(f"{folder}/sharded", models.build("llama"), sharded=True, **options)
+    return apart(found, expected), counters["stats"]["unique_graphs"], len(counters["graph_break"])
+
+
+@pytest.mark.parametrize(("by_blocks", "graphs"), [(False, 2), (True, 2 * 5)])
+def test_a_trainer_compiles_a_sharded_model_where_it_is(world: World, tmp_path: Path, by_blocks, graphs):
+    for found, num_graphs, num_breaks in world.run(compiled, str(tmp_path), by_blocks, timeout_s=TIMEOUT_S):
+        assert max(found.values()) <= 1e-5, found
+        assert (num_graphs, num_breaks) == (graphs, 0)  # to train and to evaluate
 
 
 def interrupted_and_not(folder: str) -> dict[str, float]:

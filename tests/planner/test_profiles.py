@@ -115,6 +115,7 @@ def test_a_group_across_hosts_shares_the_network_of_a_host():
     slow = cluster_of(A100, 16, ranks_per_host=4, between_hosts=1e9)
     assert slow.all_gather_s(large, 16) == pytest.approx(large * 15 / 16 / 0.8e9, rel=0.01)
     assert cluster_of(A100, 4).across is None
+    assert cluster_of(A100.name, 512) == cluster
 
 
 def test_every_device_says_where_its_figures_are_from():
@@ -129,6 +130,8 @@ def test_every_device_says_where_its_figures_are_from():
 def test_an_unknown_device_or_dtype_is_refused_with_those_that_are_known():
     with pytest.raises(StateError, match=r"must be one of a100-40g, .* but it is 'abacus'"):
         device_named("abacus")
+    with pytest.raises(StateError, match=r"it is 'abacus'"):
+        cluster_of("abacus", 8)
     with pytest.raises(StateError, match=r"v100-32g: .*\(float16, float32\), but it is bfloat16"):
         DEVICES["v100-32g"].check(torch.bfloat16)
     DEVICES["v100-32g"].check(torch.float16)

@@ -13,5 +13,5 @@ class Generator(nn.Module):
 def test_every_module_that_generates_is_marked_also_inside_of_a_wrapper():
     inner, other = Generator(), nn.Linear(2, 2)
     keep_generation_in_step(nn.Sequential(inner, other))
-    assert inner._is_fsdp_managed_module is True
+    assert inner._is_fsdp_managed_module
     assert not hasattr(other, "_is_fsdp_managed_module")
