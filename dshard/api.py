@@ -132,7 +132,7 @@ def fully_shard(
     follow_replaced(modules)
     ignored = ignored_params or set()
     found = own_parameters(modules, ignored)
-    planned = units_of(plan, modules, found, group.num_ranks) if plan is not None else []
+    planned = units_of(plan, modules, found, group.num_ranks, precision) if plan is not None else []
     check_offload(found, precision)
     children = chosen_modules(modules, auto_wrap_policy, ignored)
     strategies.check_names("fully_shard", [name for name, _ in found])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dshard
@@ -109,6 +110,12 @@ def refused(kind):
         options["strategy"] = "ddp"
     elif kind == "reshard":
         options["reshard_after_forward"] = True
+    elif kind == "dtype":
+        options["mp_policy"] = {"*norm*": None, "*": torch.bfloat16}
+    elif kind == "stored":
+        model.to(torch.bfloat16)
+    elif kind == "frozen":
+        model.blocks[0].mlp.requires_grad_(False)
     try:
         dshard.fully_shard([model] if kind == "list" else model, plan=plan, **options)
     except dshard.DShardError as error:
@@ -123,11 +130,33 @@ def refused(kind):
         ("ranks", "PlanError: fully_shard: a plan is for one model on the ranks that it was made for (8), but these"),
         ("strategy", "StateError: fully_shard: a plan says how each unit is cut and gathered, but strategy,"),
         ("reshard", "StateError: fully_shard: a plan says how each unit is cut and gathered, but strategy,"),
+        ("dtype", "PlanError: fully_shard: a plan is for the dtypes that it was made for, but all parameters gathered"),
+        ("stored", "PlanError: fully_shard: a plan is for the dtypes that it was made for, but all parameters stored"),
+        ("frozen", "PlanError: fully_shard: a plan is for the dtypes that it was made for, but all parameters reduced"),
     ],
 )
 def test_a_plan_for_something_else_is_refused(worlds: WorldPool, kind, message):
     for said in worlds.run(2, refused, kind):
         assert said.startswith(message)
+
+
+def under_a_policy() -> tuple[float, torch.dtype]:
+    """A step under a plan for bf16 with reductions in fp32, where norms compute in fp32: their bytes are few."""
+    model = build()
+    a100 = DEVICES["a100-40g"]
+    profile = Profile(model, tokens(), device=a100, training=Training(torch.bfloat16, torch.float32))
+    plan = profile.given(cluster_of(a100, dist.get_world_size()), "full")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    dshard.fully_shard(model, plan=plan, mp_policy={"*norm*": None, "*": policy})
+    logits = model(tokens())
+    loss = logits.float().square().mean()
+    loss.backward()
+    return loss.item(), logits.dtype
+
+
+def test_a_plan_for_a_dtype_is_followed_under_a_policy_that_says_the_same(worlds: WorldPool):
+    for loss, dtype in worlds.run(2, under_a_policy):
+        assert (loss > 0, dtype) == (True, torch.bfloat16)
 
 
 def reported(num_backwards: int, pickles: bool, compiles: bool = False) -> dict[str, object]:
