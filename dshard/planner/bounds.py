@@ -4,6 +4,7 @@ Memory rows are put into the objective with a price per byte (Lagrange). What is
 chain; its length is a lower bound whatever the prices, and best prices make it nearly tight.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,15 +12,13 @@ import numpy as np
 from dshard.planner.chain import Chain, Floats
 from dshard.planner.memory import Ints
 
-__all__ = ["Incumbent", "Relaxation"]
+__all__ = ["Incumbent", "Relaxation", "following"]
 
 _MAX_STEPS = 40
-_MAX_CLIMBS, _CLIMB = 12, 0.7
 _MAX_SWAPS = 200
 _NUM_TRIED = 16
-_MAX_TIGHTENINGS = 4
 _ENOUGH_CLOSED = 0.01  # of all options, for more of them to be likely
-_TOLERANCE = 1e-9  # relative: bounds that differ by less do not pay for more steps
+_TOLERANCE = 1e-7  # relative: bounds that differ by less do not pay for more steps
 _BRACKET = (1.003, 1.1, 2.0)  # of a price that was the best ahead of a small change
 
 
@@ -32,14 +31,14 @@ class Incumbent:
     """
 
     def __init__(self, chain: Chain, limit_bytes: int) -> None:
-        self._chain, self._limit_bytes = chain, limit_bytes
+        self._chain, self.limit_bytes = chain, limit_bytes
         self.chosen: Ints | None = None
         self.cost = float("inf")
 
     def offer(self, chosen: Ints) -> bool:
         """Take a choice if it is better and fits; says whether."""
         cost = self._chain.cost(chosen)
-        if cost < self.cost and self._chain.peak_bytes(chosen) <= self._limit_bytes:
+        if cost < self.cost and self._chain.peak_bytes(chosen) <= self.limit_bytes:
             self.chosen, self.cost = chosen.copy(), cost
             return True
         return False
@@ -51,13 +50,13 @@ class Incumbent:
             below = np.flatnonzero(costs < self.cost)
             for cut in below[np.argsort(costs[below])][:_NUM_TRIED]:
                 self.offer(np.concatenate([front[:cut], back[cut:]]))
-            is_front_larger = self._chain.peak_bytes(front) > self._limit_bytes
+            is_front_larger = self._chain.peak_bytes(front) > self.limit_bytes
             low, high = 0, len(front)  # peaks are nearly monotone in the cut
             while low < high:
                 cut = (low + high) // 2
                 spliced = np.concatenate([front[:cut], back[cut:]])
                 self.offer(spliced)
-                fits = self._chain.peak_bytes(spliced) <= self._limit_bytes
+                fits = self._chain.peak_bytes(spliced) <= self.limit_bytes
                 low, high = (cut + 1, high) if fits == is_front_larger else (low, cut)
 
     def _splice_costs(self, front: Ints, back: Ints) -> Floats:
@@ -110,6 +109,33 @@ class _Line:
     slope: float
 
 
+def following(costs: Floats, penalties: Floats) -> Floats:
+    """The least that a unit and those after it add, for its own option and that of the unit before it.
+
+    Args:
+        costs: As those of a chain.
+        penalties: Of each option of each unit, for some prices; shape (vectors, units, S).
+
+    Returns:
+        Shape (units + 1, vectors, S, S), zero after the last unit.
+    """
+    vectors, num, size = penalties.shape
+    follow = np.zeros((num + 1, vectors, size, size))
+    each = np.empty((size, vectors, size, size))
+    stages = zip(
+        costs.transpose(0, 3, 1, 2)[:, :, None],  # the unit after comes first: to add up and compare long rows
+        penalties.transpose(1, 0, 2)[:, :, None],
+        follow[:-1],
+        follow[1:].transpose(0, 3, 1, 2)[:, :, :, None],
+        strict=True,
+    )
+    for own, penalty, found, after in reversed(list(stages)):
+        np.add(own, after, out=each)
+        np.minimum.reduce(each, axis=0, out=found)
+        np.add(found, penalty, out=found)
+    return follow
+
+
 class Relaxation:
     """The chain with prices on some memory rows.
 
@@ -125,7 +151,7 @@ class Relaxation:
         self.terms: Floats = np.zeros((0, chain.num_units, chain.num_options))
         self.caps: Floats = np.zeros(0)
         self.prices: Floats = np.zeros(0)
-        self.follow: Floats = np.zeros((chain.num_units + 1, chain.num_options, chain.num_options))
+        self._alone: list[float] = []
         self.bound = -np.inf
         self.chosen = self._evaluate(self.prices)
 
@@ -136,41 +162,37 @@ class Relaxation:
         self.terms = np.concatenate([self.terms, self._chain.rows.terms(row)[None].astype(np.float64)])
         self.caps = np.append(self.caps, float(self._limit_bytes - constant))
         self.prices = np.append(self.prices, 0.0)
+        self._alone.append(0.0)
 
-    def ascend(self, num_rounds: int = 3) -> None:
-        """Find good prices, one row at a time, and then all of them again."""
-        for _ in range(1 if len(self.rows) == 1 else num_rounds):
-            before = self.bound
-            for k in range(len(self.rows)):
-                self._ascend(k)
-            if self.bound <= before * (1 + _TOLERANCE):
-                break
-        self.chosen = self._evaluate(self.prices)
+    def new_of(self, rows: Sequence[int]) -> list[int]:
+        """Those that do not count yet."""
+        return [row for row in rows if row not in self.rows]
 
-    def _climb(self) -> None:
-        """Change all prices at once, along what rows exceed: one at a time gets stuck where several must move.
+    @property
+    def known_prices(self) -> Floats:
+        """The best prices, and those that are best where one row alone counts; shape (vectors, rows).
 
-        The length of a step is that after which a plane through here reaches the incumbent.
-
-        Source: B. T. Polyak, "Minimization of unsmooth functionals", 1969.
+        Each gives a bound. What the units near a peak do decides which row is the highest: with that settled, the bound
+        of one row alone is the better one.
         """
-        prices = self.prices.copy()
-        for number in range(_MAX_CLIMBS):
-            chosen = self._evaluate(prices)
-            over = self.terms[:, np.arange(self._chain.num_units), chosen].sum(axis=1) - self.caps
-            over = np.where((prices <= 0) & (over < 0), 0.0, over)
-            missing = self._incumbent.cost - self._chain.cost(chosen) - float(prices @ over)
-            if not np.isfinite(missing) or missing <= 0 or not over.any():
-                return
-            prices = np.maximum(prices + _CLIMB / (1 + number / 4) * missing * over / float(over @ over), 0.0)
+        alone = np.diag(self._alone) if len(self.rows) > 1 else np.zeros((0, len(self.rows)))
+        return np.concatenate([self.prices[None], alone])
+
+    def ascend(self) -> None:
+        """Find good prices: of each new row alone, and then one row at a time with those of the others."""
+        for k, alone in enumerate(self._alone):
+            if not alone:
+                prices = np.zeros(len(self.rows))
+                prices[k] = self.prices.sum()
+                self._alone[k], _ = self._ascend(k, prices)
+            if alone or len(self.rows) > 1:
+                self._ascend(k, self.prices.copy())
+        self.chosen = self._evaluate(self.prices)
 
     def _evaluate(self, prices: Floats) -> Ints:
         """The cheapest choice at these prices, and its value as a bound."""
         chain = self._chain
-        penalties = np.tensordot(prices, self.terms, axes=1)
-        follow = np.zeros_like(self.follow)
-        for i in range(chain.num_units - 1, -1, -1):
-            np.add((chain.costs[i] + follow[i + 1]).min(axis=2), penalties[i], out=follow[i])
+        follow = following(chain.costs, np.tensordot(prices, self.terms, axes=1)[None])[:, 0]
         chosen = np.zeros(chain.num_units, dtype=np.int64)
         before, own = 0, int(follow[0][0].argmin())
         for i in range(chain.num_units):
@@ -178,7 +200,7 @@ class Relaxation:
             before, own = own, int((chain.costs[i, before, own] + follow[i + 1, own]).argmin())
         bound = float(follow[0][0].min() - prices @ self.caps)
         if bound > self.bound or len(prices) != len(self.prices):
-            self.bound, self.prices, self.follow = bound, prices.copy(), follow
+            self.bound, self.prices = bound, prices.copy()
         self._incumbent.offer(chosen)
         return chosen
 
@@ -194,18 +216,22 @@ class Relaxation:
         prices[k] = price
         return self._line(self._evaluate(prices), prices, k)
 
-    def _ascend(self, k: int) -> None:
-        """The best price of row `k`, those of the others as they are: where two lines cross, again and again."""
-        prices = self.prices.copy()
+    def _ascend(self, k: int, prices: Floats) -> tuple[float, Ints]:
+        """The best price of row `k`, those of the others as they are: where two lines cross, again and again.
+
+        Returns:
+            The price, and the cheapest choice on the way that fits into the row.
+        """
         low, high = self._bracket(prices, k)
         if low is None:
             low = self._line_at(0.0, prices, k)
             if low.slope <= 0:
-                return
+                return 0.0, low.chosen
         if high is None:
             least = np.where(self._chain.is_open, self.terms[k], np.inf).argmin(axis=1)
             self._incumbent.offer(least)
             high = self._line(least, prices, k)
+        price = 0.0
         for _ in range(_MAX_STEPS):
             if high.slope >= low.slope:
                 break
@@ -218,6 +244,7 @@ class Relaxation:
                 break
             low, high = (line, high) if line.slope > 0 else (low, line)
         self._incumbent.splice(low.chosen, high.chosen)
+        return max(price, 0.0), high.chosen
 
     def _bracket(self, prices: Floats, k: int) -> tuple["_Line | None", "_Line | None"]:
         """Lines of choices on both sides of the limit, near the price that row `k` has; None where none is near."""
@@ -233,39 +260,57 @@ class Relaxation:
             line = self._line_at(price * factor if is_too_low else price / factor, prices, k)
         return low, high
 
+    def dive(self, head: Ints) -> Ints:
+        """Look for good choices with some options given: one row is then the highest.
+
+        Args:
+            head: Option of each unit, -1 where it is open.
+
+        Returns:
+            A choice that fits into that row.
+        """
+        chain = self._chain.copy()
+        chain.close((head >= 0)[:, None] & (np.arange(chain.num_options) != head[:, None]))
+        below = Relaxation(chain, self._limit_bytes, self._incumbent)
+        for row in self.rows:
+            below.add(row)
+        below.caps = self.caps
+        prices = self.known_prices
+        follow = following(chain.costs, np.tensordot(prices, self.terms, axes=1))
+        best = prices[int((follow[0, :, 0].min(axis=1) - prices @ self.caps).argmax())].copy()
+        return below._ascend(int(best.argmax()), best)[1]
+
     def tighten(self) -> None:
         """Close options that only choices no better than the incumbent have, and round the rows' limits down.
 
         With what is left, the bytes of a row are a constant and multiples of some number; what the limit has beyond
         those is of no use. Both keep every choice that is better than the incumbent.
         """
-        for _ in range(_MAX_TIGHTENINGS):
-            if len(self.rows) > 1:
-                self._climb()
-            closes = self._through() >= self._incumbent.cost * (1 - 1e-12)
-            num_open = int(self._chain.is_open.sum())
-            self._chain.close(closes)
-            caps = np.array([self._rounded_cap(k) for k in range(len(self.rows))])
-            num_closed = num_open - int(self._chain.is_open.sum())
-            if num_closed <= _ENOUGH_CLOSED * num_open and (caps == self.caps).all():
-                return
-            if not self._chain.is_open.any(axis=1).all():
-                self.bound = self._incumbent.cost
-                return
-            self.caps = caps
-            self.ascend(num_rounds=1)
+        closes = self._through() >= self._incumbent.cost * (1 - 1e-12)
+        num_open = int(self._chain.is_open.sum())
+        self._chain.close(closes)
+        caps = np.array([self._rounded_cap(k) for k in range(len(self.rows))])
+        num_closed = num_open - int(self._chain.is_open.sum())
+        if num_closed <= _ENOUGH_CLOSED * num_open and (caps == self.caps).all():
+            return
+        if not self._chain.is_open.any(axis=1).all():
+            self.bound = self._incumbent.cost
+            return
+        self.caps = caps
+        self.ascend()
 
     def _through(self) -> Floats:
         """For each option of each unit, a bound for all choices that have it."""
-        chain = self._chain
-        penalties = np.tensordot(self.prices, self.terms, axes=1)
-        ahead = np.full((chain.num_options, chain.num_options), np.inf)
-        ahead[0] = 0.0
-        through = np.empty((chain.num_units, chain.num_options))
+        chain, prices = self._chain, self.known_prices
+        penalties = np.tensordot(prices, self.terms, axes=1)
+        follow = following(chain.costs, penalties)
+        ahead = np.full((len(prices), chain.num_options, chain.num_options), np.inf)
+        ahead[:, 0] = 0.0
+        through = np.empty((chain.num_units, len(prices), chain.num_options))
         for i in range(chain.num_units):
-            through[i] = (ahead + self.follow[i]).min(axis=0)
-            ahead = (ahead[:, :, None] + chain.costs[i]).min(axis=0) + penalties[i][:, None]
-        bounds: Floats = through - self.prices @ self.caps
+            np.minimum.reduce(ahead + follow[i], axis=1, out=through[i])
+            ahead = np.minimum.reduce(ahead[..., None] + chain.costs[i], axis=1) + penalties[:, i, :, None]
+        bounds: Floats = (through - (prices @ self.caps)[None, :, None]).max(axis=1)
         return bounds
 
     def _rounded_cap(self, k: int) -> float:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from dshard.planner.costs import Cluster, ModelCosts, UnitCosts
 from dshard.planner.memory import Ints, MemoryRows
-from dshard.planner.options import Option, option_of
+from dshard.planner.options import Option, options_of_unit
 from dshard.policies import Strategy
 
 __all__ = ["Chain", "Floats"]
@@ -40,7 +40,7 @@ class Chain:
         for unit in model.units:
             key = _content(unit)
             if key not in known:
-                known[key] = [option_of(unit, strategy, cluster, model.num_backwards) for strategy in strategies]
+                known[key] = options_of_unit(unit, strategies, cluster, model.num_backwards)
             options.append(known[key])
         rows = MemoryRows.of(model, options)
         is_open = _worth_having(options, rows, again=model.num_backwards > 1)
@@ -48,7 +48,7 @@ class Chain:
         costs += np.where(is_open, 0.0, np.inf)[:, None, :, None]
         costs[0, 1:] = np.inf
         costs[-1, :, :, 1:] = np.inf
-        return cls(costs, rows, is_open)
+        return cls(_laid_out(costs), rows, is_open)
 
     @property
     def num_units(self) -> int:
@@ -62,7 +62,11 @@ class Chain:
 
     def copy(self) -> "Chain":
         """The same, of which options can be closed."""
-        return Chain(self.costs.copy(), self.rows, self.is_open.copy())
+        return Chain(self.costs.copy(order="K"), self.rows, self.is_open.copy())
+
+    def mirrored(self) -> "Chain":
+        """The same from its other end; its rows are not."""
+        return Chain(_laid_out(self.costs[::-1].transpose(0, 3, 2, 1)), self.rows, self.is_open[::-1].copy())
 
     def close(self, closes: npt.NDArray[np.bool_]) -> None:
         """Have options no more; in place."""
@@ -92,6 +96,11 @@ class Chain:
     def peak_bytes(self, chosen: Ints) -> int:
         """Peak memory of a step."""
         return int(self.rows.values(chosen).max())
+
+
+def _laid_out(costs: Floats) -> Floats:
+    """The same with the option of the unit after in front of the others in memory, as `bounds.following` reads it."""
+    return costs.transpose(0, 3, 1, 2).copy().transpose(0, 2, 3, 1)
 
 
 def _content(unit: UnitCosts) -> tuple[object, ...]:

@@ -5,14 +5,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dshard.planner.bounds import Relaxation
+from dshard.planner.bounds import Relaxation, following
 from dshard.planner.chain import Chain, Floats
 from dshard.planner.memory import Ints
 
-__all__ = ["Search", "search"]
+__all__ = ["TOLERANCE", "Search", "promising", "search"]
 
 TOLERANCE = 1e-12  # relative: a choice that is better by less is no better
 _BLOCK = 1024
+_NUM_EARLY, _EARLY_LABELS = 8, 4000  # stages whose decisions tell rows apart
+_NUM_PROMISING = 2
+_NUM_NEAR = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,144 @@ class Search:
     num_labels: int
 
 
+def search(chain: Chain, relaxation: Relaxation, upper: float, max_labels: int) -> Search:
+    """The best choice below `upper` under the relaxation's rows, by dynamic programming over the chain.
+
+    A label is dropped if another with the same last two options takes no more time and no more bytes in any row, if
+    its bytes can no longer fit, or if its bound is not below `upper`. If a stage has more than `max_labels`, those
+    with the worst bounds are dropped too, and the least of their bounds is given back.
+    """
+    front = _Front(_Course.of(chain, relaxation), relaxation.caps, upper)
+    for stage in range(1, chain.num_units):
+        front.advance(max_labels if stage > _NUM_EARLY else max(max_labels, _EARLY_LABELS))
+    return Search(front.best(), front.dropped_bound, front.num_labels)
+
+
+def promising(chain: Chain, relaxation: Relaxation, upper: float) -> list[Ints]:
+    """Options of the last units that leave the best bounds, one choice of them for each effect on the rows.
+
+    Returns:
+        Choices, -1 for what is still open; those with the best bounds first.
+    """
+    course = _Course.of(chain, relaxation)
+    front = _Front(course, relaxation.caps, upper)
+    for _ in range(min(_NUM_EARLY, chain.num_units) - 1):
+        front.advance(_EARLY_LABELS)
+    found: dict[tuple[float, ...], Ints] = {}
+    for label in np.argsort(front.bounds().min(axis=1), kind="stable") if chain.num_units > _NUM_EARLY else ():
+        used, chosen = front.labels.used[label], front.traced(int(label))
+        key = tuple(used - used[0]) if len(used) > 1 else tuple(chosen[:_NUM_NEAR])
+        found.setdefault(key, course.in_order(chosen))
+        if len(found) == _NUM_PROMISING:
+            break
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """What a search goes along: the chain and its rows from the last unit on, where the peak of most models is.
+
+    What the units near a peak do decides which row is the highest, and with that each bound is nearly tight.
+
+    Args:
+        chain: The mirror image of the chain.
+        terms: Bytes per row, unit and option.
+        prices: Shape (vectors, rows): each gives a bound.
+        follow: For all of these, as `following` gives it.
+    """
+
+    chain: Chain
+    terms: Floats
+    prices: Floats
+    follow: Floats
+
+    @classmethod
+    def of(cls, chain: Chain, relaxation: Relaxation) -> "_Course":
+        mirrored, terms, prices = chain.mirrored(), relaxation.terms[:, ::-1], relaxation.known_prices
+        return cls(mirrored, terms, prices, following(mirrored.costs, np.tensordot(prices, terms, axes=1)))
+
+    def in_order(self, chosen: Ints) -> Ints:
+        """The first options of a course as a choice, -1 for the rest."""
+        found = np.full(self.chain.num_units, -1, dtype=np.int64)
+        found[self.chain.num_units - len(chosen) :] = chosen[::-1]
+        return found
+
+
+class _Front:
+    """The labels of a search, stage by stage.
+
+    Args:
+        course: Of the search.
+        caps: What each row may hold.
+        upper: Only choices that take less are looked for.
+    """
+
+    def __init__(self, course: _Course, caps: Floats, upper: float) -> None:
+        self._course, self._caps = course, caps
+        self._upper = upper * (1 - TOLERANCE) if np.isfinite(upper) else upper
+        self._least, self._most = _futures(course.chain, course.terms)
+        self._classes = course.chain.classes()
+        fits = (course.terms[:, 0].T + self._least[0] <= caps).all(axis=1)
+        first = np.flatnonzero(course.chain.is_open[0] & fits)
+        zeros = np.zeros(len(first), dtype=np.int64)
+        self.labels = _Labels(zeros, first, np.zeros(len(first)), course.terms[:, 0, first].T, zeros)
+        self._stages = [self.labels]
+        self.dropped_bound, self.num_labels = float("inf"), len(first)
+
+    def _totals(self) -> Floats:
+        """Seconds of each label with each option of the next unit."""
+        labels, costs = self.labels, self._course.chain.costs[len(self._stages) - 1]
+        totals: Floats = labels.cost[:, None] + costs[labels.before, labels.own]
+        return totals
+
+    def bounds(self) -> Floats:
+        """What each label takes at least with each option of the next unit."""
+        return self._bounds(self._totals())
+
+    def _bounds(self, totals: Floats) -> Floats:
+        course, labels = self._course, self.labels
+        over = (labels.used - self._caps) @ course.prices.T
+        found: Floats = totals + (course.follow[len(self._stages)][:, labels.own] + over.T[:, :, None]).max(axis=0)
+        return found
+
+    def advance(self, max_labels: int) -> None:
+        """Go on to the next unit, with no more than so many labels."""
+        chain, labels, stage = self._course.chain, self.labels, len(self._stages)
+        totals = self._totals()
+        bounds = self._bounds(totals)
+        parent, own = np.nonzero(bounds < self._upper)
+        used = labels.used[parent] + self._course.terms[:, stage, own].T
+        fits = (used + self._least[stage] <= self._caps).all(axis=1)
+        parent, own, used = parent[fits], own[fits], used[fits]
+        made = _Labels(self._classes[stage, labels.own[parent]], own, totals[parent, own], used, parent)
+        made = made.take(_unbeaten(made, self._caps - self._most[stage], chain.num_options))
+        if len(made.own) > max_labels:
+            values = bounds[made.parent, made.own]
+            order = np.argsort(values, kind="stable")
+            self.dropped_bound = min(self.dropped_bound, float(values[order[max_labels]]))
+            made = made.take(order[:max_labels])
+        self.labels = made
+        self._stages.append(made)
+        self.num_labels += len(made.own)
+
+    def best(self) -> Ints | None:
+        """The best choice, once there are no more units, if it is better than what is looked for."""
+        labels = self.labels
+        if not len(labels.own):
+            return None
+        final = labels.cost + self._course.chain.costs[-1, labels.before, labels.own, 0]
+        best = int(final.argmin())
+        return self._course.in_order(self.traced(best)) if final[best] < self._upper else None
+
+    def traced(self, label: int) -> Ints:
+        """The options that a label stands for, along the course."""
+        chosen = np.zeros(len(self._stages), dtype=np.int64)
+        for stage in range(len(self._stages) - 1, -1, -1):
+            chosen[stage] = self._stages[stage].own[label]
+            label = int(self._stages[stage].parent[label])
+        return chosen
+
+
 @dataclass(frozen=True, slots=True)
 class _Labels:
     """Ways to choose the first units: options of the last two, seconds without the last, bytes per row."""
@@ -44,52 +185,11 @@ class _Labels:
         return _Labels(self.before[which], self.own[which], self.cost[which], self.used[which], self.parent[which])
 
 
-def search(chain: Chain, relaxation: Relaxation, upper: float, max_labels: int) -> Search:
-    """The best choice below `upper` under the relaxation's rows, by dynamic programming over the chain.
-
-    A label is dropped if another with the same last two options takes no more time and no more bytes in any row, if
-    its bytes can no longer fit, or if its bound is not below `upper`. If a stage has more than `max_labels`, those
-    with the worst bounds are dropped too, and the least of their bounds is given back.
-    """
-    upper = upper * (1 - TOLERANCE) if np.isfinite(upper) else upper
-    least, most = _futures(chain, relaxation)
-    classes = chain.classes()
-    offset = float(relaxation.prices @ relaxation.caps)
-    fits = (relaxation.terms[:, 0].T + least[0] <= relaxation.caps).all(axis=1)
-    first = np.flatnonzero(chain.is_open[0] & fits)
-    zeros = np.zeros(len(first), dtype=np.int64)
-    labels = _Labels(zeros, first, np.zeros(len(first)), relaxation.terms[:, 0, first].T, zeros)
-    stages, dropped, num_labels = [labels], np.inf, len(first)
-    for i in range(chain.num_units - 1):
-        total = labels.cost[:, None] + chain.costs[i, labels.before, labels.own]
-        bounds = total + relaxation.follow[i + 1, labels.own] + (labels.used @ relaxation.prices - offset)[:, None]
-        parent, own = np.nonzero(bounds < upper)
-        used = labels.used[parent] + relaxation.terms[:, i + 1, own].T
-        fits = (used + least[i + 1] <= relaxation.caps).all(axis=1)
-        parent, own, used = parent[fits], own[fits], used[fits]
-        made = _Labels(classes[i + 1, labels.own[parent]], own, total[parent, own], used, parent)
-        made = made.take(_unbeaten(made, relaxation.caps - most[i + 1], chain.num_options))
-        if len(made.own) > max_labels:
-            order = np.argsort(bounds[made.parent, made.own], kind="stable")
-            dropped = min(dropped, float(bounds[made.parent, made.own][order[max_labels]]))
-            made = made.take(order[:max_labels])
-        labels = made
-        stages.append(labels)
-        num_labels += len(labels.own)
-    if not len(labels.own):
-        return Search(None, dropped, num_labels)
-    final = labels.cost + chain.costs[-1, labels.before, labels.own, 0]
-    best = int(final.argmin())
-    if not final[best] < upper:
-        return Search(None, dropped, num_labels)
-    return Search(_trace(stages, best), dropped, num_labels)
-
-
-def _futures(chain: Chain, relaxation: Relaxation) -> tuple[Floats, Floats]:
+def _futures(chain: Chain, terms: Floats) -> tuple[Floats, Floats]:
     """The least and the most bytes that the units after each one add, per row; shape (units, rows)."""
     is_open = chain.is_open[None]
-    least = np.where(is_open, relaxation.terms, np.inf).min(axis=2).T
-    most = np.where(is_open, relaxation.terms, -np.inf).max(axis=2).T
+    least = np.where(is_open, terms, np.inf).min(axis=2).T
+    most = np.where(is_open, terms, -np.inf).max(axis=2).T
 
     def after(values: Floats) -> Floats:
         sums: Floats = np.cumsum(values[::-1], axis=0)[::-1] - values
@@ -148,11 +248,3 @@ def _unbeaten_rows(part: npt.NDArray[np.intp], values: Floats) -> npt.NDArray[np
         beats &= np.arange(len(rivals))[:, None] < np.arange(len(block))[None] + offset
         kept[start : start + _BLOCK] = ~beats.any(axis=0)
     return part[kept]
-
-
-def _trace(stages: list[_Labels], last: int) -> Ints:
-    chosen = np.zeros(len(stages), dtype=np.int64)
-    for i in range(len(stages) - 1, -1, -1):
-        chosen[i] = stages[i].own[last]
-        last = int(stages[i].parent[last])
-    return chosen

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from dshard.planner.costs import Cluster, ModelCosts, ParamCosts, UnitCosts, ceil_div
 from dshard.policies import Strategy
 
-__all__ = ["Option", "option_of", "options_of"]
+__all__ = ["Option", "options_of", "options_of_unit"]
 
 _FLAGS = 16  # a reduction sends a flag per parameter to each rank, in multiples of as many
 _SMALL_BYTES = 1 << 16  # gradients up to this size wait as they are until their unit's reduction leaves
@@ -82,21 +82,33 @@ class Option:
 def options_of(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster) -> list[Option]:
     """The option of each unit under its strategy."""
     given = zip(model.units, strategies, strict=True)
-    return [option_of(unit, Strategy.of(strategy), cluster, model.num_backwards) for unit, strategy in given]
+    return [options_of_unit(unit, (Strategy.of(own),), cluster, model.num_backwards)[0] for unit, own in given]
 
 
-def option_of(unit: UnitCosts, strategy: Strategy, cluster: Cluster, num_backwards: int = 1) -> Option:
-    """What `unit` costs under `strategy`.
+def options_of_unit(
+    unit: UnitCosts, strategies: Sequence[Strategy], cluster: Cluster, num_backwards: int = 1
+) -> list[Option]:
+    """What `unit` costs under each of some strategies.
 
     Raises:
         PlacementError: The ranks that share a parameter do not divide those of the cluster.
     """
-    strategy = strategy.on(cluster.num_ranks)
+    parts: dict[tuple[int, int], _Parts] = {}
+    options = []
+    for strategy in (each.on(cluster.num_ranks) for each in strategies):
+        within = 1 if strategy.base == "ddp" else strategy.within or cluster.num_ranks
+        cut = within, strategy.num_slices
+        if cut not in parts:
+            given = (unit, *cut, cluster)
+            parts[cut] = _Sizes.of(*given), _Reduction.of(*given), _Times.of(*given)
+        options.append(_option(unit, strategy, parts[cut], num_backwards))
+    return options
+
+
+def _option(unit: UnitCosts, strategy: Strategy, parts: "_Parts", num_backwards: int) -> Option:
+    """What `unit` costs under a strategy that cuts it so."""
+    sizes, reduction, times = parts
     whole = strategy.base == "ddp"
-    within = 1 if whole else strategy.within or cluster.num_ranks
-    sizes = _Sizes.of(unit, within, strategy.num_slices, cluster)
-    reduction = _Reduction.of(unit, within, strategy.num_slices, cluster)
-    times = _Times.of(unit, within, strategy.num_slices, cluster)
     stays, freed = strategy.base in ("zero1", "zero2"), strategy.base in ("full", "ddp")
     again = strategy.base == "full" and unit.is_used_in_backward
     waits = strategy.base == "zero1" and num_backwards > 1
@@ -364,3 +376,6 @@ def _replicas_s(unit: UnitCosts, within: int, cluster: Cluster) -> float:
     """All-reduce of reduced shards over the replicas."""
     shard_bytes = sum(p.shard_numel(within) * p.grad_itemsize for p in unit.params)
     return cluster.all_reduce_s(shard_bytes, within) if within < cluster.num_ranks else 0.0
+
+
+_Parts = tuple[_Sizes, _Reduction, _Times]

@@ -9,7 +9,7 @@ from dshard.errors import PlanError
 from dshard.planner.bounds import Incumbent, Relaxation
 from dshard.planner.chain import Chain
 from dshard.planner.costs import Cluster, ModelCosts
-from dshard.planner.labels import TOLERANCE, Search, search
+from dshard.planner.labels import TOLERANCE, promising, search
 from dshard.planner.memory import Ints, peak_bytes
 from dshard.planner.smallest import smallest_peak
 from dshard.planner.ties import at_rest, simplest
@@ -18,8 +18,10 @@ from dshard.policies import Strategy
 
 __all__ = ["BatchSolution", "Certificate", "Solution", "solve", "solve_batch"]
 
-_MAX_LABELS = 1_500_000
+_MAX_LABELS = 600_000
 _NARROW = 100
+_NUM_VIOLATED = 2
+_CLOSE, _MANY = 1e-4, 10  # a gap that a search of not even ten times the narrow one's labels would rarely close
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,49 +172,63 @@ def _solve_chain(chain: Chain, limit_bytes: int, incumbent: Incumbent, max_label
         return _Bounds(np.inf, np.inf, 0)
     incumbent.offer(smallest.chosen)
     relaxation = Relaxation(chain, limit_bytes, incumbent)
-    violated = _violated(chain, relaxation.chosen, limit_bytes)
-    num_labels = 0
-    while violated is not None:
-        relaxation.add(violated)
-        relaxation.ascend()
-        incumbent.improve()
-        while (more := _violated(chain, relaxation.chosen, limit_bytes)) is not None and more not in relaxation.rows:
-            relaxation.add(more)
+    violated = _violated(chain, relaxation.chosen, limit_bytes)[:1]
+    found = _Bounds(-np.inf, -np.inf, 0) if violated else _Bounds(incumbent.cost, relaxation.bound, 0)
+    while violated and found.num_labels <= max_labels:
+        while violated:
+            for row in violated:
+                relaxation.add(row)
             relaxation.ascend()
             incumbent.improve()
-        found = _search(chain, relaxation, incumbent, max_labels)
-        num_labels += found.num_labels
-        relaxed = relaxation.bound - 1e-9 * abs(relaxation.bound)
-        if found.chosen is None or incumbent.offer(found.chosen):
-            return _Bounds(max(min(incumbent.cost, found.dropped_bound), relaxed), relaxed, num_labels)
-        violated = _violated(chain, found.chosen, limit_bytes)
-        if violated in relaxation.rows or num_labels > max_labels:
-            return _Bounds(relaxed, relaxed, num_labels)
-    return _Bounds(incumbent.cost, relaxation.bound, num_labels)
+            violated = relaxation.new_of(_violated(chain, relaxation.chosen, limit_bytes)[:1])
+        found, violated = _search(chain, relaxation, incumbent, max_labels, found)
+    return found
 
 
-def _search(chain: Chain, relaxation: Relaxation, incumbent: Incumbent, max_labels: int) -> Search:
-    """A narrow search for a better incumbent, then, with what that excludes left out, the full one."""
-    num_labels = 0
+def _search(
+    chain: Chain, relaxation: Relaxation, incumbent: Incumbent, max_labels: int, known: _Bounds
+) -> tuple[_Bounds, list[int]]:
+    """A narrow search for a better incumbent, then, with what that excludes left out, the full one.
+
+    Returns:
+        The best bounds so far, and rows that count from now on: a choice that violates them would be better.
+    """
+    for head in promising(chain, relaxation, incumbent.cost):
+        chosen = relaxation.dive(head)
+        if chain.cost(chosen) < incumbent.cost and (
+            rows := relaxation.new_of(_violated(chain, chosen, incumbent.limit_bytes))
+        ):
+            return known, rows
+    incumbent.improve()
+    proven, num_labels, violated = known.proven, known.num_labels, list[int]()
     for width in (_NARROW, max(_NARROW, max_labels // chain.num_units)):
         relaxation.tighten()
         if relaxation.bound >= incumbent.cost * (1 - TOLERANCE):
-            return Search(None, np.inf, num_labels)
+            return _Bounds(incumbent.cost, relaxation.bound, num_labels), []
         found = search(chain, relaxation, incumbent.cost, width)
         num_labels += found.num_labels
-        if not np.isfinite(found.dropped_bound):
+        best_s = incumbent.cost if found.chosen is None else chain.cost(found.chosen)
+        proven = max(proven, min(best_s, found.dropped_bound))
+        if found.chosen is not None and not incumbent.offer(found.chosen):
+            violated = relaxation.new_of(_violated(chain, found.chosen, incumbent.limit_bytes))
             break
-        if found.chosen is not None:
-            incumbent.offer(found.chosen)
-            incumbent.improve()
-    return replace(found, num_labels=num_labels)
+        incumbent.improve()
+        is_close = max_labels < _MANY * _NARROW * chain.num_units and proven >= incumbent.cost * (1 - _CLOSE)
+        if is_close or not np.isfinite(found.dropped_bound):
+            break
+    relaxed = relaxation.bound - 1e-9 * abs(relaxation.bound)
+    return _Bounds(max(proven, relaxed), relaxed, num_labels), violated
 
 
-def _violated(chain: Chain, chosen: Ints, limit_bytes: int) -> int | None:
-    """The memory row that exceeds the limit most; None if none does."""
-    values = chain.rows.values(chosen)
-    row = int(values.argmax())
-    return row if values[row] > limit_bytes else None
+def _violated(chain: Chain, chosen: Ints, limit_bytes: int) -> list[int]:
+    """The memory row that exceeds the limit most, and the one that does of those that lie further away; if any do."""
+    values, found = chain.rows.values(chosen), list[int]()
+    for row in np.argsort(-values, kind="stable"):
+        if values[row] <= limit_bytes or len(found) == _NUM_VIOLATED:
+            break
+        if all(abs(int(row) % chain.num_units - other % chain.num_units) > 1 for other in found):
+            found.append(int(row))
+    return found
 
 
 def _does_not_fit(model: ModelCosts, chain: Chain, known: Sequence[Strategy], limit_bytes: int) -> PlanError:

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planner_solver import STRATEGIES as FAMILY_STRATEGIES
+from benchmarks.planner_solver import family
 from dshard import PlanError
 from dshard.planner import (
     Cluster,
@@ -16,6 +18,7 @@ from dshard.planner import (
     ModelCosts,
     ParamCosts,
     UnitCosts,
+    labels,
     peak_bytes,
     solve,
     solve_batch,
@@ -84,8 +87,8 @@ def test_the_search_alone_finds_the_best_without_knowing_a_good_choice(model, cl
 
 
 @ALWAYS
-@given(models(5), clusters(), st.data())
-def test_bounds_hold_when_there_is_no_room_for_the_search(model, cluster, data):
+@given(models(5), clusters(), st.sampled_from([1, 2, 3]), st.data())
+def test_bounds_hold_when_there_is_little_room_for_the_search(model, cluster, width, data):
     names = ("ddp", "keep", "full")
     every = every_choice(model, cluster, names)
     limit = limits(data, every)
@@ -93,12 +96,35 @@ def test_bounds_hold_when_there_is_no_room_for_the_search(model, cluster, data):
     if not fitting:
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(solver, "_NARROW", 1)
-        certificate = solve(model, cluster, names, limit, max_labels=1).certificate
+        patch.setattr(solver, "search", lambda chain, relaxation, upper, most: search(chain, relaxation, upper, width))
+        patch.setattr(labels, "_EARLY_LABELS", 1)
+        certificate = solve(model, cluster, names, limit).certificate
     assert certificate.relaxed_bound_s <= min(fitting) * SLACK + 1e-15
     assert certificate.lower_bound_s <= min(fitting) * SLACK + 1e-15
     assert certificate.step_s >= min(fitting) / SLACK - 1e-15
     assert 0 <= certificate.gap <= 1
+
+
+@pytest.mark.parametrize("width", [3, 30])
+@pytest.mark.parametrize("part", [0.02, 0.05])
+def test_what_a_search_drops_is_not_proven(part, width):
+    """Thirty layers that all differ, where a narrow search misses the best: its bound must not exclude that."""
+    model, cluster = family("random", 30), Cluster(64, 8, Links.of(Link(2e-5, 5e-12)), Links.of(Link(3e-5, 2.5e-11)))
+    low, high = (peak_bytes(model, [base] * 30, cluster) for base in ("full", "ddp"))
+    limit = low + int((high - low) * part)
+    best = solve(model, cluster, FAMILY_STRATEGIES, limit).certificate
+    assert best.gap == 0
+
+    def narrow(chain, relaxation, upper, most):
+        return search(chain, relaxation, upper, 1 if most == solver._NARROW else width)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solver, "search", narrow)
+        patch.setattr(labels, "_EARLY_LABELS", 1)
+        patch.setattr(solver, "promising", lambda *args: [])
+        found = solve(model, cluster, FAMILY_STRATEGIES, limit).certificate
+    assert found.lower_bound_s <= best.step_s * SLACK
+    assert found.step_s >= best.step_s / SLACK
 
 
 @settings(max_examples=50, deadline=None)
