@@ -272,6 +272,7 @@ def main() -> None:
     content = json.loads(args.table.read_text()) if args.table else run(args.model or list(MODELS))
     print(table(content))
     if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
         (args.out / f"{NAME}.json").write_text(json.dumps(content, indent=1) + "\n")
     print(f"\n{time.process_time():.0f} s of CPU")
 
