@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ class Sample:
 
 
 def interleave(variants: Mapping[str, Step], *, num_rounds: int, num_warmups: int) -> dict[str, list[Sample]]:
-    """Samples of every variant in every round; all ranks start each together, and the order turns.
+    """Samples of every variant in every round; all ranks start each together, in an order that each round draws anew.
 
     Args:
         variants: By name; each may return a reader of its exposed time, which is called outside of the timing.
@@ -43,9 +44,9 @@ def interleave(variants: Mapping[str, Step], *, num_rounds: int, num_warmups: in
         A barrier before each step, besides what the steps do.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in variants}
-    names = list(variants)
+    order = random.Random(0)  # the same on all ranks; no variant always runs after the same other one
     for i in range(num_warmups + num_rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+        for name in order.sample(list(variants), len(variants)):
             dist.barrier()
             cpu_start, start = time.process_time(), time.perf_counter()
             reader = variants[name]()

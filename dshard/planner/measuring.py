@@ -20,6 +20,7 @@ from dshard.planner.traces import Part
 
 __all__ = ["measure", "measure_step", "optimizer_seconds_per_byte"]
 
+_MIN_S, _MAX_STEPS = 1.5, 100
 _NUM_PARAMS, _NUMEL = 16, 1 << 17
 _ADAMW_BYTES = 28  # per element: reads a parameter, its gradient and two states, and writes all but the gradient
 
@@ -32,6 +33,7 @@ def measure(
     dtype: torch.dtype | None = None,
     loss_of: Callable[[Any], Tensor] | None = None,
     num_steps: int = 5,
+    min_s: float = _MIN_S,
 ) -> list[UnitTimes]:
     """Run real steps of a model that is not sharded, and take the median times of its parts.
 
@@ -44,7 +46,8 @@ def measure(
         parts: As for `trace`.
         dtype: As for `trace`.
         loss_of: As for `trace`.
-        num_steps: After one that does not count.
+        num_steps: At least as many, after one that does not count.
+        min_s: Seconds that they take together at least, for another program may use the cores for a while.
 
     Raises:
         PlanError: The model is on meta.
@@ -54,17 +57,16 @@ def measure(
             "plan: only a model with values can be measured, but this one is on meta. Pass device='a100-80g'."
         )
     clock = _Clock(model, parts)
-    samples = []
+    samples: list[dict[bool, list[float]]] = []
     with clock.hooks():
-        for number in range(num_steps + 1):
+        for _ in _spread(num_steps, min_s):
             with swapped(model, partial(_copy, dtype=dtype)):
                 clock.start()
                 run_step(model, sample_input, loss_of, clock.begin_backward)
                 clock.stop()
-            if number:
-                samples.append(clock.seconds)
+            samples.append(clock.seconds)
     return [
-        UnitTimes(*(statistics.median(sample[half][i] for sample in samples) for half in (False, True)))
+        UnitTimes(*(statistics.median(sample[half][i] for sample in samples[1:]) for half in (False, True)))
         for i in range(len(parts))
     ]
 
@@ -81,13 +83,23 @@ def optimizer_seconds_per_byte(device: torch.device) -> float:
         parameter.grad = parameter.detach().flip(0)
     optimizer = torch.optim.AdamW(parameters)
     times = []
-    for _ in range(6):
+    for _ in _spread(5, _MIN_S / 3):
         _synchronize(device)
         start = time.perf_counter()
         optimizer.step()
         _synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:]) / (_ADAMW_BYTES * _NUMEL * _NUM_PARAMS)
+
+
+def _spread(num_steps: int, min_s: float) -> Iterator[int]:
+    """Numbers of steps: the first, so many more, and still more until they have taken `min_s`."""
+    yield 0
+    start = time.perf_counter()
+    for number in range(1, _MAX_STEPS + 1):
+        yield number
+        if number >= num_steps and time.perf_counter() - start >= min_s:
+            return
 
 
 def measure_step(step: Callable[[], object], device: torch.device | str = "cpu", *, num_steps: int = 5) -> Measured:
