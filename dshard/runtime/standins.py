@@ -176,7 +176,7 @@ def _end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     swap = _Current.swap
     if swap is not None and swap.optimizer is optimizer:
         _restore(swap)
-    for listener in after_step:
+    for listener in tuple(after_step):  # one may end itself
         listener(optimizer)
 
 
