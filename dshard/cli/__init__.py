@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,17 @@ def _parser() -> CommandParser:
     return parser
 
 
+def _joined(words: Sequence[str]) -> list[str]:
+    """With values such as -3GiB in one word with their options: alone argparse takes them for options."""
+    found: list[str] = []
+    for word in words:
+        if re.match(r"-\d", word) and found and found[-1].startswith("--") and "=" not in found[-1]:
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code.
 
@@ -37,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     who = "dshard"
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        args, unknown = _parser().parse_known_args(words)
+        args, unknown = _parser().parse_known_args(_joined(words))
         args.command_line = shlex.join(["dshard", *words])
         who = f"dshard {args.command}"
         if unknown:

@@ -135,7 +135,7 @@ def test_checkpointed_blocks_take_less_memory_and_more_operations(printed):
         ((*TINY, "--world", "some"), "argument --world: invalid int value: 'some'."),
         ((*TINY, "--world", 12), "--world must be a multiple of the 8 ranks of a host, but it is 12. Pass --world 16."),
         ((*TINY, "--world", 8, "--memory", -5), "--memory must be a number of bytes above 0, but it is -5."),
-        ((*TINY, "--world", 8, "--memory=-5GiB"), "--memory must be a number of bytes above 0, but it is '-5GiB'."),
+        ((*TINY, "--world", 8, "--memory", "-5GiB"), "--memory must be a number of bytes above 0, but it is '-5GiB'."),
         ((*TINY, "--world", 8, "--batch", "0"), "--batch must be a number of at least 1, or auto, but it is '0'."),
         ((*TINY, "--world", 8, "--hosts", 3), "--hosts must divide --world, but they are 3 and 8."),
         ((*TINY, "--world", 8, "--hosts", 2, "--ranks-per-host", 4), "--hosts and --ranks-per-host say the same"),
