@@ -1,15 +1,19 @@
-"""How long the planner's solver takes, and what it proves: `python benchmarks/planner_solver.py [UNITS ...]`.
+"""How long the planner's solver takes, and what it proves: `python benchmarks/planner_solver.py [--all] [UNITS ...]`.
 
-Layers of a transformer on 64 ranks in hosts of 8, six strategies each, at limits between all-full and all-ddp.
-Families: `alike` (one width), `widths` (five, at random), `random` (width, tokens and times at random). CPU seconds.
+Layers of a transformer on 64 ranks in hosts of 8, six strategies each, or all that `dshard.plan` tries, at limits
+between all-full and all-ddp. Families: `alike` (one width), `widths` (five, at random), `random` (width, tokens and
+times at random). CPU seconds.
 """
 
+import argparse
 import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from dshard.planner import Cluster, Link, Links, ModelCosts, ParamCosts, UnitCosts, peak_bytes, solve, step_time
+from dshard.planning import strategies_for
 
 STRATEGIES = ("ddp", "zero2", "keep", "full", "hybrid(8)", "split(4)")
 PARTS = (0.02, 0.1, 0.3)
@@ -45,10 +49,11 @@ def family(name: str, num_units: int) -> ModelCosts:
     return ModelCosts(tuple(layers))
 
 
-def main(sizes: list[int]) -> None:
+def main(sizes: Sequence[int], *, tries_all: bool) -> None:
     """Print a table."""
     inside, across = Links.of(Link(2e-5, 1 / 200e9, 1e-6)), Links.of(Link(3e-5, 1 / 40e9, 2e-6))
     cluster = Cluster(64, 8, inside, across, keeps_received_rows=False)
+    strategies = strategies_for(cluster) if tries_all else STRATEGIES
     out = sys.stdout
     out.write("| family | units | memory | CPU s | gap | by the relaxation alone | all full / plan | plan |\n")
     out.write("|---|---|---|---|---|---|---|---|\n")
@@ -58,7 +63,7 @@ def main(sizes: list[int]) -> None:
             low, high = (peak_bytes(model, [base] * num_units, cluster) for base in ("full", "ddp"))
             for part in PARTS:
                 started = time.process_time()
-                solution = solve(model, cluster, STRATEGIES, low + int((high - low) * part))
+                solution = solve(model, cluster, strategies, low + int((high - low) * part))
                 took, proof = time.process_time() - started, solution.certificate
                 counts = Counter(map(str, solution.strategies)).most_common()
                 plan = ", ".join(f"{count} {strategy}" for strategy, count in counts)
@@ -71,4 +76,8 @@ def main(sizes: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(size) for size in sys.argv[1:]] or [100, 2000])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sizes", nargs="*", type=int, default=[100, 2000], metavar="UNITS", help="(100 2000)")
+    parser.add_argument("--all", action="store_true", help="all strategies that dshard.plan tries, rather than six")
+    given = parser.parse_args()
+    main(given.sizes, tries_all=given.all)

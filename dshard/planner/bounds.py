@@ -175,7 +175,9 @@ class Relaxation:
         Each gives a bound. What the units near a peak do decides which row is the highest: with that settled, the bound
         of one row alone is the better one.
         """
-        alone = np.diag(self._alone) if len(self.rows) > 1 else np.zeros((0, len(self.rows)))
+        alone = (
+            np.diag(self._alone)[np.flatnonzero(self._alone)] if len(self.rows) > 1 else np.zeros((0, len(self.rows)))
+        )
         return np.concatenate([self.prices[None], alone])
 
     def ascend(self) -> None:

@@ -26,11 +26,13 @@ class Chain:
             first unit knows only `a = 0`, the last only `c = 0`; infinite where an option is not worth having.
         rows: Bytes at each moment.
         is_open: Which options are worth having; shape (units, S).
+        numbers: Of the options among the strategies that were given; the others are worth having for no unit.
     """
 
     costs: Floats
     rows: MemoryRows
     is_open: npt.NDArray[np.bool_]
+    numbers: Ints
 
     @classmethod
     def of(cls, model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster) -> "Chain":
@@ -44,11 +46,13 @@ class Chain:
             options.append(known[key])
         rows = MemoryRows.of(model, options)
         is_open = _worth_having(options, rows, again=model.num_backwards > 1)
+        numbers = np.flatnonzero(is_open.any(axis=0))
+        options, is_open = [[own[number] for number in numbers] for own in options], is_open[:, numbers]
         costs = _costs(options, model.num_backwards, overlaps=cluster.overlaps)
         costs += np.where(is_open, 0.0, np.inf)[:, None, :, None]
         costs[0, 1:] = np.inf
         costs[-1, :, :, 1:] = np.inf
-        return cls(_laid_out(costs), rows, is_open)
+        return cls(_laid_out(costs), rows.only(numbers), is_open, numbers)
 
     @property
     def num_units(self) -> int:
@@ -62,11 +66,13 @@ class Chain:
 
     def copy(self) -> "Chain":
         """The same, of which options can be closed."""
-        return Chain(self.costs.copy(order="K"), self.rows, self.is_open.copy())
+        return Chain(self.costs.copy(order="K"), self.rows, self.is_open.copy(), self.numbers)
 
     def mirrored(self) -> "Chain":
         """The same from its other end; its rows are not."""
-        return Chain(_laid_out(self.costs[::-1].transpose(0, 3, 2, 1)), self.rows, self.is_open[::-1].copy())
+        return Chain(
+            _laid_out(self.costs[::-1].transpose(0, 3, 2, 1)), self.rows, self.is_open[::-1].copy(), self.numbers
+        )
 
     def close(self, closes: npt.NDArray[np.bool_]) -> None:
         """Have options no more; in place."""

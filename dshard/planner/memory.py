@@ -88,6 +88,11 @@ class MemoryRows:
             step = (*(done,) * 3, done + field("largest_step_bytes"), *(done,) * 3)
         return cls(_constant(model), (forward, backward, gradients, slices, reduce, step))
 
+    def only(self, options: Ints) -> "MemoryRows":
+        """The same with some of the options."""
+        kept: dict[int, Ints] = {id(part): part[:, options] for phase in self.phases for part in phase}
+        return MemoryRows(self.constant, tuple(tuple(kept[id(part)] for part in phase) for phase in self.phases))
+
     @property
     def num_units(self) -> int:
         """Of the model."""

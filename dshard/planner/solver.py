@@ -136,7 +136,7 @@ def solve(
     bounds = _solve_chain(chain.copy(), limit_bytes, incumbent, max_labels)
     if incumbent.chosen is None:
         raise _does_not_fit(model, chain, known, limit_bytes)
-    found = tuple(known[option] for option in incumbent.chosen)
+    found = tuple(known[number] for number in chain.numbers[incumbent.chosen])
     simple = simplest(model, cluster, known, limit_bytes, incumbent.cost * (1 + tolerance)) if tolerance else None
     step_s = step_time(model, simple, cluster) if simple else incumbent.cost
     chosen = at_rest(model, cluster, known, simple or found, limit_bytes, step_s)
@@ -239,7 +239,9 @@ def _does_not_fit(model: ModelCosts, chain: Chain, known: Sequence[Strategy], li
     terms = chain.rows.terms(row)[np.arange(chain.num_units), smallest.chosen]
     terms = terms + np.array([u.activation_bytes if _is_live(i, phase, unit) else 0 for i, u in enumerate(model.units)])
     largest = np.argsort(-terms, kind="stable")[:3]
-    held = ", ".join(f"{model.units[i].name} ({terms[i]} bytes, {known[smallest.chosen[i]]})" for i in largest)
+    held = ", ".join(
+        f"{model.units[i].name} ({terms[i]} bytes, {known[chain.numbers[smallest.chosen[i]]]})" for i in largest
+    )
     when = f"{phase} of {model.units[unit].name}"
     found = "there is" if smallest.is_exact else "that was found"
     return PlanError(
