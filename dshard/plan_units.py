@@ -60,6 +60,7 @@ def _check_bytes(plan: Plan, found: Sequence[tuple[str, nn.Parameter]], precisio
     """Refuse dtypes, and frozen parameters, that take other bytes than those that were planned with."""
     costs = {param.name: param for unit in plan.model.units for param in unit.params}
     totals: dict[str, list[int]] = {"stored": [0, 0], "gathered": [0, 0], "reduced": [0, 0]}
+    first: dict[str, str] = {}  # that differs
     for name, param in found:
         way, known = precision.precision_of(name, param.dtype) or Precision(), costs[name]
         sizes = {
@@ -68,11 +69,14 @@ def _check_bytes(plan: Plan, found: Sequence[tuple[str, nn.Parameter]], precisio
             "reduced": (known.grad_itemsize, (way.reduce or param.dtype).itemsize if param.requires_grad else 0),
         }
         for what, pair in sizes.items():
+            if pair[0] != pair[1]:
+                first.setdefault(what, f"{name} for one {pair[1]} per element, and {pair[0]} in the plan")
             totals[what] = [total + param.numel() * size for total, size in zip(totals[what], pair, strict=True)]
     for what, (planned, here) in totals.items():
         if abs(planned - here) > _ALIKE * max(planned, here):
             raise PlanError(
                 f"fully_shard: a plan is for the dtypes that it was made for, but all parameters {what} are {here:,} "
-                f"bytes here, and {planned:,} in the plan. Pass the mp_policy that the plan's Training says (dtypes of "
-                "computation and reduction, or dshard plan --dtype), and freeze parameters before planning."
+                f"bytes here, and {planned:,} in the plan ({first[what]}). Pass the mp_policy that the plan's Training "
+                "says (dtypes of computation and reduction, or dshard plan --dtype), and freeze parameters before "
+                "planning."
             )

@@ -139,6 +139,8 @@ def refused(kind):
 def test_a_plan_for_something_else_is_refused(worlds: WorldPool, kind, message):
     for said in worlds.run(2, refused, kind):
         assert said.startswith(message)
+        if kind == "frozen":
+            assert "(blocks.0.mlp.up.weight for one 0 per element, and 4 in the plan)" in said
 
 
 def under_a_policy() -> tuple[float, torch.dtype]:
