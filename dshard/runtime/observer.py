@@ -8,6 +8,7 @@ from torch import nn
 from dshard.collectives import BufferPool
 from dshard.policies import Offload
 from dshard.runtime.lane import Lane
+from dshard.runtime.recompute import Regions
 from dshard.runtime.schedule import Schedule
 
 __all__ = ["UnitObserver"]
@@ -21,6 +22,7 @@ class UnitObserver(Protocol):
     split: Callable[[], None] | None  # forms units at the first use
     backward_task: int  # autograd's number of the backward that is known to run, else -1
     num_running: int  # forwards of modules that are running
+    regions: Regions  # checkpointed ones in them
     is_autocasting: bool  # the one that started or ended last
     used_in_graph: tuple[int, Any]  # by the backward of a compiled graph: autograd's number of it, and which
 

@@ -17,6 +17,7 @@ from dshard.runtime.frames import frame_of_backward, is_running
 from dshard.runtime.gradients import hook_gradient
 from dshard.runtime.lane import Lane
 from dshard.runtime.late import LateParameters
+from dshard.runtime.recompute import Regions
 from dshard.runtime.reducer import Reducer
 from dshard.runtime.reduction import GradReduction
 from dshard.runtime.schedule import Phase, Schedule, to_drop
@@ -62,6 +63,7 @@ class Runtime:
         self._loose: Unit | None = None  # gathered outside of a forward
         self._frozen: Unit | None = None  # gathered in backward, takes no gradient
         self.num_running = 0  # forwards of modules, nested ones too
+        self.regions = Regions()
         self.is_autocasting = False
         self._num_told = 0  # of them, to parameters under mixed precision
         self._is_mixed: bool | None = None  # as soon as it is asked for
@@ -280,6 +282,10 @@ class Runtime:
             self._is_mixed = any(unit.is_mixed for unit in self.units)
             self._device_type = next((p._group.device_type for unit in self.units for p in unit.params), "cpu")
         told = num_running if self._is_mixed else 0
+        if not self._num_told and told:
+            self.regions.begin()
+        elif not told:
+            self.regions.end()
         if told != self._num_told:
             note_forward(told - self._num_told)
             self._num_told = told

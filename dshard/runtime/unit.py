@@ -19,6 +19,7 @@ from dshard.runtime.deferral import Deferral
 from dshard.runtime.extensions import Extensions
 from dshard.runtime.learned_casts import LearnedCasts
 from dshard.runtime.observer import UnitObserver
+from dshard.runtime.recompute import note_exact_use, ran_in_forward
 from dshard.tensor import ShardedTensor
 from dshard.tensor.cell import OPERANDS
 from dshard.tensor.extended import is_extended
@@ -192,7 +193,10 @@ class Unit:
 
     def compute_dtype(self, slot: int) -> torch.dtype | None:
         """The dtype of parameter `slot` in the forward that is running, if one is; else None."""
-        return self.copies.dtypes[slot] if self.observer.num_running else None
+        if not self.observer.num_running:
+            return None
+        self.observer.regions.note_use(self.observer)
+        return self.copies.dtypes[slot]
 
     def note_compute_dtype(self, slot: int, dtype: torch.dtype) -> None:
         """From now on forwards compute with parameter `slot` in another dtype."""
@@ -210,11 +214,18 @@ class Unit:
         if compute is None:
             return False
         if self.observer.num_running:
+            self.observer.regions.note_use(self.observer)
             param._is_used_in_functions |= not torch.is_grad_enabled()
             return True
         if torch._C._current_graph_task_id() == -1:
-            param._is_used_exactly |= torch.is_grad_enabled()
+            if torch.is_grad_enabled():
+                param._is_used_exactly = True
+            else:
+                note_exact_use(self.observer)
             return False
+        known = ran_in_forward(self.observer)
+        if known is not None:
+            return known
         others = [x for x in OPERANDS[0] if isinstance(x, Tensor) and not isinstance(x, ShardedTensor)]
         if others and compute != param.storage_dtype:
             return any(x.dtype == compute for x in others)

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import dshard
 from dshard.testing import World
@@ -54,6 +56,41 @@ def test_a_llama_trains_with_units_made_by_hand_as_in_one_process(world: World):
 @pytest.mark.parametrize("name", ["llama", "mixtral", "t5"])
 def test_gradient_checkpointing_changes_nothing(world: World, name, use_reentrant):
     assert_close(world.run(train_sharded, name, "root", use_reentrant, timeout_s=TIMEOUT_S))
+
+
+def bf16_losses(shard: Any, name: str, how: str, kwargs: dict[str, Any] | None) -> list[float]:
+    model: Any = models.build(name).float()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers if how == "by layer" else ():
+        shard(layer, mp_policy=policy)
+    shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE)
+    losses = []
+    for step in range(3):
+        batch = {
+            k: v.float() if v.is_floating_point() else v for k, v in models.batch(name, step, dist.get_rank()).items()
+        }
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def beside_fsdp2(name: str, how: str, kwargs: dict[str, Any] | None) -> tuple[list[float], list[float]]:
+    return bf16_losses(torch_fully_shard, name, how, kwargs), bf16_losses(dshard.fully_shard, name, how, kwargs)
+
+
+@pytest.mark.parametrize("kwargs", [None, {"use_reentrant": True}, {"use_reentrant": False}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("llama", "root"), ("llama", "by layer"), ("qwen3", "by layer"), ("mixtral", "root"), ("t5", "root")],
+)
+def test_gradient_checkpointing_in_bf16_gives_the_losses_of_fsdp2(world: World, name, how, kwargs):
+    for expected, found in world.run(beside_fsdp2, name, how, kwargs, timeout_s=TIMEOUT_S):
+        assert found == expected
 
 
 def experts_of_ranks(implementation: str) -> dict[str, Any]:
