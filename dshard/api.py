@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dshard.collectives import ShardGroup
 from dshard.errors import StateError
 from dshard.plan_units import units_of
 from dshard.planner import Plan
@@ -25,6 +24,7 @@ from dshard.runtime.install import Conversion, install, joined_runtime, take_in
 from dshard.runtime.module import FSDPModule
 from dshard.runtime.placing import Place, PlacementFn, check_mesh, replicated
 from dshard.runtime.replace import inherit
+from dshard.runtime.settings import BufferSync
 from dshard.runtime.sliced import check_sliced, is_sliced, set_slices
 from dshard.runtime.wrap import AutoWrapPolicy, chosen_modules
 from dshard.tensor.meshes import data_parallel_mesh, default_mesh, group_of
@@ -136,7 +136,7 @@ def fully_shard(
     check_offload(found, precision)
     children = chosen_modules(modules, auto_wrap_policy, ignored)
     strategies.check_names("fully_shard", [name for name, _ in found])
-    conversion = Conversion(mesh, group, shard_placement_fn, grad_reduce == "mean", precision, strategies)
+    conversion = Conversion(mesh, shard_placement_fn, grad_reduce == "mean", precision, strategies)
     places = conversion.places(found)
     _check_slices(modules, found, places, conversion)
     compare_parameters(modules, found, places, group, sync)
@@ -145,7 +145,7 @@ def fully_shard(
         _convert([child], ignored, names, conversion, child_reshards if child_reshards is not None else reshard)
     _convert_planned(planned, ignored, names, conversion)
     runtime = _convert(modules, ignored, names, conversion, reshard, memory_budget)
-    _handle_buffers(modules, group, runtime, buffers)
+    _handle_buffers(modules, mesh, runtime, buffers)
     runtime.plan_report = PlanReport(modules[0], runtime, plan) if plan is not None else None
     return module
 
@@ -175,13 +175,14 @@ def _convert_planned(
         _convert(unit.modules, ignored | shared, names, conversion, None)
 
 
-def _handle_buffers(modules: Sequence[nn.Module], group: ShardGroup, runtime: Runtime, choice: str) -> None:
+def _handle_buffers(modules: Sequence[nn.Module], mesh: DeviceMesh, runtime: Runtime, choice: str) -> None:
     """Compare the buffers of the ranks, or take those of rank 0 now and before each training forward."""
+    group = group_of(mesh)
     if choice == "check":
         check_buffers(modules, group)
     elif choice == "broadcast":
         broadcast_buffers(modules, group)
-        runtime.sync_buffers.append(partial(broadcast_buffers, modules, group))
+        runtime.change(buffers=(*runtime.settings.buffers, BufferSync(tuple(modules), mesh)))
 
 
 def _convert(
@@ -200,9 +201,8 @@ def _convert(
     move_buffers(modules, conversion.mesh)
     runtime = joined_runtime(modules)
     if memory_budget is not None:
-        runtime.memory_budget = memory_budget
-    for unit in install(modules, parts, runtime, reshard):
-        unit.averages = conversion.averages
+        runtime.change(memory_budget=memory_budget)
+    install(modules, parts, runtime, reshard)
     set_slices(modules, slices)
     for heir in inherited:
         inherit(*heir, mean=conversion.averages)

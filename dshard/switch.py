@@ -85,7 +85,7 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
     regroup(runtime.late.tops, runtime, bases)
     set_slices(runtime.late.tops, slices)
     if module is runtime.root:
-        runtime.strategies = rules.over(runtime.strategies)
+        runtime.change(strategies=rules.over(runtime.settings.strategies))
 
 
 def _check_arguments(rules: StrategyRules, optimizers: Any) -> None:

@@ -50,10 +50,10 @@ class DataParallelNames:
         Communicates:
             Nothing. Reading such a gradient reduces it.
         """
-        before = {unit: unit.requires_sync for unit in self._units(recurse=True)}
+        before = {unit: unit.settings.requires_sync for unit in self._units(recurse=True)}
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             for unit in self._units(recurse=True):
-                unit.requires_sync = before.get(unit, True)
+                unit.change(requires_sync=before.get(unit, True))

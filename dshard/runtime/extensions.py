@@ -171,7 +171,7 @@ class Extensions:
         self, group: ShardGroup, slots: Sequence[int], sent: dict[int, _Sent], pool: BufferPool
     ) -> Handle[Gathered]:
         """Gather what parameters of one group send."""
-        group = with_comms(group, self.unit.comms)
+        group = with_comms(group, self.unit.settings.comms)
         rows = [t.reshape(-1).view(torch.uint8) for slot in slots for t in sent[slot].inputs]
         sizes = tuple(row.numel() for row in rows)
         plan = self._plans.get((group.full_name, sizes))

@@ -33,7 +33,8 @@ class _ReduceGrad(torch.autograd.Function):
     def forward(ctx: Any, grad: Tensor, unit: Unit, slot: int, reducer: Reducer) -> ShardedTensor:
         ctx.unit = unit
         ctx.group = unit.params[slot]._group
-        ctx.divisor = unit.divisor or (ctx.group.world_size if unit.averages else 1)
+        settings = unit.settings
+        ctx.divisor = settings.divisor or (ctx.group.world_size if settings.averages else 1)
         return reducer.receive(unit, slot, _plain(grad))
 
     @staticmethod
@@ -67,7 +68,7 @@ def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
             f"{param.name}: gradients of sharded parameters must be dense, but this one has layout {grad.layout}. "
             "Build the embedding with sparse=False."
         )
-    if unit.num_slices > 1:
+    if unit.settings.num_slices > 1:
         _check_one_way(param, unit)
     # Autograd and this call alone: nobody else can write to it before it is packed.
     is_alone = sys.getrefcount(grad) <= _OWN_REFS and grad._use_count() <= _OWN_USES  # type: ignore[attr-defined]
@@ -100,7 +101,8 @@ def _check_one_way(param: ShardedTensor, unit: Unit) -> None:
 
     Their sum is right for a mean alone: the mean of what is equal on all ranks is itself.
     """
-    if unit.sliced_in == torch._C._current_graph_task_id() and (not unit.averages or unit.divisor is not None):
+    is_mean = unit.settings.averages and unit.settings.divisor is None
+    if unit.sliced_in == torch._C._current_graph_task_id() and not is_mean:
         raise UnsupportedOpError(
             f"{param.name}: where gradients are not averaged over the ranks, one backward must use a weight either in "
             "slices or whole, but this one used it both ways: by its layer, and by another operation. Leave gradients "

@@ -22,10 +22,11 @@ from dshard.tensor.sources import return_home
 from dshard.tensor.traced import is_traced, refuse_export
 from dshard.tensor.traced_meta import note_forward_in_graph
 
-__all__ = ["adopt_leaf", "as_forward", "attach", "watch"]
+__all__ = ["FORWARD_METHODS", "adopt_leaf", "as_forward", "attach", "watch"]
 
 _frames = torch._C._dynamo.eval_frame
 _HOOK_ID = -1  # torch counts from 0
+FORWARD_METHODS = "_dshard_forward_methods"  # names of those that `as_forward` was called for
 
 
 def adopt_leaf(param: ShardedTensor) -> None:
@@ -41,7 +42,7 @@ def adopt_leaf(param: ShardedTensor) -> None:
         return_home(param)
     source = param._source
     if not isinstance(source, Unit) or source.params[param._slot] is not param:
-        unit = Unit([param], [], label=param.name, reshard_after_forward=None, observer=Runtime())
+        unit = Unit([param], [], label=param.name, observer=Runtime())
         unit.observer.adopt(unit)  # type: ignore[attr-defined]
     hook_gradient(param)
 
@@ -71,6 +72,9 @@ def _units_at(module: nn.Module) -> list[Unit]:
 
 def as_forward(module: nn.Module, name: str) -> None:
     """Have a method of a module be a forward of it, as far as dtypes and units go; also in copies of the module."""
+    if name in module.__dict__.get(FORWARD_METHODS, ()):
+        return
+    module.__dict__[FORWARD_METHODS] = (*module.__dict__.get(FORWARD_METHODS, ()), name)
     method = getattr(module, name)
     function = getattr(method, "__func__", None)
 

@@ -1,18 +1,20 @@
 """Sharded parameters become units, and modules tell the runtime of their forwards."""
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dshard.collectives import ShardGroup
+from dshard.errors import StateError
 from dshard.policies import PrecisionRules, StrategyRules
 from dshard.runtime.auto_units import find_units
 from dshard.runtime.companions import keep_generation_in_step
 from dshard.runtime.convert import Inherited, replace_all
-from dshard.runtime.deferral import Deferral
 from dshard.runtime.hooks import attach
 from dshard.runtime.initial import compare_parameters
 from dshard.runtime.module import sharded_class, units_of
@@ -21,20 +23,13 @@ from dshard.runtime.pipelining import answer_as_fsdp2
 from dshard.runtime.placing import Place, PlacementFn, placed_by, places_of
 from dshard.runtime.replace import inherit
 from dshard.runtime.runtime import Runtime
+from dshard.runtime.settings import UnitSettings
 from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
+from dshard.tensor.meshes import group_of
 from dshard.tensor.sources import return_home
 
-__all__ = ["Conversion", "Part", "Setting", "follow", "install", "joined_runtime", "take_in"]
-
-
-_FREES = {  # whether gathered copies are freed after forward, and after backward
-    "ddp": (True, True),
-    "zero1": (False, False),
-    "zero2": (False, False),
-    "keep": (False, True),
-    "full": (True, True),
-}
+__all__ = ["Conversion", "Part", "install", "joined_runtime", "take_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +37,7 @@ class Conversion:
     """How a `fully_shard` call made its parameters, for those that are added to the model later.
 
     Args:
-        mesh: One-dimensional mesh.
-        group: Its ranks.
+        mesh: Of one dim, or of two of which the first replicates.
         shard_placement_fn: As of `fully_shard`.
         averages: Whether gradients are averaged over the ranks.
         precision: In which dtypes parameters and gradients travel.
@@ -51,11 +45,23 @@ class Conversion:
     """
 
     mesh: DeviceMesh
-    group: ShardGroup
     shard_placement_fn: PlacementFn | None
     averages: bool
     precision: PrecisionRules
     strategies: StrategyRules
+
+    @property
+    def group(self) -> ShardGroup:
+        """The ranks of the mesh."""
+        return group_of(self.mesh)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Conversion":
+        return self  # a mesh is a resource, all else are choices
+
+    def __reduce__(self) -> Any:
+        fn = self.shard_placement_fn
+        fn = fn if fn is None or _is_importable(fn) else _LostPlacement(repr(fn))
+        return Conversion, (self.mesh, fn, self.averages, self.precision, self.strategies)
 
     def places(self, found: Sequence[tuple[str, nn.Parameter]]) -> list[Place]:
         """Where each of some parameters goes: as the function says, and then the strategies."""
@@ -71,14 +77,39 @@ class Conversion:
         """Put sharded parameters in the places of some, and sort them by what units are made of."""
         bases = places_of(found, self.mesh, self.shard_placement_fn)
         params, inherited = replace_all(modules, found, self.places(found), self.precision)
+        settings = UnitSettings(averages=self.averages)
         parts: dict[str | None, Part] = {}
         for param, (name, _), base in zip(params, found, bases, strict=True):
             strategy = self.strategies.strategy_of(name)
             if strategy is not None:
                 param._own_place = base.mesh, base.dim
             key = strategy.on(base.num_ranks).base if strategy is not None else None
-            parts.setdefault(key, Part(key, [])).params.append(param)
-        return list(parts.values()), inherited
+            part = parts.setdefault(key, Part([], settings if key is None else settings.under(key)))
+            part.params.append(param)
+        return list(parts.values()) or [Part([], settings)], inherited
+
+
+def _is_importable(function: Any) -> bool:
+    """Whether pickle, which writes down a function's name, would find it again."""
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _LostPlacement:
+    """In the place of a `shard_placement_fn` that pickle could not take along."""
+
+    was: str
+
+    def __call__(self, param: nn.Parameter) -> Any:
+        raise StateError(
+            f"a parameter of shape {tuple(param.shape)}: what is added to a sharded model is placed by its "
+            f"shard_placement_fn, but this model was unpickled, and {self.was} is no function that can be imported. "
+            "Define it in a module, not in a function, or add the parameter ahead of pickling."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,58 +117,21 @@ class Part:
     """Parameters that become a unit.
 
     Args:
-        base: Of their strategies; None if they follow `reshard_after_forward` or a memory budget.
         params: The parameters.
+        settings: What is chosen for it; where no strategy is named, not yet when it is freed.
     """
 
-    base: str | None
     params: list[ShardedTensor]
+    settings: UnitSettings
 
     def unit(
         self, modules: Sequence[nn.Module], label: str, reshard: bool | int | None, observer: UnitObserver
     ) -> Unit:
-        """A unit of them."""
-        unit = Unit(self.params, modules, label=label, reshard_after_forward=None, observer=observer)
-        follow(unit, self.base, reshard)
+        """A unit of them; `reshard` is when it is freed after forward, where no strategy says that."""
+        unit = Unit(self.params, modules, label=label, observer=observer, settings=self.settings)
+        if self.settings.strategy is None:
+            unit.set_reshard_after_forward(reshard)
         return unit
-
-
-def follow(unit: Unit, base: str | None, reshard: bool | int | None = None) -> None:
-    """Have a unit gather and free, and reduce its gradients, as a strategy says."""
-    if base is None:
-        unit.set_reshard_after_forward(reshard)
-    else:
-        Setting.of(base).apply(unit)
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """When a unit is freed, and its gradients are reduced.
-
-    Args:
-        base: Of its strategy; None if it follows `reshard_after_forward` or a memory budget.
-        after_forward: Whether it is freed after forward.
-        after_backward: Whether it is freed after backward.
-    """
-
-    base: str | None
-    after_forward: bool | int | None
-    after_backward: bool
-
-    @classmethod
-    def of(cls, base: str) -> "Setting":
-        """That of a strategy."""
-        return cls(base, *_FREES[base])
-
-    @classmethod
-    def from_unit(cls, unit: Unit) -> "Setting":
-        """The one that a unit has, as `set_reshard_after_forward` and its like may have changed it."""
-        return cls(unit.strategy, unit.reshard_after_forward, unit.reshard_after_backward)
-
-    def apply(self, unit: Unit) -> None:
-        """Have a unit follow it."""
-        unit.reshard_after_forward, unit.reshard_after_backward = self.after_forward, self.after_backward
-        unit.strategy, unit.deferral = self.base, Deferral() if self.base == "zero1" else None
 
 
 def take_in(runtime: Runtime, conversion: Conversion, found: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -150,12 +144,11 @@ def take_in(runtime: Runtime, conversion: Conversion, found: Sequence[tuple[str,
         An all-reduce of 16 bytes, and one of 16 bytes per parameter.
     """
     assert runtime.root is not None
-    conversion = replace(conversion, strategies=runtime.strategies.over(conversion.strategies))
+    conversion = replace(conversion, strategies=runtime.settings.strategies.over(conversion.strategies))
     compare_parameters([runtime.root], found, conversion.places(found), conversion.group, "check")
     parts, inherited = conversion.replace([runtime.root], found)
     for part in parts:
         unit = part.unit([runtime.root], f"added to {type(runtime.root).__name__}", None, runtime)
-        unit.averages = conversion.averages
         runtime.adopt(unit)
         attach(runtime.root, unit)
     for heir in inherited:
@@ -165,14 +158,15 @@ def take_in(runtime: Runtime, conversion: Conversion, found: Sequence[tuple[str,
 def joined_runtime(modules: Sequence[nn.Module]) -> Runtime:
     """One runtime for everything below: units that earlier calls made join it."""
     runtime = Runtime()
+    parts: dict[Runtime, None] = {}
     for root in modules:
         for unit in units_of(root):
-            if isinstance(unit.observer, Runtime):
+            if isinstance(unit.observer, Runtime) and unit.observer is not runtime:
                 unit.observer.split = None
-                if runtime.memory_budget is None:
-                    runtime.memory_budget = unit.observer.memory_budget
-                runtime.sync_buffers += [s for s in unit.observer.sync_buffers if s not in runtime.sync_buffers]
+                parts[unit.observer] = None
             runtime.adopt(unit)
+    runtime.settings = runtime.settings.joined([part.settings for part in parts])
+    runtime.change()
     return runtime
 
 
@@ -182,7 +176,7 @@ def install(
     """Make the units, hook the modules, and leave it to the first use to split what is a whole model."""
     is_first = not runtime.units
     label = type(modules[0]).__name__
-    units = [part.unit(modules, label, reshard, runtime) for part in parts or [Part(None, [])]]
+    units = [part.unit(modules, label, reshard, runtime) for part in parts]
     hooked = [m for module in modules for m in _with_forward(module)]
     for unit in units:
         runtime.adopt(unit)
@@ -229,7 +223,8 @@ def _split_all(runtime: Runtime, units: Sequence[Unit]) -> None:
         _split(runtime, root, unit)
     if not root.__dict__["_dshard_units"]:
         # Nothing stays with the root itself, but its forward's end is where everything is freed.
-        attach(root, Unit([], [root], label=units[0].label, reshard_after_forward=True, observer=runtime))
+        settings = replace(units[0].settings, reshard_after_forward=True)
+        attach(root, Unit([], [root], label=units[0].label, observer=runtime, settings=settings))
 
 
 def _split(runtime: Runtime, root: nn.Module, unit: Unit) -> None:
@@ -244,10 +239,7 @@ def _split(runtime: Runtime, root: nn.Module, unit: Unit) -> None:
     runtime.units.remove(unit)
     root.__dict__["_dshard_units"].remove(unit)
     for plan in plans:
-        part = Part(unit.strategy, list(plan.params)).unit(
-            plan.modules, plan.label, unit.reshard_after_forward, runtime
-        )
-        part.requires_sync, part.averages = unit.requires_sync, unit.averages
+        part = Unit(list(plan.params), plan.modules, label=plan.label, observer=runtime, settings=unit.settings)
         runtime.adopt(part)
         root.__dict__.setdefault("_dshard_formed", []).append(part)
         for module in plan.modules:

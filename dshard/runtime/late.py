@@ -34,12 +34,12 @@ class LateParameters:
         self._known = {id(p): p for _, p in self._plain_parameters()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles take along; a copy finds parameters, but has nothing to shard them with."""
-        return {"tops": self.tops, "known": list(self._known.values())}
+        """What copies and pickles take along: all but what was counted in this process."""
+        return {"tops": self.tops, "known": list(self._known.values()), "take_in": self._take_in}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
-        self.tops = state["tops"]
+        self.tops, self._take_in = state["tops"], state["take_in"]
         self._known = {id(p): p for p in state["known"]}
 
     def take_in(self) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 
 from dshard.runtime.companions import DataParallelNames
+from dshard.runtime.hooks import FORWARD_METHODS, as_forward
 from dshard.runtime.moves import allocate, convert, forget_flat_weights
 from dshard.runtime.runtime import Runtime
 from dshard.runtime.unit import Unit
@@ -117,7 +119,7 @@ class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
             Nothing.
         """
         for unit in self._units(recurse=recurse):
-            unit.requires_sync = requires_gradient_sync
+            unit.change(requires_sync=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over replicas, too, or adds them up within each until a later one does.
@@ -133,7 +135,7 @@ class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
             Nothing.
         """
         for unit in self._units(recurse=recurse):
-            unit.requires_all_reduce = requires_all_reduce
+            unit.change(requires_all_reduce=requires_all_reduce)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether gathered copies are freed in backward, or serve the next forward too. Communicates nothing.
@@ -143,7 +145,7 @@ class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
             recurse: Also for the units of all submodules.
         """
         for unit in self._units(recurse=recurse):
-            unit.reshard_after_backward = reshard_after_backward
+            unit.change(reshard_after_backward=reshard_after_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by `factor`, rather than by the number of ranks. Communicates nothing.
@@ -160,7 +162,7 @@ class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor == 0:
             raise ValueError(f"set_gradient_divide_factor: needs a number other than 0, but got {factor!r}. Pass 1.0.")
         for unit in self._own_units():
-            unit.divisor = factor
+            unit.change(divisor=factor)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reduce-scatters may hold their send buffers while another fills; for the whole model.
@@ -182,7 +184,7 @@ class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
             raise ValueError(
                 f"set_reduce_scatter_max_input_buffers: needs at least 1 buffer, but got {max_input_buffers}. Pass 1."
             )
-        self._runtime().reducer.max_in_flight = max_input_buffers
+        self._runtime().change(max_input_buffers=max_input_buffers)
 
     def set_prefetch(self, depth: int) -> None:
         """How many units are gathered ahead of their use, in the order of the last step; for the whole model.
@@ -195,7 +197,7 @@ class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
         """
         if not isinstance(depth, int) or depth < 0:
             raise ValueError(f"set_prefetch: depth must be an integer of at least 0, but it is {depth!r}. Pass 1.")
-        self._runtime().schedule.depth = depth
+        self._runtime().change(prefetch=depth)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
         """Accepted for FSDP2's sake: the order of the last step tells what to gather ahead; see `set_prefetch`.
@@ -220,7 +222,7 @@ class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
                 `allocate`; gives a handle, or None when it is done.
         """
         for unit in self._own_units():
-            unit.set_comms(all_gather=comm)
+            unit.change(comms=replace(unit.settings.comms, all_gather=comm))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce the gradients of this module's own units by an object of torch's `ReduceScatter` interface.
@@ -233,7 +235,7 @@ class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
             Nothing.
         """
         for unit in self._own_units():
-            unit.set_comms(reduce_scatter=comm)
+            unit.change(comms=replace(unit.settings.comms, reduce_scatter=comm))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether gradients are reduced in a process group of their own, beside gathers.
@@ -248,7 +250,7 @@ class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
             The making of a process group, the first time.
         """
         for unit in self._units(recurse=recurse):
-            unit.set_comms(separates=enable)
+            unit.change(comms=replace(unit.settings.comms, separates=enable))
             _ = unit.buckets(unit.trainable, unit.reduce_dtypes)  # makes the group now, on all ranks
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object], *, stream: Any = None) -> None:
@@ -266,7 +268,7 @@ class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
             Nothing.
         """
         for unit in self._own_units():
-            unit.reduce_hook = hook
+            unit.change(reduce_hook=hook)
 
     def reset_iter_state(self) -> None:
         """Forget a forward or backward that an exception ended. Gradients that had not left yet are lost."""
@@ -317,8 +319,15 @@ class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Each rank pickles its own shards; to be loaded in a world of the same size."""
         self._runtime()
-        state = {key: value for key, value in self.__dict__.items() if key != "_compiled_call_impl"}
+        own_methods = self.__dict__.get(FORWARD_METHODS, ())  # which pickle takes for the class's
+        left = {"_compiled_call_impl", *own_methods}
+        state = {key: value for key, value in self.__dict__.items() if key not in left}
         return _new_sharded, (type(self).__bases__[1],), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name in self.__dict__.pop(FORWARD_METHODS, ()):
+            as_forward(self, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FSDPModule":
         new = object.__new__(type(self))

@@ -51,11 +51,11 @@ class Reducer:
         arrivals = self._arrivals.get(unit)
         if arrivals is None:
             arrivals = self._arrivals[unit] = _Arrivals.of(unit)
-            if unit.deferral is not None and unit.requires_sync:
+            if unit.deferral is not None and unit.settings.requires_sync:
                 unit.deferral.note_backward(is_first=all(p.grad is None for p in unit.params))
         param = unit.params[slot]
         reduction = arrivals.open.get(slot)
-        if reduction is None or not unit.requires_sync or not reduction.awaits(slot):
+        if reduction is None or not unit.settings.requires_sync or not reduction.awaits(slot):
             reduction = self._reduction_for(unit, param, arrivals)
         out = reduction.receive(param, grad, may_wait=may_wait)
         arrivals.arrived.add(slot)
@@ -70,7 +70,9 @@ class Reducer:
         key = _Key(id(unit), bucket.slots, is_captured=False)
         entry = self._open.get(key)
         is_old = entry is not None and (entry[1].holds(slot) or entry[1].owes)
-        if (is_old or not unit.requires_sync or not unit.requires_all_reduce) and not accumulates(param):
+        if (is_old or not unit.settings.requires_sync or not unit.settings.requires_all_reduce) and not accumulates(
+            param
+        ):
             key = _Key(id(unit), bucket.slots, is_captured=True)
             entry = self._open.get(key)
         is_apart = key.is_captured or param.grad is None or len(param._backward_hooks or ()) > 1
@@ -80,7 +82,7 @@ class Reducer:
             self._launch(key, joins=False)
             entry = None
         if entry is None:
-            entry = self._open[key] = (unit, GradReduction(unit, bucket, mean=unit.averages))
+            entry = self._open[key] = (unit, GradReduction(unit, bucket, mean=unit.settings.averages))
         if not key.is_captured:
             arrivals.open.update(dict.fromkeys(bucket.slots, entry[1]))
         return entry[1]
@@ -122,7 +124,7 @@ class Reducer:
         may be its own matter, but when its collectives start must not be.
         """
         if unit.reduces_now:
-            self._launch_all(unit, owes=not unit.requires_all_reduce)
+            self._launch_all(unit, owes=not unit.settings.requires_all_reduce)
 
     def _launch_all(self, unit: Unit, *, owes: bool) -> None:
         """Launch all buckets of a unit, also those that the peers alone may have used, if this rank has used any."""
@@ -140,7 +142,7 @@ class Reducer:
             for bucket in buckets:
                 key = _Key(id(unit), bucket.slots, is_captured=is_captured)
                 if key not in known:
-                    self._open[key] = (unit, GradReduction(unit, bucket, mean=unit.averages))
+                    self._open[key] = (unit, GradReduction(unit, bucket, mean=unit.settings.averages))
                     keys.append(key)
         for key in sorted(keys, key=lambda k: k.place):
             self._launch(key, owes=owes and self._may_owe(key))
@@ -226,7 +228,7 @@ class Reducer:
             places = sorted(owing, key=lambda key: (owing[key][0].place, key.place))
             presence = [(owing[key][1].group, owing[key][1].presence()) for key in places]
             check_same_gradients(presence, *_OWED)
-        elif unit.deferral is not None and unit.requires_sync:
+        elif unit.deferral is not None and unit.settings.requires_sync:
             check_same_gradients(self._presence(unit), *_DEFERRED)
         for other in sorted(units, key=lambda u: u.place):
             self._launch_unread(other)

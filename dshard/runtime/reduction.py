@@ -38,8 +38,9 @@ class GradReduction:
     def __init__(self, unit: Unit, bucket: Bucket, *, mean: bool) -> None:
         # Weak, for a gradient that nobody reads must not keep the model alive.
         self._unit, self._slots = weakref.ref(unit), bucket.slots
-        self._hook = unit.reduce_hook
-        self._mean, self._divisor = mean and unit.divisor is None, unit.divisor
+        self._hook = unit.settings.reduce_hook
+        divisor = unit.settings.divisor
+        self._mean, self._divisor = mean and divisor is None, divisor
         first = unit.params[bucket.slots[0]]
         self._plan, self._pool, offload = bucket.reduce_plan, unit.observer.pool, bucket.offload
         device = offload.compute if offload is not None else first.device

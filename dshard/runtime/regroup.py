@@ -5,14 +5,13 @@ from typing import Any
 
 from torch import nn
 
-from dshard.runtime.install import Part, Setting
 from dshard.runtime.runtime import Runtime
+from dshard.runtime.settings import UnitSettings
 from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
 
 __all__ = ["regroup"]
 
-_KEPT = ("requires_sync", "requires_all_reduce", "averages", "comms", "reduce_hook", "divisor", "num_slices")
 _LISTS = ("_dshard_units", "_dshard_formed")
 
 
@@ -26,17 +25,17 @@ def regroup(tops: Sequence[nn.Module], runtime: Runtime, bases: Mapping[int, str
     """
     families: dict[Any, list[Unit]] = {}
     for unit in runtime.units:
-        key = tuple(map(id, unit.modules)), *(getattr(unit, name) for name in _KEPT)
+        key = tuple(map(id, unit.modules)), unit.settings.but_lifetime
         families.setdefault(key, []).append(unit)
     changed = {}
     for family in families.values():
         parts = _parts(family, bases)
         old = [unit.params for unit in family if unit.params]
         if [list(map(id, params)) for params in old] == [list(map(id, params)) for params in parts.values()]:
-            for setting, unit in zip(parts, [u for u in family if u.params], strict=True):
-                setting.apply(unit)
+            for settings, unit in zip(parts, [u for u in family if u.params], strict=True):
+                unit.settings = settings  # and what it implies, as it restarts
         elif parts:
-            changed[family[0]] = [_unit_like(family[0], params, setting) for setting, params in parts.items()]
+            changed[family[0]] = [_unit_like(family[0], params, settings) for settings, params in parts.items()]
             changed.update({unit: [] for unit in family[1:]})
     if changed:
         for module in dict.fromkeys(module for top in tops for module in top.modules()):
@@ -50,23 +49,19 @@ def regroup(tops: Sequence[nn.Module], runtime: Runtime, bases: Mapping[int, str
     runtime.schedule.forget()
 
 
-def _parts(family: Sequence[Unit], bases: Mapping[int, str]) -> dict[Setting, list[ShardedTensor]]:
+def _parts(family: Sequence[Unit], bases: Mapping[int, str]) -> dict[UnitSettings, list[ShardedTensor]]:
     """Parameters by what their new strategy says, or else by what their unit does."""
-    parts: dict[Setting, list[ShardedTensor]] = {}
+    parts: dict[UnitSettings, list[ShardedTensor]] = {}
     for unit in family:
         for param in unit.params:
             base = bases.get(id(param))
-            parts.setdefault(Setting.of(base) if base is not None else Setting.from_unit(unit), []).append(param)
+            parts.setdefault(unit.settings.under(base) if base is not None else unit.settings, []).append(param)
     return parts
 
 
-def _unit_like(old: Unit, params: list[ShardedTensor], setting: Setting) -> Unit:
+def _unit_like(old: Unit, params: list[ShardedTensor], settings: UnitSettings) -> Unit:
     """A unit of other parameters, but of the same modules."""
-    unit = Part(setting.base, params).unit(old.modules, old.label, None, old.observer)
-    setting.apply(unit)
-    for name in _KEPT:
-        setattr(unit, name, getattr(old, name))
-    return unit
+    return Unit(params, old.modules, label=old.label, observer=old.observer, settings=settings)
 
 
 def _replaced(units: Sequence[Unit], changed: Mapping[Unit, Sequence[Unit]]) -> list[Unit]:

@@ -1,18 +1,19 @@
 """The runtime of a model: when units gather and free, in forward and in backward."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from functools import partial
 from operator import attrgetter
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dshard.collectives import BufferPool, ShardGroup, num_noted, settle
-from dshard.policies import Offload, StrategyRules
+from dshard.policies import Offload
 from dshard.runtime.budget import agreed_free_bytes
+from dshard.runtime.buffers import broadcast_buffers
 from dshard.runtime.frames import frame_of_backward, is_running
 from dshard.runtime.gradients import hook_gradient
 from dshard.runtime.lane import Lane
@@ -21,8 +22,10 @@ from dshard.runtime.recompute import Regions
 from dshard.runtime.reducer import Reducer
 from dshard.runtime.reduction import GradReduction
 from dshard.runtime.schedule import Phase, Schedule, to_drop
+from dshard.runtime.settings import ModelSettings
 from dshard.runtime.standins import check_interrupted
 from dshard.runtime.unit import Unit
+from dshard.tensor.meshes import group_of
 from dshard.tensor.mixed import note_forward
 
 __all__ = ["Runtime", "in_backward"]
@@ -52,10 +55,8 @@ class Runtime:
         self.pool = BufferPool()
         self.schedule: Schedule[Unit] = Schedule(is_free=attrgetter("is_whole"), size_of=attrgetter("param_bytes"))
         self.late = LateParameters()
-        self.memory_budget: int | Literal["auto"] | None = None  # bytes to keep between forward and backward
-        self.strategies = StrategyRules()  # set since `fully_shard`, for parameters that come later
+        self.settings = ModelSettings()
         self.split: Callable[[], None] | None = None  # forms units at the first use; set for a root that has just one
-        self.sync_buffers: list[Callable[[], None]] = []  # at the start of each training forward
         self.on_training_forward: Callable[[], None] | None = None  # called when one starts, outside of graphs
         self.plan_report: object = None  # what watches the first steps under a plan
         self._gathered: dict[Unit, None] = {}
@@ -94,14 +95,18 @@ class Runtime:
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles take along: units and switches, nothing that is under way."""
         self.before_use()
-        names = ("units", "root", "late", "memory_budget")
-        state = {name: self.__dict__[name] for name in names}
-        return {**state, "options": (self.reducer.max_in_flight, self.schedule.depth)}
+        return {name: self.__dict__[name] for name in ("units", "root", "late", "settings")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
-        self.reducer.max_in_flight, self.schedule.depth = state.pop("options")
         self.__dict__.update(state)
+        self.change()
+
+    def change(self, **changes: Any) -> None:
+        """Choose otherwise, by the names of `ModelSettings`."""
+        settings = self.settings = replace(self.settings, **changes)
+        self.schedule.depth = 1 if settings.prefetch is None else settings.prefetch
+        self.reducer.max_in_flight = settings.max_input_buffers or 1
 
     def lane(self, offload: Offload, *, inward: bool) -> Lane:
         """For copies from a parameter's home to where it computes, or back; made at the first use."""
@@ -167,7 +172,7 @@ class Runtime:
 
     def on_backward_done(self, unit: Unit) -> None:
         """Free a unit of which all gradients have arrived."""
-        if unit.reshard_after_backward:
+        if unit.settings.reshard_after_backward:
             unit.free()
 
     def on_passed(self, unit: Unit) -> None:
@@ -240,7 +245,7 @@ class Runtime:
             settle([group for group in self._groups() if num_noted(group) > self._noted.get(group.name, 0)])
         finally:
             for unit in list(self._gathered):
-                if unit.reshard_after_backward:
+                if unit.settings.reshard_after_backward:
                     unit.free()
 
     def _groups(self) -> list[ShardGroup]:
@@ -251,8 +256,8 @@ class Runtime:
                 found.setdefault(group.name, group)
                 if group.replicas is not None:
                     found.setdefault(group.replicas.name, group.replicas)
-                if type(unit.reshard_after_forward) is int:
-                    few = group.neighbours(unit.reshard_after_forward)
+                if type(unit.settings.reshard_after_forward) is int:
+                    few = group.neighbours(unit.settings.reshard_after_forward)
                     found.setdefault(few.name, few)
         return list(found.values())
 
@@ -310,19 +315,19 @@ class Runtime:
             if self.on_training_forward is not None:
                 self.on_training_forward()
             self.late.take_in()
-            for sync in self.sync_buffers if root.training else ():
-                sync()
-            if self.memory_budget == "auto" and self.schedule.knows(Phase.BACKWARD):
-                self.memory_budget = agreed_free_bytes(self.units)
+            for sync in self.settings.buffers if root.training else ():
+                broadcast_buffers(sync.modules, group_of(sync.mesh))
+            if self.settings.memory_budget == "auto" and self.schedule.knows(Phase.BACKWARD):
+                self.change(memory_budget=agreed_free_bytes(self.units))
 
     def enter_graph(self, unit: Unit) -> None:
         """A graph uses `unit`: it is kept, if it is to stay until backward; else the next one's use frees it."""
-        if not unit.num_active and self.memory_budget is None and not self.reshards(unit):
+        if not unit.num_active and self.settings.memory_budget is None and not self.reshards(unit):
             unit.is_requested = True
 
     def is_start_due(self) -> bool:
         """Whether the start of a training forward has more to do than to note it."""
-        syncs = bool(self.sync_buffers) and self.root is not None and self.root.training
+        syncs = bool(self.settings.buffers) and self.root is not None and self.root.training
         return syncs or self.late.is_waiting()
 
     def exit_forward(self, unit: Unit, module: nn.Module) -> None:
@@ -338,8 +343,9 @@ class Runtime:
                 candidate.release()
             elif self.reshards(candidate):
                 candidate.reshard()
-        if isinstance(self.memory_budget, int) and torch.is_grad_enabled():
-            self._fit_into(self.memory_budget)
+        budget = self.settings.memory_budget
+        if isinstance(budget, int) and torch.is_grad_enabled():
+            self._fit_into(budget)
 
     def _fit_into(self, budget_bytes: int) -> None:
         """Drop the copies that the backward uses last, until the others fit into the budget."""
@@ -352,16 +358,17 @@ class Runtime:
             unit.free()
 
     def _is_budgeted(self, unit: Unit) -> bool:
-        return self.memory_budget is not None and unit.reshard_after_forward is None and not unit.is_requested
+        is_told = unit.settings.reshard_after_forward is not None
+        return self.settings.memory_budget is not None and not is_told and not unit.is_requested
 
     def reshards(self, unit: Unit) -> bool:
         """Whether `unit` is freed when its forward ends; by default all but the root's own unit are.
 
         With a memory budget, that decides instead for units that were not told.
         """
-        if unit.reshard_after_forward is not None:
-            return bool(unit.reshard_after_forward)
-        if self.memory_budget is not None and self.memory_budget != "auto":
+        if unit.settings.reshard_after_forward is not None:
+            return bool(unit.settings.reshard_after_forward)
+        if self.settings.memory_budget not in (None, "auto"):
             return False
         return self.root not in unit.modules
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from dshard.tensor.sources import return_home
 __all__ = ["SlicedForward", "check_sliced", "gather_whole", "is_sliced", "set_slices", "slice_weight"]
 
 _frames = torch._C._dynamo.eval_frame
-_KEPT = ("requires_sync", "requires_all_reduce", "averages", "comms", "reduce_hook", "divisor", "strategy")
 _FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
 
 
@@ -81,7 +81,7 @@ def _unit_of(weight: Any, value: Any) -> Unit | None:
     if weight._grad_hook is None and torch.is_grad_enabled():
         weight._adopt_if_leaf()
     unit = weight._source
-    if not isinstance(unit, Unit) or unit.num_slices == 1 or not weight.belongs_to_source():
+    if not isinstance(unit, Unit) or unit.settings.num_slices == 1 or not weight.belongs_to_source():
         return None
     if weight._layout.dim != 0:
         return None  # it was moved since: every rank holds it whole
@@ -306,7 +306,7 @@ def slice_weight(modules: Sequence[nn.Module], weight: ShardedTensor, num_slices
     unit = old if is_apart else _unit_of_its_own(modules, old, weight, holders)
     for module in holders:
         module.__dict__["forward"] = SlicedForward(module)
-    unit.num_slices = num_slices
+    unit.change(num_slices=num_slices)
     unit.set_reshard_after_forward(True)
     return unit
 
@@ -331,7 +331,7 @@ def set_slices(modules: Sequence[nn.Module], wanted: Mapping[ShardedTensor, int]
         unit = param._source
         if param in sliced:
             slice_weight(modules, param, sliced[param])
-        elif isinstance(unit, Unit) and unit.num_slices > 1:
+        elif isinstance(unit, Unit) and unit.settings.num_slices > 1:
             gather_whole(unit)
 
 
@@ -352,9 +352,8 @@ def _unit_of_its_own(modules: Sequence[nn.Module], old: Unit, weight: ShardedTen
     old.params = [param for param in old.params if param is not weight]
     old.restart()
     label = weight.name.rpartition(".")[0] or type(holders[0]).__name__
-    unit = Unit([weight], holders, label=label, reshard_after_forward=True, observer=runtime)
-    for name in _KEPT:
-        setattr(unit, name, getattr(old, name))
+    settings = replace(old.settings, reshard_after_forward=True, reshard_after_backward=True)
+    unit = Unit([weight], holders, label=label, observer=runtime, settings=settings)
     runtime.adopt(unit)
     for module in holders:
         attach(module, unit)
@@ -366,7 +365,7 @@ def _unit_of_its_own(modules: Sequence[nn.Module], old: Unit, weight: ShardedTen
 
 def gather_whole(unit: Unit) -> None:
     """From now on gather the weight of a unit that was sliced at once, between two steps. Communicates nothing."""
-    unit.num_slices = 1
+    unit.change(num_slices=1)
     for module in unit.modules:
         if isinstance(module.__dict__.get("forward"), SlicedForward):
             del module.__dict__["forward"]

@@ -145,13 +145,13 @@ class Slice:
 def slices_of(unit: Unit, dtype: torch.dtype) -> Sequence[Slice]:
     """The slices of the weight that a unit consists of, as they travel in a dtype."""
     make: Any = partial(_make, unit, dtype)
-    found: Any = unit._known_buckets(("slices", unit.num_slices, unit.label, dtype), make)
+    found: Any = unit._known_buckets(("slices", unit.settings.num_slices, unit.label, dtype), make)
     return list[Slice](found)
 
 
 def _make(unit: Unit, dtype: torch.dtype) -> Any:
     param = unit.params[0]
-    group, parts = with_comms(param._group, unit.comms), cut_rows(param._layout, unit.num_slices)
+    group, parts = with_comms(param._group, unit.settings.comms), cut_rows(param._layout, unit.settings.num_slices)
     slices = []
     for number, rows in enumerate(parts, 1):
         layout = BucketLayout.of([rows.sliced_layout])
@@ -300,8 +300,9 @@ class SliceReduction:
 
     def __init__(self, unit: Unit, reducer: Reducer) -> None:
         self._reducer = reducer
-        self._param, self._pool, self._hook = unit.params[0], unit.observer.pool, unit.reduce_hook
-        self._mean, self._divisor = unit.averages and unit.divisor is None, unit.divisor
+        self._param, self._pool, self._hook = unit.params[0], unit.observer.pool, unit.settings.reduce_hook
+        divisor = unit.settings.divisor
+        self._mean, self._divisor = unit.settings.averages and divisor is None, divisor
         self._dtype = unit.reduce_dtypes[0] or self._param.storage_dtype
         self._shard = torch.zeros_like(self._param._cell.resolve(), memory_format=torch.contiguous_format)
         self._in_flight: tuple[Slice, Handle[Reduced]] | None = None

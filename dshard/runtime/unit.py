@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dshard.collectives import Comms, ShardGroup
+from dshard.collectives import ShardGroup
 from dshard.errors import UnsupportedOpError
 from dshard.policies import reshard_choice
 from dshard.runtime.buckets import Bucket, are_whole, make_buckets, make_part_buckets
@@ -20,6 +20,7 @@ from dshard.runtime.extensions import Extensions
 from dshard.runtime.learned_casts import LearnedCasts
 from dshard.runtime.observer import UnitObserver
 from dshard.runtime.recompute import note_exact_use, ran_in_forward
+from dshard.runtime.settings import UnitSettings
 from dshard.tensor import ShardedTensor
 from dshard.tensor.cell import OPERANDS
 from dshard.tensor.extended import is_extended
@@ -42,9 +43,8 @@ class Unit:
         params: The parameters; each gets this unit as its source.
         modules: Modules in whose forward the unit is in use.
         label: Name for messages, counts, and for the check that all ranks gather the same unit.
-        reshard_after_forward: Whether to free after the forward; None for the default of a root or child; a number
-            of ranks to keep what as many need for the next gather.
         observer: The runtime.
+        settings: What is chosen for it.
     """
 
     full: Callable[..., Tensor]
@@ -56,30 +56,21 @@ class Unit:
         modules: Sequence[nn.Module],
         *,
         label: str,
-        reshard_after_forward: bool | int | None,
         observer: UnitObserver,
+        settings: UnitSettings | None = None,
     ) -> None:
         self.params = list(params)
         self.modules = list(modules)
         self.label = label
-        self.reshard_after_forward = reshard_after_forward
         self.observer = observer
+        self.settings = settings or UnitSettings()
         self.place = 0  # among the units of a model
-        self.requires_sync = True  # else gradients are added up unreduced
-        self.requires_all_reduce = True  # over replicas, else what is reduced within one is added up
-        self.reshard_after_backward = True
-        self.strategy: str | None = None  # the base of it, if one was named
-        self.deferral: Deferral | None = None  # of reductions, until the last of several backwards
-        self.averages = True  # gradients over the ranks, else they are added
-        self.comms = Comms()  # in the place of the backend's collectives
-        self.reduce_hook: Callable[[Tensor], object] | None = None  # called with reduced gradients
-        self.divisor: float | None = None  # of summed gradients, in the place of the number of ranks
-        self.num_slices = 1  # in which its only parameter is gathered and used
         self._start()
 
     def _start(self) -> None:
         """Nothing is gathered, and no module runs."""
         Unit.alive.add(self)
+        self.deferral = _deferral_of(self.settings)  # of reductions, until the last of several backwards
         self.num_active = 0  # forwards of its modules that are running
         self.num_pins = 0  # open `gathered` scopes
         self.is_requested = False  # by `unshard`, to stay until it was used
@@ -241,7 +232,7 @@ class Unit:
 
     def prefetch(self) -> bool:
         """Start to gather ahead of the use, unless there is no need; gives whether it did."""
-        if self.num_slices > 1:
+        if self.settings.num_slices > 1:
             return self.first_slice is not None and bool(self.first_slice.prefetch())
         if self.is_whole or self.copies.is_current or self.copies.on_meta(self.copies.buckets):
             return False
@@ -270,17 +261,27 @@ class Unit:
     @property
     def reduces_now(self) -> bool:
         """Whether the backward that runs reduces its gradients, rather than add them up."""
-        return self.requires_sync and (self.deferral is None or self.deferral.is_due)
+        return self.settings.requires_sync and (self.deferral is None or self.deferral.is_due)
 
     @property
     def stays(self) -> bool:
         """Whether its gathered copies stay, and are gathered anew where they are stale, once it was used."""
-        return self.reshard_after_forward is False and not self.reshard_after_backward
+        settings = self.settings
+        return settings.reshard_after_forward is False and not settings.reshard_after_backward
 
     def release(self) -> None:
         """`free`, for now that nothing needs the copies, unless they are to stay."""
         if not self.stays:
             self.free()
+
+    def change(self, **changes: Any) -> None:
+        """Choose otherwise, by the names of `UnitSettings`; what a strategy or other collectives need is made anew."""
+        before, self.settings = self.settings, replace(self.settings, **changes)
+        if before.strategy != self.settings.strategy:
+            self.deferral = _deferral_of(self.settings)
+        if before.comms != self.settings.comms:
+            self.free()
+            self._buckets.clear()
 
     def set_reshard_after_forward(self, value: bool | int | None) -> None:
         """Choose when to free.
@@ -296,7 +297,7 @@ class Unit:
             if type(choice) is int:
                 self._refuse_parts(choice)
                 group.neighbours(choice)
-        self.reshard_after_forward = choices[0] if choices else value
+        self.change(reshard_after_forward=choices[0] if choices else value)
 
     def _refuse_parts(self, num_ranks: int) -> None:
         if self.extensions is not None:
@@ -307,15 +308,9 @@ class Unit:
                 f"reshard_after_forward is {num_ranks}. Pass True or False."
             )
 
-    def set_comms(self, **changes: Any) -> None:
-        """Change some of `comms`; what is gathered is dropped."""
-        self.free()
-        self.comms = replace(self.comms, **changes)
-        self._buckets.clear()
-
     def reshard(self) -> None:
         """Free after a forward whose backward is to come; with a number of ranks, all but what the few need."""
-        num_ranks = self.reshard_after_forward
+        num_ranks = self.settings.reshard_after_forward
         if type(num_ranks) is not int:
             self.free()
         elif not self.num_pins:
@@ -325,7 +320,8 @@ class Unit:
 
     def buckets(self, slots: Sequence[int], dtypes: tuple[torch.dtype | None, ...]) -> list[Bucket]:
         """The buckets of some of the parameters, as `make_buckets` tells."""
-        return self._known_buckets((tuple(slots), dtypes), lambda: make_buckets(self.params, slots, dtypes, self.comms))
+        comms = self.settings.comms
+        return self._known_buckets((tuple(slots), dtypes), lambda: make_buckets(self.params, slots, dtypes, comms))
 
     def part_buckets(self, dtypes: tuple[torch.dtype | None, ...], num_ranks: int) -> list[Bucket]:
         """The buckets of parts that few ranks hold, as `make_part_buckets` tells."""
@@ -342,24 +338,7 @@ class Unit:
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles take along: no gathered copies."""
-        names = (
-            "params",
-            "modules",
-            "label",
-            "reshard_after_forward",
-            "observer",
-            "requires_sync",
-            "requires_all_reduce",
-            "averages",
-            "divisor",
-            "num_slices",
-            "reshard_after_backward",
-            "strategy",
-            "deferral",
-            "place",
-            "comms",
-            "reduce_hook",
-        )
+        names = ("params", "modules", "label", "observer", "settings", "place")
         return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -369,3 +348,7 @@ class Unit:
     def __repr__(self) -> str:
         state = "gathered" if self.is_gathered else "sharded"
         return f"Unit({self.label!r}, {len(self.params)} parameters, {self.full_bytes:,} bytes, {state})"
+
+
+def _deferral_of(settings: UnitSettings) -> Deferral | None:
+    return Deferral() if settings.strategy == "zero1" else None

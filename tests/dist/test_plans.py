@@ -63,7 +63,7 @@ def train(strategies, **kind):
     units = list(dict.fromkeys(u for m in model.modules() for u in vars(m).get("_dshard_units", ())))
     whole = {name: p.to_local().numel() == p.numel() for name, p in model.named_parameters()}
     assert whole == {name: str(strategy) == "ddp" for name, strategy in plan.by_parameter.items()}
-    made = {(u.strategy, frozenset(id(p) for p in u.params)) for u in units if u.params}
+    made = {(u.settings.strategy, frozenset(id(p) for p in u.params)) for u in units if u.params}
     names = dict(model.named_parameters())
     asked = {
         (str(strategy), frozenset(id(names[name]) for name in unit.param_names))

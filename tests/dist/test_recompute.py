@@ -160,7 +160,7 @@ def inside_of_blocks_root_alone(shard: Any, net: Net, kind: str) -> None:
 
 
 def nested(shard: Any, net: Net, kind: str) -> None:
-    """A region in a region in a region, none of them a module that was sharded; torch warns of reentrant ones inside."""
+    """Regions in a region, none of them a module that was sharded; torch warns of reentrant ones inside."""
     net.run = RUNS[kind]
     wrapped(net, "not reentrant")
     for layer in net.layers:

@@ -563,7 +563,7 @@ def others_change() -> list[int]:
         dshard.fully_shard(layer, strategy={"weight": "split(2)", "bias": "zero2"})
     dshard.fully_shard(model)
     dshard.set_strategy(model, {"*.bias": "full"})
-    return [layer.weight._source.num_slices for layer in model]  # type: ignore[union-attr]
+    return [layer.weight._source.settings.num_slices for layer in model]  # type: ignore[union-attr]
 
 
 def test_a_change_of_other_parameters_leaves_a_weight_sliced(worlds: WorldPool):

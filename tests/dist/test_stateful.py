@@ -83,7 +83,7 @@ class Pair:
     def may_be_lonely(self):
         """Outside of autograd a reduction communicates; without sync, gradients are a rank's own; so are hooks."""
         is_hooked = any(name == "spare" for name, _ in self.twin.hooks)
-        return torch.is_grad_enabled() and self.ours.model._dshard_units[0].requires_sync and not is_hooked
+        return torch.is_grad_enabled() and self.ours.model._dshard_units[0].settings.requires_sync and not is_hooked
 
     def inside(self, scope, actions):
         with getattr(dshard, scope)(self.ours.model) as full:

@@ -170,7 +170,7 @@ def budget_after_two_calls(budget: int) -> Any:
     model: Any = Chain()
     dshard.fully_shard(model.blocks[0], memory_budget=budget)
     dshard.fully_shard(model)
-    return units_of(model)[0].observer.memory_budget
+    return units_of(model)[0].observer.settings.memory_budget
 
 
 def test_units_that_were_told_are_no_matter_of_the_budget(worlds: WorldPool):
