@@ -1,46 +1,51 @@
 """`fully_shard` and its companions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dshard.errors import StateError
+from dshard.collectives import ShardGroup
 from dshard.plan_units import units_of
 from dshard.planner import Plan
-from dshard.policies import Offload, PrecisionRules, StrategyRules, reshard_choice
+from dshard.policies import Precision, PrecisionRules, StrategyRules, reshard_choice
 from dshard.report import PlanReport
 from dshard.runtime import Runtime
+from dshard.runtime.agreement import Fact, check_same, refused_together
 from dshard.runtime.auto_units import UnitPlan
 from dshard.runtime.buffers import broadcast_buffers, check_buffers
 from dshard.runtime.casts import cast_at
-from dshard.runtime.convert import check_offload, device_of, follow_replaced, move_buffers, own_parameters
+from dshard.runtime.convert import follow_replaced, move_buffers, own_parameters
 from dshard.runtime.hooks import watch
 from dshard.runtime.initial import compare_parameters
 from dshard.runtime.install import Conversion, install, joined_runtime, take_in
-from dshard.runtime.module import FSDPModule
-from dshard.runtime.placing import Place, PlacementFn, check_mesh, replicated
+from dshard.runtime.options import Options, checked_modules
+from dshard.runtime.placing import PlacementFn, check_mesh
 from dshard.runtime.replace import inherit
 from dshard.runtime.settings import BufferSync
 from dshard.runtime.sliced import check_sliced, is_sliced, set_slices
+from dshard.runtime.specs import ParamSpec, described, settle
 from dshard.runtime.wrap import AutoWrapPolicy, chosen_modules
 from dshard.tensor.meshes import data_parallel_mesh, default_mesh, group_of
 
 __all__ = ["fully_shard"]
 
 
+M = TypeVar("M", bound="nn.Module | list[Any] | tuple[Any, ...]")
+
+
 def fully_shard(
-    module: nn.Module | list[nn.Module],
+    module: M,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: Any = None,
     offload_policy: Any = None,
-    ignored_params: set[nn.Parameter] | None = None,
+    ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     sync: Literal["check", "broadcast"] | None = "check",
     grad_reduce: Literal["mean", "sum"] = "mean",
@@ -49,7 +54,7 @@ def fully_shard(
     auto_wrap_policy: AutoWrapPolicy | None = None,
     strategy: Any = None,
     plan: Plan | None = None,
-) -> Any:
+) -> M:
     """Shard the parameters of a module over the ranks of a mesh, in place.
 
     Every parameter becomes a `ShardedTensor`: each rank keeps one shard of it, and it means its full value wherever
@@ -105,74 +110,156 @@ def fully_shard(
             second step the logger "dshard", and `plan_report(model)`, say how that compares with it.
 
     Returns:
-        `module` itself, whose class is now a subclass of `FSDPModule` too.
+        `module` itself, whose class is now a subclass of `FSDPModule` too. To a type checker it is of the class that it
+        was of; `assert isinstance(module, FSDPModule)` tells it of both.
 
     Raises:
         PlacementError: A placement that a parameter cannot have. On every rank alike.
-        DivergenceError: The ranks hold different models or weights. On every rank alike.
-        StateError: No process group, or a module that cannot be sharded. On every rank alike.
+        DivergenceError: The ranks hold different models or weights, were given different options, or one of them raised
+            one of the other errors alone. On every rank alike.
+        StateError: No process group, an option that is none of the choices, or a module that cannot be sharded.
         UnsupportedOpError: An option that is not supported yet.
 
     Communicates:
         With `sync="check"` an all-reduce of 16 bytes per parameter, with "broadcast" a broadcast of all weights;
-        always an all-reduce of 16 bytes that compares names and shapes.
+        always an all-reduce of 272 bytes that compares options, names and shapes.
     """
-    modules = list(module) if isinstance(module, (list, tuple)) else [module]
-    _check_modules(modules)
-    _check_options(sync, grad_reduce, buffers, memory_budget)
-    mesh = mesh if mesh is not None else default_mesh()
-    if dp_mesh_dims is not None:
-        mesh = data_parallel_mesh(mesh, dp_mesh_dims)
-        shard_placement_fn = _placement_on(dp_mesh_dims, shard_placement_fn)
-    check_mesh(mesh)
-    precision = PrecisionRules.of(mp_policy, _offload_of(offload_policy, mesh))
-    reshard = reshard_choice(reshard_after_forward, mesh.size(mesh.ndim - 1))
-    strategies = _strategies_of(strategy, reshard, plan, auto_wrap_policy)
-    group = group_of(mesh)
-    follow_replaced(modules)
-    ignored = ignored_params or set()
-    found = own_parameters(modules, ignored)
-    planned = units_of(plan, modules, found, group.num_ranks, precision) if plan is not None else []
-    check_offload(found, precision)
-    children = chosen_modules(modules, auto_wrap_policy, ignored)
-    strategies.check_names("fully_shard", [name for name, _ in found])
-    conversion = Conversion(mesh, shard_placement_fn, grad_reduce == "mean", precision, strategies)
-    places = conversion.places(found)
-    _check_slices(modules, found, places, conversion)
-    compare_parameters(modules, found, places, group, sync)
-    names = {id(param): name for name, param in found}
-    for child, child_reshards in children.items():
-        _convert([child], ignored, names, conversion, child_reshards if child_reshards is not None else reshard)
-    _convert_planned(planned, ignored, names, conversion)
-    runtime = _convert(modules, ignored, names, conversion, reshard, memory_budget)
-    _handle_buffers(modules, mesh, runtime, buffers)
-    runtime.plan_report = PlanReport(modules[0], runtime, plan) if plan is not None else None
+    given = locals()
+    options = Options(**{each.name: given[each.name] for each in fields(Options)})
+    with refused_together("fully_shard", _Call.FACTS, _group_to_ask(mesh)):
+        call = _Call.resolved(module, options)
+    check_same("fully_shard", call.facts(), call.conversion.group)
+    places = settle(call.specs)
+    compare_parameters(call.modules, call.specs, places, call.conversion.group, sync)
+    for child, child_reshards in call.children.items():
+        call.convert([child], child_reshards if child_reshards is not None else call.reshard)
+    for unit in call.planned:
+        call.convert(unit.modules, None, shared=_shared(unit))
+    runtime = call.convert(call.modules, call.reshard)
+    if memory_budget is not None:
+        runtime.change(memory_budget=memory_budget)
+    _handle_buffers(call.modules, call.conversion.mesh, runtime, buffers)
+    runtime.plan_report = PlanReport(call.modules[0], runtime, plan) if plan is not None else None
     return module
 
 
-def _check_slices(
-    modules: Sequence[nn.Module],
-    found: Sequence[tuple[str, nn.Parameter]],
-    places: Sequence[Place],
-    conversion: Conversion,
-) -> None:
-    """Refuse what cannot be gathered in slices, before anything is changed."""
-    for (name, param), place in zip(found, places, strict=True):
-        if is_sliced(param, conversion.strategies.num_slices_of(name)):
-            check_sliced(modules, name, param, dim=place.dim, offload=conversion.precision.offload)
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of `fully_shard`, resolved: nothing has changed yet, and nothing was communicated.
+
+    Args:
+        modules: That it was given.
+        options: The same.
+        conversion: How parameters become sharded.
+        specs: What becomes of each parameter.
+        children: Modules below that become units of their own, and whether each is freed after forward.
+        planned: Units that a plan names, but for the root's.
+        reshard: When units are freed, as far as no strategy says that.
+    """
+
+    modules: list[nn.Module]
+    options: Options
+    conversion: Conversion
+    specs: list[ParamSpec]
+    children: dict[nn.Module, bool | None]
+    planned: list[UnitPlan[nn.Parameter]]
+    reshard: bool | int | None
+
+    FACTS: ClassVar[tuple[str, ...]] = tuple(  # in the order in which they are named: causes first
+        dict.fromkeys(["module", "ignored_params", "parameters", *(each.name for each in fields(Options))])
+    )
+
+    @classmethod
+    def resolved(cls, module: Any, options: Options) -> "_Call":
+        """What a call asks for.
+
+        Raises:
+            DShardError: It cannot be. On every rank alike, where all were given the same.
+        """
+        modules = checked_modules(module)
+        options.check()
+        mesh = options.mesh if options.mesh is not None else default_mesh()
+        if options.dp_mesh_dims is not None:
+            mesh = data_parallel_mesh(mesh, options.dp_mesh_dims)
+        check_mesh(mesh)
+        reshard = reshard_choice(options.reshard_after_forward, mesh.size(mesh.ndim - 1))
+        plan = options.plan
+        strategies = StrategyRules.of(options.strategy) if plan is None else StrategyRules(named=plan.by_parameter)
+        precision = PrecisionRules.of(options.mp_policy, options.offload_on(mesh))
+        averages = options.grad_reduce == "mean"
+        conversion = Conversion(mesh, options.placement_fn, averages, precision, strategies)
+        follow_replaced(modules)
+        found = own_parameters(modules, options.ignored)
+        strategies.check_names("fully_shard", [name for name, _ in found])
+        num_ranks = conversion.group.num_ranks
+        planned = units_of(plan, modules, found, num_ranks, precision) if plan is not None else []
+        children = chosen_modules(modules, options.auto_wrap_policy, options.ignored)
+        specs = conversion.resolve(found)
+        for spec in specs:
+            if is_sliced(spec.param, spec.num_slices):
+                offload = spec.precision.offload if spec.precision is not None else None
+                check_sliced(modules, spec.name, spec.param, dim=spec.base.dim, offload=offload)
+        return cls(modules, options, conversion, specs, children, planned, reshard)
+
+    def facts(self) -> dict[str, Fact]:
+        """What all ranks of the mesh must ask for alike, by the names of the arguments."""
+        options, own = self.options, [spec for spec in self.specs if spec.base.mesh == self.conversion.mesh]
+        names = {module: name for root in self.modules for name, module in root.named_modules()}
+        ignored = {id(param) for param in options.ignored}
+        mesh = self.conversion.mesh
+        facts: dict[str, Fact] = {each.name: repr(getattr(options, each.name)) for each in fields(Options)}
+        facts |= {
+            "module": ", ".join(type(module).__name__ for module in self.modules),
+            "mesh": f"{mesh.device_type}, dims {mesh.mesh_dim_names}, ranks {mesh.mesh.tolist()}",
+            "ignored_params": [n for root in self.modules for n, p in root.named_parameters() if id(p) in ignored],
+            "parameters": described(own),
+            "shard_placement_fn": [f"{s.name}: {s.base.dim}" for s in own],
+            "mp_policy": [repr(self.conversion.precision.rules), *(f"{s.name}: {_dtypes(s.precision)}" for s in own)],
+            "offload_policy": type(options.offload_policy).__name__,
+            "auto_wrap_policy": [f"{names[child]}: {reshard}" for child, reshard in self.children.items()],
+            "strategy": [repr(self.conversion.strategies.rules), *(f"{s.name}: {s.strategy}" for s in own)],
+            "plan": [unit.label for unit in self.planned],
+        }
+        return {name: facts[name] for name in self.FACTS}
+
+    def convert(
+        self, modules: Sequence[nn.Module], reshard: bool | int | None, shared: Container[nn.Parameter] = ()
+    ) -> Runtime:
+        """Make one unit of the parameters of some modules that no earlier call has taken."""
+        follow_replaced(modules)
+        by_param = {id(spec.param): spec for spec in self.specs}
+        own = [param for _, param in own_parameters(modules, self.options.ignored) if param not in shared]
+        specs = [by_param[id(param)] for param in own]
+        converted = self.conversion.replace(modules, specs)
+        move_buffers(modules, self.conversion.mesh)
+        runtime = joined_runtime(modules)
+        install(modules, converted.parts, runtime, reshard)
+        set_slices(modules, converted.slices)
+        for heir in converted.inherited:
+            inherit(*heir, mean=self.conversion.averages)
+        runtime.late.note(modules, partial(take_in, runtime, self.conversion))
+        cast_at(modules, self.conversion.precision, watch)
+        return runtime
 
 
-def _convert_planned(
-    planned: Sequence[UnitPlan[nn.Parameter]],
-    ignored: set[nn.Parameter],
-    names: Mapping[int, str],
-    conversion: Conversion,
-) -> None:
-    """Make the units of a plan; what several of them hold is left to the root."""
-    wanted = {id(param) for unit in planned for param in unit.params}
-    for unit in planned:
-        shared = {param for module in unit.modules for param in module.parameters() if id(param) not in wanted}
-        _convert(unit.modules, ignored | shared, names, conversion, None)
+def _dtypes(precision: Precision | None) -> str:
+    """The dtypes of a parameter on its way; devices have numbers of their own on each rank."""
+    return str(replace(precision, offload=None) if precision is not None else None)
+
+
+def _group_to_ask(mesh: Any) -> ShardGroup | None:
+    """The ranks that make the same call, as far as that can be told before it was looked at."""
+    try:
+        mesh = mesh if mesh is not None else default_mesh()
+        return group_of(mesh) if isinstance(mesh, DeviceMesh) and mesh.ndim in (1, 2) else None
+    except (RuntimeError, ValueError):
+        return None
+
+
+def _shared(unit: UnitPlan[nn.Parameter]) -> set[nn.Parameter]:
+    """What the modules of a planned unit hold, but not the unit."""
+    wanted = {id(param) for param in unit.params}
+    return {param for module in unit.modules for param in module.parameters() if id(param) not in wanted}
 
 
 def _handle_buffers(modules: Sequence[nn.Module], mesh: DeviceMesh, runtime: Runtime, choice: str) -> None:
@@ -183,108 +270,3 @@ def _handle_buffers(modules: Sequence[nn.Module], mesh: DeviceMesh, runtime: Run
     elif choice == "broadcast":
         broadcast_buffers(modules, group)
         runtime.change(buffers=(*runtime.settings.buffers, BufferSync(tuple(modules), mesh)))
-
-
-def _convert(
-    modules: Sequence[nn.Module],
-    ignored: set[nn.Parameter],
-    names: Mapping[int, str],
-    conversion: Conversion,
-    reshard: bool | int | None,
-    memory_budget: int | Literal["auto"] | None = None,
-) -> Runtime:
-    """Make one unit of the parameters of some modules that no earlier call has taken; `names` by identity."""
-    follow_replaced(modules)
-    found = [(names[id(param)], param) for _, param in own_parameters(modules, ignored)]
-    parts, inherited = conversion.replace(modules, found)
-    slices = {p: conversion.strategies.num_slices_of(p.name) for part in parts for p in part.params}
-    move_buffers(modules, conversion.mesh)
-    runtime = joined_runtime(modules)
-    if memory_budget is not None:
-        runtime.change(memory_budget=memory_budget)
-    install(modules, parts, runtime, reshard)
-    set_slices(modules, slices)
-    for heir in inherited:
-        inherit(*heir, mean=conversion.averages)
-    runtime.late.note(modules, partial(take_in, runtime, conversion))
-    cast_at(modules, conversion.precision, watch)
-    return runtime
-
-
-def _check_modules(modules: Sequence[nn.Module]) -> None:
-    """Refuse what is not there, before anything is changed."""
-    if not modules:
-        raise StateError("fully_shard: needs a module or a list of them, but the list is empty. Pass the model.")
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            raise StateError(
-                f"fully_shard: a module can be sharded once, but this {type(module).__name__} already is. Call "
-                "fully_shard on each module once, children first."
-            )
-        if not isinstance(module, nn.Module):
-            raise StateError(f"fully_shard: needs a module or a list of them, but got {type(module).__name__}.")
-
-
-def _check_options(sync: Any, grad_reduce: Any, buffers: Any, memory_budget: Any) -> None:
-    """Refuse what is none of the choices."""
-    _check_choice("sync", sync, ("check", "broadcast", None))
-    _check_choice("grad_reduce", grad_reduce, ("mean", "sum"))
-    _check_choice("buffers", buffers, ("leave", "broadcast", "check"))
-    _check_budget(memory_budget)
-
-
-def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
-        raise StateError(f"fully_shard: {name} must be one of {allowed}, but it is {value!r}. Pass one of them.")
-
-
-def _check_budget(value: Any) -> None:
-    if value is not None and value != "auto" and (type(value) is not int or value < 0):
-        raise StateError(
-            f"fully_shard: memory_budget must be a number of bytes, 'auto' or None, but it is {value!r}. Pass 0 to "
-            "keep nothing."
-        )
-
-
-def _placement_on(dims: Any, shard_placement_fn: PlacementFn | None) -> PlacementFn | None:
-    """How parameters are cut where `dp_mesh_dims` may name no dims to shard over."""
-    if dims.shard is not None:
-        return shard_placement_fn
-    if shard_placement_fn is not None:
-        raise StateError(
-            "fully_shard: shard_placement_fn says how a parameter is cut, but dp_mesh_dims names no dims to shard over "
-            f"({dims}). Leave one of them out."
-        )
-    return replicated
-
-
-def _strategies_of(value: Any, reshard: bool | int | None, plan: Plan | None, wrap: Any) -> StrategyRules:
-    """The strategies of `strategy=`, or of `plan=`."""
-    if plan is not None:
-        if not (value is None and reshard is None and wrap is None):
-            raise StateError(
-                "fully_shard: a plan says how each unit is cut and gathered, but strategy, reshard_after_forward or "
-                "auto_wrap_policy is given, too. Leave them out."
-            )
-        return StrategyRules(named=plan.by_parameter)
-    if value is not None and reshard is not None:
-        raise StateError(
-            "fully_shard: strategy says when gathered copies are freed, but reshard_after_forward is given, too "
-            f"({value!r} and {reshard!r}). Leave one of them out."
-        )
-    return StrategyRules.of(value)
-
-
-def _offload_of(policy: Any, mesh: DeviceMesh) -> Offload | None:
-    """What a policy asks for on a mesh; None where a parameter is kept where it is used."""
-    if isinstance(policy, Offload):  # of any two devices
-        return policy
-    name = type(policy).__name__
-    if policy is not None and name not in ("OffloadPolicy", "CPUOffloadPolicy"):
-        raise StateError(
-            f"fully_shard: offload_policy must be an OffloadPolicy or a CPUOffloadPolicy, but it is {policy!r}. Pass "
-            "CPUOffloadPolicy(), or leave it out."
-        )
-    if name != "CPUOffloadPolicy" or mesh.device_type == "cpu":
-        return None
-    return Offload(torch.device("cpu"), device_of(mesh), pins=policy.pin_memory)

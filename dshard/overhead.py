@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dshard.api import fully_shard
 from dshard.collectives import ReduceOp, all_reduce
 from dshard.planner.profiles import Overhead
+from dshard.runtime.module import FSDPModule
 from dshard.tensor.meshes import group_of
 
 __all__ = ["measure_overhead"]
@@ -36,6 +37,7 @@ def measure_overhead(mesh: DeviceMesh) -> Overhead:
     """
     with torch.random.fork_rng(devices=[]):  # a program's random numbers stay what they are
         plain, sharded = _chain(), fully_shard(_chain(), mesh=mesh, strategy="ddp", sync=None)
+    assert isinstance(sharded, FSDPModule)
     sharded.set_requires_gradient_sync(False)
     num_params = sum(1 for _ in sharded.parameters())
     (forward_s, backward_s), (plain_forward_s, plain_backward_s) = _medians(sharded), _medians(plain)

@@ -55,7 +55,7 @@ def _build(stack: Stack) -> list[nn.Module]:
 def _steps(stack: Stack, options: dict[str, Any]) -> dict[str, Step]:
     """A step of each variant."""
     mesh = mesh_of(torch.device("cpu"))
-    sharded = dshard.fully_shard(nn.Sequential(*_build(stack)), mesh=mesh)
+    sharded: Any = dshard.fully_shard(nn.Sequential(*_build(stack)), mesh=mesh)
     fsdp2: Any = torch_fully_shard(nn.Sequential(*_build(stack)), mesh=mesh)
     parameters: dict[str, list[Any]] = {
         "dshard": list(sharded.parameters()),

@@ -1,6 +1,7 @@
 """Parameters of a module become sharded ones, in every place where they stand."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from dshard.errors import StateError, UnsupportedOpError
-from dshard.policies import PrecisionRules
 from dshard.runtime.placing import Place
 from dshard.runtime.replace import ParameterHooks, Replaced, hooks_of, retire
+from dshard.runtime.specs import ParamSpec
 from dshard.tensor import MixedShardedTensor, OffloadedShardedTensor, ShardedTensor
 from dshard.tensor.extended import is_extended
 from dshard.tensor.nested import shard_over
@@ -85,24 +86,19 @@ def _check_kind(name: str, param: nn.Parameter) -> None:
         )
 
 
-def check_offload(found: Sequence[tuple[str, nn.Parameter]], precision: PrecisionRules) -> None:
+def check_offload(spec: ParamSpec) -> None:
     """Raise if a parameter that is to be offloaded says itself how it is gathered."""
-    name = next((name for name, param in found if is_extended(param)), None)
-    if name is not None and precision.offload is not None:
+    if is_extended(spec.param) and spec.precision is not None and spec.precision.offload is not None:
         raise UnsupportedOpError(
-            f"{name}: a tensor subclass with fsdp_pre_all_gather is gathered from where its shards are kept, but "
+            f"{spec.name}: a tensor subclass with fsdp_pre_all_gather is gathered from where its shards are kept, but "
             "offload_policy keeps them elsewhere. Leave out offload_policy for the module that holds it."
         )
 
 
 def replace_all(
-    modules: Sequence[nn.Module],
-    found: Sequence[tuple[str, nn.Parameter]],
-    places: Sequence[Place],
-    precision: PrecisionRules,
+    modules: Sequence[nn.Module], specs: Sequence[ParamSpec], places: Sequence[Place]
 ) -> tuple[list[ShardedTensor], list[Inherited]]:
     """Put a ShardedTensor in every place of each parameter; the old memory goes one parameter at a time."""
-    check_offload(found, precision)
     homes: dict[int, list[tuple[nn.Module, str]]] = {}
     for root in modules:
         for module in root.modules():
@@ -111,16 +107,16 @@ def replace_all(
                     homes.setdefault(id(param), []).append((module, name))
     made: list[ShardedTensor] = []
     inherited: list[Inherited] = []
-    for (name, old), place in zip(found, places, strict=True):
+    for spec, place in zip(specs, places, strict=True):
+        old: Any = spec.param
         with torch.no_grad():
             has_fields = is_extended(old)
-            rule = precision.precision_of_extended if has_fields else precision.precision_of
-            dtypes = rule(name, old.dtype)
+            dtypes = spec.precision
             offload = dtypes.offload if dtypes is not None else None
             device = device_of(place.mesh) if offload is None else offload.home
             kind = MixedShardedTensor if dtypes is not None and dtypes.compute is not None else ShardedTensor
             kind = kind if offload is None else OffloadedShardedTensor
-            new = shard_over(old, place.mesh, place.dim, name=name, device=device, kind=kind)
+            new = shard_over(old, place.mesh, place.dim, name=spec.name, device=device, kind=kind)
             new._precision = dtypes
             torch.Tensor.requires_grad_(new, old.requires_grad)
             new._is_param = True

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from dshard.collectives import ShardGroup
 from dshard.runtime.placing import Place
+from dshard.runtime.specs import ParamSpec
 from dshard.runtime.sync import broadcast_weights, check_same_structure, check_same_weights
 from dshard.tensor import ShardedTensor
 from dshard.tensor.inner import Inner, inner_of
@@ -22,7 +23,7 @@ _Found = tuple[str, nn.Parameter]
 
 def compare_parameters(
     modules: Sequence[nn.Module],
-    found: Sequence[_Found],
+    specs: Sequence[ParamSpec],
     places: Sequence[Place],
     group: ShardGroup,
     sync: Literal["check", "broadcast"] | None,
@@ -34,7 +35,7 @@ def compare_parameters(
 
     Args:
         modules: What is sharded.
-        found: The parameters that are taken.
+        specs: The parameters that are taken, which all ranks of `group` have alike.
         places: Where each goes.
         group: The ranks of the mesh that the call was given.
         sync: As of `fully_shard`.
@@ -43,9 +44,10 @@ def compare_parameters(
         DivergenceError: They differ. On every rank alike.
 
     Communicates:
-        For each mesh and each dim of a DTensor's an all-reduce of 16 bytes, and one of 16 bytes per parameter; or a
-        broadcast of the weights.
+        For each other mesh and each dim of a DTensor's an all-reduce of 16 bytes; for each mesh one of 16 bytes per
+        parameter, or a broadcast of the weights.
     """
+    found = [(spec.name, spec.param) for spec in specs]
     parts: dict[str, tuple[ShardGroup, _Named]] = {group.full_name: (group, [])}
     for (name, param), place in zip(found, places, strict=True):
         own = group_of(place.mesh)
@@ -56,7 +58,8 @@ def compare_parameters(
             alike = [(name, _compared(p)) for name, p in found if _is_replicated(p, inner, axis)]
             parts[f"replicated over {own.full_name}"] = own, alike
     for own, tensors in parts.values():
-        check_same_structure(tensors, own)
+        if own is not group:
+            check_same_structure(tensors, own)
         if sync == "check":
             check_same_weights(tensors, own)
         elif sync == "broadcast":

@@ -12,20 +12,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from dshard.collectives import ShardGroup
 from dshard.errors import StateError
 from dshard.policies import PrecisionRules, StrategyRules
+from dshard.runtime.agreement import check_same
 from dshard.runtime.auto_units import find_units
 from dshard.runtime.companions import keep_generation_in_step
-from dshard.runtime.convert import Inherited, replace_all
+from dshard.runtime.convert import Inherited, check_offload, replace_all
 from dshard.runtime.hooks import attach
 from dshard.runtime.initial import compare_parameters
 from dshard.runtime.module import sharded_class, units_of
 from dshard.runtime.observer import UnitObserver
 from dshard.runtime.pipelining import answer_as_fsdp2
-from dshard.runtime.placing import Place, PlacementFn, placed_by, places_of
+from dshard.runtime.placing import PlacementFn, places_of
 from dshard.runtime.replace import inherit
 from dshard.runtime.runtime import Runtime
 from dshard.runtime.settings import UnitSettings
+from dshard.runtime.specs import ParamSpec, described, settle
 from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
+from dshard.tensor.extended import is_extended
 from dshard.tensor.meshes import group_of
 from dshard.tensor.sources import return_home
 
@@ -63,30 +66,33 @@ class Conversion:
         fn = fn if fn is None or _is_importable(fn) else _LostPlacement(repr(fn))
         return Conversion, (self.mesh, fn, self.averages, self.precision, self.strategies)
 
-    def places(self, found: Sequence[tuple[str, nn.Parameter]]) -> list[Place]:
-        """Where each of some parameters goes: as the function says, and then the strategies."""
-        places = places_of(found, self.mesh, self.shard_placement_fn)
-        return [
-            placed_by(name, param, place, self.strategies.strategy_of(name))
-            for (name, param), place in zip(found, places, strict=True)
-        ]
+    def resolve(self, found: Sequence[tuple[str, nn.Parameter]]) -> list[ParamSpec]:
+        """What becomes of some parameters. Communicates nothing.
 
-    def replace(
-        self, modules: Sequence[nn.Module], found: Sequence[tuple[str, nn.Parameter]]
-    ) -> tuple[list["Part"], list[Inherited]]:
+        Raises:
+            PlacementError, UnsupportedOpError: As `places_of`, or of what is both a subclass and offloaded. On every
+                rank alike, where all were given the same.
+        """
+        specs = []
+        for (name, param), base in zip(found, places_of(found, self.mesh, self.shard_placement_fn), strict=True):
+            rule = self.precision.precision_of_extended if is_extended(param) else self.precision.precision_of
+            spec = ParamSpec(name, param, base, self.strategies.strategy_of(name), rule(name, param.dtype))
+            check_offload(spec)
+            specs.append(spec)
+        return specs
+
+    def replace(self, modules: Sequence[nn.Module], specs: Sequence[ParamSpec]) -> "Converted":
         """Put sharded parameters in the places of some, and sort them by what units are made of."""
-        bases = places_of(found, self.mesh, self.shard_placement_fn)
-        params, inherited = replace_all(modules, found, self.places(found), self.precision)
-        settings = UnitSettings(averages=self.averages)
-        parts: dict[str | None, Part] = {}
-        for param, (name, _), base in zip(params, found, bases, strict=True):
-            strategy = self.strategies.strategy_of(name)
-            if strategy is not None:
-                param._own_place = base.mesh, base.dim
-            key = strategy.on(base.num_ranks).base if strategy is not None else None
-            part = parts.setdefault(key, Part([], settings if key is None else settings.under(key)))
-            part.params.append(param)
-        return list(parts.values()) or [Part([], settings)], inherited
+        params, inherited = replace_all(modules, specs, settle(specs))
+        parts: dict[UnitSettings, list[ShardedTensor]] = {}
+        for param, spec in zip(params, specs, strict=True):
+            if spec.strategy is not None:
+                param._own_place = spec.base.mesh, spec.base.dim
+            parts.setdefault(spec.settings(averages=self.averages), []).append(param)
+        empty = UnitSettings(averages=self.averages)
+        made = [Part(own, settings) for settings, own in (parts or {empty: []}).items()]
+        slices = {param: spec.num_slices for param, spec in zip(params, specs, strict=True)}
+        return Converted(made, slices, inherited)
 
 
 def _is_importable(function: Any) -> bool:
@@ -110,6 +116,21 @@ class _LostPlacement:
             f"shard_placement_fn, but this model was unpickled, and {self.was} is no function that can be imported. "
             "Define it in a module, not in a function, or add the parameter ahead of pickling."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What a call has made.
+
+    Args:
+        parts: Of which units are made.
+        slices: In how many slices each parameter is gathered.
+        inherited: What the parameters have of those before.
+    """
+
+    parts: list["Part"]
+    slices: dict[ShardedTensor, int]
+    inherited: list[Inherited]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +166,15 @@ def take_in(runtime: Runtime, conversion: Conversion, found: Sequence[tuple[str,
     """
     assert runtime.root is not None
     conversion = replace(conversion, strategies=runtime.settings.strategies.over(conversion.strategies))
-    compare_parameters([runtime.root], found, conversion.places(found), conversion.group, "check")
-    parts, inherited = conversion.replace([runtime.root], found)
-    for part in parts:
+    specs = conversion.resolve(found)
+    check_same(f"a forward of {type(runtime.root).__name__}", {"added parameters": described(specs)}, conversion.group)
+    compare_parameters([runtime.root], specs, settle(specs), conversion.group, "check")
+    converted = conversion.replace([runtime.root], specs)
+    for part in converted.parts:
         unit = part.unit([runtime.root], f"added to {type(runtime.root).__name__}", None, runtime)
         runtime.adopt(unit)
         attach(runtime.root, unit)
-    for heir in inherited:
+    for heir in converted.inherited:
         inherit(*heir, mean=conversion.averages)
 
 

@@ -1,6 +1,7 @@
 """What a module can do after `fully_shard`: the methods of FSDP2's `FSDPModule`."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -154,13 +155,16 @@ class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
         may be divided by another number than the rest. Gradients that have begun to arrive keep the old number.
 
         Args:
-            factor: Not 0; 1 gives the sum.
+            factor: Finite, and not 0; 1 gives the sum.
 
         Raises:
-            ValueError: It is 0, or no number. On every rank alike.
+            ValueError: It is none of these. On every rank alike.
         """
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor == 0:
-            raise ValueError(f"set_gradient_divide_factor: needs a number other than 0, but got {factor!r}. Pass 1.0.")
+        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        if not is_number or not math.isfinite(factor) or factor == 0:
+            raise ValueError(
+                f"set_gradient_divide_factor: needs a finite number other than 0, but got {factor!r}. Pass 1.0."
+            )
         for unit in self._own_units():
             unit.change(divisor=factor)
 
@@ -194,8 +198,11 @@ class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
 
         Communicates:
             Nothing.
+
+        Raises:
+            ValueError: It is no integer, or below 0. On every rank alike.
         """
-        if not isinstance(depth, int) or depth < 0:
+        if type(depth) is not int or depth < 0:
             raise ValueError(f"set_prefetch: depth must be an integer of at least 0, but it is {depth!r}. Pass 1.")
         self._runtime().change(prefetch=depth)
 
@@ -220,7 +227,11 @@ class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
         Args:
             comm: Called with `(output_tensor, input_tensor, group, async_op=True)`, flat tensors, the output from its
                 `allocate`; gives a handle, or None when it is done.
+
+        Raises:
+            TypeError: It cannot be called, or has no `allocate`. On every rank alike.
         """
+        _check_comm("set_custom_all_gather", "AllGather", comm)
         for unit in self._own_units():
             unit.change(comms=replace(unit.settings.comms, all_gather=comm))
 
@@ -231,9 +242,13 @@ class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
             comm: Called with `(output_tensor, input_tensor, group, op, async_op=True)`, flat tensors, the input from
                 its `allocate`; gives a handle, or None when it is done. In a row, a flag per parameter goes ahead.
 
+        Raises:
+            TypeError: It cannot be called, or has no `allocate`. On every rank alike.
+
         Communicates:
             Nothing.
         """
+        _check_comm("set_custom_reduce_scatter", "ReduceScatter", comm)
         for unit in self._own_units():
             unit.change(comms=replace(unit.settings.comms, reduce_scatter=comm))
 
@@ -253,7 +268,7 @@ class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
             unit.change(comms=replace(unit.settings.comms, separates=enable))
             _ = unit.buckets(unit.trainable, unit.reduce_dtypes)  # makes the group now, on all ranks
 
-    def set_all_reduce_hook(self, hook: Callable[[Tensor], object], *, stream: Any = None) -> None:
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], object] | None, *, stream: Any = None) -> None:
         """Call a function with this rank's reduced gradients of each bucket of this module's own units.
 
         It is called once per bucket and backward, in one order on all ranks, after the reduction over the ranks that
@@ -261,12 +276,20 @@ class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
 
         Args:
             hook: Given a flat tensor in the dtype of the reduction: a flag per parameter, then this rank's shards. The
-                flags are above zero where a rank had a gradient; sum or average all alike.
+                flags are above zero where a rank had a gradient; sum or average all alike. None for no hook any more.
             stream: Accepted for FSDP2's sake: the hook runs in the current stream.
+
+        Raises:
+            TypeError: It cannot be called. On every rank alike.
 
         Communicates:
             Nothing.
         """
+        if hook is not None and not callable(hook):
+            raise TypeError(
+                f"set_all_reduce_hook: needs a function of a flat tensor, or None, but got {hook!r}. Pass one, as in "
+                "lambda grads: None."
+            )
         for unit in self._own_units():
             unit.change(reduce_hook=hook)
 
@@ -337,6 +360,14 @@ class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
             if key != "_compiled_call_impl":  # it calls this module; torch leaves it behind too
                 new.__dict__[key] = copy.deepcopy(value, memo)
         return new
+
+
+def _check_comm(who: str, kind: str, comm: Any) -> None:
+    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+        raise TypeError(
+            f"{who}: needs an object that can be called and has allocate(), as torch's {kind}, but got {comm!r}. Pass "
+            f"an instance of a subclass of torch.distributed.fsdp._fully_shard._fsdp_api.{kind}."
+        )
 
 
 def check_sharded(who: str, modules: Iterable[Any]) -> None:

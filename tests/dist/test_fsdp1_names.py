@@ -43,7 +43,7 @@ def units_of_an_annotated_model() -> list[Any]:
     torch.manual_seed(0)
     plain = Annotated()
     sharded = [isinstance(m, dshard.FSDPModule) for m in (model, model.first, model.second, model.last)]
-    choices = [m._dshard_units[0].reshard_after_forward for m in (model, model.first, model.second)]
+    choices = [m._dshard_units[0].settings.reshard_after_forward for m in (model, model.first, model.second)]
     x = torch.ones(3, 4)
     losses = [m(x).square().sum() for m in (model, plain)]
     for loss in losses:

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 import re
 from typing import Any
 
@@ -200,6 +201,13 @@ def wrong_arguments() -> list[str]:
         (ValueError, lambda: net.set_reshard_after_forward(3)),
         (ValueError, lambda: net.set_gradient_divide_factor(0)),
         (ValueError, lambda: net.set_gradient_divide_factor(None)),
+        (ValueError, lambda: net.set_gradient_divide_factor(math.nan)),
+        (ValueError, lambda: net.set_gradient_divide_factor(math.inf)),
+        (TypeError, lambda: net.set_all_reduce_hook("mean")),
+        (TypeError, lambda: net.set_custom_all_gather(print)),
+        (TypeError, lambda: net.set_custom_reduce_scatter(None)),
+        (ValueError, lambda: net.set_prefetch(-1)),
+        (ValueError, lambda: net.set_prefetch(True)),
         (ValueError, lambda: net.set_reduce_scatter_max_input_buffers(0)),
         (TypeError, lambda: net.set_reduce_scatter_max_input_buffers(True)),
     ]

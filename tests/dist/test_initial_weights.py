@@ -1,5 +1,6 @@
 """Do the ranks start from the same model? And what is said when they, or the arguments, do not fit."""
 
+import inspect
 import re
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import dshard
@@ -174,17 +175,27 @@ def shard_uneven_structure(what: str, sync: Any) -> None:
     dshard.fully_shard(net, sync=sync)
 
 
-@pytest.mark.parametrize("what", ["fewer", "shape", "name", "dtype", "frozen", "deeper"])
+_SCALE = "scale, shape (), torch.float32"
+_FIRST = "first.weight, shape (4, 3), torch.float32"
+DIFFERENCES = {
+    "fewer": f"number 0 is {_SCALE!r} on ranks 0, 2 and {_FIRST!r} on rank 1",
+    "shape": f"number 1 is {_FIRST!r} on ranks 0, 2 and 'first.weight, shape (4, 4), torch.float32' on rank 1",
+    "name": f"number 0 is {_SCALE!r} on ranks 0, 2 and 'other, shape (), torch.float32' on rank 1",
+    "dtype": f"number 0 is {_SCALE!r} on ranks 0, 2 and 'scale, shape (), torch.float64' on rank 1",
+    "frozen": f"number 0 is {_SCALE!r} on ranks 0, 2 and 'scale, shape (), torch.float32, frozen' on rank 1",
+    "deeper": "number 7 is nothing on ranks 0, 2 and 'more.weight, shape (2, 2), torch.float32' on rank 1",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
 @pytest.mark.parametrize("sync", ["check", None])
 def test_ranks_with_different_structures_raise_on_all_ranks(worlds: WorldPool, what, sync):
     errors = expect_error(worlds.get_world(3), shard_uneven_structure, what, sync)
     assert [kind for kind, _ in errors] == ["DivergenceError"] * 3
-    for rank, (_, text) in enumerate(errors):
-        count = 7 + ({"fewer": -1, "deeper": 2}.get(what, 0) if rank == 1 else 0)
-        assert text == (
-            "fully_shard: all ranks must pass the same parameters, but names, shapes, dtypes or requires_grad differ "
-            f"between ranks (this rank has {count} parameters). Build the same model on every rank."
-        )
+    assert {text for _, text in errors} == {
+        f"fully_shard: all ranks must pass the same parameters, but {DIFFERENCES[what]}. Pass what does not depend on "
+        "the rank."
+    }
 
 
 def nothing_changed_after_an_error() -> bool:
@@ -205,9 +216,89 @@ def test_a_failed_check_leaves_the_module_as_it_was(worlds: WorldPool):
     assert worlds.run(2, nothing_changed_after_an_error) == [True, True]
 
 
+def options_of(name: str, rank: int) -> dict[str, Any]:
+    """What a rank passes for one option, another value than its neighbour does; all options are in here."""
+    is_odd = bool(rank % 2)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("odd" if is_odd else "even",))
+    of_bf16, of_fp32 = MixedPrecisionPolicy(torch.bfloat16), MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    values: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": is_odd,
+        "shard_placement_fn": place if is_odd else None,
+        "mp_policy": of_bf16 if is_odd else of_fp32,
+        "offload_policy": CPUOffloadPolicy() if is_odd else None,
+        "ignored_params": ("scale",) if is_odd else (),
+        "dp_mesh_dims": DataParallelMeshDims(shard="dp") if is_odd else None,
+        "sync": "broadcast" if is_odd else "check",
+        "grad_reduce": "sum" if is_odd else "mean",
+        "buffers": "check" if is_odd else "leave",
+        "memory_budget": 2 if is_odd else 1,
+        "auto_wrap_policy": {nn.Linear} if is_odd else {nn.LayerNorm},
+        "strategy": {"first.*": "ddp"} if is_odd else {"first.*": "keep"},
+        "plan": None,  # tests/dist/test_plans.py
+    }
+    assert values.keys() == inspect.signature(dshard.fully_shard).parameters.keys() - {"module"}
+    named = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    return {"mesh": named, name: values[name]} if name == "dp_mesh_dims" else {name: values[name]}
+
+
+def use() -> None:
+    """The ranks are where they were: another model works."""
+    net = dshard.fully_shard(make())
+    sum(p.square().sum() for p in net.parameters()).backward()  # type: ignore[union-attr]
+
+
+def options_that_differ(name: str) -> tuple[str, bool]:
+    net = make()
+    options = options_of(name, dist.get_rank())
+    if name == "ignored_params":
+        options = {name: {net.get_parameter(each) for each in options[name]}}
+    with pytest.raises(dshard.DivergenceError) as caught:
+        dshard.fully_shard(net, **options)
+    is_plain = type(net) is Net and all(type(p) is nn.Parameter for p in net.parameters())
+    use()
+    return str(caught.value), is_plain
+
+
+OPTIONS = [each for each in inspect.signature(dshard.fully_shard).parameters if each not in ("module", "plan")]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_that_differs_between_ranks_is_named_at_once_and_nothing_is_changed(worlds: WorldPool, name):
+    for text, is_plain in worlds.run(3, options_that_differ, name):
+        assert text.startswith(f"fully_shard: all ranks must pass the same {name}, but "), text
+        assert " on ranks 0, 2 and " in text
+        assert is_plain
+
+
+def wrong_on_one_rank(what: str) -> tuple[str, str, bool]:
+    net = make()
+    options: dict[str, Any] = {"sync": {"sync": "maybe"}, "placement": {"shard_placement_fn": lambda p: Shard(1)}}[what]
+    with pytest.raises(dshard.DShardError) as caught:
+        dshard.fully_shard(net, **options if dist.get_rank() == 1 else {})
+    use()
+    return type(caught.value).__name__, str(caught.value), type(net) is Net
+
+
+@pytest.mark.parametrize("what", ["sync", "placement"])
+def test_an_error_of_one_rank_alone_ends_all_at_once(worlds: WorldPool, what):
+    errors = worlds.run(3, wrong_on_one_rank, what)
+    assert [kind for kind, _, _ in errors].count("DivergenceError") == 2
+    for _, text, is_plain in (errors[0], errors[2]):
+        assert text.startswith("fully_shard: all ranks must make the same call, but rank 1 raised there: ")
+        assert errors[1][1][:50] in text
+        assert is_plain
+
+
 def option(what: str) -> None:
     """One call with something wrong, the same on all ranks."""
     net: Any = make()
+    if what in WRONG:
+        with pytest.raises(dshard.DShardError) as caught:
+            dshard.fully_shard(net, **WRONG[what])
+        assert type(net) is Net
+        assert all(type(p) is nn.Parameter for p in net.parameters())
+        raise caught.value
     if what == "sync":
         dshard.fully_shard(net, sync="maybe")  # type: ignore[arg-type]
     elif what == "grad_reduce":
@@ -229,7 +320,29 @@ def option(what: str) -> None:
         dshard.fully_shard(net, shard_placement_fn=lambda p: Partial())
 
 
+WRONG: dict[str, Any] = {
+    "a mesh's name": {"mesh": "x"},
+    "names of parameters": {"ignored_params": ["scale"]},
+    "one parameter": {"ignored_params": nn.Parameter(torch.ones(2))},
+    "a placement": {"shard_placement_fn": Shard(0)},
+    "a dim's name": {"dp_mesh_dims": "dp"},
+    "a policy's name": {"offload_policy": "cpu"},
+    "a negative budget": {"memory_budget": -1},
+    "a function that chooses no bool": {"auto_wrap_policy": lambda module: "yes"},
+    "a fraction of ranks": {"reshard_after_forward": 0.5},
+    "no strategy": {"strategy": "zero4"},
+}
 BAD = {
+    "a mesh's name": ("StateError", "fully_shard: mesh must be a DeviceMesh or None, but it is 'x'. Pass "),
+    "names of parameters": ("StateError", "fully_shard: ignored_params must be a set or list of parameters, or None, "),
+    "one parameter": ("StateError", "fully_shard: ignored_params must be a set or list of parameters, or None, but"),
+    "a placement": ("StateError", "fully_shard: shard_placement_fn must be a function of a parameter, or None, but it"),
+    "a dim's name": ("StateError", "fully_shard: dp_mesh_dims must be a DataParallelMeshDims or None, but it is 'dp'."),
+    "a policy's name": ("StateError", "fully_shard: offload_policy must be an OffloadPolicy, a CPUOffloadPolicy or"),
+    "a negative budget": ("StateError", "fully_shard: memory_budget must be a number of bytes, 'auto' or None, but "),
+    "a function that chooses no bool": ("StateError", "fully_shard: auto_wrap_policy must return a bool for each"),
+    "a fraction of ranks": ("PlacementError", "fully_shard: reshard_after_forward must be a bool, None, or a number"),
+    "no strategy": ("StateError", "strategy: must be one of ddp, zero1, zero2, keep, full, hybrid(k) or split(q), but"),
     "sync": ("StateError", "fully_shard: sync must be one of ('check', 'broadcast', None), but it is 'maybe'."),
     "grad_reduce": ("StateError", "fully_shard: grad_reduce must be one of ('mean', 'sum'), but it is 'max'."),
     "twice": ("StateError", "fully_shard: a module can be sharded once, but this FSDPNet already is. Call fully_shard"),

@@ -46,7 +46,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "plan_units": ("errors", "policies", "runtime", "planner"),
     "report": ("runtime", "planner"),
     "api": ("errors", "policies", "collectives", "tensor", "runtime", "planner", "plan_units", "report"),
-    "overhead": ("collectives", "tensor", "planner", "api"),
+    "overhead": ("collectives", "tensor", "runtime", "planner", "api"),
     "links": ("errors", "layout", "policies", "collectives", "tensor", "planner"),
     "planning": ("errors", "policies", "collectives", "tensor", "runtime", "planner", "links", "overhead"),
     "checkpoint": _CORE,

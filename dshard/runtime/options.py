@@ -1,0 +1,172 @@
+"""The arguments of `fully_shard`: what each may be, and what all ranks must pass alike."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dshard.errors import StateError
+from dshard.policies import Offload
+from dshard.runtime.convert import device_of
+from dshard.runtime.module import FSDPModule
+from dshard.runtime.placing import PlacementFn, replicated
+
+__all__ = ["Options", "checked_modules"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The keyword arguments of one call of `fully_shard`, as they were given; their meanings are told there."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: PlacementFn | None
+    mp_policy: Any
+    offload_policy: Any
+    ignored_params: Collection[nn.Parameter] | None
+    dp_mesh_dims: Any
+    sync: Any
+    grad_reduce: Any
+    buffers: Any
+    memory_budget: Any
+    auto_wrap_policy: Any
+    strategy: Any
+    plan: Any
+
+    def check(self) -> None:
+        """Refuse what is none of the choices, and what does not go together.
+
+        Raises:
+            StateError: As said. Names the argument, what it is, and what it may be.
+        """
+        for name, (is_right, allowed, way) in _ALLOWED.items():
+            value = getattr(self, name)
+            if not is_right(value):
+                raise StateError(f"fully_shard: {name} must be {allowed}, but it is {_shown(value)}. {way}")
+        has_reshard, has_strategy = self.reshard_after_forward is not None, self.strategy is not None
+        if self.plan is not None and (has_strategy or has_reshard or self.auto_wrap_policy is not None):
+            raise StateError(
+                "fully_shard: a plan says how each unit is cut and gathered, but strategy, reshard_after_forward or "
+                "auto_wrap_policy is given, too. Leave them out."
+            )
+        if has_strategy and has_reshard:
+            raise StateError(
+                "fully_shard: strategy says when gathered copies are freed, but reshard_after_forward is given, too "
+                f"({self.strategy!r} and {self.reshard_after_forward!r}). Leave one of them out."
+            )
+
+    @property
+    def ignored(self) -> set[nn.Parameter]:
+        """Parameters to leave alone."""
+        return set(self.ignored_params or ())
+
+    @property
+    def placement_fn(self) -> PlacementFn | None:
+        """How parameters are cut; `dp_mesh_dims` may name no dims to shard over.
+
+        Raises:
+            StateError: Then there is nothing to say for a function.
+        """
+        dims = self.dp_mesh_dims
+        if dims is None or dims.shard is not None:
+            return self.shard_placement_fn
+        if self.shard_placement_fn is not None:
+            raise StateError(
+                "fully_shard: shard_placement_fn says how a parameter is cut, but dp_mesh_dims names no dims to shard "
+                f"over ({dims}). Leave one of them out."
+            )
+        return replicated
+
+    def offload_on(self, mesh: DeviceMesh) -> Offload | None:
+        """What the offload policy asks for on a mesh; None where a parameter is kept where it is used."""
+        if isinstance(self.offload_policy, Offload):  # of any two devices
+            return self.offload_policy
+        if type(self.offload_policy).__name__ != "CPUOffloadPolicy" or mesh.device_type == "cpu":
+            return None
+        return Offload(torch.device("cpu"), device_of(mesh), pins=self.offload_policy.pin_memory)
+
+
+def checked_modules(module: Any) -> list[nn.Module]:
+    """The modules that a call is for, each once.
+
+    Raises:
+        StateError: There are none, or what is there is none, or it was sharded before.
+    """
+    modules = list(dict.fromkeys(module)) if isinstance(module, (list, tuple)) else [module]
+    if not modules:
+        raise StateError("fully_shard: needs a module or a list of them, but the list is empty. Pass the model.")
+    for each in modules:
+        if isinstance(each, FSDPModule):
+            raise StateError(
+                f"fully_shard: a module can be sharded once, but this {type(each).__name__} already is. Call "
+                "fully_shard on each module once, children first."
+            )
+        if not isinstance(each, nn.Module):
+            raise StateError(
+                f"fully_shard: needs a module or a list of them, but got {type(each).__name__}. Pass the model."
+            )
+    return modules
+
+
+def _one_of(*values: Any) -> tuple[Callable[[Any], bool], str, str]:
+    return (
+        lambda value: any(value is v or (type(value) is str and value == v) for v in values),
+        (f"one of {values}"),
+        "Pass one of them.",
+    )
+
+
+def _is_budget(value: Any) -> bool:
+    return value is None or value == "auto" or (type(value) is int and value >= 0)
+
+
+def _are_parameters(value: Any) -> bool:
+    if value is None or isinstance(value, Tensor):
+        return value is None
+    return isinstance(value, Collection) and all(isinstance(each, Tensor) for each in value)
+
+
+def _is_offload(value: Any) -> bool:
+    known = ("OffloadPolicy", "CPUOffloadPolicy")
+    return value is None or isinstance(value, Offload) or type(value).__name__ in known
+
+
+_ALLOWED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    "mesh": (
+        lambda value: value is None or isinstance(value, DeviceMesh),
+        "a DeviceMesh or None",
+        "Pass init_device_mesh(device_type, (num_ranks,)), or leave it out for all ranks.",
+    ),
+    "shard_placement_fn": (
+        lambda value: value is None or callable(value),
+        "a function of a parameter, or None",
+        "Pass a function that returns Shard(dim), as in lambda param: Shard(1).",
+    ),
+    "offload_policy": (
+        _is_offload,
+        "an OffloadPolicy, a CPUOffloadPolicy or None",
+        "Pass CPUOffloadPolicy(), or leave it out.",
+    ),
+    "ignored_params": (
+        _are_parameters,
+        "a set or list of parameters, or None",
+        "Pass {module.weight}, for example.",
+    ),
+    "dp_mesh_dims": (
+        lambda value: value is None or (hasattr(value, "shard") and hasattr(value, "replicate")),
+        "a DataParallelMeshDims or None",
+        "Pass DataParallelMeshDims(shard='dp').",
+    ),
+    "sync": _one_of("check", "broadcast", None),
+    "grad_reduce": _one_of("mean", "sum"),
+    "buffers": _one_of("leave", "broadcast", "check"),
+    "memory_budget": (_is_budget, "a number of bytes, 'auto' or None", "Pass 0 to keep nothing."),
+}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
