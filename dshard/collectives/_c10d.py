@@ -5,7 +5,10 @@ costs the host more than the call.
 """
 
 import enum
+import hashlib
 import weakref
+from collections import Counter
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -88,15 +91,13 @@ def part_of_group(group: ProcessGroup, num_ranks: int) -> ProcessGroup:
     """The group of those `num_ranks` neighbours in `group` that this rank is one of; all of them must call this."""
     ranks = dist.get_process_group_ranks(group)
     start = rank_in(group) // num_ranks * num_ranks
-    found: ProcessGroup = dist.new_group(ranks[start : start + num_ranks], use_local_synchronization=True)
-    return found
+    return _new_group(group, ranks[start : start + num_ranks], "neighbours")
 
 
 def replicas_in_group(group: ProcessGroup, num_ranks: int) -> ProcessGroup:
     """The group of those ranks of `group` that stand where this one does among `num_ranks` neighbours."""
     ranks = dist.get_process_group_ranks(group)
-    found: ProcessGroup = dist.new_group(ranks[rank_in(group) % num_ranks :: num_ranks], use_local_synchronization=True)
-    return found
+    return _new_group(group, ranks[rank_in(group) % num_ranks :: num_ranks], "replicas")
 
 
 def twin_of_group(group: ProcessGroup) -> ProcessGroup:
@@ -105,8 +106,41 @@ def twin_of_group(group: ProcessGroup) -> ProcessGroup:
     known = _TWINS.get(name)
     if known is None or known[0]() is not group:
         ranks = dist.get_process_group_ranks(group)
-        known = _TWINS[name] = weakref.ref(group), dist.new_group(ranks, use_local_synchronization=True)
+        known = _TWINS[name] = weakref.ref(group), _new_group(group, ranks, "twin")
     return known[1]
+
+
+_MADE: Counter[tuple[str, str, str]] = Counter()  # groups of a parent, by the parent's name, the ranks, and what for
+
+
+def _new_group(parent: ProcessGroup, ranks: list[int], purpose: str) -> ProcessGroup:
+    """A group of some ranks of another one, with its backend and its timeout; those ranks alone must call this.
+
+    Torch would derive the name from how many groups this process is in, but ranks may be in different numbers of them,
+    and then wait for one another under different names.
+    """
+    key = name_of(parent), purpose, ",".join(map(str, ranks))
+    _MADE[key] += 1
+    text = "/".join(["dshard", *key, str(_MADE[key])])
+    name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+    c10d: Any = dist.distributed_c10d
+    torchs_own, c10d._hash_ranks_to_str = c10d._hash_ranks_to_str, lambda _: name
+    try:
+        found: ProcessGroup = dist.new_group(
+            ranks, timeout=timeout_of(parent), backend=dist.get_backend(parent), use_local_synchronization=True
+        )
+    finally:
+        c10d._hash_ranks_to_str = torchs_own
+    return found
+
+
+def timeout_of(group: ProcessGroup) -> timedelta | None:
+    """How long a collective of a group waits for its peers; None where its backend does not say."""
+    for device in group._device_types:
+        found = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+        if isinstance(found, timedelta):
+            return found
+    return None
 
 
 def group_named(name: str) -> ProcessGroup:
