@@ -34,6 +34,7 @@ class ShardCell:
         "_awaited",
         "_pending",
         "_tensor",
+        "is_retired",
         "is_shared",
         "layout",
         "num_writes",
@@ -53,6 +54,7 @@ class ShardCell:
         self.standin: Tensor | None = None  # the shard as an optimizer sees it, while the cell holds that shard
         self.layout = layout
         self.is_shared = is_shared
+        self.is_retired = False  # the shard is elsewhere now
         self.tag = 0
         self.num_writes = 0
         self._pending = pending
@@ -128,6 +130,7 @@ class ShardCell:
 
         self._tensor = self.standin = None
         self._pending, self._awaited = refuse, ()
+        self.is_retired = True
 
     def awaits(self, other: "ShardCell") -> bool:
         """Whether the shard of `other` is this one, or will be added to it."""

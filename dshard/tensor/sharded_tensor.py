@@ -338,6 +338,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
             origin is not None
             and origin.tensor is not self  # a swap of tensors can make it so
             and origin.tensor._cell is origin.cell
+            and not origin.cell.is_retired
             and origin.cell.version == origin.version
             and self._cell.version == origin.own_version
         ):

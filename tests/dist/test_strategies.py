@@ -729,6 +729,51 @@ def test_a_compiled_model_follows(worlds: WorldPool, strategy, switch):
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
+def copies_across_a_switch(strategies: tuple[Any, Any]) -> list[str]:
+    """Best weights so far and an EMA, taken under one strategy, read, averaged on and loaded under another."""
+    model, wrong = sharded(strategies[0]), []
+    train_a_step(model)
+    copies = {
+        "clone of a state dict": {name: value.clone() for name, value in model.state_dict().items()},
+        "clone of parameters": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "cast": {name: p.detach().to(torch.float64).to(torch.float32) for name, p in model.named_parameters()},
+        "product": {name: p.detach() * 1.0 for name, p in model.named_parameters()},
+    }
+    best = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    train_a_step(model)
+    dshard.set_strategy(model, strategies[1])
+    for what, copied in copies.items():
+        if not all(torch.equal(value.full_tensor(), best[name]) for name, value in copied.items()):
+            wrong.append(f"{what} reads other values")
+        average = {name: value.clone() for name, value in copied.items()}
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                average[name].lerp_(p, 0.25)
+                if not torch.equal(average[name].full_tensor(), best[name].lerp(p.full_tensor(), 0.25)):
+                    wrong.append(f"an average of {what} is another one")
+        now = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+        model.load_state_dict(copied)
+        if not all(torch.equal(p.full_tensor(), best[name]) for name, p in model.named_parameters()):
+            wrong.append(f"{what} loads other values")
+        model.load_state_dict(now)
+    return wrong
+
+
+def train_a_step(model: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(rows(0, dist.get_rank())).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "strategies",
+    [("full", "ddp"), ("ddp", "full"), ("full", "hybrid(2)"), ("hybrid(2)", "ddp"), ("zero1", "full")],
+    ids=str,
+)
+def test_copies_of_weights_from_before_a_switch_keep_their_values_after_it(worlds: WorldPool, strategies):
+    assert worlds.run(4, copies_across_a_switch, strategies) == [[]] * 4
+
+
 def aliases() -> list[str]:
     model = sharded("full")
     old: Any = [model[0].weight.detach(), model[0].weight[1:]]
