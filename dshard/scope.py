@@ -98,7 +98,7 @@ def _held(params: dict[str, ShardedTensor], *, with_grads: bool) -> Iterator[dic
             unit.num_pins += 1
             (unit.copies if unit.observer.num_running else unit.exact).gather()
         with outside_autograd():
-            fulls = {name: p.materialize().detach() for name, p in params.items()}
+            fulls = {name: _apart(p, p.materialize().detach()) for name, p in params.items()}
             for name, full in fulls.items() if with_grads else ():
                 grad = full_gradient(params[name])
                 full.grad = grad if grad is None else grad.to(full.device)
@@ -114,6 +114,14 @@ def _held(params: dict[str, ShardedTensor], *, with_grads: bool) -> Iterator[dic
         for unit in units:
             unit.num_pins -= 1
             unit.release()
+
+
+def _apart(param: ShardedTensor, full: Tensor) -> Tensor:
+    """A full value in memory that is let go of at the end; a write to a shard, or to what stays, would not be lost."""
+    unit = param._source
+    stays = isinstance(unit, Unit) and unit.stays
+    is_shard = full.untyped_storage()._cdata == param._cell.resolve().untyped_storage()._cdata
+    return full.clone() if stays or (is_shard and joined_group(param).world_size > 1) else full
 
 
 def _sharded_params(target: Any, *, recurse: bool) -> dict[str, ShardedTensor]:

@@ -320,3 +320,41 @@ def chosen() -> None:
 
 def test_recurse_and_names(worlds: WorldPool):
     worlds.run(2, chosen)
+
+
+STRATEGIES = ["ddp", "zero1", "zero2", "keep", "full"]
+
+
+def writes_to_parameters(strategy: str) -> list[str]:
+    """A step and a write within the scope, as outside of it; and what is lost is not computed with."""
+    wrong = []
+    net, plain = make(), reference(dist.get_world_size())
+    dshard.fully_shard(net, strategy=strategy)
+    loss(net, dist.get_rank()).backward()
+    with dshard.gathered(net) as fulls:
+        before = {name: full.clone() for name, full in fulls.items()}
+        for each in (net, plain):
+            torch.optim.SGD(each.parameters(), lr=0.5).step()
+            with torch.no_grad():
+                each[0].weight[1:2].mul_(3.0)
+        if not all(torch.equal(fulls[name], before[name]) for name in before):
+            wrong.append("what was yielded has changed")
+        if not torch.equal(loss(net, 0), loss(plain, 0)):
+            wrong.append("the step does not count within the scope")
+    if not torch.equal(loss(net, 0), loss(plain, 0)):
+        wrong.append("the step does not count after the scope")
+    for ends in ("at the end", "by an exception"):
+        with torch.no_grad(), pytest.raises((dshard.StateError, ValueError)), dshard.gathered(net) as fulls:  # noqa: PT012
+            if dist.get_rank() == 0:
+                fulls["0.weight"].add_(1.0)
+            if ends == "by an exception" or dist.get_rank() != 0:
+                raise ValueError(ends)
+        with torch.no_grad():
+            if not torch.equal(loss(net, 0), loss(plain, 0)):
+                wrong.append(f"what was lost {ends} is computed with")
+    return wrong
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_writes_to_parameters_count_within_a_scope_and_those_to_what_it_yields_do_not(worlds: WorldPool, strategy):
+    assert worlds.run(2, writes_to_parameters, strategy) == [[], []]
