@@ -58,7 +58,7 @@ class Handle(Generic[T]):
 
     def __del__(self) -> None:
         """End what was started: an abandoned message would pair with a later one of its peer."""
-        if self._works is not None:
+        if self._works is not None and not sys.is_finalizing():  # a process that ends takes its messages along
             # The group may be gone by now, or torch.compile trace something.
             with contextlib.suppress(RuntimeError, DivergenceError), _disable_current_modes():
                 self._await()
