@@ -1,10 +1,15 @@
-"""What torch's pipeline stages ask of a sharded module beyond its methods: the state that FSDP2 keeps on it."""
+"""What torch asks of a sharded module beyond its methods: the state that FSDP2 keeps on it, and that it is sharded.
 
+Pipeline stages ask for the state. Torch's composable functions, `replicate` for one, keep off modules of which its
+registry says that they are sharded.
+"""
+
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, cast
 
 from torch import nn
-from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import fully_shard as _torchs_fully_shard
 
 from dshard.runtime.module import units_of
@@ -17,8 +22,9 @@ _KEY: Any = _torchs_fully_shard.__wrapped__  # type: ignore[attr-defined]  # wha
 
 
 def answer_as_fsdp2(module: nn.Module) -> None:
-    """Have `torch.distributed.fsdp.fully_shard.state(module)` give what a pipeline stage uses of it."""
+    """Have `fully_shard.state(module)` of torch give what a pipeline stage uses of it, and its registry know of it."""
     module.__dict__[STATE_KEY] = _States(module, module.__dict__.get(STATE_KEY) or {})
+    module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
 
 
 class _States(dict[Callable[..., Any], Any]):

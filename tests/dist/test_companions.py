@@ -1,11 +1,16 @@
 """What wrappers and trainers of other libraries ask of a sharded module."""
 
 import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.nn.parallel import DistributedDataParallel
 
 import dshard
@@ -41,6 +46,37 @@ def wrap_what_is_partly_sharded() -> float:
 
 def test_ddp_reduces_what_was_left_plain_and_dshard_the_rest(worlds: WorldPool):
     assert max(worlds.run(2, wrap_what_is_partly_sharded)) <= 1e-12
+
+
+def replicated_around(wrap: Callable[[nn.Module], Any], copies: Callable[[nn.Module], Any]) -> tuple[list[float], str]:
+    """Losses where torch replicates a model of which dshard has a child, or a copy of one."""
+    child = dshard.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double())
+    both = nn.Sequential(nn.Linear(4, 4).double(), copies(child))
+    wrap(both)
+    optimizer, losses = torch.optim.SGD(both.parameters(), lr=0.1), []
+    for step in range(3):
+        x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        loss = both(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, type(both[1][0].weight).__name__
+
+
+def compare_replicated(kind: str, how: str) -> bool:
+    copies = {"itself": lambda m: m, "deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}[how]
+    torch.manual_seed(0)
+    expected, _ = replicated_around(dshard.fully_shard, copies)
+    torch.manual_seed(0)
+    found, kept = replicated_around({"ddp": replicate, "fsdp2": replicate_with_fsdp}[kind], copies)
+    return found == expected and kept == "ShardedTensor"
+
+
+@pytest.mark.parametrize("how", ["itself", "deepcopy", "pickle"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_torchs_replicate_around_a_sharded_child_leaves_it_alone(worlds: WorldPool, kind, how):
+    assert worlds.run(2, compare_replicated, kind, how) == [True, True]
 
 
 def accumulate(*, by_method: bool) -> tuple[list[int], float]:
