@@ -210,6 +210,7 @@ class Precision:
         casts_inputs: Whether such modules convert what they take.
         policy: What a tensor subclass is told that says itself how it is gathered; None for all other parameters.
         offload: Where it is kept and used, if those are two places.
+        asked: What a policy asks for: the dtypes of `compute` and of `reduce`, also where they are its own.
     """
 
     compute: torch.dtype | None = None
@@ -218,6 +219,14 @@ class Precision:
     casts_inputs: bool = True
     policy: MixedPrecisionPolicy | None = None
     offload: Offload | None = None
+    asked: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
+
+    def for_dtype(self, dtype: torch.dtype) -> "Precision":
+        """The same for a parameter that is kept in a dtype."""
+        compute, reduce = ((asked if asked != dtype else None) for asked in self.asked)
+        if self.policy is not None:  # whose compute dtype is always named
+            compute = self.asked[0] or dtype
+        return replace(self, compute=compute, reduce=reduce)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +270,9 @@ class PrecisionRules:
         rule = self._rule_for(name)
         if rule is None or not dtype.is_floating_point:
             return Precision(offload=self.offload) if self.offload is not None else None
-        compute = rule.param_dtype if rule.param_dtype != dtype else None
-        reduce = rule.reduce_dtype or rule.param_dtype
-        reduce = reduce if reduce != dtype else None
-        return Precision(compute, reduce, rule.output_dtype, rule.casts_inputs, offload=self.offload)
+        asked = rule.param_dtype, rule.reduce_dtype or rule.param_dtype
+        found = Precision(output=rule.output_dtype, casts_inputs=rule.casts_inputs, offload=self.offload, asked=asked)
+        return found.for_dtype(dtype)
 
     def precision_of_extended(self, name: str, dtype: torch.dtype) -> Precision:
         """The same for a tensor subclass that says itself how it is gathered; its compute dtype is always named."""
@@ -272,7 +280,7 @@ class PrecisionRules:
         policy = MixedPrecisionPolicy()
         if rule is not None:
             policy = MixedPrecisionPolicy(rule.param_dtype, rule.reduce_dtype, rule.output_dtype, rule.casts_inputs)
-        return replace(found, compute=found.compute or dtype, policy=policy)
+        return replace(found, policy=policy).for_dtype(dtype)
 
     def _rule_for(self, name: str) -> _Rule | None:
         return next((rule for rule in self.rules if fnmatchcase(name, rule.pattern)), None)

@@ -1,7 +1,6 @@
 """Parameters take another dtype, device or memory format, shard by shard, and stay the objects that they are."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from dshard.errors import StateError
 from dshard.runtime.gradients import hook_gradient
 from dshard.runtime.unit import Unit
-from dshard.tensor import ShardedTensor
+from dshard.tensor import MixedShardedTensor, OffloadedShardedTensor, ShardedTensor
 
 __all__ = ["allocate", "convert", "forget_flat_weights"]
 
@@ -58,20 +57,26 @@ def convert(param: ShardedTensor, fn: Callable[[Tensor], Tensor]) -> None:
             param.data = new
         else:
             _swap(param, type(param).wrap(new._cell, new._spec, new._group, name=new._name))
-        _compute_in_own_dtype(param)
+        _follow_dtype(param)
         if isinstance(grad, ShardedTensor):
             param.grad = grad.like(fn(grad._cell.resolve()).contiguous(), stride=stride)
             param.grad._cell.is_shared = True
 
 
-def _compute_in_own_dtype(param: ShardedTensor) -> None:
-    """Where a class says how it is gathered, and no policy names a dtype, forwards follow the parameter's own."""
+def _follow_dtype(param: ShardedTensor) -> None:
+    """What a policy asks for is another dtype than the parameter's own now, or no longer is."""
     precision = param._precision
-    if precision is None or precision.policy is None or precision.policy.param_dtype is not None:
+    if precision is None or not param.storage_dtype.is_floating_point:
         return
-    param._precision = replace(precision, compute=param.storage_dtype)
+    changed = precision.for_dtype(param.storage_dtype)
+    if changed == precision:
+        return
+    param._precision, param._views = changed, None
+    if type(param) is not OffloadedShardedTensor:
+        param.__class__ = ShardedTensor if changed.compute is None else MixedShardedTensor
     if isinstance(param._source, Unit):
-        param._source.note_compute_dtype(param._slot, param.storage_dtype)
+        param._source.restart()
+        param._source.observer.on_dtypes()
 
 
 def _at_home(param: ShardedTensor, shard: Tensor) -> Tensor:

@@ -50,6 +50,9 @@ class UnitObserver(Protocol):
     def on_free(self, unit: Any) -> None:
         """A unit dropped its gathered copies."""
 
+    def on_dtypes(self) -> None:
+        """Forwards compute with some parameters in other dtypes from now on."""
+
     def on_read(self, reduction: Any) -> None:
         """A gradient of a unit is read, whose reduction may not have started."""
 

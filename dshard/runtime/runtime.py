@@ -161,6 +161,10 @@ class Runtime:
         if self._loose is unit:
             self._loose = None
 
+    def on_dtypes(self) -> None:
+        """Forwards compute with some parameters in other dtypes from now on: ask anew whether any is mixed."""
+        self._is_mixed = None
+
     def on_read(self, reduction: GradReduction) -> None:
         """Have all of a unit leave with a gradient that is read outside of a backward, whose end would do it."""
         if self.backward_task == -1:

@@ -189,11 +189,6 @@ class Unit:
         self.observer.regions.note_use(self.observer)
         return self.copies.dtypes[slot]
 
-    def note_compute_dtype(self, slot: int, dtype: torch.dtype) -> None:
-        """From now on forwards compute with parameter `slot` in another dtype."""
-        self.free()
-        self.copies.dtypes = (*self.copies.dtypes[:slot], dtype, *self.copies.dtypes[slot + 1 :])
-
     def computes(self, slot: int) -> bool:
         """Whether a use of parameter `slot` itself, not of a view, means its value in the compute dtype.
 

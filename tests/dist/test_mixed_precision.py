@@ -691,3 +691,28 @@ def refused(what: str) -> bool:
     with pytest.raises(dshard.StateError, match=text):
         dshard.fully_shard(net, mp_policy=policy)
     return type(net) is Net and all(type(p) is nn.Parameter for p in net.parameters())
+
+
+def converted(dtypes: list[torch.dtype], policy: Any, how: str) -> list[bool]:
+    """Whether a model that is converted trains as one that was sharded in that dtype, after each conversion."""
+
+    def build(dtype: torch.dtype) -> Any:
+        return shard(make().to(dtype), policy, how=how)
+
+    net, same = build(dtypes[0]), []
+    train(net, 2)
+    for dtype in dtypes[1:]:
+        net = net.to(dtype)
+        other = build(dtype)
+        other.load_state_dict({name: value.full_tensor().clone() for name, value in net.state_dict().items()})
+        same.append(train(net, 2) == train(other, 2) and not differences(net, other))
+    return same
+
+
+@pytest.mark.parametrize("how", ["root", "blocks"])
+@pytest.mark.parametrize(
+    "policy", [IN_FP32, IN_BF16, MixedPrecisionPolicy(reduce_dtype=BF16), {"*norm*": F32, "*": BF16}]
+)
+@pytest.mark.parametrize("dtypes", [[BF16, F32, BF16], [F32, BF16, F32], [BF16, torch.float64, F32]], ids=str)
+def test_a_policy_holds_in_whatever_dtype_the_parameters_are_kept(worlds: WorldPool, dtypes, policy, how):
+    assert worlds.run(2, converted, dtypes, policy, how) == [[True] * (len(dtypes) - 1)] * 2
