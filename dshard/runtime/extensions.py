@@ -22,6 +22,7 @@ from dshard.errors import DivergenceError, StateError, UnsupportedOpError
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.tensor import ShardedTensor
 from dshard.tensor.extended import is_extended
+from dshard.tensor.precedence import give_precedence
 
 __all__ = ["Extensions"]
 
@@ -62,6 +63,7 @@ class Extensions:
     slots: tuple[int, ...]
     _agreed: dict[int, Any] = field(default_factory=dict)  # what each sent when the ranks last compared
     _plans: dict[Any, GatherPlan] = field(default_factory=dict)
+    are_met: bool = False  # whether they have been gathered once
     _contexts: dict[int, tuple[DeviceMesh, nn.Module]] = field(default_factory=dict)
 
     def start(self, pool: BufferPool) -> list[tuple[tuple[int, ...], Handle[Gathered]]]:
@@ -186,7 +188,9 @@ class Extensions:
         def finish() -> Gathered:
             gathered = handle.wait()
             parts, memory = iter(gathered.tensors), gathered.memory
-            made = [_made(p, sent[slot], parts) for slot, p in zip(slots, params, strict=True)]
+            with torch._C.DisableTorchFunctionSubclass():
+                made = [_made(p, sent[slot], parts) for slot, p in zip(slots, params, strict=True)]
+            self.are_met = True
             if memory is not None and not memory.is_held():  # they are copies of what travelled
                 pool.give(memory)
                 memory = None
@@ -246,4 +250,5 @@ def _made(param: ShardedTensor, sent: _Sent, parts: Any) -> Tensor:
             f"{who} must give a tensor whose operations its __torch_dispatch__ implements, but {type(full).__name__} "
             "has a __torch_function__, which would not be asked. Move what it does to __torch_dispatch__."
         )
+    give_precedence(param, type(full))
     return full

@@ -308,6 +308,9 @@ class Runtime:
         if self.root is not None and self.root in unit.modules and not unit.num_active and not in_backward():
             self._start_forward(self.root)
         unit.num_active += 1
+        if unit.extensions is not None and not unit.extensions.are_met:
+            unit.copies.gather()  # what its parameters are gathered as decides of what class their views are
+            unit.copies.wait()
 
     def _start_forward(self, root: nn.Module) -> None:
         """The model starts a forward."""

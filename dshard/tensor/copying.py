@@ -21,6 +21,7 @@ __all__ = ["Copying", "rebuild"]
 class Copying:
     """The part of ShardedTensor that `copy.deepcopy` and `pickle` call; its `self` is one."""
 
+    _kind: Any = None  # of a class made for precedence, the one that it stands for
     _own_place: tuple[DeviceMesh, int | None] | None = None  # mesh and dim that a strategy starts from
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
@@ -51,7 +52,7 @@ class Copying:
         shard = self._cell.resolve()
         shard = shard if shard.untyped_storage().nbytes() == shard.nbytes else shard.clone()
         return rebuild, (
-            type(self),
+            type(self)._kind or type(self),
             shard,
             self._spec,
             self._layout,

@@ -32,7 +32,7 @@ _NEW: Any = torch.Tensor._dtensor__new__
 _DATA: Any = torch.Tensor.data  # descriptors
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
-__all__ = ["KIN", "REQUIRES_GRAD", "SHARDED", "ShardedTensor", "View"]
+__all__ = ["KIN", "REQUIRES_GRAD", "SHARDED", "VIEWS", "ShardedTensor", "View"]
 
 
 class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
@@ -187,7 +187,8 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         meta = spec.tensor_meta
         if meta is not None and prototype.dtype != meta.dtype:
             prototype = empty_of(meta.dtype, prototype.device)
-        out = KIN[type(base)].wrap(base._cell, spec, base._group, name=self._name, prototype=prototype)
+        kind = VIEWS.get(type(base)) or KIN[type(base)]
+        out = kind.wrap(base._cell, spec, base._group, name=self._name, prototype=prototype)
         out._view = View(base, steps, key, computes)
         return out
 
@@ -397,4 +398,5 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
 
 
 SHARDED: set[type] = {ShardedTensor}  # for a quick look at exact types
+VIEWS: dict[type, type[ShardedTensor]] = {}  # of a class made for precedence, what views of its tensors are
 KIN: defaultdict[type, type[ShardedTensor]] = defaultdict(lambda: ShardedTensor)  # what descends from one of a type

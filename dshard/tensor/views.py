@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 __all__ = ["View", "ViewMeta", "ViewStep", "apply_steps", "empty_of", "view_metas"]
 
 
+_ALIAS = torch.ops.aten.alias.default
+
+
 @dataclass(slots=True)  # not frozen: made for every view, and a frozen one takes thrice the time
 class ViewStep:
     """One view operation.
@@ -65,6 +68,8 @@ def empty_of(dtype: torch.dtype, device: torch.device) -> Tensor:
 def apply_steps(full: Tensor, steps: tuple[ViewStep, ...]) -> Tensor:
     """Replay a chain on a plain tensor."""
     for step in steps:
+        if step.func is _ALIAS and type(full) is not Tensor:
+            continue  # a tensor subclass may not take it
         out = step.func(full, *step.args, **step.kwargs)
         full = out if step.index is None else out[step.index]
     return full

@@ -145,6 +145,43 @@ class Wrapping(ToFloat8):
     kept = Everything()
 
 
+class Marked(Wrapped):
+    """The result of every operation is of the class, and so are activations."""
+
+    kept = Everything()
+    num_inside = 0  # operations that met one inside of another
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Marked.num_inside += any(isinstance(arg, Marked) and isinstance(arg.stored, Marked) for arg in args)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Gathered(Marked):
+    """Is gathered as it is kept."""
+
+    made: Any
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.stored,), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        if out is not None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out.stored):
+                out.stored.copy_(outputs[0])
+            return None
+        return self.made(outputs[0].to(param_dtype)), outputs
+
+
+Gathered.made = Gathered
+
+
+class ToMarked(Gathered):
+    """Is gathered as another class."""
+
+    kept, made = Wrapped.kept, Marked
+
+
 class Strict(ToFloat8):
     """Takes no operation but those that `fully_shard` asks for."""
 

@@ -20,10 +20,25 @@ from torch.utils.checkpoint import checkpoint
 import dshard
 from dshard.checkpoint.sharded import load, save
 from dshard.testing import WorldPool, expect_error
-from tests.dist.extended import BF16, F8, Float8, Int8, Padded, Rounded, Strict, ToFloat8, ToOverrides, Wrapping, extend
+from tests.dist.extended import (
+    BF16,
+    F8,
+    Float8,
+    Gathered,
+    Int8,
+    Marked,
+    Padded,
+    Rounded,
+    Strict,
+    ToFloat8,
+    ToMarked,
+    ToOverrides,
+    Wrapping,
+    extend,
+)
 
 IN_BF16 = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
-KINDS = [Rounded, ToFloat8, Int8]
+KINDS = [Rounded, ToFloat8, Int8, Gathered, ToMarked]
 WIDTH = 12
 
 
@@ -637,6 +652,69 @@ class OfAnotherShape(Rounded):
 class GivesNone(Rounded):
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
         return None
+
+
+def depth_of(value: Any) -> int:
+    return 1 + depth_of(value.stored) if isinstance(value, Marked) else 0
+
+
+def marked(kind: Any, how: str) -> list[Any]:
+    """Losses under FSDP2 and here, and how deep results and gradients of inputs are wrapped."""
+    found = []
+    for call in (torch_fully_shard, dshard.fully_shard):
+        torch.manual_seed(0)
+        net = extend(nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(5)]), kind)
+        for layer in net if how == "blocks" else ():
+            call(layer)
+        call(net)
+        optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), []
+        Marked.num_inside = 0
+        for step in range(3):
+            x = batch(step, dist.get_rank(), 8).requires_grad_()
+            out = net(x)
+            loss = out.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append((loss.stored.item(), depth_of(out), depth_of(x.grad), Marked.num_inside))
+        found.append(losses)
+    return found
+
+
+@pytest.mark.parametrize("how", ["blocks", "root"])
+@pytest.mark.parametrize("kind", [Gathered, ToMarked])
+def test_activations_of_a_class_that_keeps_itself_are_wrapped_once(worlds: WorldPool, kind, how):
+    for expected, found in worlds.run(2, marked, kind, how):
+        assert found == expected
+        assert [depths for _, *depths in found] == [[1, 1, 0]] * 3
+
+
+class Asking(nn.Linear):
+    """Asks for the class of its weight, and looks into it."""
+
+    seen: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        self.seen = [
+            isinstance(w, Marked) and (w.stored.sum().item(), hasattr(w, "other")) for w in (weight, weight.t())
+        ]
+        return super().forward(x)
+
+
+def asks_for_the_class(kind: Any) -> list[Any]:
+    found: list[Any] = []
+    for call in (torch_fully_shard, dshard.fully_shard):
+        torch.manual_seed(0)
+        net: Any = call(extend(Asking(8, 8, bias=False), kind))
+        found.append((net(batch(0, 0, 8)).stored.tolist(), net.seen))
+    outside = [hasattr(net.weight, name) for name in ("stored", "fsdp_pre_all_gather")]
+    return [found[0] == found[1] or found, outside]
+
+
+@pytest.mark.parametrize("kind", [Gathered, ToMarked])
+def test_in_a_forward_a_weight_is_of_the_class_that_it_is_gathered_as(worlds: WorldPool, kind):
+    assert worlds.run(2, asks_for_the_class, kind) == [[True, [False] * 2]] * 2
 
 
 def along_the_last(param: nn.Parameter) -> Shard:
