@@ -1,6 +1,6 @@
 """What other libraries ask of a sharded module."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch._guards import TracingContext
 
 from dshard.tensor import ShardedTensor
 
-__all__ = ["DataParallelNames", "keep_generation_in_step"]
+__all__ = ["AcceptedHints", "DataParallelNames", "keep_generation_in_step"]
 
 
 class _ManagedModule:
@@ -57,3 +57,29 @@ class DataParallelNames:
         finally:
             for unit in self._units(recurse=True):
                 unit.change(requires_sync=before.get(unit, True))
+
+
+class AcceptedHints:
+    """Methods of FSDP2's that have nothing to do here."""
+
+
+def _accepted(name: str, why: str) -> Callable[..., None]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    method.__name__, method.__doc__ = name, f"Accepted for FSDP2's sake, does nothing: {why}."
+    return method
+
+
+_ACCEPTED = {
+    "set_is_last_backward": "each backward ends what it began",
+    "set_unshard_in_backward": "a unit is gathered in backward only if it is touched there",
+    "set_force_sum_reduction_for_comms": "how a mean is computed is the backend's matter",
+    "set_reduce_scatter_unused_params": "parameters that only some ranks use are always reduced within a unit",
+    "set_allocate_memory_from_process_group_for_comm": "a hint for NCCL, which is not taken yet",
+    "set_symm_mem_for_comm": "a hint for NCCL, which is not taken yet",
+    "set_post_optim_event": "a gather waits for the writes to its shards by itself",
+    "_set_unshard_async_op": "a private switch of torch's",
+}
+for _name, _why in _ACCEPTED.items():
+    setattr(AcceptedHints, _name, _accepted(_name, _why))

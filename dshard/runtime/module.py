@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 
-from dshard.runtime.companions import DataParallelNames
+from dshard.runtime.companions import AcceptedHints, DataParallelNames
 from dshard.runtime.hooks import FORWARD_METHODS, as_forward
 from dshard.runtime.moves import allocate, convert, forget_flat_weights
 from dshard.runtime.runtime import Runtime
@@ -40,7 +40,7 @@ def units_of(module: nn.Module) -> list[Unit]:
     return list(found)
 
 
-class FSDPModule(DataParallelNames, _TorchFSDPModule, nn.Module):
+class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
     """Mixed into the class of every module that `fully_shard` was called on. Not to be constructed.
 
     It is a subclass of torch's `FSDPModule`, so that programs that ask for one find one. Every method of that class is
@@ -379,26 +379,6 @@ def check_sharded(who: str, modules: Iterable[Any]) -> None:
             )
 
 
-def _accepted(name: str, why: str) -> Callable[..., None]:
-    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
-        return None
-
-    method.__name__, method.__doc__ = name, f"Accepted for FSDP2's sake, does nothing: {why}."
-    return method
-
-
-_ACCEPTED = {
-    "set_is_last_backward": "each backward ends what it began",
-    "set_unshard_in_backward": "a unit is gathered in backward only if it is touched there",
-    "set_force_sum_reduction_for_comms": "how a mean is computed is the backend's matter",
-    "set_reduce_scatter_unused_params": "parameters that only some ranks use are always reduced within a unit",
-    "set_allocate_memory_from_process_group_for_comm": "a hint for NCCL, which is not taken yet",
-    "set_symm_mem_for_comm": "a hint for NCCL, which is not taken yet",
-    "set_post_optim_event": "a gather waits for the writes to its shards by itself",
-    "_set_unshard_async_op": "a private switch of torch's",
-}
-for _name, _why in _ACCEPTED.items():
-    setattr(FSDPModule, _name, _accepted(_name, _why))
 FSDPModule.set_reduce_scatter_divide_factor = FSDPModule.set_gradient_divide_factor  # type: ignore[assignment, method-assign]
 
 

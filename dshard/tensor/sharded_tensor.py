@@ -183,8 +183,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
     ) -> "ShardedTensor":
         """The view of this tensor's base that `steps` give; `spec` describes it, `key` tells its chain apart."""
         base = self if self._view is None else self._view.base
-        prototype = self._prototype()
-        meta = spec.tensor_meta
+        prototype, meta = self._prototype(), spec.tensor_meta
         if meta is not None and prototype.dtype != meta.dtype:
             prototype = empty_of(meta.dtype, prototype.device)
         kind = VIEWS.get(type(base)) or KIN[type(base)]
@@ -194,8 +193,8 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
 
     def view_spec(self, meta: ViewMeta) -> DTensorSpec:
         """DTensor's description of a view."""
-        tensor_meta = TensorMeta(meta.shape, meta.stride, meta.dtype)
-        return DTensorSpec(self._spec.mesh, (Replicate(),) * self._spec.mesh.ndim, tensor_meta=tensor_meta)
+        mesh, tensor_meta = self._spec.mesh, TensorMeta(meta.shape, meta.stride, meta.dtype)
+        return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=tensor_meta)
 
     def _prototype(self) -> Tensor:
         """A plain tensor of this one's dtype and device, without waiting for a shard in flight."""
@@ -220,10 +219,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         """How the tensor, or for a view its base, lies over each dim of the mesh."""
         return lie_of(self._cell.layout, self._spec.mesh)
 
-    @property
-    def is_view(self) -> bool:
-        """Whether this is a lazy view of another ShardedTensor."""
-        return self._view is not None
+    is_view: Any = property(lambda self: self._view is not None, doc="Whether it is a lazy view of another one.")
 
     # DTensor's slot; reading it waits for a shard in flight, so that nobody reads memory that has not arrived.
     @property
@@ -398,5 +394,5 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
 
 
 SHARDED: set[type] = {ShardedTensor}  # for a quick look at exact types
-VIEWS: dict[type, type[ShardedTensor]] = {}  # of a class made for precedence, what views of its tensors are
+VIEWS: dict[type, type[ShardedTensor]] = {}  # of a class made for precedence, what its views are
 KIN: defaultdict[type, type[ShardedTensor]] = defaultdict(lambda: ShardedTensor)  # what descends from one of a type
