@@ -10,6 +10,7 @@ from dshard import collectives
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import DivergenceError
 from dshard.tensor import ShardedTensor
+from dshard.tensor.agreed import AgreedTensor
 from dshard.tensor.inner import distinct_groups
 
 __all__ = ["clip_grad_norm_"]
@@ -34,8 +35,8 @@ def clip_grad_norm_(
         error_if_nonfinite: Raise, on every rank alike, if the norm is infinite or NaN.
 
     Returns:
-        The norm of the full gradients before clipping: a plain 0-d tensor, fp64 if a gradient is and else
-            fp32, equal on all ranks.
+        The norm of the full gradients before clipping: a 0-d tensor, fp64 if a gradient is and else fp32, equal on all
+            ranks; its `full_tensor()` is itself.
 
     Raises:
         DivergenceError: The norm is not finite and `error_if_nonfinite` is set; or ranks that share a gradient came to
@@ -96,7 +97,7 @@ def _total_norm(grads: Sequence[Tensor], order: float) -> Tensor:
     if len(cut) > 1:
         every = {id(group.process_group): group for groups, _ in cut.values() for group in groups}
         _check_agreement(norm, list(every.values()))
-    return norm.to(torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32)
+    return AgreedTensor.of(norm.to(torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32))
 
 
 def _check_agreement(norm: Tensor, groups: Sequence[ShardGroup]) -> None:

@@ -9,6 +9,7 @@ from dshard.collectives._c10d import ReduceOp
 from dshard.collectives.exchange import Exchange
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.header import HEADER_BYTES, Kind
+from dshard.collectives.replicas import sum_in_pairs
 from dshard.collectives.trace import record
 
 __all__ = ["all_reduce", "broadcast"]
@@ -72,10 +73,7 @@ def _exchange_small(
 
 def _combine(rows: Tensor, op: ReduceOp) -> Tensor:
     if op == ReduceOp.SUM:
-        total = rows[0].clone()
-        for row in rows[1:]:
-            total += row
-        return total
+        return sum_in_pairs(list(rows.unbind()), mean=False)
     return rows.amax(0) if op == ReduceOp.MAX else rows.amin(0)
 
 

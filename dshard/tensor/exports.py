@@ -101,6 +101,10 @@ class Exports:
             "dshard.interop.full_state_dict(model)."
         )
 
+    def __format__(self: Any, format_spec: str) -> str:
+        """As of any tensor: a single number by its value, anything else without a format by its repr."""
+        return format(self.item(), format_spec) if not self.dim() else object.__format__(self, format_spec)
+
     def numpy(self: Any, *, force: bool = False) -> Any:
         """A NumPy copy of the full value, read-only, for writes to it would be lost; `force` detaches first."""
         array = self.full_tensor().numpy(force=force)

@@ -13,7 +13,15 @@ from dshard import collectives
 from dshard.collectives import ShardGroup
 from dshard.errors import StateError
 
-__all__ = ["data_parallel_mesh", "default_mesh", "group_of", "mesh_within", "placements_of", "shared_dims"]
+__all__ = [
+    "data_parallel_mesh",
+    "default_mesh",
+    "group_of",
+    "is_mesh_within",
+    "mesh_within",
+    "placements_of",
+    "shared_dims",
+]
 
 
 def default_mesh() -> DeviceMesh:
@@ -85,6 +93,11 @@ def mesh_within(mesh: DeviceMesh, num_ranks: int) -> DeviceMesh:
         made = DeviceMesh.from_group(list(group.apart(num_ranks)), mesh.device_type, ranks, mesh_dim_names=names)
         pages = _WITHIN[key] = weakref.ref(group.process_group), made
     return pages[1]
+
+
+def is_mesh_within(mesh: DeviceMesh) -> bool:
+    """Whether a mesh was made of one of one dim, whose ranks would share a tensor without it."""
+    return any(made is mesh for _, made in _WITHIN.values())
 
 
 def shared_dims(mesh: DeviceMesh, data_mesh: DeviceMesh) -> tuple[int, ...] | None:

@@ -10,10 +10,13 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from dshard import collectives
-from dshard.collectives import ReduceOp, ShardGroup
+from dshard.collectives import ReduceOp, ShardGroup, shard_of
+from dshard.layout import ShardLayout
+from dshard.tensor.agreed import AgreedTensor
 from dshard.tensor.cell import BURST, OPERANDS
 from dshard.tensor.extended import exact_values
 from dshard.tensor.inner import InnerLayout, distinct_groups, groups_of, inner_of, whole
+from dshard.tensor.meshes import is_mesh_within
 from dshard.tensor.on_mesh import compute_on_mesh, meets_mesh
 from dshard.tensor.operands import (
     common_layout,
@@ -43,6 +46,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
+_NORMS = (aten.linalg_vector_norm.default, aten.norm.Scalar)
 _PLAIN = (Tensor, int, float, bool, type(None))  # arguments with no ShardedTensor in them
 
 
@@ -214,14 +218,17 @@ def reduction(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if rule is None or gathers or not source.numel() or source.is_meta:
         result = compute(func, args, kwargs)
         return result if is_recorded(source) else unwrap_result(result, whole)
-    groups = distinct_groups(source)
+    is_norm = func in _NORMS
+    shard, groups = _own_part(source) if is_norm else (source._cell.resolve(), distinct_groups(source))
     if not groups:
-        return func(source._cell.resolve(), *args[1:], **kwargs)
+        result = func(source._cell.resolve(), *args[1:], **kwargs)
+        return AgreedTensor.of(result) if is_norm else result
     local, combine, op = rule
-    shard = exact_values(source._cell.resolve(), source.name)
+    shard = exact_values(shard, source.name)
     part = local(shard.float() if shard.dtype in _HALF else shard)
     total = _over_groups(part, groups, op, f"{func._schema.name} of {source.name}")
-    return combine(total).to(kwargs.get("dtype") or _result_dtype(func, source))
+    result = combine(total).to(kwargs.get("dtype") or _result_dtype(func, source))
+    return AgreedTensor.of(result) if is_norm else result
 
 
 def _result_dtype(func: OpOverload, source: ShardedTensor) -> torch.dtype:
@@ -290,29 +297,49 @@ def _norm_rule(order: float) -> _Rule | None:
 
 
 def foreach_norm(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Tensor]:
-    """`_foreach_norm`: norms of many tensors, with one small all-reduce for all that share a group and dtype."""
+    """`_foreach_norm`: norms of many tensors, with one small all-reduce for all that share a group and dtype.
+
+    What every rank holds whole is taken in the parts that it would be cut into, so that no bit depends on that.
+    """
     tensors: Sequence[Any] = args[0]
     order = float(args[1] if len(args) > 1 else 2)
     rule = _norm_rule(order)
     results: list[Tensor | None] = [None] * len(tensors)
     alike: dict[tuple[Any, torch.dtype], list[int]] = {}
+    parts_of: dict[int, tuple[Tensor, list[ShardGroup]]] = {}
     for i, tensor in enumerate(tensors):
         on_shards = isinstance(tensor, ShardedTensor) and tensor._view is None and not is_recorded(tensor)
         if not on_shards or tensor._cell.tag or rule is None or kwargs:
             results[i] = func([materialize(tensor)], *args[1:], **kwargs)[0]
-        elif not (over := tuple(id(group.process_group) for group in distinct_groups(tensor))):
-            results[i] = torch.linalg.vector_norm(tensor._cell.resolve(), order)
         else:
+            parts_of[i] = _own_part(tensor)
+            over = tuple(id(group.process_group) for group in parts_of[i][1])
             alike.setdefault((over, tensor.dtype), []).append(i)
     for indices in alike.values():
         assert rule is not None
         local, combine, op = rule
-        parts = [local(_widened(exact_values(tensors[i]._cell.resolve(), tensors[i].name))) for i in indices]
-        for group in distinct_groups(tensors[indices[0]]):
+        parts = [local(_widened(parts_of[i][0])) for i in indices]
+        for group in parts_of[indices[0]][1]:
             parts = collectives.all_reduce(parts, group, op, label="foreach_norm").wait()
         for i, total in zip(indices, parts, strict=True):
             results[i] = combine(total).to(tensors[i].dtype if not tensors[i].is_complex() else total.dtype)
-    return [r for r in results if r is not None]
+    are_agreed = all(isinstance(tensor, ShardedTensor) and not is_recorded(tensor) for tensor in tensors)
+    return [AgreedTensor.of(r) if are_agreed else r for r in results if r is not None]
+
+
+def _own_part(tensor: ShardedTensor) -> tuple[Tensor, list[ShardGroup]]:
+    """This rank's part of a tensor, and the groups over which the parts make up the whole."""
+    shard, group = exact_values(tensor._cell.resolve(), tensor.name), tensor._group
+    groups, layout = distinct_groups(tensor), tensor._layout
+    if inner_of(layout) is not None or not shard.dim():
+        return shard, groups
+    if layout.dim is None and group.num_ranks > 1:
+        return shard_of(shard, ShardLayout(tuple(shard.shape), 0, group.num_ranks), group.rank), [group]
+    if layout.dim is not None and group.replicas is not None and is_mesh_within(tensor._spec.mesh):
+        more = group.replicas
+        cut = ShardLayout(tuple(shard.shape), layout.dim, more.num_ranks)
+        return shard_of(shard, cut, more.rank), [more, group]  # neighbouring parts first
+    return shard, groups
 
 
 def _widened(shard: Tensor) -> Tensor:

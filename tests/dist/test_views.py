@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import dshard
 from dshard.collectives import CommTrace
 from dshard.errors import UnsupportedOpError
 from dshard.tensor import ShardedTensor
@@ -315,3 +317,26 @@ def check_one_lost_write(skip):
 def test_each_row_write_counts(worlds: WorldPool, num_ranks):
     assert worlds.run(num_ranks, check_one_lost_write, None) == [8.0] * num_ranks
     assert worlds.run(num_ranks, check_one_lost_write, 2) == [6.0] * num_ranks
+
+
+def formatted() -> None:
+    plain = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    layer = nn.Linear(4, 3, bias=False)
+    layer.weight.data.copy_(plain)
+    layer.scale = nn.Parameter(torch.tensor(2.5))
+    dshard.fully_shard(layer)
+    w = layer.weight
+    assert f"{w[0, 0]:.3f}" == f"{plain[0, 0]:.3f}"
+    assert f"{w.detach()[1, 2]:>10.4g}" == f"{plain[1, 2]:>10.4g}"
+    assert f"{w[0, 0]}" == f"{plain[0, 0]}"
+    assert f"{layer.scale:.1f}" == "2.5"
+    assert f"{layer.scale.detach():05.1f}" == "002.5"
+    assert f"{w}" == repr(w)  # never communicates
+    with pytest.raises(TypeError, match="unsupported format string"):
+        f"{w:.3f}"
+    with pytest.raises(TypeError, match="unsupported format string"):
+        f"{plain:.3f}"
+
+
+def test_numbers_are_formatted_as_those_of_plain_tensors(worlds: WorldPool):
+    worlds.run(2, formatted)
