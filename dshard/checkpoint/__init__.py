@@ -3,5 +3,8 @@
 from dshard.checkpoint.safetensors_load import load_safetensors
 from dshard.checkpoint.safetensors_save import save_safetensors
 from dshard.checkpoint.sharded import load, save
+from dshard.checkpoint.staging import stage_shards
 
 __all__ = ["load", "load_safetensors", "save", "save_safetensors"]
+
+stage_shards()

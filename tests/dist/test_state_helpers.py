@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dshard
@@ -229,3 +231,71 @@ def test_what_dcp_saves_at_2_ranks_loads_at_3_and_what_it_saves_there_at_1(world
     worlds.run(3, save_dcp, kind, str(tmp_path / "3"), flat)
     worlds.run(1, load_dcp, kind, str(tmp_path / "3"), flat)
     worlds.run(2, load_dcp, kind, str(tmp_path / "3"), flat)
+
+
+def saved_while_training(options: dict[str, Any], num_staged: int, path: str) -> list[bool]:
+    """Whether asynchronous saves hold the values of when they were called, though training went on."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if "mesh" in options else None
+    model: Any = dshard.fully_shard(net(), **{**options, "mesh": mesh})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    group: Any = dist.new_group(backend="gloo")
+    stager = [None, BlockingAsyncStager(), DefaultStager(StagingOptions(False, False, True, False))][num_staged]
+    wanted, futures = [], []
+    for step in range(2):
+        train(model, optimizer, step)
+        # The very parameters, as a state dict has them, and gradients, which nobody has looked at.
+        state: Any = {"gradients": {name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+        state["model"], state["optimizer"] = get_state_dict(model, optimizer)
+        future: Any = dcp.async_save(
+            state, checkpoint_id=f"{path}/{step}", process_group=group, **{"async_stager": stager} if stager else {}
+        )
+        if hasattr(future, "staging_completion"):
+            future.staging_completion.result()
+        futures.append(getattr(future, "upload_completion", future))
+        wanted.append(full(state))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+        train(model, optimizer, 10 + step)
+        futures[-1].result()  # torch allows for one at a time
+    found = []
+    for step in range(2):
+        state = {
+            "gradients": {name: torch.zeros_like(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        }
+        state["model"], state["optimizer"] = get_state_dict(model, optimizer)
+        dcp.load(state, checkpoint_id=f"{path}/{step}")
+        found.append(full(state))
+    same = [
+        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a) for a, b in zip(wanted, found, strict=True)
+    ]
+    return [*same, not all(torch.equal(a, b) for a, b in zip(wanted[0].values(), wanted[1].values(), strict=True))]
+
+
+def full(state: Any, prefix: str = "") -> dict[str, Tensor]:
+    """All tensors of a nested dict, whole and by their paths."""
+    found: dict[str, Tensor] = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            found |= full(value, f"{prefix}{key}.")
+        elif isinstance(value, Tensor):
+            found[f"{prefix}{key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "num_ranks"),
+    [
+        ({}, 2),
+        ({"strategy": "ddp"}, 2),
+        ({"shard_placement_fn": place}, 3),
+        ({"mesh": True}, 4),
+        ({"strategy": "zero1"}, 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_staged", [0, 1, 2])
+def test_torchs_asynchronous_saves_hold_the_values_of_their_moment(
+    worlds: WorldPool, tmp_path, options, num_ranks, num_staged
+):
+    assert worlds.run(num_ranks, saved_while_training, options, num_staged, str(tmp_path)) == [[True] * 3] * num_ranks
