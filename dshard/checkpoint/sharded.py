@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.optim import Optimizer
 
 from dshard.checkpoint.agreement import group_of, together
 from dshard.errors import CheckpointError
+from dshard.runtime.full_values import refuse_meta
 from dshard.runtime.replace import repoint_optimizer
 from dshard.tensor import ShardedTensor
 from dshard.tensor.extended import exact_values, is_extended
@@ -40,6 +43,7 @@ def save(
 
     Raises:
         CheckpointError: The directory cannot be written. On every rank alike.
+        StateError: A tensor is on the meta device. On every rank alike.
 
     Communicates:
         A few all-reduces of one byte, and what DCP exchanges: sizes and names, no values.
@@ -47,7 +51,9 @@ def save(
     target = Path(path)
     group = group_of(model)
     partial = target.with_name(target.name + ".partial")
-    tensors = _plain_ones(_tensors_of(model, optimizer))
+    tensors = _tensors_of(model, optimizer)
+    refuse_meta("checkpoint.save", list(tensors.items()))
+    tensors = _plain_ones(tensors)
     facts = {
         "format": _FORMAT,
         "world_size": group.world_size,
@@ -139,6 +145,8 @@ def read_facts(path: Path) -> dict[str, Any]:
         facts: dict[str, Any] = json.loads(file.read_text())
     except ValueError as error:
         raise CheckpointError(f"{file}: must be JSON, but {error}. The checkpoint is damaged; use another.") from error
+    if not isinstance(facts, dict) or not {"world_size", "tensors", "param_groups", "extra"} <= facts.keys():
+        raise CheckpointError(f"{file}: facts must be complete, but some are missing. It is damaged; use another.")
     if facts.get("format") != _FORMAT:
         raise CheckpointError(
             f"{file}: the format must be {_FORMAT}, but it is {facts.get('format')}. Load it with the version that "
@@ -147,15 +155,28 @@ def read_facts(path: Path) -> dict[str, Any]:
     return facts
 
 
-def _dcp_save(tensors: dict[str, Tensor], path: Path) -> None:
-    with warnings.catch_warnings():
+@contextmanager
+def _by_torch(path: Path) -> Iterator[None]:
+    """What torch's checkpoints raise is a BaseException, which `except Exception` does not catch."""
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # DCP warns of its own deprecated calls
+        try:
+            yield
+        except dcp.CheckpointException as error:
+            rank, (reason, _) = next(iter(error.failures.items()))
+            raise CheckpointError(
+                f"{path}: all parts of a checkpoint must be there and whole, but on rank {rank} "
+                f"{type(reason).__name__}: {reason}. Use another checkpoint."
+            ) from error
+
+
+def _dcp_save(tensors: dict[str, Tensor], path: Path) -> None:
+    with _by_torch(path):
         dcp.save(tensors, checkpoint_id=str(path))
 
 
 def _dcp_load(tensors: dict[str, Tensor], path: Path) -> None:
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
+    with _by_torch(path):
         dcp.load(tensors, checkpoint_id=str(path))
 
 
