@@ -17,9 +17,9 @@ from dshard.runtime.placing import Place, placed_by
 from dshard.runtime.regroup import regroup
 from dshard.runtime.relocate import Move, place_of, relocate
 from dshard.runtime.replace import move_states, note_moves
-from dshard.runtime.runtime import in_backward
 from dshard.runtime.sliced import check_sliced, is_sliced, set_slices
 from dshard.runtime.sync import agree
+from dshard.runtime.watches import in_backward
 from dshard.tensor import ShardedTensor
 from dshard.tensor.extended import is_extended
 from dshard.tensor.inner import inner_of

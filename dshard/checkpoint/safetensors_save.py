@@ -231,7 +231,7 @@ class _Writer:
         try:
             dtype = self._dtypes[name]
             for chunk in full.reshape(-1).split(max(1, _WRITE_BYTES // full.element_size())):
-                host = chunk.resolve_conj().to(device="cpu", dtype=dtype)
+                host = chunk.resolve_conj().to(device="cpu", dtype=dtype).contiguous()
                 if host.numel():
                     self._opened.write(memoryview(host.view(torch.uint8).numpy()))
         except Exception as error:

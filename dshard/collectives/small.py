@@ -1,6 +1,7 @@
 """Collectives over a few small tensors: the results of reductions, checks, random states."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +17,13 @@ __all__ = ["all_reduce", "broadcast"]
 
 
 def all_reduce(
-    tensors: Sequence[Tensor], group: ShardGroup, op: ReduceOp, *, label: str, everywhere: bool = False
+    tensors: Sequence[Tensor],
+    group: ShardGroup,
+    op: ReduceOp,
+    *,
+    label: str,
+    everywhere: bool = False,
+    is_check: bool = False,
 ) -> Handle[list[Tensor]]:
     """Reduce small tensors of one dtype over the ranks of a group, in one collective.
 
@@ -28,6 +35,7 @@ def all_reduce(
         op: `ReduceOp.SUM`, `MAX` or `MIN`.
         label: What it is for.
         everywhere: Reduce over the ranks of all replicas, too; waits for the first of two collectives.
+        is_check: Whether ranks agree on what to do, and no value of the program travels; it is counted as that.
 
     Returns:
         A handle whose result is the reduced tensors, equal on all ranks.
@@ -44,31 +52,48 @@ def all_reduce(
     flat = _on_wire(torch.cat([t.reshape(-1) for t in tensors]), group)
     num_bytes = flat.numel() * flat.element_size()
     if group.is_direct:
-        return _exchange_small(flat, group, op, label, lambda total: _split(total, sizes, shapes, home))
+        exchange = _exchange_small(flat, group, label)
+        _record(label, group, num_bytes * len(group.peers), HEADER_BYTES * len(group.peers), is_check=is_check)
+        return Handle(
+            label,
+            exchange.works.works,
+            lambda: _split(_combine(exchange.rows, op), sizes, shapes, home),
+            header_works=exchange.works.header_works,
+            check=exchange.works.check,
+        )
     works = group.all_reduce(flat, op)
-    record("all_reduce", label, group.num_ranks, 2 * num_bytes * (group.num_ranks - 1) // group.num_ranks)
+    _record(label, group, 2 * num_bytes * (group.num_ranks - 1) // group.num_ranks, 0, is_check=is_check)
     return Handle(label, works, lambda: _split(flat, sizes, shapes, home))
 
 
-def _exchange_small(
-    flat: Tensor, group: ShardGroup, op: ReduceOp, label: str, finish: Callable[[Tensor], list[Tensor]]
-) -> Handle[list[Tensor]]:
+def _record(label: str, group: ShardGroup, num_bytes: int, header_bytes: int, *, is_check: bool) -> None:
+    kind, payload, header = ("check", 0, num_bytes) if is_check else ("all_reduce", num_bytes, 0)
+    record(kind, label, group.num_ranks, payload, 0, header + header_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """The values of all ranks, on their way.
+
+    Args:
+        rows: One per rank.
+        works: The messages.
+    """
+
+    rows: Tensor
+    works: Exchange
+
+
+def _exchange_small(flat: Tensor, group: ShardGroup, label: str) -> _Sent:
     """All-reduce by sending the values to every peer, behind a header that names what is reduced."""
-    num_bytes, sent = flat.numel() * flat.element_size(), group.num_ranks - 1
+    num_bytes = flat.numel() * flat.element_size()
     rows = flat.new_empty((group.num_ranks, flat.numel()))
     rows[group.rank] = flat
     exchange = Exchange(group, Kind.COMBINE, label, 0, num_bytes)
     for peer in group.peers if num_bytes else ():
         exchange.receive(rows[peer], peer)
         exchange.send(rows[group.rank], peer)
-    record("all_reduce", label, group.num_ranks, num_bytes * sent, 0, HEADER_BYTES * sent)
-    return Handle(
-        label,
-        exchange.works,
-        lambda: finish(_combine(rows, op)),
-        header_works=exchange.header_works,
-        check=exchange.check,
-    )
+    return _Sent(rows, exchange)
 
 
 def _combine(rows: Tensor, op: ReduceOp) -> Tensor:

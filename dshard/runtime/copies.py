@@ -51,6 +51,7 @@ class Copies:
         "_full_views",
         "_fulls",
         "_in_flight",
+        "_joined_in",
         "_memories",
         "_parts",
         "_send_rows",
@@ -78,6 +79,7 @@ class Copies:
         self._parts: tuple[list[Tensor], list[Bucket]] | None = None  # in their place, from forward to backward
         self._shards: list[Tensor] = []  # what was gathered, and how often it had been written to
         self._versions: list[int] = []
+        self._joined_in = -1  # the phase in which they were gathered because other ranks may use them
         self._touched_in = -1  # the phase in which they were touched, if they were since they were gathered
         self._checked_in: object | None = None  # the operation for which they were last found fresh
         self._send_rows: dict[tuple[int, ...], tuple[Bucket, SendRow]] = {}  # of each bucket, by its slots
@@ -162,8 +164,20 @@ class Copies:
         self.gather()
         self.wait()
         self._touched_in = observer.schedule.serial
-        if self.is_primary:
+        if self.is_primary and self._joined_in != self._touched_in:
             observer.on_touched(self.unit)
+
+    def join(self, *, gathers: bool) -> None:
+        """Use them because other ranks may: for the schedule that is a use, though nothing here waits for it.
+
+        Args:
+            gathers: Whether to start to gather.
+        """
+        observer = self.unit.observer
+        if gathers:
+            self.gather()
+        self._joined_in = observer.schedule.serial
+        observer.on_touched(self.unit)
 
     def gather(self) -> None:
         """Start to gather; a no-op while fresh copies are there or under way."""

@@ -119,7 +119,7 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         args, kwargs = casts.cast_inputs(args, kwargs)
     for unit in units:
         unit.observer.enter_forward(unit)
-        unit.observer.watch_inputs(unit, module, (args, kwargs))
+        unit.observer.watches.watch(unit, module, (args, kwargs))
     return None if casts is None else (args, kwargs)
 
 

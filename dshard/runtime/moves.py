@@ -50,6 +50,7 @@ def convert(param: ShardedTensor, fn: Callable[[Tensor], Tensor]) -> None:
             return
         shard = _at_home(param, shard)
         grad, param.grad = param.grad, None
+        grad_shard = grad._cell.resolve() if isinstance(grad, ShardedTensor) else None
         stride = _stride_of_format(param, shard)
         new = param.like(shard.contiguous(), stride=stride)
         new._cell.is_shared = True
@@ -58,8 +59,11 @@ def convert(param: ShardedTensor, fn: Callable[[Tensor], Tensor]) -> None:
         else:
             _swap(param, type(param).wrap(new._cell, new._spec, new._group, name=new._name))
         _follow_dtype(param)
-        if isinstance(grad, ShardedTensor):
-            param.grad = grad.like(fn(grad._cell.resolve()).contiguous(), stride=stride)
+        unit = param._source
+        if isinstance(unit, Unit):
+            unit.observer.on_converted(unit)
+        if isinstance(grad, ShardedTensor) and grad_shard is not None:
+            param.grad = grad.like(fn(grad_shard).contiguous(), stride=stride)
             param.grad._cell.is_shared = True
 
 

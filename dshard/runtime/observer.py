@@ -10,6 +10,7 @@ from dshard.policies import Offload
 from dshard.runtime.lane import Lane
 from dshard.runtime.recompute import Regions
 from dshard.runtime.schedule import Schedule
+from dshard.runtime.watches import InputWatches
 
 __all__ = ["UnitObserver"]
 
@@ -23,6 +24,7 @@ class UnitObserver(Protocol):
     backward_task: int  # autograd's number of the backward that is known to run, else -1
     num_running: int  # forwards of modules that are running
     regions: Regions  # checkpointed ones in them
+    watches: InputWatches  # on inputs of modules
     is_autocasting: bool  # the one that started or ended last
     used_in_graph: tuple[int, Any]  # by the backward of a compiled graph: autograd's number of it, and which
 
@@ -44,11 +46,17 @@ class UnitObserver(Protocol):
     def on_touched(self, unit: Any) -> None:
         """Its gathered copies are here."""
 
+    def on_arrival(self, unit: Any) -> None:
+        """The first gradient of a unit has arrived in the backward that is running."""
+
     def on_gather(self, unit: Any) -> None:
         """A unit starts to gather."""
 
     def on_free(self, unit: Any) -> None:
         """A unit dropped its gathered copies."""
+
+    def on_converted(self, unit: Any) -> None:
+        """A parameter of a unit has another dtype or device, and its gradient was reduced."""
 
     def on_dtypes(self) -> None:
         """Forwards compute with some parameters in other dtypes from now on."""
@@ -73,9 +81,6 @@ class UnitObserver(Protocol):
 
     def enter_forward(self, unit: Any) -> None:
         """A module of a unit starts its forward."""
-
-    def watch_inputs(self, unit: Any, module: nn.Module, inputs: Any) -> None:
-        """A module of a unit starts its forward with these inputs."""
 
     def exit_forward(self, unit: Any, module: nn.Module) -> None:
         """A module of a unit ended its forward."""

@@ -34,6 +34,7 @@ class Reducer:
         self.max_in_flight = max_in_flight
         self._open: dict[_Key, tuple[Unit, GradReduction]] = {}
         self._in_flight: list[GradReduction] = []
+        self._before: frozenset[_Key] = frozenset()  # that were open when the backward began
         self._incomplete: list[GradReduction] = []  # that left in the backward that is running
         self._early: dict[Unit, set[_Key]] = {}  # that left because a gradient was read, ahead of the rest of the unit
         self._arrivals: dict[Unit, _Arrivals] = {}
@@ -53,6 +54,7 @@ class Reducer:
             arrivals = self._arrivals[unit] = _Arrivals.of(unit)
             if unit.deferral is not None and unit.settings.requires_sync:
                 unit.deferral.note_backward(is_first=all(p.grad is None for p in unit.params))
+            unit.observer.on_arrival(unit)
         param = unit.params[slot]
         reduction = arrivals.open.get(slot)
         if reduction is None or not unit.settings.requires_sync or not reduction.awaits(slot):
@@ -187,6 +189,7 @@ class Reducer:
         """Forget what earlier micro-batches added up for gradients that are dropped by now, as by `zero_grad`."""
         for _, reduction in self._open.values():
             reduction.forget_dropped()
+        self._before = frozenset(self._open)
 
     def forget_backward(self) -> None:
         """Drop what a backward that raised has left behind; what earlier micro-batches added up stays."""
@@ -195,8 +198,13 @@ class Reducer:
         self._incomplete.clear()
         self._slice = None
         for key, (unit, reduction) in list(self._open.items()):
-            if unit.reduces_now and not reduction.owes:
+            if not reduction.owes and (unit.reduces_now or key not in self._before):
                 del self._open[key]
+
+    @property
+    def complete(self) -> set[Unit]:
+        """Units of which all gradients have arrived in the backward that is running."""
+        return {unit for unit, arrivals in self._arrivals.items() if len(arrivals.arrived) == len(arrivals.buckets)}
 
     def end_backward(self) -> None:
         """Reduce what has not left, unit by unit."""
@@ -205,7 +213,21 @@ class Reducer:
         self._arrivals.clear()
         self._end_together()
         self.adopt_missing()
+        self._await_others()
         self._slice = None  # the last one may stay in flight until somebody reads the gradient
+
+    def _await_others(self) -> None:
+        """Of units that are not reduced yet, have all gradients that are there await what other ranks may add up."""
+        for unit in dict.fromkeys(unit for key, (unit, _) in self._open.items() if not key.is_captured):
+            buckets = unit.buckets(unit.trainable, unit.reduce_dtypes)
+            keys = [_Key(id(unit), bucket.slots, is_captured=False) for bucket in buckets]
+            if not self._is_filling(key for key in keys if key in self._open):
+                continue
+            for key, bucket in zip(keys, buckets, strict=True):
+                if key not in self._open and any(unit.params[slot].grad is not None for slot in bucket.slots):
+                    self._open[key] = (unit, GradReduction(unit, bucket, mean=unit.settings.averages))
+                if key in self._open:
+                    self._open[key][1].await_missing()
 
     def _end_together(self) -> None:
         """Wait for reductions that end by a collective of their own: now, step by step, on all ranks alike."""
@@ -218,8 +240,14 @@ class Reducer:
 
         If all-reduces are owed, those of the whole model: a rank's first gradient may be in another unit.
         """
-        unit = next((unit for unit, other in self._open.values() if other is reduction), None) if self._open else None
-        if unit is None:
+        found = next((key for key, (_, other) in self._open.items() if other is reduction), None)
+        if found is None:
+            return
+        unit = self._open[found][0]
+        if found.is_captured:  # `.grad` is no part of it, and may wait on
+            for key in sorted((key for key in self._keys_of(unit) if key.is_captured), key=lambda k: k.place):
+                self._launch(key)
+            self._end_together()
             return
         owing = {key: entry for key, entry in self._open.items() if entry[1].owes}
         units = {unit}

@@ -226,6 +226,18 @@ class GradReduction:
             if cell is not None:
                 cell.deliver(reduced.shards[self._slots.index(slot)])
 
+    def await_missing(self) -> None:
+        """Have gradients that are there await what other ranks may add up unreduced, of parameters unused on this one.
+
+        Without it, a write to one of them here would come ahead of a part of it.
+        """
+        unit = self._unit()
+        missing = [slot for slot in self._slots if slot not in self._cells]
+        for slot in missing if unit is not None and self.is_filling else ():
+            param = unit.params[slot]  # type: ignore[union-attr]
+            if isinstance(param.grad, ShardedTensor):
+                param.grad._cell.add_later(self._make_cell(param))
+
     def adopt_missing(self) -> None:
         """Give a gradient to parameters that this rank did not use but another did; waits for the reduction.
 

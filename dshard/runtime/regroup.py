@@ -46,7 +46,7 @@ def regroup(tops: Sequence[nn.Module], runtime: Runtime, bases: Mapping[int, str
     for place, unit in enumerate(runtime.units):
         unit.place = place
         unit.restart()
-    runtime.schedule.forget()
+    runtime.on_regrouped()
 
 
 def _parts(family: Sequence[Unit], bases: Mapping[int, str]) -> dict[UnitSettings, list[ShardedTensor]]:

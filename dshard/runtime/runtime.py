@@ -1,23 +1,22 @@
 """The runtime of a model: when units gather and free, in forward and in backward."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass, replace
-from functools import partial
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from operator import attrgetter
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dshard.collectives import BufferPool, ShardGroup, num_noted, settle
 from dshard.policies import Offload
 from dshard.runtime.budget import agreed_free_bytes
 from dshard.runtime.buffers import broadcast_buffers
-from dshard.runtime.frames import frame_of_backward, is_running
 from dshard.runtime.gradients import hook_gradient
 from dshard.runtime.lane import Lane
 from dshard.runtime.late import LateParameters
+from dshard.runtime.needs import Needs
 from dshard.runtime.recompute import Regions
 from dshard.runtime.reducer import Reducer
 from dshard.runtime.reduction import GradReduction
@@ -25,17 +24,13 @@ from dshard.runtime.schedule import Phase, Schedule, to_drop
 from dshard.runtime.settings import ModelSettings
 from dshard.runtime.standins import check_interrupted
 from dshard.runtime.unit import Unit
+from dshard.runtime.watches import InputWatches, in_backward
 from dshard.tensor.meshes import group_of
 from dshard.tensor.mixed import note_forward
 
-__all__ = ["Runtime", "in_backward"]
+__all__ = ["Runtime"]
 
 _MAX_UNSETTLED = 1000  # collectives of forwards alone, after which ranks compare what they did
-
-
-def in_backward() -> bool:
-    """Whether autograd runs a backward on this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class Runtime:
@@ -59,6 +54,7 @@ class Runtime:
         self.split: Callable[[], None] | None = None  # forms units at the first use; set for a root that has just one
         self.on_training_forward: Callable[[], None] | None = None  # called when one starts, outside of graphs
         self.plan_report: object = None  # what watches the first steps under a plan
+        self._needs = Needs()
         self._gathered: dict[Unit, None] = {}
         self._ahead: dict[Unit, None] = {}  # gathered ahead, and not touched since
         self._loose: Unit | None = None  # gathered outside of a forward
@@ -72,8 +68,8 @@ class Runtime:
         self.backward_task = -1
         self.used_in_graph: tuple[int, Unit | None] = -1, None
         self._noted: dict[str, int] = {}  # of each group, entries of the ledger when the backward began
-        self._backward_frame: FrameType | None = None
-        self._leaf_watches: list[Any] = []
+        self._end: Callable[[], _End | None] = lambda: None  # of the backward that runs
+        self.watches = InputWatches()
         self._lanes: dict[tuple[Offload, bool], Lane] = {}
 
     @property
@@ -123,11 +119,11 @@ class Runtime:
 
     def on_touch(self, unit: Unit) -> None:
         """Make room where a rule says so: `unit` is about to be used."""
-        if self._ahead and unit not in self._ahead and not unit.is_gathered:
-            for other in list(self._ahead):
-                other.release()  # the order is another one today: what was gathered ahead would be one too many
         if in_backward():
             self.start_backward()
+            self._needs.meet(unit, is_touched=True)
+        self._make_way(unit)
+        if in_backward():
             if self._frozen is not None and self._frozen is not unit:
                 self.on_backward_done(self._frozen)
             self._frozen = None if unit.trainable else unit
@@ -135,6 +131,12 @@ class Runtime:
             if self._loose is not None and self._loose is not unit and not self._loose.num_active:
                 self._loose.release()
             self._loose = unit
+
+    def _make_way(self, unit: Unit) -> None:
+        """Drop what was gathered ahead if another unit is used today: it would be one too many."""
+        if self._ahead and unit not in self._ahead and not unit.is_gathered:
+            for other in list(self._ahead):
+                other.release()
 
     def on_touched(self, unit: Unit) -> None:
         """Note the use of `unit`, and start to gather what the last step used next."""
@@ -150,16 +152,35 @@ class Runtime:
             if other.prefetch():
                 self._ahead[other] = None
 
+    def on_arrival(self, unit: Unit) -> None:
+        """Gather a unit of which the first gradient has arrived, if other ranks may need it; or note that they did."""
+        if self._needs.meet(unit, is_touched=False):
+            self._make_way(unit)
+            unit.copies.join(gathers=not self._needs.was_gathered(unit))
+
     def on_gather(self, unit: Unit) -> None:
         """Note that `unit` is gathered."""
         self._gathered[unit] = None
+        if in_backward():
+            self._needs.note_gathered(unit)
 
     def on_free(self, unit: Unit) -> None:
         """Note that `unit` is no longer gathered."""
+        if in_backward():
+            self._needs.note_gathered(unit)
         self._gathered.pop(unit, None)
         self._ahead.pop(unit, None)
         if self._loose is unit:
             self._loose = None
+
+    def on_regrouped(self) -> None:
+        """Units are others now: what was learned of them says nothing."""
+        self.schedule.forget()
+        self._needs.forget()
+
+    def on_converted(self, unit: Unit) -> None:
+        """Drop what a unit has begun to reduce of gradients that were dropped since: they would be as they were."""
+        self.reducer.forget(unit)
 
     def on_dtypes(self) -> None:
         """Forwards compute with some parameters in other dtypes from now on: ask anew whether any is mixed."""
@@ -185,50 +206,26 @@ class Runtime:
         if not unit.is_unwatched:
             self.reducer.reduce(unit)
 
-    def watch_inputs(self, unit: Unit, module: nn.Module, inputs: Any) -> None:
-        """Notice when the backward has passed the module of a unit: when an input of it has its gradient."""
-        if not torch.is_grad_enabled() or (in_backward() and unit.num_watched):
-            return  # the latter: a checkpoint runs a forward again that is watched already
-        value = _first_with_gradient(inputs)
-        if value is None:
-            unit.is_unwatched = True
-            return
-        handle = value.register_hook(partial(_passed, unit, module is unit.modules[0]))
-        unit.num_watched += 1
-        if value.is_leaf:  # else the hook goes with the graph
-            self._leaf_watches.append(handle)
-            unit.is_unwatched = True  # autograd finishes leaves first, ahead of the weights' gradients
-
-    def _forget_watches(self) -> None:
-        for handle in self._leaf_watches:
-            handle.remove()
-        self._leaf_watches.clear()
-        for unit in self.units:
-            unit.num_watched, unit.is_unwatched = 0, False
-
     def start_backward(self) -> Reducer:
         """Have `end_backward` called when the backward that is running ends."""
         task = torch._C._current_graph_task_id()
         if task not in (-1, self.backward_task):
-            is_nested = self.backward_task != -1 and self._is_backward_running()
-            if not is_nested:
+            end = _End(self)
+            if self.backward_task == -1 or self._end() is None:
                 self._forget_failed_backward()
-                self._backward_frame = frame_of_backward()
+                self._end = weakref.ref(end)
                 self._begin(Phase.BACKWARD)
                 self.reducer.begin_backward()
+                self._needs.begin_backward()
                 self._noted = {group.name: num_noted(group) for group in self._groups()}
             self.backward_task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
         return self.reducer
-
-    def _is_backward_running(self) -> bool:
-        """Whether the last backward that began has neither ended nor raised; the benefit of the doubt is a yes."""
-        return self._backward_frame is None or is_running(self._backward_frame)
 
     def _forget_failed_backward(self) -> None:
         if self.backward_task != -1:
-            self.backward_task, self._backward_frame, self._frozen = -1, None, None
-            self._forget_watches()
+            self.backward_task, self._frozen = -1, None
+            self.watches.forget(self.units)
             self.reducer.forget_backward()
 
     def _begin(self, phase: Phase) -> None:
@@ -239,12 +236,15 @@ class Runtime:
 
     def end_backward(self) -> None:
         """Reduce what is incomplete and free everything."""
-        self.backward_task, self._backward_frame = -1, None
-        self._frozen = None
-        self._forget_watches()
+        self.backward_task, self._frozen = -1, None
+        self.watches.forget(self.units)
         self.schedule.end()
+        complete = self.reducer.complete
         try:
             self.reducer.end_backward()
+            spared = self._needs.learn(complete)
+            if spared:
+                self.schedule.leave_out(Phase.BACKWARD, spared)
             # Only what this backward did: ranks may differ in how many backwards without communication they run.
             settle([group for group in self._groups() if num_noted(group) > self._noted.get(group.name, 0)])
         finally:
@@ -267,9 +267,8 @@ class Runtime:
 
     def reset(self) -> None:
         """Forget a forward or backward that an exception ended: free all copies, drop gradients that are under way."""
-        self.backward_task, self._backward_frame = -1, None
-        self._frozen = None
-        self._forget_watches()
+        self.backward_task, self._frozen = -1, None
+        self.watches.forget(self.units)
         self.schedule.end()
         self.reducer.reset()
         self._set_running(0)
@@ -359,14 +358,11 @@ class Runtime:
         kept = [
             (unit, unit.full_bytes, self.schedule.distance(unit))
             for unit in self._gathered
-            if self._is_budgeted(unit) and not unit.num_active and unit not in self._ahead
+            if unit.settings.reshard_after_forward is None and not unit.is_requested
+            if not unit.num_active and unit not in self._ahead
         ]
         for unit in to_drop(kept, budget_bytes):
             unit.free()
-
-    def _is_budgeted(self, unit: Unit) -> bool:
-        is_told = unit.settings.reshard_after_forward is not None
-        return self.settings.memory_budget is not None and not is_told and not unit.is_requested
 
     def reshards(self, unit: Unit) -> bool:
         """Whether `unit` is freed when its forward ends; by default all but the root's own unit are.
@@ -380,20 +376,11 @@ class Runtime:
         return self.root not in unit.modules
 
 
-def _first_with_gradient(value: Any) -> Tensor | None:
-    """The first tensor in some arguments, however nested, that takes a gradient."""
-    if isinstance(value, Tensor):
-        return value if value.requires_grad else None
-    if is_dataclass(value) and not isinstance(value, type):
-        value = vars(value) if hasattr(value, "__dict__") else {}
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return next((found for item in items if (found := _first_with_gradient(item)) is not None), None)
+class _End:
+    """What autograd calls at the end of a backward; it drops this as soon as the backward has ended, or raised."""
 
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
 
-def _passed(unit: Unit, is_first: bool, grad: Tensor) -> None:
-    """The backward has passed a forward of one of a unit's modules; `is_first` for the first of them."""
-    unit.num_watched -= 1
-    if unit.num_watched <= 0:
-        unit.observer.on_passed(unit)
-    elif is_first:  # another forward of the same modules is to come: gathered anew, as the forward did
-        unit.observer.on_backward_done(unit)
+    def __call__(self) -> None:
+        self._runtime.end_backward()

@@ -2,7 +2,7 @@
 
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Generic, TypeVar
 
 __all__ = ["Phase", "Schedule", "to_drop"]
@@ -77,6 +77,12 @@ class Schedule(Generic[U]):
         self.end()
         self._known.clear()
         self._distances = None
+
+    def leave_out(self, phase: Phase, units: Container[U]) -> None:
+        """Forget that some units were touched in the last phase of a kind."""
+        self._known[phase] = [unit for unit in self._known.get(phase, ()) if unit not in units]
+        if phase is Phase.BACKWARD:
+            self._distances = None
 
     def touch(self, unit: U) -> Sequence[U]:
         """Note the first touch of a unit in this phase, or since it was gathered; gives what is held to come next."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dshard.tensor.agreed import AgreedTensor
 from dshard.tensor.inner import full_shape, part_of
 from dshard.tensor.sharded_tensor import ShardedTensor
 from dshard.tensor.stepping import is_stepping
@@ -106,7 +107,7 @@ def fingerprint(value: Any) -> int:
 def _has_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_has_plain(v) for v in value)
-    return isinstance(value, Tensor) and not isinstance(value, ShardedTensor)
+    return isinstance(value, Tensor) and not isinstance(value, (ShardedTensor, AgreedTensor))
 
 
 def numbers_in(values: Sequence[Any]) -> tuple[Any, ...]:

@@ -159,12 +159,18 @@ def foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if any(isinstance(t, ShardedTensor) and t._view is not None for t in targets):
         return write(func, args, kwargs)
 
-    def local(arg: Any) -> Any:
+    mutated = mutated_arguments(func)
+    copies: list[tuple[Tensor, Tensor]] = []  # of what is written to
+
+    def local(place: int | str, arg: Any) -> Any:
         if not isinstance(arg, (list, tuple)) or not any(isinstance(x, Tensor) for x in arg):
             return beside(materialize(arg), targets[0])
-        return [
-            cut_to(x, t) if isinstance(t, ShardedTensor) else materialize(x) for x, t in zip(arg, targets, strict=True)
-        ]
+        pairs = list(zip(arg, targets, strict=True))
+        found = [cut_to(x, t) if isinstance(t, ShardedTensor) else materialize(x) for x, t in pairs]
+        like = [_lying_like(x, t) for x, (_, t) in zip(found, pairs, strict=True)]
+        if place in mutated:
+            copies.extend((x, copy) for x, copy in zip(found, like, strict=True) if x is not copy)
+        return like
 
     for index, target in enumerate(targets):
         if isinstance(target, ShardedTensor):
@@ -173,14 +179,26 @@ def foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
             if takes_own_data(target, operands):
                 target.become_whole()
             _sign(func, target, operands)
-    func(*[local(a) for a in args], **{k: local(v) for k, v in kwargs.items()})
-    written = [args[i] if isinstance(i, int) else kwargs[i] for i in mutated_arguments(func)]
+    func(*[local(i, a) for i, a in enumerate(args)], **{k: local(k, v) for k, v in kwargs.items()})
+    for part, copy in copies:
+        part.copy_(copy)
+    written = [args[i] if isinstance(i, int) else kwargs[i] for i in mutated]
     tensors = [x for items in written for x in items if isinstance(x, ShardedTensor)]
     if tensors:
         for tensor in tensors:
             tensor._cell.note_write()
         increment_version(tensors)  # autograd does not count writes to lists
     return None
+
+
+def _lying_like(part: Any, target: Any) -> Any:
+    """An operand with the strides of a target's shard: fused steps take them for granted, and do not look."""
+    if not isinstance(target, ShardedTensor):
+        return part
+    shard = target._cell.resolve()
+    if not isinstance(part, Tensor) or part.shape != shard.shape or part.stride() == shard.stride():
+        return part
+    return torch.empty_like(shard, dtype=part.dtype).copy_(part)
 
 
 def unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:

@@ -207,7 +207,7 @@ class Side:
         if self.losses:
             with self.backward_may_raise():
                 grads = torch.autograd.grad(self.losses.pop(), params, allow_unused=True, create_graph=create_graph)
-                if create_graph:
+                if create_graph and any(g is not None for g in grads):  # none is, of a model that was copied since
                     sum(g.square().sum() for g in grads if g is not None).backward()
         return [g if g is None else g.detach() for g in grads]
 

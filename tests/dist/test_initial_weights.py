@@ -131,7 +131,7 @@ def swap_rows(pattern: str) -> None:
     dshard.fully_shard(net)
 
 
-# Found: sums over rows and columns alone cancel on [[a, b], [b, a]]; /tmp/bugs.md, parity 3.
+# Found: sums over rows and columns alone cancel on [[a, b], [b, a]].
 @pytest.mark.parametrize("pattern", ["rows", "corners", "pair", "signs"])
 def test_weights_that_are_permuted_between_ranks_are_found(worlds: WorldPool, pattern):
     errors = expect_error(worlds.get_world(2), swap_rows, pattern)

@@ -3,6 +3,7 @@
 import copy
 import functools
 import traceback
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard.testing import WorldPool
@@ -399,3 +401,56 @@ def backward_that_raises(then: str) -> list[Any]:
 @pytest.mark.parametrize(("then", "num_grads"), [("cast", 5), ("thaw", 6), ("nothing", 5)])
 def test_a_backward_that_raised_leaves_nothing_to_the_next_one(worlds: WorldPool, then, num_grads):
     assert worlds.run(2, backward_that_raises, then) == [[True, num_grads, 0]] * 2
+
+
+class Held(torch.autograd.Function):
+    """Saves an object beside the activations; its backward raises if it is told to."""
+
+    @staticmethod
+    def forward(ctx, x, held, raises):
+        ctx.held, ctx.raises = held, raises
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.raises:
+            raise MemoryError
+        return grad, None, None
+
+
+class Activation:
+    pass
+
+
+def graphs_left_by_a_failed_backward(strategy: str, *, checkpoints: bool, nested: bool) -> int:
+    """How many of three nodes of a graph are alive after a backward that raised in the middle."""
+    model: Any = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    for layer in model:
+        dshard.fully_shard(layer, strategy=strategy)
+    dshard.fully_shard(model, strategy=strategy)
+    alive = []
+
+    def run(layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        held = Activation()
+        alive.append(weakref.ref(held))
+        return Held.apply(layer(x), held, place == 1)
+
+    def fail() -> None:
+        x = torch.ones(2, 4)
+        for place, layer in enumerate(model):
+            x = checkpoint(run, layer, x, place, use_reentrant=False) if checkpoints else run(layer, x, place)
+        if nested:
+            (grad,) = torch.autograd.grad(model[0](torch.ones(2, 4)).sum(), model[0].weight, create_graph=True)
+            x = x.sum() + grad.sum()
+        x.sum().backward()
+
+    with pytest.raises(MemoryError):
+        fail()
+    return sum(held() is not None for held in alive)
+
+
+@pytest.mark.parametrize(("strategy", "nested"), [("full", False), ("full", True), ("ddp", True), ("split(2)", False)])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_backward_that_raised_frees_its_graph_at_once(worlds: WorldPool, strategy, checkpoints, nested):
+    left = worlds.run(2, graphs_left_by_a_failed_backward, strategy, checkpoints=checkpoints, nested=nested)
+    assert left == [0, 0]

@@ -1,10 +1,13 @@
 """Parameters that only some ranks use: their gradients reach all ranks, whatever the units, hooks and micro-batches."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -94,6 +97,80 @@ def test_a_hook_that_reads_a_gradient_early_loses_no_gradient_of_others(worlds: 
 
 def test_a_bucket_that_one_rank_uses_leaves_after_another_one_of_its_unit_was_read_early(worlds: WorldPool):
     assert worlds.run(2, train, "each", torch.float64, 1, True, "extra") == [[]] * 2
+
+
+class Choosy(nn.Module):
+    """A part that computes in one of four ways: two need a weight in backward, two do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gain = nn.Linear(4, 4), nn.Parameter(torch.full((4,), 1.5))
+        self.shift, self.table = nn.Parameter(torch.zeros(4)), nn.Embedding(3, 4)
+
+    def forward(self, x: Tensor, way: int) -> Tensor:
+        if way == 0:
+            return torch.tanh(self.linear(x))
+        if way == 1:
+            return x * self.gain
+        return x + (self.shift if way == 2 else self.table(torch.arange(x.shape[0]) % 3))
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Choosy() for _ in range(3))
+
+    def forward(self, x: Tensor, ways: Sequence[int]) -> Tensor:
+        for part, way in zip(self.parts, ways, strict=True):
+            x = part(x, way)
+        return x.square().sum()
+
+
+def choose(ways: list[list[list[int]]], options: dict[str, Any], num_micro: int) -> list[str]:
+    """Train where `ways[step][rank]` says how each part computes; names what differs from one process."""
+    torch.manual_seed(0)
+    plain, model = Parts(), Parts()
+    model.load_state_dict(plain.state_dict())
+    for part in model.parts:
+        dshard.fully_shard(part, **options)
+    sharded_model: Any = dshard.fully_shard(model)
+    rank, num_ranks, wrong = dist.get_rank(), dist.get_world_size(), []
+    for step, chosen in enumerate(ways):
+        for micro in range(num_micro):
+            sharded_model.set_requires_gradient_sync(micro == num_micro - 1)
+            rows = [
+                torch.randn(2, 4, generator=torch.Generator().manual_seed(100 * step + 10 * micro + r))
+                for r in range(num_ranks)
+            ]
+            for each in rows:
+                each.requires_grad_(step % 2 == 0)
+            (sum(plain(rows[r], chosen[r]) for r in range(num_ranks)) / num_ranks).backward()
+            model(rows[rank].detach().requires_grad_(step % 2 == 0), chosen[rank]).backward()
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            found = torch.zeros(()) if p.grad is None else p.grad.full_tensor()
+            if not torch.allclose(found, torch.zeros(()) if q.grad is None else q.grad, rtol=1e-4, atol=1e-5):
+                wrong.append(f"step {step}: {name}")
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                q.sub_(0.01 * (q.grad if q.grad is not None else 0))
+                p.sub_(0.01 * (p.grad if p.grad is not None else 0))
+        model.zero_grad()
+        plain.zero_grad()
+    return wrong
+
+
+@settings(max_examples=40)
+@given(data=st.data(), num_ranks=st.sampled_from([2, 3]))
+def test_ranks_may_use_any_parameters_of_a_unit_whatever_their_backwards_need(worlds: WorldPool, data, num_ranks):
+    way = st.integers(0, 3)
+    step = st.lists(st.lists(way, min_size=3, max_size=3), min_size=num_ranks, max_size=num_ranks)
+    ways = data.draw(st.lists(step, min_size=1, max_size=4), label="ways")
+    options = data.draw(
+        st.sampled_from([{}, {"reshard_after_forward": False}, {"strategy": "ddp"}, {"strategy": "zero1"}]),
+        label="options",
+    )
+    num_micro = data.draw(st.sampled_from([1, 2]), label="micro-batches")
+    assert worlds.run(num_ranks, choose, ways, options, num_micro) == [[]] * num_ranks
 
 
 def read_without_sync(dtype: torch.dtype) -> list[bool]:

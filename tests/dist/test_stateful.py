@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -216,7 +216,11 @@ def run_program(options, actions):
     return ""
 
 
+BLOCKS = {"units": "blocks", "reshard": None, "dim": 1, "optimizer": "fused", "depth": 1, "budget": None}
+
+
 @pytest.mark.slow
+@example(2, BLOCKS, [("hook", 2), ("micro_step", 0), ("clip", False, 2.0)])  # found: strides that a fused step ignores
 @settings(max_examples=150)
 @given(num_ranks=world_sizes(max_size=3), options=SETTINGS, actions=st.lists(ACTIONS, min_size=2, max_size=14))
 def test_any_program_does_to_a_sharded_model_what_it_does_to_a_plain_twin(

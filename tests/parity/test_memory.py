@@ -323,7 +323,7 @@ def hooks_on_input(reshard: bool) -> list[int]:
     return counts
 
 
-# Found: one more hook after each forward; /tmp/bugs.md, parity 6b.
+# Found: one more hook after each forward.
 @pytest.mark.parametrize("reshard", [True, False])
 def test_forwards_leave_no_hooks_on_an_input_that_takes_a_gradient(worlds: WorldPool, reshard):
     for counts in worlds.run(2, hooks_on_input, reshard):

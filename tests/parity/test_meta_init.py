@@ -99,7 +99,7 @@ def test_init_after_sharding_on_meta_equals_eager_init_bit_for_bit(worlds: World
         assert sum(n for _, _, n in results) == sum(p.numel() for p in model.parameters())
 
 
-# Finds /tmp/bugs.md, parity 2: `orthogonal_` in the GPTs' custom init draws on each rank for itself.
+# Finds: `orthogonal_` in the GPTs' custom init draws on each rank for itself.
 @pytest.mark.parametrize(
     ("name", "init"), [("gpt", "reset"), ("uneven", "reset"), ("tied", "custom"), ("lstm", "custom")]
 )
