@@ -7,6 +7,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+import torch
+
+import dshard
 from dshard.cli import bench, plan, simulate, train
 from dshard.cli.usage import CommandParser, UsageError, fail
 
@@ -18,6 +21,8 @@ _COMMANDS = (train, plan, simulate, bench)
 
 def _parser() -> CommandParser:
     parser = CommandParser(prog="dshard", description="Sharded data-parallel training with PyTorch.")
+    version = f"%(prog)s {dshard.__version__}, torch {torch.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print both versions and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add_parser(commands)

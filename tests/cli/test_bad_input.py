@@ -1,12 +1,17 @@
 """Bad input: one line on stderr, exit code 2, no process group."""
 
 import json
+import subprocess
+import sys
+import tomllib
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import dshard
 from dshard.cli import main, saved, usage
-from tests.cli.launch import RANK_VARIABLES, TEXT, own_lines, start, start_below_torchrun
+from tests.cli.launch import RANK_VARIABLES, REPO, TEXT, own_lines, start, start_below_torchrun
 
 BAD_OPTIONS = [
     (["--steps", "-5"], "--steps must be at least 1, but it is -5."),
@@ -163,6 +168,15 @@ def test_a_command_is_required(capsys):
     assert main([]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "dshard: the following arguments are required: COMMAND. See dshard --help."
+
+
+@pytest.mark.parametrize(
+    "command", [["-m", "dshard"], ["-c", "import sys; from dshard.cli import main; sys.exit(main())"]]
+)
+def test_the_version_is_told_with_that_of_torch(command):
+    ran = subprocess.run([sys.executable, *command, "--version"], capture_output=True, text=True, check=True, cwd=REPO)
+    assert (ran.stdout, ran.stderr) == (f"dshard {dshard.__version__}, torch {torch.__version__}\n", "")
+    assert dshard.__version__ == tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["version"]
 
 
 def test_other_local_ranks_are_silent_with_the_same_exit_code(monkeypatch, capsys):
