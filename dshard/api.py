@@ -12,7 +12,7 @@ from dshard.collectives import ShardGroup
 from dshard.errors import StateError
 from dshard.plan_units import units_of
 from dshard.planner import Plan
-from dshard.policies import Offload, PrecisionRules, StrategyRules, reshard_choice
+from dshard.policies import Offload, PrecisionRules, StrategyRules, read_bytes, reshard_choice
 from dshard.report import PlanReport
 from dshard.runtime import Runtime
 from dshard.runtime.auto_units import UnitPlan
@@ -45,7 +45,7 @@ def fully_shard(
     sync: Literal["check", "broadcast"] | None = "check",
     grad_reduce: Literal["mean", "sum"] = "mean",
     buffers: Literal["leave", "broadcast", "check"] = "leave",
-    memory_budget: int | Literal["auto"] | None = None,
+    memory_budget: int | str | None = None,
     auto_wrap_policy: AutoWrapPolicy | None = None,
     strategy: Any = None,
     plan: Plan | None = None,
@@ -89,10 +89,10 @@ def fully_shard(
         grad_reduce: Whether gradients are averaged over the ranks or added.
         buffers: "leave" leaves them to each rank, as FSDP2 does; "check" raises if they differ now; "broadcast" takes
             those of rank 0 now and at the start of every training forward, as DDP does.
-        memory_budget: Bytes of gathered copies that may stay between forward and backward, for the whole model; in
-            the place of `reshard_after_forward=None`. Those that the backward uses last go first. 0 gathers every
-            unit twice a step, the model's size once. "auto" takes four fifths of what is free on the rank that has
-            the least, when the first step is over.
+        memory_budget: Bytes, as a number or as text ("2GiB"), of gathered copies that may stay between forward and
+            backward, for the whole model; in the place of `reshard_after_forward=None`. Those that the backward uses
+            last go first. 0 gathers every unit twice a step, the model's size once. "auto" takes four fifths of what
+            is free on the rank that has the least, when the first step is over.
         auto_wrap_policy: Which modules below become units of their own, as if this had been called on each of them
             first, children before parents: a set of module classes, a function that is given a module and returns a
             bool, or a policy of torch's FSDP1. Modules of which no parameter is left to take are passed over.
@@ -119,7 +119,8 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
-    _check_options(sync, grad_reduce, buffers, memory_budget)
+    _check_options(sync, grad_reduce, buffers)
+    budget = _budget_of(memory_budget)
     mesh = mesh if mesh is not None else default_mesh()
     if dp_mesh_dims is not None:
         mesh = data_parallel_mesh(mesh, dp_mesh_dims)
@@ -144,7 +145,7 @@ def fully_shard(
     for child, child_reshards in children.items():
         _convert([child], ignored, names, conversion, child_reshards if child_reshards is not None else reshard)
     _convert_planned(planned, ignored, names, conversion)
-    runtime = _convert(modules, ignored, names, conversion, reshard, memory_budget)
+    runtime = _convert(modules, ignored, names, conversion, reshard, budget)
     _handle_buffers(modules, group, runtime, buffers)
     runtime.plan_report = PlanReport(modules[0], runtime, plan) if plan is not None else None
     return module
@@ -225,12 +226,11 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             raise StateError(f"fully_shard: needs a module or a list of them, but got {type(module).__name__}.")
 
 
-def _check_options(sync: Any, grad_reduce: Any, buffers: Any, memory_budget: Any) -> None:
+def _check_options(sync: Any, grad_reduce: Any, buffers: Any) -> None:
     """Refuse what is none of the choices."""
     _check_choice("sync", sync, ("check", "broadcast", None))
     _check_choice("grad_reduce", grad_reduce, ("mean", "sum"))
     _check_choice("buffers", buffers, ("leave", "broadcast", "check"))
-    _check_budget(memory_budget)
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
@@ -238,12 +238,19 @@ def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         raise StateError(f"fully_shard: {name} must be one of {allowed}, but it is {value!r}. Pass one of them.")
 
 
-def _check_budget(value: Any) -> None:
-    if value is not None and value != "auto" and (type(value) is not int or value < 0):
+def _budget_of(value: Any) -> int | Literal["auto"] | None:
+    """A budget in bytes, or one of its other two values."""
+    if value is None:
+        return None
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    num_bytes = read_bytes(value)
+    if num_bytes is None:
         raise StateError(
-            f"fully_shard: memory_budget must be a number of bytes, 'auto' or None, but it is {value!r}. Pass 0 to "
-            "keep nothing."
+            "fully_shard: memory_budget must be a number of bytes, text such as '2GiB', 'auto' or None, but it is "
+            f"{value!r}. Pass 0 to keep nothing."
         )
+    return num_bytes
 
 
 def _placement_on(dims: Any, shard_placement_fn: PlacementFn | None) -> PlacementFn | None:

@@ -1,6 +1,5 @@
 """`dshard.plan`: from a model, a sample of its input and the devices to the best strategy for each of its units."""
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,16 +22,13 @@ from dshard.planner.steps import tensors
 from dshard.planner.ties import MEASURED
 from dshard.planner.traces import Part, Trace
 from dshard.planner.tracing import trace
-from dshard.policies import Strategy
+from dshard.policies import Strategy, read_bytes
 from dshard.runtime.auto_units import find_units
 from dshard.tensor.meshes import group_of
 
 __all__ = ["Profile", "parse_bytes", "parts_of", "plan", "strategies_for"]
 
 _BATCHES = (*range(1, 17), *range(18, 33, 2), *range(40, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
-_SCALES = (2**10, 10**3)
-_PREFIXES = "kmgtp"
-_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?\d+)?)\s*(?:([kmgtp])(i?))?b?\s*", re.IGNORECASE)
 
 
 def plan(
@@ -263,15 +259,8 @@ def parse_bytes(value: int | str, name: str) -> int:
     Raises:
         PlanError: It is none, or not above 0.
     """
-    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    number = 0
-    if isinstance(value, int):
-        number = value
-    elif found is not None:
-        prefix = (found[2] or "").lower()
-        scale = _SCALES[0] if found[3] else _SCALES[1]
-        number = int(float(found[1]) * scale ** (_PREFIXES.index(prefix) + 1 if prefix else 0))
-    if number < 1:
+    number = read_bytes(value)
+    if not number:
         raise PlanError(f"plan: {name} must be a number of bytes above 0, but it is {value!r}. Pass '38GiB'.")
     return number
 

@@ -1,5 +1,6 @@
 """`dshard.plan`: from a model and a sample to a plan, on a device that is not here or on this machine."""
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -123,13 +124,21 @@ def test_more_than_one_host_may_share_within_each():
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("38GiB", 38 << 30), ("1.5 GiB", 3 << 29), ("40e9", 40 * 10**9), ("2MB", 2 * 10**6), ("512", 512), (7, 7)],
+    [
+        ("38GiB", 38 << 30),
+        ("1.5 GiB", 3 << 29),
+        ("40e9", 40 * 10**9),
+        ("2MB", 2 * 10**6),
+        ("512", 512),
+        (7, 7),
+        (numpy.int64(7), 7),
+    ],
 )
 def test_bytes_are_read_with_binary_and_decimal_prefixes(text, num_bytes):
     assert parse_bytes(text, "memory") == num_bytes
 
 
-@pytest.mark.parametrize("text", ["-1GiB", "0", "much", "GiB", "", 0, -5, "nan"])
+@pytest.mark.parametrize("text", ["-1GiB", "0", "much", "GiB", "", 0, -5, "nan", "1e999", "1e308GiB", True, 7.5, None])
 def test_what_is_no_number_of_bytes_is_refused(text):
     with pytest.raises(PlanError, match="memory must be a number of bytes above 0, but it is"):
         parse_bytes(text, "memory")
