@@ -325,7 +325,7 @@ def reshard_choice(value: Any, num_ranks: int) -> bool | int | None:
 def read_bytes(value: Any) -> int | None:
     """A number of bytes, as it is or as text with a unit: "38GiB", "40e9", "1.5 GB"; None for what is none."""
     if isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value) if value >= 0 else None
+        return int(value) if int(value) >= 0 else None
     found = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         return None
