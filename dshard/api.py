@@ -1,5 +1,6 @@
 """`fully_shard` and its companions."""
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dshard.collectives import ShardGroup
 from dshard.errors import StateError
-from dshard.plan_units import units_of
+from dshard.plan_units import check_given, follow
 from dshard.planner import Plan
 from dshard.policies import Offload, PrecisionRules, StrategyRules, read_bytes, reshard_choice
 from dshard.report import PlanReport
@@ -48,7 +49,7 @@ def fully_shard(
     memory_budget: int | str | None = None,
     auto_wrap_policy: AutoWrapPolicy | None = None,
     strategy: Any = None,
-    plan: Plan | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
 ) -> Any:
     """Shard the parameters of a module over the ranks of a mesh, in place.
 
@@ -101,8 +102,9 @@ def fully_shard(
             "split(q)" for weights of layers that are gathered and used in `q` slices, or a `Strategy`; or a dict of
             those by patterns of parameter names, of which the first that matches decides, as in
             `{"*embed*": "ddp", "layers.*": "full"}`. `set_strategy` changes it between two steps.
-        plan: What `dshard.plan` made for this model and as many ranks: its units, and the strategy of each. After the
-            second step the logger "dshard", and `plan_report(model)`, say how that compares with it.
+        plan: What `dshard.plan` made for this model and as many ranks, or the path of its file (of `Plan.save`, or
+            `dshard plan --out`): its units, and the strategy of each. After the second step the logger "dshard", and
+            `plan_report(model)`, say how that compares with it.
 
     Returns:
         `module` itself, whose class is now a subclass of `FSDPModule` too.
@@ -111,43 +113,41 @@ def fully_shard(
         PlacementError: A placement that a parameter cannot have. On every rank alike.
         DivergenceError: The ranks hold different models or weights. On every rank alike.
         StateError: No process group, or a module that cannot be sharded. On every rank alike.
+        PlanError: `plan` is none, or for another model, number of ranks or dtypes. On every rank alike.
         UnsupportedOpError: An option that is not supported yet.
 
     Communicates:
         With `sync="check"` an all-reduce of 16 bytes per parameter, with "broadcast" a broadcast of all weights;
-        always an all-reduce of 16 bytes that compares names and shapes.
+        always an all-reduce of 16 bytes that compares names and shapes; with a plan another one.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
     _check_options(sync, grad_reduce, buffers)
     budget = _budget_of(memory_budget)
-    mesh = mesh if mesh is not None else default_mesh()
-    if dp_mesh_dims is not None:
-        mesh = data_parallel_mesh(mesh, dp_mesh_dims)
-        shard_placement_fn = _placement_on(dp_mesh_dims, shard_placement_fn)
-    check_mesh(mesh)
+    check_given(plan, strategy, reshard_after_forward, memory_budget, auto_wrap_policy)
+    mesh, shard_placement_fn = _mesh_of(mesh, dp_mesh_dims, shard_placement_fn)
     precision = PrecisionRules.of(mp_policy, _offload_of(offload_policy, mesh))
     reshard = reshard_choice(reshard_after_forward, mesh.size(mesh.ndim - 1))
-    strategies = _strategies_of(strategy, reshard, plan, auto_wrap_policy)
+    strategies = _strategies_of(strategy, reshard)
     group = group_of(mesh)
     follow_replaced(modules)
     ignored = ignored_params or set()
     found = own_parameters(modules, ignored)
-    planned = units_of(plan, modules, found, group.num_ranks, precision) if plan is not None else []
+    followed = follow(plan, strategies, modules, found, group, precision)
     check_offload(found, precision)
     children = chosen_modules(modules, auto_wrap_policy, ignored)
-    strategies.check_names("fully_shard", [name for name, _ in found])
-    conversion = Conversion(mesh, group, shard_placement_fn, grad_reduce == "mean", precision, strategies)
+    followed.strategies.check_names("fully_shard", [name for name, _ in found])
+    conversion = Conversion(mesh, group, shard_placement_fn, grad_reduce == "mean", precision, followed.strategies)
     places = conversion.places(found)
     _check_slices(modules, found, places, conversion)
     compare_parameters(modules, found, places, group, sync)
     names = {id(param): name for name, param in found}
     for child, child_reshards in children.items():
         _convert([child], ignored, names, conversion, child_reshards if child_reshards is not None else reshard)
-    _convert_planned(planned, ignored, names, conversion)
+    _convert_planned(followed.units, ignored, names, conversion)
     runtime = _convert(modules, ignored, names, conversion, reshard, budget)
     _handle_buffers(modules, group, runtime, buffers)
-    runtime.plan_report = PlanReport(modules[0], runtime, plan) if plan is not None else None
+    runtime.plan_report = PlanReport(modules[0], runtime, followed.plan) if followed.plan is not None else None
     return module
 
 
@@ -253,6 +253,18 @@ def _budget_of(value: Any) -> int | Literal["auto"] | None:
     return num_bytes
 
 
+def _mesh_of(
+    mesh: DeviceMesh | None, dims: Any, shard_placement_fn: PlacementFn | None
+) -> tuple[DeviceMesh, PlacementFn | None]:
+    """The mesh to shard over, and how parameters are cut on it."""
+    mesh = mesh if mesh is not None else default_mesh()
+    if dims is not None:
+        mesh = data_parallel_mesh(mesh, dims)
+        shard_placement_fn = _placement_on(dims, shard_placement_fn)
+    check_mesh(mesh)
+    return mesh, shard_placement_fn
+
+
 def _placement_on(dims: Any, shard_placement_fn: PlacementFn | None) -> PlacementFn | None:
     """How parameters are cut where `dp_mesh_dims` may name no dims to shard over."""
     if dims.shard is not None:
@@ -265,15 +277,8 @@ def _placement_on(dims: Any, shard_placement_fn: PlacementFn | None) -> Placemen
     return replicated
 
 
-def _strategies_of(value: Any, reshard: bool | int | None, plan: Plan | None, wrap: Any) -> StrategyRules:
-    """The strategies of `strategy=`, or of `plan=`."""
-    if plan is not None:
-        if not (value is None and reshard is None and wrap is None):
-            raise StateError(
-                "fully_shard: a plan says how each unit is cut and gathered, but strategy, reshard_after_forward or "
-                "auto_wrap_policy is given, too. Leave them out."
-            )
-        return StrategyRules(named=plan.by_parameter)
+def _strategies_of(value: Any, reshard: bool | int | None) -> StrategyRules:
+    """The strategies of `strategy=`."""
     if value is not None and reshard is not None:
         raise StateError(
             "fully_shard: strategy says when gathered copies are freed, but reshard_after_forward is given, too "

@@ -1,6 +1,7 @@
 """A plan: a strategy for each unit of a model, what it is predicted to cost, and the proof that it is the best."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import Any
 
 from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitCosts
+from dshard.planner.files import read_text, write_text
 from dshard.planner.memory import moments
 from dshard.planner.records import of_record, to_record
 from dshard.planner.solver import Certificate, solve
@@ -188,19 +190,41 @@ class Plan:
         try:
             record = json.loads(text)
         except ValueError as error:
-            raise PlanError(f"plan: must be JSON, but reading it says: {error}. Pass what to_json() gave.") from error
-        if not isinstance(record, dict) or record.pop("schema", None) != SCHEMA:
-            raise PlanError(f"plan: must be JSON of schema {SCHEMA}, but it is not. Plan again with this version.")
+            raise PlanError(
+                f"plan: must be a plan as JSON, but reading it says: {error}. Pass what Plan.save or to_json() gave."
+            ) from error
+        if not isinstance(record, dict) or "schema" not in record:
+            raise PlanError(
+                "plan: must be a plan as JSON, but it is none: a plan has the field 'schema'. Pass what Plan.save or "
+                "dshard plan --out wrote."
+            )
+        schema = record.pop("schema")
+        if schema != SCHEMA:
+            raise PlanError(
+                f"plan: must be a plan of schema {SCHEMA}, but it is of {schema!r}. Plan again with this version."
+            )
         return of_record(cls, record)
 
-    def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
-        Path(path).write_text(self.to_json())
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON; what was there before is replaced whole.
+
+        Raises:
+            PlanError: The file cannot be written.
+        """
+        write_text(Path(path), self.to_json())
 
     @classmethod
-    def load(cls, path: str | Path) -> "Plan":
-        """Read what `save` wrote."""
-        return cls.from_json(Path(path).read_text())
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Read what `save`, or `dshard plan --out`, wrote.
+
+        Raises:
+            PlanError: There is no such file, it cannot be read, or it holds no plan; names the path.
+        """
+        text = read_text(Path(path))
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: {str(error).removeprefix('plan').lstrip(':. ')}") from error
 
     def compared(self, measured: Measured) -> Comparison:
         """Prediction against what a real step took."""

@@ -1,6 +1,8 @@
 """Plans: kept as JSON whole, explained, compared with what a step took, and planned again from it."""
 
+import errno
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dshard.errors import PlanError
-from dshard.planner import Cluster, Link, Links, Measured, ModelCosts, ParamCosts, Plan, UnitCosts, solve
+from dshard.planner import Cluster, Link, Links, Measured, ModelCosts, ParamCosts, Plan, UnitCosts, files, solve
 from dshard.planner.plan import bytes_text
 from dshard.policies import Strategy
 
@@ -84,9 +86,9 @@ def broken(change):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "plan: must be JSON, but reading it says"),
-        ("[]", "plan: must be JSON of schema 1"),
-        (broken(lambda r: r.update(schema=2)), "plan: must be JSON of schema 1"),
+        ("{", "plan: must be a plan as JSON, but reading it says"),
+        ("[]", "plan: must be a plan as JSON, but it is none: a plan has the field 'schema'"),
+        (broken(lambda r: r.update(schema=0)), "plan: must be a plan of schema [0-9]+, but it is of 0"),
         (broken(lambda r: r.update(colour="red")), "plan: must have the fields .* but 'colour' is unknown"),
         (broken(lambda r: r.pop("model")), "but 'model' is missing"),
         (
@@ -106,6 +108,46 @@ def broken(change):
 def test_json_that_is_no_plan_is_refused_by_the_name_of_the_field(text, message):
     with pytest.raises(PlanError, match=message):
         Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "^{path}: must be a plan as JSON, but there is no such file. Pass a path that exists.$"),
+        (b"", "^{path}: must be a plan as JSON, but reading it says: Expecting value"),
+        (b"\x80\xff", "^{path}: must be a plan as JSON, but it is no text"),
+        (b'{"format": 1}', "^{path}: must be a plan as JSON, but it is none: a plan has the field 'schema'"),
+        (b'{"schema": 0}', "^{path}: must be a plan of schema [0-9]+, but it is of 0. Plan again with this version.$"),
+        (broken(lambda r: r.update(flops="many")).encode(), "^{path}: flops: must be float, but it is 'many'"),
+    ],
+)
+def test_a_file_that_holds_no_plan_is_refused_by_its_path(tmp_path, content, message):
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(PlanError, match=message.format(path=re.escape(str(path)))):
+        Plan.load(path)
+
+
+def test_a_file_that_cannot_be_written_is_refused_by_its_path(tmp_path):
+    with pytest.raises(PlanError, match=f"^{re.escape(str(tmp_path))}: must be a file that can be written, but"):
+        small().save(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_leaves_the_plan_that_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    small().save(path)
+    before = path.read_bytes()
+
+    def full_disk(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "replace", full_disk)
+    with pytest.raises(PlanError, match="No space left on device"):
+        small(num_units=2).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_table_names_strategies_bytes_and_the_certificate():
