@@ -197,6 +197,5 @@ def _check_bytes(plan: Plan, found: Sequence[tuple[str, nn.Parameter]], precisio
             raise PlanError(
                 f"fully_shard: a plan is for the dtypes that it was made for, but all parameters {what} are {here:,} "
                 f"bytes here, and {planned:,} in the plan ({first[what]}). Pass the mp_policy that the plan's Training "
-                "says (dtypes of computation and reduction, or dshard plan --dtype), and freeze parameters before "
-                "planning."
+                "says (of dshard plan: --dtype and --reduce-dtype), and freeze parameters before planning."
             )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dshard.planner import Cluster, Device, Training
 
 _DTYPES = ("bfloat16", "float16", "float32")
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _STATE_BYTES = {"adamw": (8, 4), "momentum": (4, 0), "sgd": (0, 0)}  # per element: kept, and while it steps
 _SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -25,8 +26,12 @@ def add_options(parser: argparse.ArgumentParser, *, needs_device: bool = True) -
     model.add_argument("--batch", default="1", help="samples per rank, or auto (%(default)s)")
     model.add_argument("--sequence", type=int, metavar="TOKENS", help="per sample (what is usual for the model)")
     model.add_argument("--checkpoint", action="store_true", help="blocks compute their forward again in backward")
-    model.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of computations (%(default)s)")
-    model.add_argument("--master", choices=_DTYPES, default="float32", help="of stored parameters (%(default)s)")
+    for name, default, text in (
+        ("--dtype", "bfloat16", "of computations: param_dtype of mp_policy (%(default)s)"),
+        ("--reduce-dtype", None, "of gradients that are reduced: reduce_dtype of mp_policy (that of --dtype)"),
+        ("--master", "float32", "of stored parameters (%(default)s)"),
+    ):
+        model.add_argument(name, choices=_DTYPES, type=_dtype_name, default=default, help=text)
     model.add_argument("--optimizer", choices=tuple(_STATE_BYTES), default="adamw", help="(%(default)s)")
     devices = parser.add_argument_group("devices")
     devices.add_argument("--device", required=needs_device, help="such as a100-40g; an unknown name lists all")
@@ -34,6 +39,11 @@ def add_options(parser: argparse.ArgumentParser, *, needs_device: bool = True) -
     devices.add_argument("--ranks-per-host", type=int, metavar="RANKS", help="(what is usual for the device)")
     devices.add_argument("--hosts", type=int, help="the same, as the number of hosts")
     devices.add_argument("--between-hosts", type=float, metavar="GBIT", help="network of a host, in Gbit/s (usual)")
+
+
+def _dtype_name(text: str) -> str:
+    """A dtype's name, in full."""
+    return _SHORT.get(text, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +122,8 @@ def target_of(args: argparse.Namespace) -> Target:
         is_checkpointed=args.checkpoint,
     )
     sampled.model.to(getattr(torch, args.master))
-    training = Training(dtype, dtype, state_bytes, step_bytes)
+    reduced = dtype if args.reduce_dtype is None else getattr(torch, args.reduce_dtype)
+    training = Training(dtype, reduced, state_bytes, step_bytes)
     rate = None if args.between_hosts is None else args.between_hosts * 1e9 / 8
     return Target(sampled, training, device, limit, batch, args.ranks_per_host, args.hosts, rate)
 

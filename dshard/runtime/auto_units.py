@@ -8,10 +8,10 @@ from typing import Generic, TypeVar
 
 from torch import Tensor, nn
 
-__all__ = ["UnitPlan", "find_units"]
+__all__ = ["WRAPPED", "UnitPlan", "find_units"]
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_WRAPPED = "_checkpoint_wrapped_module"  # what torch's checkpoint_wrapper calls the module inside
+WRAPPED = "_checkpoint_wrapped_module"  # what torch's checkpoint_wrapper calls the module inside
 _ROUTING = (nn.AdaptiveLogSoftmaxWithLoss,)  # they run those of their parts that the data of a rank needs
 _ENOUGH_BYTES = 4 << 20  # to send them takes gloo about as long as to start a collective
 _NUM_SMALL = 10  # into about this many units a model of small parts is cut
@@ -97,7 +97,7 @@ def _blocks(module: nn.Module, wanted: Container[int]) -> Iterator[nn.Module]:
 
 def _is_list(module: nn.Module) -> bool:
     """Whether it holds blocks; torch's wrapper that checkpoints it changes nothing."""
-    return isinstance(module._modules.get(_WRAPPED, module), _CONTAINERS)
+    return isinstance(module._modules.get(WRAPPED, module), _CONTAINERS)
 
 
 def _is_whole(module: nn.Module, wanted: Container[int]) -> bool:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from dshard.runtime.auto_units import WRAPPED
 from dshard.runtime.casts import Casts
 from dshard.runtime.gradients import hook_gradient
-from dshard.runtime.runtime import Runtime
+from dshard.runtime.runtime import Runtime, in_backward
 from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
 from dshard.tensor.mixed import is_in_mixed_forward
@@ -26,6 +27,7 @@ __all__ = ["adopt_leaf", "as_forward", "attach", "watch"]
 
 _frames = torch._C._dynamo.eval_frame
 _HOOK_ID = -1  # torch counts from 0
+_WRAPPER = "_dshard_wrapper"
 
 
 def adopt_leaf(param: ShardedTensor) -> None:
@@ -62,11 +64,23 @@ def attach(module: nn.Module, unit: Unit) -> None:
     """Tie a unit to a module's forward."""
     watch(module)
     module.__dict__["_dshard_units"].append(unit)
+    inside = module._modules.get(WRAPPED)
+    if inside is not None:  # which backward calls itself, to compute its forward again
+        watch(inside)
+        inside.__dict__[_WRAPPER] = module
 
 
 def _units_at(module: nn.Module) -> list[Unit]:
     """Units of which `module` is one of the modules; a copy, for the first use may form new ones."""
     return list(module.__dict__["_dshard_units"])
+
+
+def _note_again(module: nn.Module, change: int) -> None:
+    """What torch's wrapper holds starts or ends a forward: if backward called it, the wrapper's did not tell."""
+    wrapper = module.__dict__.get(_WRAPPER)
+    if wrapper is not None and in_backward():
+        for unit in _units_at(wrapper)[:1]:
+            unit.observer.note_running(change)
 
 
 def as_forward(module: nn.Module, name: str) -> None:
@@ -110,6 +124,8 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             observer.before_use()
             units = _units_at(module)
         observer.note_running(1)
+    else:
+        _note_again(module, 1)
     casts = Casts.of(module)
     if casts is not None:
         args, kwargs = casts.cast_inputs(args, kwargs)
@@ -159,6 +175,8 @@ def _exit(module: nn.Module, output: Any) -> Any:
     units = _units_at(module)
     if units:
         units[0].observer.note_running(-1)
+    else:
+        _note_again(module, -1)
     for unit in units:
         unit.observer.exit_forward(unit, module)
     return _cast_result(module, output)

@@ -5,7 +5,10 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import dshard
 from dshard.cli import main
 from dshard.cli.presets import PRESETS, T5, T5Config, checkpoint_blocks, meta_model
 from dshard.planner import Plan
@@ -118,6 +121,77 @@ def test_checkpointed_blocks_take_less_memory_and_more_operations(printed):
     assert float(again[8]) < float(plain[8])
 
 
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 128,
+}  # fmt: skip
+
+
+def llama():
+    """The model that a user makes of the same configuration."""
+    transformers = pytest.importorskip("transformers")
+    record = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**record))
+
+
+def test_checkpointing_leaves_the_names_of_parameters(printed, tmp_path):
+    for preset, more in (("gpt-nano", ()), ("t5-large", ("--sequence", 16))):
+        printed("plan", preset, "--checkpoint", "--device", "h200", "--world", 2, "--out", "plan.json", *more)
+        expected = {name for name, _ in meta_model(PRESETS[preset], 1024).named_parameters()}
+        assert set(Plan.load(tmp_path / "plan.json").by_parameter) == expected
+    expected = {name for name, _ in llama().named_parameters()}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    printed("plan", "config.json", "--checkpoint", "--device", "h200", "--world", 2, "--out", "plan.json")
+    assert set(Plan.load(tmp_path / "plan.json").by_parameter) == expected
+
+
+def follow(path, policy, wraps):
+    """A step of the model of `LLAMA` under a plan file: the loss, and the dtype of the logits."""
+    torch.manual_seed(0)
+    model = llama()
+    if wraps:
+        layers = set(model.model.layers)
+        apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
+    dshard.fully_shard(model, plan=path, mp_policy=policy)
+    out = model(input_ids=torch.arange(16).view(1, 16), labels=torch.arange(16).view(1, 16))
+    out.loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    return out.loss.item(), out.logits.dtype
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [
+        (("--checkpoint", "--dtype", "float32"), None),
+        (("--checkpoint", "--dtype", "bfloat16", "--reduce-dtype", "float32"), BF16),
+        (("--dtype", "bf16", "--reduce-dtype", "fp32"), BF16),
+        (("--dtype", "bfloat16"), MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+    ],
+    ids=str,
+)
+def test_fully_shard_follows_what_the_command_planned(worlds, printed, tmp_path, options, policy):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    printed("plan", "config.json", "--device", "h200", "--world", 2, "--out", "plan.json", *options)
+    wraps = "--checkpoint" in options
+    for loss, dtype in worlds.run(2, follow, str(tmp_path / "plan.json"), policy, wraps):
+        assert loss > 0
+        assert dtype == (torch.float32 if policy is None else torch.bfloat16)
+
+
+def test_gradients_that_are_reduced_in_a_wider_dtype_take_more_bytes_and_time(printed):
+    options = ("gpt2", "--device", "titan-rtx", "--dtype", "float16", "--world", 8)
+    rows = [
+        printed("simulate", *options, *more).splitlines()[2].split()
+        for more in ((), ("--reduce-dtype", "float16"), ("--reduce-dtype", "float32"))
+    ]
+    assert rows[0] == rows[1]
+    assert float(rows[2][3]) > float(rows[0][3])
+    assert float(rows[2][8]) > float(rows[0][8])
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -147,6 +221,7 @@ def test_checkpointed_blocks_take_less_memory_and_more_operations(printed):
         ((*TINY, "--world", 8, "--strategy", "hybrid(3)"), "must divide those of the mesh (8), but they are 3."),
         ((*TINY, "--world", 8, "--plot", "x.doc"), "--plot must end in one of .png, .svg, .pdf, but it is x.doc."),
         ((*TINY, "--world", 8, "--plot", "no/x.png"), "--plot must be in a folder that exists, but no does not."),
+        ((*TINY, "--world", 8, "--reduce-dtype", "int8"), "argument --reduce-dtype: invalid choice: 'int8'"),
         ((*TINY, "--world", 8, "--sequence", 0), "--sequence must be at least 1, but it is 0."),
         (
             ("tests.cli.test_plan:tiny_model", "--device", "h200", "--world", 8, "--checkpoint"),
