@@ -1,5 +1,6 @@
 """`dshard.plan`: from a model, a sample of its input and the devices to the best strategy for each of its units."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from dshard.planner.plan import Plan
 from dshard.planner.profiles import Overhead, Training, UnitTimes, costs_of
 from dshard.planner.solver import solve, solve_batch
 from dshard.planner.steps import tensors
-from dshard.planner.ties import MEASURED
+from dshard.planner.ties import DATASHEET, MEASURED
 from dshard.planner.traces import Part, Trace
 from dshard.planner.tracing import trace
 from dshard.policies import Strategy, read_bytes
@@ -43,12 +44,14 @@ def plan(
     batch: int | str | None = None,
     training: Training | None = None,
     loss_of: Callable[[Any], Tensor] | None = None,
+    margin: float | None = None,
 ) -> Plan:
     """Choose a strategy for each unit of a model, so that a step is shortest and fits into memory.
 
     Units are those that `fully_shard` finds on the root of the model. Bytes and operations come from a step on tensors
-    without data, times from a description of the device, or from real steps on this machine. By measured times, which
-    are not known better, one strategy for all units is preferred to a mix that would save 2% or less.
+    without data, times from a description of the device, or from real steps on this machine. Of what cannot be told
+    apart by such times, one strategy for all units is preferred, and of several the one that takes least memory; the
+    plan's certificate says what is the fastest, and by how much the plan is slower.
 
     Args:
         model: Not sharded yet; may be on meta if a device is named.
@@ -61,6 +64,8 @@ def plan(
         batch: Samples per rank; None for those of the sample, "auto" for as many as give the most samples per second.
         training: Dtypes and optimizer; None for AdamW in the model's dtypes, as torch runs it by default there.
         loss_of: Loss of an output. Without it: its `loss`, or the sum of what is floating-point in it.
+        margin: By which part of a step the preferred may be slower than the fastest; 0 for the fastest. None for what
+            the times are known to: 0.02 where they were measured, 0.08 by a description of a device.
 
     Raises:
         PlanError: Nothing fits, and by how much; or an argument is none.
@@ -83,7 +88,7 @@ def plan(
     profile = Profile(model, sample_input, device=named, training=training, loss_of=loss_of, mesh=mesh)
     if cluster is None:
         cluster = measure_links(mesh)
-    return profile.plan(cluster, memory=memory, strategies=strategies, batch=batch)
+    return profile.plan(cluster, memory=memory, strategies=strategies, batch=batch, margin=margin)
 
 
 class Profile:
@@ -158,19 +163,21 @@ class Profile:
         memory: int | str | None = None,
         strategies: Sequence[Strategy | str] | None = None,
         batch: int | str | None = None,
+        margin: float | None = None,
     ) -> Plan:
         """The best plan on a cluster; arguments and errors are those of `dshard.plan`."""
+        tolerance = self._margin(margin)
         limit = cluster.memory_bytes if memory is None else parse_bytes(memory, "memory")
         given = strategies_for(cluster) if strategies is None else map(Strategy.of, strategies)
         known = tuple(dict.fromkeys(strategy.on(cluster.num_ranks) for strategy in given))
         if batch != "auto":
-            return self._planned(self._size(batch), cluster, known, limit)
+            return self._planned(self._size(batch), cluster, known, limit, tolerance)
         sizes = set(_BATCHES)
         while True:  # sizes between two traced ones are estimated, none too low; what is chosen is traced
-            found = solve_batch(self.estimated(max(sizes)), sizes, cluster, known, limit)
+            found = solve_batch(self.estimated(max(sizes)), sizes, cluster, known, limit, tolerance=tolerance)
             best = found.model.batch_size // found.model.num_backwards
             try:
-                return self._planned(best, cluster, known, limit)
+                return self._planned(best, cluster, known, limit, tolerance)
             except PlanError:
                 sizes.discard(best)
 
@@ -190,9 +197,20 @@ class Profile:
             )
         return batch
 
-    def _planned(self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int) -> Plan:
+    def _margin(self, margin: Any) -> float:
+        if margin is None:
+            return MEASURED if self._device is None else DATASHEET
+        is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
+        if not is_number or not 0 <= margin < math.inf:
+            raise PlanError(
+                f"plan: margin must be a part of a step, 0 or more, or None, but it is {margin!r}. Pass 0 for the "
+                "fastest plan."
+            )
+        return float(margin)
+
+    def _planned(self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int, tolerance: float) -> Plan:
         costs = self.costs(batch)
-        solution = solve(costs, cluster, known, limit, tolerance=MEASURED if self._device is None else 0.0)
+        solution = solve(costs, cluster, known, limit, tolerance=tolerance)
         return Plan(costs, cluster, solution.strategies, known, solution.certificate, self._flops(batch))
 
     def _flops(self, batch: int) -> float:

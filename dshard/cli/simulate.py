@@ -120,7 +120,7 @@ def simulated(target: Target, worlds: list[int], strategies: list[str]) -> dict[
 
 def table(found: dict[tuple[int, str], Plan], limit_bytes: int) -> str:
     """One row per simulated step."""
-    from dshard.planner.plan import bytes_text
+    from dshard.planner.texts import bytes_text
 
     rows = [("ranks", "strategy", "batch", "step", "exposed", "TFLOP/s per rank", "samples/s", "peak", "fits")]
     for (world, name), plan in found.items():

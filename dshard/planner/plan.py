@@ -15,13 +15,14 @@ from dshard.planner.files import read_text, write_text
 from dshard.planner.memory import moments
 from dshard.planner.records import of_record, to_record
 from dshard.planner.solver import Certificate, solve
+from dshard.planner.texts import bytes_text, seconds_text
 from dshard.planner.ties import MEASURED
 from dshard.planner.timeline import Timeline, simulate, step_time
 from dshard.policies import Strategy
 
-__all__ = ["Comparison", "Measured", "Plan", "bytes_text"]
+__all__ = ["Comparison", "Measured", "Plan"]
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Comparison:
 
     def __str__(self) -> str:
         lines = [
-            f"step: predicted {_seconds(self.predicted.step_s)}, measured {_seconds(self.measured.step_s)}, "
+            f"step: predicted {seconds_text(self.predicted.step_s)}, measured {seconds_text(self.measured.step_s)}, "
             f"error {self.step_error:+.1%}"
         ]
         if self.peak_error is not None:
@@ -141,8 +142,8 @@ class Plan:
     def __str__(self) -> str:
         names = ", ".join(f"{len(list(run))} x {name}" for name, run in groupby(map(str, self.strategies)))
         return (
-            f"{names}: step {_seconds(self.step_s)}, of which {_seconds(self.exposed_s)} waits for communication; "
-            f"peak {bytes_text(self.peak_bytes)}"
+            f"{names}: step {seconds_text(self.step_s)}, of which {seconds_text(self.exposed_s)} waits for "
+            f"communication; peak {bytes_text(self.peak_bytes)}"
         )
 
     def explain(self) -> str:
@@ -151,7 +152,7 @@ class Plan:
         for (_, strategy), units in _runs(self.model.units, self.strategies):
             name = units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name} ({len(units)} alike)"
             unit = units[0]
-            times = (_seconds(unit.forward_s), _seconds(unit.backward_s))
+            times = (seconds_text(unit.forward_s), seconds_text(unit.backward_s))
             rows.append((name, bytes_text(unit.param_bytes), strategy, bytes_text(unit.activation_bytes), *times))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -160,7 +161,7 @@ class Plan:
         lines += [
             "",
             f"ranks: {cluster.num_ranks} on {hosts} host{'s' * (hosts > 1)}; batch: {batch} per rank",
-            f"step: {_seconds(self.step_s)}, of which {_seconds(self.exposed_s)} waits for communication; "
+            f"step: {seconds_text(self.step_s)}, of which {seconds_text(self.exposed_s)} waits for communication; "
             f"{self.samples_per_s:.4g} samples/s" + (f"; {self.tflops:.4g} TFLOP/s per rank" if self.flops else ""),
             f"peak: {bytes_text(self.peak_bytes)}"
             + (f" of {bytes_text(self._limit_bytes)}" if self._limit_bytes else ""),
@@ -252,7 +253,8 @@ class Plan:
         )
         cluster = _scaled_cluster(self.cluster, factor)
         limit = self.certificate.limit_bytes if memory_bytes is None else memory_bytes
-        solution = solve(model, cluster, self.candidates, limit, tolerance=MEASURED)
+        margin = min(MEASURED, self.certificate.margin)
+        solution = solve(model, cluster, self.candidates, limit, tolerance=margin)
         return replace(
             self, model=model, cluster=cluster, strategies=solution.strategies, certificate=solution.certificate
         )
@@ -293,18 +295,3 @@ def _runs(
 
     for key, run in groupby(zip(units, strategies, strict=True), key=alike):
         yield key, [unit for unit, _ in run]
-
-
-def _seconds(value: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if value >= scale:
-            return f"{value / scale:.4g} {unit}"
-    return f"{value / 1e-6:.4g} us"
-
-
-def bytes_text(num_bytes: float) -> str:
-    """Bytes as people read them, in powers of 1024."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(num_bytes) >= scale:
-            return f"{num_bytes / scale:.4g} {unit}"
-    return f"{num_bytes:.0f} B"

@@ -12,6 +12,7 @@ from dshard.planner.costs import Cluster, ModelCosts
 from dshard.planner.labels import TOLERANCE, promising, search
 from dshard.planner.memory import Ints, peak_bytes
 from dshard.planner.smallest import smallest_peak
+from dshard.planner.texts import bytes_text, seconds_text
 from dshard.planner.ties import at_rest, simplest
 from dshard.planner.timeline import step_time
 from dshard.policies import Strategy
@@ -35,6 +36,10 @@ class Certificate:
         peak_bytes: Its peak.
         limit_bytes: What it had to fit into.
         num_labels: Size of the search.
+        fastest: The fastest choice that was found; another one where a simpler one was preferred.
+        fastest_s: Its step.
+        fastest_peak_bytes: Its peak.
+        margin: By which part of a step the simpler one may be slower.
     """
 
     step_s: float
@@ -43,6 +48,10 @@ class Certificate:
     peak_bytes: int
     limit_bytes: int
     num_labels: int
+    fastest: tuple[Strategy, ...]
+    fastest_s: float
+    fastest_peak_bytes: int
+    margin: float
 
     @property
     def gap(self) -> float:
@@ -55,15 +64,27 @@ class Certificate:
         return 1 - self.relaxed_bound_s / self.step_s if self.step_s > 0 else 0.0
 
     @property
+    def slower_by(self) -> float:
+        """By which part of the fastest step that was found this one is longer; 0 unless a simpler was preferred."""
+        return self.step_s / self.fastest_s - 1 if self.fastest_s > 0 else 0.0
+
+    @property
     def memory_slack_bytes(self) -> int:
         """What the peak leaves free."""
         return self.limit_bytes - self.peak_bytes
 
     def __str__(self) -> str:
+        bound, relaxed = seconds_text(self.lower_bound_s), seconds_text(self.relaxed_bound_s)
+        text = (
+            f"step {seconds_text(self.step_s)}, at least {bound} by proof (gap {self.gap:.2g}; "
+            f"by the relaxation alone {relaxed}); peak {bytes_text(self.peak_bytes)} of {bytes_text(self.limit_bytes)}"
+        )
+        if not self.slower_by:
+            return text
         return (
-            f"step {self.step_s:.6g} s, at least {self.lower_bound_s:.6g} s (gap {self.gap:.2g}; by the relaxation "
-            f"alone {self.relaxed_bound_s:.6g} s), peak {self.peak_bytes} of {self.limit_bytes} bytes "
-            f"({self.memory_slack_bytes} free)"
+            f"{text};\n  one strategy for all units was preferred to the fastest choice "
+            f"({seconds_text(self.fastest_s)}, {bytes_text(self.fastest_peak_bytes)}):\n  it is {self.slower_by:.2%} "
+            f"slower, and these costs tell no differences below {self.margin:.0%}"
         )
 
 
@@ -116,8 +137,8 @@ def solve(
         strategies: Those that each unit may have.
         limit_bytes: Of the peak; that of the devices by default.
         max_labels: Size of a search, beyond which it drops the least promising, and the gap may stay above 0.
-        tolerance: One strategy for all units is preferred to a mix that takes less time by no more than this part, and
-            among several such the one that needs least memory.
+        tolerance: One strategy for all units is preferred to what takes less time by no more than this part, and among
+            several such the one that needs least memory. The bounds stay those of all choices.
 
     Raises:
         PlanError: Nothing fits: by how many bytes, and which units cause it. Or there is nothing to choose.
@@ -137,16 +158,23 @@ def solve(
     if incumbent.chosen is None:
         raise _does_not_fit(model, chain, known, limit_bytes)
     found = tuple(known[number] for number in chain.numbers[incumbent.chosen])
+    fastest = chosen = at_rest(model, cluster, known, found, limit_bytes, incumbent.cost)
+    step_s = incumbent.cost
     simple = simplest(model, cluster, known, limit_bytes, incumbent.cost * (1 + tolerance)) if tolerance else None
-    step_s = step_time(model, simple, cluster) if simple else incumbent.cost
-    chosen = at_rest(model, cluster, known, simple or found, limit_bytes, step_s)
+    if simple is not None and simple not in (found, fastest):
+        step_s = max(step_time(model, simple, cluster), incumbent.cost)
+        chosen = at_rest(model, cluster, known, simple, limit_bytes, step_s, is_simple=True)
     certificate = Certificate(
         step_s,
         min(bounds.proven, incumbent.cost),
         min(bounds.relaxed, incumbent.cost),
-        chain.peak_bytes(incumbent.chosen) if chosen == found else peak_bytes(model, chosen, cluster),
+        peak_bytes(model, chosen, cluster),
         limit_bytes,
         bounds.num_labels,
+        fastest,
+        incumbent.cost,
+        peak_bytes(model, fastest, cluster),
+        tolerance,
     )
     return Solution(chosen, certificate)
 
@@ -264,6 +292,7 @@ def solve_batch(
     limit_bytes: int | None = None,
     *,
     max_labels: int = _MAX_LABELS,
+    tolerance: float = 0.0,
 ) -> BatchSolution:
     """The batch size with the most samples per second, and the choice for it.
 
@@ -276,6 +305,7 @@ def solve_batch(
         strategies: Those that each unit may have.
         limit_bytes: As in `solve`.
         max_labels: As in `solve`.
+        tolerance: As in `solve`.
 
     Raises:
         PlanError: At no size anything fits; or there is no size.
@@ -292,7 +322,7 @@ def solve_batch(
         if best is not None and fastest[i] <= best.samples_per_s:
             break
         try:
-            solution = solve(models[i], cluster, strategies, limit_bytes, max_labels=max_labels)
+            solution = solve(models[i], cluster, strategies, limit_bytes, max_labels=max_labels, tolerance=tolerance)
         except PlanError as raised:
             tried[sizes[i]] = None
             error = raised if error is None or sizes[i] == min(tried) else error

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dshard.errors import PlanError
 from dshard.planner import Cluster, Link, Links, Measured, ModelCosts, ParamCosts, Plan, UnitCosts, files, solve
-from dshard.planner.plan import bytes_text
+from dshard.planner.texts import bytes_text
 from dshard.policies import Strategy
 
 seconds = st.floats(0, 10, allow_nan=False)
