@@ -65,7 +65,7 @@ def plan(
         training: Dtypes and optimizer; None for AdamW in the model's dtypes, as torch runs it by default there.
         loss_of: Loss of an output. Without it: its `loss`, or the sum of what is floating-point in it.
         margin: By which part of a step the preferred may be slower than the fastest; 0 for the fastest. None for what
-            the times are known to: 0.02 where they were measured, 0.08 by a description of a device.
+            the times are known to: 0.02 where they were measured, 0.03 by a description of a device.
 
     Raises:
         PlanError: Nothing fits, and by how much; or an argument is none.

@@ -60,8 +60,9 @@ def run(args: argparse.Namespace) -> int:
             device=target.device,
             memory=target.limit_bytes,
             strategies=args.strategy,
-            batch="auto" if target.batch == "auto" else None,
+            batch=target.batch,
             training=target.training,
+            margin=target.margin,
         )
     except DShardError as error:
         raise UsageError.of(error) from error

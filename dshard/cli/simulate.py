@@ -43,7 +43,12 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="with --published: write the rows as JSON")
     add_options(parser, needs_device=False)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, others=_others(parser))
+
+
+def _others(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The options that --published has no use for, and what they are where they are not given."""
+    return {name: value for name, value in vars(parser.parse_args([])).items() if name not in ("published", "out")}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,6 +65,10 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         check_folder("--out", args.out)
     if args.published:
+        given = next((name for name, default in args.others.items() if getattr(args, name) != default), None)
+        if given is not None:
+            option = "MODEL" if given == "model" else "--" + given.replace("_", "-")
+            raise UsageError(f"--published has its own models and options, but {option} is given. Leave it out.")
         return published.run(args.out)
     missing = next((name for name in ("model", "world", "device") if getattr(args, name) is None), None)
     if missing is not None or args.out is not None:
@@ -107,14 +116,16 @@ def simulated(target: Target, worlds: list[int], strategies: list[str]) -> dict[
     kinds = {name: None if name == _PLANNED else Strategy.of(name) for name in strategies}
     clusters = {world: target.cluster(world) for world in worlds}
     profile = Profile(target.sampled.model, target.sampled.sample, device=target.device, training=target.training)
-    batch = "auto" if target.batch == "auto" else None
+    given = target.batch if isinstance(target.batch, int) else None
     found = {}
     for world, cluster in clusters.items():
         for name, strategy in kinds.items():
             if strategy is None:
-                found[world, name] = profile.plan(cluster, memory=target.limit_bytes, batch=batch)
+                found[world, name] = profile.plan(
+                    cluster, memory=target.limit_bytes, batch=target.batch, margin=target.margin
+                )
             else:
-                found[world, name] = profile.given(cluster, strategy)
+                found[world, name] = profile.given(cluster, strategy, given)
     return found
 
 

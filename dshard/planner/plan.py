@@ -2,20 +2,20 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from dshard.errors import PlanError
-from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitCosts
+from dshard.planner.categories import PeakParts, parts_of_peak
+from dshard.planner.costs import Cluster, Link, Links, ModelCosts
 from dshard.planner.files import read_text, write_text
 from dshard.planner.memory import moments
 from dshard.planner.records import of_record, to_record
 from dshard.planner.solver import Certificate, solve
-from dshard.planner.texts import bytes_text, seconds_text
+from dshard.planner.tables import choice_table, mix_text, peak_text, unit_table
+from dshard.planner.texts import bytes_text, number_text, seconds_text
 from dshard.planner.ties import MEASURED
 from dshard.planner.timeline import Timeline, simulate, step_time
 from dshard.policies import Strategy
@@ -23,6 +23,7 @@ from dshard.policies import Strategy
 __all__ = ["Comparison", "Measured", "Plan"]
 
 SCHEMA = 2
+_SINGLES = ("ddp", "zero1", "zero2", "keep", "full")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,16 @@ class Plan:
         return self.model.batch_size * self.cluster.num_ranks / self.step_s
 
     @property
+    def tokens_per_s(self) -> float | None:
+        """Of all ranks together; None where nobody said how many a sample has."""
+        return self.samples_per_s * self.model.tokens_per_sample if self.model.tokens_per_sample else None
+
+    @cached_property
+    def memory_at_peak(self) -> PeakParts:
+        """When the peak is, and what its bytes are."""
+        return parts_of_peak(self.model, self.strategies, self.cluster)
+
+    @property
     def _limit_bytes(self) -> int:
         return self.cluster.memory_bytes if self.certificate is None else self.certificate.limit_bytes
 
@@ -147,29 +158,32 @@ class Plan:
         )
 
     def explain(self) -> str:
-        """A table: each unit, or run of units that are alike, its strategy, bytes and seconds; then the totals."""
-        rows = [("unit", "parameters", "strategy", "activations", "forward", "backward")]
-        for (_, strategy), units in _runs(self.model.units, self.strategies):
-            name = units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name} ({len(units)} alike)"
-            unit = units[0]
-            times = (seconds_text(unit.forward_s), seconds_text(unit.backward_s))
-            rows.append((name, bytes_text(unit.param_bytes), strategy, bytes_text(unit.activation_bytes), *times))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        cluster, batch = self.cluster, self.model.batch_size
+        """Tables: each unit, or run of units that are alike; the totals; and the plan beside every single strategy."""
+        cluster, model = self.cluster, self.model
         hosts = -(-cluster.num_ranks // cluster.ranks_per_host)
-        lines += [
+        rates = f"{number_text(self.samples_per_s)} samples/s"
+        rates += f"; {number_text(self.tokens_per_s)} tokens/s" if self.tokens_per_s is not None else ""
+        rates += f"; {number_text(self.tflops)} TFLOP/s per rank" if self.flops else ""
+        known = self.candidates or tuple(map(Strategy.of, _SINGLES))
+        others = {str(strategy): (strategy,) * len(model.units) for strategy in known}
+        if self.certificate is not None and self.certificate.fastest not in (self.strategies, *others.values()):
+            others[f"fastest: {mix_text(self.certificate.fastest)}"] = self.certificate.fastest
+        lines = [
+            *unit_table(model.units, self.strategies),
             "",
-            f"ranks: {cluster.num_ranks} on {hosts} host{'s' * (hosts > 1)}; batch: {batch} per rank",
-            f"step: {seconds_text(self.step_s)}, of which {seconds_text(self.exposed_s)} waits for communication; "
-            f"{self.samples_per_s:.4g} samples/s" + (f"; {self.tflops:.4g} TFLOP/s per rank" if self.flops else ""),
+            f"ranks: {cluster.num_ranks} on {hosts} host{'s' * (hosts > 1)}; batch: {model.batch_size} per rank",
+            f"step: {seconds_text(self.step_s)}, of which {seconds_text(self.exposed_s)} waits for communication",
+            f"rate: {rates}",
             f"peak: {bytes_text(self.peak_bytes)}"
             + (f" of {bytes_text(self._limit_bytes)}" if self._limit_bytes else ""),
+            *peak_text(self.memory_at_peak, model.units),
+            "",
+            *choice_table(model, cluster, self.strategies, others, self._limit_bytes),
+            "",
         ]
         if self.certificate is not None:
             lines.append(f"certificate: {self.certificate}")
-        lines.append(f"costs: {self.model.source}; links: {cluster.source}")
-        return "\n".join(lines)
+        return "\n".join([*lines, f"costs: {model.source}", f"links: {cluster.source}"])
 
     def plot(self, path: str | Path) -> None:
         """Write a picture of the simulated step: both streams, and bytes over time. Needs matplotlib (extra `cli`)."""
@@ -281,17 +295,3 @@ def _scaled_cluster(cluster: Cluster, factor: float) -> Cluster:
         shards={within: links(each) for within, each in cluster.shards.items()},
         replicas={within: links(each) for within, each in cluster.replicas.items()},
     )
-
-
-def _runs(
-    units: Sequence[UnitCosts], strategies: Sequence[Strategy]
-) -> Iterator[tuple[tuple[Any, str], list[UnitCosts]]]:
-    """Units in a row that differ in names and in a hundredth of their figures at most."""
-
-    def alike(pair: tuple[UnitCosts, Strategy]) -> tuple[Any, str]:
-        unit, strategy = pair
-        figures = (unit.numel, unit.param_bytes, unit.activation_bytes, f"{unit.forward_s:.2g} {unit.backward_s:.2g}")
-        return figures, str(strategy)
-
-    for key, run in groupby(zip(units, strategies, strict=True), key=alike):
-        yield key, [unit for unit, _ in run]

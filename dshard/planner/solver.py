@@ -77,14 +77,14 @@ class Certificate:
         bound, relaxed = seconds_text(self.lower_bound_s), seconds_text(self.relaxed_bound_s)
         text = (
             f"step {seconds_text(self.step_s)}, at least {bound} by proof (gap {self.gap:.2g}; "
-            f"by the relaxation alone {relaxed}); peak {bytes_text(self.peak_bytes)} of {bytes_text(self.limit_bytes)}"
+            f"relaxation {relaxed}); peak {bytes_text(self.peak_bytes)} of {bytes_text(self.limit_bytes)}"
         )
         if not self.slower_by:
             return text
         return (
             f"{text};\n  one strategy for all units was preferred to the fastest choice "
             f"({seconds_text(self.fastest_s)}, {bytes_text(self.fastest_peak_bytes)}):\n  it is {self.slower_by:.2%} "
-            f"slower, and these costs tell no differences below {self.margin:.0%}"
+            f"slower, and these costs do not tell differences below {self.margin:.0%}"
         )
 
 

@@ -12,6 +12,7 @@ import dshard
 from dshard.cli import main
 from dshard.cli.presets import PRESETS, T5, T5Config, checkpoint_blocks, meta_model
 from dshard.planner import Plan
+from dshard.planner.ties import DATASHEET
 from tests.cli.launch import RANK_VARIABLES
 
 TINY = ("gpt-nano", "--device", "a100-40g", "--sequence", 64)
@@ -69,8 +70,11 @@ def test_plan_prints_the_table_and_writes_the_plan(printed, tmp_path):
     text = printed("plan", *TINY, "--world", 8, "--out", "plan.json", "--memory", "2GiB")
     assert text.startswith("gpt-nano: ")
     assert "certificate: step " in text
+    assert " tokens/s" in text
+    assert "in the " in text.partition("peak: ")[2]
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.explain() in text
+    assert plan.tokens_per_s == 64 * plan.samples_per_s
     assert plan.cluster.num_ranks == 8
     assert plan.certificate.limit_bytes == 2 << 30
 
@@ -79,7 +83,21 @@ def test_plan_finds_the_batch_that_fits_and_takes_the_strategies_that_it_may(pri
     printed("plan", *TINY, "--world", 16, "--batch", "auto", "--strategy", "full", "hybrid(8)", "--out", "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
     assert {str(strategy) for strategy in plan.strategies} <= {"full", "hybrid(8)"}
+    assert plan.certificate.margin == DATASHEET
     assert plan.model.batch_size > 1
+
+
+def test_plan_takes_the_margin_that_it_is_told(printed, tmp_path):
+    """Of communication that an A100 hides: all full, unless the fastest is asked for."""
+    options = ("plan", "gpt2", "--device", "a100-40g", "--world", 8, "--batch", 8, "--out", "plan.json")
+    assert "one strategy for all units was preferred to the fastest choice" in printed(*options)
+    preferred = Plan.load(tmp_path / "plan.json")
+    assert {str(strategy) for strategy in preferred.strategies} == {"full"}
+    assert "was preferred" not in printed(*options, "--margin", 0)
+    fastest = Plan.load(tmp_path / "plan.json")
+    assert (fastest.certificate.margin, fastest.certificate.gap) == (0, 0)
+    assert fastest.step_s < preferred.step_s
+    assert fastest.peak_bytes > preferred.peak_bytes
 
 
 def test_simulate_prints_a_row_for_each_world_and_strategy_and_draws(printed, tmp_path):
@@ -93,7 +111,7 @@ def test_simulate_prints_a_row_for_each_world_and_strategy_and_draws(printed, tm
     assert [(int(row[0]), row[1]) for row in rows] == [(n, s) for n in worlds for s in ("ddp", "full", "plan")]
     for i in range(0, 9, 3):
         ddp, full, plan = (float(row[3]) for row in rows[i : i + 3])
-        assert plan <= min(ddp, full)
+        assert plan <= min(ddp, full) * (1 + DATASHEET)
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "scaling.svg").read_text()
 
@@ -132,6 +150,16 @@ def llama():
     transformers = pytest.importorskip("transformers")
     record = {key: value for key, value in LLAMA.items() if key != "model_type"}
     return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**record))
+
+
+def test_the_batch_of_a_function_is_that_of_its_sample_or_the_one_that_is_asked_for(printed, tmp_path):
+    options = ("tests.cli.test_plan:tiny_model", "--world", 2, "--device", "h200")
+    for more, batch in (((), 4), (("--batch", 7), 7), (("--batch", 2), 2)):
+        printed("plan", *options, *more, "--out", "plan.json")
+        assert Plan.load(tmp_path / "plan.json").model.batch_size == batch
+        assert printed("simulate", *options, *more).splitlines()[2].split()[2] == str(batch)
+    printed("plan", *TINY, "--world", 2, "--out", "plan.json")
+    assert Plan.load(tmp_path / "plan.json").model.batch_size == 1
 
 
 def test_checkpointing_leaves_the_names_of_parameters(printed, tmp_path):
@@ -222,6 +250,14 @@ def test_gradients_that_are_reduced_in_a_wider_dtype_take_more_bytes_and_time(pr
         ((*TINY, "--world", 8, "--plot", "x.doc"), "--plot must end in one of .png, .svg, .pdf, but it is x.doc."),
         ((*TINY, "--world", 8, "--plot", "no/x.png"), "--plot must be in a folder that exists, but no does not."),
         ((*TINY, "--world", 8, "--reduce-dtype", "int8"), "argument --reduce-dtype: invalid choice: 'int8'"),
+        (
+            (*TINY, "--world", 8, "--margin", -1),
+            "--margin must be a finite number of percents, 0 or more, but it is -1.0.",
+        ),
+        (
+            (*TINY, "--world", 8, "--margin", "nan"),
+            "--margin must be a finite number of percents, 0 or more, but it is n",
+        ),
         ((*TINY, "--world", 8, "--sequence", 0), "--sequence must be at least 1, but it is 0."),
         (
             ("tests.cli.test_plan:tiny_model", "--device", "h200", "--world", 8, "--checkpoint"),
@@ -232,6 +268,21 @@ def test_gradients_that_are_reduced_in_a_wider_dtype_take_more_bytes_and_time(pr
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_what_is_wrong_is_one_line(refused, command, args, message):
     assert message in refused(command, *args)
+
+
+@pytest.mark.parametrize(
+    "more", [("gpt2",), ("--world", 8), ("--batch", 2), ("--plot", "x.png"), ("--strategy", "ddp")]
+)
+def test_published_runs_take_no_option_that_would_change_nothing(refused, more):
+    name = more[0] if more[0].startswith("--") else "MODEL"
+    assert refused("simulate", "--published", *more).startswith(
+        f"--published has its own models and options, but {name} is"
+    )
+
+
+def test_the_sequence_of_a_function_is_refused(refused):
+    message = refused("plan", "tests.cli.test_plan:tiny_model", "--world", 2, "--device", "h200", "--sequence", 8)
+    assert message.startswith("--sequence is for presets and configurations, but tests.cli.test_plan:tiny_model makes")
 
 
 def test_what_fits_nowhere_is_refused_with_the_units_that_cause_it(refused):

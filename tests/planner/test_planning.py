@@ -53,7 +53,7 @@ def test_by_a_datasheet_a_simple_plan_of_less_memory_is_preferred_within_the_err
     assert fastest.strategies != plan.strategies
     assert fastest.peak_bytes > plan.peak_bytes
     assert fastest.step_s < plan.step_s <= fastest.step_s * (1 + DATASHEET)
-    assert DATASHEET == 0.08
+    assert DATASHEET == 0.03  # as docs/planner.md has it
     certificate = plan.certificate
     assert (fastest.certificate.slower_by, fastest.certificate.margin) == (0, 0)
     assert certificate.margin == DATASHEET
