@@ -1,5 +1,6 @@
 """`dshard.plan`: from a model, a sample of its input and the devices to the best strategy for each of its units."""
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from dshard.planner.devices import Device, device_named
 from dshard.planner.measuring import measure, optimizer_seconds_per_byte
 from dshard.planner.plan import Plan
 from dshard.planner.profiles import Overhead, Training, UnitTimes, costs_of
+from dshard.planner.progress import SILENT, Progress, Stretch, Throttled
 from dshard.planner.solver import solve, solve_batch
 from dshard.planner.steps import tensors
 from dshard.planner.ties import DATASHEET, MEASURED
@@ -29,6 +31,9 @@ from dshard.tensor.meshes import group_of
 
 __all__ = ["Profile", "parse_bytes", "parts_of", "plan", "strategies_for"]
 
+log = logging.getLogger("dshard")
+
+_EVERY_S = 5.0  # from one line of the logger to the next
 _BATCHES = (*range(1, 17), *range(18, 33, 2), *range(40, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
 
 
@@ -85,8 +90,19 @@ def plan(
     if training is None:  # on CPU, torch's AdamW steps one parameter after the other
         is_here = named is None and all(p.device.type == "cpu" for p in model.parameters())
         training = Training(step_bytes_per_element=8, steps_together=False) if is_here else Training()
-    profile = Profile(model, sample_input, device=named, training=training, loss_of=loss_of, mesh=mesh)
+    progress = Throttled(lambda line: log.info("plan: %s", line), every_s=_EVERY_S)
+    is_first = mesh is None or mesh.get_rank() == 0
+    profile = Profile(
+        model,
+        sample_input,
+        device=named,
+        training=training,
+        loss_of=loss_of,
+        mesh=mesh,
+        progress=progress if is_first else SILENT,
+    )
     if cluster is None:
+        profile.progress.at("measuring links")
         cluster = measure_links(mesh)
     return profile.plan(cluster, memory=memory, strategies=strategies, batch=batch, margin=margin)
 
@@ -102,6 +118,7 @@ class Profile:
         loss_of: As for `plan`.
         mesh: Of ranks that measure together: each takes the times of the slowest, and on CPU adds what dshard itself
             takes for each parameter.
+        progress: Hears how far planning is.
     """
 
     def __init__(
@@ -113,7 +130,9 @@ class Profile:
         training: Training,
         loss_of: Callable[[Any], Tensor] | None = None,
         mesh: DeviceMesh | None = None,
+        progress: Progress = SILENT,
     ) -> None:
+        self.progress = progress
         self._model, self._sample, self._loss_of, self._mesh = model, sample_input, loss_of, mesh
         self._device, self._training = device, training
         self._traces: dict[int, Trace] = {}
@@ -136,8 +155,16 @@ class Profile:
         """A traced step of so many samples; each is traced once."""
         if batch not in self._traces:
             sample = _resized(self._sample, self.batch, batch, is_real=False)
-            dtype = self._training.compute_dtype
-            self._traces[batch] = trace(self._model, sample, self._parts, dtype=dtype, loss_of=self._loss_of)
+            what = f"tracing a step of {batch} sample{'s' * (batch > 1)}"
+            self.progress.at(what)
+            self._traces[batch] = trace(
+                self._model,
+                sample,
+                self._parts,
+                dtype=self._training.compute_dtype,
+                loss_of=self._loss_of,
+                progress=Stretch(self.progress, f"{what}: ", 0.0, 1.0),
+            )
         return self._traces[batch]
 
     def costs(self, batch: int) -> ModelCosts:
@@ -174,7 +201,8 @@ class Profile:
             return self._planned(self._size(batch), cluster, known, limit, tolerance)
         sizes = set(_BATCHES)
         while True:  # sizes between two traced ones are estimated, none too low; what is chosen is traced
-            found = solve_batch(self.estimated(max(sizes)), sizes, cluster, known, limit, tolerance=tolerance)
+            estimate, told = self.estimated(max(sizes)), self.progress
+            found = solve_batch(estimate, sizes, cluster, known, limit, tolerance=tolerance, progress=told)
             best = found.model.batch_size // found.model.num_backwards
             try:
                 return self._planned(best, cluster, known, limit, tolerance)
@@ -210,7 +238,8 @@ class Profile:
 
     def _planned(self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int, tolerance: float) -> Plan:
         costs = self.costs(batch)
-        solution = solve(costs, cluster, known, limit, tolerance=tolerance)
+        self.progress.at(f"choosing strategies of {len(costs.units)} units")
+        solution = solve(costs, cluster, known, limit, tolerance=tolerance, progress=self.progress)
         return Plan(costs, cluster, solution.strategies, known, solution.certificate, self._flops(batch))
 
     def _flops(self, batch: int) -> float:
@@ -221,6 +250,7 @@ class Profile:
             return costs_of(traced, self._model, training=self._training, device=self._device, batch_size=batch)
         sample = _resized(self._sample, self.batch, batch, is_real=True)
         dtype = self._training.compute_dtype
+        self.progress.at(f"measuring a step of {batch} sample{'s' * (batch > 1)} on this machine")
         times = measure(self._model, sample, self._parts, dtype=dtype, loss_of=self._loss_of)
         of_byte = optimizer_seconds_per_byte(next(self._model.parameters()).device)
         own = Overhead()
@@ -244,6 +274,7 @@ class Profile:
         if self._mesh is None or self._mesh.device_type != "cpu":
             return Overhead()
         if self._own is None:
+            self.progress.at("measuring what dshard itself takes for a parameter")
             self._own = measure_overhead(self._mesh)
         return self._own
 

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dshard.cli import published
+from dshard.cli.progress import open_progress
 from dshard.cli.target import Target, add_options, check_folder, check_picture, target_of
 from dshard.cli.usage import UsageError
 
 if TYPE_CHECKING:
     from dshard.planner import Plan
+    from dshard.planner.progress import Progress
 
 _PLANNED = "plan"
 _DESCRIPTION = """\
@@ -83,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     check_picture("--curve", args.curve)
     target = target_of(args)
     try:
-        found = simulated(target, args.world, args.strategy)
+        with open_progress("dshard simulate") as progress:
+            found = simulated(target, args.world, args.strategy, progress)
     except DShardError as error:
         raise UsageError.of(error) from error
     print(f"{target.sampled.name}: {target.sampled.num_params:,} parameters, {target.device.name}")
@@ -102,7 +105,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def simulated(target: Target, worlds: list[int], strategies: list[str]) -> dict[tuple[int, str], Plan]:
+def simulated(
+    target: Target, worlds: list[int], strategies: list[str], progress: Progress
+) -> dict[tuple[int, str], Plan]:
     """A plan for each number of ranks and strategy; one that does not fit is simulated all the same.
 
     Raises:
@@ -110,6 +115,7 @@ def simulated(target: Target, worlds: list[int], strategies: list[str]) -> dict[
         PlanError: nothing fits under "plan".
         StateError: a strategy is none, or the model cannot be traced.
     """
+    from dshard.planner.progress import Stretch
     from dshard.planning import Profile
     from dshard.policies import Strategy
 
@@ -117,15 +123,17 @@ def simulated(target: Target, worlds: list[int], strategies: list[str]) -> dict[
     clusters = {world: target.cluster(world) for world in worlds}
     profile = Profile(target.sampled.model, target.sampled.sample, device=target.device, training=target.training)
     given = target.batch if isinstance(target.batch, int) else None
-    found = {}
+    limit, num = target.limit_bytes, len(clusters) * len(kinds)
+    found: dict[tuple[int, str], Plan] = {}
     for world, cluster in clusters.items():
         for name, strategy in kinds.items():
+            shares = (len(found) / num, (len(found) + 1) / num)
+            profile.progress = Stretch(progress, f"{world} ranks, {name}: ", *shares)
             if strategy is None:
-                found[world, name] = profile.plan(
-                    cluster, memory=target.limit_bytes, batch=target.batch, margin=target.margin
-                )
+                plan = profile.plan(cluster, memory=limit, batch=target.batch, margin=target.margin)
             else:
-                found[world, name] = profile.given(cluster, strategy, given)
+                plan = profile.given(cluster, strategy, given)
+            found[world, name] = plan
     return found
 
 

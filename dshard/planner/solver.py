@@ -11,6 +11,7 @@ from dshard.planner.chain import Chain
 from dshard.planner.costs import Cluster, ModelCosts
 from dshard.planner.labels import TOLERANCE, promising, search
 from dshard.planner.memory import Ints, peak_bytes
+from dshard.planner.progress import SILENT, Progress, Stretch
 from dshard.planner.smallest import smallest_peak
 from dshard.planner.texts import bytes_text, seconds_text
 from dshard.planner.ties import at_rest, simplest
@@ -128,6 +129,7 @@ def solve(
     *,
     max_labels: int = _MAX_LABELS,
     tolerance: float = 0.0,
+    progress: Progress = SILENT,
 ) -> Solution:
     """The strategies with the shortest step whose peak fits.
 
@@ -139,6 +141,7 @@ def solve(
         max_labels: Size of a search, beyond which it drops the least promising, and the gap may stay above 0.
         tolerance: One strategy for all units is preferred to what takes less time by no more than this part, and among
             several such the one that needs least memory. The bounds stay those of all choices.
+        progress: Hears how far it is.
 
     Raises:
         PlanError: Nothing fits: by how many bytes, and which units cause it. Or there is nothing to choose.
@@ -154,7 +157,7 @@ def solve(
         raise PlanError("plan: units need strategies to choose from, but there are none. Pass ('ddp', 'full').")
     chain = Chain.of(model, known, cluster)
     incumbent = Incumbent(chain, limit_bytes)
-    bounds = _solve_chain(chain.copy(), limit_bytes, incumbent, max_labels)
+    bounds = _solve_chain(chain.copy(), limit_bytes, incumbent, max_labels, progress)
     if incumbent.chosen is None:
         raise _does_not_fit(model, chain, known, limit_bytes)
     found = tuple(known[number] for number in chain.numbers[incumbent.chosen])
@@ -162,8 +165,8 @@ def solve(
     step_s = incumbent.cost
     simple = simplest(model, cluster, known, limit_bytes, incumbent.cost * (1 + tolerance)) if tolerance else None
     if simple is not None and simple not in (found, fastest):
-        step_s = max(step_time(model, simple, cluster), incumbent.cost)
-        chosen = at_rest(model, cluster, known, simple, limit_bytes, step_s, is_simple=True)
+        chosen = at_rest(model, cluster, known, simple, limit_bytes, step_time(model, simple, cluster), is_simple=True)
+        step_s = max(step_time(model, chosen, cluster), incumbent.cost)
     certificate = Certificate(
         step_s,
         min(bounds.proven, incumbent.cost),
@@ -188,7 +191,7 @@ class _Bounds:
     num_labels: int
 
 
-def _solve_chain(chain: Chain, limit_bytes: int, incumbent: Incumbent, max_labels: int) -> _Bounds:
+def _solve_chain(chain: Chain, limit_bytes: int, incumbent: Incumbent, max_labels: int, progress: Progress) -> _Bounds:
     """Solve with the rows that were violated so far, until what is best under them violates none.
 
     Each row is the memory at one moment; few of them decide, and leaving others out only allows more choices.
@@ -206,15 +209,16 @@ def _solve_chain(chain: Chain, limit_bytes: int, incumbent: Incumbent, max_label
         while violated:
             for row in violated:
                 relaxation.add(row)
+            progress.at(f"bounding at {len(relaxation.rows)} moments")
             relaxation.ascend()
             incumbent.improve()
             violated = relaxation.new_of(_violated(chain, relaxation.chosen, limit_bytes)[:1])
-        found, violated = _search(chain, relaxation, incumbent, max_labels, found)
+        found, violated = _search(chain, relaxation, incumbent, max_labels, found, progress)
     return found
 
 
 def _search(
-    chain: Chain, relaxation: Relaxation, incumbent: Incumbent, max_labels: int, known: _Bounds
+    chain: Chain, relaxation: Relaxation, incumbent: Incumbent, max_labels: int, known: _Bounds, progress: Progress
 ) -> tuple[_Bounds, list[int]]:
     """A narrow search for a better incumbent, then, with what that excludes left out, the full one.
 
@@ -233,7 +237,7 @@ def _search(
         relaxation.tighten()
         if relaxation.bound >= incumbent.cost * (1 - TOLERANCE):
             return _Bounds(incumbent.cost, relaxation.bound, num_labels), []
-        found = search(chain, relaxation, incumbent.cost, width)
+        found = search(chain, relaxation, incumbent.cost, width, progress)
         num_labels += found.num_labels
         best_s = incumbent.cost if found.chosen is None else chain.cost(found.chosen)
         proven = max(proven, min(best_s, found.dropped_bound))
@@ -293,6 +297,7 @@ def solve_batch(
     *,
     max_labels: int = _MAX_LABELS,
     tolerance: float = 0.0,
+    progress: Progress = SILENT,
 ) -> BatchSolution:
     """The batch size with the most samples per second, and the choice for it.
 
@@ -306,6 +311,7 @@ def solve_batch(
         limit_bytes: As in `solve`.
         max_labels: As in `solve`.
         tolerance: As in `solve`.
+        progress: Hears how far it is.
 
     Raises:
         PlanError: At no size anything fits; or there is no size.
@@ -313,16 +319,24 @@ def solve_batch(
     sizes = sorted(set(batch_sizes))
     if not sizes:
         raise PlanError("plan: there must be batch sizes to choose from, but there are none. Pass range(1, 65).")
-    models = [costs_at(size) for size in sizes]
-    fastest = [_samples_per_s(m, cluster, fastest_step_s(m, cluster, strategies)) for m in models]
+    models, fastest = list[ModelCosts](), list[float]()
+    for i, size in enumerate(sizes):
+        progress.at(f"costs of batch {size}", i / (2 * len(sizes)))
+        models.append(costs_at(size))
+        fastest.append(_samples_per_s(models[-1], cluster, fastest_step_s(models[-1], cluster, strategies)))
     best: BatchSolution | None = None
     tried: dict[int, float | None] = {}
     bound, error = 0.0, None
     for i in sorted(range(len(sizes)), key=lambda i: -fastest[i]):
         if best is not None and fastest[i] <= best.samples_per_s:
             break
+        place = len(tried) + 1
+        shares = (0.5 + (place + k) / (2 * len(sizes)) for k in (-1, 0))
+        own = Stretch(progress, f"batch {sizes[i]} ({place} of {len(sizes)}): ", *shares)
+        own.at("solving")
+        given = (models[i], cluster, strategies, limit_bytes)
         try:
-            solution = solve(models[i], cluster, strategies, limit_bytes, max_labels=max_labels, tolerance=tolerance)
+            solution = solve(*given, max_labels=max_labels, tolerance=tolerance, progress=own)
         except PlanError as raised:
             tried[sizes[i]] = None
             error = raised if error is None or sizes[i] == min(tried) else error

@@ -24,14 +24,15 @@ def simplest(
 ) -> tuple[Strategy, ...] | None:
     """Of the single strategies whose step takes no longer than `most_s`, that of least memory; None if none fits.
 
-    One with slices is taken if no other is left: their times rest on the model of costs more than the rest.
+    One with slices, as few as can be, is taken if no other is left: their times rest on the model of costs more than
+    the rest.
     """
     found = {}
     for same in ((strategy,) * len(model.units) for strategy in known):
         peak, step_s = peak_bytes(model, same, cluster), step_time(model, same, cluster)
         if peak <= limit_bytes and step_s <= most_s:
             found[same] = peak, step_s
-    return min(found, key=lambda same: (same[0].num_slices > 1, *found[same]), default=None)
+    return min(found, key=lambda same: (same[0].num_slices, *found[same]), default=None)
 
 
 def at_rest(

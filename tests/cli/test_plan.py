@@ -1,6 +1,9 @@
 """``dshard plan`` and ``dshard simulate``: tables, files, and one line for what is wrong."""
 
+import io
 import json
+import re
+import sys
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dshard
-from dshard.cli import main
+from dshard.cli import main, progress, published
 from dshard.cli.presets import PRESETS, T5, T5Config, checkpoint_blocks, meta_model
 from dshard.planner import Plan
 from dshard.planner.ties import DATASHEET
@@ -45,10 +48,16 @@ def printed(capsys):
     def run(*args):
         code = main([*map(str, args)])
         captured = capsys.readouterr()
-        assert (code, captured.err) == (0, "")
+        assert code == 0
+        assert all(is_progress(args[0], line) for line in captured.err.splitlines())  # on a machine that is busy
         return captured.out
 
     return run
+
+
+def is_progress(command, line):
+    """Whether a line on stderr says how far a command is."""
+    return re.fullmatch(rf"dshard {command}: .*\((\d+%, )?\d+ s\)", line) is not None
 
 
 @pytest.fixture
@@ -59,7 +68,7 @@ def refused(capsys):
         assert main([*map(str, args)]) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
-        (line,) = captured.err.splitlines()
+        (line,) = (line for line in captured.err.splitlines() if not is_progress(args[0], line))
         assert line.startswith(f"dshard {args[0]}: ")
         return line.removeprefix(f"dshard {args[0]}: ")
 
@@ -98,6 +107,60 @@ def test_plan_takes_the_margin_that_it_is_told(printed, tmp_path):
     assert (fastest.certificate.margin, fastest.certificate.gap) == (0, 0)
     assert fastest.step_s < preferred.step_s
     assert fastest.peak_bytes > preferred.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("command", "stages"),
+    [
+        (("plan", "--batch", "auto"), ["tracing a step of 1 sample", "batch "]),
+        (("simulate", "--strategy", "full", "plan"), ["8 ranks, full: tracing a step", "8 ranks, plan: "]),
+        (("simulate", "--published"), ["minGPT-175B on 128 ranks: tracing a step"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_long_planning_says_on_stderr_how_far_it_is(monkeypatch, capsys, command, stages):
+    options = [] if "--published" in command else [*TINY, "--world", 8]
+    if "--published" in command:
+        monkeypatch.setattr(published, "ROWS", published.ROWS[:1])
+    args = [*map(str, (command[0], *options, *command[1:]))]
+    monkeypatch.setattr(progress, "EVERY_S", 1e9)
+    assert main(args) == 0
+    quiet = capsys.readouterr()
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    assert main(args) == 0
+    told = capsys.readouterr()
+    assert (quiet.err, told.out) == ("", quiet.out)
+    lines = told.err.splitlines()
+    assert all(is_progress(command[0], line) for line in lines)
+    for stage in stages:
+        assert any(line.startswith(f"dshard {command[0]}: {stage}") for line in lines)
+
+
+def test_other_ranks_say_nothing_of_their_progress(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    assert main([*map(str, ("plan", *TINY, "--world", 8))]) == 0
+    assert capsys.readouterr().err == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_on_a_terminal_planning_draws_a_bar_that_goes_away(monkeypatch, printed):
+    pytest.importorskip("rich")
+    expected = printed("plan", *TINY, "--world", 8)
+    stderr = Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(progress, "REFRESHES_PER_S", 1000)
+    assert printed("plan", *TINY, "--world", 8) == expected
+    drawn = stderr.getvalue()
+    assert "tracing a step of 1 sample" in drawn
+    assert "\u2501" in drawn  # of the bar
+    assert drawn.rstrip().endswith("\x1b[2K")  # its line is erased
 
 
 def test_simulate_prints_a_row_for_each_world_and_strategy_and_draws(printed, tmp_path):

@@ -1,5 +1,6 @@
 """`dshard.plan`: from a model and a sample to a plan, on a device that is not here or on this machine."""
 
+import logging
 from dataclasses import replace
 
 import numpy
@@ -8,10 +9,12 @@ import torch
 from torch import nn
 
 import dshard
+from dshard import planning
 from dshard.cli.gpt import GPT, GPTConfig
 from dshard.errors import PlanError, StateError
 from dshard.planner import DEVICES, Cluster, Link, Links, Training, Wire, cluster_of, peak_bytes
 from dshard.planner.measuring import measure, measure_step
+from dshard.planner.progress import Throttled
 from dshard.planner.texts import bytes_text, seconds_text
 from dshard.planner.ties import DATASHEET
 from dshard.planning import Profile, parse_bytes, parts_of, strategies_for
@@ -116,6 +119,60 @@ def test_auto_takes_the_batch_with_the_most_samples_per_second(margin):
     assert best.peak_bytes <= limit
     assert best.samples_per_s == pytest.approx(max(rates.values()))
     assert best.model.batch_size == max(rates, key=rates.get)
+
+
+class Heard:
+    """Keeps what planning says."""
+
+    def __init__(self):
+        self.said = []
+
+    def at(self, what, share=None):
+        self.said.append((what, share))
+
+
+def test_planning_says_what_it_is_at():
+    heard = Heard()
+    profile = Profile(gpt(), tokens(2), device=TITAN, training=Training(), progress=heard)
+    limit = profile.given(EIGHT, "full", 4).peak_bytes
+    texts = [what for what, _ in heard.said]
+    assert texts[0] == "tracing a step of 4 samples"
+    assert any(what == "tracing a step of 4 samples: backward" for what in texts)
+    profile.plan(EIGHT, memory=limit, batch="auto")
+    texts = [what for what, _ in heard.said]
+    assert any(what.startswith("batch 4 (") for what in texts)
+    shares = [share for _, share in heard.said if share is not None]
+    assert len(shares) > 20
+    assert all(0 <= share <= 1 for share in shares)
+    traced = [share for what, share in heard.said if what.startswith("tracing a step of 1 sample:")]
+    assert traced == sorted(traced)
+    assert traced[-1] == 1
+
+
+def test_what_is_said_often_is_passed_on_now_and_then():
+    said, now = [], [0.0]
+    progress = Throttled(said.append, every_s=4, clock=lambda: now[0])
+    for i in range(100):
+        now[0] = i / 10
+        progress.at(f"unit {i}", i / 100)
+    assert said == ["unit 40 (40%, 4 s)", "unit 80 (80%, 8 s)"]
+    progress = Throttled(said.append, every_s=4, clock=lambda: now[0])
+    now[0] += 65
+    progress.at("tracing")
+    assert said[-1] == "tracing (65 s)"
+
+
+def test_a_long_planning_tells_the_logger(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="dshard")
+    monkeypatch.setattr(planning, "_EVERY_S", 0.0)
+    dshard.plan(gpt(), tokens(2), cluster=EIGHT, device=TITAN)
+    records = [record for record in caplog.records if record.name == "dshard"]
+    assert {record.levelno for record in records} == {logging.INFO}
+    assert records[0].getMessage().startswith("plan: tracing a step of 2 samples")
+    caplog.clear()
+    monkeypatch.setattr(planning, "_EVERY_S", 1e9)
+    dshard.plan(gpt(), tokens(2), cluster=EIGHT, device=TITAN)
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("name", CASES)
