@@ -60,6 +60,6 @@ def open_progress(who: str) -> Iterator[Progress]:
         ),
     )
     terminal = console.Console(file=stream)
-    looks = {"transient": True, "expand": True, "refresh_per_second": REFRESHES_PER_S}
-    with progress.Progress(*columns, console=terminal, **looks) as bar:
+    bar = progress.Progress(*columns, console=terminal, transient=True, expand=True, refresh_per_second=REFRESHES_PER_S)
+    with bar:
         yield _Bar(bar, bar.add_task("", total=None))

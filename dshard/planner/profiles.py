@@ -121,16 +121,19 @@ def costs_of(
                 source="measured" if device is None else f"traced, {device.name}",
             )
         )
-    buffers = {id(b.untyped_storage()): b.numel() * b.element_size() for b in model.buffers()}
     return ModelCosts(
         units=tuple(units),
         batch_size=batch_size * training.num_backwards,
         num_backwards=training.num_backwards,
-        buffer_bytes=sum(buffers.values()) + trace.input_bytes,
+        buffer_bytes=_buffer_bytes(model) + trace.input_bytes,
         steps_together=training.steps_together,
         tokens_per_sample=training.tokens_per_sample,
         source=units[0].source if units else "traced",
     )
+
+
+def _buffer_bytes(model: nn.Module) -> int:
+    return sum({id(b.untyped_storage()): b.numel() * b.element_size() for b in model.buffers()}.values())
 
 
 def _touched_bytes(params: Sequence[ParamCosts]) -> int:
