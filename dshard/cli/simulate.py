@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
         "--strategy", nargs="+", default=["full"], help="of all units; plan for the best mix (%(default)s)"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the step of the first row (.png, .svg, .pdf)")
-    parser.add_argument("--curve", type=Path, metavar="FILE", help="draw the first strategy over the numbers of ranks")
+    parser.add_argument("--curve", type=Path, metavar="FILE", help="draw each strategy over the numbers of ranks")
     parser.add_argument(
         "--published", action="store_true", help="no MODEL: published runs of FSDP beside their figures"
     )
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     Communicates: nothing.
     """
     from dshard.errors import DShardError
-    from dshard.planner.drawing import draw_scaling
+    from dshard.planner import drawing
 
     if args.out is not None:
         check_folder("--out", args.out)
@@ -95,12 +95,11 @@ def run(args: argparse.Namespace) -> int:
         next(iter(found.values())).plot(args.plot)
         print(f"wrote {args.plot}")
     if args.curve is not None:
-        first = {world: plan for (world, strategy), plan in found.items() if strategy == args.strategy[0]}
-        tflops = {world: plan.tflops for world, plan in first.items()}
-        peaks = {world: plan.peak_bytes for world, plan in first.items()}
-        draw_scaling(
-            args.curve, tflops, peaks, title=f"{target.sampled.name}, {target.device.name}, {args.strategy[0]}"
-        )
+        points: dict[str, dict[int, drawing.Scaled]] = {name: {} for _, name in found}
+        for (world, name), plan in found.items():
+            points[name][world] = drawing.Scaled(plan.tflops, plan.peak_bytes)
+        title = f"{target.sampled.name} on {target.device.name}"
+        drawing.draw_scaling(args.curve, points, title=title, limit_bytes=target.limit_bytes)
         print(f"wrote {args.curve}")
     return 0
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import dshard
 from dshard.cli import main, progress, published
 from dshard.cli.presets import PRESETS, T5, T5Config, checkpoint_blocks, meta_model
-from dshard.planner import Plan
+from dshard.planner import Plan, drawing
 from dshard.planner.ties import DATASHEET
 from tests.cli.launch import RANK_VARIABLES
 
@@ -161,6 +161,18 @@ def test_on_a_terminal_planning_draws_a_bar_that_goes_away(monkeypatch, printed)
     assert "tracing a step of 1 sample" in drawn
     assert "\u2501" in drawn  # of the bar
     assert drawn.rstrip().endswith("\x1b[2K")  # its line is erased
+
+
+def test_the_curve_has_every_strategy_that_was_asked_for(printed, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    drawn = {}
+    monkeypatch.setattr(drawing, "draw_scaling", lambda path, points, **options: drawn.update(points=points, **options))
+    text = printed("simulate", *TINY, "--world", 8, 64, "--strategy", "ddp", "full", "plan", "--curve", "scaling.png")
+    points = drawn["points"]
+    assert {name: list(of_world) for name, of_world in points.items()} == {n: [8, 64] for n in ("ddp", "full", "plan")}
+    rows = {(int(row[0]), row[1]): float(row[6]) for row in map(str.split, text.splitlines()[2:8])}
+    for (world, name), tflops in rows.items():
+        assert points[name][world].tflops == pytest.approx(tflops, rel=1e-3)
 
 
 def test_simulate_prints_a_row_for_each_world_and_strategy_and_draws(printed, tmp_path):
