@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None takes them from ``sys.argv``.
 
     Returns:
-        0 after success, 2 after bad input (one line on stderr, from the first rank of each machine), 130 after Ctrl-C.
+        0 after success; 2 after bad input, and 1 where a disk is full or alike: one line on stderr, from the first rank
+        of each machine; 130 after Ctrl-C.
 
     Communicates: what the subcommand does; bad input is found before the first collective wherever that is possible.
     """
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(f"unrecognized arguments: {' '.join(unknown)}. See {who} --help.")
         code: int = args.run(args)
     except UsageError as error:
-        return fail(error.who or who, str(error))
+        return fail(error.who or who, str(error), error.code)
     except KeyboardInterrupt:
         return 130
     return code

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dshard.cli.progress import open_progress
-from dshard.cli.target import add_options, check_folder, check_picture, target_of
+from dshard.cli.target import add_options, check_folder, check_picture, target_of, writing
 from dshard.cli.usage import UsageError
 
 _DESCRIPTION = """\
@@ -68,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"{target.sampled.name}: {target.sampled.num_params:,} parameters, {target.device.name}")
     print(planned.explain())
     if args.out is not None:
-        planned.save(args.out)
-        print(f"wrote {args.out}")
+        with writing("--out", args.out):
+            planned.save(args.out)
     if args.plot is not None:
-        planned.plot(args.plot)
-        print(f"wrote {args.plot}")
+        with writing("--plot", args.plot):
+            planned.plot(args.plot)
     return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dshard.cli.progress import open_progress
+from dshard.cli.target import writing
 
 if TYPE_CHECKING:
     from dshard.planner import Plan
@@ -173,6 +174,6 @@ def run(out: Path | None) -> int:
             "efficiency": asdict(EFFICIENCY),
             "rows": [asdict(each) for each in found],
         }
-        out.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"wrote {out}")
+        with writing("--out", out):
+            out.write_text(json.dumps(record, indent=1) + "\n")
     return 0

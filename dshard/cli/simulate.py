@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dshard.cli import published
 from dshard.cli.progress import open_progress
-from dshard.cli.target import Target, add_options, check_folder, check_picture, target_of
+from dshard.cli.target import Target, add_options, check_folder, check_picture, target_of, writing
 from dshard.cli.usage import UsageError
 
 if TYPE_CHECKING:
@@ -92,15 +92,15 @@ def run(args: argparse.Namespace) -> int:
     print(f"{target.sampled.name}: {target.sampled.num_params:,} parameters, {target.device.name}")
     print(table(found, target.limit_bytes))
     if args.plot is not None:
-        next(iter(found.values())).plot(args.plot)
-        print(f"wrote {args.plot}")
+        with writing("--plot", args.plot):
+            next(iter(found.values())).plot(args.plot)
     if args.curve is not None:
         points: dict[str, dict[int, drawing.Scaled]] = {name: {} for _, name in found}
         for (world, name), plan in found.items():
             points[name][world] = drawing.Scaled(plan.tflops, plan.peak_bytes)
         title = f"{target.sampled.name} on {target.device.name}"
-        drawing.draw_scaling(args.curve, points, title=title, limit_bytes=target.limit_bytes)
-        print(f"wrote {args.curve}")
+        with writing("--curve", args.curve):
+            drawing.draw_scaling(args.curve, points, title=title, limit_bytes=target.limit_bytes)
     return 0
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dshard.cli.usage import UsageError
+from dshard.cli.usage import RunError, UsageError
 
 if TYPE_CHECKING:
     from dshard.cli.models import Sampled
@@ -172,10 +174,33 @@ def check_picture(option: str, path: Path | None) -> None:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Checks that a file's folder is there.
+    """Checks that a file can be there.
 
     Raises:
-        UsageError: it is not.
+        UsageError: its folder is not there, or it is a folder itself.
     """
     if not path.parent.is_dir():
         raise UsageError(f"{option} must be in a folder that exists, but {path.parent} does not. Make it first.")
+    if path.is_dir():
+        raise UsageError(f"{option} must be a file, but {path} is a folder. Pass another.")
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Writes a file in the block, and says so.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    from dshard.errors import PlanError
+
+    try:
+        yield
+    except (OSError, PlanError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        said = getattr(cause, "strerror", None) or str(error)
+        raise RunError(
+            f"{option} must be a file that can be written, but writing {path} says: {said}. Pass another path, or make "
+            "room."
+        ) from error
+    print(f"wrote {path}")

@@ -37,10 +37,14 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         PlanError: It cannot be written.
     """
+    path = path.resolve()
     draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
+        if path.exists() and not path.is_file():  # a terminal or a pipe, which nothing can take the place of
+            path.write_text(text, encoding="utf-8")
+        else:
+            draft.write_text(text, encoding="utf-8")
+            os.replace(draft, path)
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise PlanError(

@@ -346,6 +346,36 @@ def test_what_is_wrong_is_one_line(refused, command, args, message):
 
 
 @pytest.mark.parametrize(
+    ("command", "option", "name"),
+    [
+        ("plan", "--out", "a.json"),
+        ("plan", "--plot", "a.png"),
+        ("simulate", "--plot", "a.png"),
+        ("simulate", "--curve", "a.svg"),
+        ("simulate", "--out", "published.json"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_told_in_one_line(
+    capsys, refused, monkeypatch, tmp_path, command, option, name
+):
+    pytest.importorskip("matplotlib")
+    options = ("--published",) if name == "published.json" else (*TINY, "--world", 8)
+    monkeypatch.setattr(published, "ROWS", published.ROWS[:1])
+    (tmp_path / name).mkdir()
+    assert refused(command, *options, option, name) == (
+        f"{option} must be a file, but {name} is a folder. Pass another."
+    )
+    (tmp_path / name).rmdir()
+    (tmp_path / name).symlink_to("/dev/full")  # that a disk is full shows when something is written
+    assert main([*map(str, (command, *options, option, name))]) == 1
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if not is_progress(command, line))
+    assert line.startswith(
+        f"dshard {command}: {option} must be a file that can be written, but writing {name} says: No "
+    )
+    assert "No space left on device" in line
+
+
+@pytest.mark.parametrize(
     "more", [("gpt2",), ("--world", 8), ("--batch", 2), ("--plot", "x.png"), ("--strategy", "ddp")]
 )
 def test_published_runs_take_no_option_that_would_change_nothing(refused, more):

@@ -162,6 +162,16 @@ def test_a_file_that_cannot_be_written_is_refused_by_its_path(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_plan_can_be_written_to_what_is_no_file_and_through_a_link(tmp_path):
+    (tmp_path / "null").symlink_to("/dev/null")
+    small().save(tmp_path / "null")
+    assert (tmp_path / "null").is_char_device()
+    (tmp_path / "link.json").symlink_to("plan.json")
+    small().save(tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert Plan.load(tmp_path / "plan.json") == small()
+
+
 def test_a_failed_write_leaves_the_plan_that_was_there(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
     small().save(path)
