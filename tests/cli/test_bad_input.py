@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import dshard
-from dshard.cli import main, saved, usage
+from dshard.cli import main, runs, usage
 from tests.cli.launch import RANK_VARIABLES, REPO, TEXT, own_lines, start, start_below_torchrun
 
 BAD_OPTIONS = [
@@ -35,7 +35,16 @@ BAD_OPTIONS = [
     (["--frobnicate"], "unrecognized arguments: --frobnicate. See dshard train --help."),
     (["--device", "abacus"], "argument --device: invalid choice: 'abacus' (choose from "),
     (["--plot", "losses.doc"], "--plot must end in one of .png, .svg, .pdf, but it is losses.doc."),
-    (["--resume"], "--resume needs a checkpoint in --out, but there is none in "),
+    (["--resume"], "--resume needs a run to continue, but there is none in runs/train. Run without --resume first,"),
+    (["--resume", "--out", "x"], "--resume needs a checkpoint in --out, but there is none in x. Run without --resume"),
+    (
+        ["--overwrite"],
+        "--overwrite deletes an earlier run in --out, but --out is missing: each run has a folder of its o",
+    ),
+    (
+        ["--overwrite", "--resume", "--out", "x"],
+        "--overwrite and --resume say opposite things of an earlier run, but bo",
+    ),
 ]
 
 BAD_ENVIRONMENTS = [
@@ -135,7 +144,7 @@ def _fake_checkpoint(out, **changed):
     folder.mkdir(parents=True)
     options = {"layers": 4, "width": 448, "heads": 7, "block_size": 64, "tie_head": False, **changed}
     pointer = {"checkpoint": folder.name, "step": 10, "options": options}
-    (out / saved._POINTER).write_text(json.dumps(pointer))
+    (out / runs.POINTER).write_text(json.dumps(pointer))
     return folder
 
 
@@ -155,13 +164,13 @@ def test_resuming_a_finished_run_is_refused(refused, tmp_path):
 
 def test_a_damaged_pointer_is_refused(refused, tmp_path):
     _fake_checkpoint(tmp_path / "run")
-    (tmp_path / "run" / saved._POINTER).write_text("{")
+    (tmp_path / "run" / runs.POINTER).write_text("{")
     assert refused("--resume", "--out", tmp_path / "run").startswith("--resume needs a readable latest.json, but ")
 
 
 def test_a_vanished_checkpoint_is_refused(refused, tmp_path):
     _fake_checkpoint(tmp_path / "run").rmdir()
-    assert refused("--resume", "--out", tmp_path / "run").endswith("is gone. Run without --resume.")
+    assert refused("--resume", "--out", tmp_path / "run").endswith("is gone. Pass --overwrite to start anew.")
 
 
 def test_a_command_is_required(capsys):
