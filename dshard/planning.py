@@ -22,10 +22,11 @@ from dshard.planner.profiles import Overhead, Training, UnitTimes, costs_of
 from dshard.planner.progress import SILENT, Progress, Stretch, Throttled
 from dshard.planner.solver import solve, solve_batch
 from dshard.planner.steps import tensors
+from dshard.planner.texts import parse_bytes
 from dshard.planner.ties import DATASHEET, MEASURED
 from dshard.planner.traces import Part, Trace
 from dshard.planner.tracing import trace
-from dshard.policies import Strategy, read_bytes
+from dshard.policies import Strategy
 from dshard.runtime.auto_units import find_units
 from dshard.tensor.meshes import group_of
 
@@ -45,7 +46,7 @@ def plan(
     mesh: DeviceMesh | None = None,
     device: Device | str | None = None,
     memory: int | str | None = None,
-    strategies: Sequence[Strategy | str] | None = None,
+    strategies: Sequence[Strategy | str] | Strategy | str | None = None,
     batch: int | str | None = None,
     training: Training | None = None,
     loss_of: Callable[[Any], Tensor] | None = None,
@@ -65,7 +66,7 @@ def plan(
         mesh: In its place: the ranks at hand, whose links are measured, or read from where they were kept.
         device: A name of `dshard.planner.DEVICES`, or one of your own; None to measure here.
         memory: Limit per rank, in bytes or as text: "38GiB"; None for that of the cluster's devices.
-        strategies: That a unit may have; None for all.
+        strategies: That a unit may have, several or one; None for all.
         batch: Samples per rank; None for those of the sample, "auto" for as many as give the most samples per second.
         training: Dtypes and optimizer; None for AdamW in the model's dtypes, as torch runs it by default there.
         loss_of: Loss of an output. Without it: its `loss`, or the sum of what is floating-point in it.
@@ -188,15 +189,18 @@ class Profile:
         cluster: Cluster,
         *,
         memory: int | str | None = None,
-        strategies: Sequence[Strategy | str] | None = None,
+        strategies: Sequence[Strategy | str] | Strategy | str | None = None,
         batch: int | str | None = None,
         margin: float | None = None,
     ) -> Plan:
         """The best plan on a cluster; arguments and errors are those of `dshard.plan`."""
         tolerance = self._margin(margin)
         limit = cluster.memory_bytes if memory is None else parse_bytes(memory, "memory")
-        given = strategies_for(cluster) if strategies is None else map(Strategy.of, strategies)
-        known = tuple(dict.fromkeys(strategy.on(cluster.num_ranks) for strategy in given))
+        if strategies is None:
+            strategies = strategies_for(cluster)
+        elif isinstance(strategies, (str, Strategy)):
+            strategies = (strategies,)
+        known = tuple(dict.fromkeys(Strategy.of(each).on(cluster.num_ranks) for each in strategies))
         if batch != "auto":
             return self._planned(self._size(batch), cluster, known, limit, tolerance)
         sizes = set(_BATCHES)
@@ -219,7 +223,7 @@ class Profile:
     def _size(self, batch: int | str | None) -> int:
         if batch is None:
             return self.batch
-        if not isinstance(batch, int) or batch < 1:
+        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
             raise PlanError(
                 f"plan: batch must be a number of samples, 'auto' or None, but it is {batch!r}. Pass 'auto'."
             )
@@ -300,18 +304,6 @@ def strategies_for(cluster: Cluster) -> tuple[Strategy, ...]:
     if 1 < within < cluster.num_ranks:
         names = (*names, f"hybrid({within})", f"hybrid({within}, keep)")
     return tuple(map(Strategy.of, names))
-
-
-def parse_bytes(value: int | str, name: str) -> int:
-    """A number of bytes, as it is or as text like "38GiB" or "40e9".
-
-    Raises:
-        PlanError: It is none, or not above 0.
-    """
-    number = read_bytes(value)
-    if not number:
-        raise PlanError(f"plan: {name} must be a number of bytes above 0, but it is {value!r}. Pass '38GiB'.")
-    return number
 
 
 def _resized(sample: Any, old: int, new: int, *, is_real: bool) -> Any:

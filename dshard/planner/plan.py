@@ -15,7 +15,7 @@ from dshard.planner.memory import moments
 from dshard.planner.records import of_record, to_record
 from dshard.planner.solver import Certificate, solve
 from dshard.planner.tables import choice_table, mix_text, peak_text, unit_table
-from dshard.planner.texts import bytes_text, number_text, seconds_text
+from dshard.planner.texts import bytes_text, number_text, parse_bytes, seconds_text
 from dshard.planner.ties import MEASURED
 from dshard.planner.timeline import Timeline, simulate, step_time
 from dshard.policies import Strategy
@@ -245,7 +245,7 @@ class Plan:
         """Prediction against what a real step took."""
         return Comparison(Measured(self.step_s, self.peak_bytes), measured)
 
-    def replanned(self, measured: Measured, *, memory_bytes: int | None = None) -> "Plan":
+    def replanned(self, measured: Measured, *, memory_bytes: int | str | None = None) -> "Plan":
         """Plan again, with costs that fit what a real step of this plan took.
 
         All times are scaled alike until the predicted step takes as long as the measured one. What the measured peak
@@ -253,7 +253,7 @@ class Plan:
 
         Args:
             measured: Of a step under this plan.
-            memory_bytes: Another limit; None keeps it.
+            memory_bytes: Another limit, in bytes or as text; None keeps it.
 
         Raises:
             PlanError: Nothing fits any more, or the plan was given rather than found.
@@ -266,7 +266,7 @@ class Plan:
             _scaled_model(self.model, factor), buffer_bytes=self.model.buffer_bytes + more, source="replanned, measured"
         )
         cluster = _scaled_cluster(self.cluster, factor)
-        limit = self.certificate.limit_bytes if memory_bytes is None else memory_bytes
+        limit = self.certificate.limit_bytes if memory_bytes is None else parse_bytes(memory_bytes, "memory_bytes")
         margin = min(MEASURED, self.certificate.margin)
         solution = solve(model, cluster, self.candidates, limit, tolerance=margin)
         return replace(

@@ -1,6 +1,9 @@
-"""Bytes, seconds and shares as people read them."""
+"""Bytes and seconds as people read and write them."""
 
-__all__ = ["bytes_text", "number_text", "seconds_text", "share_text"]
+from dshard.errors import PlanError
+from dshard.policies import read_bytes
+
+__all__ = ["bytes_text", "number_text", "parse_bytes", "seconds_text"]
 
 
 def seconds_text(value: float) -> str:
@@ -24,6 +27,13 @@ def number_text(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def share_text(value: float) -> str:
-    """A share as percents, of two digits at least where it is small."""
-    return f"{value:.2%}" if abs(value) < 0.1 else f"{value:.0%}"
+def parse_bytes(value: int | str, name: str) -> int:
+    """A number of bytes, as it is or as text like "38GiB" or "40e9".
+
+    Raises:
+        PlanError: It is none, or not above 0.
+    """
+    number = read_bytes(value)
+    if not number:
+        raise PlanError(f"plan: {name} must be a number of bytes above 0, but it is {value!r}. Pass '38GiB'.")
+    return number

@@ -254,6 +254,15 @@ def test_what_is_no_number_of_bytes_is_refused(text):
         parse_bytes(text, "memory")
 
 
+def test_one_strategy_may_be_given_as_it_is():
+    plans = [
+        dshard.plan(gpt(), tokens(2), cluster=EIGHT, device=TITAN, strategies=given)
+        for given in (["keep"], "keep", Strategy("keep"))
+    ]
+    assert plans[0] == plans[1] == plans[2]
+    assert set(plans[0].strategies) == {Strategy("keep")}
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -261,6 +270,7 @@ def test_what_is_no_number_of_bytes_is_refused(text):
         (lambda: dshard.plan(gpt(), [], cluster=EIGHT, device=TITAN), PlanError, "sample_input must hold a tensor"),
         (lambda: dshard.plan(gpt(), tokens(2), cluster=EIGHT, device="abacus"), StateError, "'abacus'"),
         (lambda: dshard.plan(gpt(), tokens(2), cluster=EIGHT, device=TITAN, batch=0), PlanError, "batch must be"),
+        (lambda: dshard.plan(gpt(), tokens(2), cluster=EIGHT, device=TITAN, batch=True), PlanError, "but it is True"),
         (lambda: dshard.plan(gpt().bfloat16(), tokens(2), cluster=EIGHT, device=TITAN), StateError, "bfloat16"),
         (
             lambda: dshard.plan(gpt(), tokens(2), cluster=EIGHT, device=TITAN, strategies=[]),
