@@ -1,5 +1,6 @@
 """`fully_shard` and its companions."""
 
+import os
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -9,7 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dshard.collectives import ShardGroup
-from dshard.plan_units import units_of
+from dshard.errors import StateError
+from dshard.plan_units import Followed, choices, follow, read_plan
 from dshard.planner import Plan
 from dshard.policies import Precision, PrecisionRules, StrategyRules, reshard_choice
 from dshard.report import PlanReport
@@ -50,10 +52,10 @@ def fully_shard(
     sync: Literal["check", "broadcast"] | None = "check",
     grad_reduce: Literal["mean", "sum"] = "mean",
     buffers: Literal["leave", "broadcast", "check"] = "leave",
-    memory_budget: int | Literal["auto"] | None = None,
+    memory_budget: int | str | None = None,
     auto_wrap_policy: AutoWrapPolicy | None = None,
     strategy: Any = None,
-    plan: Plan | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
 ) -> M:
     """Shard the parameters of a module over the ranks of a mesh, in place.
 
@@ -106,8 +108,9 @@ def fully_shard(
             "split(q)" for weights of layers that are gathered and used in `q` slices, or a `Strategy`; or a dict of
             those by patterns of parameter names, of which the first that matches decides, as in
             `{"*embed*": "ddp", "layers.*": "full"}`. `set_strategy` changes it between two steps.
-        plan: What `dshard.plan` made for this model and as many ranks: its units, and the strategy of each. After the
-            second step the logger "dshard", and `plan_report(model)`, say how that compares with it.
+        plan: What `dshard.plan` made for this model and as many ranks, or the path of its file (of `Plan.save`, or
+            `dshard plan --out`): its units, and the strategy of each. After the second step the logger "dshard", and
+            `plan_report(model)`, say how that compares with it.
 
     Returns:
         `module` itself, whose class is now a subclass of `FSDPModule` too. To a type checker it is of the class that it
@@ -118,6 +121,7 @@ def fully_shard(
         DivergenceError: The ranks hold different models or weights, were given different options, or one of them raised
             one of the other errors alone. On every rank alike.
         StateError: No process group, an option that is none of the choices, or a module that cannot be sharded.
+        PlanError: `plan` is none, or for another model, number of ranks or dtypes.
         UnsupportedOpError: An option that is not supported yet.
 
     Communicates:
@@ -133,13 +137,14 @@ def fully_shard(
     compare_parameters(call.modules, call.specs, places, call.conversion.group, sync)
     for child, child_reshards in call.children.items():
         call.convert([child], child_reshards if child_reshards is not None else call.reshard)
-    for unit in call.planned:
+    for unit in call.followed.units:
         call.convert(unit.modules, None, shared=_shared(unit))
     runtime = call.convert(call.modules, call.reshard)
     if memory_budget is not None:
-        runtime.change(memory_budget=memory_budget)
+        runtime.change(memory_budget=options.budget)
     _handle_buffers(call.modules, call.conversion.mesh, runtime, buffers)
-    runtime.plan_report = PlanReport(call.modules[0], runtime, plan) if plan is not None else None
+    followed = call.followed.plan
+    runtime.plan_report = PlanReport(call.modules[0], runtime, followed) if followed is not None else None
     return module
 
 
@@ -153,7 +158,7 @@ class _Call:
         conversion: How parameters become sharded.
         specs: What becomes of each parameter.
         children: Modules below that become units of their own, and whether each is freed after forward.
-        planned: Units that a plan names, but for the root's.
+        followed: What a plan says, and the strategies.
         reshard: When units are freed, as far as no strategy says that.
     """
 
@@ -162,11 +167,11 @@ class _Call:
     conversion: Conversion
     specs: list[ParamSpec]
     children: dict[nn.Module, bool | None]
-    planned: list[UnitPlan[nn.Parameter]]
+    followed: Followed
     reshard: bool | int | None
 
     FACTS: ClassVar[tuple[str, ...]] = tuple(  # in the order in which they are named: causes first
-        dict.fromkeys(["module", "ignored_params", "parameters", *(each.name for each in fields(Options))])
+        dict.fromkeys(["module", "ignored_params", "parameters", "plan", *(each.name for each in fields(Options))])
     )
 
     @classmethod
@@ -177,29 +182,32 @@ class _Call:
             DShardError: It cannot be. On every rank alike, where all were given the same.
         """
         modules = checked_modules(module)
+        if isinstance(options.strategy, Plan):
+            raise StateError("fully_shard: a Plan is no strategy, but it is given as one. Pass plan= instead.")
         options.check()
         mesh = options.mesh if options.mesh is not None else default_mesh()
         if options.dp_mesh_dims is not None:
             mesh = data_parallel_mesh(mesh, options.dp_mesh_dims)
         check_mesh(mesh)
         reshard = reshard_choice(options.reshard_after_forward, mesh.size(mesh.ndim - 1))
-        plan = options.plan
-        strategies = StrategyRules.of(options.strategy) if plan is None else StrategyRules(named=plan.by_parameter)
         precision = PrecisionRules.of(options.mp_policy, options.offload_on(mesh))
-        averages = options.grad_reduce == "mean"
-        conversion = Conversion(mesh, options.placement_fn, averages, precision, strategies)
+        plan = read_plan(options.plan) if options.plan is not None else None
+        strategies = StrategyRules.of(options.strategy)
         follow_replaced(modules)
         found = own_parameters(modules, options.ignored)
-        strategies.check_names("fully_shard", [name for name, _ in found])
-        num_ranks = conversion.group.num_ranks
-        planned = units_of(plan, modules, found, num_ranks, precision) if plan is not None else []
+        followed = Followed(strategies)
+        if plan is not None:
+            followed = follow(plan, modules, found, group_of(mesh).num_ranks, precision)
+        averages = options.grad_reduce == "mean"
+        conversion = Conversion(mesh, options.placement_fn, averages, precision, followed.strategies)
+        followed.strategies.check_names("fully_shard", [name for name, _ in found])
         children = chosen_modules(modules, options.auto_wrap_policy, options.ignored)
         specs = conversion.resolve(found)
         for spec in specs:
             if is_sliced(spec.param, spec.num_slices):
                 offload = spec.precision.offload if spec.precision is not None else None
                 check_sliced(modules, spec.name, spec.param, dim=spec.base.dim, offload=offload)
-        return cls(modules, options, conversion, specs, children, planned, reshard)
+        return cls(modules, options, conversion, specs, children, followed, reshard)
 
     def facts(self) -> dict[str, Fact]:
         """What all ranks of the mesh must ask for alike, by the names of the arguments."""
@@ -218,7 +226,7 @@ class _Call:
             "offload_policy": type(options.offload_policy).__name__,
             "auto_wrap_policy": [f"{names[child]}: {reshard}" for child, reshard in self.children.items()],
             "strategy": [repr(self.conversion.strategies.rules), *(f"{s.name}: {s.strategy}" for s in own)],
-            "plan": [unit.label for unit in self.planned],
+            "plan": choices(self.followed.plan) if self.followed.plan is not None else "None",
         }
         return {name: facts[name] for name in self.FACTS}
 

@@ -26,4 +26,4 @@ class CheckpointError(DShardError, RuntimeError):
 
 
 class PlanError(DShardError, ValueError):
-    """A plan that cannot be made: nothing fits into the memory, or its costs make no sense."""
+    """A plan that cannot be made or followed: nothing fits into the memory, it is for another model, or is none."""

@@ -1,6 +1,7 @@
 """`dshard.plan`: from a model, a sample of its input and the devices to the best strategy for each of its units."""
 
-import re
+import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,9 +19,11 @@ from dshard.planner.devices import Device, device_named
 from dshard.planner.measuring import measure, optimizer_seconds_per_byte
 from dshard.planner.plan import Plan
 from dshard.planner.profiles import Overhead, Training, UnitTimes, costs_of
+from dshard.planner.progress import SILENT, Progress, Stretch, Throttled
 from dshard.planner.solver import solve, solve_batch
 from dshard.planner.steps import tensors
-from dshard.planner.ties import MEASURED
+from dshard.planner.texts import parse_bytes
+from dshard.planner.ties import DATASHEET, MEASURED
 from dshard.planner.traces import Part, Trace
 from dshard.planner.tracing import trace
 from dshard.policies import Strategy
@@ -29,10 +32,10 @@ from dshard.tensor.meshes import group_of
 
 __all__ = ["Profile", "parse_bytes", "parts_of", "plan", "strategies_for"]
 
+log = logging.getLogger("dshard")
+
+_EVERY_S = 5.0  # from one line of the logger to the next
 _BATCHES = (*range(1, 17), *range(18, 33, 2), *range(40, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
-_SCALES = (2**10, 10**3)
-_PREFIXES = "kmgtp"
-_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?\d+)?)\s*(?:([kmgtp])(i?))?b?\s*", re.IGNORECASE)
 
 
 def plan(
@@ -43,16 +46,18 @@ def plan(
     mesh: DeviceMesh | None = None,
     device: Device | str | None = None,
     memory: int | str | None = None,
-    strategies: Sequence[Strategy | str] | None = None,
+    strategies: Sequence[Strategy | str] | Strategy | str | None = None,
     batch: int | str | None = None,
     training: Training | None = None,
     loss_of: Callable[[Any], Tensor] | None = None,
+    margin: float | None = None,
 ) -> Plan:
     """Choose a strategy for each unit of a model, so that a step is shortest and fits into memory.
 
     Units are those that `fully_shard` finds on the root of the model. Bytes and operations come from a step on tensors
-    without data, times from a description of the device, or from real steps on this machine. By measured times, which
-    are not known better, one strategy for all units is preferred to a mix that would save 2% or less.
+    without data, times from a description of the device, or from real steps on this machine. Of what cannot be told
+    apart by such times, one strategy for all units is preferred, and of several the one that takes least memory; the
+    plan's certificate says what is the fastest, and by how much the plan is slower.
 
     Args:
         model: Not sharded yet; may be on meta if a device is named.
@@ -61,10 +66,12 @@ def plan(
         mesh: In its place: the ranks at hand, whose links are measured, or read from where they were kept.
         device: A name of `dshard.planner.DEVICES`, or one of your own; None to measure here.
         memory: Limit per rank, in bytes or as text: "38GiB"; None for that of the cluster's devices.
-        strategies: That a unit may have; None for all.
+        strategies: That a unit may have, several or one; None for all.
         batch: Samples per rank; None for those of the sample, "auto" for as many as give the most samples per second.
         training: Dtypes and optimizer; None for AdamW in the model's dtypes, as torch runs it by default there.
         loss_of: Loss of an output. Without it: its `loss`, or the sum of what is floating-point in it.
+        margin: By which part of a step the preferred may be slower than the fastest; 0 for the fastest. None for what
+            the times are known to: 0.02 where they were measured, 0.03 by a description of a device.
 
     Raises:
         PlanError: Nothing fits, and by how much; or an argument is none.
@@ -84,10 +91,21 @@ def plan(
     if training is None:  # on CPU, torch's AdamW steps one parameter after the other
         is_here = named is None and all(p.device.type == "cpu" for p in model.parameters())
         training = Training(step_bytes_per_element=8, steps_together=False) if is_here else Training()
-    profile = Profile(model, sample_input, device=named, training=training, loss_of=loss_of, mesh=mesh)
+    progress = Throttled(lambda line: log.info("plan: %s", line), every_s=_EVERY_S)
+    is_first = mesh is None or mesh.get_rank() == 0
+    profile = Profile(
+        model,
+        sample_input,
+        device=named,
+        training=training,
+        loss_of=loss_of,
+        mesh=mesh,
+        progress=progress if is_first else SILENT,
+    )
     if cluster is None:
+        profile.progress.at("measuring links")
         cluster = measure_links(mesh)
-    return profile.plan(cluster, memory=memory, strategies=strategies, batch=batch)
+    return profile.plan(cluster, memory=memory, strategies=strategies, batch=batch, margin=margin)
 
 
 class Profile:
@@ -101,6 +119,7 @@ class Profile:
         loss_of: As for `plan`.
         mesh: Of ranks that measure together: each takes the times of the slowest, and on CPU adds what dshard itself
             takes for each parameter.
+        progress: Hears how far planning is.
     """
 
     def __init__(
@@ -112,7 +131,9 @@ class Profile:
         training: Training,
         loss_of: Callable[[Any], Tensor] | None = None,
         mesh: DeviceMesh | None = None,
+        progress: Progress = SILENT,
     ) -> None:
+        self.progress = progress
         self._model, self._sample, self._loss_of, self._mesh = model, sample_input, loss_of, mesh
         self._device, self._training = device, training
         self._traces: dict[int, Trace] = {}
@@ -135,8 +156,16 @@ class Profile:
         """A traced step of so many samples; each is traced once."""
         if batch not in self._traces:
             sample = _resized(self._sample, self.batch, batch, is_real=False)
-            dtype = self._training.compute_dtype
-            self._traces[batch] = trace(self._model, sample, self._parts, dtype=dtype, loss_of=self._loss_of)
+            what = f"tracing a step of {batch} sample{'s' * (batch > 1)}"
+            self.progress.at(what)
+            self._traces[batch] = trace(
+                self._model,
+                sample,
+                self._parts,
+                dtype=self._training.compute_dtype,
+                loss_of=self._loss_of,
+                progress=Stretch(self.progress, f"{what}: ", 0.0, 1.0),
+            )
         return self._traces[batch]
 
     def costs(self, batch: int) -> ModelCosts:
@@ -160,21 +189,27 @@ class Profile:
         cluster: Cluster,
         *,
         memory: int | str | None = None,
-        strategies: Sequence[Strategy | str] | None = None,
+        strategies: Sequence[Strategy | str] | Strategy | str | None = None,
         batch: int | str | None = None,
+        margin: float | None = None,
     ) -> Plan:
         """The best plan on a cluster; arguments and errors are those of `dshard.plan`."""
+        tolerance = self._margin(margin)
         limit = cluster.memory_bytes if memory is None else parse_bytes(memory, "memory")
-        given = strategies_for(cluster) if strategies is None else map(Strategy.of, strategies)
-        known = tuple(dict.fromkeys(strategy.on(cluster.num_ranks) for strategy in given))
+        if strategies is None:
+            strategies = strategies_for(cluster)
+        elif isinstance(strategies, (str, Strategy)):
+            strategies = (strategies,)
+        known = tuple(dict.fromkeys(Strategy.of(each).on(cluster.num_ranks) for each in strategies))
         if batch != "auto":
-            return self._planned(self._size(batch), cluster, known, limit)
+            return self._planned(self._size(batch), cluster, known, limit, tolerance)
         sizes = set(_BATCHES)
         while True:  # sizes between two traced ones are estimated, none too low; what is chosen is traced
-            found = solve_batch(self.estimated(max(sizes)), sizes, cluster, known, limit)
+            estimate, told = self.estimated(max(sizes)), self.progress
+            found = solve_batch(estimate, sizes, cluster, known, limit, tolerance=tolerance, progress=told)
             best = found.model.batch_size // found.model.num_backwards
             try:
-                return self._planned(best, cluster, known, limit)
+                return self._planned(best, cluster, known, limit, tolerance)
             except PlanError:
                 sizes.discard(best)
 
@@ -188,15 +223,27 @@ class Profile:
     def _size(self, batch: int | str | None) -> int:
         if batch is None:
             return self.batch
-        if not isinstance(batch, int) or batch < 1:
+        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
             raise PlanError(
                 f"plan: batch must be a number of samples, 'auto' or None, but it is {batch!r}. Pass 'auto'."
             )
         return batch
 
-    def _planned(self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int) -> Plan:
+    def _margin(self, margin: Any) -> float:
+        if margin is None:
+            return MEASURED if self._device is None else DATASHEET
+        is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
+        if not is_number or not 0 <= margin < math.inf:
+            raise PlanError(
+                f"plan: margin must be a part of a step, 0 or more, or None, but it is {margin!r}. Pass 0 for the "
+                "fastest plan."
+            )
+        return float(margin)
+
+    def _planned(self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int, tolerance: float) -> Plan:
         costs = self.costs(batch)
-        solution = solve(costs, cluster, known, limit, tolerance=MEASURED if self._device is None else 0.0)
+        self.progress.at(f"choosing strategies of {len(costs.units)} units")
+        solution = solve(costs, cluster, known, limit, tolerance=tolerance, progress=self.progress)
         return Plan(costs, cluster, solution.strategies, known, solution.certificate, self._flops(batch))
 
     def _flops(self, batch: int) -> float:
@@ -207,6 +254,7 @@ class Profile:
             return costs_of(traced, self._model, training=self._training, device=self._device, batch_size=batch)
         sample = _resized(self._sample, self.batch, batch, is_real=True)
         dtype = self._training.compute_dtype
+        self.progress.at(f"measuring a step of {batch} sample{'s' * (batch > 1)} on this machine")
         times = measure(self._model, sample, self._parts, dtype=dtype, loss_of=self._loss_of)
         of_byte = optimizer_seconds_per_byte(next(self._model.parameters()).device)
         own = Overhead()
@@ -230,6 +278,7 @@ class Profile:
         if self._mesh is None or self._mesh.device_type != "cpu":
             return Overhead()
         if self._own is None:
+            self.progress.at("measuring what dshard itself takes for a parameter")
             self._own = measure_overhead(self._mesh)
         return self._own
 
@@ -255,25 +304,6 @@ def strategies_for(cluster: Cluster) -> tuple[Strategy, ...]:
     if 1 < within < cluster.num_ranks:
         names = (*names, f"hybrid({within})", f"hybrid({within}, keep)")
     return tuple(map(Strategy.of, names))
-
-
-def parse_bytes(value: int | str, name: str) -> int:
-    """A number of bytes, as it is or as text like "38GiB" or "40e9".
-
-    Raises:
-        PlanError: It is none, or not above 0.
-    """
-    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    number = 0
-    if isinstance(value, int):
-        number = value
-    elif found is not None:
-        prefix = (found[2] or "").lower()
-        scale = _SCALES[0] if found[3] else _SCALES[1]
-        number = int(float(found[1]) * scale ** (_PREFIXES.index(prefix) + 1 if prefix else 0))
-    if number < 1:
-        raise PlanError(f"plan: {name} must be a number of bytes above 0, but it is {value!r}. Pass '38GiB'.")
-    return number
 
 
 def _resized(sample: Any, old: int, new: int, *, is_real: bool) -> Any:

@@ -1,9 +1,11 @@
 """Options of `fully_shard` that are more than a flag."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -11,11 +13,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dshard.errors import PlacementError, StateError
 
-__all__ = ["Offload", "Precision", "PrecisionRules", "Strategy", "StrategyRules", "reshard_choice"]
-
+__all__ = ["Offload", "Precision", "PrecisionRules", "Strategy", "StrategyRules", "read_bytes", "reshard_choice"]
 
 _BASES = ("ddp", "zero1", "zero2", "keep", "full")
 _CALL = re.compile(r"(hybrid|split)\(\s*(\d+)\s*(?:,\s*(.+?)\s*)?\)", re.DOTALL)
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?\d+)?)\s*(?:([kmgtp])(i?))?b?\s*", re.IGNORECASE)
+_PREFIXES = "kmgtp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,3 +328,15 @@ def reshard_choice(value: Any, num_ranks: int) -> bool | int | None:
             f"share a parameter ({num_ranks}), but it is {value!r}. Pass True."
         )
     return value if 1 < value < num_ranks else value != 1
+
+
+def read_bytes(value: Any) -> int | None:
+    """A number of bytes, as it is or as text with a unit: "38GiB", "40e9", "1.5 GB"; None for what is none."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value) if int(value) >= 0 else None
+    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        return None
+    scale = 2**10 if found[3] else 10**3
+    number = float(found[1]) * scale ** (_PREFIXES.index(found[2].lower()) + 1 if found[2] else 0)
+    return int(number) if math.isfinite(number) else None

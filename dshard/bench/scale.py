@@ -156,7 +156,7 @@ def run(output: Output, *, world_sizes: Sequence[int], unit_counts: Sequence[int
             print(f"{kind}: {points[max(points)] / 1e3:.1f} kB of Python objects per unit over the unsharded model's")
     panels: list[Panel] = [
         Lines("host time of a step", "ms, median", "ranks", _series(by_ranks, "median_ms")),
-        Lines("shards (pale), and a step's peak on top of them", "bytes", "ranks", _memory_series(by_ranks)),
+        Lines("shards, and a step's peak on top of them", "MB", "ranks", _memory_series(by_ranks)),
         Lines("host time of a step, 8 ranks", "ms, median", "units", times),
     ]
     content = {"header": output.header(backend="fake"), "by_ranks": by_ranks, "by_units": by_units, "fit": fits}
@@ -164,6 +164,7 @@ def run(output: Output, *, world_sizes: Sequence[int], unit_counts: Sequence[int
 
 
 def _memory_series(by_ranks: Mapping[str, Mapping[str, Summary]]) -> dict[str, dict[int, float]]:
+    """In MB."""
     peaks, shards = _series(by_ranks, "peak_bytes"), _series(by_ranks, "shard_bytes")
-    found = {f"{kind}, shards": points for kind, points in shards.items()}
-    return {**found, **{f"{kind}": points for kind, points in peaks.items()}}
+    found = {**{f"{kind}, shards": points for kind, points in shards.items()}, **peaks}
+    return {name: {x: value / 1e6 for x, value in points.items()} for name, points in found.items()}

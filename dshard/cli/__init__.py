@@ -7,6 +7,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+import torch
+
+import dshard
 from dshard.cli import bench, plan, simulate, train
 from dshard.cli.usage import CommandParser, UsageError, fail
 
@@ -18,6 +21,8 @@ _COMMANDS = (train, plan, simulate, bench)
 
 def _parser() -> CommandParser:
     parser = CommandParser(prog="dshard", description="Sharded data-parallel training with PyTorch.")
+    version = f"%(prog)s {dshard.__version__}, torch {torch.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print both versions and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add_parser(commands)
@@ -42,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None takes them from ``sys.argv``.
 
     Returns:
-        0 after success, 2 after bad input (one line on stderr, from the first rank of each machine), 130 after Ctrl-C.
+        0 after success; 2 after bad input, and 1 where a disk is full or alike: one line on stderr, from the first rank
+        of each machine; 130 after Ctrl-C.
 
     Communicates: what the subcommand does; bad input is found before the first collective wherever that is possible.
     """
@@ -56,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(f"unrecognized arguments: {' '.join(unknown)}. See {who} --help.")
         code: int = args.run(args)
     except UsageError as error:
-        return fail(error.who or who, str(error))
+        return fail(error.who or who, str(error), error.code)
     except KeyboardInterrupt:
         return 130
     return code

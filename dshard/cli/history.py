@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dshard.cli.memory import StateBytes
+from dshard.cli.writable import write_whole
 
 
 @dataclass(slots=True)
@@ -41,16 +41,18 @@ class History:
         return cls(losses=list(value["losses"]), norms=list(value["norms"]), validation=validation)
 
     def write(self, path: Path) -> None:
-        """Replaces a file by this history, at once: one line per step, in exact decimals."""
+        """Replaces a file by this history, at once: one line per step, in exact decimals.
+
+        Raises:
+            OSError: it cannot be written; the file stays as it was.
+        """
         lines = [json.dumps({"step": 0, "validation_loss": self.validation[0]})] if 0 in self.validation else []
         for index, (loss, norm) in enumerate(zip(self.losses, self.norms, strict=True)):
             row: dict[str, Any] = {"step": index + 1, "loss": loss, "norm": norm}
             if index + 1 in self.validation:
                 row["validation_loss"] = self.validation[index + 1]
             lines.append(json.dumps(row))
-        draft = path.with_name(path.name + ".part")
-        draft.write_text("\n".join(lines) + "\n")
-        os.replace(draft, path)
+        write_whole(path, "\n".join(lines) + "\n")
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,13 +203,5 @@ class Trainer:
         """Saves a checkpoint and the losses so far."""
         if self.save_to is None:
             return
-        saving.save(
-            self.save_to,
-            self.model,
-            self.optimizer,
-            step=self.num_done,
-            options=self._description,
-            extra={"step": self.num_done, "history": self.history.to_json()},
-        )
-        if self.world.is_first:
-            self.history.write(self.save_to / "history.jsonl")
+        run = saving.Progressed(self.num_done, self._description, self.history)
+        saving.save(self.save_to, self.model, self.optimizer, run)

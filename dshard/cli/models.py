@@ -22,33 +22,48 @@ _SEQUENCE = 512
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A model on meta, and a sample of its input for one rank."""
+    """A model on meta, and a sample of its input for one rank.
+
+    Attributes:
+        name: as it was asked for.
+        model: without memory.
+        sample: of its input.
+        num_params: elements of all parameters.
+        num_tokens: per sample; 0 where nobody knows.
+    """
 
     name: str
     model: nn.Module
     sample: Any
     num_params: int
+    num_tokens: int
 
 
-def build_model(name: str, *, batch: int, sequence: int | None, is_checkpointed: bool) -> Sampled:
+def build_model(name: str, *, batch: int | None, sequence: int | None, is_checkpointed: bool) -> Sampled:
     """Builds a model without memory.
 
     Args:
         name: a preset, the path of a ``config.json`` or of its folder, or ``module:function``; the function returns a
             model and a sample input.
-        batch: samples per rank.
+        batch: samples per rank; None for 1. The sample of a function has its own.
         sequence: tokens per sample; None for what is usual for the model.
         is_checkpointed: whether blocks compute their forward again in backward.
 
     Raises:
         UsageError: there is no such model, it cannot be built, or it has no parameters.
     """
+    num_tokens = 0
     if name in PRESETS:
         preset = PRESETS[name]
-        length = sequence or preset.sequence
-        model, sample = meta_model(preset, length), _tokens(batch, length)
+        num_tokens = sequence or preset.sequence
+        model, sample = meta_model(preset, num_tokens), _tokens(batch or 1, num_tokens)
     elif Path(name).is_dir() or name.endswith(".json"):
-        model, sample = _hugging_face(Path(name), batch, sequence)
+        model, sample = _hugging_face(Path(name), batch or 1, sequence)
+        num_tokens = sample["input_ids"].shape[1]
+    elif ":" in name and sequence is not None:
+        raise UsageError(
+            f"--sequence is for presets and configurations, but {name} makes its own sample. Leave it out."
+        )
     elif ":" in name:
         model, sample = _function(name)
     else:
@@ -61,7 +76,7 @@ def build_model(name: str, *, batch: int, sequence: int | None, is_checkpointed:
         raise UsageError(f"MODEL must have parameters, but {name} has none. Pass a model that has.")
     if is_checkpointed and not checkpoint_blocks(model):
         raise UsageError(f"--checkpoint needs blocks in a ModuleList, but {name} has none. Leave it out.")
-    return Sampled(name, model, sample, num_params)
+    return Sampled(name, model, sample, num_params, num_tokens)
 
 
 def _tokens(batch: int, length: int) -> Tensor:

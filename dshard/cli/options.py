@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dshard.cli.gpt import GPTConfig
+from dshard.cli.runs import RUNS
 from dshard.cli.usage import UsageError
 
 
@@ -17,8 +18,9 @@ class TrainOptions:
     """What one run of ``dshard train`` was asked to do. Field names are the option names."""
 
     data: Path | None
-    out: Path
+    out: Path | None
     resume: bool
+    overwrite: bool
     steps: int
     stop_after: int | None
     batch_size: int
@@ -69,10 +71,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds every option of ``dshard train`` to a parser."""
     run = parser.add_argument_group("run")
     run.add_argument("--data", type=Path, metavar="PATH", help="text file or folder (Python's standard library)")
+    run.add_argument("--out", type=Path, metavar="DIR", help=f"for checkpoints (a new one in {RUNS})")
     run.add_argument(
-        "--out", type=Path, default=Path("runs/train"), metavar="DIR", help="for checkpoints (%(default)s)"
+        "--resume", action="store_true", help="continue from the checkpoint in --out (of the last run), bit for bit"
     )
-    run.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out, bit for bit")
+    run.add_argument("--overwrite", action="store_true", help="delete the checkpoints of an earlier run in --out")
     run.add_argument("--steps", type=int, default=150, help="length of the schedule (%(default)s)")
     run.add_argument("--stop-after", type=int, metavar="STEP", help="save and end early, to be continued with --resume")
     run.add_argument("--seed", type=int, default=0, help="of weights, data order and sample (%(default)s)")
@@ -132,4 +135,13 @@ def check_options(args: argparse.Namespace) -> TrainOptions:
     _check_numbers(args)
     if args.sample_tokens and not args.prompt:
         raise UsageError("--prompt must hold at least one byte, but it is empty. Pass some text, or --sample-tokens 0.")
+    if args.overwrite and args.resume:
+        raise UsageError(
+            "--overwrite and --resume say opposite things of an earlier run, but both are given. Pass one of them."
+        )
+    if args.overwrite and args.out is None:
+        raise UsageError(
+            "--overwrite deletes an earlier run in --out, but --out is missing: each run has a folder of its own. "
+            "Leave it out, or pass --out."
+        )
     return TrainOptions(**{field.name: getattr(args, field.name) for field in dataclasses.fields(TrainOptions)})

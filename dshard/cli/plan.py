@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dshard.cli.target import add_options, check_folder, check_picture, target_of
+from dshard.cli.progress import open_progress
+from dshard.cli.target import add_options, check_folder, check_picture, target_of, writing
 from dshard.cli.usage import UsageError
 
 _DESCRIPTION = """\
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     Communicates: nothing.
     """
     from dshard.errors import DShardError
-    from dshard.planning import plan
+    from dshard.planning import Profile
 
     if args.world < 1:
         raise UsageError(f"--world must be at least 1, but it is {args.world}.")
@@ -52,25 +53,24 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         check_folder("--out", args.out)
     target = target_of(args)
+    sampled, batch, margin = target.sampled, target.batch, target.margin
     try:
-        planned = plan(
-            target.sampled.model,
-            target.sampled.sample,
-            cluster=target.cluster(args.world),
-            device=target.device,
-            memory=target.limit_bytes,
-            strategies=args.strategy,
-            batch="auto" if target.batch == "auto" else None,
-            training=target.training,
-        )
+        cluster = target.cluster(args.world)
+        with open_progress("dshard plan") as progress:
+            profile = Profile(
+                sampled.model, sampled.sample, device=target.device, training=target.training, progress=progress
+            )
+            planned = profile.plan(
+                cluster, memory=target.limit_bytes, strategies=args.strategy, batch=batch, margin=margin
+            )
     except DShardError as error:
         raise UsageError.of(error) from error
     print(f"{target.sampled.name}: {target.sampled.num_params:,} parameters, {target.device.name}")
     print(planned.explain())
     if args.out is not None:
-        planned.save(args.out)
-        print(f"wrote {args.out}")
+        with writing("--out", args.out):
+            planned.save(args.out)
     if args.plot is not None:
-        planned.plot(args.plot)
-        print(f"wrote {args.plot}")
+        with writing("--plot", args.plot):
+            planned.plot(args.plot)
     return 0

@@ -10,6 +10,7 @@ from dshard.cli.history import Outcome
 from dshard.cli.report import largest
 from dshard.cli.usage import UsageError
 
+_PARTS = {"parameters": "C2", "gradients": "C4", "optimizer": "C8"}  # other colors than those of losses
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -45,12 +46,12 @@ def draw(path: Path, outcomes: Sequence[Outcome]) -> None:
     losses.grid(alpha=0.3)
     names = [outcome.name for outcome in outcomes]
     bottoms = [0.0] * len(outcomes)
-    for part in ("parameters", "gradients", "optimizer"):
+    for part, color in _PARTS.items():
         heights = [getattr(largest(outcome.memory), part) / 1e6 for outcome in outcomes]
-        memory.bar(names, heights, 0.6, bottom=bottoms, label=part)
+        memory.bar(names, heights, 0.6, bottom=bottoms, label=part, color=color)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     memory.set(ylabel="MB per rank", ylim=(0, 1.35 * max(bottoms)))  # the legend goes above the bars
-    memory.margins(x=0.3)
+    memory.set_xlim(-0.8, max(1, len(names) - 1) + 0.8)
     memory.legend(frameon=False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,39 +14,25 @@ from torch.utils.checkpoint import checkpoint
 
 from dshard.cli.gpt import GPT, GPTConfig
 
-__all__ = ["PRESETS", "T5", "Checkpointed", "Preset", "T5Config", "checkpoint_blocks", "meta_model"]
-
-
-class Checkpointed(nn.Module):
-    """A block that keeps its inputs alone, and computes its forward again in backward.
-
-    Args:
-        block: Any module.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the block gives."""
-        return checkpoint(self.block, *args, use_reentrant=False, **kwargs)
+__all__ = ["PRESETS", "T5", "Preset", "T5Config", "checkpoint_blocks", "meta_model"]
 
 
 def checkpoint_blocks(model: nn.Module) -> int:
-    """Checkpoint each element of a model's outermost lists.
+    """Have each element of a model's outermost lists keep its inputs alone, and compute its forward again in backward.
+
+    The names of parameters stay: a plan is for the model as its user has it.
 
     Returns:
         How many there are.
     """
     num = 0
     for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            for i, block in enumerate(child):
-                child[i] = Checkpointed(block)
-                num += 1
-        else:
+        if not isinstance(child, nn.ModuleList):
             num += checkpoint_blocks(child)
+            continue
+        for block in dict.fromkeys(child):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            num += 1
     return num
 
 

@@ -7,8 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dshard.cli.progress import open_progress
+from dshard.cli.target import writing
+
 if TYPE_CHECKING:
     from dshard.planner import Plan
+    from dshard.planner.progress import Progress
 
 __all__ = ["ROWS", "Row", "published", "run"]
 
@@ -90,8 +94,11 @@ class Found:
     peak_bytes: int
 
 
-def published() -> list[Found]:
+def published(progress: Progress) -> list[Found]:
     """All rows; models are traced once for each length and batch.
+
+    Args:
+        progress: hears how far it is.
 
     Communicates: nothing.
     """
@@ -99,6 +106,7 @@ def published() -> list[Found]:
 
     from dshard.cli.models import build_model
     from dshard.planner import DEVICES, Training, cluster_of
+    from dshard.planner.progress import Stretch
     from dshard.planning import Profile
 
     profiles: dict[tuple[Any, ...], Profile] = {}
@@ -111,6 +119,8 @@ def published() -> list[Found]:
             dtype = getattr(torch, row.dtype)
             training = Training(dtype, dtype, row.state_bytes_per_element, 0)
             profiles[key] = Profile(sampled.model, sampled.sample, device=device, training=training)
+        shares = ((ROWS.index(row) + k) / len(ROWS) for k in (0, 1))
+        profiles[key].progress = Stretch(progress, f"{row.name} on {world} ranks: ", *shares)
         cluster = cluster_of(device, world, between_hosts=row.gbit * 1e9 / 8)
         return profiles[key].given(cluster, "full")
 
@@ -154,7 +164,8 @@ def run(out: Path | None) -> int:
 
     from dshard.planner import EFFICIENCY
 
-    found = published()
+    with open_progress("dshard simulate") as progress:
+        found = published(progress)
     print(table(found))
     if out is not None:
         record = {
@@ -163,6 +174,6 @@ def run(out: Path | None) -> int:
             "efficiency": asdict(EFFICIENCY),
             "rows": [asdict(each) for each in found],
         }
-        out.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"wrote {out}")
+        with writing("--out", out):
+            out.write_text(json.dumps(record, indent=1) + "\n")
     return 0

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dshard import CheckpointError, checkpoint
+from dshard.cli.history import History
+from dshard.cli.memory import local_bytes
 from dshard.cli.options import TrainOptions
-from dshard.cli.usage import UsageError
+from dshard.cli.report import mega
+from dshard.cli.runs import HISTORIES, MARK, POINTER, delete_older
+from dshard.cli.usage import RunError, UsageError
+from dshard.cli.world import first_of, gather_ints
+from dshard.cli.writable import write_whole
 
-_POINTER = "latest.json"
 _SHAPE_OPTIONS = ("layers", "width", "heads", "block_size", "tie_head")
 _CURVE_OPTIONS = ("steps", "batch_size", "lr", "weight_decay", "max_norm", "seed")
 
@@ -44,28 +50,34 @@ def describe(options: TrainOptions, *, world_size: int, digest: str) -> dict[str
     return {**curve, "world_size": world_size, "data": digest}
 
 
-def find_saved(options: TrainOptions) -> Saved:
+def find_saved(out: Path, options: TrainOptions) -> Saved:
     """Finds the checkpoint that ``--resume`` continues and checks that these options can.
+
+    Args:
+        out: the folder of its run.
+        options: of the run that continues it.
 
     Raises:
         UsageError: there is none, it is unreadable, its model has another shape, or it is past this run's end.
 
     Communicates: nothing.
     """
-    pointer = options.out / _POINTER
+    pointer = out / POINTER
     try:
         value = json.loads(pointer.read_text())
-        saved = Saved(path=options.out / value["checkpoint"], step=int(value["step"]), options=dict(value["options"]))
+        saved = Saved(path=out / value["checkpoint"], step=int(value["step"]), options=dict(value["options"]))
     except FileNotFoundError:
         raise UsageError(
-            f"--resume needs a checkpoint in --out, but there is none in {options.out}. Run without --resume first."
+            f"--resume needs a checkpoint in --out, but there is none in {out}. Run without --resume first."
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"--resume needs a readable {_POINTER}, but {pointer} is damaged ({error}). Run without --resume."
+            f"--resume needs a readable {POINTER}, but {pointer} is damaged ({error}). Pass --overwrite to start anew."
         ) from error
     if not saved.path.is_dir():
-        raise UsageError(f"--resume needs the folder in {pointer}, but {saved.path} is gone. Run without --resume.")
+        raise UsageError(
+            f"--resume needs the folder in {pointer}, but {saved.path} is gone. Pass --overwrite to start anew."
+        )
     for name in _SHAPE_OPTIONS:
         wanted, found = getattr(options, name), saved.options.get(name)
         if wanted != found:
@@ -100,41 +112,100 @@ def _fresh_name(out: Path, step: int) -> str:
     return chosen[0]
 
 
-def save(
-    out: Path,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    step: int,
-    options: dict[str, Any],
-    extra: dict[str, Any],
-) -> Path:
-    """Saves a checkpoint, points to it, and only then removes the older ones.
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """How far a run is, for its checkpoint.
 
-    Killed at any moment, the pointer names a complete checkpoint.
+    Attributes:
+        step: how many steps are finished.
+        options: what decides its loss curve, as `describe` gives it.
+        history: its losses.
+    """
+
+    step: int
+    options: dict[str, Any]
+    history: History
+
+
+def save(out: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: Progressed) -> Path:
+    """Saves a checkpoint, points to it, and only then removes the older ones of ``dshard train``.
+
+    Killed at any moment, the pointer names a complete checkpoint; what could not be written whole is removed.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        UsageError: it cannot be written; alike on every rank.
+        RunError: it cannot be written; alike on every rank.
 
-    Communicates: what `dshard.checkpoint.save` does, a short name, and a barrier.
+    Communicates: what `dshard.checkpoint.save` does, and two short texts.
     """
-    name = _fresh_name(out, step)
+    folder = out / _fresh_name(out, run.step)
+    extra = {"step": run.step, "history": run.history.to_json()}
+    for action in (
+        lambda: checkpoint.save(folder, model, optimizer, extra=extra),
+        lambda: _publish(out, folder, run) if dist.get_rank() == 0 else None,
+    ):
+        failure = first_of(_failure_of(action))
+        if failure is not None:
+            needed = _bytes_of(model, optimizer)
+            if dist.get_rank() == 0:
+                for left in (folder, folder.with_name(folder.name + ".partial")):  # of this very save
+                    shutil.rmtree(left, ignore_errors=True)
+            raise RunError(
+                f"--out needs room for a checkpoint of {mega(needed)}, but writing {folder} failed: {failure}. "
+                f"{_what_is_left(out)}"
+            )
+    return folder
+
+
+def _failure_of(action: Callable[[], object]) -> str | None:
+    """Runs an action; in words why it failed, or None if it did not."""
     try:
-        checkpoint.save(out / name, model, optimizer, extra=extra)
-    except CheckpointError as error:
-        raise UsageError(str(error)) from error
-    if dist.get_rank() == 0:
-        draft = out / (_POINTER + ".part")
-        draft.write_text(json.dumps({"checkpoint": name, "step": step, "options": options}, indent=1) + "\n")
-        os.replace(draft, out / _POINTER)
-        for older in out.glob("step-*"):
-            if older.name != name and older.is_dir():
-                shutil.rmtree(older, ignore_errors=True)
-    dist.barrier()
-    return out / name
+        action()
+    except CheckpointException as error:  # of torch's; no Exception
+        causes = [cause for cause, _ in error.failures.values()]
+        first = next((cause for cause in causes if isinstance(cause, OSError)), causes[0] if causes else error)
+        return _words(first)
+    except Exception as error:
+        return _words(error.__cause__ or error)
+    return None
+
+
+def _words(error: BaseException) -> str:
+    """An error in one line: an operating system's in its own words, another's first line."""
+    said = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "")
+    return (said or type(error).__name__).rstrip(".")
+
+
+def _publish(out: Path, folder: Path, run: Progressed) -> None:
+    """Marks a checkpoint as one of ``dshard train``, points to it and removes the older ones; writes the losses."""
+    (folder / MARK).write_text(json.dumps({"step": run.step, "options": run.options}, indent=1) + "\n")
+    run.history.write(out / HISTORIES[0])
+    pointer = {"checkpoint": folder.name, "step": run.step, "options": run.options}
+    write_whole(out / POINTER, json.dumps(pointer, indent=1) + "\n")
+    delete_older(out, folder.name)
+
+
+def _bytes_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of a checkpoint, of all ranks, but for its names.
+
+    Communicates: one small all-gather.
+    """
+    states = (
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    )
+    return sum(gather_ints(local_bytes([*model.parameters(), *states])))
+
+
+def _what_is_left(out: Path) -> str:
+    """The last good checkpoint, and how to go on."""
+    try:
+        pointer = json.loads((out / POINTER).read_text())
+        folder = out / pointer["checkpoint"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "No checkpoint was saved before. Make room, or pass another --out."
+    return f"The last good checkpoint is {folder}. Make room, and continue with --resume."
 
 
 def load(saved: Saved, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

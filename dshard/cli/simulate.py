@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dshard.cli import published
-from dshard.cli.target import Target, add_options, check_folder, check_picture, target_of
+from dshard.cli.progress import open_progress
+from dshard.cli.target import Target, add_options, check_folder, check_picture, target_of, writing
 from dshard.cli.usage import UsageError
 
 if TYPE_CHECKING:
     from dshard.planner import Plan
+    from dshard.planner.progress import Progress
 
 _PLANNED = "plan"
 _DESCRIPTION = """\
@@ -37,13 +39,18 @@ def add_parser(commands: Any) -> None:
         "--strategy", nargs="+", default=["full"], help="of all units; plan for the best mix (%(default)s)"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the step of the first row (.png, .svg, .pdf)")
-    parser.add_argument("--curve", type=Path, metavar="FILE", help="draw the first strategy over the numbers of ranks")
+    parser.add_argument("--curve", type=Path, metavar="FILE", help="draw each strategy over the numbers of ranks")
     parser.add_argument(
         "--published", action="store_true", help="no MODEL: published runs of FSDP beside their figures"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="with --published: write the rows as JSON")
     add_options(parser, needs_device=False)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, others=_others(parser))
+
+
+def _others(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The options that --published has no use for, and what they are where they are not given."""
+    return {name: value for name, value in vars(parser.parse_args([])).items() if name not in ("published", "out")}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,11 +62,15 @@ def run(args: argparse.Namespace) -> int:
     Communicates: nothing.
     """
     from dshard.errors import DShardError
-    from dshard.planner.drawing import draw_scaling
+    from dshard.planner import drawing
 
     if args.out is not None:
         check_folder("--out", args.out)
     if args.published:
+        given = next((name for name, default in args.others.items() if getattr(args, name) != default), None)
+        if given is not None:
+            option = "MODEL" if given == "model" else "--" + given.replace("_", "-")
+            raise UsageError(f"--published has its own models and options, but {option} is given. Leave it out.")
         return published.run(args.out)
     missing = next((name for name in ("model", "world", "device") if getattr(args, name) is None), None)
     if missing is not None or args.out is not None:
@@ -74,26 +85,28 @@ def run(args: argparse.Namespace) -> int:
     check_picture("--curve", args.curve)
     target = target_of(args)
     try:
-        found = simulated(target, args.world, args.strategy)
+        with open_progress("dshard simulate") as progress:
+            found = simulated(target, args.world, args.strategy, progress)
     except DShardError as error:
         raise UsageError.of(error) from error
     print(f"{target.sampled.name}: {target.sampled.num_params:,} parameters, {target.device.name}")
     print(table(found, target.limit_bytes))
     if args.plot is not None:
-        next(iter(found.values())).plot(args.plot)
-        print(f"wrote {args.plot}")
+        with writing("--plot", args.plot):
+            next(iter(found.values())).plot(args.plot)
     if args.curve is not None:
-        first = {world: plan for (world, strategy), plan in found.items() if strategy == args.strategy[0]}
-        tflops = {world: plan.tflops for world, plan in first.items()}
-        peaks = {world: plan.peak_bytes for world, plan in first.items()}
-        draw_scaling(
-            args.curve, tflops, peaks, title=f"{target.sampled.name}, {target.device.name}, {args.strategy[0]}"
-        )
-        print(f"wrote {args.curve}")
+        points: dict[str, dict[int, drawing.Scaled]] = {name: {} for _, name in found}
+        for (world, name), plan in found.items():
+            points[name][world] = drawing.Scaled(plan.tflops, plan.peak_bytes)
+        title = f"{target.sampled.name} on {target.device.name}"
+        with writing("--curve", args.curve):
+            drawing.draw_scaling(args.curve, points, title=title, limit_bytes=target.limit_bytes)
     return 0
 
 
-def simulated(target: Target, worlds: list[int], strategies: list[str]) -> dict[tuple[int, str], Plan]:
+def simulated(
+    target: Target, worlds: list[int], strategies: list[str], progress: Progress
+) -> dict[tuple[int, str], Plan]:
     """A plan for each number of ranks and strategy; one that does not fit is simulated all the same.
 
     Raises:
@@ -101,26 +114,31 @@ def simulated(target: Target, worlds: list[int], strategies: list[str]) -> dict[
         PlanError: nothing fits under "plan".
         StateError: a strategy is none, or the model cannot be traced.
     """
+    from dshard.planner.progress import Stretch
     from dshard.planning import Profile
     from dshard.policies import Strategy
 
     kinds = {name: None if name == _PLANNED else Strategy.of(name) for name in strategies}
     clusters = {world: target.cluster(world) for world in worlds}
     profile = Profile(target.sampled.model, target.sampled.sample, device=target.device, training=target.training)
-    batch = "auto" if target.batch == "auto" else None
-    found = {}
+    given = target.batch if isinstance(target.batch, int) else None
+    limit, num = target.limit_bytes, len(clusters) * len(kinds)
+    found: dict[tuple[int, str], Plan] = {}
     for world, cluster in clusters.items():
         for name, strategy in kinds.items():
+            shares = (len(found) / num, (len(found) + 1) / num)
+            profile.progress = Stretch(progress, f"{world} ranks, {name}: ", *shares)
             if strategy is None:
-                found[world, name] = profile.plan(cluster, memory=target.limit_bytes, batch=batch)
+                plan = profile.plan(cluster, memory=limit, batch=target.batch, margin=target.margin)
             else:
-                found[world, name] = profile.given(cluster, strategy)
+                plan = profile.given(cluster, strategy, given)
+            found[world, name] = plan
     return found
 
 
 def table(found: dict[tuple[int, str], Plan], limit_bytes: int) -> str:
     """One row per simulated step."""
-    from dshard.planner.plan import bytes_text
+    from dshard.planner.texts import bytes_text
 
     rows = [("ranks", "strategy", "batch", "step", "exposed", "TFLOP/s per rank", "samples/s", "peak", "fits")]
     for (world, name), plan in found.items():

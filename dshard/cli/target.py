@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dshard.cli.usage import UsageError
+from dshard.cli.usage import RunError, UsageError
 
 if TYPE_CHECKING:
     from dshard.cli.models import Sampled
     from dshard.planner import Cluster, Device, Training
 
 _DTYPES = ("bfloat16", "float16", "float32")
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _STATE_BYTES = {"adamw": (8, 4), "momentum": (4, 0), "sgd": (0, 0)}  # per element: kept, and while it steps
 _SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -22,12 +25,19 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 def add_options(parser: argparse.ArgumentParser, *, needs_device: bool = True) -> None:
     """Adds the options that both commands have."""
     model = parser.add_argument_group("model and training")
-    model.add_argument("--batch", default="1", help="samples per rank, or auto (%(default)s)")
+    model.add_argument("--batch", help="samples per rank, or auto (1; of module:function, those of its sample)")
     model.add_argument("--sequence", type=int, metavar="TOKENS", help="per sample (what is usual for the model)")
     model.add_argument("--checkpoint", action="store_true", help="blocks compute their forward again in backward")
-    model.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of computations (%(default)s)")
-    model.add_argument("--master", choices=_DTYPES, default="float32", help="of stored parameters (%(default)s)")
+    for name, default, text in (
+        ("--dtype", "bfloat16", "of computations: param_dtype of mp_policy (%(default)s)"),
+        ("--reduce-dtype", None, "of gradients that are reduced: reduce_dtype of mp_policy (that of --dtype)"),
+        ("--master", "float32", "of stored parameters (%(default)s)"),
+    ):
+        model.add_argument(name, choices=_DTYPES, type=_dtype_name, default=default, help=text)
     model.add_argument("--optimizer", choices=tuple(_STATE_BYTES), default="adamw", help="(%(default)s)")
+    model.add_argument(
+        "--margin", type=float, metavar="PERCENT", help="by which a simpler plan may be slower; 0 for the fastest (3)"
+    )
     devices = parser.add_argument_group("devices")
     devices.add_argument("--device", required=needs_device, help="such as a100-40g; an unknown name lists all")
     devices.add_argument("--memory", help="limit per rank, such as 38GiB (95%% of the device's)")
@@ -36,15 +46,26 @@ def add_options(parser: argparse.ArgumentParser, *, needs_device: bool = True) -
     devices.add_argument("--between-hosts", type=float, metavar="GBIT", help="network of a host, in Gbit/s (usual)")
 
 
+def _dtype_name(text: str) -> str:
+    """A dtype's name, in full."""
+    return _SHORT.get(text, text)
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model, how it is trained and on what; the number of ranks is still open."""
+    """A model, how it is trained and on what; the number of ranks is still open.
+
+    Attributes:
+        batch: samples per rank, "auto", or None for those of the sample.
+        margin: as of `dshard.plan`.
+    """
 
     sampled: Sampled
     training: Training
     device: Device
     limit_bytes: int
-    batch: int | str
+    batch: int | str | None
+    margin: float | None
     ranks_per_host: int | None
     hosts: int | None
     between_hosts: float | None
@@ -95,6 +116,8 @@ def target_of(args: argparse.Namespace) -> Target:
         raise UsageError("--hosts and --ranks-per-host say the same, but both are given. Pass one of them.")
     if args.between_hosts is not None and not 0 < args.between_hosts < float("inf"):
         raise UsageError(f"--between-hosts must be a finite number above 0, but it is {args.between_hosts}.")
+    if args.margin is not None and not 0 <= args.margin < float("inf"):
+        raise UsageError(f"--margin must be a finite number of percents, 0 or more, but it is {args.margin}.")
     state_bytes, step_bytes = _STATE_BYTES[args.optimizer]
     try:
         device = device_named(args.device)
@@ -107,14 +130,16 @@ def target_of(args: argparse.Namespace) -> Target:
 
     sampled = build_model(
         args.model,
-        batch=1 if batch == "auto" else int(batch),
+        batch=batch if isinstance(batch, int) else None,
         sequence=args.sequence,
         is_checkpointed=args.checkpoint,
     )
     sampled.model.to(getattr(torch, args.master))
-    training = Training(dtype, dtype, state_bytes, step_bytes)
+    reduced = dtype if args.reduce_dtype is None else getattr(torch, args.reduce_dtype)
+    training = Training(dtype, reduced, state_bytes, step_bytes, tokens_per_sample=sampled.num_tokens)
     rate = None if args.between_hosts is None else args.between_hosts * 1e9 / 8
-    return Target(sampled, training, device, limit, batch, args.ranks_per_host, args.hosts, rate)
+    margin = None if args.margin is None else args.margin / 100
+    return Target(sampled, training, device, limit, batch, margin, args.ranks_per_host, args.hosts, rate)
 
 
 def _number(text: str) -> int | str:
@@ -125,8 +150,8 @@ def _number(text: str) -> int | str:
         return text
 
 
-def _batch(text: str) -> int | str:
-    if text == "auto":
+def _batch(text: str | None) -> int | str | None:
+    if text is None or text == "auto":
         return text
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"--batch must be a number of at least 1, or auto, but it is {text!r}. Pass --batch auto.")
@@ -149,10 +174,33 @@ def check_picture(option: str, path: Path | None) -> None:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Checks that a file's folder is there.
+    """Checks that a file can be there.
 
     Raises:
-        UsageError: it is not.
+        UsageError: its folder is not there, or it is a folder itself.
     """
     if not path.parent.is_dir():
         raise UsageError(f"{option} must be in a folder that exists, but {path.parent} does not. Make it first.")
+    if path.is_dir():
+        raise UsageError(f"{option} must be a file, but {path} is a folder. Pass another.")
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Writes a file in the block, and says so.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    from dshard.errors import PlanError
+
+    try:
+        yield
+    except (OSError, PlanError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        said = getattr(cause, "strerror", None) or str(error)
+        raise RunError(
+            f"{option} must be a file that can be written, but writing {path} says: {said}. Pass another path, or make "
+            "room."
+        ) from error
+    print(f"wrote {path}")

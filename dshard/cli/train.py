@@ -7,6 +7,9 @@ import dataclasses
 import gc
 import os
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +19,10 @@ from dshard.cli.data import Corpus, load_corpus
 from dshard.cli.history import Outcome
 from dshard.cli.loop import SHARDED, UNSHARDED, Trainer
 from dshard.cli.options import TrainOptions, add_options, check_options
+from dshard.cli.runs import HISTORIES, RUNS, check_empty, delete_earlier, find_newest, make_fresh
 from dshard.cli.saved import Saved, find_saved
-from dshard.cli.world import World, check_agreement, process_group, read_world
+from dshard.cli.usage import RunError, UsageError
+from dshard.cli.world import World, check_agreement, first_of, process_group, read_world
 from dshard.cli.writable import check_writable
 
 _DESCRIPTION = """\
@@ -57,9 +62,12 @@ def run(args: argparse.Namespace) -> int:
     """
     options = check_options(args)
     world = read_world(os.environ, options.device)
-    saved = find_saved(options) if options.resume else None
+    saved = None
+    if options.resume:
+        options = replace(options, out=options.out or find_newest(RUNS))
+        saved = find_saved(_out_of(options), options)
     corpus = load_corpus(options.data, block_size=options.block_size)
-    check_writable(options.out, "--out")
+    check_writable(options.out or RUNS, "--out")
     if options.plot is not None:
         plot.check_plot(options.plot)
         check_writable(options.plot.parent, "the folder of --plot")
@@ -67,8 +75,58 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(1)
     with process_group(world):
         check_agreement({**dataclasses.asdict(options), "data digest": corpus.digest, "checkpoint": saved})
+        options = replace(options, out=_folder_of(options, world))
         _train(options, world, corpus, saved)
     return 0
+
+
+def _out_of(options: TrainOptions) -> Path:
+    assert options.out is not None
+    return options.out
+
+
+def _folder_of(options: TrainOptions, world: World) -> Path:
+    """Where this run writes: a folder of its own, or one that no earlier run has, unless that is to go on or to go.
+
+    Raises:
+        UsageError: an earlier run is there; on every rank, if any sees it.
+
+    Communicates: a few short texts.
+    """
+    if options.out is not None and options.resume:
+        return options.out
+    if options.out is None:
+        return Path(_by_first(world, lambda: str(make_fresh(RUNS))))
+    out = options.out
+    if not options.overwrite:
+        said = first_of(check_empty(out))
+        if said is not None:
+            raise UsageError(said)
+        return out
+    deleted = _by_first(world, lambda: delete_earlier(out) or "")
+    if deleted:
+        _say(world, f"deleted the earlier run in {out}: {deleted}")
+    return out
+
+
+def _by_first(world: World, action: Callable[[], str]) -> str:
+    """What the first rank's action gives, on every rank.
+
+    Raises:
+        UsageError: a file or folder cannot be made or deleted; on every rank.
+    """
+    found = error = None
+    if world.is_first:
+        try:
+            found = action()
+        except OSError as raised:
+            error = (
+                f"--out must be a folder that can be written, but {raised.filename}: {raised.strerror}. Pass another."
+            )
+    error = first_of(error)
+    if error is not None:
+        raise UsageError(error)
+    return first_of(found) or ""
 
 
 def _train(options: TrainOptions, world: World, corpus: Corpus, saved: Saved | None) -> None:
@@ -77,7 +135,7 @@ def _train(options: TrainOptions, world: World, corpus: Corpus, saved: Saved | N
     num_train, num_validation = len(corpus.train), len(corpus.validation)
     _say(world, f"data: {corpus.source}, {report.mega(num_train)} to train on, {report.mega(num_validation)} held out")
     with report.open_progress("sharded", total=options.end, is_first=world.is_first) as progress:
-        trainer = Trainer(SHARDED, options, world, corpus, progress=progress, save_to=options.out)
+        trainer = Trainer(SHARDED, options, world, corpus, progress=progress, save_to=_out_of(options))
         num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         progress.note(f"{num_parameters / 1e6:.1f} M parameters on {world.size} x {world.device.type}")
         if saved is not None:
@@ -92,6 +150,10 @@ def _train(options: TrainOptions, world: World, corpus: Corpus, saved: Saved | N
     if world.is_first:
         _print_results(options, outcomes, sample)
         print(f"\n{time.perf_counter() - started:.1f} s, losses and checkpoint in {options.out}", flush=True)
+    if options.plot is not None:
+        picture = options.plot
+        _on_first(world, "--plot", picture, lambda: plot.draw(picture, outcomes))
+        _say(world, f"\nplot: {picture}")
 
 
 def _train_unsharded(options: TrainOptions, world: World, corpus: Corpus) -> Outcome:
@@ -100,9 +162,31 @@ def _train_unsharded(options: TrainOptions, world: World, corpus: Corpus) -> Out
         torch.cuda.reset_peak_memory_stats(world.device)
     with report.open_progress("unsharded", total=options.end, is_first=world.is_first) as progress:
         outcome = Trainer(UNSHARDED, options, world, corpus, progress=progress).run()
-    if world.is_first:
-        outcome.history.write(options.out / "history-unsharded.jsonl")
+    path = _out_of(options) / HISTORIES[1]
+    _on_first(world, "--out", path, lambda: outcome.history.write(path))
     return outcome
+
+
+def _on_first(world: World, option: str, path: Path, action: Callable[[], object]) -> None:
+    """Has the first rank write a file.
+
+    Raises:
+        RunError: it cannot; on every rank.
+
+    Communicates: a short text.
+    """
+    said = None
+    try:
+        if world.is_first:
+            action()
+    except OSError as error:
+        said = (
+            f"{option} must be a file that can be written, but writing {path} says: {error.strerror}. Pass another "
+            "path, or make room."
+        )
+    said = first_of(said)
+    if said is not None:
+        raise RunError(said)
 
 
 def _sample(trainer: Trainer, options: TrainOptions, world: World) -> str:
@@ -117,13 +201,10 @@ def _sample(trainer: Trainer, options: TrainOptions, world: World) -> str:
 
 
 def _print_results(options: TrainOptions, outcomes: list[Outcome], sample: str) -> None:
-    """Prints the tables and the sample, and draws the plot."""
+    """Prints the tables and the sample."""
     if options.compare:
         print(f"\n{report.loss_table(*outcomes)}")
         print(f"largest difference over all steps: {report.largest_difference(*outcomes):.1e}")
     print(f"\n{report.memory_table(outcomes)}")
     if sample:
         print(f"\nsample:\n{sample}")
-    if options.plot is not None:
-        plot.draw(options.plot, outcomes)
-        print(f"\nplot: {options.plot}")

@@ -1,4 +1,4 @@
-"""Bad input: one clear line from one rank, exit code 2 from all of them."""
+"""Bad input: one clear line from one rank, exit code 2 from all of them; what fails on good input: the same with 1."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 from typing import NoReturn
 
-EXIT_USAGE = 2
+EXIT_USAGE, EXIT_FAILED = 2, 1
 # torchrun ends every rank as soon as one has failed: the silent ones wait this long for the speaking one's line.
 _SPEAKER_HEAD_START_S = 3.0
 
@@ -22,6 +22,8 @@ class UsageError(Exception):
         who: the command the line starts with; None for the one that runs.
     """
 
+    code = EXIT_USAGE
+
     def __init__(self, message: str, *, who: str | None = None) -> None:
         super().__init__(message)
         self.who = who
@@ -30,6 +32,12 @@ class UsageError(Exception):
     def of(cls, error: Exception) -> UsageError:
         """What `dshard.plan` has raised, without its name ahead: the command says who it is."""
         return cls(str(error).removeprefix("plan: "))
+
+
+class RunError(UsageError):
+    """What the user asked for makes sense, but this machine could not do it; the same, with exit code 1."""
+
+    code = EXIT_FAILED
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -47,15 +55,15 @@ def speaks() -> bool:
     return not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
 
 
-def fail(who: str, message: str) -> int:
-    """Prints ``{who}: {message}`` as one line on stderr if this rank speaks, and returns the exit code for bad input.
+def fail(who: str, message: str, code: int = EXIT_USAGE) -> int:
+    """Prints ``{who}: {message}`` as one line on stderr if this rank speaks, and returns the exit code.
 
     Communicates: nothing. A silent rank waits a moment before it returns, and answers torchrun's SIGTERM with the same
     exit code.
     """
     if speaks():
         print(f"{who}: {' '.join(message.split())}", file=sys.stderr, flush=True)
-        return EXIT_USAGE
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_USAGE))
+        return code
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
     time.sleep(_SPEAKER_HEAD_START_S)
-    return EXIT_USAGE
+    return code

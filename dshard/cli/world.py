@@ -132,6 +132,26 @@ def check_agreement(facts: Mapping[str, object]) -> None:
                 )
 
 
+def first_of(value: str | None) -> str | None:
+    """The text of the first rank that has one, on every rank.
+
+    Communicates: one small all-gather of them.
+    """
+    gathered: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return next((each for each in gathered if each is not None), None)
+
+
+def gather_ints(value: int) -> list[int]:
+    """A number of every rank, in rank order.
+
+    Communicates: one small all-gather.
+    """
+    gathered = [0] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
 def mean_over_ranks(value: torch.Tensor) -> float:
     """The mean of a 0-d tensor over all ranks, equal on every rank.
 

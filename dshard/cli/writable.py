@@ -1,7 +1,8 @@
-"""Folders that a command will write to."""
+"""Folders and files that a command will write to."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -22,3 +23,18 @@ def check_writable(folder: Path, option: str) -> None:
         raise UsageError(
             f"{option} must be a folder that can be written, but {folder} cannot: {error.strerror}. Pass another."
         ) from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces a file by a text, at once, or leaves it as it was.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    draft = path.with_name(path.name + ".part")
+    try:
+        draft.write_text(text)
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

@@ -141,6 +141,7 @@ class ModelCosts:
         num_backwards: Micro-batches per optimizer step; the costs of units are those of one.
         buffer_bytes: Buffers, inputs, and what else is there all the time, whatever the strategy.
         steps_together: Whether the optimizer steps all parameters at once (foreach), rather than one by one.
+        tokens_per_sample: For rates of tokens; 0 where samples have none.
         source: Where the figures come from.
     """
 
@@ -149,6 +150,7 @@ class ModelCosts:
     num_backwards: int = 1
     buffer_bytes: int = 0
     steps_together: bool = True
+    tokens_per_sample: int = 0
     source: str = "given"
 
     def __post_init__(self) -> None:
@@ -162,6 +164,7 @@ class ModelCosts:
                 f"{self.num_backwards}. Pass 1."
             )
         _at_least_zero("plan", "buffer_bytes", self.buffer_bytes)
+        _at_least_zero("plan", "tokens_per_sample", self.tokens_per_sample)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from dshard.planner.bounds import Relaxation, following
 from dshard.planner.chain import Chain, Floats
 from dshard.planner.memory import Ints
+from dshard.planner.progress import SILENT, Progress
 
 __all__ = ["TOLERANCE", "Search", "promising", "search"]
 
@@ -33,7 +34,7 @@ class Search:
     num_labels: int
 
 
-def search(chain: Chain, relaxation: Relaxation, upper: float, max_labels: int) -> Search:
+def search(chain: Chain, relaxation: Relaxation, upper: float, max_labels: int, progress: Progress = SILENT) -> Search:
     """The best choice below `upper` under the relaxation's rows, by dynamic programming over the chain.
 
     A label is dropped if another with the same last two options takes no more time and no more bytes in any row, if
@@ -42,6 +43,7 @@ def search(chain: Chain, relaxation: Relaxation, upper: float, max_labels: int) 
     """
     front = _Front(_Course.of(chain, relaxation), relaxation.caps, upper)
     for stage in range(1, chain.num_units):
+        progress.at(f"searching among {len(front.labels.own)} choices", (stage + 1) / chain.num_units)
         front.advance(max_labels if stage > _NUM_EARLY else max(max_labels, _EARLY_LABELS))
     return Search(front.best(), front.dropped_bound, front.num_labels)
 

@@ -1,25 +1,29 @@
 """A plan: a strategy for each unit of a model, what it is predicted to cost, and the proof that it is the best."""
 
 import json
-from collections.abc import Iterator, Sequence
+import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from dshard.errors import PlanError
-from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitCosts
+from dshard.planner.categories import PeakParts, parts_of_peak
+from dshard.planner.costs import Cluster, Link, Links, ModelCosts
+from dshard.planner.files import read_text, write_text
 from dshard.planner.memory import moments
 from dshard.planner.records import of_record, to_record
 from dshard.planner.solver import Certificate, solve
+from dshard.planner.tables import choice_table, mix_text, peak_text, unit_table
+from dshard.planner.texts import bytes_text, number_text, parse_bytes, seconds_text
 from dshard.planner.ties import MEASURED
 from dshard.planner.timeline import Timeline, simulate, step_time
 from dshard.policies import Strategy
 
-__all__ = ["Comparison", "Measured", "Plan", "bytes_text"]
+__all__ = ["Comparison", "Measured", "Plan"]
 
-SCHEMA = 1
+SCHEMA = 2
+_SINGLES = ("ddp", "zero1", "zero2", "keep", "full")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class Comparison:
 
     def __str__(self) -> str:
         lines = [
-            f"step: predicted {_seconds(self.predicted.step_s)}, measured {_seconds(self.measured.step_s)}, "
+            f"step: predicted {seconds_text(self.predicted.step_s)}, measured {seconds_text(self.measured.step_s)}, "
             f"error {self.step_error:+.1%}"
         ]
         if self.peak_error is not None:
@@ -127,6 +131,16 @@ class Plan:
         return self.model.batch_size * self.cluster.num_ranks / self.step_s
 
     @property
+    def tokens_per_s(self) -> float | None:
+        """Of all ranks together; None where nobody said how many a sample has."""
+        return self.samples_per_s * self.model.tokens_per_sample if self.model.tokens_per_sample else None
+
+    @cached_property
+    def memory_at_peak(self) -> PeakParts:
+        """When the peak is, and what its bytes are."""
+        return parts_of_peak(self.model, self.strategies, self.cluster)
+
+    @property
     def _limit_bytes(self) -> int:
         return self.cluster.memory_bytes if self.certificate is None else self.certificate.limit_bytes
 
@@ -139,34 +153,37 @@ class Plan:
     def __str__(self) -> str:
         names = ", ".join(f"{len(list(run))} x {name}" for name, run in groupby(map(str, self.strategies)))
         return (
-            f"{names}: step {_seconds(self.step_s)}, of which {_seconds(self.exposed_s)} waits for communication; "
-            f"peak {bytes_text(self.peak_bytes)}"
+            f"{names}: step {seconds_text(self.step_s)}, of which {seconds_text(self.exposed_s)} waits for "
+            f"communication; peak {bytes_text(self.peak_bytes)}"
         )
 
     def explain(self) -> str:
-        """A table: each unit, or run of units that are alike, its strategy, bytes and seconds; then the totals."""
-        rows = [("unit", "parameters", "strategy", "activations", "forward", "backward")]
-        for (_, strategy), units in _runs(self.model.units, self.strategies):
-            name = units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name} ({len(units)} alike)"
-            unit = units[0]
-            times = (_seconds(unit.forward_s), _seconds(unit.backward_s))
-            rows.append((name, bytes_text(unit.param_bytes), strategy, bytes_text(unit.activation_bytes), *times))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        cluster, batch = self.cluster, self.model.batch_size
+        """Tables: each unit, or run of units that are alike; the totals; and the plan beside every single strategy."""
+        cluster, model = self.cluster, self.model
         hosts = -(-cluster.num_ranks // cluster.ranks_per_host)
-        lines += [
+        rates = f"{number_text(self.samples_per_s)} samples/s"
+        rates += f"; {number_text(self.tokens_per_s)} tokens/s" if self.tokens_per_s is not None else ""
+        rates += f"; {number_text(self.tflops)} TFLOP/s per rank" if self.flops else ""
+        known = self.candidates or tuple(map(Strategy.of, _SINGLES))
+        others = {str(strategy): (strategy,) * len(model.units) for strategy in known}
+        if self.certificate is not None and self.certificate.fastest not in (self.strategies, *others.values()):
+            others[f"fastest: {mix_text(self.certificate.fastest)}"] = self.certificate.fastest
+        lines = [
+            *unit_table(model.units, self.strategies),
             "",
-            f"ranks: {cluster.num_ranks} on {hosts} host{'s' * (hosts > 1)}; batch: {batch} per rank",
-            f"step: {_seconds(self.step_s)}, of which {_seconds(self.exposed_s)} waits for communication; "
-            f"{self.samples_per_s:.4g} samples/s" + (f"; {self.tflops:.4g} TFLOP/s per rank" if self.flops else ""),
+            f"ranks: {cluster.num_ranks} on {hosts} host{'s' * (hosts > 1)}; batch: {model.batch_size} per rank",
+            f"step: {seconds_text(self.step_s)}, of which {seconds_text(self.exposed_s)} waits for communication",
+            f"rate: {rates}",
             f"peak: {bytes_text(self.peak_bytes)}"
             + (f" of {bytes_text(self._limit_bytes)}" if self._limit_bytes else ""),
+            *peak_text(self.memory_at_peak, model.units),
+            "",
+            *choice_table(model, cluster, self.strategies, others, self._limit_bytes),
+            "",
         ]
         if self.certificate is not None:
             lines.append(f"certificate: {self.certificate}")
-        lines.append(f"costs: {self.model.source}; links: {cluster.source}")
-        return "\n".join(lines)
+        return "\n".join([*lines, f"costs: {model.source}", f"links: {cluster.source}"])
 
     def plot(self, path: str | Path) -> None:
         """Write a picture of the simulated step: both streams, and bytes over time. Needs matplotlib (extra `cli`)."""
@@ -188,25 +205,47 @@ class Plan:
         try:
             record = json.loads(text)
         except ValueError as error:
-            raise PlanError(f"plan: must be JSON, but reading it says: {error}. Pass what to_json() gave.") from error
-        if not isinstance(record, dict) or record.pop("schema", None) != SCHEMA:
-            raise PlanError(f"plan: must be JSON of schema {SCHEMA}, but it is not. Plan again with this version.")
+            raise PlanError(
+                f"plan: must be a plan as JSON, but reading it says: {error}. Pass what Plan.save or to_json() gave."
+            ) from error
+        if not isinstance(record, dict) or "schema" not in record:
+            raise PlanError(
+                "plan: must be a plan as JSON, but it is none: a plan has the field 'schema'. Pass what Plan.save or "
+                "dshard plan --out wrote."
+            )
+        schema = record.pop("schema")
+        if schema != SCHEMA:
+            raise PlanError(
+                f"plan: must be a plan of schema {SCHEMA}, but it is of {schema!r}. Plan again with this version."
+            )
         return of_record(cls, record)
 
-    def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
-        Path(path).write_text(self.to_json())
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON; what was there before is replaced whole.
+
+        Raises:
+            PlanError: The file cannot be written.
+        """
+        write_text(Path(path), self.to_json())
 
     @classmethod
-    def load(cls, path: str | Path) -> "Plan":
-        """Read what `save` wrote."""
-        return cls.from_json(Path(path).read_text())
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Read what `save`, or `dshard plan --out`, wrote.
+
+        Raises:
+            PlanError: There is no such file, it cannot be read, or it holds no plan; names the path.
+        """
+        text = read_text(Path(path))
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: {str(error).removeprefix('plan').lstrip(':. ')}") from error
 
     def compared(self, measured: Measured) -> Comparison:
         """Prediction against what a real step took."""
         return Comparison(Measured(self.step_s, self.peak_bytes), measured)
 
-    def replanned(self, measured: Measured, *, memory_bytes: int | None = None) -> "Plan":
+    def replanned(self, measured: Measured, *, memory_bytes: int | str | None = None) -> "Plan":
         """Plan again, with costs that fit what a real step of this plan took.
 
         All times are scaled alike until the predicted step takes as long as the measured one. What the measured peak
@@ -214,7 +253,7 @@ class Plan:
 
         Args:
             measured: Of a step under this plan.
-            memory_bytes: Another limit; None keeps it.
+            memory_bytes: Another limit, in bytes or as text; None keeps it.
 
         Raises:
             PlanError: Nothing fits any more, or the plan was given rather than found.
@@ -227,8 +266,9 @@ class Plan:
             _scaled_model(self.model, factor), buffer_bytes=self.model.buffer_bytes + more, source="replanned, measured"
         )
         cluster = _scaled_cluster(self.cluster, factor)
-        limit = self.certificate.limit_bytes if memory_bytes is None else memory_bytes
-        solution = solve(model, cluster, self.candidates, limit, tolerance=MEASURED)
+        limit = self.certificate.limit_bytes if memory_bytes is None else parse_bytes(memory_bytes, "memory_bytes")
+        margin = min(MEASURED, self.certificate.margin)
+        solution = solve(model, cluster, self.candidates, limit, tolerance=margin)
         return replace(
             self, model=model, cluster=cluster, strategies=solution.strategies, certificate=solution.certificate
         )
@@ -255,32 +295,3 @@ def _scaled_cluster(cluster: Cluster, factor: float) -> Cluster:
         shards={within: links(each) for within, each in cluster.shards.items()},
         replicas={within: links(each) for within, each in cluster.replicas.items()},
     )
-
-
-def _runs(
-    units: Sequence[UnitCosts], strategies: Sequence[Strategy]
-) -> Iterator[tuple[tuple[Any, str], list[UnitCosts]]]:
-    """Units in a row that differ in names and in a hundredth of their figures at most."""
-
-    def alike(pair: tuple[UnitCosts, Strategy]) -> tuple[Any, str]:
-        unit, strategy = pair
-        figures = (unit.numel, unit.param_bytes, unit.activation_bytes, f"{unit.forward_s:.2g} {unit.backward_s:.2g}")
-        return figures, str(strategy)
-
-    for key, run in groupby(zip(units, strategies, strict=True), key=alike):
-        yield key, [unit for unit, _ in run]
-
-
-def _seconds(value: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if value >= scale:
-            return f"{value / scale:.4g} {unit}"
-    return f"{value / 1e-6:.4g} us"
-
-
-def bytes_text(num_bytes: float) -> str:
-    """Bytes as people read them, in powers of 1024."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(num_bytes) >= scale:
-            return f"{num_bytes / scale:.4g} {unit}"
-    return f"{num_bytes:.0f} B"

@@ -28,6 +28,7 @@ class Training:
         step_bytes_per_element: Of the optimizer, while it steps: of AdamW 4, or 8 if it steps one by one.
         steps_together: Whether it steps all parameters at once (`foreach`), as by default on CUDA, or one by one.
         num_backwards: Micro-batches per step of the optimizer.
+        tokens_per_sample: For rates of tokens; 0 where samples have none.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -36,6 +37,7 @@ class Training:
     step_bytes_per_element: int = 4
     steps_together: bool = True
     num_backwards: int = 1
+    tokens_per_sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +121,19 @@ def costs_of(
                 source="measured" if device is None else f"traced, {device.name}",
             )
         )
-    buffers = {id(b.untyped_storage()): b.numel() * b.element_size() for b in model.buffers()}
     return ModelCosts(
         units=tuple(units),
         batch_size=batch_size * training.num_backwards,
         num_backwards=training.num_backwards,
-        buffer_bytes=sum(buffers.values()) + trace.input_bytes,
+        buffer_bytes=_buffer_bytes(model) + trace.input_bytes,
         steps_together=training.steps_together,
+        tokens_per_sample=training.tokens_per_sample,
         source=units[0].source if units else "traced",
     )
+
+
+def _buffer_bytes(model: nn.Module) -> int:
+    return sum({id(b.untyped_storage()): b.numel() * b.element_size() for b in model.buffers()}.values())
 
 
 def _touched_bytes(params: Sequence[ParamCosts]) -> int:

@@ -11,7 +11,9 @@ from dshard.planner.chain import Chain
 from dshard.planner.costs import Cluster, ModelCosts
 from dshard.planner.labels import TOLERANCE, promising, search
 from dshard.planner.memory import Ints, peak_bytes
+from dshard.planner.progress import SILENT, Progress, Stretch
 from dshard.planner.smallest import smallest_peak
+from dshard.planner.texts import bytes_text, seconds_text
 from dshard.planner.ties import at_rest, simplest
 from dshard.planner.timeline import step_time
 from dshard.policies import Strategy
@@ -35,6 +37,10 @@ class Certificate:
         peak_bytes: Its peak.
         limit_bytes: What it had to fit into.
         num_labels: Size of the search.
+        fastest: The fastest choice that was found; another one where a simpler one was preferred.
+        fastest_s: Its step.
+        fastest_peak_bytes: Its peak.
+        margin: By which part of a step the simpler one may be slower.
     """
 
     step_s: float
@@ -43,6 +49,10 @@ class Certificate:
     peak_bytes: int
     limit_bytes: int
     num_labels: int
+    fastest: tuple[Strategy, ...]
+    fastest_s: float
+    fastest_peak_bytes: int
+    margin: float
 
     @property
     def gap(self) -> float:
@@ -55,15 +65,27 @@ class Certificate:
         return 1 - self.relaxed_bound_s / self.step_s if self.step_s > 0 else 0.0
 
     @property
+    def slower_by(self) -> float:
+        """By which part of the fastest step that was found this one is longer; 0 unless a simpler was preferred."""
+        return self.step_s / self.fastest_s - 1 if self.fastest_s > 0 else 0.0
+
+    @property
     def memory_slack_bytes(self) -> int:
         """What the peak leaves free."""
         return self.limit_bytes - self.peak_bytes
 
     def __str__(self) -> str:
+        bound, relaxed = seconds_text(self.lower_bound_s), seconds_text(self.relaxed_bound_s)
+        text = (
+            f"step {seconds_text(self.step_s)}, at least {bound} by proof (gap {self.gap:.2g}; "
+            f"relaxation {relaxed}); peak {bytes_text(self.peak_bytes)} of {bytes_text(self.limit_bytes)}"
+        )
+        if not self.slower_by:
+            return text
         return (
-            f"step {self.step_s:.6g} s, at least {self.lower_bound_s:.6g} s (gap {self.gap:.2g}; by the relaxation "
-            f"alone {self.relaxed_bound_s:.6g} s), peak {self.peak_bytes} of {self.limit_bytes} bytes "
-            f"({self.memory_slack_bytes} free)"
+            f"{text};\n  one strategy for all units was preferred to the fastest choice "
+            f"({seconds_text(self.fastest_s)}, {bytes_text(self.fastest_peak_bytes)}):\n  it is {self.slower_by:.2%} "
+            f"slower, and these costs do not tell differences below {self.margin:.0%}"
         )
 
 
@@ -107,6 +129,7 @@ def solve(
     *,
     max_labels: int = _MAX_LABELS,
     tolerance: float = 0.0,
+    progress: Progress = SILENT,
 ) -> Solution:
     """The strategies with the shortest step whose peak fits.
 
@@ -116,8 +139,9 @@ def solve(
         strategies: Those that each unit may have.
         limit_bytes: Of the peak; that of the devices by default.
         max_labels: Size of a search, beyond which it drops the least promising, and the gap may stay above 0.
-        tolerance: One strategy for all units is preferred to a mix that takes less time by no more than this part, and
-            among several such the one that needs least memory.
+        tolerance: One strategy for all units is preferred to what takes less time by no more than this part, and among
+            several such the one that needs least memory. The bounds stay those of all choices.
+        progress: Hears how far it is.
 
     Raises:
         PlanError: Nothing fits: by how many bytes, and which units cause it. Or there is nothing to choose.
@@ -133,20 +157,27 @@ def solve(
         raise PlanError("plan: units need strategies to choose from, but there are none. Pass ('ddp', 'full').")
     chain = Chain.of(model, known, cluster)
     incumbent = Incumbent(chain, limit_bytes)
-    bounds = _solve_chain(chain.copy(), limit_bytes, incumbent, max_labels)
+    bounds = _solve_chain(chain.copy(), limit_bytes, incumbent, max_labels, progress)
     if incumbent.chosen is None:
         raise _does_not_fit(model, chain, known, limit_bytes)
     found = tuple(known[number] for number in chain.numbers[incumbent.chosen])
+    fastest = chosen = at_rest(model, cluster, known, found, limit_bytes, incumbent.cost)
+    step_s = incumbent.cost
     simple = simplest(model, cluster, known, limit_bytes, incumbent.cost * (1 + tolerance)) if tolerance else None
-    step_s = step_time(model, simple, cluster) if simple else incumbent.cost
-    chosen = at_rest(model, cluster, known, simple or found, limit_bytes, step_s)
+    if simple is not None and simple not in (found, fastest):
+        chosen = at_rest(model, cluster, known, simple, limit_bytes, step_time(model, simple, cluster), is_simple=True)
+        step_s = max(step_time(model, chosen, cluster), incumbent.cost)
     certificate = Certificate(
         step_s,
         min(bounds.proven, incumbent.cost),
         min(bounds.relaxed, incumbent.cost),
-        chain.peak_bytes(incumbent.chosen) if chosen == found else peak_bytes(model, chosen, cluster),
+        peak_bytes(model, chosen, cluster),
         limit_bytes,
         bounds.num_labels,
+        fastest,
+        incumbent.cost,
+        peak_bytes(model, fastest, cluster),
+        tolerance,
     )
     return Solution(chosen, certificate)
 
@@ -160,7 +191,7 @@ class _Bounds:
     num_labels: int
 
 
-def _solve_chain(chain: Chain, limit_bytes: int, incumbent: Incumbent, max_labels: int) -> _Bounds:
+def _solve_chain(chain: Chain, limit_bytes: int, incumbent: Incumbent, max_labels: int, progress: Progress) -> _Bounds:
     """Solve with the rows that were violated so far, until what is best under them violates none.
 
     Each row is the memory at one moment; few of them decide, and leaving others out only allows more choices.
@@ -178,15 +209,16 @@ def _solve_chain(chain: Chain, limit_bytes: int, incumbent: Incumbent, max_label
         while violated:
             for row in violated:
                 relaxation.add(row)
+            progress.at(f"bounding at {len(relaxation.rows)} moments")
             relaxation.ascend()
             incumbent.improve()
             violated = relaxation.new_of(_violated(chain, relaxation.chosen, limit_bytes)[:1])
-        found, violated = _search(chain, relaxation, incumbent, max_labels, found)
+        found, violated = _search(chain, relaxation, incumbent, max_labels, found, progress)
     return found
 
 
 def _search(
-    chain: Chain, relaxation: Relaxation, incumbent: Incumbent, max_labels: int, known: _Bounds
+    chain: Chain, relaxation: Relaxation, incumbent: Incumbent, max_labels: int, known: _Bounds, progress: Progress
 ) -> tuple[_Bounds, list[int]]:
     """A narrow search for a better incumbent, then, with what that excludes left out, the full one.
 
@@ -205,7 +237,7 @@ def _search(
         relaxation.tighten()
         if relaxation.bound >= incumbent.cost * (1 - TOLERANCE):
             return _Bounds(incumbent.cost, relaxation.bound, num_labels), []
-        found = search(chain, relaxation, incumbent.cost, width)
+        found = search(chain, relaxation, incumbent.cost, width, progress)
         num_labels += found.num_labels
         best_s = incumbent.cost if found.chosen is None else chain.cost(found.chosen)
         proven = max(proven, min(best_s, found.dropped_bound))
@@ -264,6 +296,8 @@ def solve_batch(
     limit_bytes: int | None = None,
     *,
     max_labels: int = _MAX_LABELS,
+    tolerance: float = 0.0,
+    progress: Progress = SILENT,
 ) -> BatchSolution:
     """The batch size with the most samples per second, and the choice for it.
 
@@ -276,6 +310,8 @@ def solve_batch(
         strategies: Those that each unit may have.
         limit_bytes: As in `solve`.
         max_labels: As in `solve`.
+        tolerance: As in `solve`.
+        progress: Hears how far it is.
 
     Raises:
         PlanError: At no size anything fits; or there is no size.
@@ -283,16 +319,24 @@ def solve_batch(
     sizes = sorted(set(batch_sizes))
     if not sizes:
         raise PlanError("plan: there must be batch sizes to choose from, but there are none. Pass range(1, 65).")
-    models = [costs_at(size) for size in sizes]
-    fastest = [_samples_per_s(m, cluster, fastest_step_s(m, cluster, strategies)) for m in models]
+    models, fastest = list[ModelCosts](), list[float]()
+    for i, size in enumerate(sizes):
+        progress.at(f"costs of batch {size}", i / (2 * len(sizes)))
+        models.append(costs_at(size))
+        fastest.append(_samples_per_s(models[-1], cluster, fastest_step_s(models[-1], cluster, strategies)))
     best: BatchSolution | None = None
     tried: dict[int, float | None] = {}
     bound, error = 0.0, None
     for i in sorted(range(len(sizes)), key=lambda i: -fastest[i]):
         if best is not None and fastest[i] <= best.samples_per_s:
             break
+        place = len(tried) + 1
+        shares = (0.5 + (place + k) / (2 * len(sizes)) for k in (-1, 0))
+        own = Stretch(progress, f"batch {sizes[i]} ({place} of {len(sizes)}): ", *shares)
+        own.at("solving")
+        given = (models[i], cluster, strategies, limit_bytes)
         try:
-            solution = solve(models[i], cluster, strategies, limit_bytes, max_labels=max_labels)
+            solution = solve(*given, max_labels=max_labels, tolerance=tolerance, progress=own)
         except PlanError as raised:
             tried[sizes[i]] = None
             error = raised if error is None or sizes[i] == min(tried) else error

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from dshard.errors import StateError
 from dshard.planner.flops import Op, cost_of
+from dshard.planner.progress import SILENT, Progress
 from dshard.planner.steps import run_step, swapped, tensors
 from dshard.planner.traces import Part, Phase, Trace
 
@@ -30,6 +31,7 @@ def trace(
     *,
     dtype: torch.dtype | None = None,
     loss_of: Callable[[Any], Tensor] | None = None,
+    progress: Progress = SILENT,
 ) -> Trace:
     """Run a forward and backward on tensors without data, and note what every part of a model did.
 
@@ -39,6 +41,7 @@ def trace(
         parts: Hold each parameter once; the last one also runs what no module of the others does.
         dtype: Floating-point parameters and inputs are taken in it, as mixed precision does; None leaves them.
         loss_of: Loss of an output. Without it: its `loss`, or the sum of all floating-point tensors in it.
+        progress: Hears how far it is.
 
     Raises:
         StateError: The model has no parameter that needs gradients, its output none, or its forward asks for values.
@@ -48,7 +51,7 @@ def trace(
     """
     if not any(p.requires_grad for p in model.parameters()):
         raise StateError("plan: the model must have parameters to train, but it has none. Pass a model that has.")
-    recorder, state = _Recorder(model, parts), dict(_state_of(model))
+    recorder, state = _Recorder(model, parts, progress), dict(_state_of(model))
     fake = partial(_fake, dtype=dtype)
     with FakeTensorMode(allow_non_fake_inputs=True), swapped(model, fake) as fakes:
         recorder.watch({name: fakes[id(value)] for name, value in state.items()})
@@ -100,8 +103,10 @@ class _Event:
 class _Recorder(TorchDispatchMode):
     """Notes each operation, the part that it belongs to, and how long what it made stays alive."""
 
-    def __init__(self, model: nn.Module, parts: Sequence[Part]) -> None:
+    def __init__(self, model: nn.Module, parts: Sequence[Part], progress: Progress) -> None:
         super().__init__()
+        self._progress, self._seen = progress, set[tuple[int | None, bool]]()
+        self._num_parts = len(parts)
         self._events: list[_Event] = []
         self._lives: dict[int, _Life] = {}  # by id of the storage, as long as it is alive
         self._ended: list[_Life] = []
@@ -190,10 +195,19 @@ class _Recorder(TorchDispatchMode):
                 part = self._part_of_storage.get(id(each.untyped_storage()))
                 if part is not None:
                     self._touched.setdefault(part)
-        self._events.append(_Event(self._current_part(), self._is_backward, cost_of(func, args, kwargs or {}, out)))
+        part = self._current_part()
+        if (part, self._is_backward) not in self._seen:
+            self._tell(part)
+        self._events.append(_Event(part, self._is_backward, cost_of(func, args, kwargs or {}, out)))
         for each in tensors(out):
             self._follow(each.untyped_storage())
         return out
+
+    def _tell(self, part: int | None) -> None:
+        """A part runs for the first time, forward or backward; of all parts, that is twice as many times."""
+        self._seen.add((part, self._is_backward))
+        num = sum(1 for seen, _ in self._seen if seen is not None)
+        self._progress.at("backward" if self._is_backward else "forward", num / (2 * self._num_parts))
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)

@@ -8,9 +8,10 @@ from typing import Generic, TypeVar
 
 from torch import Tensor, nn
 
-__all__ = ["UnitPlan", "find_units"]
+__all__ = ["WRAPPED", "UnitPlan", "find_units"]
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+WRAPPED = "_checkpoint_wrapped_module"  # what torch's checkpoint_wrapper calls the module inside
 _ROUTING = (nn.AdaptiveLogSoftmaxWithLoss,)  # they run those of their parts that the data of a rank needs
 _ENOUGH_BYTES = 4 << 20  # to send them takes gloo about as long as to start a collective
 _NUM_SMALL = 10  # into about this many units a model of small parts is cut
@@ -88,10 +89,15 @@ def _blocks(module: nn.Module, wanted: Container[int]) -> Iterator[nn.Module]:
     if _is_whole(module, wanted):
         return
     for child in module.children():
-        if isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS):
+        if _is_list(module) and not _is_list(child):
             yield child
         else:
             yield from _blocks(child, wanted)
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether it holds blocks; torch's wrapper that checkpoints it changes nothing."""
+    return isinstance(module._modules.get(WRAPPED, module), _CONTAINERS)
 
 
 def _is_whole(module: nn.Module, wanted: Container[int]) -> bool:
@@ -107,8 +113,8 @@ def _parts(module: nn.Module, prefix: str, wanted: Container[int], limit: int) -
     if isinstance(module, _ROUTING):
         return  # the root itself is one
     for name, child in module.named_children():
-        is_list = isinstance(child, _CONTAINERS)
-        is_block = isinstance(module, _CONTAINERS) and not is_list
+        is_list = _is_list(child)
+        is_block = _is_list(module) and not is_list
         runs = type(child).forward is not nn.Module.forward and not is_list  # whoever iterates a list does not call it
         if is_block or _is_whole(child, wanted) or (runs and _num_bytes(child, wanted) <= limit):
             yield prefix + name, child

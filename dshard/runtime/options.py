@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dshard.errors import StateError
-from dshard.policies import Offload
+from dshard.policies import Offload, read_bytes
 from dshard.runtime.convert import device_of
 from dshard.runtime.module import FSDPModule
 from dshard.runtime.placing import PlacementFn, replicated
@@ -47,10 +47,11 @@ class Options:
             if not is_right(value):
                 raise StateError(f"fully_shard: {name} must be {allowed}, but it is {_shown(value)}. {way}")
         has_reshard, has_strategy = self.reshard_after_forward is not None, self.strategy is not None
-        if self.plan is not None and (has_strategy or has_reshard or self.auto_wrap_policy is not None):
+        others = ("strategy", "reshard_after_forward", "memory_budget", "auto_wrap_policy")
+        both = next((name for name in others if getattr(self, name) is not None), None)
+        if self.plan is not None and both is not None:
             raise StateError(
-                "fully_shard: a plan says how each unit is cut and gathered, but strategy, reshard_after_forward or "
-                "auto_wrap_policy is given, too. Leave them out."
+                f"fully_shard: a plan says how each unit is cut and gathered, but {both} is given, too. Leave it out."
             )
         if has_strategy and has_reshard:
             raise StateError(
@@ -62,6 +63,11 @@ class Options:
     def ignored(self) -> set[nn.Parameter]:
         """Parameters to leave alone."""
         return set(self.ignored_params or ())
+
+    @property
+    def budget(self) -> int | str | None:
+        """Bytes of gathered copies that may stay until backward; or "auto", or None."""
+        return self.memory_budget if self.memory_budget in (None, "auto") else read_bytes(self.memory_budget)
 
     @property
     def placement_fn(self) -> PlacementFn | None:
@@ -120,7 +126,7 @@ def _one_of(*values: Any) -> tuple[Callable[[Any], bool], str, str]:
 
 
 def _is_budget(value: Any) -> bool:
-    return value is None or value == "auto" or (type(value) is int and value >= 0)
+    return value is None or (isinstance(value, str) and value == "auto") or read_bytes(value) is not None
 
 
 def _are_parameters(value: Any) -> bool:
@@ -163,7 +169,11 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "sync": _one_of("check", "broadcast", None),
     "grad_reduce": _one_of("mean", "sum"),
     "buffers": _one_of("leave", "broadcast", "check"),
-    "memory_budget": (_is_budget, "a number of bytes, 'auto' or None", "Pass 0 to keep nothing."),
+    "memory_budget": (
+        _is_budget,
+        "a number of bytes, text such as '2GiB', 'auto' or None",
+        "Pass 0 to keep nothing.",
+    ),
 }
 
 

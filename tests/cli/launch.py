@@ -35,9 +35,10 @@ def _environment(environ):
     return env | (environ or {})
 
 
-def start(*args, ranks=0, environ=None):
-    """Runs ``dshard train`` alone (ranks=0) or on ranks, as below torchrun; returns what ran."""
-    return warm.run(["-m", "dshard", "train", *args], ranks=ranks, env=_environment(environ), timeout_s=240)
+def start(*args, ranks=0, environ=None, cwd=None, script=None):
+    """Runs ``dshard train``, or a script in its place, alone (ranks=0) or on ranks, as below torchrun."""
+    program = ["-m", "dshard", "train"] if script is None else [script]
+    return warm.run([*program, *args], ranks=ranks, env=_environment(environ), cwd=cwd, timeout_s=240)
 
 
 def start_below_torchrun(*args, ranks):

@@ -1,12 +1,17 @@
 """Bad input: one line on stderr, exit code 2, no process group."""
 
 import json
+import subprocess
+import sys
+import tomllib
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from dshard.cli import main, saved, usage
-from tests.cli.launch import RANK_VARIABLES, TEXT, own_lines, start, start_below_torchrun
+import dshard
+from dshard.cli import main, runs, usage
+from tests.cli.launch import RANK_VARIABLES, REPO, TEXT, own_lines, start, start_below_torchrun
 
 BAD_OPTIONS = [
     (["--steps", "-5"], "--steps must be at least 1, but it is -5."),
@@ -30,7 +35,16 @@ BAD_OPTIONS = [
     (["--frobnicate"], "unrecognized arguments: --frobnicate. See dshard train --help."),
     (["--device", "abacus"], "argument --device: invalid choice: 'abacus' (choose from "),
     (["--plot", "losses.doc"], "--plot must end in one of .png, .svg, .pdf, but it is losses.doc."),
-    (["--resume"], "--resume needs a checkpoint in --out, but there is none in "),
+    (["--resume"], "--resume needs a run to continue, but there is none in runs/train. Run without --resume first,"),
+    (["--resume", "--out", "x"], "--resume needs a checkpoint in --out, but there is none in x. Run without --resume"),
+    (
+        ["--overwrite"],
+        "--overwrite deletes an earlier run in --out, but --out is missing: each run has a folder of its o",
+    ),
+    (
+        ["--overwrite", "--resume", "--out", "x"],
+        "--overwrite and --resume say opposite things of an earlier run, but bo",
+    ),
 ]
 
 BAD_ENVIRONMENTS = [
@@ -130,7 +144,7 @@ def _fake_checkpoint(out, **changed):
     folder.mkdir(parents=True)
     options = {"layers": 4, "width": 448, "heads": 7, "block_size": 64, "tie_head": False, **changed}
     pointer = {"checkpoint": folder.name, "step": 10, "options": options}
-    (out / saved._POINTER).write_text(json.dumps(pointer))
+    (out / runs.POINTER).write_text(json.dumps(pointer))
     return folder
 
 
@@ -150,19 +164,28 @@ def test_resuming_a_finished_run_is_refused(refused, tmp_path):
 
 def test_a_damaged_pointer_is_refused(refused, tmp_path):
     _fake_checkpoint(tmp_path / "run")
-    (tmp_path / "run" / saved._POINTER).write_text("{")
+    (tmp_path / "run" / runs.POINTER).write_text("{")
     assert refused("--resume", "--out", tmp_path / "run").startswith("--resume needs a readable latest.json, but ")
 
 
 def test_a_vanished_checkpoint_is_refused(refused, tmp_path):
     _fake_checkpoint(tmp_path / "run").rmdir()
-    assert refused("--resume", "--out", tmp_path / "run").endswith("is gone. Run without --resume.")
+    assert refused("--resume", "--out", tmp_path / "run").endswith("is gone. Pass --overwrite to start anew.")
 
 
 def test_a_command_is_required(capsys):
     assert main([]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "dshard: the following arguments are required: COMMAND. See dshard --help."
+
+
+@pytest.mark.parametrize(
+    "command", [["-m", "dshard"], ["-c", "import sys; from dshard.cli import main; sys.exit(main())"]]
+)
+def test_the_version_is_told_with_that_of_torch(command):
+    ran = subprocess.run([sys.executable, *command, "--version"], capture_output=True, text=True, check=True, cwd=REPO)
+    assert (ran.stdout, ran.stderr) == (f"dshard {dshard.__version__}, torch {torch.__version__}\n", "")
+    assert dshard.__version__ == tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["version"]
 
 
 def test_other_local_ranks_are_silent_with_the_same_exit_code(monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """Each benchmark runs at a tiny size and writes what it says; bad input is refused in one line."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from dshard.bench import output as output_module
 from dshard.bench.families import FAMILIES, stack
-from dshard.bench.plots import Bars, Lines, draw
+from dshard.bench.plots import Bars, Lines, draw, figure_of
 from dshard.bench.scale import fit
 from dshard.cli import main
 from tests.cli.launch import RANK_VARIABLES, REPO
@@ -232,6 +233,92 @@ def test_a_plot_draws_bars_with_gaps_and_lines(tmp_path):
     lines = Lines("l", "ms", "ranks", {"dshard": {8: 1.0, 64: 2.0}, "FSDP2": {8: 3.0}})
     draw(tmp_path / "plot.png", [bars, lines])
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+STEP = {
+    "batch 4 x 128": {
+        "unsharded": 1083.2,
+        "DDP": 1206.0,
+        "FSDP2": 1674.4,
+        "dshard": 1360.0,
+        "FSDP2, no reshard": 1426.0,
+    },
+    "batch 1 x 16": {"unsharded": 0.0412, "dshard": 3.14159, "dshard, no reshard": 307.0, "dshard, root alone": 99.5},
+}
+TWO_HOSTS = (
+    "full",
+    "keep",
+    "hybrid(2)",
+    "hybrid(2, keep)",
+    "ddp",
+    "the plan",
+    "the plan, in less",
+    "FSDP2",
+    "FSDP2, 2 x 2",
+)
+PLOTS = {
+    "step": [Bars("a step", "ms, median", STEP), Bars("waiting", "ms", {"one": {"dshard": 1e6, "DDP": 5.0}})],
+    "plan": [Bars("by limit", "ms, median", {f"{mb} MB": {"plan": 233.0, "best single": 240.0} for mb in (76, 84)})],
+    "two hosts": [Bars("two hosts", "ms, median", {"": dict.fromkeys(TWO_HOSTS, 264.0)})],
+    "collectives": [Bars("one unit", "ms", {"all-gather": {"": 16.0}, "all-reduce": {"": 11.0}})],
+    "scale": [
+        Lines("time", "ms, median", "ranks", {"FSDP2": {8: 37.0, 4096: 152.0}, "dshard": {8: 23.0, 4096: 149.0}}),
+        Lines(
+            "memory", "MB", "ranks",
+            {f"{kind}{part}": {8: 0.2, 4096: 26.0} for part in (", shards", "") for kind in ("FSDP2", "dshard")},
+        ),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_each_name_in_a_plot_has_a_look_of_its_own(name):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figure = figure_of(PLOTS[name])
+    try:
+        names = {n for panel in PLOTS[name] for of in looks_of(panel) for n in of} - {""}
+        (legend,) = figure.legends or [None]
+        assert {text.get_text() for text in legend.get_texts()} == names if names else legend is None
+        looks = [look(handle) for handle in (legend.legend_handles if legend else ())]
+        assert len(set(looks)) == len(looks)
+        figure.canvas.draw()
+        box = legend.get_window_extent() if legend else None
+        for axes in figure.axes:  # what it would cover could not be read
+            assert box is None or not box.overlaps(axes.get_tightbbox())
+            assert all(axes.get_window_extent().contains(*text.get_window_extent().max) for text in axes.texts)
+    finally:
+        pyplot.close(figure)
+
+
+def looks_of(panel):
+    return [panel.values] if isinstance(panel, Lines) else panel.values.values()
+
+
+def look(handle):
+    """What tells a bar or a line from another."""
+    if hasattr(handle, "get_facecolor"):
+        return handle.get_facecolor()
+    return handle.get_color(), handle.get_alpha(), handle.get_linestyle()
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_numbers_in_a_plot_are_plain(name):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figure = figure_of(PLOTS[name])
+    try:
+        figure.canvas.draw()
+        texts = [text.get_text() for axes in figure.axes for text in axes.texts]
+        for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+            texts += [label.get_text() for label in axis.get_ticklabels(which="both")]
+    finally:
+        pyplot.close(figure)
+    shown = [text for text in texts if re.search(r"\d", text)]
+    assert shown
+    assert not [text for text in shown if re.search(r"\de[+-]?\d|10\^|times", text)]
+    if name == "step":
+        assert {" 1,083", " 1,674", " 0.0412", " 3.14", " 99.5", " 1,000,000"} <= set(texts)
+    if name == "scale":
+        assert {"30", "50", "100"} <= set(texts)
 
 
 BAD_INPUT = [

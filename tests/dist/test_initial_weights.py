@@ -339,7 +339,10 @@ BAD = {
     "a placement": ("StateError", "fully_shard: shard_placement_fn must be a function of a parameter, or None, but it"),
     "a dim's name": ("StateError", "fully_shard: dp_mesh_dims must be a DataParallelMeshDims or None, but it is 'dp'."),
     "a policy's name": ("StateError", "fully_shard: offload_policy must be an OffloadPolicy, a CPUOffloadPolicy or"),
-    "a negative budget": ("StateError", "fully_shard: memory_budget must be a number of bytes, 'auto' or None, but "),
+    "a negative budget": (
+        "StateError",
+        "fully_shard: memory_budget must be a number of bytes, text such as '2GiB', 'auto' or None, but ",
+    ),
     "a function that chooses no bool": ("StateError", "fully_shard: auto_wrap_policy must return a bool for each"),
     "a fraction of ranks": ("PlacementError", "fully_shard: reshard_after_forward must be a bool, None, or a number"),
     "no strategy": ("StateError", "strategy: must be one of ddp, zero1, zero2, keep, full, hybrid(k) or split(q), but"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -119,7 +120,11 @@ def differences(net: nn.Module, other: nn.Module) -> list[str]:
 
 def beside_fsdp2(name: str, how: str, policy: Any, checkpoints: str) -> list[str]:
     net, other = make(name), make(name)
-    net.checkpoints = other.checkpoints = checkpoints
+    if checkpoints == "wrapped":
+        for each in (net, other):
+            each.layers = nn.ModuleList(map(checkpoint_wrapper, each.layers))
+    else:
+        net.checkpoints = other.checkpoints = checkpoints
     shard(net, policy, how=how)
     shard(other, policy, how="blocks" if name == "net" else "root", call=torch_fully_shard)
     losses = train(net), train(other)
@@ -133,9 +138,26 @@ def test_training_is_that_of_fsdp2_bit_for_bit(worlds: WorldPool, name, how, pol
     assert worlds.run(2, beside_fsdp2, name, how, policy, "") == [[], []]
 
 
-@pytest.mark.parametrize("checkpoints", ["reentrant", "not reentrant"])
-def test_checkpointed_blocks_train_as_those_of_fsdp2(worlds: WorldPool, checkpoints):
-    assert worlds.run(2, beside_fsdp2, "net", "blocks", IN_FP32, checkpoints) == [[], []]
+@pytest.mark.parametrize("checkpoints", ["reentrant", "not reentrant", "wrapped"])
+@pytest.mark.parametrize("how", ["blocks", "root"])
+def test_checkpointed_blocks_train_as_those_of_fsdp2(worlds: WorldPool, checkpoints, how):
+    assert worlds.run(2, beside_fsdp2, "net", how, IN_FP32, checkpoints) == [[], []]
+
+
+def wrapped_blocks_in_other_dtypes() -> list[str]:
+    """Differences after training with and without torch's wrapper, where norms compute in fp32; and of a copy."""
+    policy = {"*norm*": None, "*": IN_FP32}
+    net, other = make(), make()
+    net.layers = nn.ModuleList(map(checkpoint_wrapper, net.layers))
+    shard(net, policy, how="blocks")
+    shard(other, policy, how="blocks")
+    net = copy.deepcopy(net)
+    losses = train(net), train(other)
+    return [*([] if losses[0] == losses[1] else [f"losses {losses}"]), *differences(net, other)]
+
+
+def test_wrapped_blocks_compute_again_in_the_dtypes_of_their_patterns(worlds: WorldPool):
+    assert worlds.run(2, wrapped_blocks_in_other_dtypes) == [[], []]
 
 
 def by_hand(name: str, num_ranks: int, compute: torch.dtype) -> nn.Module:

@@ -11,6 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -98,6 +102,173 @@ def test_ranks_that_plan_alike_have_one_plan(worlds: WorldPool):
     assert first == second
 
 
+def nested():
+    torch.manual_seed(0)
+    lists = (nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(4))
+    return nn.Sequential(nn.Embedding(64, 32), *lists, nn.Linear(32, 64))
+
+
+def wrapped(model):
+    """The same model, whose blocks, and one layer outside of them, compute their forward again in backward."""
+    kinds = (type(model.blocks[0]), nn.LayerNorm) if isinstance(model, GPT) else (nn.Sequential,)
+    children = list(model.named_modules())
+    outermost = [module for name, module in children if isinstance(module, kinds) and name.count(".") < 2 and name]
+    apply_activation_checkpointing(model, check_fn=lambda module: module in outermost)
+    assert any("_checkpoint_wrapped_module." in name for name, _ in model.named_parameters())
+    return model
+
+
+def train_wrapped(make, of_plan, of_model):
+    """Losses under a plan for what `of_plan` makes of the model, of what `of_model` makes of it; and what is whole."""
+    plan = plan_of(of_plan(make()), ("full", "ddp", "keep"))
+    model = of_model(make())
+    names = [name for name, _ in model.named_parameters()]
+    dshard.fully_shard(model, plan=plan)
+    assert [name for name, _ in model.named_parameters()] == names
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(2):
+        x = tokens(10 * step + dist.get_rank())
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    whole = [p.to_local().numel() == p.numel() for p in model.parameters()]
+    assert whole == [str(strategy) == "ddp" for strategy in plan.by_parameter.values()]
+    return losses, whole
+
+
+@pytest.mark.parametrize("make", [build, nested])
+def test_a_plan_fits_the_same_model_with_and_without_checkpoint_wrappers(worlds: WorldPool, make):
+    expected = worlds.run(2, train_wrapped, make, as_it_is, as_it_is)
+    assert {True, False} == set(expected[0][1])
+    for of_plan, of_model in ((as_it_is, wrapped), (wrapped, as_it_is), (wrapped, wrapped), (as_it_is, wrapped_whole)):
+        assert worlds.run(2, train_wrapped, make, of_plan, of_model) == expected
+
+
+def as_it_is(model):
+    return model
+
+
+def wrapped_whole(model):
+    return checkpoint_wrapper(wrapped(model))
+
+
+def compiled_blocks():
+    """Whether a plan of the plain model fits the one whose blocks are compiled."""
+    plan, model = plan_of(build(), ("full", "ddp")), build()
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, backend="eager")
+    dshard.fully_shard(model, plan=plan)
+    whole = {name.replace("_orig_mod.", ""): p.to_local().numel() == p.numel() for name, p in model.named_parameters()}
+    return whole == {name: str(strategy) == "ddp" for name, strategy in plan.by_parameter.items()}
+
+
+def test_a_plan_fits_the_same_model_with_compiled_blocks(worlds: WorldPool):
+    assert worlds.run(2, compiled_blocks) == [True] * 2
+
+
+def train_from_file(path):
+    """Losses of two steps under a plan, given as it is, as the path of its file, and as text."""
+    found = []
+    plan = plan_of(build(), ("keep", "ddp", "full"))
+    if dist.get_rank() == 0:
+        plan.save(path)
+    dist.barrier()
+    for given in (plan, path, str(path)):
+        model = build()
+        dshard.fully_shard(model, plan=given)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(2):
+            loss = model(tokens(step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        units = [unit for m in model.modules() for unit in vars(m).get("_dshard_units", ()) if unit.params]
+        kinds = {str(unit.settings.strategy) for unit in units}
+        found.append((losses, kinds, model._runtime().plan_report is not None))
+    return found
+
+
+def test_a_plan_may_be_the_path_of_its_file(worlds: WorldPool, tmp_path):
+    for of_object, of_path, of_text in worlds.run(2, train_from_file, tmp_path / "plan.json"):
+        assert of_object == of_path == of_text
+        assert of_object[1] == {"keep", "ddp", "full"}
+
+
+def refused_file(plan, of_rank=None, writes=None):
+    """What fully_shard says to `plan`, of one rank alone if `of_rank` is given; and whether it left the model."""
+    model = build()
+    given = plan if of_rank in (None, dist.get_rank()) else plan_of(model, ("full",))
+    if writes is not None:
+        given = plan_of(model, writes[dist.get_rank()])
+    try:
+        dshard.fully_shard(model, plan=given)
+    except dshard.DShardError as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        said = "no error"
+    return said, all(type(p) is nn.Parameter for p in model.parameters()) and type(model) is GPT
+
+
+NO_FILE = (
+    "PlanError: fully_shard: plan must be a Plan or the path of a file that Plan.save or dshard plan --out wrote, but "
+    "there is no file {path!r}. "
+)
+NO_PLAN = "PlanError: fully_shard: plan must be a Plan, or the path of a file that holds one, but it is "
+NO_JSON = "PlanError: fully_shard: {path}: must be a plan as JSON, but "
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("full", NO_FILE + 'Did you mean strategy="full"?'),
+        ("hybrid(2)", NO_FILE + 'Did you mean strategy="hybrid(2)"?'),
+        ("no/such.json", NO_FILE + "Pass a path that exists."),
+        ("here", NO_JSON + "it cannot be read: Is a directory. Pass "),
+        ("damaged.json", NO_JSON + "reading it says: Expecting "),
+        (
+            "config.json",
+            NO_JSON + "it is none: a plan has the field 'schema'. Pass what Plan.save or dshard plan --out ",
+        ),
+        ("binary.pt", NO_JSON + "it is no text"),
+        (5, NO_PLAN + "5 (int). Pass what dshard.plan gave."),
+        ([], NO_PLAN + "[] (list). "),
+        (b"plan.json", NO_PLAN + "b'plan.json' (bytes)"),
+        (dshard.Strategy("full"), NO_PLAN + "Strategy(base='full', within=None, num_slices=1) (Strategy)"),
+    ],
+    ids=str,
+)
+def test_what_is_no_plan_is_refused_before_anything_is_changed(worlds: WorldPool, tmp_path, plan, message):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "damaged.json").write_text("{")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "binary.pt").write_bytes(b"\x80\x02\xff")
+    path = tmp_path / plan if isinstance(plan, str) and (tmp_path / plan).exists() else plan
+    for said, is_untouched in worlds.run(2, refused_file, path):
+        assert said.startswith(message.format(path=str(path)))
+        assert is_untouched
+
+
+@pytest.mark.parametrize("of_rank", [0, 1])
+def test_a_file_that_one_rank_lacks_is_an_error_of_all(worlds: WorldPool, of_rank):
+    found = worlds.run(2, refused_file, "elsewhere.json", of_rank)
+    own, other = found[of_rank][0], found[1 - of_rank][0]
+    assert own.startswith("PlanError: fully_shard: plan must be a Plan or the path of a file")
+    raised = f"rank {of_rank} raised there: PlanError: fully_shard: plan must be a Plan or the path of a file"
+    assert other.startswith(f"DivergenceError: fully_shard: all ranks must make the same call, but {raised}")
+    assert all(is_untouched for _, is_untouched in found)
+
+
+def test_ranks_with_different_plans_are_told(worlds: WorldPool):
+    for said, is_untouched in worlds.run(2, refused_file, None, None, (("full",), ("full", "ddp"))):
+        assert said.startswith("DivergenceError: fully_shard: all ranks must pass the same plan, but number ")
+        assert is_untouched
+
+
 def refused(kind):
     """What fully_shard says to a plan that does not fit."""
     model = build()
@@ -109,6 +280,10 @@ def refused(kind):
         plan = replace(plan, cluster=cluster_of(TITAN, 8))
     elif kind == "strategy":
         options["strategy"] = "ddp"
+    elif kind == "as a strategy":
+        options["strategy"], plan = plan, None
+    elif kind == "budget":
+        options["memory_budget"] = "1GiB"
     elif kind == "reshard":
         options["reshard_after_forward"] = True
     elif kind == "dtype":
@@ -129,8 +304,22 @@ def refused(kind):
     [
         ("model", "PlanError: fully_shard: a plan is for the model that it was made for, but the unit of "),
         ("ranks", "PlanError: fully_shard: a plan is for one model on the ranks that it was made for (8), but these"),
-        ("strategy", "StateError: fully_shard: a plan says how each unit is cut and gathered, but strategy,"),
-        ("reshard", "StateError: fully_shard: a plan says how each unit is cut and gathered, but strategy,"),
+        (
+            "strategy",
+            "StateError: fully_shard: a plan says how each unit is cut and gathered, but strategy is given, too.",
+        ),
+        (
+            "reshard",
+            "StateError: fully_shard: a plan says how each unit is cut and gathered, but reshard_after_forward is",
+        ),
+        (
+            "budget",
+            "StateError: fully_shard: a plan says how each unit is cut and gathered, but memory_budget is given,",
+        ),
+        (
+            "as a strategy",
+            "StateError: fully_shard: a Plan is no strategy, but it is given as one. Pass plan= instead.",
+        ),
         ("dtype", "PlanError: fully_shard: a plan is for the dtypes that it was made for, but all parameters gathered"),
         ("stored", "PlanError: fully_shard: a plan is for the dtypes that it was made for, but all parameters stored"),
         ("frozen", "PlanError: fully_shard: a plan is for the dtypes that it was made for, but all parameters reduced"),

@@ -43,7 +43,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "switch": ("errors", "layout", "policies", "collectives", "tensor", "runtime"),
     "nodes": ("errors", "collectives", "tensor"),
     "compat": ("errors", "layout", "policies", "collectives", "tensor", "runtime"),
-    "plan_units": ("errors", "policies", "runtime", "planner"),
+    "plan_units": ("errors", "policies", "collectives", "runtime", "planner"),
     "report": ("runtime", "planner"),
     "api": ("errors", "policies", "collectives", "tensor", "runtime", "planner", "plan_units", "report"),
     "overhead": ("collectives", "tensor", "runtime", "planner", "api"),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dshard
+from dshard.planning import parse_bytes
 from dshard.runtime import Runtime, Unit
 from dshard.testing import WorldPool
 from tests.parity.test_memory import units_of
@@ -161,12 +162,17 @@ def test_an_automatic_budget_keeps_what_fits_from_the_second_step_on(worlds: Wor
     assert found[0].gathers == [2 * NUM_BLOCKS, NUM_BLOCKS, NUM_BLOCKS]  # a few kilobytes fit on any machine
 
 
+@pytest.mark.parametrize("text", ["2KiB", "2048", " 2.048 kB "])
+def test_a_budget_may_be_text_as_the_memory_of_a_plan_may(worlds: WorldPool, text):
+    assert worlds.run(1, budget_after_two_calls, text) == [parse_bytes(text, "memory")] == [2048]
+
+
 @pytest.mark.parametrize("budget", [0, 5])
 def test_a_call_without_a_budget_keeps_that_of_an_earlier_one_below(worlds: WorldPool, budget):
     assert worlds.run(1, budget_after_two_calls, budget) == [budget]
 
 
-def budget_after_two_calls(budget: int) -> Any:
+def budget_after_two_calls(budget: int | str) -> Any:
     model: Any = Chain()
     dshard.fully_shard(model.blocks[0], memory_budget=budget)
     dshard.fully_shard(model)
@@ -256,9 +262,12 @@ def refuse(options: dict[str, Any]) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("budget", [-1, "all", 1.5])
+@pytest.mark.parametrize("budget", [-1, "all", 1.5, True, "-1GiB", "2GiBs", "", "1e999"])
 def test_a_budget_that_is_no_number_of_bytes_is_refused(worlds: WorldPool, budget):
-    assert "memory_budget must be" in worlds.run(1, refuse, {"budget": budget})[0]
+    assert worlds.run(1, refuse, {"budget": budget}) == [
+        "fully_shard: memory_budget must be a number of bytes, text such as '2GiB', 'auto' or None, but it is "
+        f"{budget!r}. Pass 0 to keep nothing."
+    ]
 
 
 @pytest.mark.parametrize("depth", [-1, 0.5])

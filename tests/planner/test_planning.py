@@ -1,13 +1,22 @@
 """`dshard.plan`: from a model and a sample to a plan, on a device that is not here or on this machine."""
 
+import logging
+from dataclasses import replace
+
+import numpy
 import pytest
 import torch
 from torch import nn
 
 import dshard
+from dshard import planning
+from dshard.cli.gpt import GPT, GPTConfig
 from dshard.errors import PlanError, StateError
-from dshard.planner import DEVICES, Cluster, Link, Links, Training, cluster_of, peak_bytes
+from dshard.planner import DEVICES, Cluster, Link, Links, Training, Wire, cluster_of, peak_bytes
 from dshard.planner.measuring import measure, measure_step
+from dshard.planner.progress import Throttled
+from dshard.planner.texts import bytes_text, seconds_text
+from dshard.planner.ties import DATASHEET
 from dshard.planning import Profile, parse_bytes, parts_of, strategies_for
 from dshard.policies import Strategy
 from tests.planner.models import CASES, CONFIG, convolutions, gpt
@@ -25,22 +34,69 @@ def test_a_model_on_meta_is_planned_like_a_real_one():
         on_meta = gpt()
     plans = [dshard.plan(model, tokens(2), cluster=EIGHT, device="titan-rtx") for model in (on_meta, gpt())]
     assert plans[0] == plans[1]
-    assert plans[0].certificate.gap == 0
+    assert plans[0].certificate.lower_bound_s == plans[0].certificate.fastest_s
     assert set(plans[0].by_parameter) == {name for name, _ in on_meta.named_parameters()}
     assert plans[0].model.batch_size == 2
     assert plans[0].flops > 0
 
 
+def big(layers=6):
+    """A GPT on meta whose communication an A100 hides."""
+    with torch.device("meta"):
+        return GPT(GPTConfig(512, layers, 1024, 16, 8192)), torch.zeros(8, 512, dtype=torch.int64)
+
+
+def test_by_a_datasheet_a_simple_plan_of_less_memory_is_preferred_within_the_error_of_its_figures():
+    a100 = DEVICES["a100-40g"]
+    cluster, training = cluster_of(a100, 8), Training(torch.bfloat16)
+    options = {"cluster": cluster, "device": a100, "training": training}
+    fastest = dshard.plan(*big(), **options, margin=0)
+    plan = dshard.plan(*big(), **options)
+    assert set(plan.strategies) == {Strategy("full")}
+    assert fastest.strategies != plan.strategies
+    assert fastest.peak_bytes > plan.peak_bytes
+    assert fastest.step_s < plan.step_s <= fastest.step_s * (1 + DATASHEET)
+    assert DATASHEET == 0.03  # as docs/planner.md has it
+    certificate = plan.certificate
+    assert (fastest.certificate.slower_by, fastest.certificate.margin) == (0, 0)
+    assert certificate.margin == DATASHEET
+    assert certificate.fastest_s == pytest.approx(fastest.step_s)
+    assert (certificate.fastest, certificate.fastest_peak_bytes) == (fastest.strategies, fastest.peak_bytes)
+    assert certificate.slower_by == pytest.approx(plan.step_s / fastest.step_s - 1)
+    assert certificate.lower_bound_s == pytest.approx(fastest.certificate.lower_bound_s)
+    assert certificate.gap == pytest.approx(1 - certificate.lower_bound_s / plan.step_s)  # what could be better at most
+    said = f"was preferred to the fastest choice ({seconds_text(fastest.step_s)}, {bytes_text(fastest.peak_bytes)}"
+    assert said in str(certificate)
+    assert f"{certificate.slower_by:.2%} slower" in str(certificate)
+    assert "preferred" not in str(fastest.certificate)
+
+
+def test_outside_of_the_margin_the_fastest_plan_is_taken():
+    slow = replace(DEVICES["titan-rtx"], within_host=Wire(1e9, 1e-6))
+    options = {"cluster": cluster_of(slow, 8), "device": slow}
+    plan, fastest = (dshard.plan(*big(2), **options, margin=margin) for margin in (None, 0))
+    assert plan.strategies == fastest.strategies
+    full = dshard.plan(*big(2), **options, strategies=["full"])
+    assert full.step_s > plan.step_s * (1 + DATASHEET)
+    assert plan.certificate.gap == 0
+
+
+@pytest.mark.parametrize("margin", [-0.1, float("nan"), float("inf"), "2%", True])
+def test_a_margin_that_is_no_part_of_a_step_is_refused(margin):
+    with pytest.raises(PlanError, match=r"^plan: margin must be a part of a step, 0 or more, or None, but it is "):
+        dshard.plan(gpt(), tokens(2), cluster=EIGHT, device=TITAN, margin=margin)
+
+
 def test_less_memory_makes_slower_plans_that_fit():
     model = gpt()
     profile = Profile(model, tokens(16), device=TITAN, training=Training())
-    most = profile.plan(EIGHT).peak_bytes
+    most = profile.plan(EIGHT, margin=0).peak_bytes
     least = profile.given(EIGHT, "full").peak_bytes
     assert least < most
     steps = []
     for share in (1.0, 0.75, 0.5, 0.25, 0.0):
         limit = int(least + share * (most - least))
-        plan = profile.plan(EIGHT, memory=limit)
+        plan = profile.plan(EIGHT, memory=limit, margin=0)
         assert plan.peak_bytes <= limit
         steps.append(plan.step_s)
     assert steps == sorted(steps)
@@ -48,20 +104,75 @@ def test_less_memory_makes_slower_plans_that_fit():
         profile.plan(EIGHT, memory=least // 4)
 
 
-def test_auto_takes_the_batch_with_the_most_samples_per_second():
+@pytest.mark.parametrize("margin", [0, None])
+def test_auto_takes_the_batch_with_the_most_samples_per_second(margin):
     profile = Profile(gpt(), tokens(1), device=TITAN, training=Training())
     limit = profile.given(EIGHT, "full", 5).peak_bytes
-    best = profile.plan(EIGHT, memory=limit, batch="auto")
+    best = profile.plan(EIGHT, memory=limit, batch="auto", margin=margin)
     rates = {}
     for batch in range(1, 8):
         try:
-            rates[batch] = profile.plan(EIGHT, memory=limit, batch=batch).samples_per_s
+            rates[batch] = profile.plan(EIGHT, memory=limit, batch=batch, margin=margin).samples_per_s
         except PlanError:
             rates[batch] = 0.0
     assert rates[7] == 0.0
     assert best.peak_bytes <= limit
     assert best.samples_per_s == pytest.approx(max(rates.values()))
     assert best.model.batch_size == max(rates, key=rates.get)
+
+
+class Heard:
+    """Keeps what planning says."""
+
+    def __init__(self):
+        self.said = []
+
+    def at(self, what, share=None):
+        self.said.append((what, share))
+
+
+def test_planning_says_what_it_is_at():
+    heard = Heard()
+    profile = Profile(gpt(), tokens(2), device=TITAN, training=Training(), progress=heard)
+    limit = profile.given(EIGHT, "full", 4).peak_bytes
+    texts = [what for what, _ in heard.said]
+    assert texts[0] == "tracing a step of 4 samples"
+    assert any(what == "tracing a step of 4 samples: backward" for what in texts)
+    profile.plan(EIGHT, memory=limit, batch="auto")
+    texts = [what for what, _ in heard.said]
+    assert any(what.startswith("batch 4 (") for what in texts)
+    shares = [share for _, share in heard.said if share is not None]
+    assert len(shares) > 20
+    assert all(0 <= share <= 1 for share in shares)
+    traced = [share for what, share in heard.said if what.startswith("tracing a step of 1 sample:")]
+    assert traced == sorted(traced)
+    assert traced[-1] == 1
+
+
+def test_what_is_said_often_is_passed_on_now_and_then():
+    said, now = [], [0.0]
+    progress = Throttled(said.append, every_s=4, clock=lambda: now[0])
+    for i in range(100):
+        now[0] = i / 10
+        progress.at(f"unit {i}", i / 100)
+    assert said == ["unit 40 (40%, 4 s)", "unit 80 (80%, 8 s)"]
+    progress = Throttled(said.append, every_s=4, clock=lambda: now[0])
+    now[0] += 65
+    progress.at("tracing")
+    assert said[-1] == "tracing (65 s)"
+
+
+def test_a_long_planning_tells_the_logger(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="dshard")
+    monkeypatch.setattr(planning, "_EVERY_S", 0.0)
+    dshard.plan(gpt(), tokens(2), cluster=EIGHT, device=TITAN)
+    records = [record for record in caplog.records if record.name == "dshard"]
+    assert {record.levelno for record in records} == {logging.INFO}
+    assert records[0].getMessage().startswith("plan: tracing a step of 2 samples")
+    caplog.clear()
+    monkeypatch.setattr(planning, "_EVERY_S", 1e9)
+    dshard.plan(gpt(), tokens(2), cluster=EIGHT, device=TITAN)
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -123,16 +234,33 @@ def test_more_than_one_host_may_share_within_each():
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("38GiB", 38 << 30), ("1.5 GiB", 3 << 29), ("40e9", 40 * 10**9), ("2MB", 2 * 10**6), ("512", 512), (7, 7)],
+    [
+        ("38GiB", 38 << 30),
+        ("1.5 GiB", 3 << 29),
+        ("40e9", 40 * 10**9),
+        ("2MB", 2 * 10**6),
+        ("512", 512),
+        (7, 7),
+        (numpy.int64(7), 7),
+    ],
 )
 def test_bytes_are_read_with_binary_and_decimal_prefixes(text, num_bytes):
     assert parse_bytes(text, "memory") == num_bytes
 
 
-@pytest.mark.parametrize("text", ["-1GiB", "0", "much", "GiB", "", 0, -5, "nan"])
+@pytest.mark.parametrize("text", ["-1GiB", "0", "much", "GiB", "", 0, -5, "nan", "1e999", "1e308GiB", True, 7.5, None])
 def test_what_is_no_number_of_bytes_is_refused(text):
     with pytest.raises(PlanError, match="memory must be a number of bytes above 0, but it is"):
         parse_bytes(text, "memory")
+
+
+def test_one_strategy_may_be_given_as_it_is():
+    plans = [
+        dshard.plan(gpt(), tokens(2), cluster=EIGHT, device=TITAN, strategies=given)
+        for given in (["keep"], "keep", Strategy("keep"))
+    ]
+    assert plans[0] == plans[1] == plans[2]
+    assert set(plans[0].strategies) == {Strategy("keep")}
 
 
 @pytest.mark.parametrize(
@@ -142,6 +270,7 @@ def test_what_is_no_number_of_bytes_is_refused(text):
         (lambda: dshard.plan(gpt(), [], cluster=EIGHT, device=TITAN), PlanError, "sample_input must hold a tensor"),
         (lambda: dshard.plan(gpt(), tokens(2), cluster=EIGHT, device="abacus"), StateError, "'abacus'"),
         (lambda: dshard.plan(gpt(), tokens(2), cluster=EIGHT, device=TITAN, batch=0), PlanError, "batch must be"),
+        (lambda: dshard.plan(gpt(), tokens(2), cluster=EIGHT, device=TITAN, batch=True), PlanError, "but it is True"),
         (lambda: dshard.plan(gpt().bfloat16(), tokens(2), cluster=EIGHT, device=TITAN), StateError, "bfloat16"),
         (
             lambda: dshard.plan(gpt(), tokens(2), cluster=EIGHT, device=TITAN, strategies=[]),

@@ -96,7 +96,7 @@ def test_bounds_hold_when_there_is_little_room_for_the_search(model, cluster, wi
     if not fitting:
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(solver, "search", lambda chain, relaxation, upper, most: search(chain, relaxation, upper, width))
+        patch.setattr(solver, "search", lambda chain, relaxation, upper, *_: search(chain, relaxation, upper, width))
         patch.setattr(labels, "_EARLY_LABELS", 1)
         certificate = solve(model, cluster, names, limit).certificate
     assert certificate.relaxed_bound_s <= min(fitting) * SLACK + 1e-15
@@ -115,7 +115,7 @@ def test_what_a_search_drops_is_not_proven(part, width):
     best = solve(model, cluster, FAMILY_STRATEGIES, limit).certificate
     assert best.gap == 0
 
-    def narrow(chain, relaxation, upper, most):
+    def narrow(chain, relaxation, upper, most, *_):
         return search(chain, relaxation, upper, 1 if most == solver._NARROW else width)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -125,6 +125,21 @@ def test_what_a_search_drops_is_not_proven(part, width):
         found = solve(model, cluster, FAMILY_STRATEGIES, limit).certificate
     assert found.lower_bound_s <= best.step_s * SLACK
     assert found.step_s >= best.step_s / SLACK
+
+
+def test_a_search_says_how_far_it_is():
+    said = []
+
+    class Heard:
+        def at(self, what, share=None):
+            said.append((what, share))
+
+    model, cluster = family("random", 30), Cluster(64, 8, Links.of(Link(2e-5, 5e-12)), Links.of(Link(3e-5, 2.5e-11)))
+    low, high = (peak_bytes(model, [base] * 30, cluster) for base in ("full", "ddp"))
+    solve(model, cluster, FAMILY_STRATEGIES, low + (high - low) // 20, progress=Heard())
+    assert any(what.startswith("bounding at ") for what, _ in said)
+    shares = [share for what, share in said if what.startswith("searching among ")]
+    assert shares[:29] == [stage / 30 for stage in range(2, 31)]
 
 
 @settings(max_examples=50, deadline=None)
@@ -226,16 +241,25 @@ def test_a_single_strategy_that_costs_hardly_more_is_preferred(model, cluster, n
     assert certificate.step_s == pytest.approx(step_time(model, solution.strategies, cluster), rel=1e-9, abs=1e-15)
     assert certificate.peak_bytes == peak_bytes(model, solution.strategies, cluster) <= limit
     assert certificate.lower_bound_s <= best * SLACK + 1e-15
+    assert certificate.fastest_s == pytest.approx(best, rel=1e-9, abs=1e-15)  # whatever was preferred to it
+    assert certificate.slower_by >= 0
+    assert certificate.margin == tolerance
+    assert certificate.fastest_s == pytest.approx(step_time(model, certificate.fastest, cluster), rel=1e-9, abs=1e-15)
+    assert certificate.fastest_peak_bytes == peak_bytes(model, certificate.fastest, cluster) <= limit
     if least <= best * (1 + tolerance) * (1 - 1e-9):
         assert certificate.step_s <= best * (1 + tolerance) * SLACK + 1e-15
         peaks = [
             peak_bytes(model, single, cluster)
             for single, seconds in zip(singles, steps, strict=True)
-            if seconds <= best * (1 + tolerance) * (1 - 1e-9)
-        ]
+            if seconds <= best * (1 + tolerance) * (1 - 1e-9) and not single[0].startswith("split")
+        ] or [math.inf]  # slices are taken where all else is too large or too slow
         if not {"zero1", "zero2"} & set(names):  # else copies may stay for good, where that costs no time
             assert len(set(solution.strategies)) == 1
             assert certificate.peak_bytes <= min(peaks)
+            assert (solution.strategies[0].num_slices > 1) <= (peaks == [math.inf])
+            within = [n for n, seconds in zip(singles, steps, strict=True) if seconds <= best * (1 + tolerance) * SLACK]
+            slices = [Strategy.of(names[0]).num_slices for names in within]
+            assert solution.strategies[0].num_slices == min(slices)
     elif least > best * (1 + tolerance) * SLACK:
         assert certificate.step_s == pytest.approx(best, rel=1e-9, abs=1e-15)
 

@@ -1,0 +1,172 @@
+"""A plan as text: its units, and itself beside every single strategy."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from dshard.planner.categories import PeakParts
+from dshard.planner.costs import Cluster, ModelCosts, UnitCosts
+from dshard.planner.memory import peak_bytes
+from dshard.planner.options import options_of
+from dshard.planner.texts import bytes_text, number_text, seconds_text
+from dshard.planner.timeline import step_time
+from dshard.policies import Strategy
+
+__all__ = ["choice_table", "mix_text", "peak_text", "unit_table"]
+
+_MAX_RUNS = 40  # of units that are told one by one
+_MAX_NAME = 48
+_MAX_WIDTH = 110
+
+
+def unit_table(units: Sequence[UnitCosts], strategies: Sequence[Strategy]) -> list[str]:
+    """Each unit, or run of units that are alike, its strategy, bytes and seconds; the middle of many is left out."""
+    head = ("unit", "parameters", "strategy", "activations", "forward", "backward")
+    runs = list(_runs(units, strategies))
+    rows = [_row_of_run(own, strategy) for (_, strategy), own in runs]
+    if len(rows) > _MAX_RUNS:
+        half = _MAX_RUNS // 2
+        left = runs[half:-half]
+        num = sum(len(own) for _, own in left)
+        mix = Counter(strategy for (_, strategy), own in left for _ in own)
+        rows[half:-half] = [(f"... {num} more units", "", _mix(mix), "", "", "")]
+    return _aligned([head, *rows], to_left=(0, 2))
+
+
+def _row_of_run(units: list[UnitCosts], strategy: str) -> tuple[str, ...]:
+    unit = units[0]
+    name = _short(unit.name)
+    if len(units) > 1:
+        name = f"{name} .. {_short(_beyond(unit.name, units[-1].name))} ({len(units)} alike)"
+    times = (seconds_text(unit.forward_s), seconds_text(unit.backward_s))
+    return name, bytes_text(unit.param_bytes), strategy, bytes_text(unit.activation_bytes), *times
+
+
+def _beyond(first: str, name: str) -> str:
+    """A name without the words that both start with."""
+    own, other = name.split("."), first.split(".")
+    num = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), 0)
+    return ".".join(own[num:])
+
+
+def _runs(
+    units: Sequence[UnitCosts], strategies: Sequence[Strategy]
+) -> Iterator[tuple[tuple[Any, str], list[UnitCosts]]]:
+    """Units in a row that differ in names and in a hundredth of their figures at most."""
+
+    def alike(pair: tuple[UnitCosts, Strategy]) -> tuple[Any, str]:
+        unit, strategy = pair
+        figures = (unit.numel, unit.param_bytes, unit.activation_bytes, f"{unit.forward_s:.2g} {unit.backward_s:.2g}")
+        return figures, str(strategy)
+
+    for key, run in groupby(zip(units, strategies, strict=True), key=alike):
+        yield key, [unit for unit, _ in run]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a choice of strategies is predicted to take."""
+
+    step_s: float
+    waits_s: float
+    peak_bytes: int
+
+    @classmethod
+    def of(cls, model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster) -> "_Outcome":
+        """Of one choice."""
+        options = options_of(model, strategies, cluster)
+        compute_s = model.num_backwards * sum(o.forward_s + o.backward_s for o in options)
+        step_s = step_time(model, strategies, cluster)
+        waits_s = step_s - compute_s - sum(o.optimizer_s for o in options)
+        return cls(step_s, max(0.0, waits_s), peak_bytes(model, strategies, cluster))
+
+
+def choice_table(
+    model: ModelCosts,
+    cluster: Cluster,
+    chosen: Sequence[Strategy],
+    others: Mapping[str, Sequence[Strategy]],
+    limit_bytes: int,
+) -> list[str]:
+    """A choice beside others, the fastest first: time, waiting, rate and peak, and whether it fits.
+
+    Choices that take the same time and bytes share a row.
+
+    Args:
+        model: Costs of its units.
+        cluster: Devices and links.
+        chosen: A strategy for each unit.
+        others: The same for each other choice, by its name; one that is what was chosen gives it its name.
+        limit_bytes: Of the peak; 0 where there is none.
+    """
+    own = _Outcome.of(model, chosen, cluster)
+    found: dict[_Outcome, list[str]] = {own: []}
+    for name, strategies in others.items():
+        is_own = tuple(strategies) == tuple(chosen)
+        names = found.setdefault(own if is_own else _Outcome.of(model, strategies, cluster), [])
+        names.insert(0 if is_own else len(names), f"{name} (this plan)" if is_own else name)
+    if not any(name.endswith(" (this plan)") for name in found[own]):
+        found[own].insert(0, "this plan")
+    samples, of_sample = model.batch_size * cluster.num_ranks, model.tokens_per_sample
+    rows = [("choice", "step", "vs plan", "waits", "tokens/s" if of_sample else "samples/s", "peak", "vs plan", "fits")]
+    for outcome, names in sorted(found.items(), key=lambda item: item[0].step_s):
+        slower = more = ""
+        if outcome is not own:
+            slower = f"{outcome.step_s / own.step_s - 1:+.1%}"
+            difference = outcome.peak_bytes - own.peak_bytes
+            more = f"{'+' if difference > 0 else ''}{bytes_text(difference)}"
+        rows.append(
+            (
+                ", ".join(names),
+                seconds_text(outcome.step_s),
+                slower,
+                f"{outcome.waits_s / outcome.step_s:.1%}",
+                number_text(samples * (of_sample or 1) / outcome.step_s),
+                bytes_text(outcome.peak_bytes),
+                more,
+                ("yes" if outcome.peak_bytes <= limit_bytes else "no") if limit_bytes else "-",
+            )
+        )
+    return _aligned(rows, to_left=(0,))
+
+
+def peak_text(parts: PeakParts, units: Sequence[UnitCosts]) -> list[str]:
+    """When the peak is, and what it holds, on as few lines as it takes."""
+    lines = [f"  in the {parts.phase} of {_short(units[parts.unit].name)}:"]
+    for name, num in parts.by_category.items():
+        entry = f"{name} {bytes_text(num)}"
+        if not num:
+            continue
+        if len(lines[-1]) + len(entry) > _MAX_WIDTH:
+            lines[-1] += ","
+            lines.append(f"  {entry}")
+        else:
+            lines[-1] += f"{' ' if lines[-1].endswith(':') else ', '}{entry}"
+    return lines
+
+
+def mix_text(strategies: Sequence[Strategy]) -> str:
+    """How many units have which strategy."""
+    return _mix(Counter(map(str, strategies)))
+
+
+def _mix(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{num} {name}" for name, num in sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def _short(name: str) -> str:
+    """A name with its middle left out where it is long."""
+    half = (_MAX_NAME - 3) // 2
+    return name if len(name) <= _MAX_NAME else f"{name[:half]}...{name[-half:]}"
+
+
+def _aligned(rows: Sequence[Sequence[str]], *, to_left: Sequence[int]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        justified = [c.ljust(width) if i in to_left else c.rjust(width) for i, (c, width) in enumerate(cells)]
+        lines.append("  ".join(justified).rstrip())
+    return lines
