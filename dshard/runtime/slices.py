@@ -6,6 +6,7 @@ length: one run per shard, of which the last may be shorter.
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -299,12 +300,15 @@ class SliceReduction:
     """
 
     def __init__(self, unit: Unit, reducer: Reducer) -> None:
-        self._reducer = reducer
-        self._param, self._pool, self._hook = unit.params[0], unit.observer.pool, unit.settings.reduce_hook
+        # Weak, for the gradient that this is in belongs to the weight: the model would be kept alive.
+        self._reducer, self._unit = weakref.ref(reducer), weakref.ref(unit)
+        param = unit.params[0]
+        self._replicas, self._tag = param._group.replicas, hash(param._cell.signature)
+        self._pool, self._hook = unit.observer.pool, unit.settings.reduce_hook
         divisor = unit.settings.divisor
         self._mean, self._divisor = unit.settings.averages and divisor is None, divisor
-        self._dtype = unit.reduce_dtypes[0] or self._param.storage_dtype
-        self._shard = torch.zeros_like(self._param._cell.resolve(), memory_format=torch.contiguous_format)
+        self._dtype = unit.reduce_dtypes[0] or param.storage_dtype
+        self._shard = torch.zeros_like(param._cell.resolve(), memory_format=torch.contiguous_format)
         self._in_flight: tuple[Slice, Handle[Reduced]] | None = None
 
     def add(self, part: Slice, grad: Tensor) -> None:
@@ -315,7 +319,9 @@ class SliceReduction:
             all-reduce of this rank's part of the slice before it.
         """
         with outside_autograd(), profiled("reduce", part.label):
-            self._reducer.make_room_for_slice(self)
+            reducer = self._reducer()
+            if reducer is not None:
+                reducer.make_room_for_slice(self)
             self.settle()
             bucket = ReduceBucket(
                 part.reduce_plan, dtype=self._dtype, device=grad.device, label=part.label, pool=self._pool
@@ -329,12 +335,10 @@ class SliceReduction:
             return
         part, handle = self._in_flight
         with outside_autograd(), profiled("reduce_wait", part.label):
-            reduced, replicas = handle.wait(), self._param._group.replicas
-            self._in_flight = None
-            if replicas is not None:
-                tag = hash(self._param._cell.signature)
-                row, mean = reduced.row, self._mean
-                steps = all_reduce_row(row, replicas, mean=mean, label=part.label, tag=tag, pool=self._pool)
+            reduced, self._in_flight = handle.wait(), None
+            if self._replicas is not None:
+                row, mean, pool = reduced.row, self._mean, self._pool
+                steps = all_reduce_row(row, self._replicas, mean=mean, label=part.label, tag=self._tag, pool=pool)
                 Steps(steps).advance(sys.maxsize)
             if self._hook is not None:
                 self._hook(reduced.row)
@@ -344,8 +348,10 @@ class SliceReduction:
 
     def gradient(self) -> ShardedTensor:
         """The reduced gradient, when all slices were added."""
-        param = self._param
-        if self._hook is not None or param._group.replicas is not None:
+        unit = self._unit()
+        assert unit is not None  # its backward runs
+        param = unit.params[0]
+        if self._hook is not None or self._replicas is not None:
             self.settle()  # what follows is started by all ranks at one point of the program
         pending = self if self._in_flight is not None else None
         shard = None if pending is not None else self._shard

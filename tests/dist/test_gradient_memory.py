@@ -96,3 +96,31 @@ def memory_of_dropped_gradients() -> list[bool]:
 
 def test_gradients_that_are_dropped_before_they_leave_free_their_memory_at_once(worlds: WorldPool):
     assert worlds.run(2, memory_of_dropped_gradients) == [[True]] * 2
+
+
+def drop(strategy: str, state: str) -> list[str]:
+    """Which of a model, its parameters and their gradients are alive when nobody refers to them any more."""
+    model: Any = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+    for layer in (model[0], model[2]):
+        dshard.fully_shard(layer, strategy=strategy)
+    dshard.fully_shard(model, strategy=strategy)
+    if state == "unreduced":
+        with dshard.no_sync(model):
+            model(torch.ones(3, 6)).sum().backward()
+    else:
+        for _ in range(2):
+            model(torch.ones(3, 6)).sum().backward()
+    if state == "stepped":
+        torch.optim.AdamW(model.parameters()).step()
+    named: dict[str, Any] = {"model": model, **dict(model.named_parameters())}
+    found = {name: weakref.ref(value) for name, value in named.items()}
+    del model, layer, named
+    gc.collect()
+    return [name for name, value in found.items() if value() is not None]
+
+
+@pytest.mark.parametrize("state", ["reduced", "unreduced", "stepped"])
+@pytest.mark.parametrize("strategy", ["full", "keep", "zero1", "ddp", "hybrid(2)", "split(2)", "split(2, hybrid(2))"])
+def test_a_model_that_is_dropped_with_its_gradients_is_freed(worlds: WorldPool, strategy, state):
+    num_ranks = 4 if "hybrid" in strategy else 2
+    assert worlds.run(num_ranks, drop, strategy, state) == [[]] * num_ranks
