@@ -30,9 +30,9 @@ __all__ = ["set_strategy"]
 def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
     """Change what is whole on every rank and what is sharded, between two steps; training goes on bit for bit.
 
-    Parameters, gradients and optimizer states move to where the strategy wants them, some megabytes at a time, and stay
-    the objects that they are. Gradients that were added up unreduced are reduced. What `to_local()` gave before is a
-    copy from then on; a view or alias that was made before raises at its use.
+    Parameters, gradients and optimizer states move to where the strategy wants them and stay the objects that they are;
+    full tensors on the way take no more bytes than the largest one. Gradients that were added up unreduced are reduced.
+    What `to_local()` gave before is a copy from then on; a view or alias that was made before raises at its use.
 
     Args:
         module: A module that `fully_shard` was called on; its units and those below follow.
@@ -75,6 +75,7 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
             param.grad._cell.resolve()
     for unit in runtime.units:
         unit.free()
+    runtime.pool.clear()  # for copies of other sizes
     for param in places:
         param._own_place = param._own_place or _pair(place_of(param))
     relocate([Move(param, place) for param, place in places.items()])

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from dshard import collectives
-from dshard.collectives import BufferPool, GatherPlan, shard_of
+from dshard.collectives import GatherPlan, shard_of
 from dshard.errors import StateError
 from dshard.layout import BucketLayout
 from dshard.runtime.modes import outside_autograd
@@ -21,7 +21,7 @@ from dshard.tensor.meshes import group_of, placements_of
 
 __all__ = ["Move", "place_of", "relocate"]
 
-_MAX_BYTES = 16 << 20  # of full tensors that are there at the same time, unless one is larger
+_MAX_BYTES = 16 << 20  # of full tensors that are there at the same time, as long as one is as large as they
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,15 @@ def relocate(moves: Sequence[Move]) -> None:
     Communicates:
         An all-gather of each tensor that is cut now and of 64 bytes beside, in chunks; nothing for whole ones.
     """
-    pool = BufferPool()
     with outside_autograd():
         for chunk in _chunks([move for move in moves if move.is_needed]):
-            for move, full in zip(chunk, _fulls([move.tensor for move in chunk], pool), strict=True):
-                _put(move, full)
+            _relocate(chunk)
+
+
+def _relocate(moves: Sequence[Move]) -> None:
+    """Cut tensors anew, all at once; what was gathered for it goes at the end."""
+    for move, full in zip(moves, _fulls([move.tensor for move in moves]), strict=True):
+        _put(move, full)
 
 
 def _chunks(moves: Sequence[Move]) -> Iterator[list[Move]]:
@@ -75,16 +79,17 @@ def _chunks(moves: Sequence[Move]) -> Iterator[list[Move]]:
         kind = tensor._group.full_name, tensor.storage_dtype, tensor.storage_device, tensor._layout.dim is None
         kinds.setdefault(kind, []).append(move)
     for same in kinds.values():
+        max_bytes = min(_MAX_BYTES, max(move.num_bytes for move in same))
         chunk: list[Move] = []
-        for move in same:
-            if chunk and sum(m.num_bytes for m in chunk) + move.num_bytes > _MAX_BYTES:
+        for move in sorted(same, key=lambda move: move.num_bytes, reverse=True):  # small ones fill up
+            if chunk and sum(m.num_bytes for m in chunk) + move.num_bytes > max_bytes:
                 yield chunk
                 chunk = []
             chunk.append(move)
         yield chunk
 
 
-def _fulls(tensors: Sequence[ShardedTensor], pool: BufferPool) -> list[Tensor]:
+def _fulls(tensors: Sequence[ShardedTensor]) -> list[Tensor]:
     """The full values of tensors that lie alike; not to be kept."""
     first, group = tensors[0], tensors[0]._group
     shards = [t._cell.resolve() for t in tensors]
@@ -94,10 +99,7 @@ def _fulls(tensors: Sequence[ShardedTensor], pool: BufferPool) -> list[Tensor]:
     plan = GatherPlan.of(BucketLayout.of([t._layout for t in tensors]), strides, first.storage_dtype, group)
     here = [shard.to(group.device_type) for shard in shards]
     tag = hash(tuple(t._cell.signature for t in tensors))
-    gathered = collectives.all_gather(here, plan, group, label=f"move of '{first.name}'", tag=tag, pool=pool).wait()
-    if gathered.memory is not None:
-        pool.lend(gathered.memory)
-    return gathered.tensors
+    return collectives.all_gather(here, plan, group, label=f"move of '{first.name}'", tag=tag).wait().tensors
 
 
 def _put(move: Move, full: Tensor) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import dshard
 from dshard.collectives import BufferPool
@@ -394,3 +395,82 @@ def test_fully_shard_never_holds_more_than_one_parameter_beyond_the_model(worlds
 def test_the_peak_of_a_full_copy_is_seen(worlds: WorldPool):
     peak, total, _ = worlds.run(1, peak_of, _full_copy, 2)[0]
     assert peak == 2 * total
+
+
+class Live(TorchDispatchMode):
+    """The most bytes of plain tensors that are alive at once, beginning with all that are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gc.collect()
+        self._refs: dict[int, tuple[StorageWeakRef, int]] = {}
+        for obj in gc.get_objects():
+            self._note(obj)
+        self.peak_bytes = self.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        self._refs = {key: known for key, known in self._refs.items() if not known[0].expired()}
+        return sum(num_bytes for _, num_bytes in self._refs.values())
+
+    def _note(self, obj: Any) -> None:
+        if type(obj) in (Tensor, nn.Parameter) and obj.device.type == "cpu":
+            storage = obj.untyped_storage()
+            known = self._refs.get(storage._cdata)
+            if known is None or known[0].expired():
+                self._refs[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            self._note(leaf)
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        return out
+
+
+def steady(strategy: str, has_grads: bool) -> tuple[Any, torch.optim.Optimizer]:
+    model: Any = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    for layer in model:
+        dshard.fully_shard(layer, strategy=strategy)
+    dshard.fully_shard(model, strategy=strategy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+    if not has_grads:
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def switched(before: str, after: str, has_grads: bool) -> tuple[int, int]:
+    """The most bytes while the strategy changes, and the larger one of what the two have when they train."""
+    model, optimizer = steady(after, has_grads)
+    needed = Live().num_bytes
+    del model, optimizer
+    model, optimizer = steady(before, has_grads)
+    live = Live()
+    needed = max(needed, live.num_bytes)
+    with live:
+        dshard.set_strategy(model, after, optimizer=optimizer)
+    return live.peak_bytes, needed
+
+
+@pytest.mark.parametrize("has_grads", [False, True])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("zero1", "full"),
+        ("zero2", "full"),
+        ("keep", "full"),
+        ("ddp", "full"),
+        ("full", "ddp"),
+        ("keep", "ddp"),
+        ("ddp", "keep"),
+        ("full", "zero1"),
+    ],
+)
+def test_a_switch_takes_no_more_than_the_larger_strategy_and_a_unit(worlds: WorldPool, before, after, has_grads):
+    unit_bytes = 4 * 65 * 64 * 3 // 2  # gathered whole, beside the shard that it was
+    for peak, needed in worlds.run(2, switched, before, after, has_grads):
+        assert peak <= needed + unit_bytes
