@@ -19,7 +19,9 @@ __all__ = ["all_reduce_row", "sum_in_pairs"]
 _Steps = Generator[Handle[None], None, None]
 
 
-def all_reduce_row(row: Tensor, replicas: ShardGroup, *, mean: bool, label: str, tag: int, pool: BufferPool) -> _Steps:
+def all_reduce_row(
+    row: Tensor, replicas: ShardGroup, *, mean: bool, label: str, tag: int, pool: BufferPool, num_flags: int = 0
+) -> _Steps:
     """Reduce a row over the ranks that hold the same shards, step by step, as `Steps` takes them.
 
     On a direct backend each rank adds a part of the row, in a fixed order, and then sends it to the others: two steps.
@@ -31,6 +33,7 @@ def all_reduce_row(row: Tensor, replicas: ShardGroup, *, mean: bool, label: str,
         label: Of what unit.
         tag: A number that must be equal on all of them; it stands for what the shards were written with.
         pool: Where buffers come from and go to.
+        num_flags: Elements at the beginning of the row that are no values of the program; counted with headers.
 
     Yields:
         The handle of each step; waiting for it raises a DivergenceError if they are at different units, or `tag`
@@ -40,17 +43,19 @@ def all_reduce_row(row: Tensor, replicas: ShardGroup, *, mean: bool, label: str,
         All-reduce of the row: `2 (R - 1) / R` of its bytes over `R` replicas.
     """
     if replicas.is_direct:
-        yield from _all_reduce_direct(row, replicas, mean, label, tag, pool)
+        yield from _all_reduce_direct(row, replicas, mean, label, tag, pool, num_flags)
     else:
-        yield from _all_reduce_flat(row, replicas, mean, label, tag)
+        yield from _all_reduce_flat(row, replicas, mean, label, tag, num_flags)
     if replicas.replicas is not None:
-        yield from all_reduce_row(row, replicas.replicas, mean=mean, label=label, tag=tag, pool=pool)
+        others = replicas.replicas
+        yield from all_reduce_row(row, others, mean=mean, label=label, tag=tag, pool=pool, num_flags=num_flags)
 
 
-def _all_reduce_flat(row: Tensor, replicas: ShardGroup, mean: bool, label: str, tag: int) -> _Steps:
+def _all_reduce_flat(row: Tensor, replicas: ShardGroup, mean: bool, label: str, tag: int, num_flags: int) -> _Steps:
     """By the backend's own all-reduce."""
     num_bytes, num_ranks = row.numel() * row.element_size(), replicas.num_ranks
-    record("all_reduce", label, num_ranks, 2 * num_bytes * (num_ranks - 1) // num_ranks)
+    sent, flags = 2 * num_bytes * (num_ranks - 1) // num_ranks, _bytes_of_flags(num_flags, row, replicas)
+    record("all_reduce", label, num_ranks, sent - flags, 0, flags)
     ledger.note(replicas, Kind.REDUCE, label, tag)
     native_mean = mean and replicas.backend == "nccl"
     works = replicas.all_reduce(row, ReduceOp.MEAN if native_mean else ReduceOp.SUM)
@@ -59,14 +64,17 @@ def _all_reduce_flat(row: Tensor, replicas: ShardGroup, mean: bool, label: str, 
         row.div_(num_ranks)
 
 
-def _all_reduce_direct(row: Tensor, replicas: ShardGroup, mean: bool, label: str, tag: int, pool: BufferPool) -> _Steps:
+def _all_reduce_direct(
+    row: Tensor, replicas: ShardGroup, mean: bool, label: str, tag: int, pool: BufferPool, num_flags: int
+) -> _Steps:
     size = math.ceil(row.numel() / replicas.num_ranks)
     parts = [row[r * size : (r + 1) * size] for r in range(replicas.num_ranks)]  # the last ones may be shorter
     own = parts[replicas.rank]
     buffer = pool.take(replicas.num_ranks * own.numel() * row.element_size(), row.device)
     received = buffer.memory.view(row.dtype).view(replicas.num_ranks, own.numel())
     sent = sum(parts[peer].numel() + own.numel() for peer in replicas.peers) * row.element_size()
-    record("all_reduce", label, replicas.num_ranks, sent, 0, 2 * HEADER_BYTES * len(replicas.peers))
+    flags = _bytes_of_flags(num_flags, row, replicas)
+    record("all_reduce", label, replicas.num_ranks, sent - flags, 0, flags + 2 * HEADER_BYTES * len(replicas.peers))
 
     scatter = Exchange(replicas, Kind.REDUCE, label, tag, row.nbytes)
     for peer in replicas.peers:
@@ -82,6 +90,11 @@ def _all_reduce_direct(row: Tensor, replicas: ShardGroup, mean: bool, label: str
     for peer in replicas.peers:
         _swap(gather, parts[peer], own, peer)
     yield _handle(gather, label)
+
+
+def _bytes_of_flags(num_flags: int, row: Tensor, replicas: ShardGroup) -> int:
+    """What a rank sends of them, taken as even."""
+    return 2 * num_flags * row.element_size() * (replicas.num_ranks - 1) // replicas.num_ranks
 
 
 def _swap(exchange: Exchange, into: Tensor, values: Tensor, peer: int) -> None:

@@ -156,8 +156,15 @@ class GradReduction:
         """How a row is reduced over the replicas."""
         unit = self._unit()
         signatures = tuple(unit.params[slot]._cell.signature for slot in self._slots) if unit is not None else ()
-        tag = hash(signatures)
-        return partial(all_reduce_row, replicas=replicas, mean=self._mean, label=self._label, tag=tag, pool=self._pool)
+        return partial(
+            all_reduce_row,
+            replicas=replicas,
+            mean=self._mean,
+            label=self._label,
+            tag=hash(signatures),
+            pool=self._pool,
+            num_flags=self._plan.num_flags,
+        )
 
     def __call__(self, cell: ShardCell) -> None:
         """The reduced gradient of `cell` is used; a bound method in its place would be a cycle of references."""

@@ -337,8 +337,15 @@ class SliceReduction:
         with outside_autograd(), profiled("reduce_wait", part.label):
             reduced, self._in_flight = handle.wait(), None
             if self._replicas is not None:
-                row, mean, pool = reduced.row, self._mean, self._pool
-                steps = all_reduce_row(row, self._replicas, mean=mean, label=part.label, tag=self._tag, pool=pool)
+                steps = all_reduce_row(
+                    reduced.row,
+                    self._replicas,
+                    mean=self._mean,
+                    label=part.label,
+                    tag=self._tag,
+                    pool=self._pool,
+                    num_flags=part.reduce_plan.num_flags,
+                )
                 Steps(steps).advance(sys.maxsize)
             if self._hook is not None:
                 self._hook(reduced.row)
