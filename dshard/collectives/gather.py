@@ -153,7 +153,7 @@ def _gather_direct(
         return Gathered(places.fulls, memory)
 
     what = f"all-gather of '{label}'"
-    return Handle(what, exchange.works, finish, header_works=exchange.header_works, check=exchange.check)
+    return Handle(what, exchange.works, finish, header_works=exchange.header_works, check=exchange.check, group=group)
 
 
 def _part(values: Tensor, plan: GatherPlan, index: int, rank: int) -> Tensor:
@@ -233,4 +233,4 @@ def _gather_flat(
             pool.give(received)
         return Gathered(places.fulls, memory)
 
-    return Handle(f"all-gather of '{label}'", works, finish)
+    return Handle(f"all-gather of '{label}'", works, finish, group=group)

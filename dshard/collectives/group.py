@@ -5,8 +5,6 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import FrameType
 from typing import Generic, TypeVar
 
 import torch
@@ -16,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup, ReduceOp, Work
 from dshard.collectives.memory import Buffer, BufferPool
+from dshard.collectives.stalls import begin_wait, end_wait, users_line
 from dshard.collectives.trace import start_wait
 from dshard.errors import DivergenceError
 
@@ -24,7 +23,6 @@ __all__ = ["Handle", "ShardGroup"]
 T = TypeVar("T")
 _ON_EVERY_BACKEND = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NEIGHBOURS: "dict[tuple[str, int, bool], tuple[weakref.ref[ProcessGroup], ShardGroup]]" = {}
-_OWN_FOLDERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 class Handle(Generic[T]):
@@ -36,9 +34,10 @@ class Handle(Generic[T]):
         finish: Called once after all of `works` ended; makes the result.
         header_works: Handles to wait for ahead of `works`.
         check: Called between the two; raises if the peers mean something else, and then nobody waits for `works`.
+        group: The ranks that are waited for.
     """
 
-    __slots__ = ("_check", "_error", "_finish", "_header_works", "_result", "_works", "label")
+    __slots__ = ("_check", "_error", "_finish", "_group", "_header_works", "_result", "_works", "label")
 
     def __init__(
         self,
@@ -48,8 +47,9 @@ class Handle(Generic[T]):
         *,
         header_works: Sequence[Work] = (),
         check: Callable[[], None] | None = None,
+        group: "ShardGroup | None" = None,
     ) -> None:
-        self.label = label
+        self.label, self._group = label, group.process_group if group is not None else None
         self._works: Sequence[Work] | None = works
         self._header_works, self._check = header_works, check
         self._finish: Callable[[], T] | None = finish
@@ -81,7 +81,8 @@ class Handle(Generic[T]):
                 self._error = DivergenceError(
                     f"{self.label}{_where()}: all ranks must take part in the same collectives in the same order, but "
                     f"waiting for the peers failed: {str(error).splitlines()[0]}. Look at what the other ranks ran: an "
-                    "exception there, a branch taken on one rank alone, or a parameter read on one rank alone."
+                    "exception there, fewer batches (then wrap the loop in dshard.join(model)), a branch taken or a "
+                    "parameter read on one rank alone."
                 )
                 raise self._error from error
         if self._finish is not None:
@@ -93,7 +94,10 @@ class Handle(Generic[T]):
         works, self._works = self._works or (), None
         header_works, self._header_works = self._header_works, ()
         check, self._check = self._check, None
-        waiting = start_wait() if works or header_works else None
+        if not works and not header_works:
+            return
+        waiting = start_wait()
+        begin_wait(self.label, self._group)
         try:
             for work in header_works:
                 work.wait()
@@ -103,19 +107,15 @@ class Handle(Generic[T]):
                 if work is not None:
                     work.wait()
         finally:
+            end_wait(self.label, self._group)
             if waiting is not None:
                 waiting.end()
 
 
 def _where() -> str:
     """The line of the caller's own program, for a message."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_OWN_FOLDERS) and "<" not in file:
-            return f", used in {file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+    line = users_line(sys._getframe(1))
+    return f", used in {line}" if line else ""
 
 
 def _with_index(device: torch.device) -> torch.device:

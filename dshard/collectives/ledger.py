@@ -15,6 +15,7 @@ from torch import Tensor
 from dshard.collectives._c10d import ProcessGroup
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.header import HEADER_BYTES, Kind, check_headers, header
+from dshard.collectives.stalls import watch_event
 from dshard.collectives.trace import record
 from dshard.errors import DivergenceError
 
@@ -104,6 +105,9 @@ def _settle(group: ShardGroup, page: _Page) -> None:
     started = _start(group, entries)
     if started.arrived is not None:
         page.pending = started
+        watch_event(
+            f"{started.entries[-1][1]}, or something of that step before it", group.process_group, started.arrived
+        )
     if previous is not None:
         _check(group, previous)
     if started.arrived is None:
@@ -128,7 +132,7 @@ def _exchange(group: ShardGroup, row: Tensor) -> Tensor:
     rows = torch.empty((group.num_ranks, own.numel()), dtype=own.dtype, device=own.device)
     works = group.all_gather(rows, own)
     record("check", "", group.num_ranks, 0, 0, row.nbytes * (group.num_ranks - 1))
-    return Handle("the check that all ranks communicated alike", works, lambda: rows).wait()
+    return Handle("the check that all ranks communicated alike", works, lambda: rows, group=group).wait()
 
 
 def _check(group: ShardGroup, comparison: _Comparison) -> None:

@@ -243,7 +243,9 @@ class ReduceBucket:
             return Reduced(row, self._plan)
 
         what = f"reduce-scatter of '{self._label}'"
-        return Handle(what, exchange.works, finish, header_works=exchange.header_works, check=exchange.check)
+        return Handle(
+            what, exchange.works, finish, header_works=exchange.header_works, check=exchange.check, group=group
+        )
 
     def _launch_flat(self, rows: Tensor, mean: bool) -> Handle["Reduced"]:
         """By the backend's own reduce-scatter."""
@@ -263,7 +265,7 @@ class ReduceBucket:
             self._give_back()
             return Reduced(out if divisor == 1 else out.div_(divisor), self._plan)
 
-        return Handle(f"reduce-scatter of '{self._label}'", works, finish)
+        return Handle(f"reduce-scatter of '{self._label}'", works, finish, group=self._group)
 
     def _record(self, item: int) -> None:
         peers = self._group.num_ranks - 1

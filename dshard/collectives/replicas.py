@@ -59,7 +59,7 @@ def _all_reduce_flat(row: Tensor, replicas: ShardGroup, mean: bool, label: str, 
     ledger.note(replicas, Kind.REDUCE, label, tag)
     native_mean = mean and replicas.backend == "nccl"
     works = replicas.all_reduce(row, ReduceOp.MEAN if native_mean else ReduceOp.SUM)
-    yield Handle(f"all-reduce of '{label}'", works, lambda: None)
+    yield Handle(f"all-reduce of '{label}'", works, lambda: None, group=replicas)
     if mean and not native_mean:
         row.div_(num_ranks)
 
@@ -79,7 +79,7 @@ def _all_reduce_direct(
     scatter = Exchange(replicas, Kind.REDUCE, label, tag, row.nbytes)
     for peer in replicas.peers:
         _swap(scatter, received[peer], parts[peer], peer)
-    yield _handle(scatter, label)
+    yield _handle(scatter, label, replicas)
     received[replicas.rank].copy_(own)
     if own.numel():
         own.copy_(sum_in_pairs(list(received.unbind()), mean=mean))
@@ -89,7 +89,7 @@ def _all_reduce_direct(
     gather = Exchange(replicas, Kind.GATHER, label, tag, row.nbytes)
     for peer in replicas.peers:
         _swap(gather, parts[peer], own, peer)
-    yield _handle(gather, label)
+    yield _handle(gather, label, replicas)
 
 
 def _bytes_of_flags(num_flags: int, row: Tensor, replicas: ShardGroup) -> int:
@@ -104,9 +104,10 @@ def _swap(exchange: Exchange, into: Tensor, values: Tensor, peer: int) -> None:
         exchange.send(values, peer)
 
 
-def _handle(exchange: Exchange, label: str) -> Handle[None]:
+def _handle(exchange: Exchange, label: str, group: ShardGroup) -> Handle[None]:
     what = f"all-reduce of '{label}'"
-    return Handle(what, exchange.works, lambda: None, header_works=exchange.header_works, check=exchange.check)
+    works = exchange.works
+    return Handle(what, works, lambda: None, header_works=exchange.header_works, check=exchange.check, group=group)
 
 
 def sum_in_pairs(parts: list[Tensor], *, mean: bool) -> Tensor:

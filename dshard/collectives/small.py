@@ -60,10 +60,11 @@ def all_reduce(
             lambda: _split(_combine(exchange.rows, op), sizes, shapes, home),
             header_works=exchange.works.header_works,
             check=exchange.works.check,
+            group=group,
         )
     works = group.all_reduce(flat, op)
     _record(label, group, 2 * num_bytes * (group.num_ranks - 1) // group.num_ranks, 0, is_check=is_check)
-    return Handle(label, works, lambda: _split(flat, sizes, shapes, home))
+    return Handle(label, works, lambda: _split(flat, sizes, shapes, home), group=group)
 
 
 def _record(label: str, group: ShardGroup, num_bytes: int, header_bytes: int, *, is_check: bool) -> None:
@@ -140,4 +141,4 @@ def broadcast(
         num_bytes = flat.numel() * flat.element_size()
         sent = num_bytes * (group.num_ranks - 1) if group.rank == src else 0
         record("broadcast", label, group.num_ranks, sent)
-    return Handle(label, works, lambda: _split(flat, sizes, shapes, home))
+    return Handle(label, works, lambda: _split(flat, sizes, shapes, home), group=group)

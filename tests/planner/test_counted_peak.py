@@ -134,7 +134,7 @@ def test_the_predicted_peak_is_never_below_what_is_counted_and_hardly_above(
     for text, plan in plans(name, num_ranks, foreach, reduce_dtype).items():
         counted = max(worlds.run(num_ranks, trained_peak, name, plan.to_json(), foreach, reduce_dtype))
         found[text] = plan.peak_bytes / counted
-    assert all(1 <= ratio <= 1.05 for ratio in found.values()), found
+    assert all(1 <= ratio <= 1.07 for ratio in found.values()), str(found)
 
 
 def plain_peak() -> tuple[int, int, int]:

@@ -1,0 +1,78 @@
+"""Ranks that wait for a peer say which, where and since when, long before the timeout of the process group."""
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dshard
+from dshard.collectives import stalls
+from dshard.testing import WorldPool
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def stall(how: str) -> list[str]:
+    """What a rank says while rank 1 does something else for some seconds."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        dshard.fully_shard(layer)
+    dshard.fully_shard(model)
+    step(model)
+    time.sleep(2.5 if how == "holds all" else 0)  # what was written in another test is taken back
+    heard = Heard()
+    known, stalls._State.after_s = stalls._State.after_s, 0.5
+    stalls.log.addHandler(heard)
+    try:
+        if dist.get_rank() == 1 and how == "sleeps":
+            time.sleep(6)
+        if dist.get_rank() == 1 and how == "holds all":
+            stalls._State.stop.set()  # as a process that is stopped
+            time.sleep(6)
+        step(model)
+        if how == "goes on":
+            time.sleep(2)
+            step(model)
+    finally:
+        stalls.log.removeHandler(heard)
+        stalls._State.after_s = known
+        if stalls._State.stop.is_set():
+            stalls._State.stop.clear()
+            stalls._State.thread = None
+    return heard.texts
+
+
+def test_a_rank_that_waits_names_the_one_that_is_elsewhere_and_its_line(worlds: WorldPool):
+    waiting, slow = worlds.run(2, stall, "sleeps")
+    assert slow == []
+    text = waiting[0]
+    assert text.startswith("rank 0 has waited for ")
+    assert " at the all-gather of '0', for rank 1. Rank 1 is at " in text
+    assert "test_stalls.py:" in text
+    assert "the last that it took part in was the " in text
+    assert "dshard.join(model)" in text
+
+
+def test_a_rank_without_a_sign_is_named_too(worlds: WorldPool):
+    texts = worlds.run(2, stall, "holds all")[0]
+    assert " for rank 1. Rank 1 has given no sign: it computes, was stopped, or has ended. All ranks" in texts[0]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_that_work_alike_say_nothing_however_long_they_compute(worlds: WorldPool, num_ranks):
+    assert worlds.run(num_ranks, stall, "goes on") == [[]] * num_ranks
