@@ -22,6 +22,7 @@ from dshard.errors import (
     StateError,
     UnsupportedOpError,
 )
+from dshard.join import join
 from dshard.nodes import init_hybrid_mesh
 from dshard.planner import Plan
 from dshard.planning import plan
@@ -57,6 +58,7 @@ __all__ = [
     "gathered",
     "init_hybrid_mesh",
     "iter_full",
+    "join",
     "load_safetensors",
     "no_sync",
     "plan",

@@ -1,6 +1,7 @@
 """Gradient clipping over sharded and plain parameters together."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from dshard.tensor import ShardedTensor
 from dshard.tensor.agreed import AgreedTensor
 from dshard.tensor.inner import distinct_groups
 
-__all__ = ["clip_grad_norm_"]
+__all__ = ["clip_grad_norm_", "on_clip"]
 
 
 @torch.no_grad()
@@ -57,6 +58,8 @@ def clip_grad_norm_(
     grads = [p.grad for p in params if p.grad is not None]
     if not grads:
         return torch.tensor(0.0)
+    for hear in _LISTENERS:
+        hear(params, float(max_norm), order)
     total = _total_norm(grads, order)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise DivergenceError(
@@ -70,6 +73,19 @@ def clip_grad_norm_(
     for where, part in by_device.items():
         torch._foreach_mul_(part, factor.to(where))
     return total
+
+
+_LISTENERS: list[Callable[[Sequence[Tensor], float, float], None]] = []
+
+
+@contextmanager
+def on_clip(hear: Callable[[Sequence[Tensor], float, float], None]) -> Iterator[None]:
+    """Have a function called with parameters, largest norm and order ahead of each clipping."""
+    _LISTENERS.append(hear)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(hear)
 
 
 def _total_norm(grads: Sequence[Tensor], order: float) -> Tensor:

@@ -1,7 +1,7 @@
 """The runtime of a model: when units gather and free, in forward and in backward."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -53,6 +53,7 @@ class Runtime:
         self.settings = ModelSettings()
         self.split: Callable[[], None] | None = None  # forms units at the first use; set for a root that has just one
         self.on_training_forward: Callable[[], None] | None = None  # called when one starts, outside of graphs
+        self.announce: Callable[[Phase], None] | None = None  # called ahead of each
         self.plan_report: object = None  # what watches the first steps under a plan
         self._needs = Needs()
         self._gathered: dict[Unit, None] = {}
@@ -214,10 +215,12 @@ class Runtime:
             if self.backward_task == -1 or self._end() is None:
                 self._forget_failed_backward()
                 self._end = weakref.ref(end)
+                if self.announce is not None:
+                    self.announce(Phase.BACKWARD)
                 self._begin(Phase.BACKWARD)
                 self.reducer.begin_backward()
                 self._needs.begin_backward()
-                self._noted = {group.name: num_noted(group) for group in self._groups()}
+                self._noted = {group.name: num_noted(group) for group in _groups_of(self.units)}
             self.backward_task = task
             torch.autograd.Variable._execution_engine.queue_callback(end)
         return self.reducer
@@ -246,24 +249,11 @@ class Runtime:
             if spared:
                 self.schedule.leave_out(Phase.BACKWARD, spared)
             # Only what this backward did: ranks may differ in how many backwards without communication they run.
-            settle([group for group in self._groups() if num_noted(group) > self._noted.get(group.name, 0)])
+            settle([group for group in _groups_of(self.units) if num_noted(group) > self._noted.get(group.name, 0)])
         finally:
             for unit in list(self._gathered):
                 if unit.settings.reshard_after_backward:
                     unit.free()
-
-    def _groups(self) -> list[ShardGroup]:
-        """The process groups of all units, each once, in the order of the units."""
-        found: dict[str, ShardGroup] = {}
-        for unit in self.units:
-            for group in unit.groups:
-                found.setdefault(group.name, group)
-                if group.replicas is not None:
-                    found.setdefault(group.replicas.name, group.replicas)
-                if type(unit.settings.reshard_after_forward) is int:
-                    few = group.neighbours(unit.settings.reshard_after_forward)
-                    found.setdefault(few.name, few)
-        return list(found.values())
 
     def reset(self) -> None:
         """Forget a forward or backward that an exception ended: free all copies, drop gradients that are under way."""
@@ -314,9 +304,12 @@ class Runtime:
     def _start_forward(self, root: nn.Module) -> None:
         """The model starts a forward."""
         self._forget_failed_backward()
-        self._begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVAL)
+        phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVAL
+        if self.announce is not None:
+            self.announce(phase)
+        self._begin(phase)
         self.pool.mark()
-        settle(self._groups(), _MAX_UNSETTLED)
+        settle(_groups_of(self.units), _MAX_UNSETTLED)
         if torch.is_grad_enabled():
             if self.on_training_forward is not None:
                 self.on_training_forward()
@@ -334,7 +327,7 @@ class Runtime:
     def is_start_due(self) -> bool:
         """Whether the start of a training forward has more to do than to note it."""
         syncs = bool(self.settings.buffers) and self.root is not None and self.root.training
-        return syncs or self.late.is_waiting()
+        return syncs or self.late.is_waiting() or self.announce is not None
 
     def exit_forward(self, unit: Unit, module: nn.Module) -> None:
         """A module of `unit` ended its forward, by a result or an exception."""
@@ -384,3 +377,17 @@ class _End:
 
     def __call__(self) -> None:
         self._runtime.end_backward()
+
+
+def _groups_of(units: Sequence[Unit]) -> list[ShardGroup]:
+    """The process groups of all units, each once, in the order of the units."""
+    found: dict[str, ShardGroup] = {}
+    for unit in units:
+        for group in unit.groups:
+            found.setdefault(group.name, group)
+            if group.replicas is not None:
+                found.setdefault(group.replicas.name, group.replicas)
+            if type(unit.settings.reshard_after_forward) is int:
+                few = group.neighbours(unit.settings.reshard_after_forward)
+                found.setdefault(few.name, few)
+    return list(found.values())

@@ -38,8 +38,9 @@ from dshard.tensor.cell import ShardCell
 from dshard.tensor.extended import is_extended
 from dshard.tensor.sharded_tensor import SHARDED
 
-__all__ = ["after_step", "check_interrupted"]
+__all__ = ["after_step", "before_step", "check_interrupted"]
 
+before_step: list[Callable[[Optimizer], object]] = []  # called with each optimizer that is about to step
 after_step: list[Callable[[Optimizer], object]] = []  # called with each optimizer that has stepped
 
 _ELEMENTWISE = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
@@ -118,6 +119,8 @@ def _standin(param: ShardedTensor) -> Tensor | None:
 def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     check_interrupted(optimizer, ())
     repoint_optimizer(optimizer)
+    for listener in before_step:
+        listener(optimizer)
     if _may_swap(optimizer, args, kwargs):
         _swap_parameters(optimizer)
 

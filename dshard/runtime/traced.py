@@ -105,8 +105,9 @@ def _check_start(unit: Unit) -> None:
         return
     raise UnsupportedOpError(
         f"{unit.label}: torch.compile of a function that calls the model runs the model's start within the graph, but "
-        "this model has to broadcast its buffers or to take in parameters that it was given after fully_shard. Compile "
-        "it in place, by model.compile(), which runs that ahead of the graph."
+        "this model has to broadcast its buffers, to take in parameters that it was given after fully_shard, or to "
+        "tell ranks that have no more batches (dshard.join). Compile it in place, by model.compile(), which runs that "
+        "ahead of the graph."
     )
 
 
