@@ -57,8 +57,11 @@ def _plain(grad: Tensor) -> Tensor:
 
 def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
     """The hook of every sharded parameter: full gradient of this rank in, reduced gradient out."""
-    if grad is None or (isinstance(grad, ShardedTensor) and grad._cell.is_shared):
-        return grad  # none, or one that a nested autograd.grad has reduced already
+    if grad is None:
+        return None
+    if isinstance(grad, ShardedTensor) and grad._cell.is_shared:
+        grad._cell.is_reduced = False  # it has arrived
+        return grad  # a nested autograd.grad has reduced it already, or uses in slices have
     assert isinstance(param._source, Unit), "a gradient hook outlived its unit"
     unit = param._source
     if not REQUIRES_GRAD.__get__(param):
@@ -99,14 +102,17 @@ def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
 def _check_one_way(param: ShardedTensor, unit: Unit) -> None:
     """Raise where a gradient holds this rank's part and, from a use in slices, what is reduced already.
 
-    Their sum is right for a mean alone: the mean of what is equal on all ranks is itself.
+    Their sum is right for a mean alone: the mean of what is equal on all ranks is itself. A hook would see what it has
+    seen in slices once more.
     """
-    is_mean = unit.settings.averages and unit.settings.divisor is None
+    settings = unit.settings
+    is_mean = settings.averages and settings.divisor is None and settings.reduce_hook is None
     if unit.sliced_in == torch._C._current_graph_task_id() and not is_mean:
+        way = "Leave gradients averaged" if settings.reduce_hook is None else "Remove the hook of set_all_reduce_hook"
         raise UnsupportedOpError(
-            f"{param.name}: where gradients are not averaged over the ranks, one backward must use a weight either in "
-            "slices or whole, but this one used it both ways: by its layer, and by another operation. Leave gradients "
-            "averaged, or give the weight the strategy 'full'."
+            f"{param.name}: where gradients are not averaged over the ranks, or a hook changes them, one backward must "
+            "use a weight either in slices or whole, but this one used it both ways: by its layer, and by another "
+            f"operation. {way}, or give the weight the strategy 'full'."
         )
 
 

@@ -145,7 +145,9 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, value: Tensor, weight: ShardedTensor, bias: Tensor | None, unit: Unit, dtype: torch.dtype
     ) -> Tensor:
-        ctx.save_for_backward(value if ctx.needs_input_grad[1] else None, weight)
+        # A checkpoint keeps a frozen weight itself, whose dtype is another one when the recomputation is over.
+        saved = weight if ctx.needs_input_grad[1] else weight.detach()
+        ctx.save_for_backward(value if ctx.needs_input_grad[1] else None, saved)
         ctx.unit, ctx.dtype, ctx.shape = unit, dtype, value.shape
         full_bias = bias.materialize() if isinstance(bias, ShardedTensor) else bias
         if full_bias is not None:

@@ -363,6 +363,7 @@ class SliceReduction:
         pending = self if self._in_flight is not None else None
         shard = None if pending is not None else self._shard
         cell = ShardCell(shard, param._cell.layout, pending, is_shared=True)
+        cell.is_reduced = True
         return KIN[type(param)].wrap(cell, param._spec, param._group, name=param._name, prototype=param._cell.resolve())
 
     def __call__(self, cell: ShardCell) -> None:

@@ -34,6 +34,7 @@ class ShardCell:
         "_awaited",
         "_pending",
         "_tensor",
+        "is_reduced",
         "is_retired",
         "is_shared",
         "layout",
@@ -55,6 +56,7 @@ class ShardCell:
         self.layout = layout
         self.is_shared = is_shared
         self.is_retired = False  # the shard is elsewhere now
+        self.is_reduced = False  # it is a gradient, or a sum of some, that all ranks have added up, on its way
         self.tag = 0
         self.num_writes = 0
         self._pending = pending

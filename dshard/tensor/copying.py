@@ -13,7 +13,7 @@ from dshard.layout import ShardLayout
 from dshard.policies import Precision
 from dshard.tensor.cell import ShardCell
 from dshard.tensor.inner import inner_of
-from dshard.tensor.meshes import group_of
+from dshard.tensor.meshes import group_of, note_groups
 
 __all__ = ["Copying", "rebuild"]
 
@@ -77,7 +77,9 @@ def rebuild(
 ) -> Any:
     """Unpickle."""
     inner = inner_of(layout)
-    group = group_of(spec.mesh if inner is None else inner.data_mesh)
+    mesh = spec.mesh if inner is None else inner.data_mesh
+    note_groups(mesh)
+    group = group_of(mesh)
     out = cls.wrap(ShardCell(shard, layout, is_shared=True), spec, group, name=name)
     out._precision, out._own_place = precision, own_place
     out.requires_grad_(requires_grad)

@@ -19,6 +19,7 @@ __all__ = [
     "group_of",
     "is_mesh_within",
     "mesh_within",
+    "note_groups",
     "placements_of",
     "shared_dims",
 ]
@@ -132,6 +133,18 @@ def group_of(mesh: DeviceMesh) -> ShardGroup:
         return ShardGroup(mesh.get_group(), device)
     replicas = ShardGroup(mesh.get_group(0), device)
     return ShardGroup(mesh.get_group(1), device, replicas if replicas.num_ranks > 1 else None)
+
+
+def note_groups(mesh: DeviceMesh) -> None:
+    """Have `torch.compile` find the process groups of a mesh that was unpickled.
+
+    Torch fills the registry of the root mesh anew with the groups of its own dims, and not with those of dims that were
+    made one.
+    """
+    registry: dict[str, Any] = getattr(mesh._get_root_mesh(), "_pg_registry", {})
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        registry.setdefault(group.group_name, group)
 
 
 def placements_of(dim: int | None, mesh: DeviceMesh) -> tuple[Placement, ...]:

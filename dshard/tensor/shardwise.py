@@ -86,7 +86,10 @@ def pointwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return compute(func, args, kwargs)
     local_kwargs = {k: cut_to(v, ref) for k, v in kwargs.items()}
     facts = numbers_in(values)
-    return unwrap_result(func(*[cut_to(a, ref) for a in args], **local_kwargs), lambda out: _signed(ref, out, facts))
+    result = unwrap_result(func(*[cut_to(a, ref) for a in args], **local_kwargs), lambda out: _signed(ref, out, facts))
+    if func is aten.add.Tensor and all(type(a) in SHARDED and a._cell.is_reduced for a in args):
+        result._cell.is_shared = result._cell.is_reduced = True  # autograd adds up two uses of a weight
+    return result
 
 
 def _signed(ref: ShardedTensor, shard: Tensor, facts: tuple[Any, ...]) -> ShardedTensor:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -600,3 +600,17 @@ def a_copy_by_pickle() -> list[bool]:
 
 def test_copies_of_a_compiled_block_are_not_compiled(worlds: WorldPool):
     assert worlds.run(2, a_copy_by_pickle, timeout_s=TIMEOUT_S) == [[True, True]] * 2
+
+
+def a_pickled_copy_over_named_dims() -> bool:
+    """Its mesh is one of dims that count as one, of whose group torch's registry of an unpickled mesh has forgotten."""
+    fresh()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    block = dshard.fully_shard(Block(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("a", "b")))
+    copied = pickle.loads(pickle.dumps(block))
+    copied.compile(**COMPILED)
+    return torch.equal(copied(inputs()), block(inputs()))
+
+
+def test_a_copy_by_pickle_over_several_dims_can_be_compiled(worlds: WorldPool):
+    assert worlds.run(4, a_pickled_copy_over_named_dims, timeout_s=TIMEOUT_S) == [True] * 4

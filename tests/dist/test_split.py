@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -244,6 +245,7 @@ TRAININGS: list[tuple[Any, int, dict[str, Any]]] = [
     (train, 2, {"remats": False}),
     (train, 2, {"remats": True}),
     (train, 2, {"grad_reduce": "sum"}),
+    (train, 2, {"grad_reduce": "sum", "tied": True}),
     (train, 4, {"shape": (2, 2), "tied": True}),
     (train, 4, {"within": 2}),
     (train, 2, {"shape": (2, 1)}),
@@ -290,6 +292,25 @@ def test_slices_travel_and_compute_in_the_compute_dtype(worlds: WorldPool, how):
             torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * want.abs().max().item())
         if how == "policy":
             assert num_bytes == whole_bytes
+
+
+def frozen_gradients(num_slices: int, remats: bool | None) -> list[Tensor]:
+    """Gradients beside a layer whose weight takes none, under mixed precision."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    torch.manual_seed(0)
+    model: Any = LM(remats=remats)
+    model.mid.weight.requires_grad_(False)
+    dshard.fully_shard(model, strategy={"mid.weight": f"split({num_slices})"}, mp_policy=policy)
+    model(ids_of(0, dist.get_rank())).float().pow(2).sum().backward()
+    return [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("remats", [False, True])
+def test_a_frozen_weight_in_slices_is_recomputed_in_the_dtype_that_it_had(worlds: WorldPool, remats):
+    """A checkpoint kept the weight itself, and asked it for its dtype when the recomputation was over."""
+    for found, want in zip(*(worlds.run(2, frozen_gradients, 3, r) for r in (remats, None)), strict=True):
+        assert len(found) == 6
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -502,9 +523,14 @@ def test_a_sliced_weight_keeps_its_values_its_name_and_its_layers_class(worlds: 
         assert found["type"]
 
 
-def both_ways(grad_reduce: str, num_slices: int) -> Tensor:
+def double(grads: Tensor) -> None:
+    grads.mul_(2)
+
+
+def both_ways(grad_reduce: str, num_slices: int, *, hook: Any = None) -> Tensor:
     """The gradient of a weight that its layer and another operation use."""
     model = build(num_slices, grad_reduce=grad_reduce)
+    model.set_all_reduce_hook(hook)
     rank = dist.get_rank()
     out = model(ids_of(0, rank)).sum() + (torch.ones(2, 6) @ model.head.weight.t()).pow(2).sum() * (rank + 1)
     out.backward()
@@ -520,6 +546,32 @@ def test_where_gradients_are_added_that_is_refused_by_name(worlds: WorldPool):
     for kind, text in expect_error(worlds.get_world(2), both_ways, "sum", 3):
         assert kind == "UnsupportedOpError"
         assert text.startswith("head.weight: where gradients are not averaged over the ranks")
+
+
+def test_where_a_hook_would_see_the_same_gradient_twice_that_is_refused_by_name(worlds: WorldPool):
+    for kind, text in expect_error(worlds.get_world(2), partial(both_ways, hook=double), "mean", 3):
+        assert kind == "UnsupportedOpError"
+        assert text.startswith("head.weight: where gradients are not averaged over the ranks, or a hook changes them")
+        assert "Remove the hook of set_all_reduce_hook" in text
+
+
+def tied_and_hooked(num_slices: int) -> tuple[Tensor, int]:
+    """The gradient of a weight that two layers use, and how often what is sent in the backward is the whole of it."""
+    model = build(num_slices, tied=True)
+    model.set_all_reduce_hook(double)
+    loss = model_loss(model, 0, dist.get_rank())
+    with dshard.CommTrace() as trace:
+        loss.backward()
+    whole = [r for r in trace.records if "slice" not in r.label and r.payload_bytes >= model.head.weight.nbytes // 2]
+    return model.head.weight.grad.full_tensor(), len(whole)
+
+
+def test_two_layers_add_up_what_is_reduced_already(worlds: WorldPool):
+    for (found, num_whole), (want, _) in zip(
+        worlds.run(2, tied_and_hooked, 3), worlds.run(2, tied_and_hooked, 1), strict=True
+    ):
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+        assert num_whole == 0
 
 
 SWITCHES: list[Any] = [None, None, {"head.weight": "split(2)"}, {"head.weight": "split(3)", "embed.weight": "ddp"}]
