@@ -38,7 +38,8 @@ def script(name: str, library: str) -> Any:
 
 def run(name: str, library: str, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
     """What the script's `main` gives, on a rank of a world as torchrun starts them."""
-    names = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    alone = library == ALONE
+    names = {"RANK": "0" if alone else str(dist.get_rank()), "WORLD_SIZE": "1" if alone else str(dist.get_world_size())}
     before = {key: os.environ.get(key) for key in names}
     torch.set_default_dtype(dtype)
     os.environ.update(names)

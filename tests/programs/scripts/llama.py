@@ -218,6 +218,7 @@ def cosine(config: Config, step: int) -> float:
 def train(config: Config, state: TrainState, log: dict[str, Any]) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     group: Any = dist.new_group(backend="gloo") if config.asynchronous else None
+    saving: Any = None
     while state.step < config.steps:
         batches = list(micro_batches(config, state.step, rank, world_size))
         loss, norm = train_step(state.model, state.optimizer, state.scheduler, batches)
@@ -226,12 +227,12 @@ def train(config: Config, state: TrainState, log: dict[str, Any]) -> None:
         log["rates"].append(state.scheduler.get_last_lr()[0])
         state.step += 1
         if config.asynchronous and state.step < config.steps:
+            if saving is not None:
+                saving.result()  # two at a time would mix their messages
             where = f"{config.save}/{state.step}"
-            future: Any = dcp.async_save({"app": state}, checkpoint_id=where, process_group=group)
-            log["futures"].append(future)
-    for future in log.pop("futures"):
-        future.result()
+            saving = dcp.async_save({"app": state}, checkpoint_id=where, process_group=group)
     if group is not None:
+        saving.result()
         dist.destroy_process_group(group)
 
 
@@ -243,7 +244,7 @@ def main(**options: Any) -> dict[str, Any]:
     state = TrainState(model, optimizer, scheduler)
     if config.load:
         dcp.load({"app": state}, checkpoint_id=config.load)
-    log: dict[str, Any] = {"losses": [], "norms": [], "rates": [], "futures": []}
+    log: dict[str, Any] = {"losses": [], "norms": [], "rates": []}
     train(config, state, log)
     if config.save and not config.asynchronous:
         dcp.save({"app": state}, checkpoint_id=config.save)
