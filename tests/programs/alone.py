@@ -15,7 +15,7 @@ class FSDPModule:
     def hint(self, *args: Any, **kwargs: Any) -> None:
         """There is nobody to send anything to."""
 
-    set_requires_gradient_sync = set_is_last_backward = set_reshard_after_backward = hint
+    set_requires_gradient_sync = set_requires_all_reduce = set_is_last_backward = set_reshard_after_backward = hint
     set_modules_to_forward_prefetch = set_modules_to_backward_prefetch = hint
     unshard = reshard = hint
 

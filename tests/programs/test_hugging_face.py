@@ -114,3 +114,24 @@ def test_generating_between_steps_is_as_in_one_process(world: World, registered)
     tokens, wanted = found.pop("tokens"), expected.pop("tokens")
     assert all(torch.equal(a, b) for a, b in zip(tokens, wanted, strict=True))
     assert apart(found, expected)[0] < 1e-6  # transformers computes norms and losses in fp32, whatever the dtype
+
+
+def dpo(library: str, **options: Any) -> dict[str, Any]:
+    with launched(alone=library == ALONE):
+        return run("dpo_lora", library, **options)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_policy_that_is_its_own_reference_gives_the_bits_of_fsdp2(world: World, bf16):
+    options: dict[str, Any] = {"bf16": bf16, "timeout_s": TIMEOUT_S}
+    # FSDP2 reads off the first forward what trains: without adapters, nothing, and its first bf16 gradient fails.
+    expected, found = (world.run(dpo, library, reference_first=False, **options) for library in (FSDP2, DSHARD))
+    assert differing(found, expected) == []
+    assert differing(world.run(dpo, DSHARD, **options), expected) == []
+
+
+def test_a_policy_that_is_its_own_reference_learns_as_in_one_process(world: World):
+    options: dict[str, Any] = {"dtype": torch.float64, "timeout_s": TIMEOUT_S}
+    (expected, _), (found, _) = (world.run(dpo, library, **options) for library in (ALONE, DSHARD))
+    assert apart(found, expected)[0] < 1e-6  # norms in fp32, as above
+    assert expected["losses"][-1] < expected["losses"][0]

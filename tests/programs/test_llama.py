@@ -23,6 +23,21 @@ def test_pretraining_is_that_of_fsdp2_bit_for_bit(worlds: WorldPool, num_ranks, 
     assert expected[0]["losses"][-1] < 0.95 * expected[0]["losses"][0]
 
 
+def test_micro_batches_that_are_reduced_within_replicas_give_the_bits_of_fsdp2(worlds: WorldPool):
+    options: dict[str, Any] = {"replicas": 2, "every_micro_batch_reduces": True}
+    expected, found = (worlds.run(4, llama, library, **options) for library in (FSDP2, DSHARD))
+    assert differing(found, expected) == []
+
+
+def test_keeping_a_part_of_the_weights_gives_the_bits_of_fsdp2(worlds: WorldPool):
+    options: dict[str, Any] = {"reshard": 2, "accumulation": 1}
+    expected, found = (worlds.run(4, llama, library, **options) for library in (FSDP2, DSHARD))
+    norms, wanted = ([each.pop("norms") for each in runs] for runs in (found, expected))
+    assert apart(norms, wanted)[0] < 1e-6  # four ranks' parts are added in pairs here, and one by one there
+    assert max(wanted[0]) < 1  # so that nothing is clipped
+    assert differing(found, expected) == []
+
+
 @pytest.mark.parametrize("from_seed_checkpoint", [True, False])  # FSDP2's own init draws other numbers on each rank
 @pytest.mark.parametrize(("num_ranks", "replicas"), [(2, 1), (4, 2)])
 def test_pretraining_is_that_of_one_process(worlds: WorldPool, num_ranks, replicas, from_seed_checkpoint):

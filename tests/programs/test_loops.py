@@ -35,3 +35,13 @@ def test_experts_that_a_rank_does_not_call_are_trained_as_in_one_process(worlds:
     assert all(called[0] != called[-1] for called in by_step)
     assert [sorted({use for called in step for use in called}) for step in by_step] == expected.pop("called")
     assert apart(found[0], expected)[0] < EXACT
+
+
+@pytest.mark.parametrize("how", ["in backward", "orthogonal"])
+def test_optimizers_of_ones_own_give_the_bits_of_fsdp2_and_what_one_process_gives(worlds: WorldPool, how):
+    expected, found = (worlds.run(2, run, "optimizers", library, how=how) for library in (FSDP2, DSHARD))
+    assert differing(found, expected) == []
+    program = partial(run, "optimizers", dtype=torch.float64, how=how)
+    (expected,) = worlds.run(1, program, ALONE)
+    for num_ranks in (2, 4):
+        assert apart(worlds.run(num_ranks, program, DSHARD)[0], expected)[0] < EXACT

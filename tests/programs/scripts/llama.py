@@ -35,6 +35,8 @@ class Config:
     global_batch: int = 8
     bf16: bool = True
     replicas: int = 1
+    reshard: bool | int = True  # after forward
+    every_micro_batch_reduces: bool = False  # within the replicas
     from_seed_checkpoint: bool = True
     save: str = ""
     asynchronous: bool = False
@@ -153,7 +155,7 @@ def parallelize(model: Llama, config: Config, world_size: int) -> None:
     blocks = list(model.layers.values())
     fully_shard(model.tok_embeddings, **options)
     for block in blocks:
-        fully_shard(block, **options, reshard_after_forward=block is not blocks[-1])
+        fully_shard(block, **options, reshard_after_forward=config.reshard if block is not blocks[-1] else False)
     fully_shard([model.norm, model.output], **options, reshard_after_forward=False)
     fully_shard(model, **options)
     assert isinstance(model, FSDPModule)
@@ -190,12 +192,17 @@ def micro_batches(config: Config, step: int, rank: int, world_size: int) -> Any:
         yield own[:, :-1], own[:, 1:]
 
 
-def train_step(model: Any, optimizer: Any, scheduler: Any, batches: list[Any]) -> tuple[float, float]:
+def train_step(
+    model: Any, optimizer: Any, scheduler: Any, batches: list[Any], every_micro_batch_reduces: bool
+) -> tuple[float, float]:
     optimizer.zero_grad()
     total = torch.zeros(())
     for number, (inputs, labels) in enumerate(batches):
         is_last = number == len(batches) - 1
-        model.set_requires_gradient_sync(is_last)
+        if every_micro_batch_reduces:
+            model.set_requires_all_reduce(is_last)
+        else:
+            model.set_requires_gradient_sync(is_last)
         model.set_is_last_backward(is_last)
         loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten()) / len(batches)
         loss.backward()
@@ -221,7 +228,9 @@ def train(config: Config, state: TrainState, log: dict[str, Any]) -> None:
     saving: Any = None
     while state.step < config.steps:
         batches = list(micro_batches(config, state.step, rank, world_size))
-        loss, norm = train_step(state.model, state.optimizer, state.scheduler, batches)
+        loss, norm = train_step(
+            state.model, state.optimizer, state.scheduler, batches, config.every_micro_batch_reduces
+        )
         log["losses"].append(loss)
         log["norms"].append(norm)
         log["rates"].append(state.scheduler.get_last_lr()[0])
