@@ -67,6 +67,18 @@ def test_a_trainer_that_loads_the_best_model_at_the_end_saves_that_of_ddp(world:
     assert differing(found["adapters"], expected["adapters"]) == []
 
 
+def broken_off(folder: str) -> list[Any]:
+    """A sharded run, and one that goes on from its checkpoint in a model of other adapters."""
+    whole = finetuned(folder, "dshard", save_strategy="steps", save_steps=2)
+    again = finetuned(f"{folder}/again", "dshard", seed=2, resume=f"{folder}/dshard/checkpoint-4")
+    return [whole, again]
+
+
+def test_a_trainer_goes_on_with_adapters_in_bf16_as_without_a_break(world: World, tmp_path: Path):
+    (whole, again), _ = world.run(broken_off, str(tmp_path), timeout_s=TIMEOUT_S)
+    assert differing(again, whole) == []  # its history is in the checkpoint, too
+
+
 def loop(how: str, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
     alone = how == "alone"
     torch.set_default_dtype(dtype)

@@ -28,11 +28,11 @@ def base(bf16: bool) -> Any:
     return LlamaForCausalLM(config).to(torch.bfloat16 if bf16 else torch.get_default_dtype())
 
 
-def with_adapters(bf16: bool) -> Any:
+def with_adapters(bf16: bool, seed: int) -> Any:
     from peft import LoraConfig, get_peft_model
 
     model = base(bf16)
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     return get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
@@ -52,7 +52,15 @@ def trainer_class(sharded: bool) -> Any:
     return type("ShardedTrainer", (ShardedTrainerMixin, Trainer), {})
 
 
-def main(folder: str, world_size: int, sharded: bool = False, bf16: bool = True, **options: Any) -> dict[str, Any]:
+def main(
+    folder: str,
+    world_size: int,
+    sharded: bool = False,
+    bf16: bool = True,
+    seed: int = 1,
+    resume: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
     from transformers import TrainingArguments
 
     arguments = {
@@ -80,12 +88,12 @@ def main(folder: str, world_size: int, sharded: bool = False, bf16: bool = True,
     }
     data = rows()
     trainer = trainer_class(sharded)(
-        model=with_adapters(bf16),
+        model=with_adapters(bf16, seed),
         args=TrainingArguments(**arguments),
         train_dataset=data[8:],
         eval_dataset=data[:8],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{folder}/adapters")
     history = trainer.state.log_history
     return {
