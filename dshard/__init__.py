@@ -1,6 +1,6 @@
 """Sharded data-parallel training for PyTorch: a parameter always means its full value."""
 
-from dshard import checkpoint
+from dshard import checkpoint, interop
 from dshard.api import fully_shard
 from dshard.checkpoint import load_safetensors, save_safetensors
 from dshard.clip import clip_grad_norm_
@@ -57,6 +57,7 @@ __all__ = [
     "fully_shard",
     "gathered",
     "init_hybrid_mesh",
+    "interop",
     "iter_full",
     "join",
     "load_safetensors",

@@ -54,7 +54,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "checkpoint": _CORE,
     "interop": (*_CORE, "checkpoint"),
     "testing": (*_CORE, "checkpoint", ""),
-    "": (*_CORE, "checkpoint"),
+    "": (*_CORE, "checkpoint", "interop"),
     "bench": (*_CORE, "checkpoint", "testing", ""),
     "cli": (*_CORE, "checkpoint", "testing", "bench", ""),
     "__main__": ("cli",),

@@ -34,7 +34,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
         *("none", "prefetch 0", "prefetch 2", "kept after backward", "divide factor", "own group", "reduce hook"),
         *("2 buffers", "unshard", "set reshard"),
     ),
-    "use": ("none", "penalty", "gathered", "gradients"),
+    "use": ("none", "penalty", "gathered", "gradients", "joined"),
 }
 
 

@@ -142,11 +142,12 @@ class Program:
         self.zero_grad()
         if step == 1 and self.row["exception"] != "none":
             self.raise_within()
-        self.losses.append(self.backwards(step))
-        self.reduce_ignored()
-        self.norms.append(self.clip())
-        for optimizer in self.optimizers:
-            optimizer.step()
+        with dshard.join(self.model, enable=self.row["use"] == "joined"):
+            self.losses.append(self.backwards(step))
+            self.reduce_ignored()
+            self.norms.append(self.clip())
+            for optimizer in self.optimizers:
+                optimizer.step()
         if step == 0 and self.row["copy"] != "none":
             self.copy()
         if step == 1 and self.row["switch"] != "none":
