@@ -1,7 +1,7 @@
 """The runtime of a model: when units gather and free, in forward and in backward."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -23,7 +23,7 @@ from dshard.runtime.reduction import GradReduction
 from dshard.runtime.schedule import Phase, Schedule, to_drop
 from dshard.runtime.settings import ModelSettings
 from dshard.runtime.standins import check_interrupted
-from dshard.runtime.unit import Unit
+from dshard.runtime.unit import Unit, groups_of
 from dshard.runtime.watches import InputWatches, in_backward
 from dshard.tensor.meshes import group_of
 from dshard.tensor.mixed import note_forward
@@ -220,7 +220,7 @@ class Runtime:
                 self._begin(Phase.BACKWARD)
                 self.reducer.begin_backward()
                 self._needs.begin_backward()
-                self._noted = {group.name: num_noted(group) for group in _groups_of(self.units)}
+                self._noted = {group.name: num_noted(group) for group in groups_of(self.units)}
             self.backward_task = task
             torch.autograd.Variable._execution_engine.queue_callback(end)
         return self.reducer
@@ -249,7 +249,7 @@ class Runtime:
             if spared:
                 self.schedule.leave_out(Phase.BACKWARD, spared)
             # Only what this backward did: ranks may differ in how many backwards without communication they run.
-            settle([group for group in _groups_of(self.units) if num_noted(group) > self._noted.get(group.name, 0)])
+            settle([group for group in groups_of(self.units) if num_noted(group) > self._noted.get(group.name, 0)])
         finally:
             for unit in list(self._gathered):
                 if unit.settings.reshard_after_backward:
@@ -309,7 +309,7 @@ class Runtime:
             self.announce(phase)
         self._begin(phase)
         self.pool.mark()
-        settle(_groups_of(self.units), _MAX_UNSETTLED)
+        settle(groups_of(self.units), _MAX_UNSETTLED)
         if torch.is_grad_enabled():
             if self.on_training_forward is not None:
                 self.on_training_forward()
@@ -340,11 +340,21 @@ class Runtime:
                 continue
             if not torch.is_grad_enabled():
                 candidate.release()
-            elif self.reshards(candidate):
+            elif self.reshards(candidate) and not self._is_next(candidate):
                 candidate.reshard()
         budget = self.settings.memory_budget
         if isinstance(budget, int) and torch.is_grad_enabled():
             self._fit_into(budget)
+
+    def _is_next(self, unit: Unit) -> bool:
+        """Whether a unit that was formed for the root alone is the one that the last backward began with.
+
+        It would be gathered again at once: the most bytes that are there at one time are the same.
+        """
+        if unit.settings.reshard_after_forward is not None or not self.schedule.knows(Phase.BACKWARD):
+            return False
+        formed = self.root.__dict__.get("_dshard_formed", ()) if self.root is not None else ()
+        return self.schedule.distance(unit) == 0 and unit in formed
 
     def _fit_into(self, budget_bytes: int) -> None:
         """Drop the copies that the backward uses last, until the others fit into the budget."""
@@ -377,17 +387,3 @@ class _End:
 
     def __call__(self) -> None:
         self._runtime.end_backward()
-
-
-def _groups_of(units: Sequence[Unit]) -> list[ShardGroup]:
-    """The process groups of all units, each once, in the order of the units."""
-    found: dict[str, ShardGroup] = {}
-    for unit in units:
-        for group in unit.groups:
-            found.setdefault(group.name, group)
-            if group.replicas is not None:
-                found.setdefault(group.replicas.name, group.replicas)
-            if type(unit.settings.reshard_after_forward) is int:
-                few = group.neighbours(unit.settings.reshard_after_forward)
-                found.setdefault(few.name, few)
-    return list(found.values())

@@ -28,7 +28,7 @@ from dshard.tensor.sharded_tensor import REQUIRES_GRAD
 from dshard.tensor.sources import is_used_away
 from dshard.tensor.views import View
 
-__all__ = ["Unit"]
+__all__ = ["Unit", "groups_of"]
 
 _SPEC_OF = attrgetter("_spec")
 
@@ -347,3 +347,17 @@ class Unit:
 
 def _deferral_of(settings: UnitSettings) -> Deferral | None:
     return Deferral() if settings.strategy == "zero1" else None
+
+
+def groups_of(units: Sequence[Unit]) -> list[ShardGroup]:
+    """The process groups of all units, each once, in the order of the units."""
+    found: dict[str, ShardGroup] = {}
+    for unit in units:
+        for group in unit.groups:
+            found.setdefault(group.name, group)
+            if group.replicas is not None:
+                found.setdefault(group.replicas.name, group.replicas)
+            if type(unit.settings.reshard_after_forward) is int:
+                few = group.neighbours(unit.settings.reshard_after_forward)
+                found.setdefault(few.name, few)
+    return list(found.values())

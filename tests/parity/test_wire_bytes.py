@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dshard
+from dshard.bench.peaks import gathered_peak
 from dshard.testing import WorldPool
 from dshard.testing.strategies import world_sizes
 from tests.parity.models import CASES, CONTEXT, GPT, VOCAB, batch, build, shard
@@ -443,3 +444,22 @@ def test_clipping_is_one_small_call_whatever_the_number_of_gradients(worlds: Wor
     wires = worlds.run(2, optimizer_step, torch.optim.AdamW, clip)
     assert num_calls(wires) == num_calls(wires, "all_reduce") == 1
     assert all(w.payload["all_reduce"] == num_bytes for w in wires)
+
+
+def root_alone(reshard: bool | None) -> tuple[list[str], int]:
+    """What a step gathers, and the most bytes that are gathered at one time."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    dshard.fully_shard(model, reshard_after_forward=reshard)
+    for _ in range(3):
+        with gathered_peak() as peak, dshard.CommTrace() as trace:
+            model(torch.ones(2, 64)).sum().backward()
+    return [r.label for r in trace.select("all_gather")], peak.num_bytes
+
+
+def test_on_the_root_alone_what_the_backward_begins_with_stays_and_the_peak_is_the_same(worlds: WorldPool):
+    forward, backward = ["0", "1", "2", "3"], ["3", "2", "1"]  # the first one's weight takes part in no gradient
+    kept, freed = (worlds.run(2, root_alone, reshard)[0] for reshard in (None, True))
+    assert freed[0] == forward + backward
+    assert kept[0] == forward + backward[1:]
+    assert kept[1] == freed[1]
