@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dshard.collectives import BufferPool, ShardGroup, num_noted, settle
+from dshard.collectives import BufferPool, num_noted, settle
 from dshard.policies import Offload
 from dshard.runtime.budget import agreed_free_bytes
 from dshard.runtime.buffers import broadcast_buffers
