@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard.testing import WorldPool, expect_error
@@ -116,6 +117,47 @@ def test_the_end_is_that_of_the_batches_there_are(worlds: WorldPool, num_ranks, 
         assert lr == pytest.approx(0.05 * 0.7**2)
         for name, value in expected.items():
             torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}")
+
+
+class Blocks(nn.Sequential):
+    """Checkpointed layers, if it is told to."""
+
+    checkpoints = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
+        return x
+
+
+def weights_after(kind: str, *, joins: bool) -> list[Tensor]:
+    """Weights after uneven batches; without `join` a rank that has no more of them runs its last one for nothing."""
+    torch.manual_seed(0)
+    model: Any = Blocks(*[nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(3)])
+    model.checkpoints = kind == "checkpoint"
+    policy = dshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for layer in model:
+        dshard.fully_shard(layer, mp_policy=policy if kind != "autocast" else None)
+    dshard.fully_shard(model, mp_policy=policy if kind != "autocast" else None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    rank, counts = dist.get_rank(), COUNTS[2]
+    with dshard.join(model, enable=joins):
+        for number in range(counts[rank] if joins else max(counts)):
+            x = batch(rank, min(number, counts[rank] - 1)).float()
+            with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+                out = model(x).float()
+            (out.square().mean() * float(number < counts[rank])).backward()
+            dshard.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.full_tensor() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "checkpoint", "autocast"])
+def test_a_rank_that_follows_does_what_a_batch_that_counts_nothing_does(worlds: WorldPool, kind):
+    joined = worlds.run(2, weights_after, kind, joins=True)
+    for got, expected in zip(joined, worlds.run(2, weights_after, kind, joins=False), strict=True):
+        assert all(map(torch.equal, got, expected))
 
 
 def buffers_after(count: int) -> tuple[Tensor, Tensor]:
