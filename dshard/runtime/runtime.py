@@ -208,11 +208,11 @@ class Runtime:
             self.reducer.reduce(unit)
 
     def start_backward(self) -> Reducer:
-        """Have `end_backward` called when the backward that is running ends."""
+        """Have `end_backward` called when the backward that is running ends, or the one that it is nested in."""
         task = torch._C._current_graph_task_id()
         if task not in (-1, self.backward_task):
-            end = _End(self)
             if self.backward_task == -1 or self._end() is None:
+                end = _End(self)
                 self._forget_failed_backward()
                 self._end = weakref.ref(end)
                 if self.announce is not None:
@@ -221,8 +221,8 @@ class Runtime:
                 self.reducer.begin_backward()
                 self._needs.begin_backward()
                 self._noted = {group.name: num_noted(group) for group in groups_of(self.units)}
+                torch.autograd.Variable._execution_engine.queue_callback(end)
             self.backward_task = task
-            torch.autograd.Variable._execution_engine.queue_callback(end)
         return self.reducer
 
     def _forget_failed_backward(self) -> None:

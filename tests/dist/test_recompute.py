@@ -332,3 +332,31 @@ def regions_around_and_within(kind: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["not reentrant", "reentrant", "to the end"])
 def test_what_is_recomputed_has_the_dtypes_that_it_had(worlds: WorldPool, kind):
     assert worlds.run(2, regions_around_and_within, kind) == [[], []]
+
+
+def reductions_of_nested_backwards(reentrant: bool) -> tuple[int, list[Tensor]]:
+    """Reductions of two micro-batches, of which the first is added up, and the gradients."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)], nn.Linear(8, 4))
+    policy = dshard.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    for layer in model:
+        dshard.fully_shard(layer, mp_policy=policy)
+    dshard.fully_shard(model, mp_policy=policy)
+    with dshard.CommTrace() as trace:
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(micro + 2 * dist.get_rank())).requires_grad_()
+            for layer in model[:-1]:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            model[-1](x).float().square().mean().backward()
+    return trace.calls("reduce_scatter"), [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_a_backward_within_a_backward_reduces_nothing_early(worlds: WorldPool):
+    for (calls, grads), (_, same) in zip(
+        worlds.run(2, reductions_of_nested_backwards, True),
+        worlds.run(2, reductions_of_nested_backwards, False),
+        strict=True,
+    ):
+        assert calls == 4
+        assert all(map(torch.equal, grads, same))
