@@ -16,11 +16,12 @@ from dshard.runtime.buffers import broadcast_buffers
 from dshard.runtime.gradients import hook_gradient
 from dshard.runtime.lane import Lane
 from dshard.runtime.late import LateParameters
+from dshard.runtime.lifetimes import fit_into, is_next, reshards
 from dshard.runtime.needs import Needs
 from dshard.runtime.recompute import Regions
 from dshard.runtime.reducer import Reducer
 from dshard.runtime.reduction import GradReduction
-from dshard.runtime.schedule import Phase, Schedule, to_drop
+from dshard.runtime.schedule import Phase, Schedule
 from dshard.runtime.settings import ModelSettings
 from dshard.runtime.standins import check_interrupted
 from dshard.runtime.unit import Unit, groups_of
@@ -70,6 +71,7 @@ class Runtime:
         self.used_in_graph: tuple[int, Unit | None] = -1, None
         self._noted: dict[str, int] = {}  # of each group, entries of the ledger when the backward began
         self._end: Callable[[], _End | None] = lambda: None  # of the backward that runs
+        self._nested: set[Unit] = set()  # whose first gradient came in a backward within the one that runs
         self.watches = InputWatches()
         self._lanes: dict[tuple[Offload, bool], Lane] = {}
 
@@ -155,6 +157,9 @@ class Runtime:
 
     def on_arrival(self, unit: Unit) -> None:
         """Gather a unit of which the first gradient has arrived, if other ranks may need it; or note that they did."""
+        outer = self._end()
+        if outer is not None and outer.task != self.backward_task:
+            self._nested.add(unit)
         if self._needs.meet(unit, is_touched=False):
             self._make_way(unit)
             unit.copies.join(gathers=not self._needs.was_gathered(unit))
@@ -211,8 +216,9 @@ class Runtime:
         """Have `end_backward` called when the backward that is running ends, or the one that it is nested in."""
         task = torch._C._current_graph_task_id()
         if task not in (-1, self.backward_task):
-            if self.backward_task == -1 or self._end() is None:
-                end = _End(self)
+            outer = self._end()
+            if self.backward_task == -1 or outer is None:
+                end = _End(self, task)
                 self._forget_failed_backward()
                 self._end = weakref.ref(end)
                 if self.announce is not None:
@@ -222,10 +228,21 @@ class Runtime:
                 self._needs.begin_backward()
                 self._noted = {group.name: num_noted(group) for group in groups_of(self.units)}
                 torch.autograd.Variable._execution_engine.queue_callback(end)
+            elif task != outer.task:
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_nested)
             self.backward_task = task
         return self.reducer
 
+    def _end_nested(self) -> None:
+        """A backward within another one ends: that of a region that is checkpointed reentrantly, most likely."""
+        nested, self._nested = sorted(self._nested, key=attrgetter("place")), set()
+        for unit in nested:
+            if unit.num_watched <= 0:
+                self.on_backward_done(unit)
+                self.reducer.reduce(unit)
+
     def _forget_failed_backward(self) -> None:
+        self._nested.clear()
         if self.backward_task != -1:
             self.backward_task, self._frozen = -1, None
             self.watches.forget(self.units)
@@ -321,7 +338,7 @@ class Runtime:
 
     def enter_graph(self, unit: Unit) -> None:
         """A graph uses `unit`: it is kept, if it is to stay until backward; else the next one's use frees it."""
-        if not unit.num_active and self.settings.memory_budget is None and not self.reshards(unit):
+        if not unit.num_active and self.settings.memory_budget is None and not reshards(unit, self.root, None):
             unit.is_requested = True
 
     def is_start_due(self) -> bool:
@@ -334,56 +351,23 @@ class Runtime:
         unit.num_active = max(0, unit.num_active - 1)
         if in_backward():
             return  # a checkpoint's second forward: the backward that follows uses the unit at once
-        is_root = module is self.root
+        is_root, budget = module is self.root, self.settings.memory_budget
         for candidate in list(self._gathered) if is_root else [unit]:
             if candidate.num_active or (candidate is unit and module is not unit.modules[-1]):
                 continue
             if not torch.is_grad_enabled():
                 candidate.release()
-            elif self.reshards(candidate) and not self._is_next(candidate):
+            elif reshards(candidate, self.root, budget) and not is_next(candidate, self.root, self.schedule):
                 candidate.reshard()
-        budget = self.settings.memory_budget
         if isinstance(budget, int) and torch.is_grad_enabled():
-            self._fit_into(budget)
-
-    def _is_next(self, unit: Unit) -> bool:
-        """Whether a unit that was formed for the root alone is the one that the last backward began with.
-
-        It would be gathered again at once: the most bytes that are there at one time are the same.
-        """
-        if unit.settings.reshard_after_forward is not None or not self.schedule.knows(Phase.BACKWARD):
-            return False
-        formed = self.root.__dict__.get("_dshard_formed", ()) if self.root is not None else ()
-        return self.schedule.distance(unit) == 0 and unit in formed
-
-    def _fit_into(self, budget_bytes: int) -> None:
-        """Drop the copies that the backward uses last, until the others fit into the budget."""
-        kept = [
-            (unit, unit.full_bytes, self.schedule.distance(unit))
-            for unit in self._gathered
-            if unit.settings.reshard_after_forward is None and not unit.is_requested
-            if not unit.num_active and unit not in self._ahead
-        ]
-        for unit in to_drop(kept, budget_bytes):
-            unit.free()
-
-    def reshards(self, unit: Unit) -> bool:
-        """Whether `unit` is freed when its forward ends; by default all but the root's own unit are.
-
-        With a memory budget, that decides instead for units that were not told.
-        """
-        if unit.settings.reshard_after_forward is not None:
-            return bool(unit.settings.reshard_after_forward)
-        if self.settings.memory_budget not in (None, "auto"):
-            return False
-        return self.root not in unit.modules
+            fit_into(budget, self._gathered, self._ahead, self.schedule)
 
 
 class _End:
     """What autograd calls at the end of a backward; it drops this as soon as the backward has ended, or raised."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, task: int) -> None:
+        self._runtime, self.task = runtime, task
 
     def __call__(self) -> None:
         self._runtime.end_backward()
