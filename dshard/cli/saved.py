@@ -163,12 +163,12 @@ def _failure_of(action: Callable[[], object]) -> str | None:
     """Runs an action; in words why it failed, or None if it did not."""
     try:
         action()
-    except CheckpointException as error:  # of torch's; no Exception
-        causes = [cause for cause, _ in error.failures.values()]
-        first = next((cause for cause in causes if isinstance(cause, OSError)), causes[0] if causes else error)
-        return _words(first)
     except Exception as error:
-        return _words(error.__cause__ or error)
+        cause = error.__cause__
+        if isinstance(cause, CheckpointException):  # torch's, of what happened on each rank
+            causes = [each for each, _ in cause.failures.values()]
+            cause = next((each for each in causes if isinstance(each, OSError)), causes[0] if causes else None)
+        return _words(cause or error)
     return None
 
 
