@@ -71,8 +71,8 @@ def join(
         throw_on_early_termination: Raise on all ranks as soon as one has no more batches.
 
     Raises:
-        StateError: It is no sharded model; a rank has had no batch or no step at all; or a rank ended early and that
-            was to be told. On every rank alike.
+        StateError: It is no sharded model, or another block is open; a rank has had no batch or no step at all; or a
+            rank ended early and that was to be told. On every rank alike.
         DivergenceError: Ranks that have batches do different things, or have optimizers with different numbers.
 
     Communicates:
@@ -93,6 +93,9 @@ def join(
     return _Join(module, group, throws=throw_on_early_termination)
 
 
+_OPEN: list[object] = []  # blocks of this process
+
+
 class _Join:
     """As `join`; of a model, and the ranks that share it."""
 
@@ -107,8 +110,13 @@ class _Join:
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        if self._runtime.announce is not None:
-            raise StateError("join: a model can be joined once at a time, but it is already. Leave one of them out.")
+        if _OPEN:  # a rank that has left the inner block would follow the one model, and others run the other, too
+            raise StateError(
+                "join: one model is followed at a time, but a block of another call is open. Give all ranks as many "
+                "batches where a loop trains several models."
+            )
+        _OPEN.append(self)
+        self._stack.callback(_OPEN.remove, self)
         self._runtime.announce = self._on_phase
         self._stack.callback(setattr, self._runtime, "announce", None)
         hook = self._module.register_forward_pre_hook(self._on_inputs, with_kwargs=True, prepend=True)

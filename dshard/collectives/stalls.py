@@ -98,9 +98,10 @@ def _run() -> None:
 def _look(board: "_Board", told: "_Doubling") -> None:
     now = time.monotonic()
     for key, known in list(_State.waits.items()):
-        if known.is_over is not None and known.is_over():
+        is_old = now - known.since_s >= _State.after_s  # asking any sooner may disturb a graph that is captured
+        if known.is_over is not None and is_old and known.is_over():
             _State.waits.pop(key, None)
-            _State.last = known.label, now
+            _State.last = known.label, max(_State.last[1], known.since_s)
     wait = min(_State.waits.values(), key=lambda wait: wait.since_s, default=None)
     if wait is not None and now - wait.since_s >= _State.after_s:
         board.post({"waits": wait.label})

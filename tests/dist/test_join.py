@@ -215,6 +215,18 @@ def test_what_cannot_be_followed_is_an_error_of_all_ranks(worlds: WorldPool, kin
         assert re.match(re.escape(message), text)
 
 
+def two_models() -> None:
+    with dshard.join(sharded("full")), dshard.join(sharded("full")):
+        pass
+
+
+def test_a_second_model_is_refused_and_the_first_block_ends(worlds: WorldPool):
+    for _ in range(2):
+        for raised, text in expect_error(worlds.get_world(2), two_models):
+            assert raised == "StateError"
+            assert text.startswith("join: one model is followed at a time, but a block of another call is open. ")
+
+
 def test_a_plain_model_is_refused():
     with pytest.raises(dshard.StateError, match="needs a model that fully_shard was called on"):
         dshard.join(nn.Linear(2, 2))
