@@ -134,7 +134,8 @@ def test_the_predicted_peak_is_never_below_what_is_counted_and_hardly_above(
     for text, plan in plans(name, num_ranks, foreach, reduce_dtype).items():
         counted = max(worlds.run(num_ranks, trained_peak, name, plan.to_json(), foreach, reduce_dtype))
         found[text] = plan.peak_bytes / counted
-    assert all(1 <= ratio <= 1.07 for ratio in found.values()), str(found)
+    most = {"split(2)": 1.07}  # of what is reckoned with, a backward gathers less since it leaves out unneeded units
+    assert all(1 <= ratio <= most.get(text, 1.05) for text, ratio in found.items()), str(found)
 
 
 def plain_peak() -> tuple[int, int, int]:
