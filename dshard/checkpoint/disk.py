@@ -1,0 +1,144 @@
+"""Files that survive: made under names that nobody can guess, synced, and put in their place at once.
+
+A name that is in use is never opened for writing, so that a link in its place leads nowhere; modes are those of the
+process's umask; after a rename the directory is synced too, without which the new name itself may be lost.
+"""
+
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dshard.errors import CheckpointError
+
+__all__ = [
+    "create",
+    "make_folder",
+    "open_regular",
+    "partial_name",
+    "read_exactly",
+    "sync_folder",
+    "write_all",
+    "write_whole",
+]
+
+PARTIAL = ".partial"
+
+
+def partial_name(path: Path) -> Path:
+    """A hidden name beside `path` that is not in use and cannot be guessed."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, each of which is synced into the one that holds it.
+
+    Raises:
+        OSError: It cannot be made, or is something else.
+    """
+    missing = []
+    here = folder
+    while not here.is_dir():
+        missing.append(here)
+        here = here.parent
+    for each in reversed(missing):
+        with suppress(FileExistsError):  # another process was faster; if it is no folder, the next line says so
+            each.mkdir()
+        sync_folder(each.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder survive a crash, on file systems that can say so."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # some network file systems refuse it, and sync by themselves
+            os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+@contextmanager
+def create(path: Path) -> Iterator[int]:
+    """A file descriptor of a new file, to write to; on leaving it is synced, and after an error removed.
+
+    Raises:
+        FileExistsError: Something, if only a link, has that name.
+        OSError: It cannot be made or synced.
+    """
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            yield opened
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+    except BaseException:
+        with suppress(OSError):
+            path.unlink()
+        raise
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace a file at once: whenever the process dies, the old or the new one is there, whole.
+
+    A link at `path` is replaced, and not what it points to.
+
+    Raises:
+        OSError: It cannot be written; what was there is as it was.
+    """
+    draft = partial_name(path)
+    with create(draft) as opened:
+        write_all(opened, content)
+    try:
+        draft.rename(path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def write_all(opened: int, content: bytes | memoryview) -> None:
+    """Write every byte, however many calls it takes."""
+    rest = memoryview(content).cast("B")
+    while rest:
+        rest = rest[os.write(opened, rest) :]
+
+
+def open_regular(path: Path, *, follow: bool = False) -> int:
+    """A file descriptor to read a file from; what is no regular file is refused, not waited for.
+
+    Args:
+        path: Of the file.
+        follow: Whether a link in its place is followed.
+
+    Raises:
+        CheckpointError: It is a link, a folder, a pipe or a device.
+        OSError: There is none, or it cannot be read.
+    """
+    if not follow and path.is_symlink():
+        raise CheckpointError(f"{path}: must be a file, but it is a link. Copy what it points to into its place.")
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    mode = os.fstat(opened).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(opened)
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "no regular file"
+        raise CheckpointError(f"{path}: must be a file, but it is {kind}. Put the file back, or use another path.")
+    return opened
+
+
+def read_exactly(opened: int, into: memoryview, offset: int) -> None:
+    """Fill a buffer with a file's bytes from `offset` on.
+
+    Raises:
+        EOFError: The file ends before.
+        OSError: It cannot be read.
+    """
+    rest = into.cast("B")
+    while rest:
+        num_read = os.preadv(opened, [rest], offset)
+        if not num_read:
+            raise EOFError(f"it ends {len(rest)} bytes early")
+        rest, offset = rest[num_read:], offset + num_read
