@@ -12,7 +12,7 @@ from dshard.errors import CheckpointError
 from dshard.tensor import ShardedTensor
 from dshard.tensor.inner import groups_of, joined_group
 
-__all__ = ["agree", "group_of", "together"]
+__all__ = ["agree", "group_of", "share", "together"]
 
 _MAX_TEXT_BYTES = 2048  # of an error that travels to the other ranks
 _LABEL = "checkpoint"
@@ -71,6 +71,17 @@ def agree(group: ShardGroup, error: Exception | None, what: str) -> None:
     if error is not None:
         raise CheckpointError(_text(error, what)) from error
     raise CheckpointError(bytes(received.tolist()).rstrip(b"\0").decode(errors="replace") + f" (Rank {first}.)")
+
+
+def share(group: ShardGroup, text: str) -> str:
+    """The first rank's text, on every rank; the others pass an empty one.
+
+    Communicates:
+        An all-reduce of 2 KiB.
+    """
+    sent = torch.tensor(list(text.encode().ljust(_MAX_TEXT_BYTES, b"\0")), dtype=torch.uint8, device=group.device_type)
+    received = collectives.all_reduce([sent], group, ReduceOp.MAX, label=_LABEL, everywhere=True).wait()[0]
+    return bytes(received.tolist()).rstrip(b"\0").decode()
 
 
 def _text(error: Exception | None, what: str) -> str:

@@ -13,7 +13,17 @@ from torch import Tensor
 from dshard.errors import CheckpointError
 from dshard.layout import ShardLayout
 
-__all__ = ["INDEX_NAME", "SINGLE_NAME", "Entry", "dtype_name", "file_header", "files_of", "read_entries", "read_shard"]
+__all__ = [
+    "INDEX_NAME",
+    "SINGLE_NAME",
+    "Entry",
+    "dtype_name",
+    "dtype_of",
+    "file_header",
+    "files_of",
+    "read_entries",
+    "read_shard",
+]
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -78,6 +88,11 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
             "first, or use dshard.checkpoint.save."
         )
     return _NAMES[dtype]
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """The dtype that the format calls so; None if there is none."""
+    return _DTYPES.get(name)
 
 
 def file_header(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:

@@ -1,6 +1,14 @@
 """Collectives over buckets of plain tensors. Nothing here knows a ShardedTensor."""
 
-from dshard.collectives._c10d import ProcessGroup, ReduceOp, default_backend, group_named, is_initialized, world_size
+from dshard.collectives._c10d import (
+    ProcessGroup,
+    ReduceOp,
+    default_backend,
+    group_named,
+    is_initialized,
+    timeout_of,
+    world_size,
+)
 from dshard.collectives.custom import Comms, with_comms
 from dshard.collectives.gather import Gathered, all_gather
 from dshard.collectives.group import Handle, ShardGroup
@@ -41,6 +49,7 @@ __all__ = [
     "num_noted",
     "settle",
     "shard_of",
+    "timeout_of",
     "with_comms",
     "world_size",
 ]

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import dshard
-from dshard.checkpoint.sharded import load, save
+from dshard.checkpoint import load, save
 from dshard.testing import WorldPool, expect_error
 from tests.dist.extended import (
     BF16,

@@ -1,0 +1,256 @@
+"""What a model and its optimizers are made of, and which part of it this rank holds."""
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+
+from dshard.checkpoint.shard_file import Piece
+from dshard.checkpoint.trees import encode
+from dshard.errors import CheckpointError
+from dshard.layout import ShardLayout
+from dshard.runtime.replace import repoint_optimizer
+from dshard.tensor import ShardedTensor
+from dshard.tensor.extended import exact_values
+from dshard.tensor.inner import full_shape, inner_of
+
+__all__ = ["Contents", "Optimizers", "Part", "name_of_params", "own_name", "part_of_tensor"]
+
+_SPLIT_BYTES = 1 << 20  # of a copy that several ranks hold: less than that is written by one of them
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The box of a full tensor that this rank holds.
+
+    Args:
+        shape: Of the full tensor.
+        offsets: First index along each dim.
+        sizes: Number of indices along each dim.
+        num_copies: How many ranks hold this very box.
+        copy: This rank's number among them.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    num_copies: int = 1
+    copy: int = 0
+
+    def written_here(self, name: str, itemsize: int) -> tuple[slice, ...] | None:
+        """What of the box this rank writes, for every copy to be written once; None if nothing."""
+        everything = tuple(slice(0, size) for size in self.sizes)
+        if not math.prod(self.sizes):
+            return None
+        longest = max(range(len(self.sizes)), key=lambda dim: self.sizes[dim], default=None)
+        is_large = math.prod(self.sizes) * itemsize >= _SPLIT_BYTES
+        if longest is None or not is_large or self.sizes[longest] < self.num_copies:
+            return everything if zlib.crc32(name.encode()) % self.num_copies == self.copy else None
+        dim = 0 if self.sizes[0] >= self.num_copies else longest
+        extent = ShardLayout(self.sizes, dim, self.num_copies).extent(self.copy)
+        if not extent.size:
+            return None
+        return (*everything[:dim], slice(extent.start, extent.stop), *everything[dim + 1 :])
+
+
+def part_of_tensor(tensor: Tensor) -> Part:
+    """The box that this rank holds of a tensor; of a plain one all of it."""
+    shape = tuple(tensor.shape)
+    if isinstance(tensor, ShardedTensor) and not tensor.is_view:
+        return _part_of_sharded(tensor)
+    if isinstance(tensor, DTensor) and not isinstance(tensor, ShardedTensor):
+        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        return Part(shape, tuple(offsets), tuple(sizes))
+    return Part(shape, (0,) * len(shape), shape)
+
+
+def _part_of_sharded(tensor: ShardedTensor) -> Part:
+    layout, group = tensor._layout, tensor._group
+    offsets, sizes = [0] * tensor.dim(), list(full_shape(layout))
+    num_copies, copy = 1, 0
+    inner = inner_of(layout)
+    cuts = [(p.dim if isinstance(p, Shard) else None, g.num_ranks, g.rank) for p, g in inner.axes] if inner else []
+    cuts.append((layout.dim, group.num_ranks, group.rank))
+    for dim, num_ranks, rank in cuts:
+        if dim is None:
+            num_copies, copy = num_copies * num_ranks, copy * num_ranks + rank
+            continue
+        extent = ShardLayout(tuple(sizes), dim, num_ranks).extent(rank)
+        offsets[dim], sizes[dim] = offsets[dim] + extent.start, extent.size
+    replicas = group.replicas
+    if replicas is not None:
+        num_copies, copy = num_copies * replicas.world_size, copy * replicas.world_size + replicas.world_rank
+    return Part(tuple(full_shape(layout)), tuple(offsets), tuple(sizes), num_copies, copy)
+
+
+def own_name(rank: int, name: str) -> str:
+    """What a tensor is stored under of which every rank has values of its own."""
+    return f"rank-{rank}/{name}"
+
+
+class Optimizers:
+    """The optimizers that were passed, by the prefix that their tensors are stored under.
+
+    Args:
+        given: An optimizer, several, or None.
+
+    Raises:
+        CheckpointError: It is something else.
+    """
+
+    def __init__(self, given: Any) -> None:
+        several = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+        wrong = next((each for each in several if not isinstance(each, Optimizer)), None)
+        if wrong is not None:
+            raise CheckpointError(
+                f"checkpoint: optimizer must be an optimizer of torch.optim, or a list of those, but it is "
+                f"{wrong!r:.80}. Leave it out to save or load the model alone."
+            )
+        is_single = not isinstance(given, (list, tuple))
+        self.items = [("optimizer" if is_single else f"optimizer{i}", each) for i, each in enumerate(several)]
+        for _, each in self.items:
+            repoint_optimizer(each)
+
+    def __iter__(self) -> Iterator[tuple[str, Optimizer]]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+def name_of_params(model: nn.Module, optimizers: Optimizers) -> dict[int, str]:
+    """The names of a model's parameters, by identity.
+
+    Raises:
+        CheckpointError: An optimizer holds others.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    for _, optimizer in optimizers:
+        held = [p for group in optimizer.param_groups for p in group["params"]] + list(optimizer.state)
+        foreign = next((p for p in held if isinstance(p, Tensor) and id(p) not in names), None)
+        if foreign is not None:
+            raise CheckpointError(
+                "checkpoint: the optimizer may hold parameters of the model alone, but one of shape "
+                f"{tuple(foreign.shape)} is not among them. Pass the model whose parameters the optimizer was made "
+                "with."
+            )
+    return names
+
+
+class Contents:
+    """Everything that a checkpoint is to hold, with the tensors by name.
+
+    Args:
+        model: A sharded module.
+        optimizers: Those that train it.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Optimizers) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        self.extra_state: dict[str, Any] = {}
+        self._names: dict[int, str] = {}
+        for name, value in model.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor):
+                self._keep(value, f"model.{name}")
+            else:
+                self.extra_state[name] = encode(value, f"checkpoint: '{name}' of the state_dict", self._keep)
+        names = name_of_params(model, optimizers)
+        self.optimizers = [self._optimizer(prefix, each, names) for prefix, each in optimizers]
+
+    def _keep(self, value: Tensor, name: str) -> str:
+        """Store a tensor under a name, once."""
+        known = self._names.setdefault(id(value), name)
+        if known != name:
+            self.aliases[name] = known
+        else:
+            self.tensors[name] = value
+        return name
+
+    def _optimizer(self, prefix: str, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+        groups = [
+            {
+                "params": [names[id(p)] for p in group["params"]],
+                "options": {
+                    key: encode(value, f"checkpoint: param_groups[{i}]['{key}']")
+                    for key, value in group.items()
+                    if key != "params"
+                },
+            }
+            for i, group in enumerate(optimizer.param_groups)
+        ]
+        state = {}
+        for param, values in optimizer.state.items():
+            if isinstance(param, Tensor) and values:
+                name = names[id(param)]
+                state[name] = encode_state(values, f"{prefix}.{name}", self._keep)
+        return {"prefix": prefix, "kind": type(optimizer).__name__, "groups": groups, "state": state}
+
+    def plain_names(self) -> list[str]:
+        """Tensors that every rank holds whole, and may hold others of: buffers, step counts."""
+        return [name for name, tensor in self.tensors.items() if not _is_cut(tensor)]
+
+    def pieces(self, rank: int, num_ranks: int, differing: Sequence[str]) -> list[Piece]:
+        """What this rank writes.
+
+        Args:
+            rank: This one.
+            num_ranks: That write.
+            differing: Of `plain_names`, those of which ranks hold different values.
+
+        Communicates:
+            An all-gather for each view or foreign DTensor.
+        """
+        found, own = [], set(differing)
+        for name, tensor in self.tensors.items():
+            if name in own:
+                found.append(_piece(own_name(rank, name), _local(name, tensor), Part(*_whole(tensor))))
+                continue
+            part = part_of_tensor(tensor) if _is_cut(tensor) else Part(*_whole(tensor), num_ranks, rank)
+            found.append(_piece(name, _local(name, tensor), part, is_shard=_is_cut(tensor)))
+        return sorted((p for p in found if p is not None), key=lambda p: -p.values.dtype.itemsize)
+
+
+def encode_state(values: Any, where: str, keep: Any) -> Any:
+    """An optimizer's state of one parameter, with the names of its tensors."""
+    if isinstance(values, dict):
+        return {str(key): encode(value, f"{where}.{key}", keep) for key, value in values.items()}
+    return encode(values, where, keep)
+
+
+def _is_cut(tensor: Tensor) -> bool:
+    return isinstance(tensor, ShardedTensor) and not tensor.is_view
+
+
+def _whole(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    shape = tuple(tensor.shape)
+    return shape, (0,) * len(shape), shape
+
+
+def _local(name: str, tensor: Tensor) -> Tensor:
+    """This rank's values as a plain tensor, without a copy where there are such."""
+    if _is_cut(tensor):
+        return exact_values(tensor._cell.resolve(), name)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if plain.layout != torch.strided or plain.is_quantized:
+        raise CheckpointError(
+            f"{name}: a checkpoint holds dense tensors, but this one is {plain.layout}. Convert it, or keep it out of "
+            "the state_dict."
+        )
+    return plain.detach()
+
+
+def _piece(name: str, local: Tensor, part: Part, *, is_shard: bool = False) -> Piece | None:
+    box = part.written_here(name, local.dtype.itemsize)
+    if box is None:
+        return None
+    offsets = tuple(o + s.start for o, s in zip(part.offsets, box, strict=True))
+    return Piece(name, part.shape, offsets, local.detach()[box] if box else local.detach(), is_shard)

@@ -1,0 +1,253 @@
+"""Folders of checkpoints: made beside their place, put into it, found again, and removed when there are newer ones.
+
+A folder that is being written has a hidden name of its own, and a file in it that its writer keeps locked. What has
+such a name and an unlocked file is what a killed save left; the next save beside it removes it.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from dshard.checkpoint.disk import make_folder, partial_name, sync_folder
+from dshard.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from dshard.errors import CheckpointError
+
+__all__ = ["Draft", "check_target", "find", "is_complete", "part_name", "prune"]
+
+_WRITER = "writer.json"
+_OURS = re.compile(r"shard-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.safetensors|part-\d{5,}\.json|" + re.escape(_WRITER))
+_HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|removed)")
+
+
+def part_name(rank: int) -> str:
+    """The file in which a rank says what it has written, while the checkpoint is being made."""
+    return f"part-{rank:05d}.json"
+
+
+def check_target(target: Path) -> None:
+    """Raise unless a checkpoint can be put at a path without taking anything of somebody else's away.
+
+    Raises:
+        CheckpointError: Something is there that is no checkpoint.
+    """
+    if target.is_symlink():
+        raise CheckpointError(
+            f"{target}: a checkpoint is put into a folder, but there is a link. Pass the path that it points to."
+        )
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise CheckpointError(
+            f"{target}: a checkpoint is put into a folder, but there is a file. Move it away, or pass another path."
+        )
+    if any(target.iterdir()) and _manifest_of(target) is None:
+        some = ", ".join(sorted(child.name for child in target.iterdir())[:3])
+        raise CheckpointError(
+            f"{target}: a checkpoint replaces nothing but a checkpoint, but there is a folder with {some}. Move it "
+            "away, or pass another path."
+        )
+
+
+def _manifest_of(folder: Path) -> Manifest | None:
+    """What a checkpoint says of itself; None if there is none that can be read."""
+    try:
+        return read_manifest(folder)
+    except (CheckpointError, OSError):
+        return None
+
+
+def is_complete(folder: Path, manifest: Manifest) -> bool:
+    """Whether the files of a checkpoint are there, of the right size; their values are not looked at."""
+    try:
+        return all((folder / file.name).lstat().st_size == file.size for file in manifest.files)
+    except OSError:
+        return False
+
+
+def find(path: Path) -> tuple[Path, list[str]]:
+    """The checkpoint at a path: that folder, or the newest complete one in it.
+
+    Returns:
+        The checkpoint's folder, and why newer ones were passed over.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    if (path / MANIFEST).is_symlink() or (path / MANIFEST).exists():
+        return path, []
+    found, skipped = [], []
+    for child in _children(path):
+        if not (child / MANIFEST).exists():
+            continue
+        try:
+            manifest = read_manifest(child)
+        except CheckpointError as error:
+            skipped.append((_changed(child), str(error)))
+            continue
+        order = manifest.facts["sequence"], manifest.step
+        if is_complete(child, manifest):
+            found.append((order, child.name, child))
+        else:
+            skipped.append((_changed(child), f"{child}: files are missing or of another size"))
+    if not found:
+        why = f" Those in it cannot be used: {skipped[0][1]}" if skipped else ""
+        raise CheckpointError(
+            f"{path}: must be a checkpoint, which is a folder with a {MANIFEST}, or a folder of checkpoints, but there "
+            f"is none. Check the path.{why}"
+        )
+    newest = max(found)[2]
+    return newest, [why for changed, why in skipped if changed >= _changed(newest)]
+
+
+def _children(path: Path) -> list[Path]:
+    """The folders in one, but for links and hidden ones."""
+    try:
+        return sorted(c for c in path.iterdir() if not c.name.startswith(".") and not c.is_symlink() and c.is_dir())
+    except OSError:
+        return []
+
+
+def _changed(folder: Path) -> float:
+    with suppress(OSError):
+        return (folder / MANIFEST).lstat().st_mtime
+    return 0.0
+
+
+def prune(newest: Path, run: str, keep: int) -> None:
+    """Remove the older checkpoints of a run beside its newest one, but for the last `keep`, that one included."""
+    older = []
+    for child in _children(newest.parent):
+        manifest = _manifest_of(child) if child != newest else None
+        if manifest is not None and manifest.facts["run"] == run:
+            older.append(((manifest.facts["sequence"], manifest.step), child, manifest))
+    for _, folder, manifest in sorted(older, key=lambda each: each[0], reverse=True)[keep - 1 :]:
+        remove(folder, manifest)
+
+
+def remove(folder: Path, manifest: Manifest) -> None:
+    """Remove a checkpoint's own files; the folder goes with them unless somebody put something else into it."""
+    own = {MANIFEST, _WRITER, *(file.name for file in manifest.files)}
+    with suppress(OSError):
+        if all(child.name in own for child in folder.iterdir()):
+            hidden = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.removed")
+            folder.rename(hidden)  # at once: what is half removed is no checkpoint
+            folder = hidden
+        for name in (MANIFEST, *sorted(own - {MANIFEST})):
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+class Draft:
+    """A checkpoint's folder while it is being written, to be used by the rank that makes it.
+
+    Args:
+        target: Where it is to go.
+
+    Raises:
+        CheckpointError: Something else is there.
+        OSError: It cannot be made.
+    """
+
+    def __init__(self, target: Path) -> None:
+        check_target(target)
+        make_folder(target.parent)
+        _remove_leftovers(target.parent)
+        self.target, self.folder = target, partial_name(target)
+        self.folder.mkdir()
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._lock = os.open(self.folder / _WRITER, flags, 0o666)
+            os.write(self._lock, json.dumps({"dshard": "a checkpoint that is being written"}).encode())
+            with suppress(OSError):  # file systems without locks: what a kill leaves stays there
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            _remove_own(self.folder)
+            raise
+
+    def publish(self) -> None:
+        """Put the folder in its place: whenever the process dies, the old checkpoint or the new one is there, whole.
+
+        Raises:
+            CheckpointError, OSError: It cannot be put there.
+        """
+        sync_folder(self.folder)
+        check_target(self.target)
+        before = _manifest_of(self.target)
+        if before is None and not self._rename():
+            before = read_manifest(self.target)  # another save was faster: the last one stays
+        if before is not None:
+            self._replace(before)
+        self.close()
+
+    def _rename(self) -> bool:
+        """Put the folder where there is none, or an empty one; False if that is no longer so."""
+        try:
+            self.folder.rename(self.target)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return False
+            raise
+        sync_folder(self.target.parent)
+        (self.target / _WRITER).unlink(missing_ok=True)
+        return True
+
+    def _replace(self, before: Manifest) -> None:
+        """Put the files into the folder of another checkpoint, whose own go when the new ones are in place."""
+        for child in sorted(self.folder.iterdir()):
+            if child.name not in (MANIFEST, _WRITER):
+                child.rename(self.target / child.name)  # a name that no other save has
+        sync_folder(self.target)
+        (self.folder / MANIFEST).rename(self.target / MANIFEST)  # from here on it is the new one
+        sync_folder(self.target)
+        for file in before.files:
+            (self.target / file.name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove what was not put in its place."""
+        if self._lock >= 0:
+            _remove_own(self.folder)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _remove_own(folder: Path) -> None:
+    """Remove a hidden folder with what a save puts into one, and nothing else."""
+    with suppress(OSError):
+        for child in sorted(folder.iterdir(), key=lambda c: c.name == _WRITER):
+            if child.name == MANIFEST or _OURS.fullmatch(child.name) or _is_draft(child):
+                child.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _is_draft(path: Path) -> bool:
+    found = _HIDDEN.fullmatch(path.name)
+    return found is not None and bool(_OURS.fullmatch(found[1]) or found[1] == MANIFEST)
+
+
+def _leftovers(parent: Path) -> Iterator[tuple[Path, str]]:
+    for child in parent.iterdir():
+        found = _HIDDEN.fullmatch(child.name)
+        if found is not None and child.is_dir() and not child.is_symlink():
+            yield child, found[2]
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Remove what killed saves left beside a place, as far as nobody holds its lock."""
+    with suppress(OSError):
+        for folder, kind in list(_leftovers(parent)):
+            if kind == "removed":
+                _remove_own(folder)
+                continue
+            with suppress(OSError):
+                opened = os.open(folder / _WRITER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its writer lives
+                    _remove_own(folder)
+                finally:
+                    os.close(opened)

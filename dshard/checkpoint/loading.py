@@ -1,0 +1,206 @@
+"""Load a checkpoint: all of it is read and checked before anything is changed, on every rank."""
+
+import json
+import os
+import random
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dshard.checkpoint.agreement import group_of, share, together
+from dshard.checkpoint.contents import Optimizers, own_name, part_of_tensor
+from dshard.checkpoint.folders import find
+from dshard.checkpoint.job import lineage_of
+from dshard.checkpoint.manifest import read_manifest
+from dshard.checkpoint.optimizers import prepare_optimizers
+from dshard.checkpoint.saving import OWN, finish_pending
+from dshard.checkpoint.shard_file import ShardReader
+from dshard.checkpoint.source import Load, Source, decoded, dtype_of, writer
+from dshard.collectives import ShardGroup
+from dshard.errors import CheckpointError
+from dshard.runtime.modes import outside_autograd
+from dshard.runtime.moves import allocate
+
+__all__ = ["load"]
+
+
+def load(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+) -> Any:
+    """Read a checkpoint into a model and its optimizers, also one that other numbers of ranks wrote.
+
+    Every rank reads the parts that its shards need, and compares each byte with what was saved, before any rank changes
+    anything: afterwards the model is the old one or the new one. Until then what was read is kept on the host, so that
+    a process needs room for its shards twice. Random states come back if as many ranks read as wrote. A model on the
+    meta device gets memory for its shards.
+
+    Args:
+        directory: Folder that `save` made, or a folder of such, of which the newest complete one is taken.
+        model: A sharded module of the same parameters, under any strategy.
+        optimizer: Its optimizer, or a list of several, with parameter groups as when it was saved. May be fresh.
+
+    Returns:
+        What was passed to `save` as `extra`: by this rank, if as many ranks read as wrote, else by rank 0, with a
+        warning where ranks had passed different ones.
+
+    Raises:
+        CheckpointError: No checkpoint there, a damaged one, or one of another model or optimizer; names the file, the
+            tensor and both values. On every rank alike; nothing was changed.
+
+    Communicates:
+        Some all-reduces of a few bytes, and no values.
+    """
+    group = group_of(model)
+    finish_pending(group)
+    what = f"{directory}: reading the checkpoint failed"
+    chosen: list[str] = []
+
+    def choose() -> None:
+        if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
+            raise CheckpointError(
+                f"checkpoint.load: directory must be a path, but it is {directory!r:.80}. Name a folder."
+            )
+        if group.world_rank == 0:
+            path, passed_over = find(Path(directory))
+            chosen.append(path.name if path != Path(directory) else "")
+            for why in passed_over:
+                warnings.warn(f"checkpoint.load: a newer checkpoint was passed over: {why}", stacklevel=4)
+
+    together(group, choose, what)
+    name = share(group, chosen[0] if chosen else "")
+    folder = Path(directory) / name if name else Path(directory)
+    jobs: list[Load] = []
+    together(group, lambda: jobs.append(_prepared(folder, model, optimizer, group)), what)
+    job = jobs[0]
+    with outside_autograd():
+        allocate(model, dict.fromkeys(job.on_meta, torch.device(group.device_type)))
+        for commit in job.commits:
+            commit()
+    lineage = lineage_of(model)
+    lineage.run, lineage.sequence = job.manifest.facts["run"], job.manifest.facts["sequence"]
+    return job.extra
+
+
+def _prepared(folder: Path, model: nn.Module, optimizer: Any, group: ShardGroup) -> Load:
+    """Read and check everything."""
+    manifest = read_manifest(folder)
+    optimizers = Optimizers(optimizer)
+    job = Load(manifest)
+    with ShardReader(folder, manifest) as reader:
+        source = Source(folder, manifest, reader, group)
+        _prepare_model(source, model, job)
+        prepare_optimizers(source, model, optimizers, job)
+        _prepare_own(source, job)
+        if manifest.world_size == group.world_size:
+            reader.check_header(group.world_rank)
+    return job
+
+
+def _prepare_model(source: Source, model: nn.Module, job: Load) -> None:
+    state = model.state_dict(keep_vars=True)
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    beyond = [name for name in source.names("model.") if name.removeprefix("model.") not in tensors]
+    if beyond:
+        raise CheckpointError(
+            f"{source.folder}: the checkpoint must hold nothing beyond the model, but it has '{beyond[0]}' and "
+            f"{len(beyond) - 1} more. Build the model as it was when it was saved."
+        )
+    read: dict[int, tuple[str, int]] = {}
+    for name, tensor in tensors.items():
+        values = source.read(f"model.{name}", part_of_tensor(tensor), dtype_of(tensor))
+        known = read.get(id(tensor))
+        if known is not None:
+            _check_tie(source, name, values, *known)
+            continue
+        read[id(tensor)] = name, _crc_of(values)
+        if tensor.is_meta:
+            job.on_meta.append(name)
+            job.commits.append(_writer_by_name(model, name, values))
+        else:
+            job.commits.append(writer(tensor, values))
+    _prepare_extra_state(source, model, set(state) - set(tensors), job)
+
+
+def _check_tie(source: Source, name: str, values: Tensor, other: str, crc: int) -> None:
+    if _crc_of(values) != crc:
+        raise CheckpointError(
+            f"{source.folder}: '{name}' and '{other}' are one tensor of the model and must have one value, but the "
+            "checkpoint has two. Build the model as it was when it was saved."
+        )
+
+
+def _crc_of(values: Tensor) -> int:
+    raw: Any = values.reshape(-1).view(torch.uint8).numpy() if values.numel() else b""
+    return zlib.crc32(raw)
+
+
+def _writer_by_name(model: nn.Module, name: str, values: Tensor) -> Callable[[], None]:
+    """Put values into a tensor that gets its memory first."""
+
+    def write() -> None:
+        writer(model.state_dict(keep_vars=True)[name], values)()
+
+    return write
+
+
+def _prepare_extra_state(source: Source, model: nn.Module, names: set[str], job: Load) -> None:
+    saved = source.manifest.facts["extra_state"]
+    if set(saved) != names:
+        differing = sorted(set(saved) ^ names)[0]
+        raise CheckpointError(
+            f"{source.folder}: the extra state of modules must be that of the model, but '{differing}' is in one of "
+            "them alone. Build the model as it was when it was saved."
+        )
+    for name, value in saved.items():
+        owner = name.rpartition(".")[0] if "." in name else ""
+        found = decoded(source, value, name)
+        job.commits.append(partial(model.get_submodule(owner).set_extra_state, found))
+
+
+def _prepare_own(source: Source, job: Load) -> None:
+    """What ranks saved for themselves: random states, and `extra` where it differed."""
+    facts = source.manifest.facts
+    is_same_size = source.manifest.world_size == source.group.world_size
+    name = own_name(source.group.world_rank if is_same_size else 0, OWN)
+    found = source.manifest.tensors.get(name)
+    if found is None:
+        raise CheckpointError(f"{source.folder}: '{name}' must be stored, but it is not. Use another checkpoint.")
+    raw: Any = source.reader.read(name, found, (0,), found.shape).numpy()
+    try:
+        own = json.loads(raw.tobytes())
+        states = decoded(source, own["random"], "the random states")
+        extra = facts["extra"] if facts["are_alike"] else own["extra"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{source.folder}: '{name}' must be JSON, but {error}. Use another checkpoint."
+        ) from error
+    job.extra = decoded(source, extra, "extra")
+    if is_same_size:
+        job.commits.append(lambda: _set_random_states(states, source.group.device_type))
+    elif not facts["are_alike"]:
+        warnings.warn(
+            f"checkpoint.load: {source.manifest.world_size} ranks saved different extras, and "
+            f"{source.group.world_size} read: all get that of rank 0.",
+            stacklevel=6,
+        )
+
+
+def _set_random_states(states: Mapping[str, Any], device_type: str) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    numpy_state = {**states["numpy"], "state": dict(states["numpy"]["state"])}
+    if "key" in numpy_state["state"]:
+        numpy_state["state"]["key"] = np.array(numpy_state["state"]["key"], dtype=np.uint32)
+    np.random.set_state(numpy_state)  # noqa: NPY002 - the global one is what was kept
+    if "device" in states and device_type != "cpu":
+        torch.get_device_module(device_type).set_rng_state(states["device"])

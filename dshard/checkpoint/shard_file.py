@@ -1,0 +1,251 @@
+"""One rank's file: a safetensors file of its chunks, with the sums of their blocks at its end.
+
+Whoever reads a part of a chunk reads the sums of the chunk, which the manifest has a sum of, and the blocks that the
+part lies in: nothing that was read is believed before it was compared.
+"""
+
+import hashlib
+import math
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard.checkpoint.disk import create, open_regular, read_exactly, write_all
+from dshard.checkpoint.file_format import file_header
+from dshard.checkpoint.manifest import BLOCK_BYTES, Chunk, Manifest, StoredFile, StoredTensor, num_blocks
+from dshard.errors import CheckpointError
+
+__all__ = ["Piece", "ShardReader", "host_bytes", "write_shard_file"]
+
+_SUMS = "dshard.block_sums"
+_SUM_BYTES = 4
+_REMEDY = "use another checkpoint"
+_COPY_BYTES = 1 << 25  # that are brought to the host, or read, at a time; a multiple of a block
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor that this rank writes.
+
+    Args:
+        name: Of the tensor.
+        shape: Of the full tensor.
+        offsets: First index along each dim.
+        values: Of the box; on any device.
+        is_shard: Whether they are memory of a sharded tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    values: Tensor
+    is_shard: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the box."""
+        return self.values.numel() * self.values.dtype.itemsize
+
+
+def write_shard_file(path: Path, pieces: Sequence[Piece], index: int) -> tuple[StoredFile, list[Chunk]]:
+    """Write pieces, each of a tensor of its own name; the file is synced.
+
+    Args:
+        path: A new file.
+        pieces: None of them empty; those of large elements first.
+        index: Number of the file.
+
+    Returns:
+        What the manifest is to say of the file, and of each piece.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    total_blocks = sum(num_blocks(piece.num_bytes) for piece in pieces)
+    described = [(piece.name, piece.values.dtype, tuple(piece.values.shape)) for piece in pieces]
+    header = file_header([*described, (_SUMS, torch.uint32, (total_blocks,))], {"dshard": "a shard of a checkpoint"})
+    chunks, sums, start = [], bytearray(), len(header)
+    with create(path) as opened:
+        write_all(opened, header)
+        for piece in pieces:
+            own = bytearray()
+            for part in host_bytes(piece.values):
+                view = _bytes_of(part)
+                for begin in range(0, len(view), BLOCK_BYTES):
+                    own += zlib.crc32(view[begin : begin + BLOCK_BYTES]).to_bytes(_SUM_BYTES, "little")
+                write_all(opened, view)
+            first_sum = len(sums) // _SUM_BYTES
+            sizes = tuple(piece.values.shape)
+            chunks.append(Chunk(index, piece.offsets, sizes, start, first_sum, zlib.crc32(own)))
+            sums += own
+            start += piece.num_bytes
+        write_all(opened, bytes(sums))
+    return StoredFile(path.name, start + len(sums), len(header), hashlib.sha256(header).hexdigest(), start), chunks
+
+
+def host_bytes(values: Tensor) -> Iterator[Tensor]:
+    """A tensor's bytes on the host, a bounded number of them at a time, shape (bytes,), uint8."""
+    values = values.detach()
+    if not values.is_contiguous():
+        values = values.contiguous()
+    flat = values.view(-1) if values.dim() else values.view(1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj()).view(-1)
+    raw = flat.view(torch.uint8)
+    for part in raw.split(_COPY_BYTES):
+        yield part if part.device.type == "cpu" else part.cpu()
+
+
+class ShardReader:
+    """Reads boxes of tensors from the files of a checkpoint, and compares every byte with its sum.
+
+    Args:
+        folder: Of the checkpoint.
+        manifest: What it says of itself.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest = folder, manifest
+        self._opened: dict[int, int] = {}
+
+    def __enter__(self) -> "ShardReader":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for opened in self._opened.values():
+            os.close(opened)
+        self._opened.clear()
+
+    def read(self, name: str, stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """The values of a box, on the host.
+
+        Raises:
+            CheckpointError: A file is missing, cut short or damaged; names it and the tensor.
+        """
+        out = torch.empty(tuple(sizes), dtype=stored.dtype)
+        if not out.numel():
+            return out
+        for chunk in stored.chunks:
+            low = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
+            ends = zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
+            high = [min(a + n, b + m) for a, n, b, m in ends]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            if tuple(offsets) == chunk.offsets and tuple(sizes) == chunk.sizes:
+                self._read_range(name, stored, chunk, 0, out)
+                break
+            there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
+            here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
+            out[there] = self._read_part(name, stored, chunk, here)
+        return out
+
+    def verify(self, name: str, stored: StoredTensor, chunk: Chunk) -> None:
+        """Read a whole chunk, and keep nothing.
+
+        Raises:
+            CheckpointError: As `read`.
+        """
+        size = stored.num_bytes(chunk)
+        for begin in range(0, size, _COPY_BYTES):
+            buffer = torch.empty(min(_COPY_BYTES, size - begin), dtype=torch.uint8)
+            self._read_range(name, stored, chunk, begin, buffer)
+
+    def check_header(self, index: int) -> None:
+        """Compare a file's size and header with what the manifest says.
+
+        Raises:
+            CheckpointError: It is missing, or another.
+        """
+        self._open(index)
+
+    def _read_part(self, name: str, stored: StoredTensor, chunk: Chunk, box: tuple[slice, ...]) -> Tensor:
+        """A box of a chunk: the bytes from its first to its last element, of which the box is a view."""
+        strides = [math.prod(chunk.sizes[dim + 1 :]) for dim in range(len(chunk.sizes))]
+        first = sum(part.start * stride for part, stride in zip(box, strides, strict=True))
+        last = sum((part.stop - 1) * stride for part, stride in zip(box, strides, strict=True))
+        values = torch.empty(last - first + 1, dtype=stored.dtype)
+        self._read_range(name, stored, chunk, first * stored.dtype.itemsize, values)
+        return values.as_strided([part.stop - part.start for part in box], strides)
+
+    def _read_range(self, name: str, stored: StoredTensor, chunk: Chunk, begin: int, into: Tensor) -> None:
+        """Fill a contiguous tensor with a chunk's bytes from `begin` on."""
+        file = self._manifest.files[chunk.file]
+        opened = self._open(chunk.file)
+        raw = torch.view_as_real(into) if into.is_complex() else into
+        view = _bytes_of(raw.view(-1).view(torch.uint8) if raw.dim() else raw.view(1).view(torch.uint8))
+        size, end = stored.num_bytes(chunk), begin + len(view)
+        first_block, last_block = begin // BLOCK_BYTES, num_blocks(end)
+        sums = self._sums(name, opened, file, chunk, num_blocks(size))
+        for block in range(first_block, last_block):
+            start, stop = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, size)
+            is_inside = begin <= start and stop <= end
+            target = view[start - begin : stop - begin] if is_inside else memoryview(bytearray(stop - start))
+            self._fill(name, file, opened, target, chunk.start + start)
+            if zlib.crc32(target).to_bytes(_SUM_BYTES, "little") != sums[block * _SUM_BYTES : (block + 1) * _SUM_BYTES]:
+                raise CheckpointError(
+                    f"{self._folder / file.name}: values must be those that were saved, but '{name}' has other bytes "
+                    f"between {chunk.start + start} and {chunk.start + stop}. The file is damaged; "
+                    f"{_REMEDY}."
+                )
+            if not is_inside:
+                low, high = max(begin, start), min(end, stop)
+                view[low - begin : high - begin] = target[low - start : high - start]
+
+    def _sums(self, name: str, opened: int, file: StoredFile, chunk: Chunk, count: int) -> bytes:
+        """The sums of a chunk's blocks."""
+        sums = bytearray(count * _SUM_BYTES)
+        self._fill(name, file, opened, memoryview(sums), file.sums_start + chunk.first_sum * _SUM_BYTES)
+        if zlib.crc32(sums) != chunk.checksum:
+            raise CheckpointError(
+                f"{self._folder / file.name}: sums must be those that were saved, but those of '{name}' are others. "
+                f"The file is damaged; {_REMEDY}."
+            )
+        return bytes(sums)
+
+    def _open(self, index: int) -> int:
+        """A file's descriptor, after its size and header were compared."""
+        if index in self._opened:
+            return self._opened[index]
+        file = self._manifest.files[index]
+        path = self._folder / file.name
+        try:
+            opened = open_regular(path)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: all files of a checkpoint must be there, but: {error.strerror}. {_REMEDY.capitalize()}."
+            ) from error
+        self._opened[index] = opened
+        size = os.fstat(opened).st_size
+        if size != file.size:
+            raise CheckpointError(
+                f"{path}: must have the {file.size} bytes that were saved, but it has {size}. It is damaged; {_REMEDY}."
+            )
+        header = bytearray(file.data_start)
+        self._fill("its header", file, opened, memoryview(header), 0)
+        if hashlib.sha256(header).hexdigest() != file.header_sum:
+            raise CheckpointError(
+                f"{path}: its header must be the one that was saved, but it is another. It is damaged, or of another "
+                f"checkpoint; {_REMEDY}."
+            )
+        return opened
+
+    def _fill(self, name: str, file: StoredFile, opened: int, target: memoryview, offset: int) -> None:
+        try:
+            read_exactly(opened, target, offset)
+        except (OSError, EOFError) as error:
+            raise CheckpointError(
+                f"{self._folder / file.name}: must be readable to its end, but '{name}' at byte {offset} is not: "
+                f"{error}. It is damaged; {_REMEDY}."
+            ) from error
+
+
+def _bytes_of(raw: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of uint8 on the host."""
+    array: Any = raw.numpy()
+    return memoryview(array)

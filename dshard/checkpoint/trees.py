@@ -1,0 +1,125 @@
+"""Python values as JSON and back, exactly: what is neither a number, a text nor a container of such is refused.
+
+JSON knows no tuples, no bytes and no keys but texts. These become objects of a single key that begins with `$`.
+"""
+
+import base64
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard.errors import CheckpointError
+
+__all__ = ["decode", "encode", "same_kind"]
+
+_MAX_DEPTH = 100
+_KINDS = ("$tuple", "$items", "$bytes", "$tensor", "$named")
+
+
+def encode(value: Any, where: str, keep: Callable[[Tensor, str], str] | None = None) -> Any:
+    """A value as JSON holds it.
+
+    Args:
+        value: None, truth values, numbers, texts, bytes and tensors, and lists, tuples and dicts of these.
+        where: What it is, for an error.
+        keep: Takes a tensor, and what it is, and gives the name under which it is stored elsewhere; by default the
+            JSON holds its values.
+
+    Raises:
+        CheckpointError: There is something else in it; names it.
+    """
+    return _encode(value, where, keep, _MAX_DEPTH)
+
+
+def _encode(value: Any, where: str, keep: Callable[[Tensor, str], str] | None, depth: int) -> Any:
+    if not depth:
+        raise CheckpointError(f"{where}: may be nested {_MAX_DEPTH} deep, but is nested deeper. Does it hold itself?")
+    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+        return value
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, Tensor):
+        return {"$named": keep(value, where)} if keep is not None else {"$tensor": _values_of(value)}
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, (list, tuple)):
+        items = [_encode(item, f"{where}[{i}]", keep, depth - 1) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, Mapping):
+        items = [(key, _encode(item, f"{where}[{key!r}]", keep, depth - 1)) for key, item in value.items()]
+        if all(isinstance(key, str) for key, _ in items) and not (len(items) == 1 and items[0][0].startswith("$")):
+            return dict(items)
+        return {"$items": [[_encode(key, f"{where}'s key", None, depth - 1), item] for key, item in items]}
+    raise CheckpointError(
+        f"{where}: a checkpoint holds None, truth values, numbers, texts, bytes, tensors, and lists, tuples and dicts "
+        f"of these, but this is a {type(value).__name__}. Convert it, or leave it out."
+    )
+
+
+def _values_of(tensor: Tensor) -> dict[str, Any]:
+    host = tensor.detach().cpu().contiguous()
+    raw = host.reshape(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
+    return {
+        "dtype": str(host.dtype).removeprefix("torch."),
+        "shape": list(host.shape),
+        "bytes": base64.b64encode(raw).decode(),
+    }
+
+
+def decode(value: Any, named: Callable[[str], Any] | None = None) -> Any:
+    """The inverse of `encode`.
+
+    Args:
+        value: What a checkpoint's JSON holds.
+        named: Gives the tensor that is stored under a name.
+
+    Raises:
+        ValueError: It is nothing that `encode` makes.
+    """
+    if isinstance(value, list):
+        return [decode(item, named) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = next(iter(value)) if len(value) == 1 else ""
+    if kind not in _KINDS:
+        return {key: decode(item, named) for key, item in value.items()}
+    content = value[kind]
+    if kind == "$tuple" and isinstance(content, list):
+        return tuple(decode(item, named) for item in content)
+    if kind == "$items" and isinstance(content, list) and all(isinstance(i, list) and len(i) == 2 for i in content):
+        return {decode(key): decode(item, named) for key, item in content}
+    if kind == "$bytes" and isinstance(content, str):
+        return base64.b64decode(content, validate=True)
+    if kind == "$named" and isinstance(content, str) and named is not None:
+        return named(content)
+    if kind == "$tensor" and isinstance(content, dict):
+        return _tensor_of(content)
+    raise ValueError(f"{kind} holds a {type(content).__name__}")
+
+
+def _tensor_of(content: dict[str, Any]) -> Tensor:
+    try:
+        dtype, shape = getattr(torch, content["dtype"]), content["shape"]
+        raw = base64.b64decode(content["bytes"], validate=True)
+        if not isinstance(dtype, torch.dtype) or len(raw) != math.prod(shape) * dtype.itemsize:
+            raise ValueError("its bytes are of another number")
+        flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        return flat.view(shape)
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"a tensor in it is damaged: {error}") from error
+
+
+def same_kind(saved: Any, own: Any) -> bool:
+    """Whether an option that was saved can take the place of one that is there."""
+    if saved is None or own is None:
+        return True
+    numbers = (int, float, Tensor)
+    if isinstance(own, numbers) and not isinstance(own, bool):
+        return isinstance(saved, numbers) and not isinstance(saved, bool) and not math.isnan(float(saved))
+    if isinstance(own, (list, tuple)):
+        is_like = isinstance(saved, (list, tuple)) and len(saved) == len(own)
+        return is_like and all(same_kind(a, b) for a, b in zip(saved, own, strict=True))
+    return isinstance(saved, type(own))
