@@ -19,6 +19,7 @@ __all__ = [
     "open_regular",
     "partial_name",
     "read_exactly",
+    "read_padded",
     "sync_folder",
     "write_all",
     "write_whole",
@@ -127,6 +128,21 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
         kind = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "no regular file"
         raise CheckpointError(f"{path}: must be a file, but it is {kind}. Put the file back, or use another path.")
     return opened
+
+
+def read_padded(opened: int, into: memoryview, offset: int) -> None:
+    """Fill a buffer with a file's bytes from `offset` on, and with zeros beyond its end.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    rest = into.cast("B")
+    while rest:
+        num_read = os.preadv(opened, [rest], offset)
+        if not num_read:
+            rest[:] = bytes(len(rest))
+            return
+        rest, offset = rest[num_read:], offset + num_read
 
 
 def read_exactly(opened: int, into: memoryview, offset: int) -> None:

@@ -15,19 +15,24 @@ from contextlib import suppress
 from pathlib import Path
 
 from dshard.checkpoint.disk import make_folder, partial_name, sync_folder
-from dshard.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from dshard.checkpoint.manifest import MANIFEST, Manifest, is_checkpoint, read_manifest
+from dshard.checkpoint.parity import group_around
 from dshard.errors import CheckpointError
 
 __all__ = ["Draft", "check_target", "find", "is_complete", "part_name", "prune"]
 
 _WRITER = "writer.json"
-_OURS = re.compile(r"shard-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.safetensors|part-\d{5,}\.json|" + re.escape(_WRITER))
+_OURS = re.compile(
+    r"dshard(-[0-9a-f]{8})?\.json|"
+    r"shard-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.safetensors|parity-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.bin|"
+    r"(part|row)-\d{5,}\.json|" + re.escape(_WRITER)
+)
 _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|removed)")
 
 
-def part_name(rank: int) -> str:
+def part_name(rank: int, kind: str = "part") -> str:
     """The file in which a rank says what it has written, while the checkpoint is being made."""
-    return f"part-{rank:05d}.json"
+    return f"{kind}-{rank:05d}.json"
 
 
 def check_target(target: Path) -> None:
@@ -63,11 +68,22 @@ def _manifest_of(folder: Path) -> Manifest | None:
 
 
 def is_complete(folder: Path, manifest: Manifest) -> bool:
-    """Whether the files of a checkpoint are there, of the right size; their values are not looked at."""
+    """Whether the files of a checkpoint are there, of the right size, but for what parity stands in for.
+
+    Their values are not looked at.
+    """
+    lost = [index for index, file in enumerate(manifest.files) if _size_of(folder / file.name) != file.size]
+    if not manifest.rows:
+        return not lost
+    groups = [group_around(index, len(manifest.files)) for index in lost]
+    return len(set(groups)) == len(groups)
+
+
+def _size_of(path: Path) -> int | None:
     try:
-        return all((folder / file.name).lstat().st_size == file.size for file in manifest.files)
+        return path.lstat().st_size
     except OSError:
-        return False
+        return None
 
 
 def find(path: Path) -> tuple[Path, list[str]]:
@@ -79,11 +95,11 @@ def find(path: Path) -> tuple[Path, list[str]]:
     Raises:
         CheckpointError: There is none.
     """
-    if (path / MANIFEST).is_symlink() or (path / MANIFEST).exists():
+    if is_checkpoint(path):
         return path, []
     found, skipped = [], []
     for child in _children(path):
-        if not (child / MANIFEST).exists():
+        if not is_checkpoint(child):
             continue
         try:
             manifest = read_manifest(child)
@@ -132,7 +148,7 @@ def prune(newest: Path, run: str, keep: int) -> None:
 
 def remove(folder: Path, manifest: Manifest) -> None:
     """Remove a checkpoint's own files; the folder goes with them unless somebody put something else into it."""
-    own = {MANIFEST, _WRITER, *(file.name for file in manifest.files)}
+    own = {MANIFEST, _WRITER, *manifest.names}
     with suppress(OSError):
         if all(child.name in own for child in folder.iterdir()):
             hidden = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.removed")
@@ -205,8 +221,8 @@ class Draft:
         sync_folder(self.target)
         (self.folder / MANIFEST).rename(self.target / MANIFEST)  # from here on it is the new one
         sync_folder(self.target)
-        for file in before.files:
-            (self.target / file.name).unlink(missing_ok=True)
+        for name in before.names:
+            (self.target / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Remove what was not put in its place."""
@@ -220,14 +236,14 @@ def _remove_own(folder: Path) -> None:
     """Remove a hidden folder with what a save puts into one, and nothing else."""
     with suppress(OSError):
         for child in sorted(folder.iterdir(), key=lambda c: c.name == _WRITER):
-            if child.name == MANIFEST or _OURS.fullmatch(child.name) or _is_draft(child):
+            if _OURS.fullmatch(child.name) or _is_draft(child):
                 child.unlink(missing_ok=True)
         folder.rmdir()
 
 
 def _is_draft(path: Path) -> bool:
     found = _HIDDEN.fullmatch(path.name)
-    return found is not None and bool(_OURS.fullmatch(found[1]) or found[1] == MANIFEST)
+    return found is not None and bool(_OURS.fullmatch(found[1]))
 
 
 def _leftovers(parent: Path) -> Iterator[tuple[Path, str]]:

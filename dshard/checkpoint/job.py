@@ -1,20 +1,23 @@
 """The files of a save: one of each rank, and the manifest that makes a checkpoint of them. Nothing is communicated."""
 
 import json
+import os
 import secrets
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from dshard.checkpoint.disk import write_whole
+from dshard.checkpoint.disk import open_regular, read_padded, write_whole
 from dshard.checkpoint.file_format import dtype_name
 from dshard.checkpoint.folders import Draft, part_name, prune
 from dshard.checkpoint.manifest import MANIFEST, Chunk, Manifest, StoredFile, StoredTensor, read_bytes
+from dshard.checkpoint.parity import Row, group_around, write_row
 from dshard.checkpoint.shard_file import Piece, write_shard_file
 from dshard.errors import CheckpointError
 
@@ -61,6 +64,7 @@ class Job:
         aliases: Of the manifest.
         lineage: The run.
         keep: As of `save`.
+        has_parity: As of `save`.
     """
 
     rank: int
@@ -70,6 +74,7 @@ class Job:
     aliases: dict[str, str]
     lineage: Lineage
     keep: int | None
+    has_parity: bool
 
     def write(self, pieces: Sequence[Piece]) -> None:
         """Write this rank's file, and beside it what it holds.
@@ -77,9 +82,7 @@ class Job:
         Raises:
             OSError: It cannot be written.
         """
-        token = self.folder.name.split(".")[-2][:8]
-        name = f"shard-{self.rank:05d}-of-{self.num_ranks:05d}.{token}.safetensors"
-        file, chunks = write_shard_file(self.folder / name, pieces, self.rank)
+        file, chunks = write_shard_file(self.folder / self._name("shard", "safetensors"), pieces, self.rank)
         described = [
             [piece.name, dtype_name(piece.name, piece.values.dtype), list(piece.shape), chunk.to_json()]
             for piece, chunk in zip(pieces, chunks, strict=True)
@@ -90,7 +93,36 @@ class Job:
         """Tell rank 0 that nothing more is to come."""
         write_whole(self._part(self.rank), json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
 
-    def publish(self, draft: Draft, *, timeout_s: float = 30.0) -> None:
+    def write_row(self, timeout_s: float) -> None:
+        """With parity, write this rank's row, out of the files that the others have written.
+
+        Raises:
+            CheckpointError, OSError: A part is missing, or the row cannot be written.
+        """
+        if not self.has_parity:
+            return
+        members = group_around(self.rank, self.num_ranks)
+        files = [StoredFile.from_json(self._part_of(rank, timeout_s)["file"]) for rank in members]
+        with ExitStack() as stack:
+            opened = [open_regular(self.folder / file.name) for file in files]
+            for each in opened:
+                stack.callback(os.close, each)
+            path = self.folder / self._name("parity", "bin")
+            sizes = [file.size for file in files]
+            row = write_row(
+                path, self.rank - members.start, sizes, lambda i, into, at: read_padded(opened[i], into, at)
+            )
+        write_whole(self._part(self.rank, "row"), json.dumps({"row": row.to_json()}).encode())
+
+    @property
+    def _token(self) -> str:
+        """What the names of all files of one save have in common, and of no two saves."""
+        return self.folder.name.split(".")[-2][:8]
+
+    def _name(self, kind: str, suffix: str) -> str:
+        return f"{kind}-{self.rank:05d}-of-{self.num_ranks:05d}.{self._token}.{suffix}"
+
+    def publish(self, draft: Draft, *, timeout_s: float) -> None:
         """Put together the manifest, and the folder in its place; remove older ones.
 
         Args:
@@ -100,36 +132,44 @@ class Job:
         Raises:
             CheckpointError, OSError: A part is missing or failed, or the folder cannot be put there.
         """
-        parts = self._parts(timeout_s)
+        parts = [self._part_of(rank, timeout_s) for rank in range(self.num_ranks)]
         files = tuple(StoredFile.from_json(part["file"]) for part in parts)
-        facts = {**self.facts, "token": self.folder.name, "run": self.lineage.run, "sequence": self.lineage.advance()}
-        manifest = Manifest(facts, files, _merged(parts), self.aliases)
+        facts = {**self.facts, "token": self._token, "run": self.lineage.run, "sequence": self.lineage.advance()}
+        kinds = ("part", "row") if self.has_parity else ("part",)
+        rows = [self._part_of(rank, timeout_s, "row")["row"] for rank in range(self.num_ranks) if self.has_parity]
+        manifest = Manifest(facts, files, _merged(parts), self.aliases, tuple(map(Row.from_json, rows)))
+        if self.has_parity:  # a lost manifest is a lost file, too
+            write_whole(self.folder / manifest.copy_name, manifest.to_bytes())
         write_whole(self.folder / MANIFEST, manifest.to_bytes())
         for rank in range(self.num_ranks):
-            self._part(rank).unlink()
+            for kind in kinds:
+                self._part(rank, kind).unlink()
         draft.publish()
         if self.keep is not None:
             prune(draft.target, self.lineage.run, self.keep)
 
-    def _part(self, rank: int) -> Path:
-        return self.folder / part_name(rank)
+    def _part(self, rank: int, kind: str = "part") -> Path:
+        return self.folder / part_name(rank, kind)
 
-    def _parts(self, timeout_s: float) -> list[dict[str, Any]]:
-        """What all ranks have written; on network file systems some may become visible late."""
+    def _part_of(self, rank: int, timeout_s: float, kind: str = "part") -> dict[str, Any]:
+        """What a rank says that it has written; on network file systems that may become visible late."""
         deadline = time.monotonic() + timeout_s
-        parts = []
-        for rank in range(self.num_ranks):
-            while not self._part(rank).exists():
-                if time.monotonic() > deadline:
-                    raise CheckpointError(
-                        f"{self.folder}: all ranks must write their shards, but rank {rank} has not within "
-                        f"{timeout_s:.0f} s. Pass a folder on a file system that all ranks see."
-                    )
-                time.sleep(_POLL_S)
-            parts.append(json.loads(read_bytes(self._part(rank))))
-            if "error" in parts[-1]:
-                raise CheckpointError(f"{self.folder}: rank {rank} could not write its shards: {parts[-1]['error']}.")
-        return parts
+        while not self._part(rank, kind).exists():
+            if self._part(rank).exists():
+                self._check(rank, self._part(rank))  # of a rank that failed no row will come
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{self.folder}: all ranks must write their shards, but rank {rank} has not within "
+                    f"{timeout_s:.0f} s. Pass a folder on a file system that all ranks see."
+                )
+            time.sleep(_POLL_S)
+        return self._check(rank, self._part(rank, kind))
+
+    def _check(self, rank: int, path: Path) -> dict[str, Any]:
+        part: dict[str, Any] = json.loads(read_bytes(path))
+        if "error" in part:
+            raise CheckpointError(f"{self.folder}: rank {rank} could not write its shards: {part['error']}.")
+        return part
 
 
 def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, StoredTensor]:

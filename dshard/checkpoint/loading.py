@@ -1,6 +1,7 @@
 """Load a checkpoint: all of it is read and checked before anything is changed, on every rank."""
 
 import json
+import logging
 import os
 import random
 import warnings
@@ -30,6 +31,8 @@ from dshard.runtime.modes import outside_autograd
 from dshard.runtime.moves import allocate
 
 __all__ = ["load"]
+
+_LOG = logging.getLogger("dshard")
 
 
 def load(
@@ -102,7 +105,11 @@ def _prepared(folder: Path, model: nn.Module, optimizer: Any, group: ShardGroup)
         prepare_optimizers(source, model, optimizers, job)
         _prepare_own(source, job)
         if manifest.world_size == group.world_size:
-            reader.check_header(group.world_rank)
+            reader.header(group.world_rank)
+        for name in sorted(reader.rebuilt):
+            _LOG.warning(
+                "%s: damaged or missing, so read from parity. dshard check --repair restores it.", folder / name
+            )
     return job
 
 

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,26 @@ import torch
 
 from dshard.checkpoint.disk import open_regular, read_exactly
 from dshard.checkpoint.file_format import dtype_name, dtype_of
+from dshard.checkpoint.parity import Row, Stripes, group_around
 from dshard.errors import CheckpointError
 
-__all__ = ["BLOCK_BYTES", "MANIFEST", "Chunk", "Manifest", "StoredFile", "StoredTensor", "read_bytes", "read_manifest"]
+__all__ = [
+    "BLOCK_BYTES",
+    "MANIFEST",
+    "Chunk",
+    "Manifest",
+    "StoredFile",
+    "StoredTensor",
+    "is_checkpoint",
+    "read_bytes",
+    "read_manifest",
+]
 
 MANIFEST = "dshard.json"
 BLOCK_BYTES = 1 << 18  # what one sum is of: a reader of a part of a chunk reads at most two of them too many
 _FORMAT = 2
 _MAX_BYTES = 1 << 30  # of a manifest
+_COPY_NAME = re.compile(r"dshard-[0-9a-f]{8}\.json")
 _FILE_NAME = re.compile(r"shard-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.safetensors")
 _SUM_BYTES = 4
 
@@ -178,12 +191,25 @@ class Manifest:
         files: One of each rank.
         tensors: By name.
         aliases: Other names of tensors, each with the one it is stored under.
+        rows: Of parity, one of each rank; none without.
     """
 
     facts: dict[str, Any]
     files: tuple[StoredFile, ...]
     tensors: dict[str, StoredTensor]
     aliases: dict[str, str]
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all files but the manifest."""
+        rows = {self.copy_name, *(row.name for row in self.rows)} if self.rows else set()
+        return {file.name for file in self.files} | rows
+
+    @property
+    def copy_name(self) -> str:
+        """Name of the manifest's copy, with parity."""
+        return f"dshard-{self.facts['token']}.json"
 
     @property
     def world_size(self) -> int:
@@ -207,6 +233,7 @@ class Manifest:
             "files": [file.to_json() for file in self.files],
             "tensors": {name: tensor.to_json() for name, tensor in self.tensors.items()},
             "aliases": self.aliases,
+            "parity": [row.to_json() for row in self.rows] or None,
         }
         return json.dumps({**body, "sha256": _sum_of(body)}, ensure_ascii=True, indent=None).encode() + b"\n"
 
@@ -219,7 +246,7 @@ _FACTS: Mapping[str, type | tuple[type, ...]] = {
     "created": str,
     "dshard": str,
     "torch": str,
-    "parity": int,
+    "parity": (list, type(None)),
     "optimizers": list,
     "extra_state": dict,
     "are_alike": bool,
@@ -233,13 +260,40 @@ def _sum_of(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder says that it is one, whatever comes of reading it."""
+    return os.path.lexists(folder / MANIFEST) or bool(_copies(folder))
+
+
+def _copies(folder: Path) -> list[Path]:
+    """Copies of the manifest, which parity has; two, for a moment, when one checkpoint replaces another."""
+    try:
+        return sorted(child for child in folder.iterdir() if _COPY_NAME.fullmatch(child.name))
+    except OSError:
+        return []
+
+
 def read_manifest(folder: Path) -> Manifest:
     """What a checkpoint says of itself, after all of it was checked that can be without reading values.
+
+    Where it is missing or damaged, its copy stands in, if there is parity.
 
     Raises:
         CheckpointError: There is none in `folder`, or it is damaged, of another format, or lies about its files.
     """
-    file = folder / MANIFEST
+    try:
+        return _read(folder / MANIFEST, folder)
+    except CheckpointError as error:
+        for copy in _copies(folder):
+            with suppress(CheckpointError):
+                manifest = _read(copy, folder)
+                if manifest.copy_name == copy.name and all((folder / row.name).exists() for row in manifest.rows[:1]):
+                    return manifest
+        raise error
+
+
+def _read(file: Path, folder: Path) -> Manifest:
+    """The manifest in a file."""
     try:
         content = read_bytes(file)
     except FileNotFoundError:
@@ -260,7 +314,7 @@ def read_manifest(folder: Path) -> Manifest:
                     else "Load it with the version that wrote it."
                 )
             )
-        return _checked(value, folder)
+        return _checked(value)
     except DamageError as damage:
         raise CheckpointError(f"{file}: {damage}. The checkpoint is damaged; use another.") from damage
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -291,7 +345,7 @@ def read_bytes(file: Path) -> bytes:
         os.close(opened)
 
 
-def _checked(value: Any, folder: Path) -> Manifest:
+def _checked(value: Any) -> Manifest:
     """The manifest in a file's JSON."""
     if not isinstance(value, dict):
         raise DamageError(f"it must be an object, but is a {type(value).__name__}")
@@ -301,6 +355,8 @@ def _checked(value: Any, folder: Path) -> Manifest:
     for name, kind in _FACTS.items():
         if name not in body or not isinstance(body[name], kind):
             raise DamageError(f"'{name}' must be there, of its kind, but it is {str(body.get(name, 'missing'))[:40]!r}")
+    if not re.fullmatch(r"[0-9a-f]{8}", body["token"]):
+        raise DamageError(f"'token' must be 8 hex digits, but is {body['token']!r:.40}")
     if not isinstance(body["tensors"], dict) or not isinstance(body["aliases"], dict):
         raise DamageError("'tensors' and 'aliases' must be objects, but one is not")
     files = tuple(StoredFile.from_json(file) for file in _list(body["files"]))
@@ -313,12 +369,26 @@ def _checked(value: Any, folder: Path) -> Manifest:
     for name, target in body["aliases"].items():
         if target not in tensors or name in tensors:
             raise DamageError(f"'{name}' must be another name of a tensor, but '{str(target)[:80]}' is none")
-    facts = {name: body[name] for name in _FACTS}
-    manifest = Manifest(facts, files, tensors, dict(body["aliases"]))
+    facts = {name: body[name] for name in _FACTS if name != "parity"}
+    rows = tuple(Row.from_json(row) for row in body["parity"] or ())
+    manifest = Manifest(facts, files, tensors, dict(body["aliases"]), rows)
     if not files or len({file.name for file in files}) != len(files):
         raise DamageError(f"each rank must have a file of its own, but there are {[file.name for file in files][:4]}")
     _check_ranges(manifest)
+    _check_rows(manifest)
     return manifest
+
+
+def _check_rows(manifest: Manifest) -> None:
+    """Raise `DamageError` unless there are no rows of parity, or one of each rank that fits its group's files."""
+    if not manifest.rows:
+        return
+    if len(manifest.rows) != len(manifest.files):
+        raise DamageError(f"each rank must have a row of parity, but {len(manifest.rows)} have")
+    for index, row in enumerate(manifest.rows):
+        sizes = tuple(manifest.files[i].size for i in group_around(index, len(manifest.files)))
+        if len(sizes) < 2 or row.size != Stripes(sizes).length:
+            raise DamageError(f"'{row.name}' must be as long as a stripe of its group, but has {row.size} bytes")
 
 
 def _check_ranges(manifest: Manifest) -> None:

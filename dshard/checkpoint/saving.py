@@ -34,6 +34,7 @@ __all__ = ["OWN", "PendingSave", "finish_pending", "save"]
 
 OWN = "own"  # what each rank alone knows, its random state above all
 _LOG = logging.getLogger("dshard")
+_VISIBLE_S = 30.0  # for a file of another rank, on network file systems
 _TIMEOUT_S = 1800.0  # where a backend does not say its own
 _PENDING: "dict[str, PendingSave]" = {}  # by the name of the ranks' group: one at a time
 
@@ -108,6 +109,7 @@ def save(
     extra: Any = None,
     keep: int | None = None,
     asynchronous: bool = False,
+    parity: int = 0,
 ) -> PendingSave | None:
     """Write a checkpoint: parameters, buffers, optimizer state, random states; to be called on every rank.
 
@@ -128,6 +130,8 @@ def save(
         asynchronous: Whether to return when training may go on. The shards are copied once, to the host, while the
             next forward and backward run, and written from the copy; an optimizer's step waits for the copy. A save
             waits for the one before.
+        parity: 1 to write an XOR row beside each rank's file, of 1/(N - 1) of the bytes of N: of each group of up to
+            16 neighbouring ranks one file may then be lost or damaged, and `load` makes it from the others.
 
     Returns:
         None, or for an asynchronous save one to wait for: its `result()` raises what went wrong.
@@ -147,12 +151,13 @@ def save(
 
     def collect() -> None:
         _check_arguments(directory, step, keep, asynchronous)
+        _check_parity(parity, group)
         found.append((Path(directory), Contents(model, Optimizers(optimizer)), encode(extra, "extra")))
 
     together(group, collect, f"{directory}: collecting what to save failed")
     target, contents, own_extra = found[0]
     refuse_meta("checkpoint.save", list(contents.tensors.items()))
-    are_alike = _agree_on_arguments(group, (str(target), step, keep, asynchronous), contents, own_extra)
+    are_alike = _agree_on_arguments(group, (str(target), step, keep, asynchronous, parity), contents, own_extra)
     differing = _differing(group, contents)
     draft: list[Draft] = []
     together(group, lambda: _begin(draft, group, target), f"{target}: a checkpoint needs a folder that can be made")
@@ -165,16 +170,24 @@ def save(
         "are_alike": are_alike,
         "own": [own_name(rank, OWN) for rank in range(group.world_size)],
     }
-    job = Job(group.world_rank, group.world_size, folder, facts, contents.aliases, lineage_of(model), keep)
+    job = Job(
+        group.world_rank, group.world_size, folder, facts, contents.aliases, lineage_of(model), keep, bool(parity)
+    )
     if asynchronous:
         return _begin_asynchronous(job, group, target, pieces, draft)
     try:
         together(group, lambda: job.write(pieces), _failed(target))
-        together(group, lambda: job.publish(draft[0]) if draft else None, f"{target}: putting it in its place failed")
+        together(group, lambda: job.write_row(_VISIBLE_S), _failed(target))
+        together(group, lambda: _publish(job, draft), f"{target}: putting it in its place failed")
     finally:
         for each in draft:
             each.close()
     return None
+
+
+def _publish(job: Job, draft: Sequence[Draft]) -> None:
+    for each in draft:
+        job.publish(each, timeout_s=_VISIBLE_S)
 
 
 def _failed(target: Path) -> str:
@@ -200,13 +213,25 @@ def _check_arguments(directory: Any, step: Any, keep: Any, asynchronous: Any) ->
         )
 
 
+def _check_parity(parity: Any, group: ShardGroup) -> None:
+    if type(parity) is not int or parity not in (0, 1):
+        raise CheckpointError(
+            f"checkpoint.save: parity must be 0, or 1 for one XOR row, but it is {parity!r:.80}. Pass one of them."
+        )
+    if parity and group.world_size < 2:
+        raise CheckpointError(
+            f"checkpoint.save: parity={parity} makes a lost file from those of other ranks, but there is one rank. "
+            "Leave it out."
+        )
+
+
 def _agree_on_arguments(group: ShardGroup, arguments: tuple[Any, ...], contents: Contents, extra: Any) -> bool:
     """Raise unless all ranks are saving the same thing; whether they pass the same `extra`."""
     names = [(name, tuple(t.shape), str(t.dtype)) for name, t in contents.tensors.items()]
     facts = (*arguments, names, (contents.optimizers, contents.extra_state), extra)
     crcs = torch.tensor([_crc(fact) for fact in facts], dtype=torch.int64, device=group.device_type)
     same = equal_on_ranks(crcs, group, "checkpoint").tolist()
-    labels = ("directory", "step", "keep", "asynchronous", "tensors", "optimizer")
+    labels = ("directory", "step", "keep", "asynchronous", "parity", "tensors", "optimizer")
     for label, fact, is_same in zip(labels, facts, same, strict=False):
         if not is_same:
             shown = f"{len(names)} of them" if label == "tensors" else f"{fact!r:.80}"
@@ -269,7 +294,6 @@ def _facts(contents: Contents, step: int) -> dict[str, Any]:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "dshard": own_version,
         "torch": torch.__version__,
-        "parity": 0,
         "optimizers": contents.optimizers,
         "extra_state": contents.extra_state,
     }
@@ -290,6 +314,7 @@ def _begin_asynchronous(
         try:
             try:
                 job.write(snapshot.copy())
+                job.write_row(timeout_s)
             except Exception as error:
                 job.write_error(error)
                 raise

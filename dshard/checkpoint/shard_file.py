@@ -8,8 +8,9 @@ import hashlib
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from dshard.checkpoint.disk import create, open_regular, read_exactly, write_all
 from dshard.checkpoint.file_format import file_header
 from dshard.checkpoint.manifest import BLOCK_BYTES, Chunk, Manifest, StoredFile, StoredTensor, num_blocks
+from dshard.checkpoint.parity import Stripes, group_around
 from dshard.errors import CheckpointError
 
 __all__ = ["Piece", "ShardReader", "host_bytes", "write_shard_file"]
@@ -105,6 +107,8 @@ def host_bytes(values: Tensor) -> Iterator[Tensor]:
 class ShardReader:
     """Reads boxes of tensors from the files of a checkpoint, and compares every byte with its sum.
 
+    With parity, what is missing or damaged in one file is made from the others, and compared in the same way.
+
     Args:
         folder: Of the checkpoint.
         manifest: What it says of itself.
@@ -112,14 +116,16 @@ class ShardReader:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
-        self._opened: dict[int, int] = {}
+        self._opened: dict[str, int | CheckpointError] = {}
+        self.rebuilt: set[str] = set()  # names of files that parity stood in for
 
     def __enter__(self) -> "ShardReader":
         return self
 
     def __exit__(self, *raised: object) -> None:
         for opened in self._opened.values():
-            os.close(opened)
+            if isinstance(opened, int):
+                os.close(opened)
         self._opened.clear()
 
     def read(self, name: str, stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -156,13 +162,41 @@ class ShardReader:
             buffer = torch.empty(min(_COPY_BYTES, size - begin), dtype=torch.uint8)
             self._read_range(name, stored, chunk, begin, buffer)
 
-    def check_header(self, index: int) -> None:
-        """Compare a file's size and header with what the manifest says.
+    def header(self, index: int) -> bytes:
+        """What a file has ahead of its values.
 
         Raises:
-            CheckpointError: It is missing, or another.
+            CheckpointError: It is another than the one that was saved.
         """
-        self._open(index)
+        file = self._manifest.files[index]
+        header = memoryview(bytearray(file.data_start))
+
+        def is_whole() -> bool:
+            return hashlib.sha256(header).hexdigest() == file.header_sum
+
+        self._obtain(index, header, 0, is_whole, "its header must be the one that was saved, but it is another")
+        return bytes(header)
+
+    def rebuild(self, index: int, target: memoryview, offset: int) -> None:
+        """Fill a buffer with what a file had from an offset on, out of the others of its group and the rows.
+
+        Raises:
+            CheckpointError: One of those is missing, too.
+        """
+        files, group = self._manifest.files, group_around(index, len(self._manifest.files))
+
+        def read(member: int, into: memoryview, at: int) -> None:
+            file = files[group.start + member]
+            inside = max(0, min(len(into), file.size - at))
+            self._fill(file.name, file.size, into[:inside], at)
+            into[inside:] = bytes(len(into) - inside)
+
+        def read_row(member: int, into: memoryview, at: int) -> None:
+            row = self._manifest.rows[group.start + member]
+            self._fill(row.name, row.size, into, at)
+
+        stripes = Stripes(tuple(files[i].size for i in group))
+        stripes.rebuild(index - group.start, read, read_row, target, offset)
 
     def _read_part(self, name: str, stored: StoredTensor, chunk: Chunk, box: tuple[slice, ...]) -> Tensor:
         """A box of a chunk: the bytes from its first to its last element, of which the box is a view."""
@@ -175,74 +209,97 @@ class ShardReader:
 
     def _read_range(self, name: str, stored: StoredTensor, chunk: Chunk, begin: int, into: Tensor) -> None:
         """Fill a contiguous tensor with a chunk's bytes from `begin` on."""
-        file = self._manifest.files[chunk.file]
-        opened = self._open(chunk.file)
         raw = torch.view_as_real(into) if into.is_complex() else into
         view = _bytes_of(raw.view(-1).view(torch.uint8) if raw.dim() else raw.view(1).view(torch.uint8))
         size, end = stored.num_bytes(chunk), begin + len(view)
-        first_block, last_block = begin // BLOCK_BYTES, num_blocks(end)
-        sums = self._sums(name, opened, file, chunk, num_blocks(size))
-        for block in range(first_block, last_block):
+        sums = self._sums(name, chunk, num_blocks(size))
+        for block in range(begin // BLOCK_BYTES, num_blocks(end)):
             start, stop = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, size)
             is_inside = begin <= start and stop <= end
             target = view[start - begin : stop - begin] if is_inside else memoryview(bytearray(stop - start))
-            self._fill(name, file, opened, target, chunk.start + start)
-            if zlib.crc32(target).to_bytes(_SUM_BYTES, "little") != sums[block * _SUM_BYTES : (block + 1) * _SUM_BYTES]:
-                raise CheckpointError(
-                    f"{self._folder / file.name}: values must be those that were saved, but '{name}' has other bytes "
-                    f"between {chunk.start + start} and {chunk.start + stop}. The file is damaged; "
-                    f"{_REMEDY}."
-                )
+            wanted = int.from_bytes(sums[block * _SUM_BYTES : (block + 1) * _SUM_BYTES], "little")
+            self._obtain(
+                chunk.file,
+                target,
+                chunk.start + start,
+                partial(_has_sum, target, wanted),
+                f"values must be those that were saved, but '{name}' has other bytes between {chunk.start + start} and "
+                f"{chunk.start + stop}",
+            )
             if not is_inside:
                 low, high = max(begin, start), min(end, stop)
                 view[low - begin : high - begin] = target[low - start : high - start]
 
-    def _sums(self, name: str, opened: int, file: StoredFile, chunk: Chunk, count: int) -> bytes:
+    def _sums(self, name: str, chunk: Chunk, count: int) -> memoryview:
         """The sums of a chunk's blocks."""
-        sums = bytearray(count * _SUM_BYTES)
-        self._fill(name, file, opened, memoryview(sums), file.sums_start + chunk.first_sum * _SUM_BYTES)
-        if zlib.crc32(sums) != chunk.checksum:
-            raise CheckpointError(
-                f"{self._folder / file.name}: sums must be those that were saved, but those of '{name}' are others. "
-                f"The file is damaged; {_REMEDY}."
-            )
-        return bytes(sums)
+        sums = memoryview(bytearray(count * _SUM_BYTES))
+        start = self._manifest.files[chunk.file].sums_start + chunk.first_sum * _SUM_BYTES
+        what = f"sums must be those that were saved, but those of '{name}' are others"
+        self._obtain(chunk.file, sums, start, partial(_has_sum, sums, chunk.checksum), what)
+        return sums
 
-    def _open(self, index: int) -> int:
-        """A file's descriptor, after its size and header were compared."""
-        if index in self._opened:
-            return self._opened[index]
+    def _obtain(self, index: int, target: memoryview, offset: int, is_whole: Callable[[], bool], what: str) -> None:
+        """Fill a buffer from a file, or, where that does not give what was saved, from what parity makes of others."""
         file = self._manifest.files[index]
         path = self._folder / file.name
+        try:
+            self._fill(file.name, file.size, target, offset)
+            if is_whole():
+                return
+            error = CheckpointError(f"{path}: {what}. The file is damaged; {_REMEDY}.")
+        except CheckpointError as caught:
+            error = caught
+        if self._manifest.rows:
+            try:
+                self.rebuild(index, target, offset)
+            except CheckpointError as other:
+                raise CheckpointError(f"{error} Parity cannot stand in: {other}") from error
+            if is_whole():
+                self.rebuilt.add(file.name)
+                return
+        raise error
+
+    def _open(self, name: str, size: int) -> int:
+        """A file's descriptor, after its size was compared."""
+        opened = self._opened.get(name)
+        if opened is None:
+            try:
+                opened = self._opened[name] = self._opened_anew(self._folder / name, size)
+            except CheckpointError as error:
+                opened = self._opened[name] = error
+        if isinstance(opened, CheckpointError):
+            raise opened
+        return opened
+
+    @staticmethod
+    def _opened_anew(path: Path, size: int) -> int:
         try:
             opened = open_regular(path)
         except OSError as error:
             raise CheckpointError(
                 f"{path}: all files of a checkpoint must be there, but: {error.strerror}. {_REMEDY.capitalize()}."
             ) from error
-        self._opened[index] = opened
-        size = os.fstat(opened).st_size
-        if size != file.size:
+        found = os.fstat(opened).st_size
+        if found != size:
+            os.close(opened)
             raise CheckpointError(
-                f"{path}: must have the {file.size} bytes that were saved, but it has {size}. It is damaged; {_REMEDY}."
-            )
-        header = bytearray(file.data_start)
-        self._fill("its header", file, opened, memoryview(header), 0)
-        if hashlib.sha256(header).hexdigest() != file.header_sum:
-            raise CheckpointError(
-                f"{path}: its header must be the one that was saved, but it is another. It is damaged, or of another "
-                f"checkpoint; {_REMEDY}."
+                f"{path}: must have the {size} bytes that were saved, but it has {found}. It is damaged; {_REMEDY}."
             )
         return opened
 
-    def _fill(self, name: str, file: StoredFile, opened: int, target: memoryview, offset: int) -> None:
+    def _fill(self, name: str, size: int, target: memoryview, offset: int) -> None:
+        opened = self._open(name, size)
         try:
             read_exactly(opened, target, offset)
         except (OSError, EOFError) as error:
             raise CheckpointError(
-                f"{self._folder / file.name}: must be readable to its end, but '{name}' at byte {offset} is not: "
-                f"{error}. It is damaged; {_REMEDY}."
+                f"{self._folder / name}: must be readable to its end, but byte {offset} is not: {error}. It is "
+                f"damaged; {_REMEDY}."
             ) from error
+
+
+def _has_sum(content: memoryview, wanted: int) -> bool:
+    return zlib.crc32(content) == wanted
 
 
 def _bytes_of(raw: Tensor) -> memoryview:
