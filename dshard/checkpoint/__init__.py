@@ -1,11 +1,22 @@
 """Checkpoints: sharded ones, of which every rank writes and reads its shards, and safetensors files."""
 
+from dshard.checkpoint.checking import Finding, Report, check, repair
 from dshard.checkpoint.loading import load
 from dshard.checkpoint.safetensors_load import load_safetensors
 from dshard.checkpoint.safetensors_save import save_safetensors
 from dshard.checkpoint.saving import PendingSave, save
 from dshard.checkpoint.staging import stage_shards
 
-__all__ = ["PendingSave", "load", "load_safetensors", "save", "save_safetensors"]
+__all__ = [
+    "Finding",
+    "PendingSave",
+    "Report",
+    "check",
+    "load",
+    "load_safetensors",
+    "repair",
+    "save",
+    "save_safetensors",
+]
 
 stage_shards()

@@ -19,7 +19,7 @@ from dshard.checkpoint.manifest import MANIFEST, Manifest, is_checkpoint, read_m
 from dshard.checkpoint.parity import group_around
 from dshard.errors import CheckpointError
 
-__all__ = ["Draft", "check_target", "find", "is_complete", "part_name", "prune"]
+__all__ = ["Draft", "check_target", "checkpoints_in", "find", "is_complete", "part_name", "prune"]
 
 _WRITER = "writer.json"
 _OURS = re.compile(
@@ -27,6 +27,7 @@ _OURS = re.compile(
     r"shard-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.safetensors|parity-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.bin|"
     r"(part|row)-\d{5,}\.json|" + re.escape(_WRITER)
 )
+_NONE = f"must be a checkpoint, which is a folder with a {MANIFEST}, or a folder of checkpoints, but there is none"
 _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|removed)")
 
 
@@ -113,12 +114,21 @@ def find(path: Path) -> tuple[Path, list[str]]:
             skipped.append((_changed(child), f"{child}: files are missing or of another size"))
     if not found:
         why = f" Those in it cannot be used: {skipped[0][1]}" if skipped else ""
-        raise CheckpointError(
-            f"{path}: must be a checkpoint, which is a folder with a {MANIFEST}, or a folder of checkpoints, but there "
-            f"is none. Check the path.{why}"
-        )
+        raise CheckpointError(f"{path}: {_NONE}. Check the path.{why}")
     newest = max(found)[2]
     return newest, [why for changed, why in skipped if changed >= _changed(newest)]
+
+
+def checkpoints_in(path: Path) -> list[Path]:
+    """The checkpoint at a path, or all in a folder.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    found = [path] if is_checkpoint(path) else [child for child in _children(path) if is_checkpoint(child)]
+    if not found:
+        raise CheckpointError(f"{path}: {_NONE}. Check the path.")
+    return found
 
 
 def _children(path: Path) -> list[Path]:

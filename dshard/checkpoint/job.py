@@ -16,9 +16,10 @@ from torch import nn
 from dshard.checkpoint.disk import open_regular, read_padded, write_whole
 from dshard.checkpoint.file_format import dtype_name
 from dshard.checkpoint.folders import Draft, part_name, prune
-from dshard.checkpoint.manifest import MANIFEST, Chunk, Manifest, StoredFile, StoredTensor, read_bytes
+from dshard.checkpoint.manifest import MANIFEST, Manifest, read_bytes
 from dshard.checkpoint.parity import Row, group_around, write_row
 from dshard.checkpoint.shard_file import Piece, write_shard_file
+from dshard.checkpoint.stored import Chunk, StoredFile, StoredTensor
 from dshard.errors import CheckpointError
 
 __all__ = ["Job", "Lineage", "lineage_of"]

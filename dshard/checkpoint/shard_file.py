@@ -19,8 +19,9 @@ from torch import Tensor
 
 from dshard.checkpoint.disk import create, open_regular, read_exactly, write_all
 from dshard.checkpoint.file_format import file_header
-from dshard.checkpoint.manifest import BLOCK_BYTES, Chunk, Manifest, StoredFile, StoredTensor, num_blocks
+from dshard.checkpoint.manifest import Manifest
 from dshard.checkpoint.parity import Stripes, group_around
+from dshard.checkpoint.stored import BLOCK_BYTES, Chunk, StoredFile, StoredTensor, num_blocks
 from dshard.errors import CheckpointError
 
 __all__ = ["Piece", "ShardReader", "host_bytes", "write_shard_file"]
@@ -183,20 +184,35 @@ class ShardReader:
         Raises:
             CheckpointError: One of those is missing, too.
         """
-        files, group = self._manifest.files, group_around(index, len(self._manifest.files))
-
-        def read(member: int, into: memoryview, at: int) -> None:
-            file = files[group.start + member]
-            inside = max(0, min(len(into), file.size - at))
-            self._fill(file.name, file.size, into[:inside], at)
-            into[inside:] = bytes(len(into) - inside)
+        group = group_around(index, len(self._manifest.files))
 
         def read_row(member: int, into: memoryview, at: int) -> None:
             row = self._manifest.rows[group.start + member]
             self._fill(row.name, row.size, into, at)
 
-        stripes = Stripes(tuple(files[i].size for i in group))
-        stripes.rebuild(index - group.start, read, read_row, target, offset)
+        read = partial(self._read_member, group.start)
+        self._stripes(group).rebuild(index - group.start, read, read_row, target, offset)
+
+    def row(self, index: int, target: memoryview, offset: int) -> None:
+        """Fill a buffer with what a row of parity had from an offset on, out of the files of its group.
+
+        Raises:
+            CheckpointError: One of those is missing.
+        """
+        group = group_around(index, len(self._manifest.files))
+        target[:] = bytes(len(target))
+        read = partial(self._read_member, group.start)
+        self._stripes(group).row_bytes(index - group.start, read, target, offset)
+
+    def _stripes(self, group: range) -> Stripes:
+        return Stripes(tuple(self._manifest.files[i].size for i in group))
+
+    def _read_member(self, start: int, member: int, into: memoryview, at: int) -> None:
+        """Bytes of a file of a group, and zeros beyond its end."""
+        file = self._manifest.files[start + member]
+        inside = max(0, min(len(into), file.size - at))
+        self._fill(file.name, file.size, into[:inside], at)
+        into[inside:] = bytes(len(into) - inside)
 
     def _read_part(self, name: str, stored: StoredTensor, chunk: Chunk, box: tuple[slice, ...]) -> Tensor:
         """A box of a chunk: the bytes from its first to its last element, of which the box is a view."""

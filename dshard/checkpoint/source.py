@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dshard.checkpoint.contents import Part, own_name
-from dshard.checkpoint.manifest import Manifest, StoredTensor
+from dshard.checkpoint.manifest import Manifest
 from dshard.checkpoint.shard_file import ShardReader
+from dshard.checkpoint.stored import StoredTensor
 from dshard.checkpoint.trees import decode
 from dshard.collectives import ShardGroup
 from dshard.errors import CheckpointError
