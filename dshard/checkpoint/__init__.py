@@ -2,6 +2,7 @@
 
 from dshard.checkpoint.checking import Finding, Report, check, repair
 from dshard.checkpoint.loading import load
+from dshard.checkpoint.peers import PeerSnapshots
 from dshard.checkpoint.safetensors_load import load_safetensors
 from dshard.checkpoint.safetensors_save import save_safetensors
 from dshard.checkpoint.saving import PendingSave, save
@@ -9,6 +10,7 @@ from dshard.checkpoint.staging import stage_shards
 
 __all__ = [
     "Finding",
+    "PeerSnapshots",
     "PendingSave",
     "Report",
     "check",

@@ -3,7 +3,7 @@
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from dshard.checkpoint.shard_file import Piece
+from dshard.checkpoint.stored import StoredTensor
 from dshard.checkpoint.trees import encode
 from dshard.errors import CheckpointError
 from dshard.layout import ShardLayout
@@ -197,6 +198,27 @@ class Contents:
         """Tensors that every rank holds whole, and may hold others of: buffers, step counts."""
         return [name for name, tensor in self.tensors.items() if not _is_cut(tensor)]
 
+    def without_values(self, *, here: bool = False) -> dict[str, StoredTensor]:
+        """Tensors without elements, or with none on this rank: no file has anything of them but their shapes."""
+        sizes = ((name, t, part_of_tensor(t)) for name, t in self.tensors.items())
+        return {
+            name: StoredTensor(_dtype_of(tensor), part.shape, ())
+            for name, tensor, part in sizes
+            if not math.prod(part.sizes if here else part.shape)
+        }
+
+    def held(self) -> list[Piece]:
+        """Everything that this rank holds, whoever else holds it too.
+
+        Communicates:
+            As `pieces`.
+        """
+        found = [
+            _piece(name, _local(name, tensor), replace(part_of_tensor(tensor), num_copies=1, copy=0), _is_cut(tensor))
+            for name, tensor in self.tensors.items()
+        ]
+        return sorted((p for p in found if p is not None), key=lambda p: -p.values.dtype.itemsize)
+
     def pieces(self, rank: int, num_ranks: int, differing: Sequence[str]) -> list[Piece]:
         """What this rank writes.
 
@@ -214,7 +236,7 @@ class Contents:
                 found.append(_piece(own_name(rank, name), _local(name, tensor), Part(*_whole(tensor))))
                 continue
             part = part_of_tensor(tensor) if _is_cut(tensor) else Part(*_whole(tensor), num_ranks, rank)
-            found.append(_piece(name, _local(name, tensor), part, is_shard=_is_cut(tensor)))
+            found.append(_piece(name, _local(name, tensor), part, _is_cut(tensor)))
         return sorted((p for p in found if p is not None), key=lambda p: -p.values.dtype.itemsize)
 
 
@@ -223,6 +245,10 @@ def encode_state(values: Any, where: str, keep: Any) -> Any:
     if isinstance(values, dict):
         return {str(key): encode(value, f"{where}.{key}", keep) for key, value in values.items()}
     return encode(values, where, keep)
+
+
+def _dtype_of(tensor: Tensor) -> torch.dtype:
+    return tensor.storage_dtype if isinstance(tensor, ShardedTensor) else tensor.dtype
 
 
 def _is_cut(tensor: Tensor) -> bool:
@@ -248,7 +274,7 @@ def _local(name: str, tensor: Tensor) -> Tensor:
     return plain.detach()
 
 
-def _piece(name: str, local: Tensor, part: Part, *, is_shard: bool = False) -> Piece | None:
+def _piece(name: str, local: Tensor, part: Part, is_shard: bool = False) -> Piece | None:
     box = part.written_here(name, local.dtype.itemsize)
     if box is None:
         return None

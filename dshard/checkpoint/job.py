@@ -63,6 +63,7 @@ class Job:
         folder: The draft's.
         facts: Of the manifest.
         aliases: Of the manifest.
+        empty: Tensors without elements.
         lineage: The run.
         keep: As of `save`.
         has_parity: As of `save`.
@@ -73,6 +74,7 @@ class Job:
     folder: Path
     facts: dict[str, Any]
     aliases: dict[str, str]
+    empty: dict[str, StoredTensor]
     lineage: Lineage
     keep: int | None
     has_parity: bool
@@ -138,7 +140,9 @@ class Job:
         facts = {**self.facts, "token": self._token, "run": self.lineage.run, "sequence": self.lineage.advance()}
         kinds = ("part", "row") if self.has_parity else ("part",)
         rows = [self._part_of(rank, timeout_s, "row")["row"] for rank in range(self.num_ranks) if self.has_parity]
-        manifest = Manifest(facts, files, _merged(parts), self.aliases, tuple(map(Row.from_json, rows)))
+        manifest = Manifest(
+            facts, files, {**self.empty, **_merged(parts)}, self.aliases, tuple(map(Row.from_json, rows))
+        )
         if self.has_parity:  # a lost manifest is a lost file, too
             write_whole(self.folder / manifest.copy_name, manifest.to_bytes())
         write_whole(self.folder / MANIFEST, manifest.to_bytes())

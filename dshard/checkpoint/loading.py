@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dshard import collectives
 from dshard.checkpoint.agreement import group_of, share, together
 from dshard.checkpoint.contents import Optimizers, own_name, part_of_tensor
 from dshard.checkpoint.folders import find
@@ -25,12 +26,13 @@ from dshard.checkpoint.optimizers import prepare_optimizers
 from dshard.checkpoint.saving import OWN, finish_pending
 from dshard.checkpoint.shard_file import ShardReader
 from dshard.checkpoint.source import Load, Source, decoded, dtype_of, writer
-from dshard.collectives import ShardGroup
+from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import CheckpointError
 from dshard.runtime.modes import outside_autograd
 from dshard.runtime.moves import allocate
+from dshard.tensor import ShardedTensor
 
-__all__ = ["load"]
+__all__ = ["finish", "load", "prepared"]
 
 _LOG = logging.getLogger("dshard")
 
@@ -83,27 +85,16 @@ def load(
     name = share(group, chosen[0] if chosen else "")
     folder = Path(directory) / name if name else Path(directory)
     jobs: list[Load] = []
-    together(group, lambda: jobs.append(_prepared(folder, model, optimizer, group)), what)
-    job = jobs[0]
-    with outside_autograd():
-        allocate(model, dict.fromkeys(job.on_meta, torch.device(group.device_type)))
-        for commit in job.commits:
-            commit()
-    lineage = lineage_of(model)
-    lineage.run, lineage.sequence = job.manifest.facts["run"], job.manifest.facts["sequence"]
-    return job.extra
+    together(group, lambda: jobs.append(_read_all(folder, model, optimizer, group)), what)
+    finish(jobs[0], model, optimizer, group)
+    return jobs[0].extra
 
 
-def _prepared(folder: Path, model: nn.Module, optimizer: Any, group: ShardGroup) -> Load:
-    """Read and check everything."""
+def _read_all(folder: Path, model: nn.Module, optimizer: Any, group: ShardGroup) -> Load:
+    """Read and check all that this rank needs of a checkpoint."""
     manifest = read_manifest(folder)
-    optimizers = Optimizers(optimizer)
-    job = Load(manifest)
     with ShardReader(folder, manifest) as reader:
-        source = Source(folder, manifest, reader, group)
-        _prepare_model(source, model, job)
-        prepare_optimizers(source, model, optimizers, job)
-        _prepare_own(source, job)
+        job = prepared(Source(folder, manifest, reader, group), model, optimizer)
         if manifest.world_size == group.world_size:
             reader.header(group.world_rank)
         for name in sorted(reader.rebuilt):
@@ -111,6 +102,49 @@ def _prepared(folder: Path, model: nn.Module, optimizer: Any, group: ShardGroup)
                 "%s: damaged or missing, so read from parity. dshard check --repair restores it.", folder / name
             )
     return job
+
+
+def prepared(source: Source, model: nn.Module, optimizer: Any) -> Load:
+    """Read and check everything that goes into a model and its optimizers.
+
+    Raises:
+        CheckpointError: It is of others, or damaged.
+    """
+    optimizers = Optimizers(optimizer)
+    job = Load(source.manifest)
+    _prepare_model(source, model, job)
+    prepare_optimizers(source, model, optimizers, job)
+    _prepare_own(source, job)
+    return job
+
+
+def finish(job: Load, model: nn.Module, optimizer: Any, group: ShardGroup) -> None:
+    """Put what was read into the model and its optimizers.
+
+    Communicates:
+        An all-reduce of 8 bytes.
+    """
+    with outside_autograd():
+        allocate(model, dict.fromkeys(job.on_meta, torch.device(group.device_type)))
+        for commit in job.commits:
+            commit()
+    _count_alike(model, optimizer, group)
+    lineage = lineage_of(model)
+    lineage.run, lineage.sequence = job.manifest.facts["run"], job.manifest.facts["sequence"]
+
+
+def _count_alike(model: nn.Module, optimizer: Any, group: ShardGroup) -> None:
+    """Have all ranks count the writes from one number on: ranks may have had other pasts, of which nothing is left."""
+    states = [v for _, each in Optimizers(optimizer) for state in each.state.values() for v in _values(state)]
+    cells = [v._cell for v in (*model.state_dict(keep_vars=True).values(), *states) if isinstance(v, ShardedTensor)]
+    most = torch.tensor([max((c.num_writes for c in cells), default=0)], device=group.device_type)
+    most = collectives.all_reduce([most], group, ReduceOp.MAX, label="checkpoint", everywhere=True).wait()[0]
+    for cell in cells:
+        cell.tag, cell.num_writes = 0, int(most.item()) + 1
+
+
+def _values(state: Any) -> list[Any]:
+    return list(state.values()) if isinstance(state, dict) else []
 
 
 def _prepare_model(source: Source, model: nn.Module, job: Load) -> None:

@@ -104,7 +104,6 @@ _FACTS: Mapping[str, type | tuple[type, ...]] = {
     "extra_state": dict,
     "are_alike": bool,
     "extra": (dict, list, str, int, float, bool, type(None)),
-    "own": list,
 }
 
 

@@ -159,19 +159,17 @@ def save(
     refuse_meta("checkpoint.save", list(contents.tensors.items()))
     are_alike = _agree_on_arguments(group, (str(target), step, keep, asynchronous, parity), contents, own_extra)
     differing = _differing(group, contents)
+    own = {"random": random_states(group), "extra": own_extra}
+    pieces: list[Piece] = []
+    places = group.world_rank, group.world_size
+    together(group, lambda: pieces.extend(contents.pieces(*places, differing)), f"{target}: taking the shards failed")
     draft: list[Draft] = []
     together(group, lambda: _begin(draft, group, target), f"{target}: a checkpoint needs a folder that can be made")
     folder = target.with_name(share(group, draft[0].folder.name if draft else ""))
-    own = {"random": _random_states(group), "extra": own_extra}
-    pieces = [*contents.pieces(group.world_rank, group.world_size, differing), _own_piece(group, own)]
-    facts = {
-        **_facts(contents, step),
-        "extra": own_extra if are_alike else None,
-        "are_alike": are_alike,
-        "own": [own_name(rank, OWN) for rank in range(group.world_size)],
-    }
+    pieces.append(own_piece(group, own))
+    facts = {**facts_of(contents, step), "extra": own_extra if are_alike else None, "are_alike": are_alike}
     job = Job(
-        group.world_rank, group.world_size, folder, facts, contents.aliases, lineage_of(model), keep, bool(parity)
+        *places, folder, facts, contents.aliases, contents.without_values(), lineage_of(model), keep, bool(parity)
     )
     if asynchronous:
         return _begin_asynchronous(job, group, target, pieces, draft)
@@ -261,7 +259,7 @@ def _begin(draft: list[Draft], group: ShardGroup, target: Path) -> None:
         draft.append(Draft(target))
 
 
-def _random_states(group: ShardGroup) -> dict[str, Any]:
+def random_states(group: ShardGroup) -> dict[str, Any]:
     """The states of all generators that a program uses without naming one."""
     numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the global one is what is to be kept
     states: dict[str, Any] = {
@@ -278,13 +276,15 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def _own_piece(group: ShardGroup, own: dict[str, Any]) -> Piece:
+def own_piece(group: ShardGroup, own: dict[str, Any]) -> Piece:
+    """What this rank alone knows, as a tensor."""
     text = json.dumps({"random": encode(own["random"], "the random states"), "extra": own["extra"]}).encode()
     values = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return Piece(own_name(group.world_rank, OWN), (len(text),), (0,), values)
 
 
-def _facts(contents: Contents, step: int) -> dict[str, Any]:
+def facts_of(contents: Contents, step: int) -> dict[str, Any]:
+    """What a manifest says of a model, but for its tensors."""
     try:
         own_version = version("dshard")
     except PackageNotFoundError:

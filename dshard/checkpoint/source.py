@@ -1,9 +1,9 @@
 """A checkpoint as one rank reads it, and what is left to do when all of it was read."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from dshard.checkpoint.contents import Part, own_name
 from dshard.checkpoint.manifest import Manifest
-from dshard.checkpoint.shard_file import ShardReader
 from dshard.checkpoint.stored import StoredTensor
 from dshard.checkpoint.trees import decode
 from dshard.collectives import ShardGroup
@@ -39,13 +38,20 @@ class Load:
     commits: list[Callable[[], None]] = field(default_factory=list)
 
 
+class Reader(Protocol):
+    """What reads boxes of tensors."""
+
+    def read(self, name: str, stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """The values of a box, on the host."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A checkpoint, and the rank that reads it."""
 
     folder: Path
     manifest: Manifest
-    reader: ShardReader
+    reader: Reader
     group: ShardGroup
 
     def stored(self, name: str) -> tuple[str, StoredTensor] | None:

@@ -14,6 +14,7 @@ from dshard.collectives.gather import Gathered, all_gather
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.ledger import num_noted, settle
 from dshard.collectives.memory import Buffer, BufferPool, is_storage_held
+from dshard.collectives.parts import all_to_all
 from dshard.collectives.plan import GatherPlan, SendRow, shard_of
 from dshard.collectives.reduce import ReduceBucket, Reduced, ReducePlan
 from dshard.collectives.replicas import all_reduce_row
@@ -41,6 +42,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_reduce_row",
+    "all_to_all",
     "broadcast",
     "default_backend",
     "group_named",

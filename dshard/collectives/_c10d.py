@@ -180,6 +180,13 @@ def all_reduce_flat(tensor: Tensor, op: ReduceOp, group: ProcessGroup) -> Work:
     return dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)
 
 
+def all_to_all_flat(
+    out: Tensor, sent: Tensor, out_sizes: list[int], sent_sizes: list[int], group: ProcessGroup
+) -> Work:
+    """Start the backend's own all-to-all: each rank gets its part of everybody's `sent`, in rank order."""
+    return dist.all_to_all_single(out, sent, out_sizes, sent_sizes, group=group, async_op=True)
+
+
 def broadcast_flat(tensor: Tensor, src: int, group: ProcessGroup) -> Work:
     """Start a broadcast of `tensor` from rank `src` of `group`, in place."""
     return dist.broadcast(tensor, group=group, group_src=src, async_op=True)
