@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 
 BIN := $(VENV)/bin
-BENCHMARKS := step compile host memory collectives scale units optimizer
+BENCHMARKS := step compile host memory collectives scale units optimizer checkpoint
 STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 

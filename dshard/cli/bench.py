@@ -33,6 +33,7 @@ _HELP = {
     "units": "units found on the root alone beside units made by hand, on five models, over gloo",
     "optimizer": "an AdamW step on shards, plain tensors and DTensors",
     "plan": "plans at five memory limits beside every single strategy, and beside their predictions, over gloo",
+    "checkpoint": "saving and loading beside dd and DCP, and what an asynchronous save takes from training, over gloo",
     "gpu": "a Llama-like model of 1.1 billion parameters on one CUDA device (not run on a GPU yet)",
 }
 _ROUNDS = {
@@ -44,9 +45,13 @@ _ROUNDS = {
     "units": 30,
     "optimizer": 20,
     "plan": 12,
+    "checkpoint": 8,
     "gpu": 10,
 }
-_NUM_RANKS = {"step": 2, "compile": 2, "memory": 2, "collectives": 2, "units": 2, "optimizer": 2, "plan": 2, "host": 8}
+_NUM_RANKS = {
+    **dict.fromkeys(("step", "compile", "memory", "collectives", "units", "optimizer", "plan", "checkpoint"), 2),
+    "host": 8,
+}
 _GPT = {
     "step": (8, 512),
     "compile": (6, 384),
@@ -54,6 +59,7 @@ _GPT = {
     "host": (24, 64),
     "scale": (8, 64),
     "plan": (6, 256),
+    "checkpoint": (8, 512),
 }  # layers and width
 _WORLD_SIZES = {"scale": (8, 64, 512, 4096), "gpu": (1, 8, 64)}
 _UNITS = (10, 50, 200, 1000, 2000)
@@ -232,8 +238,8 @@ def _measure(args: argparse.Namespace) -> None:
 
 def _measure_gpt(args: argparse.Namespace, output: Any) -> None:
     """The benchmarks that train a GPT of a size that the options give."""
+    from dshard.bench import checkpoint, host, memory, planned, scale, step
     from dshard.bench import compile as compiled
-    from dshard.bench import host, memory, planned, scale, step
     from dshard.bench.models import Size
 
     size = Size(layers=args.layers, width=args.width)
@@ -246,6 +252,8 @@ def _measure_gpt(args: argparse.Namespace, output: Any) -> None:
         memory.run(output, num_ranks=args.ranks, size=size)
     elif args.benchmark == "plan":
         planned.run(output, num_ranks=args.ranks, num_rounds=args.rounds, size=size)
+    elif args.benchmark == "checkpoint":
+        checkpoint.run(output, num_ranks=args.ranks, num_rounds=args.rounds, size=size)
     elif args.benchmark == "host":
         host.run(output, num_ranks=args.ranks, num_rounds=args.rounds, size=narrow)
     else:
