@@ -82,7 +82,7 @@ def replace_by_several(folder: Path, drafts: Mapping[str, Path], weight_map: Map
         older, names = _parts_by(index), dict[str, str]()
         try:
             for name, draft in drafts.items():
-                names[name] = _reserve(folder, name)
+                names[name] = _longer(name) if name in older else _reserve(folder, name)
                 draft.rename(folder / names[name])
             sync_folder(folder)
             said = {
@@ -105,7 +105,11 @@ def _reserve(folder: Path, name: str) -> str:
         with create(folder / name):
             return name
     except FileExistsError:
-        return name.replace("model-", f"model-{secrets.token_hex(_TOKEN_BYTES)}-", 1)
+        return _longer(name)
+
+
+def _longer(name: str) -> str:
+    return name.replace("model-", f"model-{secrets.token_hex(_TOKEN_BYTES)}-", 1)
 
 
 def _take_back(folder: Path, names: set[str]) -> None:
@@ -124,10 +128,10 @@ def _is_there(path: Path) -> bool:
 
 
 def _parts_by(index: Path) -> set[str]:
-    """The parts that an index names, none where it cannot be read."""
+    """The parts that an index names, none where there is no index or a damaged one."""
     try:
         names = names_in(parse_json(read_text(index, MAX_INDEX_BYTES)[1]))
-    except (OSError, ValueError, CheckpointError):
+    except (FileNotFoundError, ValueError, CheckpointError):
         return set()
     return {name for name in names.values() if _PART.fullmatch(name)}
 

@@ -34,6 +34,12 @@ USERS = {"notes.txt": b"mine", "model-00007-of-00009.safetensors": b"mine", "oth
 # ------------------------------------------------------------------------------------------- saves without any process
 
 
+@pytest.fixture(autouse=True)
+def _no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that dies takes nothing with it that was written: what is synced is counted, and not waited for."""
+    monkeypatch.setattr(os, "fsync", lambda opened: None)
+
+
 def draft(path: Path, names: tuple[str, ...], number: int) -> Path:
     """A whole file under a name that nobody reads; its values say of which model it is."""
     made = partial_name(path)
@@ -220,6 +226,26 @@ def test_an_older_index_has_only_parts_of_a_model_beside_it_removed(tmp_path):
     assert outside.read_bytes() == b"mine"
     assert (folder / "precious.safetensors").read_bytes() == b"mine"
     assert number_in(folder) == 2
+
+
+@pytest.mark.parametrize("then", [lambda: os._exit(9), lambda: (_ for _ in ()).throw(OSError(errno.EIO, "broken"))])
+def test_a_part_never_takes_a_name_that_the_older_index_still_names(tmp_path, monkeypatch, then):
+    for at in range(1, 30):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        put(folder, 1, 2)
+        (folder / "model-00001-of-00002.safetensors").unlink()  # somebody's mistake: the older model is lost
+        made = drafts(folder, 2, 2)
+
+        def broken(folder: Path = folder, made: dict[str, Path] = made, at: int = at) -> None:
+            stepping(monkeypatch, at, then)
+            publish(folder, made)
+
+        code = in_child(broken)
+        try:
+            assert number_in(folder) == 2  # and not half of each
+        except FileNotFoundError:
+            assert code != 0
 
 
 def test_links_in_the_place_of_what_is_written_are_replaced_and_not_followed(tmp_path):
