@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from dshard.checkpoint.model_files import Found, find
 from dshard.checkpoint.parts import read_part, unchanged
 from dshard.errors import CheckpointError
 from dshard.runtime.modes import outside_autograd
-from dshard.runtime.moves import allocate
+from dshard.runtime.moves import allocate, convert
 from dshard.tensor import ShardedTensor
 from dshard.tensor.inner import part_of
 
@@ -99,7 +100,7 @@ def load_safetensors(
 
     together(group, match, what)
     together(group, read, what)
-    allocate(module, dict.fromkeys(staged, torch.device(group.device_type)))
+    _allocate(module, dict.fromkeys(staged, torch.device(group.device_type)))
     state = module.state_dict(keep_vars=True)
     with outside_autograd():
         for name in list(staged):
@@ -202,6 +203,18 @@ def _read_all(match: _Match, state: Mapping[str, Any]) -> dict[str, Tensor]:
             for name, entry in by_file.get(source.path, ()):
                 read[name] = read_part(opened, entry, _part(state[name], entry))
     return read
+
+
+def _allocate(module: nn.Module, devices: Mapping[str, torch.device]) -> None:
+    """Give memory to what has none, or after an error to nothing."""
+    on_meta = [param for param in module.parameters() if param.is_meta]
+    try:
+        allocate(module, devices)
+    except BaseException:
+        for param in on_meta:
+            if not param.is_meta and isinstance(param, ShardedTensor):
+                convert(param, partial(torch.empty_like, device="meta"))
+        raise
 
 
 def _part(value: Tensor, entry: Entry) -> Tensor:

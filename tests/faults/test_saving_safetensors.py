@@ -8,6 +8,7 @@ import resource
 import shutil
 import stat
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -262,7 +263,7 @@ def test_links_in_the_place_of_what_is_written_are_replaced_and_not_followed(tmp
 
 def test_of_two_saves_at_once_one_is_there_whole(tmp_path):
     draw = random.Random(5)
-    for turn in range(40):
+    for turn in range(20):
         folder = tmp_path / str(turn)
         folder.mkdir()
         put_old(folder, draw.choice(OLD))
@@ -389,6 +390,27 @@ def load_while(folder: str, what: str) -> tuple[str, str]:
     return "loaded", str({float(value) for param in model.parameters() for value in param.full_tensor().flatten()})
 
 
+def load_onto_held_meta(folder: str) -> str:
+    with torch.device("meta"):
+        plain = Three(1.0)
+    model = dshard.fully_shard(plain)
+    held = weakref.ref(model.c)
+    try:
+        dshard.load_safetensors(model, folder)
+    except dshard.StateError as error:
+        assert all(param.is_meta for param in model.parameters()), "half a load"
+        assert held() is model.c
+        return str(error)
+    return "loaded"
+
+
+def test_a_model_on_meta_that_cannot_get_memory_stays_on_meta(worlds: WorldPool, tmp_path):
+    tensors = {each: torch.full((4, 2), 1.0) for each in NAMES}
+    safetensors_torch.save_file(tensors, tmp_path / SINGLE)
+    for text in worlds.run(2, load_onto_held_meta, str(tmp_path)):
+        assert "c: a parameter can move to another device only while nothing else refers to it" in text
+
+
 @pytest.mark.parametrize("what", ["between the ranks' looks", "replaced", "cut short", "written to"])
 def test_a_file_that_changes_while_it_is_read_is_refused_on_every_rank_and_the_model_is_as_it_was(
     worlds: WorldPool, tmp_path, what
@@ -397,5 +419,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused_on_every_rank_and_the_m
         tensors = {each: torch.full((4, 2), value) for each in NAMES}
         safetensors_torch.save_file(tensors, tmp_path / name, metadata={"format": "pt"})
     for outcome, text in worlds.run(2, load_while, str(tmp_path), what):
-        assert (outcome, text) == ("loaded", "{2.0}") or "must not change while" in text or "early" in text, text
+        assert (outcome, text) == ("loaded", "{2.0}") or outcome == "refused", text
         assert outcome == "refused" or what == "between the ranks' looks"
+        assert outcome == "loaded" or f"{tmp_path}" in text
