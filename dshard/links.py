@@ -21,6 +21,7 @@ from dshard.collectives import BufferPool, GatherPlan, ReduceBucket, ReduceOp, R
 from dshard.errors import PlanError
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.planner import Cluster, Link, Links
+from dshard.planner.files import read_text, write_text
 from dshard.tensor.meshes import default_mesh, group_of, mesh_within
 
 __all__ = ["Sample", "fit", "measure_links"]
@@ -160,16 +161,16 @@ def _default_path(group: ShardGroup) -> Path:
 def _read(file: Path, known: dict[str, Any], shape: tuple[int, ...]) -> Tensor | None:
     """Figures of an earlier call that measured the same; None where there are none."""
     try:
-        record = json.loads(file.read_text())
+        record = json.loads(read_text(file))
         figures = torch.tensor(record.pop("seconds"), dtype=torch.float64)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
     return figures if record == known and figures.shape == shape else None
 
 
 def _write(file: Path, known: dict[str, Any], figures: Tensor) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({**known, "seconds": figures.tolist()}) + "\n")
+    write_text(file, json.dumps({**known, "seconds": figures.tolist()}) + "\n")
 
 
 def _agreed(figures: Tensor | None, shape: tuple[int, ...], group: ShardGroup) -> Tensor | None:

@@ -17,6 +17,7 @@ import torch
 import dshard
 from dshard.bench.common import Summary
 from dshard.bench.plots import Panel, draw
+from dshard.checkpoint.disk import write_whole
 
 __all__ = ["Output", "table", "timing_table"]
 
@@ -62,7 +63,7 @@ class Output:
         if self.folder is None:
             return
         path = self.folder / f"{name}.json"
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
         print(f"\nwrote {path}")
         if importlib.util.find_spec("matplotlib") is None:
             print("no plot: matplotlib is not installed. Run: pip install 'dshard[cli]'")

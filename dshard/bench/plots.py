@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dshard.planner.files import write_picture
 from dshard.planner.texts import number_text
 
 __all__ = ["Bars", "Lines", "Panel", "draw", "figure_of"]
@@ -132,5 +133,5 @@ def draw(path: Path, panels: Sequence[Panel]) -> None:
     figure = figure_of(panels)
     from matplotlib import pyplot
 
-    figure.savefig(path, dpi=130)
+    write_picture(path, figure, dpi=130)
     pyplot.close(figure)

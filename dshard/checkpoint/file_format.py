@@ -1,34 +1,41 @@
-"""The safetensors file format: a header of names, dtypes, shapes and offsets, and the values behind it."""
+"""The safetensors file format: a header of names, dtypes, shapes and offsets, and the values behind it.
+
+What the format's own reader refuses is refused here too, and names that are there twice besides: a file that is read
+means one thing.
+"""
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from dshard.checkpoint.disk import open_regular, read_exactly
 from dshard.errors import CheckpointError
-from dshard.layout import ShardLayout
 
 __all__ = [
-    "INDEX_NAME",
-    "SINGLE_NAME",
     "Entry",
+    "Source",
     "dtype_name",
     "dtype_of",
     "file_header",
-    "files_of",
+    "parse_json",
     "read_entries",
-    "read_shard",
+    "read_text",
+    "shown",
 ]
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 _ALIGN_BYTES = 8
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"  # what the format calls it in a header
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_INT = 2**63 - 1  # of a size or an offset
+_MAX_SHOWN = 100  # letters of what a file says
+_FACTS = {"dtype", "shape", "data_offsets"}
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -53,6 +60,27 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """One file as it was when it was opened.
+
+    Args:
+        path: Where it is.
+        identity: Equal for as long as nobody has written to the file, or put another in its place.
+        num_bytes: Its size.
+    """
+
+    path: Path
+    identity: tuple[int, ...]
+    num_bytes: int
+
+    @classmethod
+    def opened(cls, path: Path, opened: int) -> "Source":
+        """Of a file descriptor."""
+        found = os.fstat(opened)
+        return cls(path, (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size), found.st_size)
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor of a file.
 
@@ -74,6 +102,12 @@ class Entry:
     def num_bytes(self) -> int:
         """Bytes of the full tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def shown(value: Any) -> str:
+    """What a file says, for an error: it may be long, and anything."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
@@ -102,96 +136,162 @@ def file_header(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metad
         tensors: Name, dtype and shape of each; large elements first, so that every tensor starts at a multiple of its
             element's size, as readers need it.
         metadata: What else to write down.
+
+    Raises:
+        CheckpointError: A dtype or a name cannot be in it, or there are too many.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     offset = 0
     for name, dtype, shape in tensors:
+        if name == _METADATA:
+            raise CheckpointError(f"{name}: must be no name of a tensor, but it is one. Rename it.")
         end = offset + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": dtype_name(name, dtype), "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGN_BYTES)
-    return len(text).to_bytes(8, "little") + text
+    if len(text) > _MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"save_safetensors: the header of a file can have {_MAX_HEADER_BYTES} bytes, but this one has {len(text)}. "
+            "Pass a smaller max_shard_bytes, or less metadata."
+        )
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def files_of(path: Path) -> list[Path]:
-    """The files of a model: the one given, or those of a directory by the names that Hugging Face gives them.
+def parse_json(text: bytes) -> Any:
+    """A JSON value that means one thing to every reader: UTF-8, no name twice, no NaN, no number without bounds.
 
     Raises:
-        CheckpointError: There are none.
+        ValueError: It is none.
     """
-    if path.is_file() and path.suffix != ".json":
-        return [path]
-    single, index = path / SINGLE_NAME, path if path.suffix == ".json" else path / INDEX_NAME
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        raise CheckpointError(
-            f"{path}: must be a safetensors file, or a directory with {SINGLE_NAME} or {INDEX_NAME}, but there is "
-            "none. Check the path."
-        )
+
+    def integer(digits: str) -> int:
+        if len(digits) > len(str(_MAX_INT)) + 1 or digits == "-0":
+            raise ValueError(f"{digits[:20]}... is no number that it can hold")
+        return int(digits)
+
+    def real(digits: str) -> float:
+        if math.isinf(value := float(digits)):
+            raise ValueError(f"{digits[:20]} is no finite number")
+        return value
+
+    def constant(name: str) -> Any:
+        raise ValueError(f"{name} is no number")
+
+    def named(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise ValueError(f"{shown(name)} is there twice")
+            found[name] = value
+        return found
+
     try:
-        names = dict.fromkeys(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(
-            f"{index}: must be JSON with a weight_map of tensor names to files, but {type(error).__name__}: {error}. "
-            "The index is damaged; use another."
-        ) from error
-    return [index.parent / str(name) for name in names]
+        found = json.loads(
+            text.decode(), parse_int=integer, parse_float=real, parse_constant=constant, object_pairs_hook=named
+        )
+        json.dumps(found, ensure_ascii=False).encode()  # halves of a character are no text
+    except RecursionError:
+        raise ValueError("its values lie too deep within each other") from None
+    return found
 
 
-def read_entries(file: Path) -> list[Entry]:
+def read_text(file: Path, max_bytes: int) -> tuple[Source, bytes]:
+    """A small file's bytes.
+
+    Raises:
+        CheckpointError: It is no file, or a larger one.
+        OSError: It cannot be read.
+    """
+    opened = open_regular(file, follow=True)
+    try:
+        source = Source.opened(file, opened)
+        if source.num_bytes > max_bytes:
+            raise CheckpointError(
+                f"{file}: must have at most {max_bytes} bytes, but it has {source.num_bytes}. It is damaged; use "
+                "another."
+            )
+        text = bytearray(source.num_bytes)
+        _read(file, opened, memoryview(text), 0)
+        return source, bytes(text)
+    finally:
+        os.close(opened)
+
+
+def _read(file: Path, opened: int, into: memoryview, offset: int) -> None:
+    try:
+        read_exactly(opened, into, offset)
+    except EOFError as error:
+        raise CheckpointError(f"{file}: must not change while it is read, but {error}. Load it again.") from None
+
+
+def read_entries(file: Path) -> tuple[Source, list[Entry]]:
     """What a file holds, from its header alone.
 
     Raises:
         CheckpointError: It is no such file, or not whole.
+        OSError: It cannot be read.
     """
+    opened = open_regular(file, follow=True)
     try:
-        with file.open("rb") as opened:
-            size = opened.seek(0, 2)
-            opened.seek(0)
-            length = int.from_bytes(opened.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-                raise ValueError(f"the file has {size} bytes and says that its header has {length}")
-            header = json.loads(opened.read(length))
-        header.pop("__metadata__", None)
-        return [_entry(name, facts, file, 8 + length, size) for name, facts in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        source = Source.opened(file, opened)
+        prefix = bytearray(min(_LENGTH_BYTES, source.num_bytes))
+        _read(file, opened, memoryview(prefix), 0)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < _LENGTH_BYTES or length > min(source.num_bytes - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+            raise ValueError(f"the file has {source.num_bytes} bytes and says that its header has {length}")
+        text = bytearray(length)
+        _read(file, opened, memoryview(text), _LENGTH_BYTES)
+        if not text.startswith(b"{"):
+            raise ValueError("its header does not begin with '{'")
+        return source, _entries(parse_json(bytes(text)), source, _LENGTH_BYTES + length)
+    except ValueError as error:
         raise CheckpointError(
             f"{file}: must be a whole safetensors file, but {error}. It is damaged or still being written; use another."
         ) from error
+    finally:
+        os.close(opened)
 
 
-def _entry(name: str, facts: Any, file: Path, data_start: int, size: int) -> Entry:
-    start, stop = facts["data_offsets"]
-    if facts["dtype"] not in _DTYPES:
-        raise ValueError(f"'{name}' has the dtype {facts['dtype']!r}, which is none of {', '.join(_DTYPES)}")
-    entry = Entry(name, file, _DTYPES[facts["dtype"]], tuple(map(int, facts["shape"])), data_start + start)
-    if start < 0 or stop - start != entry.num_bytes or data_start + stop > size:
-        raise ValueError(
-            f"'{name}' (shape {entry.shape}, {entry.dtype}) lies at bytes {start} to {stop} of the {size - data_start} "
-            "that there are"
-        )
-    return entry
+def _entries(header: dict[str, Any], source: Source, data_start: int) -> list[Entry]:
+    """The tensors of a header, which cover the bytes behind it, each once."""
+    metadata = header.pop(_METADATA, None)
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    ):
+        raise ValueError("its __metadata__ is not text by names")
+    found = [_entry(name, facts, source.path, data_start) for name, facts in header.items()]
+    stop = data_start
+    for entry in sorted(found, key=lambda entry: (entry.start, entry.num_bytes)):
+        if entry.start != stop:
+            what = "other values lie there too" if entry.start < stop else "no values lie before it"
+            raise ValueError(
+                f"{shown(entry.name)} starts at byte {entry.start - data_start} of the values where "
+                f"{stop - data_start} is next: {what}"
+            )
+        stop += entry.num_bytes
+    if stop != source.num_bytes:
+        raise ValueError(f"its values have {stop - data_start} bytes and the file {source.num_bytes - data_start}")
+    return found
 
 
-def read_shard(mapped: Tensor, entry: Entry, layout: ShardLayout, rank: int) -> Tensor:
-    """The values of one rank's shard; no other part of the file is read.
+def _entry(name: str, facts: Any, file: Path, data_start: int) -> Entry:
+    if not isinstance(facts, dict) or facts.keys() != _FACTS:
+        raise ValueError(f"{shown(name)} does not have {', '.join(sorted(_FACTS))}, and no more")
+    dtype, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise ValueError(f"{shown(name)} has the dtype {shown(dtype)}, which is none of {', '.join(_DTYPES)}")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"{shown(name)} has a shape {shown(shape)} and offsets {shown(offsets)} that are no sizes")
+    size = _DTYPES[dtype].itemsize
+    for each in shape:
+        size *= each
+        if size > _MAX_INT:
+            raise ValueError(f"{shown(name)} has a shape {shown(shape)} that no memory can hold")
+    if offsets[1] - offsets[0] != size:
+        raise ValueError(f"{shown(name)} (shape {shown(shape)}, {dtype}) lies at bytes {offsets[0]} to {offsets[1]}")
+    return Entry(name, file, _DTYPES[dtype], tuple(shape), data_start + offsets[0])
 
-    Args:
-        mapped: The bytes of the whole file, mapped into memory, shape (bytes,), uint8.
-        entry: The tensor.
-        layout: How it is cut.
-        rank: Whose shard.
 
-    Returns:
-        The shard in the file's dtype, perhaps on the mapped memory itself.
-    """
-    raw = mapped[entry.start : entry.start + entry.num_bytes]
-    dim, extent = layout.dim, layout.extent(rank)
-    if dim is not None and raw.numel():
-        num_outer = math.prod(entry.shape[:dim])
-        raw = raw.view(num_outer, entry.shape[dim], -1)[:, extent.start : extent.stop].reshape(-1)
-    if raw.storage_offset() % entry.dtype.itemsize:
-        raw = raw.clone()  # other writers may start their values anywhere
-    return raw.view(entry.dtype).view(layout.local_shape(rank))
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int and 0 <= each <= _MAX_INT for each in value)

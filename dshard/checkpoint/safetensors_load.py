@@ -1,22 +1,25 @@
-"""Read safetensors files into a sharded model: every rank its own rows, out of the mapped file."""
+"""Read safetensors files into a sharded model: every rank its own rows, all of them before any is put in its place."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dshard.checkpoint.agreement import group_of, together
-from dshard.checkpoint.file_format import Entry, files_of, read_entries, read_shard
+from dshard.checkpoint.file_format import Entry
+from dshard.checkpoint.model_files import Found, find
+from dshard.checkpoint.parts import read_part, unchanged
 from dshard.errors import CheckpointError
-from dshard.layout import ShardLayout
 from dshard.runtime.modes import outside_autograd
-from dshard.runtime.moves import allocate
+from dshard.runtime.moves import allocate, convert
 from dshard.tensor import ShardedTensor
-from dshard.tensor.inner import inner_of, part_of
+from dshard.tensor.inner import part_of
 
 __all__ = ["IncompatibleKeys", "load_safetensors"]
 
@@ -39,6 +42,7 @@ class IncompatibleKeys(NamedTuple):
 class _Match:
     """What of the files goes where."""
 
+    found: Found
     entries: dict[str, Entry]  # by name in the module
     keys: IncompatibleKeys
 
@@ -52,8 +56,10 @@ def load_safetensors(
 ) -> IncompatibleKeys:
     """Read parameters and persistent buffers from safetensors, to be called on every rank.
 
-    Each rank maps the files into memory and reads the rows of its own shards, and no more, in the parameter's dtype. A
-    model on the meta device gets memory for its shards as they are loaded. Nothing is changed unless all of it fits.
+    Each rank reads the rows of its own shards into memory of the host, in the dtype that the file has: while it loads,
+    a rank holds its part of the model twice. Only when all of it has been read on every rank are values put in their
+    places, converted to the parameter's dtype, and does a model on the meta device get memory for its shards: after an
+    error the model is as it was.
 
     Args:
         module: A sharded module, also one on the meta device.
@@ -68,29 +74,38 @@ def load_safetensors(
         The names that had no counterpart; equal on all ranks.
 
     Raises:
-        CheckpointError: No such file, a damaged one, or one of another model; names the tensors. On every rank alike.
+        CheckpointError: No such file, a damaged one, one that changed while it was read, or one of another model; names
+            the tensors. On every rank alike, before anything is changed.
 
     Communicates:
         Two all-reduces of 8 bytes, and no values.
     """
     group = group_of(module)
-    target, found = Path(path_or_dir), list[_Match]()
+    target, matches, staged = Path(path_or_dir), list[_Match](), dict[str, Tensor]()
     what = f"{target}: loading needs safetensors files that can be read"
     state: dict[str, Any] = module.state_dict(keep_vars=True)
 
     def match() -> None:
-        entries = [entry for file in files_of(target) for entry in read_entries(file)]
-        found.append(_match(target, _renamed(target, entries, rename), state, strict=strict))
-        _refuse_plain_meta(found[0].entries, state)
+        found = find(target)
+        matches.append(_match(target, found, _renamed(target, found.entries, rename), state, strict=strict))
+        _refuse_unwritable(matches[0].entries, state)
 
-    def read() -> None:
-        entries = found[0].entries
-        allocate(module, dict.fromkeys(entries, torch.device(group.device_type)))
-        _read_all(entries, module.state_dict(keep_vars=True))
+    def read() -> None:  # which begins when every rank has looked: what is put there later is noticed by one that had
+        if find(target).sources != matches[0].found.sources:
+            raise CheckpointError(
+                f"{target}: files must not change while they are read, but others are in their place. Load again when "
+                "nobody saves there."
+            )
+        staged.update(_read_all(matches[0], state))
 
     together(group, match, what)
     together(group, read, what)
-    return found[0].keys
+    _allocate(module, dict.fromkeys(staged, torch.device(group.device_type)))
+    state = module.state_dict(keep_vars=True)
+    with outside_autograd():
+        for name in list(staged):
+            _put(state[name], staged.pop(name))
+    return matches[0].keys
 
 
 def _renamed(target: Path, entries: Sequence[Entry], rename: Any) -> dict[str, Entry]:
@@ -113,7 +128,9 @@ def _renamed(target: Path, entries: Sequence[Entry], rename: Any) -> dict[str, E
     return by_name
 
 
-def _match(target: Path, entries: Mapping[str, Entry], state: Mapping[str, Any], *, strict: bool) -> _Match:
+def _match(
+    target: Path, found: Found, entries: Mapping[str, Entry], state: Mapping[str, Any], *, strict: bool
+) -> _Match:
     """Compare what is there with what is needed."""
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     loaded = {id(tensors[name]) for name in entries if name in tensors}
@@ -141,7 +158,7 @@ def _match(target: Path, entries: Mapping[str, Entry], state: Mapping[str, Any],
             f"{target}: the files must hold what the module has, but {'; '.join(problems)}. Build the model as it was "
             "saved, map names with rename=, or pass strict=False to load those names that are in both."
         )
-    return _Match(fitting, IncompatibleKeys(missing, unexpected))
+    return _Match(found, fitting, IncompatibleKeys(missing, unexpected))
 
 
 def _listed(names: Sequence[str], what: str, *, quoted: bool = True) -> list[str]:
@@ -153,36 +170,61 @@ def _listed(names: Sequence[str], what: str, *, quoted: bool = True) -> list[str
     return [f"{what} {len(names)}: {shown}{more}"]
 
 
-def _refuse_plain_meta(entries: Mapping[str, Entry], state: Mapping[str, Any]) -> None:
-    """Parameters that `fully_shard` was told to ignore are no objects of ours to give memory to."""
+def _refuse_unwritable(entries: Mapping[str, Entry], state: Mapping[str, Any]) -> None:
+    """What values could not be put into must be known before they are put into others."""
     for name in entries:
         value = state[name]
-        if value.is_meta and isinstance(value, nn.Parameter) and not isinstance(value, ShardedTensor):
+        is_sharded = isinstance(value, ShardedTensor)
+        if value.is_meta and isinstance(value, nn.Parameter) and not is_sharded:
             raise CheckpointError(
                 f"{name}: loading gives memory to sharded parameters, but this one is plain and on the meta device. "
                 "Move it with to_empty first."
             )
+        if value.is_view if is_sharded else torch._debug_has_internal_overlap(value) == 1:
+            raise CheckpointError(
+                f"{name}: loading writes to tensors that own their memory, but this one is a view. Load it under the "
+                "name of the tensor that it is a view of, or leave it out with rename=."
+            )
+        if not is_sharded and isinstance(value, DTensor):
+            raise CheckpointError(
+                f"{name}: loading writes to sharded or plain tensors, but this one is a DTensor that fully_shard did "
+                "not take. Leave it out with rename=, and load it by torch's own means."
+            )
 
 
-def _read_all(entries: Mapping[str, Entry], state: Mapping[str, Any]) -> None:
-    """Copy this rank's part of every value; one file is mapped at a time."""
+def _read_all(match: _Match, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """This rank's part of every value, in the file's dtype."""
     by_file: dict[Path, list[tuple[str, Entry]]] = {}
-    for name, entry in entries.items():
+    for name, entry in match.entries.items():
         by_file.setdefault(entry.file, []).append((name, entry))
-    with outside_autograd():
-        for file, items in by_file.items():
-            mapped = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
-            for name, entry in items:
-                _read_into(state[name], mapped, entry)
+    read = {}
+    for source in match.found.sources:
+        with unchanged(source) as opened:
+            for name, entry in by_file.get(source.path, ()):
+                read[name] = read_part(opened, entry, _part(state[name], entry))
+    return read
 
 
-def _read_into(value: Tensor, mapped: Tensor, entry: Entry) -> None:
+def _allocate(module: nn.Module, devices: Mapping[str, torch.device]) -> None:
+    """Give memory to what has none, or after an error to nothing."""
+    on_meta = [param for param in module.parameters() if param.is_meta]
+    try:
+        allocate(module, devices)
+    except BaseException:
+        for param in on_meta:
+            if not param.is_meta and isinstance(param, ShardedTensor):
+                convert(param, partial(torch.empty_like, device="meta"))
+        raise
+
+
+def _part(value: Tensor, entry: Entry) -> Tensor:
+    """What this rank holds of a tensor, as a view of one without memory."""
+    full = torch.empty(entry.shape, device="meta")
+    return part_of(full, value._layout, value._group.rank) if isinstance(value, ShardedTensor) else full
+
+
+def _put(value: Tensor, read: Tensor) -> None:
     if isinstance(value, ShardedTensor):
-        layout, rank = value._layout, value._group.rank
-        if inner_of(layout) is None:
-            value.overwrite_shard(read_shard(mapped, entry, layout, rank))
-        else:  # a view of the mapped file, so that no more is read here either
-            full = read_shard(mapped, entry, ShardLayout(entry.shape, None, 1), 0)
-            value.overwrite_shard(part_of(full, layout, rank))
+        value.overwrite_shard(read)
     else:
-        value.copy_(read_shard(mapped, entry, ShardLayout(entry.shape, None, 1), 0))
+        value.copy_(read)

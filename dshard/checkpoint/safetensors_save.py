@@ -4,21 +4,22 @@ The format needs no library to be written: rank 0 writes a header from shapes al
 gathered.
 """
 
-import json
 import os
 import re
-import uuid
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dshard.checkpoint.agreement import agree, group_of, together
-from dshard.checkpoint.file_format import INDEX_NAME, SINGLE_NAME, file_header
+from dshard.checkpoint.disk import create, make_folder, partial_name, write_all
+from dshard.checkpoint.file_format import file_header
+from dshard.checkpoint.model_files import INDEX_NAME, SINGLE_NAME
+from dshard.checkpoint.publishing import check_room, replace_by_one, replace_by_several, replace_file
 from dshard.errors import CheckpointError
 from dshard.runtime.full_values import full_values, refuse_meta
 from dshard.tensor import ShardedTensor
@@ -27,7 +28,6 @@ __all__ = ["save_safetensors"]
 
 _DEFAULT_SHARD_BYTES = 5_000_000_000
 _WRITE_BYTES = 1 << 26  # that are converted and copied to the host at a time
-_OF_SEVERAL = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,13 @@ def save_safetensors(
 
     `from_pretrained`, `safetensors.torch.load_file` and `load_safetensors` read the result. Of the model no more than a
     tensor or two are in memory at a time: values are gathered one by one and written behind a header that was made
-    from shapes. Files are written under other names and renamed when all of them are whole. A single file thereby
-    replaces an older one at once; of several the index comes last and an older one goes first, so that no index names
-    files of two saves.
+    from shapes. Files are written under names that nobody reads, synced, and then take their places by one step:
+    whenever a process dies, readers find the older model or the new one, whole. Of two saves at once one is there
+    afterwards.
+
+    A directory holds one model, which is replaced: `model.safetensors`, or the index and the parts that it names. No
+    other file is removed or written to. A save that is killed may leave files of its own: hidden ones that end in
+    `.partial`, or parts that no index names.
 
     A tied weight is written once, under the name that Hugging Face's models expect (`_tied_weights_keys` of the module
     names the others), or its first; the metadata of the file notes the others, as `safetensors.torch.save_model` does.
@@ -78,14 +82,15 @@ def save_safetensors(
     Args:
         module: A sharded module.
         path_or_dir: A file name that ends in `.safetensors`, for one file of any size. Else a directory, which gets
-            `model.safetensors`, or `model-00001-of-0000N.safetensors` and an index. It must be there for rank 0 alone.
+            `model.safetensors`, or `model-00001-of-0000N.safetensors` and an index; a part whose name is in use gets a
+            longer one, `model-TOKEN-00001-of-0000N.safetensors`. It must be there for rank 0 alone.
         max_shard_bytes: Most bytes of values in one file of a directory; a larger tensor gets a file of its own.
         dtype: For floating-point values; by default their own.
         metadata: What else to write down in each file.
 
     Raises:
-        CheckpointError: A file cannot be written, or a tensor cannot be in one. On every rank alike; what was there
-            before is left as it was, unless the last renaming failed.
+        CheckpointError: A file cannot be written, or a tensor cannot be in one. On every rank alike; readers find what
+            was there before, and of the save nothing is left.
         StateError: A tensor is on the meta device. On every rank alike.
 
     Communicates:
@@ -104,23 +109,25 @@ def save_safetensors(
         for file in files:
             file.header  # noqa: B018 - raises where a dtype has no name
         if group.world_rank == 0:
-            files[0].path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(files[0].path.parent)
+            for path in [target] if files[0].path == target else [target / SINGLE_NAME, target / INDEX_NAME]:
+                check_room(path)
 
     together(group, prepare, what)
-    token = uuid.uuid4().hex[:8]
-    partial = {file.path: file.path.with_name(f".{file.path.name}.{token}.partial") for file in files}
+    drafts = {file.path: partial_name(file.path) for file in files}
     try:
         for file in files:
-            writer = _Writer(file, partial[file.path]) if group.world_rank == 0 else None
+            writer = _Writer(file, drafts[file.path]) if group.world_rank == 0 else None
             for name, full in full_values([(item.name, item.tensor) for item in file.items]):
                 if writer is not None:
                     writer.write(name, full)
                 del full
             agree(group, writer.close() if writer is not None else None, what)
-        together(group, lambda: _publish(target, files, partial) if group.world_rank == 0 else None, what)
+        together(group, lambda: _publish(target, files, drafts) if group.world_rank == 0 else None, what)
     finally:
-        for path in partial.values() if group.world_rank == 0 else ():
-            path.unlink(missing_ok=True)
+        for path in drafts.values() if group.world_rank == 0 else ():
+            with suppress(OSError):
+                path.unlink()
 
 
 def _check_arguments(max_shard_bytes: Any, metadata: Any) -> None:
@@ -217,59 +224,45 @@ class _Writer:
     def __init__(self, file: _File, path: Path) -> None:
         self._dtypes = {item.name: item.dtype for item in file.items}
         self._error: Exception | None = None
-        self._opened: IO[bytes] | None = None
+        self._stack = ExitStack()
         try:
-            self._opened = path.open("wb")
-            self._opened.write(file.header)
+            self._opened = self._stack.enter_context(create(path))
+            write_all(self._opened, file.header)
         except Exception as error:
             self._error = error
 
     def write(self, name: str, full: Tensor) -> None:
         """Write the next value."""
-        if self._error is not None or self._opened is None:
+        if self._error is not None:
             return
         try:
             dtype = self._dtypes[name]
             for chunk in full.reshape(-1).split(max(1, _WRITE_BYTES // full.element_size())):
                 host = chunk.resolve_conj().to(device="cpu", dtype=dtype).contiguous()
                 if host.numel():
-                    self._opened.write(memoryview(host.view(torch.uint8).numpy()))
+                    write_all(self._opened, memoryview(host.view(torch.uint8).numpy()))
         except Exception as error:
             self._error = error
 
     def close(self) -> Exception | None:
         """End the file, and give the first error there was."""
-        if self._opened is not None:
-            try:
-                with self._opened:
-                    if self._error is None:
-                        self._opened.flush()
-                        os.fsync(self._opened.fileno())
-            except Exception as error:
-                self._error = self._error or error
+        try:
+            self._stack.close()
+        except Exception as error:
+            self._error = self._error or error
         return self._error
 
 
-def _publish(target: Path, files: Sequence[_File], partial: Mapping[Path, Path]) -> None:
+def _publish(target: Path, files: Sequence[_File], drafts: Mapping[Path, Path]) -> None:
     """Put whole files in their places."""
     if files[0].path == target:
-        partial[target].rename(target)
-        return
-    if len(files) > 1:
-        (target / INDEX_NAME).unlink(missing_ok=True)
-        (target / SINGLE_NAME).unlink(missing_ok=True)  # which readers would prefer
-    for file in files:
-        partial[file.path].rename(file.path)
-    if len(files) == 1:
-        (target / INDEX_NAME).unlink(missing_ok=True)
-    for old in target.iterdir():
-        if _OF_SEVERAL.fullmatch(old.name) and old not in partial:
-            old.unlink()
-    if len(files) > 1:
-        index = {
-            "metadata": {"total_size": sum(item.num_bytes for file in files for item in file.items)},
-            "weight_map": dict(sorted((item.name, file.path.name) for file in files for item in file.items)),
-        }
-        unfinished = target / f".{INDEX_NAME}.partial"
-        unfinished.write_text(json.dumps(index, indent=2) + "\n")
-        unfinished.rename(target / INDEX_NAME)
+        replace_file(drafts[target], target)
+    elif len(files) == 1:
+        replace_by_one(target, drafts[files[0].path])
+    else:
+        replace_by_several(
+            target,
+            {path.name: draft for path, draft in drafts.items()},
+            {item.name: file.path.name for file in files for item in file.items},
+            sum(item.num_bytes for file in files for item in file.items),
+        )

@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dshard.checkpoint.disk import open_regular
 from dshard.cli.usage import UsageError
+from dshard.errors import CheckpointError
 
 MAX_BYTES = 16 * 2**20
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -59,7 +61,11 @@ def _read_some(paths: Iterator[Path], max_bytes: int) -> bytes:
     pieces: list[bytes] = []
     num_bytes = 0
     for path in paths:
-        with path.open("rb") as file:
+        try:
+            opened = open_regular(path, follow=True)
+        except CheckpointError as error:  # a pipe, which would be waited for
+            raise UsageError(f"--data must be a text file or a folder of them, but {error}") from error
+        with open(opened, "rb") as file:
             piece = file.read(max_bytes - num_bytes)
         if b"\0" in piece[:8192]:
             continue

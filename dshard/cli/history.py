@@ -36,9 +36,19 @@ class History:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> History:
-        """The inverse of `to_json`."""
-        validation = {int(step): float(loss) for step, loss in value["validation"]}
-        return cls(losses=list(value["losses"]), norms=list(value["norms"]), validation=validation)
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            validation = {int(step): float(loss) for step, loss in value["validation"]}
+            losses, norms = ([float(each) for each in value[name]] for name in ("losses", "norms"))
+        except (LookupError, TypeError, OverflowError, ValueError) as error:
+            raise ValueError(f"it has no losses, norms and validation losses ({error!r})") from error
+        if len(losses) != len(norms):
+            raise ValueError(f"it has {len(losses)} losses and {len(norms)} norms")
+        return cls(losses=losses, norms=norms, validation=validation)
 
     def write(self, path: Path) -> None:
         """Replaces a file by this history, at once: one line per step, in exact decimals.

@@ -123,8 +123,13 @@ class Trainer:
         Communicates: what `dshard.checkpoint.load` does.
         """
         extra = saving.load(saved, self.model, self.optimizer)
-        self.num_done = int(extra["step"])
-        self.history = History.from_json(extra["history"])
+        try:
+            self.num_done, self.history = int(extra["step"]), History.from_json(extra["history"])
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise UsageError(
+                f"--resume needs a checkpoint of dshard train, but the losses in {saved.path} cannot be read: {error}. "
+                "Pass --overwrite to start anew."
+            ) from error
         for difference in saving.differences(saved, self._description):
             self.progress.note(f"the loss curve will not continue bit for bit: {difference}")
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dshard.cli.presets import PRESETS, checkpoint_blocks, meta_model
 from dshard.cli.usage import UsageError
+from dshard.cli.writable import read_whole
 
 __all__ = ["Sampled", "build_model"]
 
@@ -87,9 +88,9 @@ def _hugging_face(path: Path, batch: int, sequence: int | None) -> tuple[nn.Modu
     """A model of a configuration, without its weights."""
     path = path / "config.json" if path.is_dir() else path
     try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"MODEL must be a configuration as JSON, but {path} cannot be read: {error}. ") from error
+        record = json.loads(read_whole(path, follow=True))  # with the Infinity that some have
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"MODEL must be a configuration as JSON, but {path} cannot be read: {error}.") from error
     if not isinstance(record, dict) or "model_type" not in record:
         raise UsageError(
             f"MODEL must be a configuration of Hugging Face, but {path} has no model_type. Pass one that has."
@@ -109,9 +110,9 @@ def _hugging_face(path: Path, batch: int, sequence: int | None) -> tuple[nn.Modu
         config.use_cache = False
         with torch.device("meta"):
             model = auto.from_config(config)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        tokens = _tokens(batch, sequence or min(_SEQUENCE, getattr(config, "max_position_embeddings", _SEQUENCE)))
+    except Exception as error:  # whatever a file's values lead to in another library
         raise UsageError(f"MODEL must be a language model, but {path} ({kind}) cannot be built: {error}.") from error
-    tokens = _tokens(batch, sequence or min(_SEQUENCE, getattr(config, "max_position_embeddings", _SEQUENCE)))
     return model, {"input_ids": tokens, "labels": tokens, **({"decoder_input_ids": tokens} if is_pair else {})}
 
 

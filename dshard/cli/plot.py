@@ -9,6 +9,7 @@ from pathlib import Path
 from dshard.cli.history import Outcome
 from dshard.cli.report import largest
 from dshard.cli.usage import UsageError
+from dshard.planner.files import write_picture
 
 _PARTS = {"parameters": "C2", "gradients": "C4", "optimizer": "C8"}  # other colors than those of losses
 _SUFFIXES = (".png", ".svg", ".pdf")
@@ -53,5 +54,5 @@ def draw(path: Path, outcomes: Sequence[Outcome]) -> None:
     memory.set(ylabel="MB per rank", ylim=(0, 1.35 * max(bottoms)))  # the legend goes above the bars
     memory.set_xlim(-0.8, max(1, len(names) - 1) + 0.8)
     memory.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    write_picture(path, figure, dpi=150)
     pyplot.close(figure)

@@ -163,6 +163,7 @@ def run(out: Path | None) -> int:
     import torch
 
     from dshard.planner import EFFICIENCY
+    from dshard.planner.files import write_text
 
     with open_progress("dshard simulate") as progress:
         found = published(progress)
@@ -175,5 +176,5 @@ def run(out: Path | None) -> int:
             "rows": [asdict(each) for each in found],
         }
         with writing("--out", out):
-            out.write_text(json.dumps(record, indent=1) + "\n")
+            write_text(out, json.dumps(record, indent=1) + "\n")
     return 0

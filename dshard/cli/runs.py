@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
-import shutil
+import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dshard.cli.usage import UsageError
+from dshard.cli.writable import read_json, read_whole, write_whole
 
 POINTER, HISTORIES = "latest.json", ("history.jsonl", "history-unsharded.jsonl")
 RUNS = Path("runs/train")  # where each run gets a folder of its own, if --out names none
 MARK = "dshard-train.json"  # in a folder of a checkpoint that dshard train wrote: nothing else is ever deleted
 _RUN = re.compile(r"run-(\d{3,})")
+_ROW = {"step", "loss", "norm", "validation_loss"}
+_POINTER = {"checkpoint", "step", "options"}
 _CHECKPOINT = re.compile(r"step-(\d{6,})(-\d+)?")
 
 
@@ -32,7 +38,7 @@ class Earlier:
     def found(cls, out: Path) -> Earlier:
         """What there is in a folder; it need not exist."""
         children = sorted(out.iterdir()) if out.is_dir() else []
-        checkpoints = (each for each in children if _CHECKPOINT.fullmatch(each.name) and each.is_dir())
+        checkpoints = (each for each in children if _CHECKPOINT.fullmatch(each.name) and _is_folder(each))
         files = (each for each in children if each.name in (POINTER, *HISTORIES))
         return cls(tuple(checkpoints), tuple(files))
 
@@ -56,19 +62,82 @@ def check_empty(out: Path) -> str | None:
     )
 
 
+def mark(folder: Path, facts: dict[str, Any]) -> None:
+    """Marks a checkpoint as one of ``dshard train``, with the names of its files: those that a later run may delete.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    names = sorted(each.name for each in folder.iterdir() if _is_file(each))
+    write_whole(folder / MARK, json.dumps({**facts, "files": names}, indent=1) + "\n")
+
+
 def is_own(folder: Path) -> bool:
     """Whether ``dshard train`` wrote a folder, as a checkpoint."""
-    return (folder / MARK).is_file()
+    return _is_folder(folder) and _is_file(folder / MARK)
+
+
+def _is_file(path: Path) -> bool:
+    return _mode(path, stat.S_ISREG)
+
+
+def _is_folder(path: Path) -> bool:
+    return _mode(path, stat.S_ISDIR)
+
+
+def _mode(path: Path, is_kind: Any) -> bool:
+    """What a path is, where a link is a link."""
+    try:
+        return bool(is_kind(path.lstat().st_mode))
+    except OSError:
+        return False
+
+
+def _delete(folder: Path) -> None:
+    """Deletes a checkpoint's own files, the mark last, and the folder if nothing else is in it."""
+    try:
+        named = read_json(folder / MARK)["files"]
+    except (OSError, ValueError, TypeError, LookupError):
+        return
+    for each in sorted(folder.iterdir()):
+        if isinstance(named, list) and each.name in named and each.name != MARK and _is_file(each):
+            each.unlink(missing_ok=True)
+    (folder / MARK).unlink(missing_ok=True)
+    with suppress(OSError):  # what is left is not ours
+        folder.rmdir()
+
+
+def _is_written_by_a_run(path: Path) -> bool:
+    """Whether a file by the name of a pointer or of losses is one, and no user's own."""
+    try:
+        text = read_whole(path)
+        first = json.loads(text if path.name == POINTER else text.partition(b"\n")[0])
+    except (OSError, ValueError, RecursionError):
+        return False
+    if not isinstance(first, dict):
+        return False
+    return first.keys() >= _POINTER if path.name == POINTER else "step" in first and first.keys() <= _ROW
 
 
 def delete_earlier(out: Path) -> str | None:
-    """Deletes what ``dshard train`` wrote into a folder, and nothing else; says what, or None if there was nothing."""
+    """Deletes what ``dshard train`` wrote into a folder, and nothing else; says what, or None if there was nothing.
+
+    Raises:
+        UsageError: a file of somebody else's is where this run would write; nothing has been deleted.
+        OSError: a file cannot be deleted.
+    """
     earlier = Earlier.found(out)
     own = Earlier(tuple(filter(is_own, earlier.checkpoints)), earlier.files)
+    others = [path.name for path in own.files if not _is_written_by_a_run(path)]
+    if others and not (own.checkpoints and all(_is_file(out / name) for name in others)):  # else ours, and damaged
+        raise UsageError(
+            f"--overwrite deletes what dshard train wrote, but {out / others[0]} is something else. Move it, or pass "
+            "another --out."
+        )
     for path in own.files:  # the pointer first: it never names what is gone
         path.unlink(missing_ok=True)
     for folder in own.checkpoints:
-        shutil.rmtree(folder, ignore_errors=True)
+        _delete(folder)
     return str(own) if own else None
 
 
@@ -76,20 +145,43 @@ def delete_older(out: Path, newest: str) -> None:
     """Deletes checkpoints that ``dshard train`` wrote, but for one."""
     for folder in Earlier.found(out).checkpoints:
         if folder.name != newest and is_own(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+            _delete(folder)
+
+
+def read_pointer(out: Path) -> dict[str, Any]:
+    """What a folder's pointer says: ``checkpoint``, a name beside it, ``step`` and ``options``.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        ValueError: it is damaged.
+    """
+    value = read_json(out / POINTER)
+    if not isinstance(value, dict) or not value.keys() >= _POINTER:
+        raise ValueError(f"it must have the fields {', '.join(sorted(_POINTER))}")
+    name, step, options = value["checkpoint"], value["step"], value["options"]
+    if not isinstance(name, str) or not _CHECKPOINT.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a checkpoint")
+    if type(step) is not int or step < 0 or not isinstance(options, dict):
+        raise ValueError("its step must be a number and its options an object")
+    return value
 
 
 def _numbered(runs: Path) -> dict[int, Path]:
     """Folders of runs, by their numbers."""
     children = sorted(runs.iterdir()) if runs.is_dir() else []
-    return {int(found[1]): each for each in children if (found := _RUN.fullmatch(each.name)) and each.is_dir()}
+    return {int(found[1]): each for each in children if (found := _RUN.fullmatch(each.name)) and _is_folder(each)}
 
 
 def make_fresh(runs: Path) -> Path:
-    """Makes the folder of the next run."""
-    folder = runs / f"run-{max(_numbered(runs), default=0) + 1:03d}"
-    folder.mkdir(parents=True)
-    return folder
+    """Makes the folder of the next run, also where another one makes its own."""
+    runs.mkdir(parents=True, exist_ok=True)
+    number = max(_numbered(runs), default=0)
+    while True:
+        number += 1
+        with suppress(FileExistsError):
+            folder = runs / f"run-{number:03d}"
+            folder.mkdir()
+            return folder
 
 
 def find_newest(runs: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from dshard.cli.history import History
 from dshard.cli.memory import local_bytes
 from dshard.cli.options import TrainOptions
 from dshard.cli.report import mega
-from dshard.cli.runs import HISTORIES, MARK, POINTER, delete_older
+from dshard.cli.runs import HISTORIES, POINTER, delete_older, mark, read_pointer
 from dshard.cli.usage import RunError, UsageError
 from dshard.cli.world import first_of, gather_ints
 from dshard.cli.writable import write_whole
@@ -64,13 +65,13 @@ def find_saved(out: Path, options: TrainOptions) -> Saved:
     """
     pointer = out / POINTER
     try:
-        value = json.loads(pointer.read_text())
-        saved = Saved(path=out / value["checkpoint"], step=int(value["step"]), options=dict(value["options"]))
+        value = read_pointer(out)
+        saved = Saved(path=out / value["checkpoint"], step=value["step"], options=value["options"])
     except FileNotFoundError:
         raise UsageError(
             f"--resume needs a checkpoint in --out, but there is none in {out}. Run without --resume first."
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(
             f"--resume needs a readable {POINTER}, but {pointer} is damaged ({error}). Pass --overwrite to start anew."
         ) from error
@@ -106,7 +107,7 @@ def _fresh_name(out: Path, step: int) -> str:
     chosen: list[str | None] = [None]
     if dist.get_rank() == 0:
         names = [f"step-{step:06d}", *(f"step-{step:06d}-{again}" for again in range(2, 1000))]
-        chosen[0] = next(name for name in names if not (out / name).exists())
+        chosen[0] = next(name for name in names if not os.path.lexists(out / name))
     dist.broadcast_object_list(chosen, src=0)
     assert chosen[0] is not None
     return chosen[0]
@@ -180,7 +181,7 @@ def _words(error: BaseException) -> str:
 
 def _publish(out: Path, folder: Path, run: Progressed) -> None:
     """Marks a checkpoint as one of ``dshard train``, points to it and removes the older ones; writes the losses."""
-    (folder / MARK).write_text(json.dumps({"step": run.step, "options": run.options}, indent=1) + "\n")
+    mark(folder, {"step": run.step, "options": run.options})
     run.history.write(out / HISTORIES[0])
     pointer = {"checkpoint": folder.name, "step": run.step, "options": run.options}
     write_whole(out / POINTER, json.dumps(pointer, indent=1) + "\n")
@@ -201,9 +202,8 @@ def _bytes_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def _what_is_left(out: Path) -> str:
     """The last good checkpoint, and how to go on."""
     try:
-        pointer = json.loads((out / POINTER).read_text())
-        folder = out / pointer["checkpoint"]
-    except (OSError, ValueError, KeyError, TypeError):
+        folder = out / read_pointer(out)["checkpoint"]
+    except (OSError, ValueError):
         return "No checkpoint was saved before. Make room, or pass another --out."
     return f"The last good checkpoint is {folder}. Make room, and continue with --resume."
 

@@ -113,7 +113,7 @@ def _by_first(world: World, action: Callable[[], str]) -> str:
     """What the first rank's action gives, on every rank.
 
     Raises:
-        UsageError: a file or folder cannot be made or deleted; on every rank.
+        UsageError: a file or folder cannot be made or deleted, or is not ours to delete; on every rank.
     """
     found = error = None
     if world.is_first:
@@ -123,6 +123,8 @@ def _by_first(world: World, action: Callable[[], str]) -> str:
             error = (
                 f"--out must be a folder that can be written, but {raised.filename}: {raised.strerror}. Pass another."
             )
+        except UsageError as raised:
+            error = str(raised)
     error = first_of(error)
     if error is not None:
         raise UsageError(error)

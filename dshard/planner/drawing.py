@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dshard.errors import PlanError
+from dshard.planner.files import write_picture
 from dshard.planner.texts import bytes_text, number_text
 from dshard.planner.timeline import Timeline
 
@@ -64,7 +65,7 @@ def draw_timeline(path: Path, timeline: Timeline, *, title: str, limit_bytes: in
     for axis in (memory.xaxis, memory.yaxis):
         axis.set_major_formatter(_plain)
     figure.suptitle(title, fontsize=9, wrap=True)
-    figure.savefig(path, dpi=130)
+    write_picture(path, figure, dpi=130)
     pyplot.close(figure)
 
 
@@ -116,7 +117,7 @@ def scaling_figure(points: Mapping[str, Mapping[int, Scaled]], *, title: str, li
 def draw_scaling(path: Path, points: Mapping[str, Mapping[int, Scaled]], *, title: str, limit_bytes: int = 0) -> None:
     """Write `scaling_figure`; the suffix of `path` says the format."""
     figure = scaling_figure(points, title=title, limit_bytes=limit_bytes)
-    figure.savefig(path, dpi=130)
+    write_picture(path, figure, dpi=130)
     _pyplot().close(figure)
 
 

@@ -1,12 +1,16 @@
-"""Files of plans: what is wrong with one is said by its path."""
+"""Files of plans, figures and pictures: read without waiting, written whole; what is wrong is said by the path."""
 
+import io
 import os
-import uuid
+import secrets
+import stat
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from dshard.errors import PlanError
 
-__all__ = ["read_text", "write_text"]
+__all__ = ["read_text", "write_file", "write_picture", "write_text"]
 
 _WAY_OUT = "Pass what Plan.save or dshard plan --out wrote."
 
@@ -18,11 +22,17 @@ def read_text(path: Path) -> str:
         PlanError: It is not there, cannot be read, or is no text.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe that nobody writes to would wait
+        with open(opened, encoding="utf-8") as file:
+            if not stat.S_ISREG(os.fstat(opened).st_mode):
+                raise PlanError(f"{path}: must be a plan as JSON, but it is no regular file. {_WAY_OUT}")
+            return file.read()
     except FileNotFoundError:
         raise PlanError(
             f"{path}: must be a plan as JSON, but there is no such file. Pass a path that exists."
         ) from None
+    except PlanError:
+        raise
     except OSError as error:
         raise PlanError(
             f"{path}: must be a plan as JSON, but it cannot be read: {error.strerror}. {_WAY_OUT}"
@@ -32,22 +42,52 @@ def read_text(path: Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole, or leave what was there; ranks that write the same one at a time do not meet.
+    """`write_file`, for a plan.
 
     Raises:
         PlanError: It cannot be written.
     """
-    path = path.resolve()
-    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
-        if path.exists() and not path.is_file():  # a terminal or a pipe, which nothing can take the place of
-            path.write_text(text, encoding="utf-8")
-        else:
-            draft.write_text(text, encoding="utf-8")
-            os.replace(draft, path)
+        write_file(path, text.encode())
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise PlanError(
             f"{path}: must be a file that can be written, but writing says: {error.strerror}. Pass another path, or "
             "make room."
         ) from error
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file that somebody has named whole, or leave what was there; a link is followed, as its maker meant.
+
+    What is no file, such as a terminal, is written to as it is.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            file.write(content)
+        return
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        with draft.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
+        raise
+
+
+def write_picture(path: Path, figure: Any, *, dpi: int) -> None:
+    """Write a figure of matplotlib's as the path's suffix says.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path, drawn = Path(path), io.BytesIO()
+    figure.savefig(drawn, dpi=dpi, format=path.suffix.removeprefix(".").lower() or None)
+    write_file(path, drawn.getvalue())

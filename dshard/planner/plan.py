@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from dshard.errors import PlanError
 from dshard.planner.categories import PeakParts, parts_of_peak
@@ -69,6 +70,10 @@ class Comparison:
                 f"{bytes_text(self.measured.peak_bytes or 0)}, error {self.peak_error:+.1%}"
             )
         return "\n".join(lines)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no number")
 
 
 @dataclass(frozen=True)
@@ -203,8 +208,8 @@ class Plan:
             PlanError: It is no JSON, of another schema, or has fields that are missing, unknown or of another type.
         """
         try:
-            record = json.loads(text)
-        except ValueError as error:
+            record = json.loads(text, parse_constant=_refuse)
+        except (ValueError, RecursionError) as error:
             raise PlanError(
                 f"plan: must be a plan as JSON, but reading it says: {error}. Pass what Plan.save or to_json() gave."
             ) from error
@@ -218,7 +223,14 @@ class Plan:
             raise PlanError(
                 f"plan: must be a plan of schema {SCHEMA}, but it is of {schema!r}. Plan again with this version."
             )
-        return of_record(cls, record)
+        try:
+            return of_record(cls, record)
+        except PlanError:
+            raise
+        except (ValueError, TypeError, OverflowError, LookupError, AttributeError, RecursionError) as error:
+            raise PlanError(
+                f"plan: must be a plan as JSON, but its values make none: {error}. Pass what Plan.save gave."
+            ) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON; what was there before is replaced whole.
