@@ -1,6 +1,7 @@
 """What one rank cannot do, no rank has done: errors that all ranks raise together."""
 
 import math
+import os
 from collections.abc import Callable
 
 import torch
@@ -63,7 +64,7 @@ def agree(group: ShardGroup, error: Exception | None, what: str) -> None:
     first = int(collectives.all_reduce([own], group, ReduceOp.MIN, label=_LABEL, everywhere=True).wait()[0].item())
     if first == group.world_size:
         return
-    text = _text(error, what).encode()[:_MAX_TEXT_BYTES] if group.world_rank == first else b""
+    text = _text(error, what).encode(errors="replace")[:_MAX_TEXT_BYTES] if group.world_rank == first else b""
     sent = torch.tensor(list(text.ljust(_MAX_TEXT_BYTES, b"\0")), dtype=torch.uint8, device=group.device_type)
     received = collectives.all_reduce([sent], group, ReduceOp.MAX, label=_LABEL, everywhere=True).wait()[0]
     if isinstance(error, CheckpointError):
@@ -74,14 +75,15 @@ def agree(group: ShardGroup, error: Exception | None, what: str) -> None:
 
 
 def share(group: ShardGroup, text: str) -> str:
-    """The first rank's text, on every rank; the others pass an empty one.
+    """The first rank's file name, on every rank; the others pass an empty text.
 
     Communicates:
         An all-reduce of 2 KiB.
     """
-    sent = torch.tensor(list(text.encode().ljust(_MAX_TEXT_BYTES, b"\0")), dtype=torch.uint8, device=group.device_type)
+    raw = os.fsencode(text).ljust(_MAX_TEXT_BYTES, b"\0")
+    sent = torch.tensor(list(raw), dtype=torch.uint8, device=group.device_type)
     received = collectives.all_reduce([sent], group, ReduceOp.MAX, label=_LABEL, everywhere=True).wait()[0]
-    return bytes(received.tolist()).rstrip(b"\0").decode()
+    return os.fsdecode(bytes(received.tolist()).rstrip(b"\0"))
 
 
 def _text(error: Exception | None, what: str) -> str:

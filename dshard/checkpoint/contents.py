@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
+from dshard.checkpoint.file_format import dtype_name
 from dshard.checkpoint.shard_file import Piece
-from dshard.checkpoint.stored import StoredTensor
+from dshard.checkpoint.stored import StoredTensor, own_name
 from dshard.checkpoint.trees import encode
 from dshard.errors import CheckpointError
 from dshard.layout import ShardLayout
@@ -22,7 +24,7 @@ from dshard.tensor import ShardedTensor
 from dshard.tensor.extended import exact_values
 from dshard.tensor.inner import full_shape, inner_of
 
-__all__ = ["Contents", "Optimizers", "Part", "name_of_params", "own_name", "part_of_tensor"]
+__all__ = ["Contents", "Optimizers", "Part", "is_extra", "name_of_params", "part_of_tensor"]
 
 _SPLIT_BYTES = 1 << 20  # of a copy that several ranks hold: less than that is written by one of them
 
@@ -91,11 +93,6 @@ def _part_of_sharded(tensor: ShardedTensor) -> Part:
     return Part(tuple(full_shape(layout)), tuple(offsets), tuple(sizes), num_copies, copy)
 
 
-def own_name(rank: int, name: str) -> str:
-    """What a tensor is stored under of which every rank has values of its own."""
-    return f"rank-{rank}/{name}"
-
-
 class Optimizers:
     """The optimizers that were passed, by the prefix that their tensors are stored under.
 
@@ -159,15 +156,18 @@ class Contents:
         self.extra_state: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         for name, value in model.state_dict(keep_vars=True).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not is_extra(name):
                 self._keep(value, f"model.{name}")
             else:
-                self.extra_state[name] = encode(value, f"checkpoint: '{name}' of the state_dict", self._keep)
+                self.extra_state[name] = encode(value, f"extra.{name}", self._keep)
         names = name_of_params(model, optimizers)
         self.optimizers = [self._optimizer(prefix, each, names) for prefix, each in optimizers]
 
     def _keep(self, value: Tensor, name: str) -> str:
         """Store a tensor under a name, once."""
+        if name in self.tensors or name in self.aliases:
+            raise CheckpointError(f"{name}: a checkpoint's names must differ, but two tensors have this. Rename one.")
+        check_dense(name, value)
         known = self._names.setdefault(id(value), name)
         if known != name:
             self.aliases[name] = known
@@ -187,12 +187,28 @@ class Contents:
             }
             for i, group in enumerate(optimizer.param_groups)
         ]
-        state = {}
+        state: dict[str, Any] = {}
+        common: dict[Any, Any] = {}
         for param, values in optimizer.state.items():
-            if isinstance(param, Tensor) and values:
+            if not isinstance(param, Tensor):
+                common[param] = values
+            elif not isinstance(values, Mapping):
+                raise CheckpointError(
+                    f"{prefix}.{names[id(param)]}: an optimizer's state of a parameter must be a dict, but it is a "
+                    f"{type(values).__name__}. Put it into a dict."
+                )
+            elif values:
                 name = names[id(param)]
                 state[name] = encode_state(values, f"{prefix}.{name}", self._keep)
-        return {"prefix": prefix, "kind": type(optimizer).__name__, "groups": groups, "state": state}
+        whole = [name for name, t in self.tensors.items() if name.startswith(f"{prefix}.") and not _is_cut(t)]
+        return {
+            "prefix": prefix,
+            "kind": type(optimizer).__name__,
+            "groups": groups,
+            "state": state,
+            "whole": [name for name in whole if self.tensors[name].dim()],
+            "common": encode(common, f"{prefix}.state", self._keep),
+        }
 
     def plain_names(self) -> list[str]:
         """Tensors that every rank holds whole, and may hold others of: buffers, step counts."""
@@ -240,11 +256,31 @@ class Contents:
         return sorted((p for p in found if p is not None), key=lambda p: -p.values.dtype.itemsize)
 
 
-def encode_state(values: Any, where: str, keep: Any) -> Any:
+def is_extra(name: str) -> bool:
+    """Whether `get_extra_state` gave what a state dict has under a name."""
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+
+
+def encode_state(values: Mapping[Any, Any], where: str, keep: Any) -> dict[str, Any]:
     """An optimizer's state of one parameter, with the names of its tensors."""
-    if isinstance(values, dict):
-        return {str(key): encode(value, f"{where}.{key}", keep) for key, value in values.items()}
-    return encode(values, where, keep)
+    wrong = next((key for key in values if not isinstance(key, str)), None)
+    if wrong is not None:
+        raise CheckpointError(f"{where}: the keys of its state must be texts, but one is {wrong!r:.80}. Name it.")
+    return {key: encode(value, f"{where}.{key}", keep) for key, value in values.items()}
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise unless a file can hold a tensor.
+
+    Raises:
+        CheckpointError: It is sparse or quantized, or its dtype has no name there.
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise CheckpointError(
+            f"{name}: a checkpoint holds dense tensors, but this one is {tensor.layout}, {tensor.dtype}. Convert it, "
+            "or keep it out of the state_dict."
+        )
+    dtype_name(name, _dtype_of(tensor))
 
 
 def _dtype_of(tensor: Tensor) -> torch.dtype:
@@ -266,11 +302,6 @@ def _local(name: str, tensor: Tensor) -> Tensor:
         return exact_values(tensor._cell.resolve(), name)  # type: ignore[attr-defined]
     with torch.no_grad():
         plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    if plain.layout != torch.strided or plain.is_quantized:
-        raise CheckpointError(
-            f"{name}: a checkpoint holds dense tensors, but this one is {plain.layout}. Convert it, or keep it out of "
-            "the state_dict."
-        )
     return plain.detach()
 
 

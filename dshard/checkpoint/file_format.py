@@ -119,7 +119,7 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
     if dtype not in _NAMES:
         raise CheckpointError(
             f"{name}: a safetensors file can hold {', '.join(_NAMES.values())}, but this tensor is {dtype}. Convert it "
-            "first, or use dshard.checkpoint.save."
+            "first."
         )
     return _NAMES[dtype]
 

@@ -10,8 +10,9 @@ import json
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dshard.checkpoint.disk import make_folder, partial_name, sync_folder
@@ -21,12 +22,15 @@ from dshard.errors import CheckpointError
 
 __all__ = ["Draft", "check_target", "checkpoints_in", "find", "is_complete", "part_name", "prune"]
 
-_WRITER = "writer.json"
-_OURS = re.compile(
-    r"dshard(-[0-9a-f]{8})?\.json|"
-    r"shard-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.safetensors|parity-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.bin|"
-    r"(part|row)-\d{5,}\.json|" + re.escape(_WRITER)
+_WRITER = "dshard.writer.json"
+_IN_PLACE = (
+    r"dshard-[0-9a-f]{8}\.json|shard-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.safetensors|"
+    r"parity-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.bin|" + re.escape(_WRITER)
 )
+_OURS = re.compile(_IN_PLACE + r"|dshard\.json|(part|row)-\d{5,}\.json")
+_OUTDATED = re.compile(_IN_PLACE)  # unless the manifest names it
+_LOCK_TIMEOUT_S = 60.0
+_POLL_S = 0.02
 _NONE = f"must be a checkpoint, which is a folder with a {MANIFEST}, or a folder of checkpoints, but there is none"
 _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|removed)")
 
@@ -184,17 +188,28 @@ class Draft:
         check_target(target)
         make_folder(target.parent)
         _remove_leftovers(target.parent)
-        self.target, self.folder = target, partial_name(target)
+        self.target, self.folder, self._lock = target, partial_name(target), -1
+        while not self._begin():  # another save took the new folder for what a killed one left
+            self.folder = partial_name(target)
+
+    def _begin(self) -> bool:
         self.folder.mkdir()
+        path = self.folder / _WRITER
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._lock = os.open(self.folder / _WRITER, flags, 0o666)
-            os.write(self._lock, json.dumps({"dshard": "a checkpoint that is being written"}).encode())
+            self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             with suppress(OSError):  # file systems without locks: what a kill leaves stays there
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(self._lock).st_nlink and path.exists():
+                os.write(self._lock, json.dumps({"dshard": "a checkpoint that is being written"}).encode())
+                return True
+        except FileNotFoundError:
+            return False
         except BaseException:
+            self.close()
             _remove_own(self.folder)
             raise
+        self.close()
+        return False
 
     def publish(self) -> None:
         """Put the folder in its place: whenever the process dies, the old checkpoint or the new one is there, whole.
@@ -204,11 +219,9 @@ class Draft:
         """
         sync_folder(self.folder)
         check_target(self.target)
-        before = _manifest_of(self.target)
-        if before is None and not self._rename():
-            before = read_manifest(self.target)  # another save was faster: the last one stays
-        if before is not None:
-            self._replace(before)
+        if _manifest_of(self.target) is not None or not self._rename():  # perhaps another save was faster
+            with _locked(self.target) as is_locked:
+                self._replace(read_manifest(self.target), is_alone=is_locked)
         self.close()
 
     def _rename(self) -> bool:
@@ -223,15 +236,26 @@ class Draft:
         (self.target / _WRITER).unlink(missing_ok=True)
         return True
 
-    def _replace(self, before: Manifest) -> None:
-        """Put the files into the folder of another checkpoint, whose own go when the new ones are in place."""
-        for child in sorted(self.folder.iterdir()):
-            if child.name not in (MANIFEST, _WRITER):
-                child.rename(self.target / child.name)  # a name that no other save has
+    def _replace(self, before: Manifest, *, is_alone: bool) -> None:
+        """Put the files into the folder of another checkpoint, whose own go when the new ones are in place.
+
+        Args:
+            before: The other one.
+            is_alone: Whether no other save does so now; then what killed ones left there goes, too.
+        """
+        names = sorted({child.name for child in self.folder.iterdir()} - {MANIFEST, _WRITER})
+        try:
+            for name in names:
+                (self.folder / name).rename(self.target / name)  # a name that no other save has
+            sync_folder(self.target)
+            (self.folder / MANIFEST).rename(self.target / MANIFEST)  # from here on it is the new one
+        except BaseException:
+            for name in names:
+                (self.target / name).unlink(missing_ok=True)
+            raise
         sync_folder(self.target)
-        (self.folder / MANIFEST).rename(self.target / MANIFEST)  # from here on it is the new one
-        sync_folder(self.target)
-        for name in before.names:
+        outdated = {child.name for child in self.target.iterdir() if _OUTDATED.fullmatch(child.name)}
+        for name in {*before.names, *(outdated if is_alone else ())} - set(names):
             (self.target / name).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -240,6 +264,37 @@ class Draft:
             _remove_own(self.folder)
             os.close(self._lock)
             self._lock = -1
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Wait until no other save changes a folder; gives False where there are no locks.
+
+    Raises:
+        CheckpointError: Another one does for too long.
+    """
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield _lock(opened, folder)
+    finally:
+        os.close(opened)
+
+
+def _lock(opened: int, folder: Path) -> bool:
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{folder}: one save at a time may put its files there, but another has been at it for "
+                    f"{_LOCK_TIMEOUT_S:.0f} s. Wait for it, or pass another path."
+                ) from error
+            time.sleep(_POLL_S)
+        except OSError:
+            return False
 
 
 def _remove_own(folder: Path) -> None:
@@ -270,6 +325,8 @@ def _remove_leftovers(parent: Path) -> None:
             if kind == "removed":
                 _remove_own(folder)
                 continue
+            with suppress(OSError):
+                folder.rmdir()  # a save that was killed between its first two operations left it empty
             with suppress(OSError):
                 opened = os.open(folder / _WRITER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
                 try:

@@ -1,5 +1,6 @@
 """Load a checkpoint: all of it is read and checked before anything is changed, on every rank."""
 
+import copy
 import json
 import logging
 import os
@@ -7,7 +8,6 @@ import random
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from dshard import collectives
 from dshard.checkpoint.agreement import group_of, share, together
-from dshard.checkpoint.contents import Optimizers, own_name, part_of_tensor
+from dshard.checkpoint.contents import Optimizers, is_extra, part_of_tensor
 from dshard.checkpoint.folders import find
 from dshard.checkpoint.job import lineage_of
 from dshard.checkpoint.manifest import read_manifest
@@ -26,6 +26,7 @@ from dshard.checkpoint.optimizers import prepare_optimizers
 from dshard.checkpoint.saving import OWN, finish_pending
 from dshard.checkpoint.shard_file import ShardReader
 from dshard.checkpoint.source import Load, Source, decoded, dtype_of, writer
+from dshard.checkpoint.stored import own_name
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import CheckpointError
 from dshard.runtime.modes import outside_autograd
@@ -77,22 +78,27 @@ def load(
             )
         if group.world_rank == 0:
             path, passed_over = find(Path(directory))
-            chosen.append(path.name if path != Path(directory) else "")
+            token = read_manifest(path).facts["token"]
+            chosen.append(f"{token}/{path.name if path != Path(directory) else ''}")
             for why in passed_over:
                 warnings.warn(f"checkpoint.load: a newer checkpoint was passed over: {why}", stacklevel=4)
 
     together(group, choose, what)
-    name = share(group, chosen[0] if chosen else "")
+    token, _, name = share(group, chosen[0] if chosen else "").partition("/")
     folder = Path(directory) / name if name else Path(directory)
     jobs: list[Load] = []
-    together(group, lambda: jobs.append(_read_all(folder, model, optimizer, group)), what)
+    together(group, lambda: jobs.append(_read_all(folder, token, model, optimizer, group)), what)
     finish(jobs[0], model, optimizer, group)
     return jobs[0].extra
 
 
-def _read_all(folder: Path, model: nn.Module, optimizer: Any, group: ShardGroup) -> Load:
+def _read_all(folder: Path, token: str, model: nn.Module, optimizer: Any, group: ShardGroup) -> Load:
     """Read and check all that this rank needs of a checkpoint."""
     manifest = read_manifest(folder)
+    if manifest.facts["token"] != token:
+        raise CheckpointError(
+            f"{folder}: all ranks must read one checkpoint, but another save has replaced it meanwhile. Load it again."
+        )
     with ShardReader(folder, manifest) as reader:
         job = prepared(Source(folder, manifest, reader, group), model, optimizer)
         if manifest.world_size == group.world_size:
@@ -121,9 +127,13 @@ def prepared(source: Source, model: nn.Module, optimizer: Any) -> Load:
 def finish(job: Load, model: nn.Module, optimizer: Any, group: ShardGroup) -> None:
     """Put what was read into the model and its optimizers.
 
+    Raises:
+        CheckpointError: A module raised in `set_extra_state`. On every rank alike; nothing was changed.
+
     Communicates:
-        An all-reduce of 8 bytes.
+        Two all-reduces of 8 bytes.
     """
+    _set_extra_states(group, job)
     with outside_autograd():
         allocate(model, dict.fromkeys(job.on_meta, torch.device(group.device_type)))
         for commit in job.commits:
@@ -149,7 +159,7 @@ def _values(state: Any) -> list[Any]:
 
 def _prepare_model(source: Source, model: nn.Module, job: Load) -> None:
     state = model.state_dict(keep_vars=True)
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and not is_extra(name)}
     beyond = [name for name in source.names("model.") if name.removeprefix("model.") not in tensors]
     if beyond:
         raise CheckpointError(
@@ -203,9 +213,26 @@ def _prepare_extra_state(source: Source, model: nn.Module, names: set[str], job:
             "them alone. Build the model as it was when it was saved."
         )
     for name, value in saved.items():
-        owner = name.rpartition(".")[0] if "." in name else ""
-        found = decoded(source, value, name)
-        job.commits.append(partial(model.get_submodule(owner).set_extra_state, found))
+        owner = model.get_submodule(name.rpartition(".")[0])
+        job.extra_states.append((owner, decoded(source, value, name)))
+
+
+def _set_extra_states(group: ShardGroup, job: Load) -> None:
+    """Give modules their extra state, and where one refuses it, on any rank, all of them the old one."""
+    before: list[tuple[nn.Module, Any]] = []
+
+    def change() -> None:
+        for module, value in job.extra_states:
+            before.append((module, copy.deepcopy(module.get_extra_state())))
+            module.set_extra_state(value)
+
+    if job.manifest.facts["extra_state"]:
+        try:
+            together(group, change, "checkpoint.load: set_extra_state of a module failed")
+        except CheckpointError:
+            for module, value in reversed(before):
+                module.set_extra_state(value)
+            raise
 
 
 def _prepare_own(source: Source, job: Load) -> None:
@@ -219,11 +246,13 @@ def _prepare_own(source: Source, job: Load) -> None:
     raw: Any = source.reader.read(name, found, (0,), found.shape).numpy()
     try:
         own = json.loads(raw.tobytes())
-        states = decoded(source, own["random"], "the random states")
+        states = _random_states(decoded(source, own["random"], "the random states"))
         extra = facts["extra"] if facts["are_alike"] else own["extra"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(
-            f"{source.folder}: '{name}' must be JSON, but {error}. Use another checkpoint."
+            f"{source.folder}: '{name}' must be as save wrote it, but {error}. Use another checkpoint."
         ) from error
     job.extra = decoded(source, extra, "extra")
     if is_same_size:
@@ -236,12 +265,22 @@ def _prepare_own(source: Source, job: Load) -> None:
         )
 
 
+def _random_states(saved: Any) -> dict[str, Any]:
+    """What generators take, tried on others than those of the program."""
+    states = {**saved, "numpy": {**saved["numpy"], "state": dict(saved["numpy"]["state"])}}
+    numpy_state = states["numpy"]["state"]
+    if "key" in numpy_state:
+        numpy_state["key"] = np.array(numpy_state["key"], dtype=np.uint32)
+    torch.Generator().set_state(states["torch"])
+    random.Random().setstate(states["python"])
+    if states["numpy"]["bit_generator"] == "MT19937":
+        np.random.RandomState().set_state(states["numpy"])
+    return states
+
+
 def _set_random_states(states: Mapping[str, Any], device_type: str) -> None:
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
-    numpy_state = {**states["numpy"], "state": dict(states["numpy"]["state"])}
-    if "key" in numpy_state["state"]:
-        numpy_state["state"]["key"] = np.array(numpy_state["state"]["key"], dtype=np.uint32)
-    np.random.set_state(numpy_state)  # noqa: NPY002 - the global one is what was kept
+    np.random.set_state(states["numpy"])  # noqa: NPY002 - the global one is what was kept
     if "device" in states and device_type != "cpu":
         torch.get_device_module(device_type).set_rng_state(states["device"])

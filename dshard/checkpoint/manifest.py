@@ -12,7 +12,7 @@ from typing import Any
 
 from dshard.checkpoint.disk import open_regular, read_exactly
 from dshard.checkpoint.parity import Row, Stripes, group_around
-from dshard.checkpoint.stored import DamageError, StoredFile, StoredTensor, as_list, num_blocks
+from dshard.checkpoint.stored import DamageError, StoredFile, StoredTensor, are_counts, as_list, num_blocks, own_name
 from dshard.errors import CheckpointError
 
 __all__ = [
@@ -215,6 +215,8 @@ def _checked(value: Any) -> Manifest:
     for name, kind in _FACTS.items():
         if name not in body or not isinstance(body[name], kind):
             raise DamageError(f"'{name}' must be there, of its kind, but it is {str(body.get(name, 'missing'))[:40]!r}")
+    if not are_counts(body["step"], body["sequence"]):
+        raise DamageError(f"'step' and 'sequence' must be counts, but are {body['step']} and {body['sequence']}")
     if not re.fullmatch(r"[0-9a-f]{8}", body["token"]):
         raise DamageError(f"'token' must be 8 hex digits, but is {body['token']!r:.40}")
     if not isinstance(body["tensors"], dict) or not isinstance(body["aliases"], dict):
@@ -227,7 +229,7 @@ def _checked(value: Any) -> Manifest:
         except DamageError as damage:
             raise DamageError(f"of '{name}' {damage}") from damage
     for name, target in body["aliases"].items():
-        if target not in tensors or name in tensors:
+        if name in tensors or (target not in tensors and own_name(0, target) not in tensors):
             raise DamageError(f"'{name}' must be another name of a tensor, but '{str(target)[:80]}' is none")
     facts = {name: body[name] for name in _FACTS if name != "parity"}
     rows = tuple(Row.from_json(row) for row in body["parity"] or ())

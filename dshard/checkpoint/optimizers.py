@@ -1,6 +1,8 @@
 """Load what a checkpoint has of optimizers: their groups, and the state of each parameter."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch.optim import Optimizer
 
 from dshard.checkpoint.contents import Optimizers, Part, name_of_params, part_of_tensor
 from dshard.checkpoint.source import Load, Source, decoded, dtype_of, writer
+from dshard.checkpoint.stored import StoredTensor
 from dshard.checkpoint.trees import same_kind
 from dshard.errors import CheckpointError
 from dshard.tensor import ShardedTensor
@@ -37,7 +40,7 @@ def prepare_optimizers(source: Source, model: nn.Module, optimizers: Optimizers,
 
 
 def _check_optimizer(source: Source, optimizer: Optimizer, facts: Any) -> None:
-    kinds = {"kind": str, "prefix": str, "groups": list, "state": dict}
+    kinds = {"kind": str, "prefix": str, "groups": list, "state": dict, "whole": list, "common": dict}
     if not isinstance(facts, dict) or any(not isinstance(facts.get(key), kind) for key, kind in kinds.items()):
         raise CheckpointError(f"{source.folder}: an optimizer in it is damaged. Use another checkpoint.")
     if facts["kind"] != type(optimizer).__name__:
@@ -67,6 +70,7 @@ def _prepare_groups(
         own = {key: value for key, value in group.items() if key != "params"}
         _check_options(source, i, options, own)
         job.commits.append(partial(_set_options, group, options))
+        job.groups.update(dict.fromkeys(map(id, group["params"]), options))
 
 
 def _check_options(source: Source, i: int, saved: Any, own: Mapping[str, Any]) -> None:
@@ -81,6 +85,11 @@ def _check_options(source: Source, i: int, saved: Any, own: Mapping[str, Any]) -
             raise CheckpointError(
                 f"{source.folder}: param_groups[{i}]['{key}'] must be of the kind that the optimizer has, "
                 f"{own[key]!r:.40}, but it is {value!r:.40}. It is damaged, or of another optimizer."
+            )
+        if key == "lr" and (value is None or not math.isfinite(value)):
+            raise CheckpointError(
+                f"{source.folder}: param_groups[{i}]['lr'] must be a finite number, but it is {value!r:.40}. It is "
+                "damaged."
             )
 
 
@@ -108,33 +117,59 @@ def _prepare_state(
         if saved is None:
             job.commits.append(partial(optimizer.state.pop, param, None))
             continue
-        old = optimizer.state.get(param, {})
-        values, writes = {}, []
-        for key, value in saved.items() if isinstance(saved, dict) else ():
-            values[key], write = _state_value(source, value, old.get(key), param, f"{facts['prefix']}.{name}.{key}")
-            writes.append(write)
-        job.commits += [write for write in writes if write is not None]
+        if not isinstance(saved, dict) or not saved:
+            raise CheckpointError(
+                f"{source.folder}: the state of '{name}' must be an object, but it is {saved!r:.40}. It is damaged."
+            )
+        old, values = optimizer.state.get(param, {}), {}
+        home = _Home(source, param, job.groups[id(param)], facts["whole"])
+        for key, value in saved.items():
+            values[key], write = home.take(key, value, old.get(key), f"{facts['prefix']}.{name}.{key}")
+            if write is not None:
+                job.commits.append(write)
         job.commits.append(partial(optimizer.state.__setitem__, param, values))
+    common = decoded(source, facts["common"], f"{facts['prefix']}.state")
+    if not isinstance(common, dict) or any(isinstance(key, Tensor) for key in common):
+        raise CheckpointError(f"{source.folder}: '{facts['prefix']}.state' must be an object. It is damaged.")
+    gone = [key for key in optimizer.state if not isinstance(key, Tensor) and key not in common]
+    job.commits += [partial(optimizer.state.pop, key, None) for key in gone]
+    job.commits.append(partial(optimizer.state.update, common))
 
 
-def _state_value(
-    source: Source, saved: Any, old: Any, param: Tensor, what: str
-) -> tuple[Any, Callable[[], None] | None]:
-    """A value of an optimizer's state, and how to write it if it is a tensor that is there."""
-    name = saved.get("$named") if isinstance(saved, dict) and len(saved) == 1 else None
-    if name is None:
-        return decoded(source, saved, what), None
-    found = source.stored(name)
-    if found is None:
-        raise CheckpointError(f"{source.folder}: '{what}' must be stored, but it is not. Use another checkpoint.")
-    shape, dtype = found[1].shape, found[1].dtype
-    if isinstance(old, Tensor) and tuple(old.shape) == shape and dtype_of(old) == dtype and not old.is_meta:
-        return old, writer(old, source.read(name, part_of_tensor(old), dtype))
-    if shape and shape == tuple(param.shape) and isinstance(param, ShardedTensor):
-        part = part_of_tensor(param)
-        shard = source.read(name, part, dtype)
-        home = source.group.device_type if param.is_meta and param.offload is None else str(param.storage_device)
-        shard = shard.to(home if home != "meta" else source.group.device_type)
-        return param.like(ShardCell(shard, param._layout, is_shared=True), dtype=dtype), None
-    values = source.read(name, Part(shape, (0,) * len(shape), shape), dtype)
-    return (values.to(param.device) if shape and not param.is_meta else values), None
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """Where the state of a parameter belongs.
+
+    Args:
+        source: The checkpoint.
+        param: The parameter.
+        options: Of its group.
+        whole: Names of states that are no shards, whatever their shape.
+    """
+
+    source: Source
+    param: Tensor
+    options: Mapping[str, Any]
+    whole: Collection[Any]
+
+    def take(self, key: str, saved: Any, old: Any, what: str) -> tuple[Any, Callable[[], None] | None]:
+        """A value, and how to write it if it is a tensor that is there."""
+        name = saved.get("$named") if isinstance(saved, dict) and len(saved) == 1 else None
+        found = self.source.stored(name) if isinstance(name, str) else None
+        if isinstance(name, str) and found is not None and isinstance(old, Tensor) and not old.is_meta:
+            shape, dtype = found[1].shape, found[1].dtype
+            if tuple(old.shape) == shape and dtype_of(old) == dtype:
+                return old, writer(old, self.source.read(name, part_of_tensor(old), dtype))
+        return decoded(self.source, saved, what, partial(self._made, key)), None
+
+    def _made(self, key: str, name: str, stored: StoredTensor) -> Tensor:
+        """A tensor that was not there before."""
+        param, shape = self.param, stored.shape
+        own = param.storage_device if isinstance(param, ShardedTensor) else param.device
+        home = self.source.group.device_type if own.type == "meta" else own
+        if shape and shape == tuple(param.shape) and isinstance(param, ShardedTensor) and name not in self.whole:
+            shard = self.source.read(name, part_of_tensor(param), stored.dtype).to(home)
+            return param.like(ShardCell(shard, param._layout, is_shared=True), dtype=stored.dtype)
+        values = self.source.read(name, Part(shape, (0,) * len(shape), shape), stored.dtype)
+        is_on_host = key == "step" and not (self.options.get("capturable") or self.options.get("fused"))
+        return values if is_on_host else values.to(home)  # as torch's own load_state_dict places them

@@ -7,6 +7,7 @@ import random
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dshard.checkpoint.agreement import agree, group_of, share, together
-from dshard.checkpoint.contents import Contents, Optimizers, own_name
+from dshard.checkpoint.contents import Contents, Optimizers
 from dshard.checkpoint.folders import Draft
 from dshard.checkpoint.job import Job, lineage_of
 from dshard.checkpoint.shard_file import Piece
 from dshard.checkpoint.snapshot import Snapshot
+from dshard.checkpoint.stored import own_name
 from dshard.checkpoint.trees import encode
 from dshard.collectives import ShardGroup, timeout_of
 from dshard.errors import CheckpointError, DivergenceError
@@ -152,21 +154,23 @@ def save(
     def collect() -> None:
         _check_arguments(directory, step, keep, asynchronous)
         _check_parity(parity, group)
-        found.append((Path(directory), Contents(model, Optimizers(optimizer)), encode(extra, "extra")))
+        found.append((Path(directory).absolute(), Contents(model, Optimizers(optimizer)), encode(extra, "extra")))
 
     together(group, collect, f"{directory}: collecting what to save failed")
     target, contents, own_extra = found[0]
     refuse_meta("checkpoint.save", list(contents.tensors.items()))
     are_alike = _agree_on_arguments(group, (str(target), step, keep, asynchronous, parity), contents, own_extra)
-    differing = _differing(group, contents)
     own = {"random": random_states(group), "extra": own_extra}
     pieces: list[Piece] = []
     places = group.world_rank, group.world_size
-    together(group, lambda: pieces.extend(contents.pieces(*places, differing)), f"{target}: taking the shards failed")
+
+    def cut() -> None:
+        pieces.extend([*contents.pieces(*places, _differing(group, contents)), own_piece(group, own)])
+
+    together(group, cut, f"{target}: taking the shards failed")
     draft: list[Draft] = []
     together(group, lambda: _begin(draft, group, target), f"{target}: a checkpoint needs a folder that can be made")
     folder = target.with_name(share(group, draft[0].folder.name if draft else ""))
-    pieces.append(own_piece(group, own))
     facts = {**facts_of(contents, step), "extra": own_extra if are_alike else None, "are_alike": are_alike}
     job = Job(
         *places, folder, facts, contents.aliases, contents.without_values(), lineage_of(model), keep, bool(parity)
@@ -195,7 +199,7 @@ def _failed(target: Path) -> str:
 def _check_arguments(directory: Any, step: Any, keep: Any, asynchronous: Any) -> None:
     if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
         raise CheckpointError(f"checkpoint.save: directory must be a path, but it is {directory!r:.80}. Name a folder.")
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 62:
         raise CheckpointError(
             f"checkpoint.save: step must be the number of finished steps, but it is {step!r:.80}. Pass an int, 0 or "
             "more."
@@ -305,18 +309,23 @@ _MEMORY: dict[str, Tensor] = {}  # of snapshots, by the name of the ranks' group
 def _begin_asynchronous(
     job: Job, group: ShardGroup, target: Path, pieces: Sequence[Piece], draft: Sequence[Draft]
 ) -> PendingSave:
-    snapshot = Snapshot(pieces, _MEMORY.get(group.full_name))
-    _MEMORY[group.full_name] = snapshot.memory
+    taken: list[Snapshot] = []
+
+    def take() -> None:
+        taken.append(Snapshot(pieces, _MEMORY.get(group.full_name)))
+
+    started: list[PendingSave] = []
     found = timeout_of(group.process_group)
     timeout_s = found.total_seconds() if found is not None else _TIMEOUT_S
 
     def run() -> None:
         try:
             try:
-                job.write(snapshot.copy())
+                job.write(taken[0].copy())
                 job.write_row(timeout_s)
             except Exception as error:
-                job.write_error(error)
+                with suppress(OSError):
+                    job.write_error(error)
                 raise
             for each in draft:
                 job.publish(each, timeout_s=timeout_s)
@@ -324,5 +333,15 @@ def _begin_asynchronous(
             for each in draft:
                 each.close()
 
-    pending = _PENDING[group.full_name] = PendingSave(target, group, run)
+    try:
+        together(group, take, f"{target}: copying what to save failed")
+        _MEMORY[group.full_name] = taken[0].memory
+        together(group, lambda: started.append(PendingSave(target, group, run)), f"{target}: starting to write failed")
+    except CheckpointError:
+        for snapshot in taken if not started else ():
+            snapshot.give_up()
+        for each in draft if not started else ():
+            each.close()
+        raise
+    pending = _PENDING[group.full_name] = started[0]
     return pending

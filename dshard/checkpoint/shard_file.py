@@ -5,6 +5,7 @@ part lies in: nothing that was read is believed before it was compared.
 """
 
 import hashlib
+import json
 import math
 import os
 import zlib
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dshard.checkpoint.disk import create, open_regular, read_exactly, write_all
-from dshard.checkpoint.file_format import file_header
+from dshard.checkpoint.file_format import dtype_name, file_header
 from dshard.checkpoint.manifest import Manifest
 from dshard.checkpoint.parity import Stripes, group_around
 from dshard.checkpoint.stored import BLOCK_BYTES, Chunk, StoredFile, StoredTensor, num_blocks
@@ -94,12 +95,12 @@ def write_shard_file(path: Path, pieces: Sequence[Piece], index: int) -> tuple[S
 
 def host_bytes(values: Tensor) -> Iterator[Tensor]:
     """A tensor's bytes on the host, a bounded number of them at a time, shape (bytes,), uint8."""
-    values = values.detach()
+    values = values.detach().resolve_conj().resolve_neg()
     if not values.is_contiguous():
         values = values.contiguous()
     flat = values.view(-1) if values.dim() else values.view(1)
     if flat.is_complex():
-        flat = torch.view_as_real(flat.resolve_conj()).view(-1)
+        flat = torch.view_as_real(flat).view(-1)
     raw = flat.view(torch.uint8)
     for part in raw.split(_COPY_BYTES):
         yield part if part.device.type == "cpu" else part.cpu()
@@ -118,6 +119,7 @@ class ShardReader:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
         self._opened: dict[str, int | CheckpointError] = {}
+        self._entries: dict[int, dict[str, Any]] = {}
         self.rebuilt: set[str] = set()  # names of files that parity stood in for
 
     def __enter__(self) -> "ShardReader":
@@ -228,6 +230,7 @@ class ShardReader:
         raw = torch.view_as_real(into) if into.is_complex() else into
         view = _bytes_of(raw.view(-1).view(torch.uint8) if raw.dim() else raw.view(1).view(torch.uint8))
         size, end = stored.num_bytes(chunk), begin + len(view)
+        self._check_entry(name, stored, chunk)
         sums = self._sums(name, chunk, num_blocks(size))
         for block in range(begin // BLOCK_BYTES, num_blocks(end)):
             start, stop = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, size)
@@ -245,6 +248,29 @@ class ShardReader:
             if not is_inside:
                 low, high = max(begin, start), min(end, stop)
                 view[low - begin : high - begin] = target[low - start : high - start]
+
+    def _check_entry(self, name: str, stored: StoredTensor, chunk: Chunk) -> None:
+        """Compare what the manifest and a file's header say of a chunk."""
+        file = self._manifest.files[chunk.file]
+        if chunk.file not in self._entries:
+            header = self.header(chunk.file)
+            try:
+                self._entries[chunk.file] = dict(json.loads(header[8:]))
+            except (ValueError, TypeError, RecursionError) as error:
+                raise CheckpointError(f"{self._folder / file.name}: its header must be JSON, but {error}.") from error
+        start = chunk.start - file.data_start
+        wanted = {
+            "dtype": dtype_name(name, stored.dtype),
+            "shape": list(chunk.sizes),
+            "data_offsets": [start, start + stored.num_bytes(chunk)],
+        }
+        plain = name.partition("/")[2] if name.startswith("copy-") else name
+        found = self._entries[chunk.file].get(plain)
+        if found != wanted:
+            raise CheckpointError(
+                f"{self._folder / file.name}: its header must say of '{plain}' what the manifest does, {wanted}, but "
+                f"says {found}. They are of different checkpoints, or damaged; {_REMEDY}."
+            )
 
     def _sums(self, name: str, chunk: Chunk, count: int) -> memoryview:
         """The sums of a chunk's blocks."""

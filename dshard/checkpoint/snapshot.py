@@ -92,6 +92,11 @@ class Snapshot:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         return copied
 
+    def give_up(self) -> None:
+        """Let nobody wait for copies that nobody makes."""
+        self._is_copied.set()
+        _OPEN.discard(self)
+
     def wait(self) -> None:
         """Wait until the copies are made."""
         self._is_copied.wait()

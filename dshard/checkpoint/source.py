@@ -1,17 +1,17 @@
 """A checkpoint as one rank reads it, and what is left to do when all of it was read."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dshard.checkpoint.contents import Part, own_name
+from dshard.checkpoint.contents import Part
 from dshard.checkpoint.manifest import Manifest
-from dshard.checkpoint.stored import StoredTensor
+from dshard.checkpoint.stored import StoredTensor, own_name
 from dshard.checkpoint.trees import decode
 from dshard.collectives import ShardGroup
 from dshard.errors import CheckpointError
@@ -30,12 +30,16 @@ class Load:
         extra: What `load` returns.
         on_meta: Names of parameters and buffers that need memory first.
         commits: What to do, in order.
+        extra_states: Modules with what their `set_extra_state` is to get, which may raise.
+        groups: Options of the group of each parameter that is trained, by identity.
     """
 
     manifest: Manifest
     extra: Any = None
     on_meta: list[str] = field(default_factory=list)
-    commits: list[Callable[[], None]] = field(default_factory=list)
+    commits: list[Callable[[], object]] = field(default_factory=list)
+    extra_states: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    groups: dict[int, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class Reader(Protocol):
@@ -96,14 +100,16 @@ class Source:
                 yield plain
 
 
-def decoded(source: Source, value: Any, what: str) -> Any:
-    """A value of the manifest, with the tensors that it names."""
+def decoded(source: Source, value: Any, what: str, made: Callable[[str, StoredTensor], Tensor] | None = None) -> Any:
+    """A value of the manifest, with the tensors that it names; by default whole ones on the host."""
 
     def named(name: str) -> Tensor:
         found = source.stored(name)
         if found is None:
             raise ValueError(f"'{name}' is not stored")
         kept, stored = found
+        if made is not None:
+            return made(name, stored)
         return source.reader.read(kept, stored, (0,) * len(stored.shape), stored.shape)
 
     try:

@@ -11,7 +11,17 @@ import torch
 
 from dshard.checkpoint.file_format import dtype_name, dtype_of
 
-__all__ = ["BLOCK_BYTES", "Chunk", "DamageError", "StoredFile", "StoredTensor", "as_list", "num_blocks"]
+__all__ = [
+    "BLOCK_BYTES",
+    "Chunk",
+    "DamageError",
+    "StoredFile",
+    "StoredTensor",
+    "are_counts",
+    "as_list",
+    "num_blocks",
+    "own_name",
+]
 
 BLOCK_BYTES = 1 << 18  # what one sum is of: a reader of a part of a chunk reads at most two of them too many
 _FILE_NAME = re.compile(r"shard-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.safetensors")
@@ -53,7 +63,7 @@ class StoredFile:
         name, size, data_start, header_sum, sums_start = as_list(value, 5)
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
             raise DamageError(f"a file must be named as a shard is, in this folder, but one is {name!r}")
-        if not _are_counts(size, data_start, sums_start) or not data_start <= sums_start <= size:
+        if not are_counts(size, data_start, sums_start) or not data_start <= sums_start <= size:
             raise DamageError(f"'{name}' must begin with its header and end with its sums, but has {value[1:]}")
         if not isinstance(header_sum, str) or not re.fullmatch(r"[0-9a-f]{64}", header_sum):
             raise DamageError(f"'{name}' must have the SHA-256 of its header, but has {header_sum!r}")
@@ -97,7 +107,7 @@ class Chunk:
             DamageError: It is no such thing.
         """
         file, offsets, sizes, start, first_sum, checksum = as_list(value, 6)
-        if not _are_counts(file, start, first_sum, checksum, *as_list(offsets), *as_list(sizes)):
+        if not are_counts(file, start, first_sum, checksum, *as_list(offsets), *as_list(sizes)):
             raise DamageError(f"a chunk must be counts and lists of counts, but is {value}")
         return cls(file, tuple(offsets), tuple(sizes), start, first_sum, checksum)
 
@@ -134,7 +144,7 @@ class StoredTensor:
         name, shape, chunks = as_list(value, 3)
         if not isinstance(name, str) or (dtype := dtype_of(name)) is None:
             raise DamageError(f"a dtype must be one that safetensors has, but is {name!r}")
-        if not _are_counts(*as_list(shape)):
+        if not are_counts(*as_list(shape)):
             raise DamageError(f"a shape must be a list of counts, but is {shape}")
         found = cls(dtype, tuple(shape), tuple(Chunk.from_json(chunk) for chunk in as_list(chunks)))
         _check_cover(found)
@@ -177,5 +187,11 @@ def as_list(value: Any, length: int | None = None) -> Sequence[Any]:
     return value
 
 
-def _are_counts(*values: Any) -> bool:
+def are_counts(*values: Any) -> bool:
+    """Whether these are ints, from 0 on, of a size that files and tensors can have."""
     return all(type(value) is int and 0 <= value < 1 << 62 for value in values)
+
+
+def own_name(rank: int, name: str) -> str:
+    """What a tensor is stored under of which every rank has values of its own."""
+    return f"rank-{rank}/{name}"

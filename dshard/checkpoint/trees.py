@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dshard.errors import CheckpointError
 
 __all__ = ["decode", "encode", "same_kind"]
 
 _MAX_DEPTH = 100
+_MAX_INT_BITS = 1 << 13  # what Python reads back
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _KINDS = ("$tuple", "$items", "$bytes", "$tensor", "$named")
 
 
@@ -37,7 +40,11 @@ def encode(value: Any, where: str, keep: Callable[[Tensor, str], str] | None = N
 def _encode(value: Any, where: str, keep: Callable[[Tensor, str], str] | None, depth: int) -> Any:
     if not depth:
         raise CheckpointError(f"{where}: may be nested {_MAX_DEPTH} deep, but is nested deeper. Does it hold itself?")
-    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if type(value) is int:
+        if abs(value) >> _MAX_INT_BITS:
+            raise CheckpointError(f"{where}: an int may have {_MAX_INT_BITS} bits, but has {value.bit_length()}.")
         return value
     if isinstance(value, float):
         return float(value)
@@ -60,7 +67,8 @@ def _encode(value: Any, where: str, keep: Callable[[Tensor, str], str] | None, d
 
 
 def _values_of(tensor: Tensor) -> dict[str, Any]:
-    host = tensor.detach().cpu().contiguous()
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    host = full.detach().cpu().contiguous().resolve_conj().resolve_neg()
     raw = host.reshape(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
     return {
         "dtype": str(host.dtype).removeprefix("torch."),
@@ -102,9 +110,9 @@ def decode(value: Any, named: Callable[[str], Any] | None = None) -> Any:
 
 def _tensor_of(content: dict[str, Any]) -> Tensor:
     try:
-        dtype, shape = getattr(torch, content["dtype"]), content["shape"]
+        dtype, shape = _DTYPES[content["dtype"]], content["shape"]
         raw = base64.b64decode(content["bytes"], validate=True)
-        if not isinstance(dtype, torch.dtype) or len(raw) != math.prod(shape) * dtype.itemsize:
+        if len(raw) != math.prod(shape) * dtype.itemsize:
             raise ValueError("its bytes are of another number")
         flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
         return flat.view(shape)
