@@ -9,7 +9,7 @@ from torch import nn
 
 from dshard import collectives
 from dshard.collectives import ReduceOp, ShardGroup
-from dshard.errors import CheckpointError
+from dshard.errors import CheckpointError, DShardError
 from dshard.tensor import ShardedTensor
 from dshard.tensor.inner import groups_of, joined_group
 
@@ -67,7 +67,7 @@ def agree(group: ShardGroup, error: Exception | None, what: str) -> None:
     text = _text(error, what).encode(errors="replace")[:_MAX_TEXT_BYTES] if group.world_rank == first else b""
     sent = torch.tensor(list(text.ljust(_MAX_TEXT_BYTES, b"\0")), dtype=torch.uint8, device=group.device_type)
     received = collectives.all_reduce([sent], group, ReduceOp.MAX, label=_LABEL, everywhere=True).wait()[0]
-    if isinstance(error, CheckpointError):
+    if isinstance(error, DShardError):
         raise error
     if error is not None:
         raise CheckpointError(_text(error, what)) from error
@@ -87,6 +87,6 @@ def share(group: ShardGroup, text: str) -> str:
 
 
 def _text(error: Exception | None, what: str) -> str:
-    if error is None or isinstance(error, CheckpointError):
+    if error is None or isinstance(error, DShardError):
         return str(error)
     return f"{what}, but {type(error).__name__}: {error}. Check the path, its permissions and the space left."

@@ -28,9 +28,9 @@ __all__ = [
 PARTIAL = ".partial"
 
 
-def partial_name(path: Path) -> Path:
-    """A hidden name beside `path` that is not in use and cannot be guessed."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
+def partial_name(path: Path, token: str | None = None) -> Path:
+    """A hidden name beside `path` that cannot be guessed, or the one that has a token of 16 hex digits."""
+    return path.with_name(f".{path.name}.{token or secrets.token_hex(8)}{PARTIAL}")
 
 
 def make_folder(folder: Path) -> None:

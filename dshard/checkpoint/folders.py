@@ -211,6 +211,11 @@ class Draft:
         self.close()
         return False
 
+    @property
+    def token(self) -> str:
+        """What makes the folder's name, 16 hex digits."""
+        return self.folder.name.split(".")[-2]
+
     def publish(self) -> None:
         """Put the folder in its place: whenever the process dies, the old checkpoint or the new one is there, whole.
 

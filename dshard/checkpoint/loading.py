@@ -7,7 +7,7 @@ import os
 import random
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from dshard.checkpoint.folders import find
 from dshard.checkpoint.job import lineage_of
 from dshard.checkpoint.manifest import read_manifest
 from dshard.checkpoint.optimizers import prepare_optimizers
-from dshard.checkpoint.saving import OWN, finish_pending
+from dshard.checkpoint.own import OWN, set_random_states
+from dshard.checkpoint.pending import finish_pending
 from dshard.checkpoint.shard_file import ShardReader
 from dshard.checkpoint.source import Load, Source, decoded, dtype_of, writer
 from dshard.checkpoint.stored import own_name
@@ -256,7 +257,7 @@ def _prepare_own(source: Source, job: Load) -> None:
         ) from error
     job.extra = decoded(source, extra, "extra")
     if is_same_size:
-        job.commits.append(lambda: _set_random_states(states, source.group.device_type))
+        job.commits.append(lambda: set_random_states(states, source.group.device_type))
     elif not facts["are_alike"]:
         warnings.warn(
             f"checkpoint.load: {source.manifest.world_size} ranks saved different extras, and "
@@ -276,11 +277,3 @@ def _random_states(saved: Any) -> dict[str, Any]:
     if states["numpy"]["bit_generator"] == "MT19937":
         np.random.RandomState().set_state(states["numpy"])
     return states
-
-
-def _set_random_states(states: Mapping[str, Any], device_type: str) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])  # noqa: NPY002 - the global one is what was kept
-    if "device" in states and device_type != "cpu":
-        torch.get_device_module(device_type).set_rng_state(states["device"])

@@ -16,8 +16,9 @@ from dshard.checkpoint.file_format import dtype_name, dtype_of
 from dshard.checkpoint.job import lineage_of
 from dshard.checkpoint.loading import finish, prepared
 from dshard.checkpoint.manifest import Manifest
+from dshard.checkpoint.own import own_piece, random_states
 from dshard.checkpoint.parity import Stripes
-from dshard.checkpoint.saving import facts_of, own_piece, random_states
+from dshard.checkpoint.saving import facts_of
 from dshard.checkpoint.shard_file import Piece, host_bytes
 from dshard.checkpoint.source import Source
 from dshard.checkpoint.stored import Chunk, StoredFile, StoredTensor

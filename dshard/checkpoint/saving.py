@@ -1,105 +1,40 @@
 """Save a model and its optimizers: every rank its shards, into one folder that is there whole or not at all."""
 
-import json
-import logging
 import os
-import random
-import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dshard.checkpoint.agreement import agree, group_of, share, together
+from dshard import collectives
+from dshard.checkpoint.agreement import agree, group_of, together
 from dshard.checkpoint.contents import Contents, Optimizers
+from dshard.checkpoint.disk import partial_name
 from dshard.checkpoint.folders import Draft
 from dshard.checkpoint.job import Job, lineage_of
+from dshard.checkpoint.own import own_piece, random_states
+from dshard.checkpoint.pending import PendingSave, settle_pending
 from dshard.checkpoint.shard_file import Piece
 from dshard.checkpoint.snapshot import Snapshot
-from dshard.checkpoint.stored import own_name
 from dshard.checkpoint.trees import encode
-from dshard.collectives import ShardGroup, timeout_of
+from dshard.collectives import ReduceOp, ShardGroup, timeout_of
 from dshard.errors import CheckpointError, DivergenceError
 from dshard.runtime.full_values import refuse_meta
 from dshard.runtime.sync import agree as equal_on_ranks
-from dshard.runtime.sync import checksum
 
-__all__ = ["OWN", "PendingSave", "finish_pending", "save"]
+__all__ = ["facts_of", "save"]
 
-OWN = "own"  # what each rank alone knows, its random state above all
-_LOG = logging.getLogger("dshard")
 _VISIBLE_S = 30.0  # for a file of another rank, on network file systems
 _TIMEOUT_S = 1800.0  # where a backend does not say its own
-_PENDING: "dict[str, PendingSave]" = {}  # by the name of the ranks' group: one at a time
-
-
-class PendingSave:
-    """An asynchronous save, of which this rank's part is being written.
-
-    Args:
-        target: Where the checkpoint will be.
-        group: The ranks that write it.
-        action: Writes this rank's part.
-    """
-
-    def __init__(self, target: Path, group: ShardGroup, action: Callable[[], None]) -> None:
-        self.path = target
-        self._group, self._action = group, action
-        self._error: Exception | None = None
-        self._is_agreed = False
-        self._thread = threading.Thread(target=self._run, name="dshard-save")  # a process that ends waits for it
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._action()
-        except Exception as error:
-            self._error = error
-            _LOG.error("%s: the asynchronous save failed: %s", self.path, error)
-
-    def done(self) -> bool:
-        """Whether this rank's part is written, and on rank 0 the checkpoint in its place, or failed."""
-        return not self._thread.is_alive()
-
-    def result(self) -> Path:
-        """Wait until the checkpoint is in its place; to be called on all ranks. The next save calls it.
-
-        Returns:
-            The checkpoint's folder.
-
-        Raises:
-            CheckpointError: It could not be written. On every rank alike.
-
-        Communicates:
-            An all-reduce of 8 bytes, the first time.
-        """
-        self._thread.join()
-        if _PENDING.get(self._group.full_name) is self:
-            del _PENDING[self._group.full_name]
-        if not self._is_agreed:
-            self._is_agreed = True
-            try:
-                agree(self._group, self._error, _failed(self.path))
-            except CheckpointError as error:
-                self._error = error
-        if self._error is not None:
-            raise self._error
-        return self.path
-
-
-def finish_pending(group: ShardGroup) -> None:
-    """Wait for the asynchronous save of some ranks, if there is one, and raise what went wrong with it."""
-    earlier = _PENDING.get(group.full_name)
-    if earlier is not None:
-        earlier.result()
 
 
 def save(
@@ -148,33 +83,26 @@ def save(
         Some all-reduces of a few bytes, and one of 16 bytes for each buffer and number of an optimizer; no values.
     """
     group = group_of(model)
-    finish_pending(group)
-    found: list[tuple[Path, Contents, Any]] = []
-
-    def collect() -> None:
-        _check_arguments(directory, step, keep, asynchronous)
-        _check_parity(parity, group)
-        found.append((Path(directory).absolute(), Contents(model, Optimizers(optimizer)), encode(extra, "extra")))
-
-    together(group, collect, f"{directory}: collecting what to save failed")
-    target, contents, own_extra = found[0]
-    refuse_meta("checkpoint.save", list(contents.tensors.items()))
-    are_alike = _agree_on_arguments(group, (str(target), step, keep, asynchronous, parity), contents, own_extra)
-    own = {"random": random_states(group), "extra": own_extra}
-    pieces: list[Piece] = []
-    places = group.world_rank, group.world_size
-
-    def cut() -> None:
-        pieces.extend([*contents.pieces(*places, _differing(group, contents)), own_piece(group, own)])
-
-    together(group, cut, f"{target}: taking the shards failed")
-    draft: list[Draft] = []
-    together(group, lambda: _begin(draft, group, target), f"{target}: a checkpoint needs a folder that can be made")
-    folder = target.with_name(share(group, draft[0].folder.name if draft else ""))
+    plan, error = _Plan((directory, step, keep, asynchronous, parity)), None
+    try:
+        settle_pending(group)
+        plan.prepare(group, model, optimizer, extra)
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    try:
+        are_alike, token = plan.agree(group, error)
+        target, contents = plan.target, plan.contents
+        pieces = plan.pieces(group)
+    except Exception:
+        plan.close()
+        raise
+    draft = plan.draft
+    own_extra = plan.extra
     facts = {**facts_of(contents, step), "extra": own_extra if are_alike else None, "are_alike": are_alike}
-    job = Job(
-        *places, folder, facts, contents.aliases, contents.without_values(), lineage_of(model), keep, bool(parity)
-    )
+    places = group.world_rank, group.world_size
+    named = contents.aliases, contents.without_values()
+    folder = partial_name(target, token)
+    job = Job(*places, folder, facts, *named, lineage_of(model), keep, bool(parity))
     if asynchronous:
         return _begin_asynchronous(job, group, target, pieces, draft)
     try:
@@ -194,6 +122,108 @@ def _publish(job: Job, draft: Sequence[Draft]) -> None:
 
 def _failed(target: Path) -> str:
     return f"{target}: writing the checkpoint failed"
+
+
+_LABELS = ("directory", "step", "keep", "asynchronous", "parity", "tensors", "optimizer")
+
+
+class _Plan:
+    """What a save is to write: found by each rank alone, and then compared by all in one message.
+
+    Args:
+        arguments: Those that must be equal on all ranks.
+    """
+
+    target: Path
+    contents: Contents
+    extra: Any
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self._arguments = arguments
+        self._sums: list[int] = []
+        self.draft: list[Draft] = []
+
+    def prepare(self, group: ShardGroup, model: nn.Module, optimizer: Any, extra: Any) -> None:
+        """Check the arguments, list the tensors, and on the first rank make the folder.
+
+        Raises:
+            CheckpointError, StateError, OSError: One of these cannot be done.
+        """
+        _check_arguments(*self._arguments[:-1])
+        _check_parity(self._arguments[-1], group)
+        self.target = Path(self._arguments[0]).absolute()
+        self.contents = Contents(model, Optimizers(optimizer))
+        refuse_meta("checkpoint.save", list(self.contents.tensors.items()))
+        self.extra = encode(extra, "extra")
+        self._sums = _sums_of([self.contents.tensors[name] for name in self.contents.plain_names()])
+        if group.world_rank == 0:
+            self.draft.append(Draft(self.target))
+
+    def agree(self, group: ShardGroup, error: Exception | None) -> tuple[bool, str]:
+        """Compare what the ranks are to do.
+
+        Returns:
+            Whether all pass the same `extra`; and the token of the folder's name.
+
+        Raises:
+            CheckpointError, StateError: Something went wrong on some rank.
+            DivergenceError: They are to do different things.
+
+        Communicates:
+            An all-reduce of 200 bytes; one of 16 bytes for each tensor that every rank holds whole, if ranks hold
+            different ones; where there is an error, one of its text.
+        """
+        names, facts = [], (0,) * (len(_LABELS) + 2)
+        if error is None:
+            names = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.contents.tensors.items()]
+            own = (self.contents.optimizers, self.contents.extra_state)
+            facts = (*map(_crc, (str(self.target), *self._arguments[1:], names, own, self.extra, self._sums)),)
+        token = int(self.draft[0].token, 16) if self.draft else 0
+        sent = torch.tensor([error is not None, token >> 32, token & 0xFFFFFFFF, *facts], dtype=torch.int64)
+        both = torch.stack([sent, ~sent]).to(group.device_type)
+        high = collectives.all_reduce([both], group, ReduceOp.MAX, label="checkpoint", everywhere=True).wait()[0].cpu()
+        is_wrong, upper, lower = high[0][:3].tolist()
+        if is_wrong:
+            agree(group, error, f"{self._arguments[0]}: preparing to save failed")
+        *same, are_alike, is_plain_alike = (high[0] == ~high[1]).tolist()[3:]
+        for label, is_same, fact in zip(_LABELS, same, (*self._arguments, len(names), "another"), strict=True):
+            if not is_same:
+                raise DivergenceError(
+                    f"checkpoint.save: all ranks must pass the same {label}, but on this one it is {fact!r:.80}. Pass "
+                    "what does not depend on the rank."
+                )
+        self._is_plain_alike = is_plain_alike
+        return are_alike, f"{upper << 32 | lower:016x}"
+
+    def pieces(self, group: ShardGroup) -> list[Piece]:
+        """What this rank writes.
+
+        Communicates:
+            As `Contents.pieces`; and as `agree` says.
+        """
+        differing: list[str] = []
+        if not self._is_plain_alike:
+            sums = torch.tensor(self._sums, dtype=torch.int64, device=group.device_type)
+            same = equal_on_ranks(sums, group, "checkpoint").tolist()
+            differing = [n for n, is_same in zip(self.contents.plain_names(), same, strict=True) if not is_same]
+        own = {"random": random_states(group), "extra": self.extra}
+        return [*self.contents.pieces(group.world_rank, group.world_size, differing), own_piece(group, own)]
+
+    def close(self) -> None:
+        """Remove the folder."""
+        for each in self.draft:
+            each.close()
+
+
+def _sums_of(tensors: Sequence[Tensor]) -> list[int]:
+    """A checksum of each of some small tensors; those on a device come to the host in one copy."""
+    with torch.no_grad():
+        plain = [t.full_tensor() if isinstance(t, DTensor) else t.detach() for t in tensors]
+        raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in plain]
+        away = [t for t in raw if t.device.type != "cpu"]
+        copies = iter(torch.cat(away).cpu().split([t.numel() for t in away]) if away else ())
+        host: list[Any] = [(t if t.device.type == "cpu" else next(copies)).numpy() for t in raw]
+    return [zlib.crc32(array) for array in host]
 
 
 def _check_arguments(directory: Any, step: Any, keep: Any, asynchronous: Any) -> None:
@@ -227,76 +257,24 @@ def _check_parity(parity: Any, group: ShardGroup) -> None:
         )
 
 
-def _agree_on_arguments(group: ShardGroup, arguments: tuple[Any, ...], contents: Contents, extra: Any) -> bool:
-    """Raise unless all ranks are saving the same thing; whether they pass the same `extra`."""
-    names = [(name, tuple(t.shape), str(t.dtype)) for name, t in contents.tensors.items()]
-    facts = (*arguments, names, (contents.optimizers, contents.extra_state), extra)
-    crcs = torch.tensor([_crc(fact) for fact in facts], dtype=torch.int64, device=group.device_type)
-    same = equal_on_ranks(crcs, group, "checkpoint").tolist()
-    labels = ("directory", "step", "keep", "asynchronous", "parity", "tensors", "optimizer")
-    for label, fact, is_same in zip(labels, facts, same, strict=False):
-        if not is_same:
-            shown = f"{len(names)} of them" if label == "tensors" else f"{fact!r:.80}"
-            raise DivergenceError(
-                f"checkpoint.save: all ranks must pass the same {label}, but on this one it is {shown}. Pass what does "
-                "not depend on the rank."
-            )
-    return bool(same[-1])
-
-
 def _crc(value: Any) -> int:
     return zlib.crc32(repr(value).encode(errors="surrogatepass"))
 
 
-def _differing(group: ShardGroup, contents: Contents) -> list[str]:
-    """Tensors that every rank holds whole, but that differ between ranks."""
-    names = contents.plain_names()
-    if not names or group.world_size == 1:
-        return []
-    sums = [checksum(contents.tensors[name]).to(group.device_type) for name in names]
-    same = equal_on_ranks(torch.stack(sums), group, "checkpoint").tolist()
-    return [name for name, is_same in zip(names, same, strict=True) if not is_same]
-
-
-def _begin(draft: list[Draft], group: ShardGroup, target: Path) -> None:
-    if group.world_rank == 0:
-        draft.append(Draft(target))
-
-
-def random_states(group: ShardGroup) -> dict[str, Any]:
-    """The states of all generators that a program uses without naming one."""
-    numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the global one is what is to be kept
-    states: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": {**numpy_state, "state": {k: _plain(v) for k, v in numpy_state["state"].items()}},
-    }
-    if group.device_type != "cpu":
-        states["device"] = torch.get_device_module(group.device_type).get_rng_state()
-    return states
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value
-
-
-def own_piece(group: ShardGroup, own: dict[str, Any]) -> Piece:
-    """What this rank alone knows, as a tensor."""
-    text = json.dumps({"random": encode(own["random"], "the random states"), "extra": own["extra"]}).encode()
-    values = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return Piece(own_name(group.world_rank, OWN), (len(text),), (0,), values)
+@cache
+def _own_version() -> str:
+    try:
+        return version("dshard")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def facts_of(contents: Contents, step: int) -> dict[str, Any]:
     """What a manifest says of a model, but for its tensors."""
-    try:
-        own_version = version("dshard")
-    except PackageNotFoundError:
-        own_version = "unknown"
     return {
         "step": step,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "dshard": own_version,
+        "dshard": _own_version(),
         "torch": torch.__version__,
         "optimizers": contents.optimizers,
         "extra_state": contents.extra_state,
@@ -311,16 +289,15 @@ def _begin_asynchronous(
 ) -> PendingSave:
     taken: list[Snapshot] = []
 
-    def take() -> None:
-        taken.append(Snapshot(pieces, _MEMORY.get(group.full_name)))
-
-    started: list[PendingSave] = []
+    failed: list[Exception] = []
     found = timeout_of(group.process_group)
     timeout_s = found.total_seconds() if found is not None else _TIMEOUT_S
 
     def run() -> None:
         try:
             try:
+                if failed:
+                    raise failed[0]
                 job.write(taken[0].copy())
                 job.write_row(timeout_s)
             except Exception as error:
@@ -334,14 +311,8 @@ def _begin_asynchronous(
                 each.close()
 
     try:
-        together(group, take, f"{target}: copying what to save failed")
+        taken.append(Snapshot(pieces, _MEMORY.get(group.full_name)))
         _MEMORY[group.full_name] = taken[0].memory
-        together(group, lambda: started.append(PendingSave(target, group, run)), f"{target}: starting to write failed")
-    except CheckpointError:
-        for snapshot in taken if not started else ():
-            snapshot.give_up()
-        for each in draft if not started else ():
-            each.close()
-        raise
-    pending = _PENDING[group.full_name] = started[0]
-    return pending
+    except Exception as error:  # no memory for it, for one; told with the result
+        failed.append(error)
+    return PendingSave(target, group, run)

@@ -1,0 +1,98 @@
+"""Asynchronous saves, of which each group of ranks has one at a time."""
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from dshard.checkpoint.agreement import agree
+from dshard.collectives import ShardGroup
+from dshard.errors import CheckpointError
+
+__all__ = ["PendingSave", "finish_pending", "settle_pending"]
+
+_LOG = logging.getLogger("dshard")
+_PENDING: "dict[str, PendingSave]" = {}  # by the name of the ranks' group
+
+
+class PendingSave:
+    """An asynchronous save, of which this rank's part is being written.
+
+    Args:
+        target: Where the checkpoint will be.
+        group: The ranks that write it.
+        action: Writes this rank's part.
+    """
+
+    def __init__(self, target: Path, group: ShardGroup, action: Callable[[], None]) -> None:
+        self.path = target
+        self._group, self._action = group, action
+        self._error: Exception | None = None
+        self._is_agreed = False
+        self._thread = threading.Thread(target=self._run, name="dshard-save")  # a process that ends waits for it
+        self._thread.start()
+        _PENDING[group.full_name] = self
+
+    def _run(self) -> None:
+        try:
+            self._action()
+        except Exception as error:
+            self._error = error
+            _LOG.error("%s: the asynchronous save failed: %s", self.path, error)
+
+    def done(self) -> bool:
+        """Whether this rank's part is written, and on rank 0 the checkpoint in its place, or failed."""
+        return not self._thread.is_alive()
+
+    def result(self) -> Path:
+        """Wait until the checkpoint is in its place; to be called on all ranks. The next save calls it.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: It could not be written. On every rank alike.
+
+        Communicates:
+            An all-reduce of 8 bytes, the first time.
+        """
+        self._end()
+        if not self._is_agreed:
+            self._is_agreed = True
+            try:
+                agree(self._group, self._error, f"{self.path}: writing the checkpoint failed")
+            except CheckpointError as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+    def settle(self) -> None:
+        """Wait for this rank's part, and raise what went wrong with it, unless that was told."""
+        self._end()
+        was_told, self._is_agreed = self._is_agreed, True
+        if self._error is not None and not was_told:
+            raise self._error
+
+    def _end(self) -> None:
+        self._thread.join()
+        if _PENDING.get(self._group.full_name) is self:
+            del _PENDING[self._group.full_name]
+
+
+def finish_pending(group: ShardGroup) -> None:
+    """Wait for the asynchronous save of some ranks, if there is one, and raise what went wrong with it."""
+    earlier = _PENDING.get(group.full_name)
+    if earlier is not None:
+        earlier.result()
+
+
+def settle_pending(group: ShardGroup) -> None:
+    """As `finish_pending`, without telling the other ranks: the caller tells them.
+
+    Raises:
+        Exception: What went wrong on this rank.
+    """
+    earlier = _PENDING.get(group.full_name)
+    if earlier is not None:
+        earlier.settle()
