@@ -14,6 +14,7 @@ from dshard.compat import (
     share_comm_ctx,
 )
 from dshard.errors import (
+    ArgumentError,
     CheckpointError,
     DivergenceError,
     DShardError,
@@ -36,6 +37,7 @@ from dshard.tensor import ShardedTensor
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArgumentError",
     "CPUOffloadPolicy",
     "CheckpointError",
     "CommTrace",

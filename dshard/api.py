@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dshard import arguments
 from dshard.collectives import ShardGroup
 from dshard.errors import StateError
 from dshard.plan_units import Followed, choices, follow, read_plan
@@ -120,8 +121,9 @@ def fully_shard(
         PlacementError: A placement that a parameter cannot have. On every rank alike.
         DivergenceError: The ranks hold different models or weights, were given different options, or one of them raised
             one of the other errors alone. On every rank alike.
-        StateError: No process group, an option that is none of the choices, or a module that cannot be sharded.
-        PlanError: `plan` is none, or for another model, number of ranks or dtypes.
+        ArgumentError: An argument is none of what it may be. On every rank alike.
+        StateError: No process group, options that do not go together, or a module that cannot be sharded.
+        PlanError: `plan` is for another model, number of ranks or dtypes.
         UnsupportedOpError: An option that is not supported yet.
 
     Communicates:
@@ -129,9 +131,9 @@ def fully_shard(
         always an all-reduce of 272 bytes that compares options, names and shapes.
     """
     given = locals()
-    options = Options(**{each.name: given[each.name] for each in fields(Options)})
     with refused_together("fully_shard", _Call.FACTS, _group_to_ask(mesh)):
-        call = _Call.resolved(module, options)
+        given = arguments.read("fully_shard", given)
+        call = _Call.resolved(given.pop("module"), Options(**given))
     check_same("fully_shard", call.facts(), call.conversion.group)
     places = settle(call.specs)
     compare_parameters(call.modules, call.specs, places, call.conversion.group, sync)
@@ -141,7 +143,7 @@ def fully_shard(
         call.convert(unit.modules, None, shared=_shared(unit))
     runtime = call.convert(call.modules, call.reshard)
     if memory_budget is not None:
-        runtime.change(memory_budget=options.budget)
+        runtime.change(memory_budget=call.options.budget)
     _handle_buffers(call.modules, call.conversion.mesh, runtime, buffers)
     followed = call.followed.plan
     runtime.plan_report = PlanReport(call.modules[0], runtime, followed) if followed is not None else None

@@ -1,20 +1,25 @@
 """Gradient clipping over sharded and plain parameters together."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dshard import collectives
+from dshard import arguments, collectives
 from dshard.collectives import ReduceOp, ShardGroup
-from dshard.errors import DivergenceError
+from dshard.errors import ArgumentError, DivergenceError
+from dshard.kinds import shown
 from dshard.tensor import ShardedTensor
 from dshard.tensor.agreed import AgreedTensor
 from dshard.tensor.inner import distinct_groups
 
 __all__ = ["clip_grad_norm_", "on_clip"]
+
+_WHO = "clip_grad_norm_"
 
 
 @torch.no_grad()
@@ -31,7 +36,7 @@ def clip_grad_norm_(
     Args:
         parameters: Sharded parameters, plain ones, or both; those without a gradient are skipped. Gradients of plain
             parameters must be equal on all ranks.
-        max_norm: Largest norm to leave.
+        max_norm: Largest norm to leave, 0 or more; `inf` to find the norm alone.
         norm_type: Order of the norm, above 0; `inf` for the largest absolute value.
         error_if_nonfinite: Raise, on every rank alike, if the norm is infinite or NaN.
 
@@ -40,9 +45,10 @@ def clip_grad_norm_(
             ranks; its `full_tensor()` is itself.
 
     Raises:
-        DivergenceError: The norm is not finite and `error_if_nonfinite` is set; or ranks that share a gradient came to
-            different norms, because their other parameters differ.
-        ValueError: `norm_type` is not above 0.
+        ArgumentError: A number is none that is allowed, or something among the parameters is no tensor.
+        DivergenceError: The norm is not finite and `error_if_nonfinite` is set; the ranks were given different numbers
+            (on a backend that runs its own collectives: at the end of the next backward); or ranks that share a
+            gradient came to different norms, because their other parameters differ. On every rank alike.
 
     Communicates:
         One all-reduce of 8 bytes for each process group that holds some of the parameters (for DTensor parameters one
@@ -51,17 +57,24 @@ def clip_grad_norm_(
 
     Source: `torch.nn.utils.clip_grad_norm_`, whose rule and epsilon it follows.
     """
-    order = float(norm_type)
-    if order <= 0:
-        raise ValueError(f"clip_grad_norm_: norm_type must be above 0, but it is {norm_type}. Pass 2.0 or inf.")
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    given = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+    params: tuple[Tensor, ...] = arguments.read(_WHO, {"parameters": parameters})["parameters"]
     grads = [p.grad for p in params if p.grad is not None]
+    try:
+        given = arguments.read(_WHO, given)
+    except ArgumentError as error:
+        with suppress(DivergenceError):  # the other ranks learn it from the message; this one's own error says more
+            _total_norm(grads, 2.0, _told(**given))
+        raise error from None
+    max_norm, order = float(given["max_norm"]), float(given["norm_type"])
+    if not params and not isinstance(parameters, Sized):
+        warnings.warn(f"{_WHO}: parameters gave no tensor; was it a generator that was used up?", stacklevel=2)
     if not grads:
         return torch.tensor(0.0)
     for hear in _LISTENERS:
-        hear(params, float(max_norm), order)
-    total = _total_norm(grads, order)
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        hear(params, max_norm, order)
+    total = _total_norm(grads, order, _told(max_norm, order, given["error_if_nonfinite"]))
+    if given["error_if_nonfinite"] and not bool(torch.isfinite(total)):
         raise DivergenceError(
             f"clip_grad_norm_: the norm of the gradients must be finite, but it is {total.item()}. Skip the step, "
             "lower the learning rate, or look for a bad batch."
@@ -88,8 +101,19 @@ def on_clip(hear: Callable[[Sequence[Tensor], float, float], None]) -> Iterator[
         _LISTENERS.remove(hear)
 
 
-def _total_norm(grads: Sequence[Tensor], order: float) -> Tensor:
-    """The norm of all gradients together, from parts that add up (or, for `inf`, compare) over the ranks."""
+def _told(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> str:
+    """Numbers that all ranks must be given alike; the end of it is what a message of another rank's shows."""
+    return f"(error_if_nonfinite={error_if_nonfinite}, norm_type={shown(norm_type)}, max_norm={shown(max_norm)})"
+
+
+def _total_norm(grads: Sequence[Tensor], order: float, told: str) -> Tensor:
+    """The norm of all gradients together, from parts that add up (or, for `inf`, compare) over the ranks.
+
+    Args:
+        grads: Of all parameters.
+        order: Of the norm.
+        told: What else the ranks must have alike.
+    """
     device = grads[0].device
     whole: list[Tensor] = []
     cut: dict[tuple[int, ...], tuple[list[ShardGroup], list[Tensor]]] = {}
@@ -106,7 +130,7 @@ def _total_norm(grads: Sequence[Tensor], order: float) -> Tensor:
         op = ReduceOp.MAX if order == float("inf") else ReduceOp.SUM
         part = _part(shards, order, torch.device(groups[0].device_type))
         for group in groups:
-            part = collectives.all_reduce([part], group, op, label="clip_grad_norm_").wait()[0]
+            part = collectives.all_reduce([part], group, op, label=_WHO, arguments=told).wait()[0]
         parts.append(part.to(device))
     together = torch.stack(parts)
     norm = together.amax() if order == float("inf") else together.sum().pow(1.0 / order)
@@ -121,7 +145,7 @@ def _check_agreement(norm: Tensor, groups: Sequence[ShardGroup]) -> None:
     found = []
     for group in groups:  # all of them ahead of an error: the ranks of a later group wait for this one
         mine = torch.stack([norm, -norm]).to(group.device_type)
-        found.append(collectives.all_reduce([mine], group, ReduceOp.MAX, label="clip_grad_norm_").wait()[0].tolist())
+        found.append(collectives.all_reduce([mine], group, ReduceOp.MAX, label=_WHO).wait()[0].tolist())
     for most, least in found:
         if most + least > 1e-9 * abs(most):
             raise DivergenceError(

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from dshard.errors import StateError
+from dshard.arguments import checked
 from dshard.runtime.hooks import as_forward
-from dshard.runtime.module import FSDPModule, check_sharded
+from dshard.runtime.module import FSDPModule
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -21,6 +21,7 @@ __all__ = [
 ]
 
 
+@checked
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Have a method be a forward of its module: under mixed precision, parameters have their compute dtype in it.
 
@@ -46,6 +47,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         as_forward(module, method_name)
 
 
+@checked
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """Accepted for FSDP2's sake, does nothing: the units of a model share one runtime. Communicates nothing.
 
@@ -53,11 +55,11 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
         modules: Sharded modules.
 
     Raises:
-        ValueError: One of them is not. On every rank alike.
+        ArgumentError: One of them is not.
     """
-    check_sharded("share_comm_ctx", modules)
 
 
+@checked
 @contextmanager
 def no_sync(module: Any) -> Iterator[None]:
     """Let backwards inside of the scope add gradients up without reducing them; the next backward outside does.
@@ -66,12 +68,10 @@ def no_sync(module: Any) -> Iterator[None]:
         module: A sharded module. Each of its units holds the full gradients of this rank meanwhile.
 
     Raises:
-        StateError: `module` is not sharded.
+        ArgumentError: `module` is not sharded.
 
     Communicates:
         Nothing. Reading such a gradient reduces it.
     """
-    if not isinstance(module, FSDPModule):
-        raise StateError(f"no_sync: needs a sharded module, but got {type(module).__name__}. Call fully_shard first.")
     with module.no_sync():
         yield

@@ -14,12 +14,12 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dshard import collectives
+from dshard.arguments import checked
 from dshard.clip import clip_grad_norm_, on_clip
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.compat import no_sync
 from dshard.errors import DivergenceError, StateError
 from dshard.runtime import Runtime
-from dshard.runtime.module import FSDPModule
 from dshard.runtime.schedule import Phase
 from dshard.runtime.standins import before_step
 from dshard.runtime.watches import in_backward
@@ -45,6 +45,7 @@ class _Event(enum.IntEnum):
 _OF_PHASE = {Phase.FORWARD: _Event.FORWARD, Phase.EVAL: _Event.EVAL, Phase.BACKWARD: _Event.BACKWARD}
 
 
+@checked
 def join(
     module: nn.Module, *, enable: bool = True, throw_on_early_termination: bool = False
 ) -> AbstractContextManager[object]:
@@ -71,7 +72,8 @@ def join(
         throw_on_early_termination: Raise on all ranks as soon as one has no more batches.
 
     Raises:
-        StateError: It is no sharded model, or another block is open; a rank has had no batch or no step at all; or a
+        ArgumentError: It is no sharded model.
+        StateError: Another block is open; a rank has had no batch or no step at all; or a
             rank ended early and that was to be told. On every rank alike.
         DivergenceError: Ranks that have batches do different things, or have optimizers with different numbers.
 
@@ -81,12 +83,8 @@ def join(
 
     Source: PyTorch's `torch.distributed.algorithms.Join`, for its names and what it promises.
     """
-    if not isinstance(module, FSDPModule):
-        raise StateError(
-            f"join: needs a model that fully_shard was called on, but got a {type(module).__name__}. Pass the "
-            "sharded model."
-        )
-    groups = [group for unit in module._runtime().units for group in unit.groups]
+    sharded: Any = module
+    groups = [group for unit in sharded._runtime().units for group in unit.groups]
     group = max(groups, key=lambda group: group.world_size, default=None)
     if not enable or group is None or group.world_size == 1:
         return nullcontext()

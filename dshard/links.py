@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dshard import collectives
+from dshard.arguments import checked
 from dshard.collectives import BufferPool, GatherPlan, ReduceBucket, ReduceOp, ReducePlan, ShardGroup
 from dshard.errors import PlanError
 from dshard.layout import BucketLayout, ShardLayout
@@ -75,6 +76,7 @@ def fit(samples: Sequence[Sample], source: str = "measured") -> Link:
     return Link(float(alpha), float(slope), source=source)
 
 
+@checked
 def measure_links(
     mesh: DeviceMesh | None = None,
     *,

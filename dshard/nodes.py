@@ -5,9 +5,9 @@ import os
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dshard import collectives
+from dshard import arguments, collectives
 from dshard.collectives import ReduceOp
-from dshard.errors import StateError
+from dshard.errors import ArgumentError, StateError
 from dshard.tensor.meshes import default_mesh, group_of
 
 __all__ = ["init_hybrid_mesh"]
@@ -24,6 +24,7 @@ def init_hybrid_mesh(ranks_per_node: int | None = None) -> DeviceMesh:
         A mesh of shape (nodes, ranks per node), whose dims are named "replicate" and "shard".
 
     Raises:
+        ArgumentError: `ranks_per_node` is no number of ranks.
         StateError: No process group; or the nodes have different numbers of ranks, or the ranks of a node are no
             neighbours; or that number does not divide the number of ranks. On every rank alike.
 
@@ -32,12 +33,19 @@ def init_hybrid_mesh(ranks_per_node: int | None = None) -> DeviceMesh:
     """
     ranks = default_mesh()
     size = ranks.size()
+    wrong: ArgumentError | None = None
+    try:
+        ranks_per_node = arguments.read("init_hybrid_mesh", {"ranks_per_node": ranks_per_node})["ranks_per_node"]
+    except ArgumentError as error:  # the other ranks wait to hear from this one
+        wrong, ranks_per_node = error, 0
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) if ranks_per_node is None else ranks_per_node
     local_rank = int(os.environ.get("LOCAL_RANK", "-1")) if ranks_per_node is None else -1
     is_apart = local_size > 0 and local_rank >= 0 and ranks.get_rank() % local_size != local_rank
     group = group_of(ranks)
     facts = torch.tensor([local_size, -local_size, int(is_apart)], dtype=torch.int64)
     most, least, has_apart = collectives.all_reduce([facts], group, ReduceOp.MAX, label="nodes").wait()[0].tolist()
+    if wrong is not None:
+        raise wrong
     actual = f"{most}" if most == -least else f"between {-least} and {most}"
     if most != -least or most < 1 or size % most or has_apart:
         raise StateError(

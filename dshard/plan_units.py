@@ -34,19 +34,14 @@ class Followed:
     units: tuple[UnitPlan[nn.Parameter], ...] = ()
 
 
-def read_plan(plan: Any) -> Plan:
+def read_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
     """A plan, from its file where a path is given.
 
     Raises:
-        PlanError: It is neither, or the file is missing or holds no plan.
+        PlanError: The file is missing or holds no plan.
     """
     if isinstance(plan, Plan):
         return plan
-    if not isinstance(plan, (str, os.PathLike)):
-        raise PlanError(
-            "fully_shard: plan must be a Plan, or the path of a file that holds one, but it is "
-            f"{plan!r} ({type(plan).__name__}). Pass what dshard.plan gave."
-        )
     if not Path(plan).exists():
         way_out = f'Did you mean strategy="{plan}"?' if _is_strategy(plan) else "Pass a path that exists."
         raise PlanError(

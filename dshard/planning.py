@@ -1,7 +1,6 @@
 """`dshard.plan`: from a model, a sample of its input and the devices to the best strategy for each of its units."""
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,12 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
+from dshard.arguments import checked
 from dshard.collectives import ReduceOp, all_reduce
 from dshard.errors import PlanError
 from dshard.links import measure_links
 from dshard.overhead import measure_overhead
 from dshard.planner.costs import Cluster, ModelCosts
-from dshard.planner.devices import Device, device_named
+from dshard.planner.devices import Device, find_device
 from dshard.planner.measuring import measure, optimizer_seconds_per_byte
 from dshard.planner.plan import Plan
 from dshard.planner.profiles import Overhead, Training, UnitTimes, costs_of
@@ -38,6 +38,7 @@ _EVERY_S = 5.0  # from one line of the logger to the next
 _BATCHES = (*range(1, 17), *range(18, 33, 2), *range(40, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
 
 
+@checked
 def plan(
     model: nn.Module,
     sample_input: Any,
@@ -74,7 +75,8 @@ def plan(
             the times are known to: 0.02 where they were measured, 0.03 by a description of a device.
 
     Raises:
-        PlanError: Nothing fits, and by how much; or an argument is none.
+        ArgumentError: An argument is none of what it may be.
+        PlanError: Nothing fits, and by how much; or `sample_input` holds no batch.
         StateError: The model cannot be traced, or the device does not compute in its dtype.
 
     Communicates:
@@ -87,7 +89,7 @@ def plan(
             f"plan: either cluster or mesh says which ranks there are, but {'neither' if mesh is None else 'both'} is "
             "given. Pass mesh=, or cluster=dshard.planner.cluster_of(device, 512)."
         )
-    named = None if device is None else device_named(device)
+    named = None if device is None else find_device(device, "plan: device")
     if training is None:  # on CPU, torch's AdamW steps one parameter after the other
         is_here = named is None and all(p.device.type == "cpu" for p in model.parameters())
         training = Training(step_bytes_per_element=8, steps_together=False) if is_here else Training()
@@ -201,7 +203,7 @@ class Profile:
         elif isinstance(strategies, (str, Strategy)):
             strategies = (strategies,)
         known = tuple(dict.fromkeys(Strategy.of(each).on(cluster.num_ranks) for each in strategies))
-        if batch != "auto":
+        if not isinstance(batch, str):
             return self._planned(self._size(batch), cluster, known, limit, tolerance)
         sizes = set(_BATCHES)
         while True:  # sizes between two traced ones are estimated, none too low; what is chosen is traced
@@ -220,24 +222,12 @@ class Profile:
         strategies = (Strategy.of(strategy).on(cluster.num_ranks),) * len(costs.units)
         return Plan(costs, cluster, strategies, flops=self._flops(size))
 
-    def _size(self, batch: int | str | None) -> int:
-        if batch is None:
-            return self.batch
-        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
-            raise PlanError(
-                f"plan: batch must be a number of samples, 'auto' or None, but it is {batch!r}. Pass 'auto'."
-            )
-        return batch
+    def _size(self, batch: int | None) -> int:
+        return self.batch if batch is None else batch
 
-    def _margin(self, margin: Any) -> float:
+    def _margin(self, margin: float | None) -> float:
         if margin is None:
             return MEASURED if self._device is None else DATASHEET
-        is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
-        if not is_number or not 0 <= margin < math.inf:
-            raise PlanError(
-                f"plan: margin must be a part of a step, 0 or more, or None, but it is {margin!r}. Pass 0 for the "
-                "fastest plan."
-            )
         return float(margin)
 
     def _planned(self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int, tolerance: float) -> Plan:

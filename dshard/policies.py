@@ -6,21 +6,58 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dshard.errors import PlacementError, StateError
+from dshard.kinds import Kind, Refused, checked_by, count, nearest, one_of, optional
 
-__all__ = ["Offload", "Precision", "PrecisionRules", "Strategy", "StrategyRules", "read_bytes", "reshard_choice"]
+__all__ = [
+    "STRATEGY",
+    "STRATEGY_FIELDS",
+    "Offload",
+    "Precision",
+    "PrecisionRules",
+    "Strategy",
+    "StrategyRules",
+    "read_bytes",
+    "reshard_choice",
+]
 
 _BASES = ("ddp", "zero1", "zero2", "keep", "full")
-_CALL = re.compile(r"(hybrid|split)\(\s*(\d+)\s*(?:,\s*(.+?)\s*)?\)", re.DOTALL)
+_CALL = re.compile(r"(hybrid|split)\(\s*([0-9]{1,9})\s*(?:,\s*(.+?)\s*)?\)", re.DOTALL)
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?\d+)?)\s*(?:([kmgtp])(i?))?b?\s*", re.IGNORECASE)
 _PREFIXES = "kmgtp"
 
 
+def _read_strategy(value: Any) -> "Strategy":
+    """A strategy from its text, or as it is."""
+    if isinstance(value, Strategy):
+        return value
+    text = value.strip() if isinstance(value, str) else ""
+    if text in _BASES:
+        return Strategy(text)
+    call = _CALL.fullmatch(text)
+    if call is None:
+        raise Refused(value, way=f"Pass {nearest(value, _BASES)!r}.")
+    name, number, rest = call.groups()
+    try:
+        base = _read_strategy(rest or "full")
+    except Refused as refused:
+        raise Refused(value, way=refused.way) from None
+    is_nested = base.within is not None if name == "hybrid" else base.num_slices > 1
+    if is_nested or int(number) < 1:
+        raise Refused(value)
+    return replace(base, within=int(number)) if name == "hybrid" else replace(base, num_slices=int(number))
+
+
+STRATEGY = Kind(f"one of {', '.join(_BASES)}, hybrid(k) or split(q)", "Pass 'full'.", _read_strategy)
+STRATEGY_FIELDS = {"base": one_of(*_BASES), "within": optional(count(1)), "num_slices": count(1)}
+
+
+@checked_by(STRATEGY_FIELDS, "Strategy")
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """Where parameters, gradients and optimizer states of a unit are whole, and where they are shards.
@@ -42,6 +79,7 @@ class Strategy:
         num_slices: In how many slices a weight is gathered and used.
 
     Raises:
+        ArgumentError: One of them is none that is allowed.
         StateError: They do not go together.
 
     Source: Rajbhandari et al., ZeRO, 2020; PyTorch FSDP's `ShardingStrategy`; OSDP's operator splitting.
@@ -52,8 +90,6 @@ class Strategy:
     num_slices: int = 1
 
     def __post_init__(self) -> None:
-        if self.base not in _BASES or (self.within is not None and self.within < 1) or self.num_slices < 1:
-            raise _not_a_strategy((self.base, self.within, self.num_slices))
         if self.base == "ddp" and self.within not in (None, 1):
             raise StateError(
                 f"strategy: ddp keeps everything whole on every rank, but it is to be shared within {self.within} "
@@ -66,29 +102,16 @@ class Strategy:
             )
 
     @classmethod
+    @checked_by({"value": STRATEGY}, "Strategy.of")
     def of(cls, value: "Strategy | str") -> "Strategy":
         """A strategy from its text, or as it is.
 
         Raises:
-            StateError: It is neither.
+            ArgumentError: It is neither.
         """
-        if isinstance(value, Strategy):
-            return value
-        text = value.strip() if isinstance(value, str) else ""
-        if text in _BASES:
-            return cls(text)
-        call = _CALL.fullmatch(text)
-        if call is None:
-            raise _not_a_strategy(value)
-        name, number, rest = call.groups()
-        base = cls.of(rest or "full")
-        if (name == "hybrid" and base.within is not None) or (name == "split" and base.num_slices > 1):
-            raise _not_a_strategy(value)
-        if int(number) < 1:
-            raise _not_a_strategy(value)
-        changed = {"within": int(number)} if name == "hybrid" else {"num_slices": int(number)}
-        return replace(base, **changed)  # type: ignore[arg-type]
+        return cast(Strategy, value)
 
+    @checked_by({"num_ranks": count(1)}, "Strategy.on")
     def on(self, num_ranks: int) -> "Strategy":
         """The same on a mesh of as many ranks, where two names may mean one thing.
 
@@ -112,12 +135,6 @@ class Strategy:
         if self.num_slices > 1:
             text = f"split({self.num_slices})" if text == "full" else f"split({self.num_slices}, {text})"
         return text
-
-
-def _not_a_strategy(value: Any) -> StateError:
-    return StateError(
-        f"strategy: must be one of {', '.join(_BASES)}, hybrid(k) or split(q), but it is {value!r}. Pass 'full'."
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,11 +274,7 @@ class PrecisionRules:
 
     @classmethod
     def of(cls, mp_policy: Any, offload: Offload | None = None) -> "PrecisionRules":
-        """The rules of `mp_policy=`: a policy, a dtype, or one of each for patterns of names.
-
-        Raises:
-            StateError: It is none of these, or has no floating-point dtype.
-        """
+        """The rules of `mp_policy=`: a policy, a dtype, or one of each for patterns of names."""
         if mp_policy is None:
             return cls(offload=offload)
         if not isinstance(mp_policy, Mapping):
@@ -297,20 +310,9 @@ class PrecisionRules:
 def _rule(pattern: str, policy: Any) -> _Rule:
     if policy is None or isinstance(policy, torch.dtype):
         rule = _Rule(pattern, policy, None, None, casts_inputs=True)
-    elif all(hasattr(policy, field) for field in ("param_dtype", "reduce_dtype", "output_dtype")):
+    else:
         casts = getattr(policy, "cast_forward_inputs", True)
         rule = _Rule(pattern, policy.param_dtype, policy.reduce_dtype, policy.output_dtype, casts_inputs=casts)
-    else:
-        raise StateError(
-            f"fully_shard: mp_policy must be a MixedPrecisionPolicy, a dtype, or a dict of those by patterns of "
-            f"parameter names, but for '{pattern}' it is {policy!r}. Pass MixedPrecisionPolicy(param_dtype=...)."
-        )
-    for dtype in (rule.param_dtype, rule.reduce_dtype, rule.output_dtype):
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise StateError(
-                f"fully_shard: dtypes of mp_policy must be floating-point ones, but for '{pattern}' one is {dtype!r}. "
-                "Pass torch.bfloat16."
-            )
     return rule
 
 

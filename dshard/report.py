@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dshard.arguments import checked
 from dshard.planner import Comparison, Measured, Plan
 from dshard.runtime import Runtime
 from dshard.runtime.module import FSDPModule
@@ -98,6 +99,7 @@ def _measured(start_s: float, device: torch.device) -> Measured:
     return Measured(time.perf_counter() - start_s, torch.cuda.max_memory_allocated(device))
 
 
+@checked
 def plan_report(model: nn.Module) -> Comparison | None:
     """What `fully_shard(model, plan=plan)` predicted against what the second step took; None until that has ended.
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dshard.arguments import checked
 from dshard.errors import StateError
 from dshard.runtime import Unit
 from dshard.runtime.drafts import Drafts, full_gradient, refuse_writes
@@ -19,6 +20,7 @@ from dshard.tensor.inner import joined_group
 __all__ = ["gathered", "iter_full"]
 
 
+@checked
 @contextmanager
 def gathered(
     target: nn.Module | ShardedTensor | Sequence[ShardedTensor],
@@ -63,6 +65,7 @@ def gathered(
         module their own. Without `writeback` they must not be written to.
 
     Raises:
+        ArgumentError: `target` is none of these.
         StateError: `target` holds nothing that is sharded. At the end: a value was written to without `writeback` (on
             the ranks that wrote); with it, a parameter and its draft were both written to, or a draft's `.grad` was
             replaced, or another rank raised in the scope (on every rank alike). Nothing is taken over then.
@@ -140,9 +143,6 @@ def _sharded_params(target: Any, *, recurse: bool) -> dict[str, ShardedTensor]:
         units = target._own_units()
         return {name: p for name, p in params.items() if p._source in units}
     items = list(dict.fromkeys([target] if isinstance(target, Tensor) else target))
-    wrong = [type(p).__name__ for p in items if not isinstance(p, ShardedTensor)]
-    if wrong:
-        raise StateError(f"gathered: needs sharded parameters, but got {', '.join(wrong)}. Call fully_shard first.")
     found: dict[str, ShardedTensor] = {}
     for param in items:
         if param.name in found:
@@ -154,6 +154,7 @@ def _sharded_params(target: Any, *, recurse: bool) -> dict[str, ShardedTensor]:
     return found
 
 
+@checked
 def iter_full(
     module: nn.Module, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
@@ -174,6 +175,7 @@ def iter_full(
         comes once for each of its names. The tensors are the caller's own. Buffers are this rank's own.
 
     Raises:
+        ArgumentError: `dtype` is no floating-point one.
         StateError: A tensor is on the meta device. On every rank alike.
         DivergenceError: While walking, if the ranks are at different tensors. On every rank alike.
 

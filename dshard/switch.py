@@ -1,24 +1,22 @@
 """Strategies change between two steps of a training."""
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from dshard.errors import DivergenceError, StateError, UnsupportedOpError
+from dshard import arguments
+from dshard.errors import StateError, UnsupportedOpError
 from dshard.policies import StrategyRules
 from dshard.runtime import Runtime
-from dshard.runtime.module import FSDPModule
+from dshard.runtime.agreement import check_same, refused_together
 from dshard.runtime.placing import Place, placed_by
 from dshard.runtime.regroup import regroup
 from dshard.runtime.relocate import Move, place_of, relocate
 from dshard.runtime.replace import move_states, note_moves
 from dshard.runtime.sliced import check_sliced, is_sliced, set_slices
-from dshard.runtime.sync import agree
 from dshard.runtime.watches import in_backward
 from dshard.tensor import ShardedTensor
 from dshard.tensor.extended import is_extended
@@ -40,22 +38,27 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
         optimizer: Those whose states move now. Those of others move ahead of their next step.
 
     Raises:
-        StateError: A forward, backward or `gathered` scope runs; it is no sharded module, or no strategy; or a pattern
-            matches no parameter. On every rank alike.
+        ArgumentError: It is no sharded module, or no strategy. On every rank alike.
+        StateError: A forward, backward or `gathered` scope runs; or a pattern matches nothing. On every rank alike.
         PlacementError, UnsupportedOpError: A parameter cannot go where it should. On every rank alike, ahead of any
             change.
-        DivergenceError: The ranks ask for different strategies. On every rank alike.
+        DivergenceError: The ranks ask for different strategies, or one of them for none. On every rank alike.
 
     Communicates:
-        An all-reduce of 16 bytes; an all-gather of each parameter, gradient and state that is cut otherwise than
+        An all-reduce of 32 bytes; an all-gather of each parameter, gradient and state that is cut otherwise than
         before, and nothing for what was whole. With `hybrid(k)`, the making of process groups, the first time.
     """
-    runtime = _runtime_of(module)
-    rules = StrategyRules.of(strategy)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
-    _check_arguments(rules, optimizers)
+    runtime = _runtime_of(arguments.read("set_strategy", {"module": module})["module"])
+    groups = list({p._group.full_name: p._group for unit in runtime.units for p in unit.params[:1]}.values())
+    with refused_together("set_strategy", ["strategy"], next(iter(groups), None)):
+        given = arguments.read("set_strategy", {"strategy": strategy, "optimizer": optimizer})
+        rules = StrategyRules.of(given["strategy"])
     names = [name for name, _ in _sharded(module)]
-    _check_agreement(runtime, rules, names)
+    asked = [f"{pattern}: {wanted}" for pattern, wanted in rules.rules]
+    for group in groups:
+        check_same(
+            "set_strategy", {"strategy": [*asked, *(f"{name}: {rules.strategy_of(name)}" for name in names)]}, group
+        )
     rules.check_names("set_strategy", names)
     places: dict[ShardedTensor, Place] = {}
     bases: dict[int, str] = {}
@@ -81,25 +84,12 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
     relocate([Move(param, place) for param, place in places.items()])
     relocate([Move(p.grad, place) for p, place in places.items() if isinstance(p.grad, ShardedTensor)])
     note_moves()
-    for each in optimizers:
+    for each in given["optimizer"] or ():
         move_states(each)
     regroup(runtime.late.tops, runtime, bases)
     set_slices(runtime.late.tops, slices)
     if module is runtime.root:
         runtime.change(strategies=rules.over(runtime.settings.strategies))
-
-
-def _check_arguments(rules: StrategyRules, optimizers: Any) -> None:
-    """Refuse what is no strategy or optimizer, before anything is changed."""
-    if not rules.rules:
-        raise StateError("set_strategy: needs a strategy, or a dict of those, but got none. Pass 'full'.")
-    is_list = isinstance(optimizers, Sequence)
-    wrong = next((each for each in optimizers if not isinstance(each, Optimizer)), None) if is_list else optimizers
-    if wrong is not None:
-        raise StateError(
-            f"set_strategy: optimizer must be an optimizer of torch.optim, or several, but got {wrong!r}. Leave it "
-            "out: states move ahead of its next step."
-        )
 
 
 def _sharded(module: nn.Module) -> list[tuple[str, ShardedTensor]]:
@@ -111,14 +101,9 @@ def _pair(place: Place) -> tuple[Any, int | None]:
     return place.mesh, place.dim
 
 
-def _runtime_of(module: nn.Module) -> Runtime:
+def _runtime_of(module: Any) -> Runtime:
     """The runtime of a sharded module at rest."""
-    if not isinstance(module, FSDPModule):
-        raise StateError(
-            f"set_strategy: needs a module that fully_shard was called on, but got a {type(module).__name__}. Pass the "
-            "sharded model."
-        )
-    runtime = module._runtime()
+    runtime: Runtime = module._runtime()
     pinned = next((unit for unit in runtime.units if unit.num_pins), None)
     running = "a backward" if in_backward() else "a forward" if runtime.num_running else None
     if running is not None or pinned is not None:
@@ -145,17 +130,3 @@ def _new_place(name: str, param: ShardedTensor, own: Place, rules: StrategyRules
             "among 'ddp', 'full', 'keep', 'zero1' and 'zero2'."
         )
     return place
-
-
-def _check_agreement(runtime: Runtime, rules: StrategyRules, names: Sequence[str]) -> None:
-    """Raise, on every rank alike, if the ranks ask for different strategies."""
-    groups = {p._group.full_name: p._group for unit in runtime.units for p in unit.params[:1]}
-    asked = [f"{name}: {rules.strategy_of(name)}" for name in names]
-    for group in groups.values():
-        crc = torch.tensor([zlib.crc32(repr((rules, asked)).encode())], dtype=torch.int64, device=group.device_type)
-        if not agree(crc, group, "set_strategy")[0]:
-            here = ", ".join(f"{pattern!r}: {wanted}" for pattern, wanted in rules.rules)
-            raise DivergenceError(
-                "set_strategy: all ranks must ask for the same strategies, but they do not; this one asks for "
-                f"{here}. Pass what does not depend on the rank."
-            )

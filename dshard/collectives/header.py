@@ -57,6 +57,7 @@ def check_headers(headers: Tensor, own: Tensor, kind: Kind, label: str) -> None:
     crc, _, other_kind, name = struct.unpack(_FORMAT, bytes(headers[rank].tolist()))
     if crc != _checksum(kind, label.encode()):
         text = name.rstrip(b"\0").decode(errors="replace")
+        _check_arguments(label, text, rank)
         other = "" if other_kind == kind else f"{Kind(other_kind).text} "
         mine = "" if other_kind == kind else f", this one at {kind.text} '{label}'"
         raise DivergenceError(
@@ -69,3 +70,21 @@ def check_headers(headers: Tensor, own: Tensor, kind: Kind, label: str) -> None:
         f"{rank} wrote other numbers, through another index, or in other places of the program. Make the writes equal "
         "on all ranks; compute with full_tensor() where a number is a rank's own."
     )
+
+
+def _check_arguments(own: str, other: str, rank: int) -> None:
+    """Raise if two labels differ in the arguments in them alone: "name(max_norm=1.0, norm_type=2.0)".
+
+    Of the other only the end is known.
+    """
+    if not (own.endswith(")") and other.endswith(")") and "=" in own and "=" in other):
+        return
+    who, _, told = own.partition("(")
+    mine, theirs = (text.rstrip(")").split(", ")[::-1] for text in (told, other.removeprefix(f"{who}(")))
+    for here, there in zip(mine, theirs, strict=False):
+        name, _, value = here.partition("=")
+        if here != there and there.startswith(f"{name}="):
+            raise DivergenceError(
+                f"{who}: all ranks must pass the same {name}, but it is {value} on this rank and "
+                f"{there.removeprefix(f'{name}=')} on rank {rank}. Pass what does not depend on the rank."
+            )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dshard.collectives import ledger
 from dshard.collectives._c10d import ReduceOp
 from dshard.collectives.exchange import Exchange
 from dshard.collectives.group import Handle, ShardGroup
@@ -24,6 +25,7 @@ def all_reduce(
     label: str,
     everywhere: bool = False,
     is_check: bool = False,
+    arguments: str = "",
 ) -> Handle[list[Tensor]]:
     """Reduce small tensors of one dtype over the ranks of a group, in one collective.
 
@@ -36,15 +38,20 @@ def all_reduce(
         label: What it is for.
         everywhere: Reduce over the ranks of all replicas, too; waits for the first of two collectives.
         is_check: Whether ranks agree on what to do, and no value of the program travels; it is counted as that.
+        arguments: What the ranks were given, as "(name=value, ...)": compared by the header, or the ledger.
 
     Returns:
         A handle whose result is the reduced tensors, equal on all ranks.
+
+    Raises:
+        DivergenceError: Waiting for it: the ranks were given other arguments. On every rank alike; of a backend that
+            runs its own collectives, by the ledger.
 
     Communicates:
         All-reduce of the tensors' bytes; `everywhere` one more, between replicas.
     """
     if everywhere and group.replicas is not None:
-        tensors = all_reduce(tensors, group.replicas, op, label=label, everywhere=True).wait()
+        tensors = all_reduce(tensors, group.replicas, op, label=label, everywhere=True, arguments=arguments).wait()
     shapes, sizes = [t.shape for t in tensors], [t.numel() for t in tensors]
     if group.num_ranks == 1:
         return Handle(label, [], lambda: [t.clone() for t in tensors])
@@ -52,7 +59,7 @@ def all_reduce(
     flat = _on_wire(torch.cat([t.reshape(-1) for t in tensors]), group)
     num_bytes = flat.numel() * flat.element_size()
     if group.is_direct:
-        exchange = _exchange_small(flat, group, label)
+        exchange = _exchange_small(flat, group, label + arguments)
         _record(label, group, num_bytes * len(group.peers), HEADER_BYTES * len(group.peers), is_check=is_check)
         return Handle(
             label,
@@ -62,6 +69,8 @@ def all_reduce(
             check=exchange.works.check,
             group=group,
         )
+    if arguments:
+        ledger.note(group, Kind.COMBINE, label + arguments, 0)
     works = group.all_reduce(flat, op)
     _record(label, group, 2 * num_bytes * (group.num_ranks - 1) // group.num_ranks, 0, is_check=is_check)
     return Handle(label, works, lambda: _split(flat, sizes, shapes, home), group=group)

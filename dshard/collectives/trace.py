@@ -8,6 +8,8 @@ from typing import ClassVar
 
 import torch
 
+from dshard.arguments import checked
+
 __all__ = ["CommRecord", "CommTrace", "Wait", "record", "start_wait"]
 
 
@@ -125,10 +127,12 @@ class CommTrace:
     ) -> None:
         _Open.traces = tuple(trace for trace in _Open.traces if trace is not self)
 
+    @checked
     def select(self, kind: str | None = None, label: str | None = None) -> list[CommRecord]:
         """Records of one kind and label, or of all."""
         return [r for r in self.records if kind in (None, r.kind) and label in (None, r.label)]
 
+    @checked
     def calls(self, kind: str | None = None, label: str | None = None) -> int:
         """Number of collectives of one kind and label, or of all."""
         return len(self.select(kind, label))

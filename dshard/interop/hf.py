@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dshard.api import fully_shard
+from dshard.arguments import checked
 from dshard.checkpoint import load, save
 from dshard.errors import StateError
 from dshard.runtime.module import FSDPModule
@@ -19,6 +20,7 @@ __all__ = ["ShardedTrainerMixin", "full_state_dict"]
 _FOLDER, _SCHEDULER = "dshard", "scheduler.pt"  # in a checkpoint of the trainer's
 
 
+@checked
 def full_state_dict(
     module: nn.Module, *, select: Callable[[str], bool] = lambda name: True, only_rank0: bool = False
 ) -> dict[str, Tensor]:

@@ -3,11 +3,13 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from dshard.errors import PlanError
+from dshard.arguments import checked
+from dshard.errors import ArgumentError, PlanError
 
 __all__ = ["Cluster", "Link", "Links", "ModelCosts", "ParamCosts", "UnitCosts"]
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class ParamCosts:
     """Bytes of one parameter. Its shards are cut along one dim, as `torch.chunk` cuts.
@@ -34,12 +36,6 @@ class ParamCosts:
     step_bytes_per_element: int = 0
     can_split: bool = False
 
-    def __post_init__(self) -> None:
-        for name in ("length", "index_numel", "stored_itemsize", "gather_itemsize", "grad_itemsize"):
-            _at_least_zero(self.name, name, getattr(self, name))
-        for name in ("state_bytes_per_element", "step_bytes_per_element"):
-            _at_least_zero(self.name, name, getattr(self, name))
-
     @property
     def numel(self) -> int:
         """Elements of the full parameter."""
@@ -54,6 +50,7 @@ class ParamCosts:
         return within * ceil_div(ceil_div(self.length, within), num_slices) * self.index_numel
 
 
+@checked
 @dataclass(frozen=True)
 class UnitCosts:
     """Costs of one unit, on one rank and for one (micro-)batch.
@@ -91,13 +88,11 @@ class UnitCosts:
     source: str = "given"
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "optimizer_s", "optimizer_start_s", "slice_overhead_s"):
-            _at_least_zero(self.name, name, getattr(self, name))
-        for name in ("activation_bytes", "forward_transient_bytes", "backward_transient_bytes"):
-            _at_least_zero(self.name, name, getattr(self, name))
-        if self.gradients_transient_bytes is not None:
-            _at_least_zero(
-                self.name, "its bytes among gradients", self.activation_bytes + self.gradients_transient_bytes
+        if self.gradients_transient_bytes is not None and self.activation_bytes + self.gradients_transient_bytes < 0:
+            raise ArgumentError(
+                f"UnitCosts: gradients_transient_bytes must be no less than -activation_bytes "
+                f"(-{self.activation_bytes}), but for {self.name} it is {self.gradients_transient_bytes}. Measure it "
+                "again."
             )
 
     @property
@@ -131,6 +126,7 @@ class UnitCosts:
         return sum(param.numel * param.state_bytes_per_element for param in self.params)
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
     """Costs of a model's training step on one rank.
@@ -158,15 +154,9 @@ class ModelCosts:
             raise PlanError(
                 "plan: a model must have at least one unit, but there is none. Pass a model with parameters."
             )
-        if self.batch_size < 1 or self.num_backwards < 1:
-            raise PlanError(
-                f"plan: batch_size and num_backwards must be at least 1, but they are {self.batch_size} and "
-                f"{self.num_backwards}. Pass 1."
-            )
-        _at_least_zero("plan", "buffer_bytes", self.buffer_bytes)
-        _at_least_zero("plan", "tokens_per_sample", self.tokens_per_sample)
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Link:
     """Time of one collective over a group: `alpha + alpha per further rank + bytes on the wire * seconds per byte`.
@@ -186,10 +176,6 @@ class Link:
     alpha_per_rank_s: float = 0.0
     source: str = "given"
 
-    def __post_init__(self) -> None:
-        for name in ("alpha_s", "seconds_per_byte", "alpha_per_rank_s"):
-            _at_least_zero("link", name, getattr(self, name))
-
     def time_s(self, full_bytes: float, num_ranks: int, num_rounds: int = 1, num_sharing: int = 1) -> float:
         """Time for a tensor of `full_bytes`.
 
@@ -205,6 +191,7 @@ class Link:
         return self.alpha_s + self.alpha_per_rank_s * (num_ranks - 2) + wire_bytes * self.seconds_per_byte
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Links:
     """The three collectives over one kind of group."""
@@ -214,11 +201,13 @@ class Links:
     all_reduce: Link
 
     @classmethod
+    @checked
     def of(cls, link: Link) -> "Links":
         """The same figures for all three; an all-reduce sends twice the bytes."""
         return cls(link, link, link)
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """The devices, and the links between them. Rank `r` is on host `r // ranks_per_host`.
@@ -248,17 +237,11 @@ class Cluster:
     overlaps: bool = True
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1 or self.ranks_per_host < 1:
-            raise PlanError(
-                f"cluster: num_ranks and ranks_per_host must be at least 1, but they are {self.num_ranks} and "
-                f"{self.ranks_per_host}. Pass the size of the world, and of a host."
-            )
         if self.num_ranks > self.ranks_per_host and (self.across is None or self.num_ranks % self.ranks_per_host):
             raise PlanError(
                 f"cluster: more than one host must be full hosts with links across, but {self.num_ranks} ranks are on "
                 f"hosts of {self.ranks_per_host}, with across={self.across}. Pass across=Links(...)."
             )
-        _at_least_zero("cluster", "memory_bytes", self.memory_bytes)
 
     def all_gather_s(self, full_bytes: float, within: int) -> float:
         """All-gather of a tensor of `full_bytes` among `within` neighbouring ranks, in all such groups at a time."""
@@ -297,8 +280,3 @@ class Cluster:
 def ceil_div(value: int, divisor: int) -> int:
     """`value / divisor`, rounded up."""
     return -(-value // divisor)
-
-
-def _at_least_zero(who: str, name: str, value: float) -> None:
-    if not value >= 0:
-        raise PlanError(f"{who}: {name} must be 0 or more, but it is {value!r}. Measure it again.")

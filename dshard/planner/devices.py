@@ -6,14 +6,17 @@ from types import MappingProxyType
 
 import torch
 
-from dshard.errors import StateError
+from dshard.arguments import checked
+from dshard.errors import ArgumentError, StateError
+from dshard.kinds import nearest
 from dshard.planner.flops import Op
 
-__all__ = ["DEVICES", "EFFICIENCY", "Device", "Efficiency", "Wire", "device_named"]
+__all__ = ["DEVICES", "EFFICIENCY", "Device", "Efficiency", "Wire", "device_named", "find_device"]
 
 _GIB = 2**30
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Efficiency:
     """Which parts of a device's peak rates are reached; the same for every device and model.
@@ -48,6 +51,7 @@ EFFICIENCY = Efficiency(
 )
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Wire:
     """One way between devices.
@@ -61,6 +65,7 @@ class Wire:
     latency_s: float
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Device:
     """One kind of device and the usual host around it.
@@ -86,6 +91,7 @@ class Device:
     source: str
     efficiency: Efficiency = field(default=EFFICIENCY)
 
+    @checked
     def check(self, dtype: torch.dtype) -> None:
         """Raise unless the device computes in a dtype.
 
@@ -195,14 +201,22 @@ DEVICES = _table(
 )
 
 
+@checked
 def device_named(name: Device | str) -> Device:
     """A device of the table; one that is given itself is taken as it is.
 
     Raises:
-        StateError: There is none of this name.
+        ArgumentError: There is none of this name.
     """
+    return find_device(name, "device_named: name")
+
+
+def find_device(name: Device | str, what: str) -> Device:
+    """The same, for an argument that a message shall name."""
     if isinstance(name, Device):
         return name
     if name not in DEVICES:
-        raise StateError(f"device: must be one of {', '.join(DEVICES)}, but it is {name!r}. Pass one of these.")
+        raise ArgumentError(
+            f"{what} must be one of {', '.join(DEVICES)}, but it is {name!r}. Pass {nearest(name, DEVICES)!r}."
+        )
     return DEVICES[name]

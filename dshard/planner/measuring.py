@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dshard.arguments import checked
 from dshard.errors import PlanError
 from dshard.planner.plan import Measured
 from dshard.planner.profiles import UnitTimes
@@ -102,6 +103,7 @@ def _spread(num_steps: int, min_s: float) -> Iterator[int]:
             return
 
 
+@checked
 def measure_step(step: Callable[[], object], device: torch.device | str = "cpu", *, num_steps: int = 5) -> Measured:
     """Run real training steps of a model, sharded or not: the median of their times, and the peak of one more.
 

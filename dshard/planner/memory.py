@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dshard.arguments import checked
 from dshard.planner.costs import Cluster, ModelCosts
 from dshard.planner.options import Option, options_of
 from dshard.policies import Strategy
@@ -32,11 +33,13 @@ class Moment:
     num_bytes: int
 
 
+@checked
 def peak_bytes(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster) -> int:
     """The most bytes that live at one moment of a step, rounded up."""
     return max(moment.num_bytes for moment in moments(model, strategies, cluster))
 
 
+@checked
 def moments(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster) -> list[Moment]:
     """All moments of a step, in order of time."""
     rows = MemoryRows.of(model, [[option] for option in options_of(model, strategies, cluster)])

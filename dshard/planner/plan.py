@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from dshard.arguments import checked
 from dshard.errors import PlanError
 from dshard.planner.categories import PeakParts, parts_of_peak
 from dshard.planner.costs import Cluster, Link, Links, ModelCosts
@@ -27,6 +28,7 @@ SCHEMA = 2
 _SINGLES = ("ddp", "zero1", "zero2", "keep", "full")
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What a real step took.
@@ -76,6 +78,7 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no number")
 
 
+@checked
 @dataclass(frozen=True)
 class Plan:
     """A strategy for each unit, and the costs that it was planned with.
@@ -190,6 +193,7 @@ class Plan:
             lines.append(f"certificate: {self.certificate}")
         return "\n".join([*lines, f"costs: {model.source}", f"links: {cluster.source}"])
 
+    @checked
     def plot(self, path: str | Path) -> None:
         """Write a picture of the simulated step: both streams, and bytes over time. Needs matplotlib (extra `cli`)."""
         from dshard.planner.drawing import draw_timeline
@@ -201,6 +205,7 @@ class Plan:
         return json.dumps({"schema": SCHEMA, **to_record(self)}, indent=1)
 
     @classmethod
+    @checked
     def from_json(cls, text: str) -> "Plan":
         """The plan that `to_json` wrote.
 
@@ -232,6 +237,7 @@ class Plan:
                 f"plan: must be a plan as JSON, but its values make none: {error}. Pass what Plan.save gave."
             ) from error
 
+    @checked
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON; what was there before is replaced whole.
 
@@ -241,6 +247,7 @@ class Plan:
         write_text(Path(path), self.to_json())
 
     @classmethod
+    @checked
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
         """Read what `save`, or `dshard plan --out`, wrote.
 
@@ -253,10 +260,12 @@ class Plan:
         except PlanError as error:
             raise PlanError(f"{path}: {str(error).removeprefix('plan').lstrip(':. ')}") from error
 
+    @checked
     def compared(self, measured: Measured) -> Comparison:
         """Prediction against what a real step took."""
         return Comparison(Measured(self.step_s, self.peak_bytes), measured)
 
+    @checked
     def replanned(self, measured: Measured, *, memory_bytes: int | str | None = None) -> "Plan":
         """Plan again, with costs that fit what a real step of this plan took.
 

@@ -7,9 +7,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from dshard.arguments import checked
 from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, Link, Links, ModelCosts, ParamCosts, UnitCosts
-from dshard.planner.devices import Device, device_named
+from dshard.planner.devices import Device, find_device
 from dshard.planner.traces import Trace
 
 __all__ = ["Overhead", "Training", "UnitTimes", "cluster_of", "costs_of"]
@@ -17,6 +18,7 @@ __all__ = ["Overhead", "Training", "UnitTimes", "cluster_of", "costs_of"]
 _START_S = 6.6e-6  # of a collective: torch/distributed/tensor/_collective_utils.py
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Training:
     """How a model is trained, as far as it costs bytes.
@@ -208,6 +210,7 @@ def _param_costs(name: str, param: Tensor, training: Training, splittable: set[i
     )
 
 
+@checked
 def cluster_of(
     device: Device | str, num_ranks: int, *, ranks_per_host: int | None = None, between_hosts: float | None = None
 ) -> Cluster:
@@ -220,10 +223,9 @@ def cluster_of(
         between_hosts: Bytes per second of a whole host's network; None for the usual host's.
 
     Raises:
-        StateError: There is no device of this name.
-        PlanError: There is not one rank.
+        ArgumentError: There is no device of this name, or a number is none that is allowed.
     """
-    device = device_named(device)
+    device = find_device(device, "cluster_of: device")
     per_host = min(num_ranks, device.per_host) if ranks_per_host is None else ranks_per_host
     near, far = device.within_host, device.between_hosts
     across = None

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dshard.arguments import checked
 from dshard.errors import PlanError
 from dshard.planner.bounds import Incumbent, Relaxation
 from dshard.planner.chain import Chain
@@ -121,6 +122,7 @@ class BatchSolution:
     tried: dict[int, float | None]
 
 
+@checked
 def solve(
     model: ModelCosts,
     cluster: Cluster,
@@ -288,6 +290,7 @@ def _is_live(unit: int, phase: str, running: int) -> bool:
     return unit < running if phase == "reduce" else unit <= running and phase != "step"
 
 
+@checked
 def solve_batch(
     costs_at: Callable[[int], ModelCosts],
     batch_sizes: Iterable[int],

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import add
 
+from dshard.arguments import checked
 from dshard.planner.costs import Cluster, ModelCosts
 from dshard.planner.memory import moments
 from dshard.planner.options import Option, options_of
@@ -66,6 +67,7 @@ class Timeline:
         return max(event.num_bytes for event in self.memory)
 
 
+@checked
 def step_time(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster) -> float:
     """Time of a step: the same as `simulate` gives, as the sum that the solver makes smallest.
 
@@ -101,6 +103,7 @@ def _backward_s(options: Sequence[Option], reduce_s: Sequence[float], together: 
     return total_s
 
 
+@checked
 def simulate(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster) -> Timeline:
     """Run a step, event by event.
 

@@ -1,8 +1,7 @@
 """What a module can do after `fully_shard`: the methods of FSDP2's `FSDPModule`."""
 
 import copy
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, cast
@@ -10,6 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 
+from dshard.arguments import checked
 from dshard.runtime.companions import AcceptedHints, DataParallelNames
 from dshard.runtime.hooks import FORWARD_METHODS, as_forward
 from dshard.runtime.moves import allocate, convert, forget_flat_weights
@@ -17,7 +17,7 @@ from dshard.runtime.runtime import Runtime
 from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
 
-__all__ = ["FSDPModule", "UnshardHandle", "check_sharded", "sharded_class", "units_of"]
+__all__ = ["FSDPModule", "UnshardHandle", "sharded_class", "units_of"]
 
 
 class UnshardHandle:
@@ -61,6 +61,7 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         runtime.before_use()
         return runtime
 
+    @checked
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """Gather this module's own units ahead of their use.
 
@@ -94,6 +95,7 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         """Units of this module and all below, or its own alone."""
         return list(dict.fromkeys([*self._own_units(), *units_of(self)])) if recurse else self._own_units()
 
+    @checked
     def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
         """Whether units are freed between forward and backward. Communicates nothing, but to make process groups.
 
@@ -102,11 +104,13 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
             recurse: Also for the units of all submodules.
 
         Raises:
-            ValueError: It is neither, or does not divide the number of ranks. On every rank alike.
+            ArgumentError: It is neither.
+            PlacementError: It does not divide the number of ranks. On every rank alike.
         """
         for unit in self._units(recurse=recurse):
             unit.set_reshard_after_forward(reshard_after_forward)
 
+    @checked
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients, or adds them up unreduced until a later backward does.
 
@@ -122,6 +126,7 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         for unit in self._units(recurse=recurse):
             unit.change(requires_sync=requires_gradient_sync)
 
+    @checked
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over replicas, too, or adds them up within each until a later one does.
 
@@ -138,6 +143,7 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         for unit in self._units(recurse=recurse):
             unit.change(requires_all_reduce=requires_all_reduce)
 
+    @checked
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether gathered copies are freed in backward, or serve the next forward too. Communicates nothing.
 
@@ -148,6 +154,7 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         for unit in self._units(recurse=recurse):
             unit.change(reshard_after_backward=reshard_after_backward)
 
+    @checked
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by `factor`, rather than by the number of ranks. Communicates nothing.
 
@@ -158,16 +165,12 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
             factor: Finite, and not 0; 1 gives the sum.
 
         Raises:
-            ValueError: It is none of these. On every rank alike.
+            ArgumentError: It is none of these.
         """
-        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-        if not is_number or not math.isfinite(factor) or factor == 0:
-            raise ValueError(
-                f"set_gradient_divide_factor: needs a finite number other than 0, but got {factor!r}. Pass 1.0."
-            )
         for unit in self._own_units():
             unit.change(divisor=factor)
 
+    @checked
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reduce-scatters may hold their send buffers while another fills; for the whole model.
 
@@ -176,20 +179,11 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
             recurse: Accepted for FSDP2's sake, has no meaning here.
 
         Raises:
-            TypeError: It is no integer. On every rank alike.
-            ValueError: It is less than 1. On every rank alike.
+            ArgumentError: It is no integer, or less than 1.
         """
-        if type(max_input_buffers) is not int:
-            raise TypeError(
-                "set_reduce_scatter_max_input_buffers: the number must be an integer, but it is "
-                f"{max_input_buffers!r}. Pass 1."
-            )
-        if max_input_buffers < 1:
-            raise ValueError(
-                f"set_reduce_scatter_max_input_buffers: needs at least 1 buffer, but got {max_input_buffers}. Pass 1."
-            )
         self._runtime().change(max_input_buffers=max_input_buffers)
 
+    @checked
     def set_prefetch(self, depth: int) -> None:
         """How many units are gathered ahead of their use, in the order of the last step; for the whole model.
 
@@ -200,12 +194,11 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
             Nothing.
 
         Raises:
-            ValueError: It is no integer, or below 0. On every rank alike.
+            ArgumentError: It is no integer, or below 0.
         """
-        if type(depth) is not int or depth < 0:
-            raise ValueError(f"set_prefetch: depth must be an integer of at least 0, but it is {depth!r}. Pass 1.")
         self._runtime().change(prefetch=depth)
 
+    @checked
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
         """Accepted for FSDP2's sake: the order of the last step tells what to gather ahead; see `set_prefetch`.
 
@@ -213,14 +206,14 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
             modules: Sharded modules.
 
         Raises:
-            ValueError: One of them is not. On every rank alike.
+            ArgumentError: One of them is not.
         """
-        check_sharded("set_modules_to_forward_prefetch", modules)
 
+    @checked
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
         """As `set_modules_to_forward_prefetch`."""
-        check_sharded("set_modules_to_backward_prefetch", modules)
 
+    @checked
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather this module's own units by an object of torch's `AllGather` interface. Communicates nothing.
 
@@ -229,12 +222,12 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
                 `allocate`; gives a handle, or None when it is done.
 
         Raises:
-            TypeError: It cannot be called, or has no `allocate`. On every rank alike.
+            ArgumentError: It cannot be called, or has no `allocate`.
         """
-        _check_comm("set_custom_all_gather", "AllGather", comm)
         for unit in self._own_units():
             unit.change(comms=replace(unit.settings.comms, all_gather=comm))
 
+    @checked
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce the gradients of this module's own units by an object of torch's `ReduceScatter` interface.
 
@@ -243,15 +236,15 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
                 its `allocate`; gives a handle, or None when it is done. In a row, a flag per parameter goes ahead.
 
         Raises:
-            TypeError: It cannot be called, or has no `allocate`. On every rank alike.
+            ArgumentError: It cannot be called, or has no `allocate`.
 
         Communicates:
             Nothing.
         """
-        _check_comm("set_custom_reduce_scatter", "ReduceScatter", comm)
         for unit in self._own_units():
             unit.change(comms=replace(unit.settings.comms, reduce_scatter=comm))
 
+    @checked
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether gradients are reduced in a process group of their own, beside gathers.
 
@@ -268,6 +261,7 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
             unit.change(comms=replace(unit.settings.comms, separates=enable))
             _ = unit.buckets(unit.trainable, unit.reduce_dtypes)  # makes the group now, on all ranks
 
+    @checked
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object] | None, *, stream: Any = None) -> None:
         """Call a function with this rank's reduced gradients of each bucket of this module's own units.
 
@@ -280,16 +274,11 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
             stream: Accepted for FSDP2's sake: the hook runs in the current stream.
 
         Raises:
-            TypeError: It cannot be called. On every rank alike.
+            ArgumentError: It cannot be called.
 
         Communicates:
             Nothing.
         """
-        if hook is not None and not callable(hook):
-            raise TypeError(
-                f"set_all_reduce_hook: needs a function of a flat tensor, or None, but got {hook!r}. Pass one, as in "
-                "lambda grads: None."
-            )
         for unit in self._own_units():
             unit.change(reduce_hook=hook)
 
@@ -297,6 +286,7 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         """Forget a forward or backward that an exception ended. Gradients that had not left yet are lost."""
         self._runtime().reset()
 
+    @checked
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of any module; full and sharded tensors are both taken, and each rank keeps its part.
 
@@ -360,23 +350,6 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
             if key != "_compiled_call_impl":  # it calls this module; torch leaves it behind too
                 new.__dict__[key] = copy.deepcopy(value, memo)
         return new
-
-
-def _check_comm(who: str, kind: str, comm: Any) -> None:
-    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
-        raise TypeError(
-            f"{who}: needs an object that can be called and has allocate(), as torch's {kind}, but got {comm!r}. Pass "
-            f"an instance of a subclass of torch.distributed.fsdp._fully_shard._fsdp_api.{kind}."
-        )
-
-
-def check_sharded(who: str, modules: Iterable[Any]) -> None:
-    """Raise ValueError, as FSDP2 does, unless `fully_shard` was called on each of some modules."""
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(
-                f"{who}: needs sharded modules, but got {type(module).__name__}. Call fully_shard on it first."
-            )
 
 
 FSDPModule.set_reduce_scatter_divide_factor = FSDPModule.set_gradient_divide_factor  # type: ignore[assignment, method-assign]

@@ -1,11 +1,11 @@
 """The arguments of `fully_shard`: what each may be, and what all ranks must pass alike."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dshard.errors import StateError
@@ -37,15 +37,11 @@ class Options:
     plan: Any
 
     def check(self) -> None:
-        """Refuse what is none of the choices, and what does not go together.
+        """Refuse what does not go together.
 
         Raises:
-            StateError: As said. Names the argument, what it is, and what it may be.
+            StateError: As said.
         """
-        for name, (is_right, allowed, way) in _ALLOWED.items():
-            value = getattr(self, name)
-            if not is_right(value):
-                raise StateError(f"fully_shard: {name} must be {allowed}, but it is {_shown(value)}. {way}")
         has_reshard, has_strategy = self.reshard_after_forward is not None, self.strategy is not None
         others = ("strategy", "reshard_after_forward", "memory_budget", "auto_wrap_policy")
         both = next((name for name in others if getattr(self, name) is not None), None)
@@ -95,88 +91,17 @@ class Options:
         return Offload(torch.device("cpu"), device_of(mesh), pins=self.offload_policy.pin_memory)
 
 
-def checked_modules(module: Any) -> list[nn.Module]:
+def checked_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """The modules that a call is for, each once.
 
     Raises:
-        StateError: There are none, or what is there is none, or it was sharded before.
+        StateError: One was sharded before.
     """
-    modules = list(dict.fromkeys(module)) if isinstance(module, (list, tuple)) else [module]
-    if not modules:
-        raise StateError("fully_shard: needs a module or a list of them, but the list is empty. Pass the model.")
+    modules = [module] if isinstance(module, nn.Module) else list(dict.fromkeys(module))
     for each in modules:
         if isinstance(each, FSDPModule):
             raise StateError(
                 f"fully_shard: a module can be sharded once, but this {type(each).__name__} already is. Call "
                 "fully_shard on each module once, children first."
             )
-        if not isinstance(each, nn.Module):
-            raise StateError(
-                f"fully_shard: needs a module or a list of them, but got {type(each).__name__}. Pass the model."
-            )
     return modules
-
-
-def _one_of(*values: Any) -> tuple[Callable[[Any], bool], str, str]:
-    return (
-        lambda value: any(value is v or (type(value) is str and value == v) for v in values),
-        (f"one of {values}"),
-        "Pass one of them.",
-    )
-
-
-def _is_budget(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and value == "auto") or read_bytes(value) is not None
-
-
-def _are_parameters(value: Any) -> bool:
-    if value is None or isinstance(value, Tensor):
-        return value is None
-    return isinstance(value, Collection) and all(isinstance(each, Tensor) for each in value)
-
-
-def _is_offload(value: Any) -> bool:
-    known = ("OffloadPolicy", "CPUOffloadPolicy")
-    return value is None or isinstance(value, Offload) or type(value).__name__ in known
-
-
-_ALLOWED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
-    "mesh": (
-        lambda value: value is None or isinstance(value, DeviceMesh),
-        "a DeviceMesh or None",
-        "Pass init_device_mesh(device_type, (num_ranks,)), or leave it out for all ranks.",
-    ),
-    "shard_placement_fn": (
-        lambda value: value is None or callable(value),
-        "a function of a parameter, or None",
-        "Pass a function that returns Shard(dim), as in lambda param: Shard(1).",
-    ),
-    "offload_policy": (
-        _is_offload,
-        "an OffloadPolicy, a CPUOffloadPolicy or None",
-        "Pass CPUOffloadPolicy(), or leave it out.",
-    ),
-    "ignored_params": (
-        _are_parameters,
-        "a set or list of parameters, or None",
-        "Pass {module.weight}, for example.",
-    ),
-    "dp_mesh_dims": (
-        lambda value: value is None or (hasattr(value, "shard") and hasattr(value, "replicate")),
-        "a DataParallelMeshDims or None",
-        "Pass DataParallelMeshDims(shard='dp').",
-    ),
-    "sync": _one_of("check", "broadcast", None),
-    "grad_reduce": _one_of("mean", "sum"),
-    "buffers": _one_of("leave", "broadcast", "check"),
-    "memory_budget": (
-        _is_budget,
-        "a number of bytes, text such as '2GiB', 'auto' or None",
-        "Pass 0 to keep nothing.",
-    ),
-}
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

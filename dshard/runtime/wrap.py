@@ -35,7 +35,7 @@ def chosen_modules(
         For each module, whether the policy wants it resharded after its forward; None where it says nothing.
 
     Raises:
-        StateError: What the policy is, or returns, is none of these.
+        StateError: What the policy returns is none of these.
         UnsupportedOpError: It gives a module keyword arguments that cannot be honoured.
     """
     found: dict[nn.Module, bool | None] = {}
@@ -99,13 +99,9 @@ def _of_function(root: nn.Module, policy: Any, takes: set[int]) -> dict[nn.Modul
     """What classes or a function choose."""
     if isinstance(policy, type) and issubclass(policy, nn.Module):
         policy = (policy,)
-    if isinstance(policy, Collection) and not isinstance(policy, (str, bytes)):
+    if isinstance(policy, Collection):
         classes = tuple(policy)
-        if not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
-            raise _not_a_policy(policy)
         return {m: None for m in root.modules() if isinstance(m, classes)}
-    if not callable(policy):
-        raise _not_a_policy(policy)
     if _takes_numel(policy):
         chosen: dict[nn.Module, bool | None] = {}
         _descend(root, policy, takes, chosen)
@@ -118,13 +114,6 @@ def _of_function(root: nn.Module, policy: Any, takes: set[int]) -> dict[nn.Modul
                 f"{type(module).__name__} it returned {answer!r}. Return True for modules that are to be units."
             )
     return {m: None for m, answer in answers.items() if answer}
-
-
-def _not_a_policy(policy: Any) -> StateError:
-    return StateError(
-        "fully_shard: auto_wrap_policy must be module classes, a function of a module, or a policy of torch's FSDP1, "
-        f"but it is {policy!r}. Pass the class of the repeated block, as in {{nn.TransformerEncoderLayer}}."
-    )
 
 
 def _takes_numel(policy: Callable[..., Any]) -> bool:

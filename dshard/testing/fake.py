@@ -7,6 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 
+from dshard.arguments import checked
+
 __all__ = ["fake_world"]
 
 
@@ -21,6 +23,7 @@ def _register_backend() -> None:
         dist.Backend.register_backend("fake", _create_group, extended_api=True, devices=["cpu", "cuda"])
 
 
+@checked
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[dist.ProcessGroup]:
     """Make torch's fake process group the default one inside the block.
@@ -50,7 +53,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[dist.ProcessGroup]:
         >>> dist.is_initialized()
         False
     """
-    if not 0 <= rank < world_size:
+    if rank >= world_size:
         raise ValueError(f"fake_world: rank must be in [0, {world_size}), but it is {rank}. Pass a rank of the world.")
     if dist.is_initialized():
         raise RuntimeError(

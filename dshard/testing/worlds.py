@@ -21,6 +21,7 @@ from typing import NoReturn, Self, TypeVar
 
 import torch.distributed as dist
 
+from dshard.arguments import checked
 from dshard.testing._rank import Raised, Ready, Returned, Silent, pack_call, rank_main
 
 __all__ = ["RemoteRankError", "World", "WorldPool", "expect_error"]
@@ -51,6 +52,7 @@ class RemoteRankError(AssertionError):
         self.remote_traceback = remote_traceback
 
 
+@checked
 class World:
     """N ranks in processes of their own, joined by a gloo process group; started at the first call.
 
@@ -71,8 +73,6 @@ class World:
     """
 
     def __init__(self, num_ranks: int, *, group_timeout_s: float = 20.0, grace_s: float = 1.0) -> None:
-        if num_ranks < 1:
-            raise ValueError(f"World: num_ranks must be at least 1, but it is {num_ranks}. Pass the number of ranks.")
         self.num_ranks = num_ranks
         self.group_timeout_s = group_timeout_s
         self.grace_s = grace_s
@@ -110,6 +110,7 @@ class World:
         if not all(isinstance(reply, Ready) for reply in replies):
             self._fail("start", [reply for reply in replies if not isinstance(reply, Ready)])
 
+    @checked
     def run(self, fn: Callable[..., T], *args: object, timeout_s: float = 60.0, **kwargs: object) -> list[T]:
         """Call `fn(*args, **kwargs)` on every rank.
 
@@ -240,6 +241,7 @@ class World:
         )
 
 
+@checked
 class WorldPool:
     """Worlds by size, each started at its first call and all closed at the end; for a session-scoped fixture.
 
@@ -253,12 +255,14 @@ class WorldPool:
         self._grace_s = grace_s
         self._worlds: dict[int, World] = {}
 
+    @checked
     def get_world(self, num_ranks: int) -> World:
         """The pool's world of `num_ranks` ranks."""
         if num_ranks not in self._worlds:
             self._worlds[num_ranks] = World(num_ranks, group_timeout_s=self._group_timeout_s, grace_s=self._grace_s)
         return self._worlds[num_ranks]
 
+    @checked
     def run(
         self, num_ranks: int, fn: Callable[..., T], *args: object, timeout_s: float = 60.0, **kwargs: object
     ) -> list[T]:
@@ -280,6 +284,7 @@ class WorldPool:
         self.close()
 
 
+@checked
 def expect_error(
     world: World,
     fn: Callable[..., object],

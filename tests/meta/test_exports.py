@@ -11,6 +11,7 @@ from dshard import errors
 from tests.meta.source import ROOT
 
 PUBLIC_NAMES = [
+    "ArgumentError",
     "CPUOffloadPolicy",
     "CheckpointError",
     "CommTrace",
