@@ -15,7 +15,7 @@ from dshard.errors import ArgumentError, DivergenceError
 from dshard.kinds import shown
 from dshard.tensor import ShardedTensor
 from dshard.tensor.agreed import AgreedTensor
-from dshard.tensor.inner import distinct_groups
+from dshard.tensor.inner import distinct_groups, groups_of
 
 __all__ = ["clip_grad_norm_", "on_clip"]
 
@@ -52,8 +52,8 @@ def clip_grad_norm_(
 
     Communicates:
         One all-reduce of 8 bytes for each process group that holds some of the parameters (for DTensor parameters one
-        more along each dim that cuts them); where there are several groups, another one of 16 bytes for each, to
-        compare the norms.
+        more along each dim that cuts them), whose header compares the numbers, and for those that hold replicas one of
+        4; where there are several groups, another one of 16 bytes for each, to compare the norms.
 
     Source: `torch.nn.utils.clip_grad_norm_`, whose rule and epsilon it follows.
     """
@@ -64,7 +64,8 @@ def clip_grad_norm_(
         given = arguments.read(_WHO, given)
     except ArgumentError as error:
         with suppress(DivergenceError):  # the other ranks learn it from the message; this one's own error says more
-            _total_norm(grads, 2.0, _told(**given))
+            if grads:
+                _total_norm(grads, 2.0, _told(**given))
         raise error from None
     max_norm, order = float(given["max_norm"]), float(given["norm_type"])
     if not params and not isinstance(parameters, Sized):
@@ -72,7 +73,7 @@ def clip_grad_norm_(
     if not grads:
         return torch.tensor(0.0)
     for hear in _LISTENERS:
-        hear(params, max_norm, order)
+        hear(params, max_norm, order, given["error_if_nonfinite"])
     total = _total_norm(grads, order, _told(max_norm, order, given["error_if_nonfinite"]))
     if given["error_if_nonfinite"] and not bool(torch.isfinite(total)):
         raise DivergenceError(
@@ -88,12 +89,13 @@ def clip_grad_norm_(
     return total
 
 
-_LISTENERS: list[Callable[[Sequence[Tensor], float, float], None]] = []
+_Hear = Callable[[Sequence[Tensor], float, float, bool], None]
+_LISTENERS: list[_Hear] = []
 
 
 @contextmanager
-def on_clip(hear: Callable[[Sequence[Tensor], float, float], None]) -> Iterator[None]:
-    """Have a function called with parameters, largest norm and order ahead of each clipping."""
+def on_clip(hear: _Hear) -> Iterator[None]:
+    """Have a function called with the arguments ahead of each clipping."""
     _LISTENERS.append(hear)
     try:
         yield
@@ -103,7 +105,10 @@ def on_clip(hear: Callable[[Sequence[Tensor], float, float], None]) -> Iterator[
 
 def _told(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> str:
     """Numbers that all ranks must be given alike; the end of it is what a message of another rank's shows."""
-    return f"(error_if_nonfinite={error_if_nonfinite}, norm_type={shown(norm_type)}, max_norm={shown(max_norm)})"
+    given = {"error_if_nonfinite": error_if_nonfinite, "norm_type": norm_type, "max_norm": max_norm}
+    defaults = {"error_if_nonfinite": False, "norm_type": 2.0}
+    texts = {name: shown(value) for name, value in given.items() if shown(value) != str(defaults.get(name))}
+    return f"({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
 
 def _total_norm(grads: Sequence[Tensor], order: float, told: str) -> Tensor:
@@ -126,18 +131,62 @@ def _total_norm(grads: Sequence[Tensor], order: float, told: str) -> Tensor:
             key = tuple(id(group.process_group) for group in groups)
             cut.setdefault(key, (groups, []))[1].append(grad._cell.resolve())
     parts = [_part(whole, order, device)]
+    alike = _Agreement(told)
     for groups, shards in cut.values():
         op = ReduceOp.MAX if order == float("inf") else ReduceOp.SUM
         part = _part(shards, order, torch.device(groups[0].device_type))
         for group in groups:
-            part = collectives.all_reduce([part], group, op, label=_WHO, arguments=told).wait()[0]
+            part = alike.all_reduce(part, group, op)
         parts.append(part.to(device))
+    alike.compare(grads)
     together = torch.stack(parts)
     norm = together.amax() if order == float("inf") else together.sum().pow(1.0 / order)
     if len(cut) > 1:
         every = {id(group.process_group): group for groups, _ in cut.values() for group in groups}
         _check_agreement(norm, list(every.values()))
+    alike.check()
     return AgreedTensor.of(norm.to(torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32))
+
+
+class _Agreement:
+    """Whether the ranks were given the same numbers, which goes ahead of what they reduce.
+
+    An error is kept until all groups were asked, and told to those that follow: their ranks wait for this one.
+
+    Args:
+        told: The numbers.
+    """
+
+    def __init__(self, told: str) -> None:
+        self._told = told
+        self._error: DivergenceError | None = None
+        self._asked: set[str] = set()
+
+    def all_reduce(self, part: Tensor, group: ShardGroup, op: ReduceOp, *, is_check: bool = False) -> Tensor:
+        """The part of all ranks of a group together."""
+        self._asked.add(group.name)
+        told = self._told if self._error is None else "(max_norm=not the same everywhere)"
+        try:
+            sent = collectives.all_reduce([part], group, op, label=_WHO, arguments=told, is_check=is_check)
+            return sent.wait()[0]
+        except DivergenceError as error:
+            self._error = self._error or error
+            return part
+
+    def compare(self, grads: Sequence[Tensor]) -> None:
+        """Ask the other groups that share some gradients: replicas, of which each scales its own."""
+        for grad in grads:
+            for group in groups_of(grad) if isinstance(grad, ShardedTensor) else ():
+                own: ShardGroup | None = group
+                while own is not None:
+                    if own.num_ranks > 1 and own.name not in self._asked:
+                        self.all_reduce(torch.zeros(1, device=own.device_type), own, ReduceOp.MAX, is_check=True)
+                    own = own.replicas
+
+    def check(self) -> None:
+        """Raise what was found."""
+        if self._error is not None:
+            raise self._error
 
 
 def _check_agreement(norm: Tensor, groups: Sequence[ShardGroup]) -> None:

@@ -4,6 +4,7 @@ import enum
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -40,6 +41,7 @@ class _Event(enum.IntEnum):
     CLIP = 5
     NORM = 6
     SCALE = 7
+    CLIP_FINITE = 8  # with error_if_nonfinite
 
 
 _OF_PHASE = {Phase.FORWARD: _Event.FORWARD, Phase.EVAL: _Event.EVAL, Phase.BACKWARD: _Event.BACKWARD}
@@ -162,10 +164,10 @@ class _Join:
                 "between them. Step schedulers on all ranks alike: once per epoch, outside of the block."
             )
 
-    def _on_clip(self, params: Sequence[Tensor], max_norm: float, order: float) -> None:
+    def _on_clip(self, params: Sequence[Tensor], max_norm: float, order: float, is_finite: bool) -> None:
         if self._holds(params):
             self._check_all(len([p for p in params if p.grad is not None]))
-            self._announce(_Event.CLIP, max_norm, order)
+            self._announce(_Event.CLIP_FINITE if is_finite else _Event.CLIP, max_norm, order)
 
     @contextmanager
     def _torchs_clipping(self) -> Iterator[None]:
@@ -226,6 +228,7 @@ class _Join:
             _Event.CLIP: self._clip,
             _Event.NORM: self._find_norm,
             _Event.SCALE: self._scale,
+            _Event.CLIP_FINITE: partial(self._clip, error_if_nonfinite=True),
         }
         while True:
             own = [_NOTHING] * 6 + [1.0 if self._inputs is None else 0.0, 1.0 if self._throws else 0.0]
@@ -280,8 +283,8 @@ class _Join:
         optimizer.step()
         optimizer.zero_grad()
 
-    def _clip(self, max_norm: float, order: float) -> None:
-        clip_grad_norm_(self._module.parameters(), max_norm, order)
+    def _clip(self, max_norm: float, order: float, *, error_if_nonfinite: bool = False) -> None:
+        clip_grad_norm_(self._module.parameters(), max_norm, order, error_if_nonfinite)
 
     def _scale(self, max_norm: float, _: float) -> None:
         clip_grad._clip_grads_with_norm_(list(self._module.parameters()), max_norm, self._norm)

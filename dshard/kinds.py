@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -263,11 +263,14 @@ def list_of(one: Kind, allowed: str, way: str, *, least: int = 0) -> Kind:
     """Several values of a kind in a list or tuple, or another iterable but text, mappings and tensors; as a tuple."""
 
     def take(value: Any) -> tuple[Any, ...]:
-        is_one = isinstance(value, (str, bytes, Mapping, Tensor)) or not isinstance(value, (Iterable, Iterator))
-        if is_one or (isinstance(value, nn.Module) and not isinstance(value, (nn.ModuleList, nn.ParameterList))):
+        if isinstance(value, (str, bytes, Mapping, Tensor)) or not hasattr(value, "__iter__"):
             raise Refused(value)
+        try:
+            each_of_it = iter(value)
+        except TypeError:  # also of an array without dims, which says that it can be iterated over
+            raise Refused(value) from None
         found = []
-        for place, each in enumerate(value):
+        for place, each in enumerate(each_of_it):
             try:
                 found.append(one.read(each))
             except Refused as refused:

@@ -1,6 +1,5 @@
 """Options of `fully_shard` that are more than a flag."""
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -335,10 +334,10 @@ def reshard_choice(value: Any, num_ranks: int) -> bool | int | None:
 def read_bytes(value: Any) -> int | None:
     """A number of bytes, as it is or as text with a unit: "38GiB", "40e9", "1.5 GB"; None for what is none."""
     if isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value) if int(value) >= 0 else None
+        return int(value) if 0 <= int(value) < 2**63 else None
     found = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         return None
     scale = 2**10 if found[3] else 10**3
     number = float(found[1]) * scale ** (_PREFIXES.index(found[2].lower()) + 1 if found[2] else 0)
-    return int(number) if math.isfinite(number) else None
+    return int(number) if number < 2**63 else None

@@ -71,7 +71,9 @@ def _is_offload(value: Any) -> bool:
 def _is_wrap_policy(value: Any) -> bool:
     if isinstance(value, type):
         return issubclass(value, nn.Module)
-    if isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping, nn.Module)):
+    if isinstance(value, (str, bytes, Mapping, nn.Module)) or hasattr(value, "shape"):
+        return False
+    if isinstance(value, Collection):
         return all(isinstance(each, type) and issubclass(each, nn.Module) for each in value)
     return callable(value) or hasattr(value, "_run_policy")
 
@@ -166,7 +168,9 @@ BUDGET = kind(
 MEMORY = kind(
     "a number of bytes above 0, or text such as '38GiB'", "Pass '38GiB'.", lambda value: bool(read_bytes(value))
 )
-PLAN_OR_PATH = either(ours("Plan", ""), PATH, allowed="a Plan, or the path of a file that holds one")
+PLAN_OR_PATH = either(
+    ours("Plan", "Pass what dshard.plan gave."), PATH, allowed="a Plan, or the path of a file that holds one"
+)
 ABOVE_0 = number("a finite number above 0", "Pass 1.0.", lambda value: 0 < value < math.inf)
 FROM_0 = number("a finite number, 0 or more", "Pass 0.", lambda value: 0 <= value < math.inf)
 BYTES = number("a number of bytes, 0 or more", "Pass 0.", lambda value: 0 <= value < math.inf)
@@ -184,7 +188,9 @@ LINKS = ours("Links", "Pass dshard.planner.Links(...).")
 LINK = ours("Link", "Pass dshard.planner.Link(...).")
 WIRE = ours("Wire", "Pass dshard.planner.Wire(bytes_per_s, latency_s).")
 MEASURED = ours("Measured", "Pass what dshard.planner.measure_step gave.")
-DEVICE_OR_NAME = either(ours("Device", ""), TEXT, allowed="a name of dshard.planner.DEVICES, or a Device of your own")
+DEVICE_OR_NAME = either(
+    ours("Device", "Pass 'a100-80g'."), TEXT, allowed="a name of dshard.planner.DEVICES, or a Device of your own"
+)
 BY_NUM_RANKS = mapping_of(LINKS, "a dict of Links by numbers of ranks", "Leave it out.", keys=int)
 UNITS = list_of(ours("UnitCosts", ""), "a list of UnitCosts", "Pass [UnitCosts(...)].")
 PARAM_COSTS = list_of(ours("ParamCosts", ""), "a list of ParamCosts", "Pass [ParamCosts(...)].")

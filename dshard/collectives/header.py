@@ -73,18 +73,22 @@ def check_headers(headers: Tensor, own: Tensor, kind: Kind, label: str) -> None:
 
 
 def _check_arguments(own: str, other: str, rank: int) -> None:
-    """Raise if two labels differ in the arguments in them alone: "name(max_norm=1.0, norm_type=2.0)".
+    """Raise if two labels are one function's, and differ in its arguments: "name(max_norm=1.0, norm_type=2.0)".
 
-    Of the other only the end is known.
+    Of the other no more than the end is known. What is left out is at its default.
     """
-    if not (own.endswith(")") and other.endswith(")") and "=" in own and "=" in other):
-        return
     who, _, told = own.partition("(")
-    mine, theirs = (text.rstrip(")").split(", ")[::-1] for text in (told, other.removeprefix(f"{who}(")))
-    for here, there in zip(mine, theirs, strict=False):
-        name, _, value = here.partition("=")
-        if here != there and there.startswith(f"{name}="):
+    head, is_whole, said = other.rpartition("(")
+    if not (own.endswith(")") and other.endswith(")") and "=" in told and "=" in said and who.endswith(head)):
+        return
+    mine, theirs = (
+        dict(part.split("=", 1) for part in text.removesuffix(")").split(", ") if "=" in part) for text in (told, said)
+    )
+    unknown = "its default" if is_whole else "another"
+    for name in [*mine, *theirs]:
+        here, there = mine.get(name, "its default"), theirs.get(name, unknown)
+        if here != there:
             raise DivergenceError(
-                f"{who}: all ranks must pass the same {name}, but it is {value} on this rank and "
-                f"{there.removeprefix(f'{name}=')} on rank {rank}. Pass what does not depend on the rank."
+                f"{who}: all ranks must pass the same {name}, but it is {here} on this rank and {there} on rank "
+                f"{rank}. Pass what does not depend on the rank."
             )

@@ -1,0 +1,634 @@
+"""The table of arguments is whole, and whatever it does not allow is refused by name ahead of any change."""
+
+import enum
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_api import DataParallelMeshDims
+
+import dshard
+from dshard import links, planner, testing
+from dshard.arguments import TABLE
+from dshard.kinds import Kind, Refused, shown
+from dshard.planner import Cluster, Link, Links, Measured, ModelCosts, ParamCosts, Plan, Training, UnitCosts
+from dshard.policies import Strategy
+from dshard.runtime.companions import AcceptedHints
+from dshard.testing import World, WorldPool, expect_error, fake_world
+
+MODULES = ("dshard", "dshard.collectives", "dshard.interop", "dshard.links", "dshard.planner", "dshard.testing")
+OTHERS_CHECK = "dshard/checkpoint looks at its own arguments"
+RESULT = "a result, which dshard makes"
+OWN_LEVEL = "the runtime's own: it runs for every tensor, and what it is given was looked at above"
+ACCEPTED = sorted(name for name in vars(AcceptedHints) if name.startswith("set_"))
+FREE = {  # public names without a row, and why
+    "ShardedTensor": "its methods are those of a tensor, whose arguments torch looks at",
+    "UnshardHandle": RESULT,
+    "RemoteRankError": RESULT,
+    "load_safetensors": OTHERS_CHECK,
+    "save_safetensors": OTHERS_CHECK,
+    "ShardedTrainerMixin": "its methods are called by transformers, whose they are",
+    "CommRecord": RESULT,
+    **dict.fromkeys(
+        sorted({*importlib.import_module("dshard.collectives").__all__} - {"CommRecord", "CommTrace"}), OWN_LEVEL
+    ),
+    **dict.fromkeys(
+        ("BatchSolution", "Certificate", "Comparison", "MemoryEvent", "Moment", "Segment", "Solution", "Timeline"),
+        RESULT,
+    ),
+    **dict.fromkeys(("fit", "Sample"), "of what was measured"),
+    "Device.seconds": "the planner asks it for every operation",
+    **{
+        f"{owner}.{name}": "the planner asks it thousands of times"
+        for owner, names in {
+            "Cluster": ("all_gather_s", "reduce_scatter_s", "all_reduce_s", "is_inside"),
+            "Link": ("time_s",),
+            "ParamCosts": ("shard_numel", "slice_numel"),
+        }.items()
+        for name in names
+    },
+    **dict.fromkeys(ACCEPTED, "accepted for FSDP2's sake, does nothing"),
+}
+
+
+def parameters_of(call: Any) -> list[str]:
+    found = [p for p in inspect.signature(call).parameters.values() if p.name not in ("self", "cls")]
+    return [p.name for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def methods_of(owner: type) -> Iterator[tuple[str, Any]]:
+    """Public methods that dshard defines, with the names that messages have for them."""
+    is_module = issubclass(owner, nn.Module)
+    for kind in owner.__mro__:
+        for name, value in vars(kind).items() if kind.__module__.startswith("dshard") else ():
+            call = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+            if name[0] != "_" and inspect.isfunction(call):
+                who = call.__qualname__.rpartition(".")[2]
+                yield (name if name in FREE else who) if is_module else f"{owner.__name__}.{name}", call
+
+
+def surface() -> dict[str, list[str]]:
+    """Every public function, constructor and method: the names of its arguments."""
+    found: dict[str, list[str]] = {}
+    for module in map(importlib.import_module, MODULES):
+        for public in module.__all__:
+            value = getattr(module, public)
+            is_ours = getattr(value, "__module__", "").startswith("dshard")
+            if inspect.isfunction(value) and is_ours:
+                found[public] = parameters_of(value)
+            elif inspect.isclass(value) and is_ours and not issubclass(value, (Exception, enum.Enum)):
+                if "__init__" in vars(value) and not issubclass(value, nn.Module):
+                    found[public] = parameters_of(vars(value)["__init__"])
+                for who, method in methods_of(value) if public not in FREE else ():
+                    found[who] = parameters_of(method)
+    return found
+
+
+def test_every_argument_of_every_public_function_has_a_kind_or_a_reason():
+    assert len(surface()) > 100
+    there = {name: sorted(names) for name, names in surface().items() if name not in FREE and names}
+    assert there == {name: sorted(row) for name, row in TABLE.items()}
+    assert set(FREE) <= set(surface()) | {n for m in MODULES for n in importlib.import_module(m).__all__}
+
+
+# --- values, right and wrong ---
+
+
+def names() -> Iterator[int]:
+    yield from range(3)
+
+
+@dataclass
+class Things:
+    """What arguments are made of, in a world of one rank."""
+
+    sharded: Any
+    plain: nn.Module
+    optimizer: torch.optim.Optimizer
+    plan: Plan
+    work: Any
+
+    def pool(self) -> dict[str, Any]:
+        param, model = self.plain.weight, self.plan.model
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        numbers = {
+            "none": None,
+            "true": True,
+            "false": False,
+            "0": 0,
+            "1": 1,
+            "3": 3,
+            "-1": -1,
+            "0.5": 0.5,
+            "-0.5": -0.5,
+            "2.0": 2.0,
+            "nan": math.nan,
+            "inf": math.inf,
+            "-inf": -math.inf,
+            "10**400": 10**400,
+            "1j": 1j,
+            "numpy 3": numpy.int64(3),
+            "numpy 0.5": numpy.float32(0.5),
+            "numpy nan": numpy.float64("nan"),
+            "numpy true": numpy.bool_(True),
+            "array 0.5": numpy.array(0.5),
+            "array": numpy.ones(2),
+            "tensor 3": torch.tensor(3),
+            "tensor 0.5": torch.tensor(0.5),
+            "tensor nan": torch.tensor(math.nan),
+            "tensor true": torch.tensor(True),
+            "tensor": torch.ones(2),
+            "meta": torch.ones((), device="meta"),
+        }
+        texts = {
+            "''": "",
+            "'x'": "x",
+            "'ful'": "ful",
+            "'full'": "full",
+            "'auto'": "auto",
+            "'2GiB'": "2GiB",
+            "'inf'": "inf",
+            "'mean'": "mean",
+            "'check'": "check",
+            "'leave'": "leave",
+            "'bf16'": "bf16",
+            "'cpu'": "cpu",
+            "b'x'": b"x",
+            "'all_gather'": "all_gather",
+            "path": Path("x"),
+            "'nul'": "\0",
+            "'-1GiB'": "-1GiB",
+            "'hybrid(0)'": "hybrid(0)",
+        }
+        containers = {
+            "[]": [],
+            "[None]": [None],
+            "{}": {},
+            "{1: 2}": {1: 2},
+            "{'x': None}": {"x": None},
+            "['ful']": ["ful"],
+            "['full']": ["full"],
+            "{'*': 'full'}": {"*": "full"},
+            "{'*': 'ful'}": {"*": "ful"},
+            "[1]": [1],
+            "[2, 4]": [2, 4],
+            "[-1, 0]": [-1, 0],
+            "[True]": [True],
+            "['x']": ["x"],
+            "[param]": [param],
+            "{param}": {param},
+            "[plain]": [self.plain],
+            "[sharded]": [self.sharded],
+            "[param, None]": [param, None],
+            "[optimizer]": [self.optimizer],
+            "[nn.Linear]": [nn.Linear],
+            "[sharded param]": [self.sharded.weight],
+            "{'x': bf16}": {"x": torch.bfloat16},
+            "{'x': 2.0}": {"x": 2.0},
+            "{2: links}": {2: self.plan.cluster.inside},
+            "ModuleList": nn.ModuleList([self.plain]),
+            "[unit]": list(model.units),
+            "[costs]": list(model.units[0].params),
+        }
+        objects = {
+            "object": object(),
+            "function": names,
+            "class": int,
+            "plain": self.plain,
+            "sharded": self.sharded,
+            "param": param,
+            "sharded param": self.sharded.weight,
+            "bf16": torch.bfloat16,
+            "int32": torch.int32,
+            "device": torch.device("cpu"),
+            "mesh": mesh,
+            "optimizer": self.optimizer,
+            "nn.Linear": nn.Linear,
+            "precision": MixedPrecisionPolicy(torch.bfloat16),
+            "int precision": MixedPrecisionPolicy(torch.int32),
+            "named precision": MixedPrecisionPolicy("bf16"),
+            "offload": CPUOffloadPolicy(),  # type: ignore[arg-type]
+            "offload class": CPUOffloadPolicy,
+            "mesh dims": DataParallelMeshDims("dp"),
+            "strategy": Strategy("full"),
+            "plan": self.plan,
+            "cluster": self.plan.cluster,
+            "links": self.plan.cluster.inside,
+            "costs": model,
+            "link": self.plan.cluster.inside.all_gather,
+            "measured": Measured(1.0),
+            "training": Training(),
+            "device kind": planner.DEVICES["h200"],
+            "wire": planner.DEVICES["h200"].within_host,
+            "world": World(1),
+            "efficiency": planner.EFFICIENCY,
+            "comm": Comm(),
+            "progress": self.work,
+        }
+        return numbers | texts | containers | objects
+
+
+class Comm:
+    """Looks like torch's interface of a collective."""
+
+    def allocate(self) -> None: ...
+
+    def __call__(self) -> None: ...
+
+    def at(self) -> None: ...
+
+
+BOOLS = {"true", "false", "numpy true", "tensor true"}
+INTS = {"0", "1", "3", "numpy 3", "tensor 3"}  # and so on: what a count of at least 0 may be
+ABOVE = INTS - {"0"} | {"0.5", "2.0", "numpy 0.5", "array 0.5", "tensor 0.5"}
+TEXTS = {"''", "'x'", "'ful'", "'full'", "'auto'", "'2GiB'", "'inf'", "'mean'", "'check'", "'leave'", "'bf16'", "'cpu'"}
+TEXTS |= {"'all_gather'", "'nul'", "'-1GiB'", "'hybrid(0)'"}
+PATHS = TEXTS - {"''", "'nul'"} | {"path"}
+MODULE = {"plain", "sharded", "ModuleList"}
+FUNCTIONS = {"function", "comm", *MODULE}
+TENSOR = {"param", "sharded param", "tensor", "tensor 3", "tensor 0.5", "tensor nan", "tensor true", "meta"}
+NOTHING = {"[]"}
+SIZES = {"1", "3", "numpy 3", "'2GiB'"}
+STRATEGY = {"'full'", "strategy"}
+PRECISION = {"none", "bf16", "precision", "{}", "{'x': None}", "{'x': bf16}"}
+RIGHT: dict[str, set[str]] = {  # by what the table says that a kind allows
+    "a bool": BOOLS,
+    "text": TEXTS,
+    "a path, as text or a Path": PATHS,
+    "JSON text": TEXTS | {"b'x'"},
+    "an integer of at least 0": INTS,
+    "an integer of at least 1": INTS - {"0"},
+    "a function": FUNCTIONS | {"class", "nn.Linear", "offload class"},
+    "an nn.Module": MODULE,
+    "an nn.Module, or a list or tuple of at least one": MODULE | {"[plain]", "[sharded]"},
+    "a module that fully_shard was called on": {"sharded"},
+    "a list of modules that fully_shard was called on": {"[sharded]", *NOTHING},
+    "a module that fully_shard was called on, one of its parameters, or a list of them": (
+        MODULE | {"sharded param", "[sharded param]"}
+    ),
+    "a tensor, or an iterable of tensors": TENSOR | {"[param]", "{param}", "[sharded param]", *NOTHING},
+    "a set or list of parameters": {"[param]", "{param}", "[sharded param]", *NOTHING},
+    "an optimizer of torch.optim, or several": {"optimizer", "[optimizer]", *NOTHING},
+    "a mapping of names to tensors": {"{}", "{1: 2}", "{'x': None}", "{'*': 'full'}", "{'*': 'ful'}", "{'x': bf16}"}
+    | {"{'x': 2.0}", "{2: links}"},
+    "a DeviceMesh": {"mesh"},
+    "a DataParallelMeshDims": {"mesh dims"},
+    "a torch.device or its text": {"device", "'cpu'"},
+    "a dtype": {"bf16", "int32"},
+    "a floating-point dtype": {"bf16"},
+    "an OffloadPolicy, a CPUOffloadPolicy": {"offload"},
+    "module classes, a function of a module, or a policy of torch's FSDP1": (
+        FUNCTIONS - MODULE | {"nn.Linear", "[nn.Linear]", *NOTHING}
+    ),
+    "a bool, or a number that divides that of the ranks that share a parameter": BOOLS | INTS - {"0"},
+    "a number of bytes, text such as '2GiB', 'auto' or None": SIZES | {"none", "'auto'", "0"},
+    "a number of bytes above 0, or text such as '38GiB'": SIZES,
+    "a Plan, or the path of a file that holds one": PATHS | {"plan"},
+    "a number of at least 0, or inf": ABOVE | {"0", "inf"},
+    "a number above 0, or inf": ABOVE | {"inf", "'inf'"},
+    "a finite number other than 0": ABOVE | {"-1", "-0.5"},
+    "a finite number above 0": ABOVE,
+    "a finite number, 0 or more": ABOVE | {"0"},
+    "a part of a step, 0 or more": ABOVE | {"0"},
+    "a number of bytes, 0 or more": ABOVE | {"0"},
+    "a number of bytes": ABOVE | {"0", "-1", "-0.5"},
+    "a number of samples, 'auto'": INTS - {"0"} | {"'auto'"},
+    "one of ('check', 'broadcast', None)": {"'check'", "none"},
+    "one of ('mean', 'sum')": {"'mean'"},
+    "one of ('leave', 'broadcast', 'check')": {"'leave'", "'check'"},
+    "one of ('ddp', 'zero1', 'zero2', 'keep', 'full')": {"'full'"},
+    "one of ('all_gather', 'reduce_scatter', 'all_reduce', 'broadcast', 'check', None)": (
+        {"'all_gather'", "'check'", "none"}
+    ),
+    "one of ddp, zero1, zero2, keep, full, hybrid(k) or split(q)": STRATEGY,
+    "one of ddp, zero1, zero2, keep, full, hybrid(k) or split(q), a Strategy, or a dict of those by patterns of "
+    "parameter names": STRATEGY | {"{'*': 'full'}"},
+    "strategies to choose from: one of ddp, zero1, zero2, keep, full, hybrid(k) or split(q), or a list of at least one "
+    "of them": STRATEGY | {"['full']"},
+    "a list of strategies, one per unit": {"['full']", *NOTHING},
+    "a MixedPrecisionPolicy, a dtype, or a dict of those by patterns of parameter names, of floating-point dtypes": (
+        PRECISION
+    ),
+    "a name of dshard.planner.DEVICES, or a Device of your own": TEXTS | {"device kind"},
+    "a function of a parameter": FUNCTIONS,
+    "a function of an output": FUNCTIONS,
+    "a function of a name": FUNCTIONS,
+    "a function of nothing": FUNCTIONS,
+    "a function of a batch size": FUNCTIONS,
+    "a function of a flat tensor": FUNCTIONS,
+    "an object that can be called and has allocate(), as torch's AllGather": {"comm"},
+    "an object that can be called and has allocate(), as torch's ReduceScatter": {"comm"},
+    "an object with at()": {"comm", "progress"},
+    "batch sizes to choose from, integers of at least 1": {"[1]", "[2, 4]", *NOTHING},
+    "numbers of neighbouring ranks, above 1": {"[2, 4]", *NOTHING},
+    "two numbers of bytes or more": {"[2, 4]"},
+    "a list of UnitCosts": {"[unit]", *NOTHING},
+    "a list of ParamCosts": {"[costs]", *NOTHING},
+    "a dict of Links by numbers of ranks": {"{}", "{2: links}"},
+    "a dict of finite numbers above 0 by names of dtypes": {"{}", "{'x': 2.0}"},
+    "the ModelCosts of a model": {"costs"},
+    "a Cluster": {"cluster"},
+    "a Certificate": set(),
+    "a Link": {"link"},
+    "a Links": {"links"},
+    "a Measured": {"measured"},
+    "a Training": {"training"},
+    "a Wire": {"wire"},
+    "a Efficiency": {"efficiency"},
+    "a World": {"world"},
+}
+ANYTHING = "anything"
+
+
+def right_of(kind: Kind) -> set[str]:
+    """The names of values in the pool that a kind allows; written by hand, above."""
+    allowed = kind.allowed
+    if allowed in RIGHT:
+        return RIGHT[allowed]
+    return RIGHT[allowed.removesuffix("None").rstrip().removesuffix("or").rstrip(", ")] | {"none"}
+
+
+def things() -> Things:
+    sharded = dshard.fully_shard(nn.Linear(3, 3))
+    costs = UnitCosts("unit", (ParamCosts("w", 3, 3),), 1.0, 1.0)
+    links_ = Links.of(Link(1.0, 1.0))
+    plan = Plan(ModelCosts((costs,)), Cluster(1, 1, links_), (Strategy("full"),))
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    return Things(sharded, nn.Linear(3, 3), optimizer, plan, planner.solver.SILENT)
+
+
+def calls(on: Things) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """Each function of the table, and what it cannot be called without."""
+    model, cluster, unit = on.plan.model, on.plan.cluster, on.plan.model.units[0]
+    per_step = {"model": model, "strategies": ["full"], "cluster": cluster}
+    device, inside = planner.DEVICES["h200"], cluster.inside
+    by_hand: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+        "fully_shard": (dshard.fully_shard, {"module": on.plain}),
+        "clip_grad_norm_": (dshard.clip_grad_norm_, {"parameters": on.sharded.parameters(), "max_norm": 1.0}),
+        "gathered": (lambda **given: dshard.gathered(**given).__enter__(), {"target": on.sharded}),
+        "iter_full": (dshard.iter_full, {"module": on.sharded}),
+        "join": (dshard.join, {"module": on.sharded}),
+        "no_sync": (dshard.no_sync, {"module": on.sharded}),
+        "register_fsdp_forward_method": (
+            dshard.register_fsdp_forward_method,
+            {"module": on.sharded, "method_name": "forward"},
+        ),
+        "set_strategy": (dshard.set_strategy, {"module": on.sharded, "strategy": "full"}),
+        "plan": (dshard.plan, {"model": on.plain, "sample_input": torch.ones(1, 3)}),
+        "full_state_dict": (dshard.interop.full_state_dict, {"module": on.sharded}),
+        "Strategy": (Strategy, {"base": "full"}),
+        "Strategy.of": (Strategy.of, {}),
+        "Strategy.on": (Strategy("full").on, {}),
+        "Plan": (Plan, {**per_step}),
+        "Plan.replanned": (on.plan.replanned, {"measured": Measured(1.0)}),
+        "Cluster": (Cluster, {"num_ranks": 1, "ranks_per_host": 1, "inside": inside}),
+        "Link": (Link, {"alpha_s": 1.0, "seconds_per_byte": 1.0}),
+        "Links": (Links, dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), inside.all_gather)),
+        "ModelCosts": (ModelCosts, {"units": model.units}),
+        "ParamCosts": (ParamCosts, {"name": "w", "length": 3, "index_numel": 3}),
+        "UnitCosts": (UnitCosts, {"name": "u", "params": unit.params, "forward_s": 1.0, "backward_s": 1.0}),
+        "Training": (Training, {}),
+        "Measured": (Measured, {"step_s": 1.0}),
+        "Wire": (planner.Wire, {"bytes_per_s": 1.0, "latency_s": 0.0}),
+        "Efficiency": (planner.Efficiency, {f: getattr(planner.EFFICIENCY, f) for f in TABLE["Efficiency"]}),
+        "Device": (planner.Device, {f: getattr(device, f) for f in TABLE["Device"]}),
+        "Device.check": (device.check, {}),
+        "cluster_of": (planner.cluster_of, {"device": device, "num_ranks": 8}),
+        "measure_step": (planner.measure_step, {"step": names}),
+        **{name: (getattr(planner, name), per_step) for name in ("moments", "peak_bytes", "simulate", "step_time")},
+        "solve": (planner.solve, per_step),
+        "solve_batch": (
+            planner.solve_batch,
+            {"costs_at": names, "batch_sizes": [1], "cluster": cluster, "strategies": ["full"]},
+        ),
+        "measure_links": (links.measure_links, {}),
+        "World": (World, {"num_ranks": 1}),
+        "World.run": (World(1).run, {"fn": names}),
+        "WorldPool.get_world": (WorldPool().get_world, {}),
+        "WorldPool.run": (WorldPool().run, {"num_ranks": 1, "fn": names}),
+        "fake_world": (testing.fake_world, {"rank": 0, "world_size": 1}),
+        "expect_error": (expect_error, {"world": World(1), "fn": names}),
+    }
+    owners = {"CommTrace": dshard.CommTrace(), "Plan": on.plan, "Links": Links}
+    for name in TABLE.keys() - by_hand.keys():
+        owner, _, method = name.rpartition(".")
+        of = owners[owner] if owner else next(o for o in (dshard, planner, testing, on.sharded) if hasattr(o, name))
+        by_hand[name] = getattr(of, method), {}
+    return by_hand
+
+
+def digest(on: Things) -> list[Any]:
+    """Everything of the modules that a call could change."""
+    runtime = on.sharded._runtime()
+    values = [(type(p), id(p), p.full_tensor().tolist()) for p in on.sharded.parameters()]
+    units = [(unit.settings, unit.is_gathered) for unit in runtime.units]
+    plain = [(type(p), id(p), p.tolist()) for p in on.plain.parameters()]
+    return [runtime.settings, units, values, plain, type(on.plain), on.optimizer.state_dict()]
+
+
+def parts_of(value: Any) -> list[Any]:
+    """A value, and what is in it: either may be what is named."""
+    if isinstance(value, dict):
+        return [value, *value, *value.values()]
+    if isinstance(value, MixedPrecisionPolicy):
+        return [value, value.param_dtype]
+    return [
+        value,
+        *(
+            value
+            if isinstance(value, (list, set, nn.ModuleList)) or (type(value) is numpy.ndarray and value.ndim)
+            else ()
+        ),
+    ]
+
+
+@pytest.fixture(scope="module")
+def on() -> Iterator[Things]:
+    with fake_world(0, 1):
+        yield things()
+
+
+def test_what_is_right_of_a_kind_is_taken_and_everything_else_refused(on: Things):
+    pool = on.pool()
+    for who, row in TABLE.items():
+        for name, kind in row.items():
+            for label, value in pool.items() if kind.allowed != ANYTHING else ():
+                try:
+                    kind.read(value)
+                except Refused:
+                    assert label not in right_of(kind), f"{who}: {name} refuses {label}"
+                else:
+                    assert label in right_of(kind), f"{who}: {name} takes {label}"
+
+
+@pytest.mark.parametrize("who", TABLE)
+def test_a_wrong_argument_is_named_with_its_value_and_nothing_is_changed(on: Things, who):
+    call, given = calls(on)[who]
+    before, pool = digest(on), on.pool()
+    for name, kind in TABLE[who].items():
+        for label, value in pool.items() if kind.allowed != ANYTHING else ():
+            if label in right_of(kind):
+                continue
+            with pytest.raises(dshard.DShardError) as raised:
+                call(**{**given, name: value})
+            text = str(raised.value)
+            assert isinstance(raised.value, dshard.ArgumentError), (label, text)
+            assert text.startswith(f"{who}: {name} must be "), (label, text)
+            assert text.endswith("."), (label, text)
+            assert any(f"is {shown(each)}. " in text for each in parts_of(value)), (label, text)
+    assert digest(on) == before
+
+
+def test_a_misspelt_text_is_told_what_it_may_mean(on: Things):
+    for call, way in [
+        (lambda: dshard.fully_shard(on.plain, grad_reduce="meen"), "Pass 'mean'."),  # type: ignore[arg-type]
+        (lambda: dshard.fully_shard(on.plain, strategy="zer02"), "Pass 'zero2'."),
+        (lambda: dshard.set_strategy(on.sharded, {"*": "fulll"}), "Pass 'full'."),
+        (lambda: dshard.fully_shard(on.plain, mp_policy=MixedPrecisionPolicy("fp16")), "Pass torch.float16."),  # type: ignore[arg-type]
+        (lambda: planner.device_named("a100-80"), "Pass 'a100-80g'."),
+    ]:
+        with pytest.raises(dshard.ArgumentError) as raised:
+            call()
+        assert str(raised.value).endswith(way)
+
+
+def test_an_argument_error_is_what_such_errors_have_been():
+    for kind in (dshard.DShardError, dshard.StateError, dshard.PlanError, ValueError, TypeError):
+        assert issubclass(dshard.ArgumentError, kind)
+
+
+def test_numbers_of_numpy_and_tensors_are_taken_as_pythons(on: Things):
+    on.sharded.set_prefetch(numpy.int64(2))
+    assert type(on.sharded._runtime().settings.prefetch) is int
+    on.sharded.set_prefetch(torch.tensor(1))
+    for largest in (numpy.float32(0.5), torch.tensor(0.5), numpy.array(0.5), 0.5):
+        on.sharded.weight.grad = None
+        on.sharded(torch.ones(1, 3)).sum().backward()
+        dshard.clip_grad_norm_((p for p in on.sharded.parameters()), largest)
+        assert float(dshard.clip_grad_norm_(on.sharded.parameters(), math.inf)) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_a_generator_that_was_used_up_is_warned_of(on: Things):
+    params = on.sharded.parameters()
+    list(params)
+    with pytest.warns(UserWarning, match="clip_grad_norm_: parameters gave no tensor"):
+        dshard.clip_grad_norm_(params, 1.0)
+    dshard.clip_grad_norm_([], 1.0)
+
+
+# --- on all ranks alike ---
+
+DIFFERING: dict[str, tuple[Any, Any]] = {
+    "max_norm": (1.0, 2.0),
+    "norm_type": (2.0, math.inf),
+    "error_if_nonfinite": (False, True),
+}
+
+
+DEFAULTS = {2.0: "its default", False: "its default"}
+
+
+def clipped(name: str, values: tuple[Any, Any], kind: str) -> list[str]:
+    """What ranks say of one number, of which each has its own; and whether they go on."""
+    torch.manual_seed(0)
+    layer = dshard.fully_shard(nn.Linear(4, 4), strategy=kind)
+    own = values[dist.get_rank()]
+
+    def step(**given: Any) -> float:
+        layer(torch.ones(2, 4)).sum().backward()
+        return float(dshard.clip_grad_norm_(layer.parameters(), **{"max_norm": 1.0, **given}))
+
+    before = [p.full_tensor().clone() for p in layer.parameters()]
+    with pytest.raises(dshard.DShardError) as raised:
+        step(**{name: own})
+    assert all(torch.equal(a, b.full_tensor()) for a, b in zip(before, layer.parameters(), strict=True))
+    for param in layer.parameters():
+        param.grad = None
+    step()  # the ranks are where they were
+    return [type(raised.value).__name__, str(raised.value)]
+
+
+@pytest.mark.parametrize("name", DIFFERING)
+@pytest.mark.parametrize("kind", ["full", "ddp", "zero1"])
+def test_numbers_of_clipping_that_differ_are_named_on_every_rank(worlds: WorldPool, name, kind):
+    values = DIFFERING[name]
+    for rank, (error, text) in enumerate(worlds.run(2, clipped, name, values, kind)):
+        assert error == "DivergenceError"
+        here, there = (
+            DEFAULTS.get(value, value) if name != "max_norm" else value for value in (values[rank], values[1 - rank])
+        )
+        assert text == (
+            f"clip_grad_norm_: all ranks must pass the same {name}, but it is {here} on this rank and {there} on rank "
+            f"{1 - rank}. Pass what does not depend on the rank."
+        )
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("max_norm", math.nan), ("max_norm", -1.0), ("norm_type", 0)])
+def test_a_number_that_is_wrong_on_one_rank_alone_ends_all_of_them(worlds: WorldPool, name, wrong):
+    right = 2.0
+    (first, text), (second, own) = worlds.run(2, clipped, name, (right, wrong), "full")
+    assert (first, second) == ("DivergenceError", "ArgumentError")
+    assert (
+        f"all ranks must pass the same {name}, but it is {DEFAULTS.get(right, right) if name == 'norm_type' else right} on this rank and {shown(wrong)} on rank 1"
+        in text
+    )
+    assert own.startswith(f"clip_grad_norm_: {name} must be ")
+
+
+def switched(strategies: tuple[Any, Any]) -> list[str]:
+    layer = dshard.fully_shard(nn.Linear(4, 4))
+    with pytest.raises(dshard.DShardError) as raised:
+        dshard.set_strategy(layer, strategies[dist.get_rank()])
+    dshard.set_strategy(layer, "ddp")
+    layer(torch.ones(1, 4)).sum().backward()
+    return [type(raised.value).__name__, str(raised.value)]
+
+
+def test_a_strategy_that_differs_or_is_none_on_one_rank_ends_all_of_them(worlds: WorldPool):
+    for error, text in worlds.run(2, switched, ("ddp", "full")):
+        assert (error, text.count("'*: ddp'"), text.count("'*: full'")) == ("DivergenceError", 1, 1)
+    (first, text), (second, own) = worlds.run(2, switched, ("ddp", "zero9"))
+    assert (first, second) == ("DivergenceError", "ArgumentError")
+    assert "rank 1 raised there: ArgumentError: set_strategy: strategy must be one of" in text
+    assert own.endswith("but it is 'zero9'. Pass 'zero1'.")
+
+
+def ranks_per_node() -> list[str]:
+    with pytest.raises(dshard.DShardError) as raised:
+        dshard.init_hybrid_mesh(1.5 if dist.get_rank() else 1)  # type: ignore[arg-type]
+    dist.barrier()
+    return [type(raised.value).__name__, str(raised.value)]
+
+
+def test_a_wrong_number_of_ranks_on_one_rank_ends_all_of_them(worlds: WorldPool):
+    (first, text), (second, own) = worlds.run(2, ranks_per_node)
+    assert (first, second) == ("StateError", "ArgumentError")
+    assert text.startswith("init_hybrid_mesh: every node must have the same number of ranks")
+    assert own.startswith("init_hybrid_mesh: ranks_per_node must be an integer of at least 1 or None, but it is 1.5. ")
+
+
+def clipped_over_replicas(max_norms: list[float]) -> str:
+    layer = dshard.fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2, 2)))
+    layer(torch.ones(2, 4)).sum().backward()
+    try:
+        return f"{float(dshard.clip_grad_norm_(layer.parameters(), max_norms[dist.get_rank()])):.3f}"
+    except dshard.DivergenceError as error:
+        dist.barrier()
+        return str(error)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_replicas_hear_of_it_too_whichever_rank_it_is(worlds: WorldPool, rank):
+    for text in worlds.run(4, clipped_over_replicas, [1.0 if each != rank else 2.0 for each in range(4)]):
+        assert text.startswith("clip_grad_norm_: all ranks must pass the same max_norm, but it is ")
