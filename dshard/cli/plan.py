@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dshard.cli.progress import open_progress
-from dshard.cli.target import add_options, check_folder, check_picture, target_of, writing
+from dshard.cli.target import add_options, check_folder, check_picture, check_strategies, target_of, writing
 from dshard.cli.usage import UsageError
 
 _DESCRIPTION = """\
@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.world < 1:
         raise UsageError(f"--world must be at least 1, but it is {args.world}.")
+    check_strategies(args.strategy)
     check_picture("--plot", args.plot)
     if args.out is not None:
         check_folder("--out", args.out)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dshard.cli import published
 from dshard.cli.progress import open_progress
-from dshard.cli.target import Target, add_options, check_folder, check_picture, target_of, writing
+from dshard.cli.target import Target, add_options, check_folder, check_picture, check_strategies, target_of, writing
 from dshard.cli.usage import UsageError
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--world must be at least 1, but it is {world}.")
     if args.batch == "auto" and args.strategy != [_PLANNED]:
         raise UsageError("--batch auto needs a plan, but --strategy names others. Pass --strategy plan.")
+    check_strategies([name for name in args.strategy if name != _PLANNED])
     check_picture("--plot", args.plot)
     check_picture("--curve", args.curve)
     target = target_of(args)

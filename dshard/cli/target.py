@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +104,8 @@ def target_of(args: argparse.Namespace) -> Target:
     import torch
 
     from dshard.errors import DShardError
-    from dshard.planner import Training, device_named
+    from dshard.planner import Training
+    from dshard.planner.devices import find_device
     from dshard.planning import parse_bytes
 
     batch = _batch(args.batch)
@@ -120,9 +121,11 @@ def target_of(args: argparse.Namespace) -> Target:
         raise UsageError(f"--margin must be a finite number of percents, 0 or more, but it is {args.margin}.")
     state_bytes, step_bytes = _STATE_BYTES[args.optimizer]
     try:
-        device = device_named(args.device)
+        device = find_device(args.device, "--device")
         dtype = getattr(torch, args.dtype)
-        device.check(dtype)
+        if args.dtype not in device.flops_per_s:
+            known = ", ".join(device.flops_per_s)
+            raise UsageError(f"--dtype must be one that {device.name} computes in ({known}), but it is {args.dtype}.")
         limit = device.limit_bytes if args.memory is None else parse_bytes(_number(args.memory), "--memory")
     except DShardError as error:
         raise UsageError.of(error) from error
@@ -156,6 +159,24 @@ def _batch(text: str | None) -> int | str | None:
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"--batch must be a number of at least 1, or auto, but it is {text!r}. Pass --batch auto.")
     return int(text)
+
+
+def check_strategies(names: Sequence[str] | None) -> None:
+    """Checks the names of --strategy.
+
+    Raises:
+        UsageError: one of them is none.
+    """
+    from dshard.errors import ArgumentError, DShardError
+    from dshard.policies import Strategy
+
+    for name in names or ():
+        try:
+            Strategy.of(name)
+        except ArgumentError as error:
+            raise UsageError(str(error).replace("Strategy.of: value", "--strategy")) from error
+        except DShardError as error:
+            raise UsageError.of(error) from error
 
 
 def check_picture(option: str, path: Path | None) -> None:

@@ -31,7 +31,8 @@ class UsageError(Exception):
     @classmethod
     def of(cls, error: Exception) -> UsageError:
         """What `dshard.plan` has raised, without its name ahead: the command says who it is."""
-        return cls(str(error).removeprefix("plan: "))
+        said = str(error).removeprefix("plan: ")
+        return cls(f"--{said}" if said.startswith("strategy: ") else said)
 
 
 class RunError(UsageError):
