@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dshard import arguments
 from dshard.collectives import ShardGroup
-from dshard.errors import StateError
 from dshard.plan_units import Followed, choices, follow, read_plan
 from dshard.planner import Plan
 from dshard.policies import Precision, PrecisionRules, StrategyRules, reshard_choice
@@ -184,14 +183,12 @@ class _Call:
             DShardError: It cannot be. On every rank alike, where all were given the same.
         """
         modules = checked_modules(module)
-        if isinstance(options.strategy, Plan):
-            raise StateError("fully_shard: a Plan is no strategy, but it is given as one. Pass plan= instead.")
         options.check()
         mesh = options.mesh if options.mesh is not None else default_mesh()
         if options.dp_mesh_dims is not None:
             mesh = data_parallel_mesh(mesh, options.dp_mesh_dims)
         check_mesh(mesh)
-        reshard = reshard_choice(options.reshard_after_forward, mesh.size(mesh.ndim - 1))
+        reshard = reshard_choice("fully_shard", options.reshard_after_forward, mesh.size(mesh.ndim - 1))
         precision = PrecisionRules.of(options.mp_policy, options.offload_on(mesh))
         plan = read_plan(options.plan) if options.plan is not None else None
         strategies = StrategyRules.of(options.strategy)

@@ -57,7 +57,7 @@ def clip_grad_norm_(
 
     Source: `torch.nn.utils.clip_grad_norm_`, whose rule and epsilon it follows.
     """
-    given = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+    given: dict[str, Any] = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
     params: tuple[Tensor, ...] = arguments.read(_WHO, {"parameters": parameters})["parameters"]
     grads = [p.grad for p in params if p.grad is not None]
     try:

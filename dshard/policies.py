@@ -315,17 +315,17 @@ def _rule(pattern: str, policy: Any) -> _Rule:
     return rule
 
 
-def reshard_choice(value: Any, num_ranks: int) -> bool | int | None:
+def reshard_choice(who: str, value: bool | int | None, num_ranks: int) -> bool | int | None:
     """`reshard_after_forward` as None, a bool, or a number of ranks between 1 and that of the shards.
 
     Raises:
-        PlacementError: It is none of these, or does not divide the number of ranks. On every rank alike.
+        PlacementError: It does not divide the number of ranks. On every rank alike.
     """
     if value is None or isinstance(value, bool):
         return value
-    if not isinstance(value, int) or value < 1 or num_ranks % value:
+    if num_ranks % value:
         raise PlacementError(
-            "fully_shard: reshard_after_forward must be a bool, None, or a number that divides that of the ranks that "
+            f"{who}: reshard_after_forward must be a bool, None, or a number that divides that of the ranks that "
             f"share a parameter ({num_ranks}), but it is {value!r}. Pass True."
         )
     return value if 1 < value < num_ranks else value != 1

@@ -98,6 +98,12 @@ def _device(value: Any) -> Any:
     raise Refused(value)
 
 
+def _strategy(value: Any) -> Any:
+    if type(value).__name__ == "Plan":
+        raise Refused(value, way="Pass plan= instead.")
+    return STRATEGY.read(value)
+
+
 def comm(of: str) -> Kind:
     """What takes the place of a collective, as torch's interface of that name."""
     return kind(
@@ -144,12 +150,12 @@ OPTIMIZERS = either(
     allowed="an optimizer of torch.optim, or several",
 )
 STRATEGIES = either(
-    STRATEGY,
+    Kind("", STRATEGY.way, _strategy),
     mapping_of(STRATEGY, "a dict", "", least=1),
     allowed=f"{STRATEGY.allowed}, a Strategy, or a dict of those by patterns of parameter names",
 )
 SOME_STRATEGIES = either(
-    STRATEGY,
+    Kind("", STRATEGY.way, _strategy),
     list_of(STRATEGY, "a list", "Pass ('ddp', 'full').", least=1),
     allowed=f"strategies to choose from: {STRATEGY.allowed}, or a list of at least one of them",
 )

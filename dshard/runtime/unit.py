@@ -287,7 +287,7 @@ class Unit:
         Communicates:
             For a number of ranks, the making of process groups, the first time.
         """
-        choices = [reshard_choice(value, group.num_ranks) for group in self.groups]
+        choices = [reshard_choice("set_reshard_after_forward", value, group.num_ranks) for group in self.groups]
         for group, choice in zip(self.groups, choices, strict=True):
             if type(choice) is int:
                 self._refuse_parts(choice)

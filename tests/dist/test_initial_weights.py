@@ -333,24 +333,45 @@ WRONG: dict[str, Any] = {
     "no strategy": {"strategy": "zero4"},
 }
 BAD = {
-    "a mesh's name": ("StateError", "fully_shard: mesh must be a DeviceMesh or None, but it is 'x'. Pass "),
-    "names of parameters": ("StateError", "fully_shard: ignored_params must be a set or list of parameters, or None, "),
-    "one parameter": ("StateError", "fully_shard: ignored_params must be a set or list of parameters, or None, but"),
-    "a placement": ("StateError", "fully_shard: shard_placement_fn must be a function of a parameter, or None, but it"),
-    "a dim's name": ("StateError", "fully_shard: dp_mesh_dims must be a DataParallelMeshDims or None, but it is 'dp'."),
-    "a policy's name": ("StateError", "fully_shard: offload_policy must be an OffloadPolicy, a CPUOffloadPolicy or"),
+    "a mesh's name": ("ArgumentError", "fully_shard: mesh must be a DeviceMesh or None, but it is 'x'. Pass "),
+    "names of parameters": (
+        "ArgumentError",
+        "fully_shard: ignored_params must be a set or list of parameters, or None, but number 0 of it is 'scale'. ",
+    ),
+    "one parameter": ("ArgumentError", "fully_shard: ignored_params must be a set or list of parameters, or None, but"),
+    "a placement": (
+        "ArgumentError",
+        "fully_shard: shard_placement_fn must be a function of a parameter or None, but it is",
+    ),
+    "a dim's name": (
+        "ArgumentError",
+        "fully_shard: dp_mesh_dims must be a DataParallelMeshDims or None, but it is 'dp'.",
+    ),
+    "a policy's name": (
+        "ArgumentError",
+        "fully_shard: offload_policy must be an OffloadPolicy, a CPUOffloadPolicy, or",
+    ),
     "a negative budget": (
-        "StateError",
+        "ArgumentError",
         "fully_shard: memory_budget must be a number of bytes, text such as '2GiB', 'auto' or None, but ",
     ),
     "a function that chooses no bool": ("StateError", "fully_shard: auto_wrap_policy must return a bool for each"),
-    "a fraction of ranks": ("PlacementError", "fully_shard: reshard_after_forward must be a bool, None, or a number"),
-    "no strategy": ("StateError", "strategy: must be one of ddp, zero1, zero2, keep, full, hybrid(k) or split(q), but"),
-    "sync": ("StateError", "fully_shard: sync must be one of ('check', 'broadcast', None), but it is 'maybe'."),
-    "grad_reduce": ("StateError", "fully_shard: grad_reduce must be one of ('mean', 'sum'), but it is 'max'."),
+    "a fraction of ranks": ("ArgumentError", "fully_shard: reshard_after_forward must be a bool, or a number"),
+    "no strategy": (
+        "ArgumentError",
+        "fully_shard: strategy must be one of ddp, zero1, zero2, keep, full, hybrid(k) or split(q), a",
+    ),
+    "sync": ("ArgumentError", "fully_shard: sync must be one of ('check', 'broadcast', None), but it is 'maybe'."),
+    "grad_reduce": ("ArgumentError", "fully_shard: grad_reduce must be one of ('mean', 'sum'), but it is 'max'."),
     "twice": ("StateError", "fully_shard: a module can be sharded once, but this FSDPNet already is. Call fully_shard"),
-    "not a module": ("StateError", "fully_shard: needs a module or a list of them, but got Parameter."),
-    "mixed precision": ("StateError", "fully_shard: mp_policy must be a MixedPrecisionPolicy, a dtype, or a dict of"),
+    "not a module": (
+        "ArgumentError",
+        "fully_shard: module must be an nn.Module, or a list or tuple of at least one, but it is",
+    ),
+    "mixed precision": (
+        "ArgumentError",
+        "fully_shard: mp_policy must be a MixedPrecisionPolicy, a dtype, or a dict of",
+    ),
     "mesh": (
         "UnsupportedOpError",
         "fully_shard: the mesh must have one dim, to shard over, or two, to replicate over and to shard over, but it "

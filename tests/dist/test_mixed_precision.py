@@ -697,7 +697,7 @@ def test_tensor_parallelism_computes_in_the_compute_dtype_as_under_fsdp2(worlds:
 
 BAD = {
     "policy": ("mp_policy must be a MixedPrecisionPolicy", "bfloat16"),
-    "dtype": ("dtypes of mp_policy must be floating-point ones", torch.int32),
+    "dtype": ("of floating-point dtypes, but it is torch.int32. Pass torch.bfloat16", torch.int32),
     "pattern": ("mp_policy must be a MixedPrecisionPolicy", {"*norm*": "fp32"}),
 }
 

@@ -218,7 +218,7 @@ NO_FILE = (
     "PlanError: fully_shard: plan must be a Plan or the path of a file that Plan.save or dshard plan --out wrote, but "
     "there is no file {path!r}. "
 )
-NO_PLAN = "PlanError: fully_shard: plan must be a Plan, or the path of a file that holds one, but it is "
+NO_PLAN = "ArgumentError: fully_shard: plan must be a Plan, or the path of a file that holds one, or None, but it is "
 NO_JSON = "PlanError: fully_shard: {path}: must be a plan as JSON, but "
 
 
@@ -235,10 +235,10 @@ NO_JSON = "PlanError: fully_shard: {path}: must be a plan as JSON, but "
             NO_JSON + "it is none: a plan has the field 'schema'. Pass what Plan.save or dshard plan --out ",
         ),
         ("binary.pt", NO_JSON + "it is no text"),
-        (5, NO_PLAN + "5 (int). Pass what dshard.plan gave."),
-        ([], NO_PLAN + "[] (list). "),
-        (b"plan.json", NO_PLAN + "b'plan.json' (bytes)"),
-        (dshard.Strategy("full"), NO_PLAN + "Strategy(base='full', within=None, num_slices=1) (Strategy)"),
+        (5, NO_PLAN + "5. Pass what dshard.plan gave."),
+        ([], NO_PLAN + "[]. "),
+        (b"plan.json", NO_PLAN + "b'plan.json'. "),
+        (dshard.Strategy("full"), NO_PLAN + "Strategy(base='full', within=None, num_slices=1). "),
     ],
     ids=str,
 )
@@ -318,7 +318,7 @@ def refused(kind):
         ),
         (
             "as a strategy",
-            "StateError: fully_shard: a Plan is no strategy, but it is given as one. Pass plan= instead.",
+            "ArgumentError: fully_shard: strategy must be one of ",
         ),
         ("dtype", "PlanError: fully_shard: a plan is for the dtypes that it was made for, but all parameters gathered"),
         ("stored", "PlanError: fully_shard: a plan is for the dtypes that it was made for, but all parameters stored"),

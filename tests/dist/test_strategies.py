@@ -829,16 +829,16 @@ def refused(case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "kind", "text"),
     [
-        ("plain", dshard.StateError, "needs a module that fully_shard was called on"),
-        ("none", dshard.StateError, "needs a strategy"),
-        ("no optimizer", dshard.StateError, "optimizer must be an optimizer of torch.optim"),
+        ("plain", dshard.ArgumentError, "module must be a module that fully_shard was called on"),
+        ("none", dshard.ArgumentError, "set_strategy: strategy must be one of"),
+        ("no optimizer", dshard.ArgumentError, "optimizer must be an optimizer of torch.optim"),
         ("pattern", dshard.StateError, "'embed\\*' matches none of 0.weight"),
         ("both", dshard.StateError, "Leave one of them out"),
         ("gathered", dshard.StateError, r"a gathered\(\) scope is open"),
         ("forward", dshard.StateError, "a forward is open"),
         ("backward", dshard.StateError, "a backward is open"),
-        ("ranks differ", dshard.DivergenceError, "all ranks must ask for the same strategies"),
-        ("a rank's pattern", dshard.DivergenceError, "all ranks must ask for the same strategies"),
+        ("ranks differ", dshard.DivergenceError, "all ranks must pass the same strategy, but number 0 is"),
+        ("a rank's pattern", dshard.DivergenceError, "all ranks must pass the same strategy, but number 0 is"),
         ("does not divide", dshard.PlacementError, "they are 3"),
     ],
 )

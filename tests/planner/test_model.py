@@ -133,12 +133,21 @@ def test_groups_of_one_host_use_its_links_and_replicas_share_those_between_hosts
     ("make", "message"),
     [
         (lambda: ModelCosts(()), "at least one unit"),
-        (lambda: ModelCosts((linear("a"),), num_backwards=0), "num_backwards must be at least 1"),
-        (lambda: linear("a", forward_s=-1.0), "a: forward_s must be 0 or more, but it is -1.0"),
-        (lambda: linear("a", forward_s=float("nan")), "a: forward_s must be 0 or more, but it is nan"),
-        (lambda: Link(0.0, -1.0), "seconds_per_byte must be 0 or more"),
+        (
+            lambda: ModelCosts((linear("a"),), num_backwards=0),
+            "ModelCosts: num_backwards must be an integer of at least 1, but it is 0",
+        ),
+        (
+            lambda: linear("a", forward_s=-1.0),
+            "UnitCosts: forward_s must be a finite number, 0 or more, but it is -1.0",
+        ),
+        (
+            lambda: linear("a", forward_s=float("nan")),
+            "UnitCosts: forward_s must be a finite number, 0 or more, but it is nan",
+        ),
+        (lambda: Link(0.0, -1.0), "Link: seconds_per_byte must be a finite number, 0 or more"),
         (lambda: Cluster(8, 4, Links.of(Link(0, 0))), "8 ranks are on hosts of 4"),
-        (lambda: ParamCosts("w", -1, 1), "w: length must be 0 or more"),
+        (lambda: ParamCosts("w", -1, 1), "ParamCosts: length must be an integer of at least 0"),
     ],
 )
 def test_costs_that_make_no_sense_are_an_error(make, message):

@@ -277,7 +277,11 @@ def test_what_does_not_fit_is_an_error_that_says_by_how_many_bytes_and_where():
 
 @pytest.mark.parametrize(
     ("strategies", "limit", "message"),
-    [((), 1, "strategies to choose from"), (("full",), 0, "must be above 0 bytes"), (("full",), -5, "but it is -5")],
+    [
+        ((), 1, "strategies to choose from"),
+        (("full",), 0, "limit_bytes must be an integer of at least 1"),
+        (("full",), -5, "but it is -5"),
+    ],
 )
 def test_a_call_that_makes_no_sense_is_an_error(strategies, limit, message):
     with pytest.raises(PlanError, match=message):
