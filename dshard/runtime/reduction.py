@@ -18,9 +18,14 @@ from dshard.tensor import ShardedTensor
 from dshard.tensor.cell import ShardCell
 from dshard.tensor.sharded_tensor import KIN
 
-__all__ = ["GradReduction", "accumulates"]
+__all__ = ["GradReduction", "accumulates", "told_label"]
 
 _Started = Generator[Handle[Any], None, None]
+
+
+def told_label(label: str, divisor: float | None) -> str:
+    """The label of a reduction, by which the ranks compare what its sums are divided by, if that was chosen."""
+    return label if divisor is None else f"{label}(divide_factor={divisor})"
 
 
 class GradReduction:
@@ -46,10 +51,18 @@ class GradReduction:
         device = offload.compute if offload is not None else first.device
         self._lane = unit.observer.lane(offload, inward=False) if offload is not None else None
         self._new_bucket = partial(
-            ReduceBucket, self._plan, dtype=bucket.dtype, device=device, label=unit.label, pool=self._pool
+            ReduceBucket,
+            self._plan,
+            dtype=bucket.dtype,
+            device=device,
+            label=told_label(unit.label, divisor),
+            pool=self._pool,
         )
         self._bucket: ReduceBucket | None = self._new_bucket()  # that fills
-        self._dtype, self._label = first.storage_dtype, unit.label  # the dtype of what `.grad` will hold
+        self._dtype, self._label = (
+            first.storage_dtype,
+            told_label(unit.label, divisor),
+        )  # the dtype of what `.grad` will hold
         self._cells: dict[int, weakref.ref[ShardCell]] = {}
         self._steps: Steps[Reduced] | None = None  # that have started
         self._reduced: Reduced | None = None  # this rank's part of the result, or of what owes its all-reduce

@@ -30,6 +30,7 @@ from dshard.collectives import (
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.runtime.modes import outside_autograd, profiled
 from dshard.runtime.reducer import Reducer
+from dshard.runtime.reduction import told_label
 from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
 from dshard.tensor.cell import ShardCell
@@ -324,7 +325,11 @@ class SliceReduction:
                 reducer.make_room_for_slice(self)
             self.settle()
             bucket = ReduceBucket(
-                part.reduce_plan, dtype=self._dtype, device=grad.device, label=part.label, pool=self._pool
+                part.reduce_plan,
+                dtype=self._dtype,
+                device=grad.device,
+                label=told_label(part.label, self._divisor),
+                pool=self._pool,
             )
             bucket.add(0, grad)
             self._in_flight = part, bucket.launch(mean=self._mean)
@@ -341,7 +346,7 @@ class SliceReduction:
                     reduced.row,
                     self._replicas,
                     mean=self._mean,
-                    label=part.label,
+                    label=told_label(part.label, self._divisor),
                     tag=self._tag,
                     pool=self._pool,
                     num_flags=part.reduce_plan.num_flags,

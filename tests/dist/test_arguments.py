@@ -630,3 +630,19 @@ def clipped_over_replicas(max_norms: list[float]) -> str:
 def test_replicas_hear_of_it_too_whichever_rank_it_is(worlds: WorldPool, rank):
     for text in worlds.run(4, clipped_over_replicas, [1.0 if each != rank else 2.0 for each in range(4)]):
         assert text.startswith("clip_grad_norm_: all ranks must pass the same max_norm, but it is ")
+
+
+def divided(kind: str) -> str:
+    layer: Any = dshard.fully_shard(nn.Linear(4, 4), strategy=kind)
+    layer.set_gradient_divide_factor(2.0 + dist.get_rank())
+    try:
+        layer(torch.ones(2, 4)).sum().backward()
+        return str([p.grad.full_tensor() for p in layer.parameters()])
+    except dshard.DivergenceError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("kind", ["full", "ddp", "zero1", "split(2)"])
+def test_a_divide_factor_that_differs_is_named_on_every_rank(worlds: WorldPool, kind):
+    for rank, text in enumerate(worlds.run(2, divided, kind)):
+        assert f"the same divide_factor, but it is {2.0 + rank} on this rank and {3.0 - rank} on rank" in text
