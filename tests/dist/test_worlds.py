@@ -188,7 +188,7 @@ def test_a_world_is_a_context_and_can_start_again():
 
 
 def test_a_world_needs_a_rank():
-    with pytest.raises(ValueError, match="num_ranks must be at least 1, but it is 0"):
+    with pytest.raises(ValueError, match="num_ranks must be an integer of at least 1, but it is 0"):
         World(0)
 
 
