@@ -37,6 +37,15 @@ class _Cut(Protocol):
         """All of them that share its memory."""
 
 
+class _InUse:
+    """How many bytes a pool has handed out: of its own, for a buffer must not keep the pool alive."""
+
+    __slots__ = ("num_bytes",)
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+
 class Buffer:
     """Flat bytes, and the tensors that they were cut into: who cuts them alike the next time takes the same ones.
 
@@ -44,9 +53,10 @@ class Buffer:
         memory: Shape (bytes,), uint8.
     """
 
-    __slots__ = ("_cut", "_cut_by", "_refs", "_tensors", "memory")
+    __slots__ = ("_cut", "_cut_by", "_in_use", "_refs", "_tensors", "memory")
 
     def __init__(self, memory: Tensor) -> None:
+        self._in_use: _InUse | None = None
         self.memory = memory
         self._cut: Any = None
         self._cut_by: object = None
@@ -63,6 +73,19 @@ class Buffer:
             self._cut_by, self._tensors = by, self._cut.tensors
             self._refs = self._references()
         return self._cut
+
+    def hand_out(self, in_use: _InUse) -> None:
+        """Count it as in use until it is handed back, or nobody refers to it: an exception drops what it interrupts."""
+        in_use.num_bytes += self.memory.numel()
+        self._in_use = in_use
+
+    def hand_back(self) -> None:
+        """Count it as in use no longer."""
+        in_use, self._in_use = self._in_use, None
+        if in_use is not None:
+            in_use.num_bytes -= self.memory.numel()
+
+    __del__ = hand_back
 
     def _references(self) -> tuple[Any, ...]:
         """How many there are to the memory, and to each tensor that it was cut into, Python's and all."""
@@ -105,7 +128,7 @@ class BufferPool:
         self._kept: list[Buffer] = []  # the longest unused first
         self._kept_bytes = 0
         self._lent: list[Buffer] = []  # to somebody who will not give them back
-        self._out_bytes = 0
+        self._in_use = _InUse()
         self._peak_bytes = 0  # most in use at one time since the last `mark`
         self._last_peak_bytes = 0
 
@@ -114,27 +137,40 @@ class BufferPool:
         """Bytes that wait to be used again."""
         return self._kept_bytes
 
+    @property
+    def out_bytes(self) -> int:
+        """Bytes that are in use."""
+        return self._in_use.num_bytes
+
     def take(self, num_bytes: int, device: torch.device) -> Buffer:
         """A buffer of `num_bytes` bytes with any content; give it back when done."""
         if device.type != "cpu":
             return _fresh(num_bytes, device)
-        self._out_bytes += num_bytes
-        self._peak_bytes = max(self._peak_bytes, self._out_bytes)
+        self._peak_bytes = max(self._peak_bytes, self.out_bytes + num_bytes)
         self._collect()
+        buffer = self._find(num_bytes)
+        if buffer is None:
+            self._trim(num_bytes)
+            buffer = _fresh(num_bytes, device)
+        else:
+            _as_uninitialized(buffer)
+        buffer.hand_out(self._in_use)
+        return buffer
+
+    def _find(self, num_bytes: int) -> Buffer | None:
+        """The buffer of this size that was used last."""
         for i in range(len(self._kept) - 1, -1, -1):
             if self._kept[i].memory.numel() == num_bytes:
-                buffer = self._kept.pop(i)
                 self._kept_bytes -= num_bytes
-                return _as_uninitialized(buffer)
-        self._trim()
-        return _fresh(num_bytes, device)
+                return self._kept.pop(i)
+        return None
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back; one whose memory somebody still refers to is left to them."""
         memory = buffer.memory
         if memory.device.type != "cpu":
             return
-        self._out_bytes -= memory.numel()
+        buffer.hand_back()
         if buffer.is_held():
             return
         self._kept.append(buffer)
@@ -160,7 +196,7 @@ class BufferPool:
     def mark(self) -> None:
         """A step begins: memory that neither it nor the last one needs is let go from now on."""
         self._collect()
-        self._last_peak_bytes, self._peak_bytes = self._peak_bytes, self._out_bytes
+        self._last_peak_bytes, self._peak_bytes = self._peak_bytes, self.out_bytes
         self._trim()
 
     def clear(self) -> None:
@@ -168,7 +204,7 @@ class BufferPool:
         self._kept.clear()
         self._kept_bytes = 0
 
-    def _trim(self) -> None:
+    def _trim(self, num_more: int = 0) -> None:
         limit = max(self._peak_bytes, self._last_peak_bytes)
-        while self._kept and self._kept_bytes + self._out_bytes > limit:
+        while self._kept and self._kept_bytes + self.out_bytes + num_more > limit:
             self._kept_bytes -= self._kept.pop(0).memory.numel()

@@ -95,7 +95,7 @@ def bytes_after_steps(is_native: bool) -> list[int]:
             model(torch.ones(1, 8)).sum().backward()
             model.weight.grad.full_tensor()
             model.reshard()
-            found.append(pool._out_bytes)
+            found.append(pool.out_bytes)
         return [*found, int(pool.kept_bytes > 0)]
 
 

@@ -109,6 +109,17 @@ def test_memory_of_which_somebody_sees_a_part_is_left_to_them(how):
     assert pool.kept_bytes == 1 << 14
 
 
+def test_a_buffer_that_an_exception_drops_is_in_use_no_longer():
+    pool = BufferPool()
+    kept, dropped = pool.take(4096, CPU), pool.take(128, CPU)
+    assert pool.out_bytes == 4096 + 128
+    del dropped
+    assert pool.out_bytes == 4096
+    pool.give(kept)
+    pool.give(kept)  # twice counts once
+    assert pool.out_bytes == 0
+
+
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from([64, 128, 4096])), max_size=40))
 def test_what_is_kept_and_in_use_is_at_most_what_was_in_use_at_one_time(steps):
     pool = BufferPool()
