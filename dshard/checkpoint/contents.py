@@ -216,11 +216,10 @@ class Contents:
 
     def without_values(self, *, here: bool = False) -> dict[str, StoredTensor]:
         """Tensors without elements, or with none on this rank: no file has anything of them but their shapes."""
-        sizes = ((name, t, part_of_tensor(t)) for name, t in self.tensors.items())
         return {
-            name: StoredTensor(_dtype_of(tensor), part.shape, ())
-            for name, tensor, part in sizes
-            if not math.prod(part.sizes if here else part.shape)
+            name: StoredTensor(_dtype_of(tensor), tuple(tensor.shape), ())
+            for name, tensor in self.tensors.items()
+            if not (math.prod(part_of_tensor(tensor).sizes) if here else tensor.numel())
         }
 
     def held(self) -> list[Piece]:

@@ -40,8 +40,12 @@ def part_name(rank: int, kind: str = "part") -> str:
     return f"{kind}-{rank:05d}.json"
 
 
-def check_target(target: Path) -> None:
+def check_target(target: Path, *, thoroughly: bool) -> None:
     """Raise unless a checkpoint can be put at a path without taking anything of somebody else's away.
+
+    Args:
+        target: The path.
+        thoroughly: Whether to read the manifest of a checkpoint that is there, and not only to look for one.
 
     Raises:
         CheckpointError: Something is there that is no checkpoint.
@@ -56,7 +60,7 @@ def check_target(target: Path) -> None:
         raise CheckpointError(
             f"{target}: a checkpoint is put into a folder, but there is a file. Move it away, or pass another path."
         )
-    if any(target.iterdir()) and _manifest_of(target) is None:
+    if any(target.iterdir()) and not (_manifest_of(target) if thoroughly else is_checkpoint(target)):
         some = ", ".join(sorted(child.name for child in target.iterdir())[:3])
         raise CheckpointError(
             f"{target}: a checkpoint replaces nothing but a checkpoint, but there is a folder with {some}. Move it "
@@ -185,7 +189,7 @@ class Draft:
     """
 
     def __init__(self, target: Path) -> None:
-        check_target(target)
+        check_target(target, thoroughly=False)
         make_folder(target.parent)
         _remove_leftovers(target.parent)
         self.target, self.folder, self._lock = target, partial_name(target), -1
@@ -223,7 +227,7 @@ class Draft:
             CheckpointError, OSError: It cannot be put there.
         """
         sync_folder(self.folder)
-        check_target(self.target)
+        check_target(self.target, thoroughly=True)
         if _manifest_of(self.target) is not None or not self._rename():  # perhaps another save was faster
             with _locked(self.target) as is_locked:
                 self._replace(read_manifest(self.target), is_alone=is_locked)
