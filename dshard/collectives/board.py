@@ -1,6 +1,7 @@
 """What ranks tell each other of themselves, through the store of the default process group.
 
-It is there when the connections between them are not. Each rank says once where it runs, and at its end how it ended; asked, it says where it is.
+It is there when the connections between them are not. Each rank says once where it runs, and at its end how it ended;
+asked, it says where it is.
 """
 
 import json
@@ -54,7 +55,7 @@ class End:
 
     Args:
         rank: Which.
-        how: "raised", "left" or "found".
+        how: "raised", "left", "found", or "failed" for want of a peer.
         text: What it raised, or found.
         when: In seconds since the epoch, by its own clock.
         ranks: That are to blame, if it was another's fault.

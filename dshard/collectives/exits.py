@@ -63,13 +63,15 @@ def _say_raised(error: BaseException) -> None:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     if blamed:
         _say("raised", text, blamed)
+    elif isinstance(error, DShardError) and is_symptom(error.__cause__):
+        _say("failed", text)
     elif (
         not isinstance(error, DShardError) and is_symptom(error) and dist.is_initialized() and dist.get_world_size() > 1
     ):
         verdict = find(range(dist.get_world_size()))
         if verdict is not None:
             error.add_note(f"dshard: {verdict.text}. Look at what {names(verdict.ranks)} wrote.")
-        _say("raised", text if verdict is None else verdict.text, verdict.ranks if verdict is not None else ())
+        _say("failed", text if verdict is None else verdict.text, verdict.ranks if verdict is not None else ())
     else:
         _say("raised", text)
 

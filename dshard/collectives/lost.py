@@ -97,7 +97,7 @@ def _world(ranks: Sequence[int]) -> list[int]:
     return list(range(size)) if size <= _MANY_RANKS else list(ranks)
 
 
-def is_symptom(error: BaseException) -> bool:
+def is_symptom(error: BaseException | None) -> bool:
     """Whether an error is what a backend says when a peer is gone."""
     return isinstance(error, RuntimeError) and _SYMPTOM.search(str(error)) is not None
 
@@ -114,7 +114,9 @@ def looked_into(
         return {}
     verdict, places = _solve(dist.get_process_group_ranks(group))
     if verdict is None:
-        return {rank: place for rank, place in places.items() if "waits" not in place} or places
+        return {rank: place for rank, place in places.items() if "waits" not in place} or {
+            rank: place for rank, place in places.items() if rank in dist.get_process_group_ranks(group)
+        }
     last, when = _State.done.get(id(group), ("", 0.0))
     seen = f"; the last that all took part in was the {last}, at {_clock(when)}" if last else ""
     return RankLostError(
@@ -152,6 +154,8 @@ def _solve(ranks: Sequence[int]) -> tuple[Verdict | None, dict[int, dict[str, st
     verdict = ends_within(PATIENCE_S + _STORE_S, case.solve)
     if verdict is None and not case.is_solved:
         return case.by_death_soon() or case.stopped(ranks) or case.without_store(), {}
+    if any("waits" not in case.answers.get(rank, {"waits"}) for rank in ranks):  # then the others are innocent
+        case.answers = {rank: place for rank, place in case.answers.items() if rank in ranks}
     found = verdict or _elsewhere(case.answers)
     if found is not None:  # for ranks that cannot see it
         ends_within(_STORE_S, lambda: _State.board.note_end("found", found.text, found.ranks))
@@ -185,7 +189,7 @@ class _Case:
     def solve(self) -> Verdict | None:
         """Look until somebody is to blame, or all have answered."""
         board, question, began = _State.board, 0, time.monotonic()
-        others = [rank for rank in self.group if rank != self.own]
+        others = [rank for rank in self.world if rank != self.own]  # a chain of groups may lead to the one to blame
         self.homes |= board.homes([rank for rank in self.world if rank not in self.homes])
         verdict = None
         while verdict is None and time.monotonic() - began < PATIENCE_S:

@@ -99,14 +99,14 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
-def save(out: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    dshard.checkpoint.save(out / f"step-{step:04d}", model, optimizer, extra={"step": step})
+def save(out: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, *, asynchronous: bool) -> Any:
+    target = out / f"step-{step:04d}"
+    return dshard.checkpoint.save(target, model, optimizer, step=step, extra={"step": step}, asynchronous=asynchronous)
 
 
 def load(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """The newest checkpoint's step; 0 if there is none."""
-    found = sorted(path for path in out.glob("step-*") if path.name.removeprefix("step-").isdecimal())
-    return int(dshard.checkpoint.load(found[-1], model, optimizer)["step"]) if found else 0
+    return int(dshard.checkpoint.load(out, model, optimizer)["step"]) if any(out.glob("step-*")) else 0
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -151,7 +151,8 @@ def run(config: dict[str, Any], striker: Striker, rank: int) -> dict[str, Any]:
     striker.is_armed = False
     if striker.at("load"):
         striker.strike()
-    report = {"first": first, "start": digest(model, optimizer), "steps": {}}
+    pending = None
+    report: dict[str, Any] = {"first": first, "start": digest(model, optimizer), "steps": {}}
     for step in range(first, config["steps"]):
         hooks = arm_step(striker, model, optimizer, step)
         inputs, targets = batch(step, rank)
@@ -170,10 +171,11 @@ def run(config: dict[str, Any], striker: Striker, rank: int) -> dict[str, Any]:
             report["steps"][step + 1] = digest(model, optimizer)
         if (step + 1) % config["every"] == 0:
             striker.is_armed = striker.at("save", step)
-            save(out, step + 1, model, optimizer)
-            striker.is_armed = False
-            if striker.at("save", step):
-                striker.strike()
+            pending = save(out, step + 1, model, optimizer, asynchronous=config["asynchronous"])
+            if pending is not None and step + 1 == config["steps"]:
+                pending.result()
+        if striker.at("save", step) and (pending is None or pending.done()):
+            striker.strike()
     return report | {"end": digest(model, optimizer)}
 
 
@@ -187,8 +189,7 @@ def main() -> None:
     striker = Striker(config["fault"], rank)
     if striker.fault is not None and striker.fault["place"] in ("save", "load"):
         names = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir")
-        own = threading.get_ident()
-        sys.addaudithook(lambda event, _: striker.count() if event in names and threading.get_ident() == own else None)
+        sys.addaudithook(lambda event, _: striker.count() if event in names else None)
     if striker.fault is not None and striker.fault["place"] == "collective":
         send = _c10d.send
         _c10d.send = lambda *args: (striker.count(), send(*args))[1]
