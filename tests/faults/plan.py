@@ -136,7 +136,13 @@ class Tally:
 
 
 def write_config(
-    folder: Path, injection: Injection, fault: Fault | None, *, errors: str, digests: bool = False
+    folder: Path,
+    injection: Injection,
+    fault: Fault | None,
+    *,
+    errors: str,
+    digests: bool = False,
+    timeout_s: float = TIMEOUT_S,
 ) -> Path:
     """What train.py is to do; `errors` is a folder in which each rank writes its stderr, or empty."""
     folder.mkdir(exist_ok=True, parents=True)
@@ -147,7 +153,7 @@ def write_config(
         "steps": NUM_STEPS,
         "every": EVERY,
         "strategy": injection.strategy,
-        "timeout_s": TIMEOUT_S,
+        "timeout_s": timeout_s,
         "fault": asdict(fault) if fault is not None else None,
         "digests": digests,
         "asynchronous": injection.asynchronous,
