@@ -5,6 +5,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Generic, TypeVar
 
 import torch
@@ -99,18 +100,24 @@ class Handle(Generic[T]):
         is_well = False
         begin_wait(self.label, self._group)
         try:
+            limit = self._limit() if header_works else ()
             for work in header_works:
-                work.wait()
+                work.wait(*limit)
             if check is not None:
                 check()
             for work in works:
                 if work is not None:
-                    work.wait()
+                    work.wait(*limit)
             is_well = True
         finally:
             end_wait(self.label, self._group, is_well=is_well)
             if waiting is not None:
                 waiting.end()
+
+    def _limit(self) -> tuple[timedelta, ...]:
+        """How long to wait for a message: gloo's wait as long as was set when their group was made, and no other."""
+        timeout = _c10d.timeout_of(self._group) if self._group is not None else None
+        return (timeout,) if timeout is not None else ()
 
 
 def _where() -> str:
