@@ -151,8 +151,7 @@ def take_timeout(group: ProcessGroup) -> None:
     c10d: Any = dist.distributed_c10d
     own, default = timeout_of(group), timeout_of(c10d._get_default_group())
     if own is not None and default is not None and own != default:
-        backends = {str(dist.get_backend(group)).lower(), "nccl", "gloo"}
-        if own in {c10d._get_default_timeout(backend) for backend in backends}:
+        if own in (c10d.default_pg_timeout, getattr(c10d, "default_pg_nccl_timeout", None)):
             c10d._set_pg_timeout(default, group)
 
 
