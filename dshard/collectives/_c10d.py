@@ -150,9 +150,9 @@ def take_timeout(group: ProcessGroup) -> None:
     """
     c10d: Any = dist.distributed_c10d
     own, default = timeout_of(group), timeout_of(c10d._get_default_group())
-    if own is not None and default is not None and own != default:
-        if own in (c10d.default_pg_timeout, getattr(c10d, "default_pg_nccl_timeout", None)):
-            c10d._set_pg_timeout(default, group)
+    of_torch = (c10d.default_pg_timeout, getattr(c10d, "default_pg_nccl_timeout", None))
+    if own in of_torch and default not in (None, own):
+        c10d._set_pg_timeout(default, group)
 
 
 def group_named(name: str) -> ProcessGroup:
