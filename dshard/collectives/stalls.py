@@ -48,6 +48,7 @@ _POLL_S, _FIRST_POLL_S = 0.5, 0.05  # until it is known where the others run
 _IDLE_S = 1.0  # without the end of a collective, after which a peer may be asking
 _GRACE_S = 2.0  # for the peers to write down where they are
 _MANY_RANKS, _NUM_SPEAKERS = 64, 8  # in groups of more ranks, as many of them speak
+_PYTHONS_FOLDER = str(Path(os.__file__).parent)
 _OWN_FOLDERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
@@ -255,11 +256,15 @@ def _main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
+def _is_pythons(file: str) -> bool:
+    return file.startswith(_PYTHONS_FOLDER) and "site-packages" not in file
+
+
 def users_line(frame: FrameType | None) -> str:
     """Where a stack leaves the user's own program, as file:line; empty if nowhere."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_OWN_FOLDERS) and "<" not in file:
+        if not file.startswith(_OWN_FOLDERS) and "<" not in file and not _is_pythons(file):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -224,11 +224,12 @@ def inject(folder: Path, injection: Injection, known: Reference, tally: Tally, *
 
 def _names(text: str, injection: Injection) -> bool:
     fault = injection.fault
-    if injection.rank_0_has_store and fault.rank == 0 and "rank 0 is out of reach" in text:
-        return True  # it took along what the others would have read
-    return re.search(rf"ranks? (\d+, )*{fault.rank}\b", text, re.IGNORECASE) is not None and (
-        re.search(_CAUSES[fault.kind], text) is not None
-    )
+    if re.search(rf"rank {fault.rank}\b", text, re.IGNORECASE) is None:
+        return False
+    # The store may be gone with rank 0, and what others wrote with it; or the rank, ahead of saying where it runs.
+    if injection.rank_0_has_store or fault.place == "time":
+        return re.search(rf"{_CAUSES[fault.kind]}|out of reach|without a word", text) is not None
+    return re.search(_CAUSES[fault.kind], text) is not None
 
 
 def _texts(folder: Path) -> dict[int, str]:
