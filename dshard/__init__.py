@@ -20,6 +20,7 @@ from dshard.errors import (
     DShardError,
     PlacementError,
     PlanError,
+    RankLostError,
     StateError,
     UnsupportedOpError,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "PlacementError",
     "Plan",
     "PlanError",
+    "RankLostError",
     "ShardedTensor",
     "StateError",
     "Strategy",

@@ -16,7 +16,7 @@ from dshard.planner import Plan
 from dshard.policies import Precision, PrecisionRules, StrategyRules, reshard_choice
 from dshard.report import PlanReport
 from dshard.runtime import Runtime
-from dshard.runtime.agreement import Fact, check_same, refused_together
+from dshard.runtime.agreement import VERSIONS, Fact, check_same, refused_together, versions
 from dshard.runtime.auto_units import UnitPlan
 from dshard.runtime.buffers import broadcast_buffers, check_buffers
 from dshard.runtime.casts import cast_at
@@ -127,7 +127,7 @@ def fully_shard(
 
     Communicates:
         With `sync="check"` an all-reduce of 16 bytes per parameter, with "broadcast" a broadcast of all weights;
-        always an all-reduce of 272 bytes that compares options, names and shapes.
+        always an all-reduce of 288 bytes that compares options, names and shapes.
     """
     given = locals()
     with refused_together("fully_shard", _Call.FACTS, _group_to_ask(mesh)):
@@ -172,7 +172,9 @@ class _Call:
     reshard: bool | int | None
 
     FACTS: ClassVar[tuple[str, ...]] = tuple(  # in the order in which they are named: causes first
-        dict.fromkeys(["module", "ignored_params", "parameters", "plan", *(each.name for each in fields(Options))])
+        dict.fromkeys(
+            [VERSIONS, "module", "ignored_params", "parameters", "plan", *(each.name for each in fields(Options))]
+        )
     )
 
     @classmethod
@@ -216,6 +218,7 @@ class _Call:
         mesh = self.conversion.mesh
         facts: dict[str, Fact] = {each.name: repr(getattr(options, each.name)) for each in fields(Options)}
         facts |= {
+            VERSIONS: versions(),
             "module": ", ".join(type(module).__name__ for module in self.modules),
             "mesh": f"{mesh.device_type}, dims {mesh.mesh_dim_names}, ranks {mesh.mesh.tolist()}",
             "ignored_params": [n for root in self.modules for n, p in root.named_parameters() if id(p) in ignored],

@@ -14,7 +14,20 @@ class StateError(DShardError, RuntimeError):
 
 
 class DivergenceError(DShardError, RuntimeError):
-    """The ranks hold different values, or do different things, where they must agree."""
+    """The ranks hold different values, or do different things, where they must agree.
+
+    Args:
+        message: What differs.
+        ranks: Those that are to blame, by their numbers in the world, where that was found out.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class RankLostError(DivergenceError):
+    """A rank died, raised, left, was stopped or is out of reach, so that a collective of the others cannot end."""
 
 
 class UnsupportedOpError(DShardError, NotImplementedError):

@@ -53,4 +53,6 @@ def init_hybrid_mesh(ranks_per_node: int | None = None) -> DeviceMesh:
             f"divides that of all ranks ({size}), but it is {actual}{' and they are not neighbours' * has_apart}. "
             "Start with torchrun, pass ranks_per_node=, or make the mesh by init_device_mesh."
         )
-    return init_device_mesh(ranks.device_type, (size // most, most), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(ranks.device_type, (size // most, most), mesh_dim_names=("replicate", "shard"))
+    group_of(mesh)  # which gives its groups the timeout of the default one
+    return mesh

@@ -6,6 +6,7 @@ all programs hash strings alike, and of the ranks nobody but this module takes c
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -44,7 +45,16 @@ class Ran:
 
 
 def run(
-    program: Sequence[object], *, ranks: int = 0, env: Mapping[str, str], cwd: Path | None = None, timeout_s: float
+    program: Sequence[object],
+    *,
+    ranks: int = 0,
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    timeout_s: float,
+    grace_s: float = GRACE_S,
+    doomed: int | None = None,
+    server: tuple[str, ...] = (),
+    agent_store: bool = True,
 ) -> Ran:
     """Run a program to its end.
 
@@ -54,13 +64,21 @@ def run(
         env: The environment; of Python's own variables, PYTHONPATH and an action in PYTHONWARNINGS count.
         cwd: The working folder; None for this process's.
         timeout_s: Seconds after which all processes are killed.
+        grace_s: How long the other ranks may go on after the first one's failure.
+        doomed: A rank that does not end by itself, and is killed as soon as all others have ended.
+        server: Modules that the server imports besides; each such tuple has a server of its own, and what follows a "#"
+            is but a name.
+        agent_store: Whether this process holds the ranks' store, as torchrun does; else rank 0 does.
     """
     import torch.distributed as dist
 
     variables: list[dict[str, str]] = [{}]
     if ranks:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        variables = [_rank_variables(rank, ranks, store.port) for rank in range(ranks)]
+        port = store.port
+        if not agent_store:
+            del store  # which leaves its port free
+        variables = [_rank_variables(rank, ranks, port, agent_store=agent_store) for rank in range(ranks)]
     with tempfile.TemporaryDirectory(prefix="dshard-warm-") as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         request = {
@@ -69,12 +87,14 @@ def run(
             "cwd": str(cwd or Path.cwd()),
             "output": [str(out), str(err)],
             "timeout_s": timeout_s,
+            "grace_s": grace_s,
+            "doomed": doomed,
         }
-        answer = _ask(request)
+        answer = _ask(request, server)
         return Ran(answer["codes"], out.read_text(), err.read_text(), answer["timed_out"])
 
 
-def _rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+def _rank_variables(rank: int, ranks: int, port: int, *, agent_store: bool) -> dict[str, str]:
     """As torchrun sets them, which hosts the store, too."""
     return {
         "RANK": str(rank),
@@ -85,15 +105,15 @@ def _rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": str(agent_store),
     }
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
+def _server(modules: tuple[str, ...]) -> subprocess.Popen[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     process = subprocess.Popen(
-        [sys.executable, "-P", __file__],
+        [sys.executable, "-P", __file__, *modules],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -103,8 +123,8 @@ def _server() -> subprocess.Popen[str]:
     return process
 
 
-def _ask(request: dict[str, Any]) -> dict[str, Any]:
-    server = _server()
+def _ask(request: dict[str, Any], modules: tuple[str, ...]) -> dict[str, Any]:
+    server = _server(modules)
     assert server.stdin is not None
     assert server.stdout is not None
     print(json.dumps(request), file=server.stdin, flush=True)
@@ -116,8 +136,10 @@ def _ask(request: dict[str, Any]) -> dict[str, Any]:
 
 def _serve() -> None:
     """Answer requests, one after another; in a fork, be the program, and return or raise as it does."""
-    for module in PRELOAD:
+    sys.path[:0] = [str(Path(__file__).parents[1])] if sys.argv[1:] else []
+    for module in (*PRELOAD, *(word.partition("#")[0] for word in sys.argv[1:])):
         __import__(module)
+    gc.freeze()  # what forks have in common is not looked through by each
     while line := sys.stdin.readline():
         request = json.loads(line)
         pids = []
@@ -127,7 +149,7 @@ def _serve() -> None:
                 _become(request, env)
                 return
             pids.append(pid)
-        print(json.dumps(_watch(pids, request["timeout_s"])), flush=True)
+        print(json.dumps(_watch(pids, request["timeout_s"], request["grace_s"], request["doomed"])), flush=True)
 
 
 def _become(request: dict[str, Any], env: dict[str, str]) -> None:
@@ -151,7 +173,7 @@ def _become(request: dict[str, Any], env: dict[str, str]) -> None:
         runpy.run_path(name, run_name="__main__")
 
 
-def _watch(pids: list[int], timeout_s: float) -> dict[str, Any]:
+def _watch(pids: list[int], timeout_s: float, grace_s: float, doomed: int | None) -> dict[str, Any]:
     """Wait for the processes; kill them at the deadline, which the first failure brings nearer."""
     deadline, timed_out, codes = time.monotonic() + timeout_s, False, dict.fromkeys(pids, 0)
     running = {os.pidfd_open(pid): pid for pid in pids}
@@ -168,7 +190,9 @@ def _watch(pids: list[int], timeout_s: float) -> dict[str, Any]:
             os.close(each)
             codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if codes[pid]:
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+                deadline = min(deadline, time.monotonic() + grace_s)
+        if doomed is not None and list(running.values()) == [pids[doomed]]:
+            deadline = 0.0
     return {"codes": list(codes.values()), "timed_out": timed_out}
 
 

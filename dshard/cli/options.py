@@ -73,7 +73,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--data", type=Path, metavar="PATH", help="text file or folder (Python's standard library)")
     run.add_argument("--out", type=Path, metavar="DIR", help=f"for checkpoints (a new one in {RUNS})")
     run.add_argument(
-        "--resume", action="store_true", help="continue from the checkpoint in --out (of the last run), bit for bit"
+        "--resume",
+        action="store_true",
+        help="continue from the checkpoint in --out (of the last run), bit for bit; under --max-restarts, or begin",
     )
     run.add_argument("--overwrite", action="store_true", help="delete the checkpoints of an earlier run in --out")
     run.add_argument("--steps", type=int, default=150, help="length of the schedule (%(default)s)")

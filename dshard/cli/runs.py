@@ -184,16 +184,22 @@ def make_fresh(runs: Path) -> Path:
             return folder
 
 
+def newest_of(runs: Path) -> Path | None:
+    """The folder of the last run that has a checkpoint, if there is one."""
+    able = [folder for _, folder in sorted(_numbered(runs).items()) if (folder / POINTER).is_file()]
+    return able[-1] if able else None
+
+
 def find_newest(runs: Path) -> Path:
     """The folder of the last run that has a checkpoint.
 
     Raises:
         UsageError: there is none.
     """
-    able = [folder for _, folder in sorted(_numbered(runs).items()) if (folder / POINTER).is_file()]
-    if not able:
+    found = newest_of(runs)
+    if found is None:
         raise UsageError(
             f"--resume needs a run to continue, but there is none in {runs}. Run without --resume first, or pass its "
             "--out."
         )
-    return able[-1]
+    return found

@@ -51,12 +51,13 @@ def describe(options: TrainOptions, *, world_size: int, digest: str) -> dict[str
     return {**curve, "world_size": world_size, "data": digest}
 
 
-def find_saved(out: Path, options: TrainOptions) -> Saved:
+def find_saved(out: Path, options: TrainOptions, *, may_be_over: bool = False) -> Saved:
     """Finds the checkpoint that ``--resume`` continues and checks that these options can.
 
     Args:
         out: the folder of its run.
         options: of the run that continues it.
+        may_be_over: whether it may have finished all steps: then it was killed at the very end.
 
     Raises:
         UsageError: there is none, it is unreadable, its model has another shape, or it is past this run's end.
@@ -88,7 +89,7 @@ def find_saved(out: Path, options: TrainOptions) -> Saved:
                 f"--resume needs the model of the checkpoint, but {option} is {wanted} and {saved.path} has {found}. "
                 f"{remedy}, or run without --resume."
             )
-    if saved.step >= options.end:
+    if saved.step >= options.end and not may_be_over:
         raise UsageError(
             f"--resume needs steps that are left to do, but {saved.path} has finished {saved.step} of {options.end}. "
             f"Pass a larger {'--steps' if options.end == options.steps else '--stop-after'}."

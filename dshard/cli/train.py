@@ -19,7 +19,7 @@ from dshard.cli.data import Corpus, load_corpus
 from dshard.cli.history import Outcome
 from dshard.cli.loop import SHARDED, UNSHARDED, Trainer
 from dshard.cli.options import TrainOptions, add_options, check_options
-from dshard.cli.runs import HISTORIES, RUNS, check_empty, delete_earlier, find_newest, make_fresh
+from dshard.cli.runs import HISTORIES, POINTER, RUNS, check_empty, delete_earlier, find_newest, make_fresh, newest_of
 from dshard.cli.saved import Saved, find_saved
 from dshard.cli.usage import RunError, UsageError
 from dshard.cli.world import World, check_agreement, first_of, process_group, read_world
@@ -30,6 +30,7 @@ Trains a byte-level GPT, sharded over all ranks. Start it with torchrun, or alon
   torchrun --nproc-per-node 2 -m dshard train
   torchrun --nproc-per-node 2 -m dshard train --compare --plot losses.png
   torchrun --nproc-per-node 2 -m dshard train --resume
+  torchrun --nproc-per-node 2 --max-restarts 3 -m dshard train --out runs/mine --resume
   python -m dshard train --steps 20
 """
 
@@ -64,8 +65,7 @@ def run(args: argparse.Namespace) -> int:
     world = read_world(os.environ, options.device)
     saved = None
     if options.resume:
-        options = replace(options, out=options.out or find_newest(RUNS))
-        saved = find_saved(_out_of(options), options)
+        options, saved = _continued(options)
     corpus = load_corpus(options.data, block_size=options.block_size)
     check_writable(options.out or RUNS, "--out")
     if options.plot is not None:
@@ -75,9 +75,29 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(1)
     with process_group(world):
         check_agreement({**dataclasses.asdict(options), "data digest": corpus.digest, "checkpoint": saved})
+        if options.resume and saved is None:
+            _say(world, f"--resume: no checkpoint in {options.out or RUNS} yet, so training begins at its first step")
         options = replace(options, out=_folder_of(options, world))
         _train(options, world, corpus, saved)
     return 0
+
+
+def _continued(options: TrainOptions) -> tuple[TrainOptions, Saved | None]:
+    """The options with the folder to continue, and its checkpoint.
+
+    A launcher that restarts ranks starts them with the same options each time: there may be no checkpoint yet, or
+    nothing left to do.
+
+    Raises:
+        UsageError: there is no checkpoint, or none that these options can continue.
+    """
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        options = replace(options, out=options.out or find_newest(RUNS))
+        return options, find_saved(_out_of(options), options)
+    out = options.out or newest_of(RUNS)
+    if out is None or not (out / POINTER).exists():
+        return options, None
+    return replace(options, out=out), find_saved(out, options, may_be_over=True)
 
 
 def _out_of(options: TrainOptions) -> Path:
@@ -94,6 +114,7 @@ def _folder_of(options: TrainOptions, world: World) -> Path:
     Communicates: a few short texts.
     """
     if options.out is not None and options.resume:
+        options.out.mkdir(parents=True, exist_ok=True)
         return options.out
     if options.out is None:
         return Path(_by_first(world, lambda: str(make_fresh(RUNS))))

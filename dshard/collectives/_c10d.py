@@ -143,6 +143,18 @@ def timeout_of(group: ProcessGroup) -> timedelta | None:
     return None
 
 
+def take_timeout(group: ProcessGroup) -> None:
+    """Give a group that waits as long as torch lets any, for nobody could say, the default process group's timeout.
+
+    Torch's device meshes make such groups: whoever makes a mesh has no way to pass a timeout.
+    """
+    c10d: Any = dist.distributed_c10d
+    own, default = timeout_of(group), timeout_of(c10d._get_default_group())
+    of_torch = (c10d.default_pg_timeout, getattr(c10d, "default_pg_nccl_timeout", None))
+    if own in of_torch and default not in (None, own):
+        c10d._set_pg_timeout(default, group)
+
+
 def group_named(name: str) -> ProcessGroup:
     """The group of this process that has a name."""
     resolve: Any = dist.distributed_c10d._resolve_process_group

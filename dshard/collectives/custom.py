@@ -10,6 +10,7 @@ from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup, ReduceOp, Work
 from dshard.collectives.group import ShardGroup
 from dshard.collectives.memory import Buffer, BufferPool
+from dshard.collectives.stalls import making
 
 __all__ = ["Comms", "with_comms"]
 
@@ -75,5 +76,6 @@ def with_comms(group: ShardGroup, comms: Comms) -> ShardGroup:
         return group
     reduce_group = group.process_group
     if comms.separates:
-        reduce_group = _c10d.twin_of_group(group.process_group)
+        with making("the making of a group for reductions", group.process_group):
+            reduce_group = _c10d.twin_of_group(group.process_group)
     return _CustomGroup(group, comms, reduce_group)

@@ -2,6 +2,7 @@
 
 import zlib
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from dshard.collectives import _c10d
 from dshard.collectives._c10d import Work
 from dshard.collectives.group import ShardGroup
 from dshard.collectives.header import HEADER_BYTES, Kind, check_headers, header
+from dshard.collectives.lost import is_symptom
+from dshard.collectives.stalls import failure
 from dshard.errors import DivergenceError
 
 __all__ = ["Exchange"]
@@ -44,16 +47,25 @@ class Exchange:
         self.header_works: list[Work] = []
         self.works: list[Work] = []
         for peer in group.peers:
-            self.header_works.append(_c10d.receive(self._headers[peer], peer, _c10d.HEADERS, group.process_group))
-            self.header_works.append(_c10d.send(self._own, peer, _c10d.HEADERS, group.process_group))
+            self.header_works.append(self._start(_c10d.receive, self._headers[peer], peer, _c10d.HEADERS))
+            self.header_works.append(self._start(_c10d.send, self._own, peer, _c10d.HEADERS))
 
     def send(self, tensor: Tensor, peer: int) -> None:
         """Start to send a contiguous tensor, which must not change until the end."""
-        self.works.append(_c10d.send(tensor, peer, self._channel, self._group.process_group))
+        self.works.append(self._start(_c10d.send, tensor, peer, self._channel))
 
     def receive(self, tensor: Tensor, peer: int) -> None:
         """Start to receive into a contiguous tensor what `peer` sends, in the order of its sends."""
-        self.works.append(_c10d.receive(tensor, peer, self._channel, self._group.process_group))
+        self.works.append(self._start(_c10d.receive, tensor, peer, self._channel))
+
+    def _start(self, start: Callable[..., Work], tensor: Tensor, peer: int, tag: int) -> Work:
+        """Start a message; gloo raises at once where the connection is gone."""
+        try:
+            return start(tensor, peer, tag, self._group.process_group)
+        except RuntimeError as error:
+            if not is_symptom(error):
+                raise
+            raise failure(f"{self._kind.text} '{self._label}'", error, self._group.process_group) from error
 
     def check(self) -> None:
         """Compare the headers, once they are here.

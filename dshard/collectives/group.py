@@ -5,6 +5,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Generic, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup, ReduceOp, Work
 from dshard.collectives.memory import Buffer, BufferPool
-from dshard.collectives.stalls import begin_wait, end_wait, users_line
+from dshard.collectives.stalls import begin_wait, end_wait, failure, making, users_line
 from dshard.collectives.trace import start_wait
 from dshard.errors import DivergenceError
 
@@ -77,13 +78,12 @@ class Handle(Generic[T]):
             except DivergenceError as error:
                 self._error = error
                 raise
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
-                self._error = DivergenceError(
-                    f"{self.label}{_where()}: all ranks must take part in the same collectives in the same order, but "
-                    f"waiting for the peers failed: {str(error).splitlines()[0]}. Look at what the other ranks ran: an "
-                    "exception there, fewer batches (then wrap the loop in dshard.join(model)), a branch taken or a "
-                    "parameter read on one rank alone."
-                )
+                if self._group is None:
+                    raise
+                self._error = failure(f"{self.label}{_where()}", error, self._group)
                 raise self._error from error
         if self._finish is not None:
             finish, self._finish = self._finish, None
@@ -97,19 +97,27 @@ class Handle(Generic[T]):
         if not works and not header_works:
             return
         waiting = start_wait()
+        is_well = False
         begin_wait(self.label, self._group)
         try:
+            limit = self._limit() if header_works else ()
             for work in header_works:
-                work.wait()
+                work.wait(*limit)
             if check is not None:
                 check()
             for work in works:
                 if work is not None:
-                    work.wait()
+                    work.wait(*limit)
+            is_well = True
         finally:
-            end_wait(self.label, self._group)
+            end_wait(self.label, self._group, is_well=is_well)
             if waiting is not None:
                 waiting.end()
+
+    def _limit(self) -> tuple[timedelta, ...]:
+        """How long to wait for a message: gloo's wait as long as was set when their group was made, and no other."""
+        timeout = _c10d.timeout_of(self._group) if self._group is not None else None
+        return (timeout,) if timeout is not None else ()
 
 
 def _where() -> str:
@@ -168,6 +176,12 @@ class ShardGroup:
         self.name = f"{group.name}, whole"
         return self
 
+    @classmethod
+    def of_mesh(cls, group: ProcessGroup, device: torch.device, replicas: "ShardGroup | None" = None) -> "ShardGroup":
+        """That of a dim of a mesh, which from now on has the user's timeout."""
+        _c10d.take_timeout(group)
+        return cls(group, device, replicas)
+
     def __deepcopy__(self, memo: dict[int, object]) -> "ShardGroup":
         return self  # a process group is a resource, not a value
 
@@ -180,7 +194,9 @@ class ShardGroup:
         key = self.name, num_ranks, self.is_direct
         pages = _NEIGHBOURS.get(key)
         if pages is None or pages[0]() is not self.process_group:
-            part = ShardGroup(_c10d.part_of_group(self.process_group, num_ranks), torch.device(self.device_type))
+            with making(f"the making of groups of {num_ranks} ranks", self.process_group):
+                neighbours = _c10d.part_of_group(self.process_group, num_ranks)
+            part = ShardGroup(neighbours, torch.device(self.device_type))
             part.is_direct = self.is_direct
             pages = _NEIGHBOURS[key] = weakref.ref(self.process_group), part
         return pages[1]
@@ -192,7 +208,8 @@ class ShardGroup:
             The making of process groups; all ranks must call this alike.
         """
         group = self.process_group
-        return _c10d.replicas_in_group(group, num_ranks), _c10d.part_of_group(group, num_ranks)
+        with making(f"the making of groups of {num_ranks} ranks and their replicas", group):
+            return _c10d.replicas_in_group(group, num_ranks), _c10d.part_of_group(group, num_ranks)
 
     @property
     def full_name(self) -> str:

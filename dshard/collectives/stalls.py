@@ -1,17 +1,19 @@
 """Peers that do not come: each rank that waits says who is missing, where and since when, long before the timeout.
 
-A thread looks once a second at what this process waits for. Where that takes too long it writes so to the store of the
+A thread looks twice a second at what this process waits for. Where that takes too long it writes so to the store of the
 default process group, as does a rank that has begun no collective for as long; and then it reads what the peers wrote.
+It also answers where this rank is, when a peer's collective has failed.
 """
 
 import atexit
-import json
 import logging
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,14 +24,31 @@ import torch.distributed as dist
 
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup
+from dshard.collectives.exits import watch_end
+from dshard.collectives.lost import (
+    Verdict,
+    arrive,
+    backends_words,
+    board,
+    found_dead,
+    is_symptom,
+    knows_homes,
+    looked_into,
+    names,
+    note_done,
+    whereabouts,
+)
+from dshard.errors import DivergenceError, RankLostError
 
-__all__ = ["begin_wait", "end_wait", "users_line", "watch_event"]
+__all__ = ["begin_wait", "end_wait", "failure", "making", "users_line", "watch_event"]
 
 log = logging.getLogger("dshard")
 
-_POLL_S = 1.0
+_POLL_S, _FIRST_POLL_S = 0.5, 0.05  # until it is known where the others run
+_IDLE_S = 1.0  # without the end of a collective, after which a peer may be asking
 _GRACE_S = 2.0  # for the peers to write down where they are
 _MANY_RANKS, _NUM_SPEAKERS = 64, 8  # in groups of more ranks, as many of them speak
+_PYTHONS_FOLDER = str(Path(os.__file__).parent)
 _OWN_FOLDERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
@@ -46,26 +65,66 @@ class _Wait:
 class _State:
     """Of this process."""
 
-    after_s = float(os.environ.get("DSHARD_STALL_S", "30"))
+    after_s = float(os.environ.get("DSHARD_STALL_S", "30")) or math.inf
     waits: dict[Any, _Wait] = {}  # noqa: RUF012 -- by thread, or by group where the host does not wait itself
     last = "", 0.0  # the collective that was waited for last, and when that ended
     thread: threading.Thread | None = None
     stop = threading.Event()
+    failed = ""  # the collective whose failure this rank is looking into
+    answered = 0  # the last question
+    dead: Verdict | None = None  # whom it has told of
 
 
 def begin_wait(label: str, group: ProcessGroup | None) -> None:
     """This thread waits for the peers, from now until `end_wait`."""
     if group is not None:
         _State.waits[threading.get_ident()] = _Wait(label, group, time.monotonic())
-        if _State.thread is None and _State.after_s > 0:
+        if _State.thread is None:
             _start()
 
 
-def end_wait(label: str, group: ProcessGroup | None) -> None:
+def end_wait(label: str, group: ProcessGroup | None, *, is_well: bool) -> None:
     """They came, or an error did."""
     if group is not None:
         _State.waits.pop(threading.get_ident(), None)
         _State.last = label, time.monotonic()
+        if is_well:
+            note_done(label, group)
+
+
+def failure(label: str, error: BaseException, group: ProcessGroup) -> DivergenceError:
+    """What to raise where a collective failed: who was lost, or else where the others are.
+
+    Communicates:
+        Through the store, for at most four seconds.
+    """
+    _State.failed = label
+    try:
+        outcome = looked_into(label, error, group)
+    finally:
+        _State.failed = ""
+    if isinstance(outcome, RankLostError):
+        return outcome
+    elsewhere = "".join(f" R{whereabouts(rank, facts)[1:]}." for rank, facts in list(outcome.items())[:4])
+    away = tuple(rank for rank, facts in outcome.items() if "waits" not in facts)
+    return DivergenceError(
+        f"{label}: all ranks must take part in the same collectives in the same order, but waiting for the peers "
+        f"failed: {backends_words(error)}.{elsewhere} Look at what the other ranks ran: an exception there, fewer "
+        "batches (then wrap the loop in dshard.join(model)), a branch taken or a parameter read on one rank alone.",
+        away,
+    )
+
+
+@contextmanager
+def making(what: str, group: ProcessGroup) -> Iterator[None]:
+    """For what the ranks of a group do by torch's own functions; its failures are told as those of collectives."""
+    watch_end()
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_symptom(error):
+            raise
+        raise failure(what, error, group) from error
 
 
 def watch_event(label: str, group: ProcessGroup, event: Any) -> None:
@@ -74,6 +133,7 @@ def watch_event(label: str, group: ProcessGroup, event: Any) -> None:
 
 
 def _start() -> None:
+    watch_end()
     _State.thread = threading.Thread(target=_run, name="dshard stalls", daemon=True)
     _State.thread.start()
     atexit.register(_end)
@@ -87,31 +147,68 @@ def _end() -> None:
 
 
 def _run() -> None:
-    board, told = _Board(), _Doubling()
-    while not _State.stop.wait(_POLL_S):
+    told = _Doubling()
+    while not _State.stop.wait(_POLL_S if knows_homes() else _FIRST_POLL_S):
         try:
-            _look(board, told)
+            arrive()
+            _look(told)
         except (RuntimeError, ValueError, OSError):  # the store is gone, or the process group is
-            board.forget()
+            pass
 
 
-def _look(board: "_Board", told: "_Doubling") -> None:
+def _look(told: "_Doubling") -> None:
     now = time.monotonic()
     for key, known in list(_State.waits.items()):
-        is_old = now - known.since_s >= _State.after_s  # asking any sooner may disturb a graph that is captured
+        is_old = now - known.since_s >= _patience(known)  # asking any sooner may disturb a graph that is captured
         if known.is_over is not None and is_old and known.is_over():
             _State.waits.pop(key, None)
             _State.last = known.label, max(_State.last[1], known.since_s)
     wait = min(_State.waits.values(), key=lambda wait: wait.since_s, default=None)
-    if wait is not None and now - wait.since_s >= _State.after_s:
-        board.post({"waits": wait.label})
+    if wait is not None and now - wait.since_s >= _patience(wait):
+        board().post("stall", {"waits": wait.label})
         speaks = _c10d.size_of(wait.group) <= _MANY_RANKS or _c10d.rank_in(wait.group) < _NUM_SPEAKERS
-        if speaks and told.is_due(wait, now - wait.since_s, _State.after_s + _GRACE_S):
-            log.warning(_message(wait, now - wait.since_s, board))
+        if speaks and told.is_due(wait, now - wait.since_s, _patience(wait) + _GRACE_S):
+            log.warning(_message(wait, now - wait.since_s))
     elif wait is None and _State.last[0] and now - _State.last[1] >= _State.after_s:
-        board.post({"did": _State.last[0], "line": users_line(_main_frame())})
+        board().post("stall", _own_place())
     else:
-        board.post(None)
+        board().post("stall", None)
+    if now - (wait.since_s if wait is not None else _State.last[1]) >= _IDLE_S:
+        _answer()
+        if wait is not None and wait.is_over is not None:
+            _tell_of_deaths(wait)
+
+
+def _patience(wait: _Wait) -> float:
+    """Seconds until a wait is spoken of: of a device's, ahead of the timeout, at which its backend ends the process."""
+    timeout = _c10d.timeout_of(wait.group) if wait.is_over is not None else None
+    return _State.after_s if timeout is None else min(_State.after_s, timeout.total_seconds() / 2)
+
+
+def _own_place() -> dict[str, str]:
+    """Where this rank is, for the others."""
+    if _State.failed:
+        return {"waits": f"{_State.failed}, which failed"}
+    wait = min(_State.waits.values(), key=lambda wait: wait.since_s, default=None)
+    if wait is not None:
+        return {"waits": wait.label}
+    return {"did": _State.last[0], "line": users_line(_main_frame())}
+
+
+def _answer() -> None:
+    """Say where this rank is, if a peer has asked since the last time."""
+    question = board().newest_question()
+    if question > _State.answered:
+        board().post("answer", {"question": question, "at": _own_place()})
+    _State.answered = question
+
+
+def _tell_of_deaths(wait: _Wait) -> None:
+    """A peer on this host is gone: the backend of a device ends the process, without a word of who it was."""
+    verdict = found_dead(dist.get_process_group_ranks(wait.group))
+    if verdict is not None and verdict != _State.dead:
+        log.error(f"rank {dist.get_rank()} waits at the {wait.label}, but {verdict.text}.")
+        _State.dead = verdict
 
 
 class _Doubling:
@@ -130,40 +227,12 @@ class _Doubling:
         return True
 
 
-class _Board:
-    """What each rank of the world has written of itself, in the store of the default process group."""
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """The process group is gone."""
-        self._store: Any = None
-        self._posted: dict[str, str] | None = None
-
-    def post(self, facts: dict[str, str] | None) -> None:
-        """Write them for this rank, unless they are there."""
-        if facts != self._posted and dist.is_initialized():
-            self._open().set(str(dist.get_rank()), json.dumps(facts))
-            self._posted = facts
-
-    def read(self, rank: int) -> dict[str, str] | None:
-        """What a rank of the world wrote."""
-        store = self._open()
-        found = json.loads(store.get(str(rank))) if store.check([str(rank)]) else None
-        return found if isinstance(found, dict) else None
-
-    def _open(self) -> Any:
-        if self._store is None:
-            self._store = dist.PrefixStore("dshard stalls", dist.distributed_c10d._get_default_store())
-        return self._store
-
-
-def _message(wait: _Wait, waited_s: float, board: _Board) -> str:
+def _message(wait: _Wait, waited_s: float) -> str:
     """Who is missing, and why that may be."""
     own = dist.get_rank()
     ranks = [rank for rank in dist.get_process_group_ranks(wait.group) if rank != own]
-    found = {rank: board.read(rank) for rank in ranks}
+    read = board().read("stall", ranks)
+    found = {rank: read.get(rank) for rank in ranks}
     away = {rank: facts for rank, facts in found.items() if facts is None or "waits" not in facts}
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
     text = f"rank {own} has waited for {waited_s:.0f} s (since {since}) at the {wait.label}, "
@@ -174,36 +243,28 @@ def _message(wait: _Wait, waited_s: float, board: _Board) -> str:
             f"{text}but all other ranks of it wait, too: {'; '.join(elsewhere[:4]) or 'for the same'}. Ranks that wait "
             "at different places have taken different branches; else the network between them is at fault."
         )
-    shown = "; ".join(_whereabouts(rank, facts) for rank, facts in list(away.items())[:4])
+    shown = "; ".join(f"R{whereabouts(rank, facts)[1:]}" for rank, facts in list(away.items())[:4])
     more = f"; and {len(away) - 4} more" if len(away) > 4 else ""
     return (
-        f"{text}for {_names(list(away))}. {shown}{more}. All ranks must take part: a rank that has fewer batches than "
+        f"{text}for {names(list(away))}. {shown}{more}. All ranks must take part: a rank that has fewer batches than "
         "the others (wrap the loop in dshard.join(model)), has ended by an error, or works alone, as to save or to "
         "evaluate, keeps them waiting until the process group's timeout."
     )
-
-
-def _whereabouts(rank: int, facts: dict[str, str] | None) -> str:
-    if facts is None:
-        return f"Rank {rank} has given no sign: it computes, was stopped, or has ended"
-    return (
-        f"Rank {rank} is at {facts['line'] or 'an unknown line'}; the last that it took part in was the {facts['did']}"
-    )
-
-
-def _names(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}"
 
 
 def _main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
+def _is_pythons(file: str) -> bool:
+    return file.startswith(_PYTHONS_FOLDER) and "site-packages" not in file
+
+
 def users_line(frame: FrameType | None) -> str:
     """Where a stack leaves the user's own program, as file:line; empty if nowhere."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_OWN_FOLDERS) and "<" not in file:
+        if not file.startswith(_OWN_FOLDERS) and "<" not in file and not _is_pythons(file):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -1,5 +1,6 @@
 """Do all ranks ask for the same? Compared once, ahead of any change, so that no rank trains on by another rule."""
 
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -12,14 +13,21 @@ from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import DivergenceError
 from dshard.runtime.sync import agree
 
-__all__ = ["Fact", "check_same", "refused_together"]
+__all__ = ["VERSIONS", "Fact", "check_same", "of_all_ranks", "refused_together", "versions"]
 
 Fact = str | Sequence[str]  # what a rank was told; a sequence where there may be many, of which one is to be named
 
 _TEXT_BYTES = 160  # of what a rank was told, in a message
 _MAX_SHOWN = 4  # different values, or ranks, in a message
+VERSIONS = "versions of torch and dshard"
 _NOTHING = "nothing"
 _REFUSAL = "refusal"
+
+
+def versions() -> str:
+    """Of torch, whichever way it was built, and of this package."""
+    own = getattr(sys.modules.get("dshard"), "__version__", "")
+    return f"torch {str(torch.__version__).partition('+')[0]}, dshard {own}"
 
 
 def check_same(who: str, facts: Mapping[str, Fact], group: ShardGroup) -> None:
@@ -65,7 +73,7 @@ def _compare(who: str, facts: Mapping[str, Fact], group: ShardGroup) -> None:
         return
     fact = facts[name]
     if name == _REFUSAL:
-        texts = _of_all_ranks(str(fact), group)
+        texts = of_all_ranks(str(fact), group)
         rank = next(rank for rank, text in enumerate(texts) if text != _NOTHING)
         raise DivergenceError(
             f"{who}: all ranks must make the same call, but rank {rank} raised there: {texts[rank]} Look at what that "
@@ -75,10 +83,11 @@ def _compare(who: str, facts: Mapping[str, Fact], group: ShardGroup) -> None:
     if not isinstance(fact, str):
         number = _first_differing(fact, group)
         what, fact = f"number {number}", fact[number] if number < len(fact) else ""
-    raise DivergenceError(
-        f"{who}: all ranks must pass the same {name}, but {what} is {_listed(_of_all_ranks(fact, group))}. "
-        "Pass what does not depend on the rank."
-    )
+    must, remedy = "pass", "Pass what does not depend on the rank."
+    if name == VERSIONS:
+        must, remedy = "run", "Install the same on every host: what they send each other, and its bits, may differ."
+    values = _listed(of_all_ranks(fact, group))
+    raise DivergenceError(f"{who}: all ranks must {must} the same {name}, but {what} is {values}. {remedy}")
 
 
 def _are_same(texts: Sequence[str], group: ShardGroup) -> list[bool]:
@@ -97,7 +106,7 @@ def _first_differing(texts: Sequence[str], group: ShardGroup) -> int:
     return same.index(False)
 
 
-def _of_all_ranks(text: str, group: ShardGroup) -> list[str]:
+def of_all_ranks(text: str, group: ShardGroup) -> list[str]:
     """What each rank has to say, cut short."""
     own = (text or _NOTHING).encode()
     own = own if len(own) <= _TEXT_BYTES else own[: _TEXT_BYTES - 3] + b"..."

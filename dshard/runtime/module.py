@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 
 from dshard.arguments import checked
 from dshard.runtime.companions import AcceptedHints, DataParallelNames
+from dshard.runtime.finite import GradientChecks
 from dshard.runtime.hooks import FORWARD_METHODS, as_forward
 from dshard.runtime.moves import allocate, convert, forget_flat_weights
 from dshard.runtime.runtime import Runtime
@@ -40,7 +41,7 @@ def units_of(module: nn.Module) -> list[Unit]:
     return list(found)
 
 
-class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
+class FSDPModule(DataParallelNames, GradientChecks, AcceptedHints, _TorchFSDPModule, nn.Module):
     """Mixed into the class of every module that `fully_shard` was called on. Not to be constructed.
 
     It is a subclass of torch's `FSDPModule`, so that programs that ask for one find one. Every method of that class is

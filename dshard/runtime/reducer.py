@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dshard.collectives import ShardGroup
 from dshard.runtime.buckets import Bucket
+from dshard.runtime.finite import FiniteCheck
 from dshard.runtime.owed import check_same_gradients
 from dshard.runtime.reduction import GradReduction, accumulates
 from dshard.runtime.unit import Unit
@@ -32,6 +33,7 @@ class Reducer:
 
     def __init__(self, max_in_flight: int = 1) -> None:
         self.max_in_flight = max_in_flight
+        self.check: FiniteCheck | None = None
         self._open: dict[_Key, tuple[Unit, GradReduction]] = {}
         self._in_flight: list[GradReduction] = []
         self._before: frozenset[_Key] = frozenset()  # that were open when the backward began
@@ -56,6 +58,8 @@ class Reducer:
                 unit.deferral.note_backward(is_first=all(p.grad is None for p in unit.params))
             unit.observer.on_arrival(unit)
         param = unit.params[slot]
+        if self.check is not None:
+            self.check.note(param.name, grad)
         reduction = arrivals.open.get(slot)
         if reduction is None or not unit.settings.requires_sync or not reduction.awaits(slot):
             reduction = self._reduction_for(unit, param, arrivals)
@@ -193,6 +197,8 @@ class Reducer:
 
     def forget_backward(self) -> None:
         """Drop what a backward that raised has left behind; what earlier micro-batches added up stays."""
+        if self.check is not None:
+            self.check.forget()
         self._arrivals.clear()
         self._early.clear()
         self._incomplete.clear()

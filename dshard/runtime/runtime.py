@@ -267,6 +267,9 @@ class Runtime:
                 self.schedule.leave_out(Phase.BACKWARD, spared)
             # Only what this backward did: ranks may differ in how many backwards without communication they run.
             settle([group for group in groups_of(self.units) if num_noted(group) > self._noted.get(group.name, 0)])
+            if self.reducer.check is not None:
+                own = {p._group.full_name: p._group for unit in self.units for p in unit.params}
+                self.reducer.check.settle(list(own.values()))
         finally:
             for unit in list(self._gathered):
                 if unit.settings.reshard_after_backward:

@@ -63,7 +63,7 @@ class Inner:
         device = torch.device(self.mesh.device_type)
         data_dims = shared_dims(self.mesh, self.data_mesh) or ()
         axes = tuple(
-            (placement, ShardGroup(self.mesh.get_group(i), device))
+            (placement, ShardGroup.of_mesh(self.mesh.get_group(i), device))
             for i, placement in enumerate(self.placements)
             if i not in data_dims
         )

@@ -130,9 +130,9 @@ def group_of(mesh: DeviceMesh) -> ShardGroup:
     """The ranks that share tensors on a mesh: of its only dim, or of its second one, replicated over the first."""
     device = torch.device(mesh.device_type)
     if mesh.ndim == 1:
-        return ShardGroup(mesh.get_group(), device)
-    replicas = ShardGroup(mesh.get_group(0), device)
-    return ShardGroup(mesh.get_group(1), device, replicas if replicas.num_ranks > 1 else None)
+        return ShardGroup.of_mesh(mesh.get_group(), device)
+    replicas = ShardGroup.of_mesh(mesh.get_group(0), device)
+    return ShardGroup.of_mesh(mesh.get_group(1), device, replicas if replicas.num_ranks > 1 else None)
 
 
 def note_groups(mesh: DeviceMesh) -> None:

@@ -23,6 +23,7 @@ PUBLIC_NAMES = [
     "PlacementError",
     "Plan",
     "PlanError",
+    "RankLostError",
     "ShardedTensor",
     "StateError",
     "Strategy",

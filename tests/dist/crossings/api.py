@@ -50,6 +50,7 @@ ACCEPTED = NOT_HERE + "accepted for FSDP2's sake, does nothing"
 SETTERS: dict[str, str] = {
     "set_all_reduce_hook": "setting: reduce hook",
     "set_allocate_memory_from_process_group_for_comm": ACCEPTED,
+    "set_check_gradients": NOT_HERE + "tests/dist/test_finite.py; it changes no number",
     "set_custom_all_gather": NOT_HERE + "tests/dist/test_custom_comms.py; it changes no number",
     "set_custom_reduce_scatter": NOT_HERE + "tests/dist/test_custom_comms.py; it changes no number",
     "set_force_sum_reduction_for_comms": ACCEPTED,

@@ -1,0 +1,126 @@
+"""What ranks say of one another: other versions at the start, who was lost, and how long anybody waits."""
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import dshard
+from dshard.collectives import _c10d, lost
+from dshard.collectives.board import Board, End, Home, ends_within, state_of
+from dshard.testing import World, WorldPool, expect_error
+
+
+def shard_under_another_torch(what: str) -> None:
+    known = torch.__version__, dshard.__version__
+    if dist.get_rank() == 1:
+        torch.__version__ = "2.9.1+cpu" if what == "torch" else torch.__version__  # type: ignore[misc]
+        dshard.__version__ = "0.0.7" if what == "dshard" else dshard.__version__
+    try:
+        dshard.fully_shard(nn.Linear(4, 4))
+    finally:
+        torch.__version__, dshard.__version__ = known  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("what", "found"), [("torch", "torch 2.9.1,"), ("dshard", "dshard 0.0.7")])
+def test_ranks_of_other_versions_are_refused_with_both_on_every_rank(worlds: WorldPool, what, found):
+    for kind, text in expect_error(worlds.get_world(2), shard_under_another_torch, what):
+        assert kind == "DivergenceError"
+        assert "must run the same versions of torch and dshard" in text
+        assert found in text
+        assert f"torch {torch.__version__.partition('+')[0]}" in text
+        assert "on rank 1" in text
+        assert "Install the same on every host" in text
+
+
+def other_builds_of_one_torch() -> None:
+    known = torch.__version__
+    torch.__version__ = f"{known.partition('+')[0]}+rank{dist.get_rank()}"  # type: ignore[misc]
+    try:
+        dshard.fully_shard(nn.Linear(4, 4))
+    finally:
+        torch.__version__ = known  # type: ignore[misc]
+
+
+def test_other_builds_of_one_torch_are_none_of_another_version(worlds: WorldPool):
+    worlds.run(2, other_builds_of_one_torch)
+
+
+def timeouts_of_meshes() -> list[Any]:
+    known = _c10d.timeout_of(dist.group.WORLD)
+    made: Any = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    dshard.fully_shard(nn.Linear(8, 8), mesh=made)
+    hybrid = dshard.init_hybrid_mesh(ranks_per_node=2)
+    groups = [mesh.get_group(dim) for mesh in (made, hybrid) for dim in range(2)]
+    return [known, {_c10d.timeout_of(group) for group in groups}]
+
+
+def test_groups_of_meshes_wait_as_long_as_the_default_one_of_the_user():
+    with World(4, group_timeout_s=33.0) as world:
+        assert world.run(timeouts_of_meshes) == [[timedelta(seconds=33), {timedelta(seconds=33)}]] * 4
+
+
+def step_without_rank_3() -> None:
+    mesh: Any = init_device_mesh("cpu", (2, 2))
+    model = dshard.fully_shard(nn.Linear(8, 8), mesh=mesh)
+    if dist.get_rank() == 3:
+        time.sleep(30)
+    model(torch.ones(2, 8)).sum().backward()
+
+
+def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_user_said_on_a_mesh_of_its_own_too():
+    with (
+        World(4, group_timeout_s=2.0, grace_s=15.0) as world,
+        pytest.raises(AssertionError, match="Rank 3 is at") as told,
+    ):
+        world.run(step_without_rank_3, timeout_s=20.0)
+    assert "Timed out waiting 2000ms" in str(told.value)
+
+
+def die(how: str) -> None:
+    model = dshard.fully_shard(nn.Linear(8, 8))
+    model(torch.ones(2, 8)).sum().backward()
+    if dist.get_rank() == 1:
+        os._exit(7)
+    model(torch.ones(2, 8)).sum().backward()
+
+
+def test_a_rank_that_died_is_named_with_its_process_and_what_it_did_last():
+    with World(3, grace_s=8.0) as world, pytest.raises(AssertionError) as told:
+        world.run(die, "")
+    text = str(told.value)
+    assert "RankLostError" in text
+    assert "rank 1 (pid " in text
+    assert "was killed, or ended without a word; the last that all took part in was the " in text
+
+
+def test_the_first_that_raised_is_to_blame_and_not_those_that_failed_for_want_of_it():
+    ends = [
+        End(2, "failed", "RuntimeError: Connection closed by peer", 1.0),
+        End(0, "raised", "RankLostError: rank 1 ...", 1.0, (1,)),
+        End(1, "raised", "ValueError: a bad batch", 2.0),
+        End(3, "left", "its program has come to an end", 0.5),
+    ]
+    found = lost._by_word(ends)
+    assert found is not None
+    assert found.ranks == (1,)
+    assert "raised ValueError: a bad batch" in found.text
+
+
+def test_what_takes_longer_than_a_store_may_is_given_up():
+    assert ends_within(0.05, lambda: time.sleep(1.0)) is None
+    assert ends_within(5.0, lambda: 7) == 7
+
+
+def test_a_process_is_known_by_its_number_and_its_beginning():
+    own = Home.own()
+    assert own.pid == os.getpid()
+    assert state_of(own.pid)[1] == own.started
+    assert state_of(2**22 + 1) == ("", "")
+    assert not Board().is_open
