@@ -26,7 +26,7 @@ RECIPE = Recipe(((3, 5), (2,), (8, 3)), tied=True)
 def ema(model: Any, other: Any) -> None:
     with torch.no_grad():
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
-            p.lerp_(q.detach(), 0.5)
+            p.lerp_(q.detach().to(p.dtype), 0.5)
 
 
 def no_grad_copy(model: Any, _: Any) -> None:

@@ -1,5 +1,6 @@
 """A save that is killed at any of its file operations leaves the old checkpoint or the new, and nothing for long."""
 
+import errno
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dshard
@@ -162,3 +164,94 @@ def load_state(made: Any, seed: int) -> None:
 def test_a_save_that_is_killed_leaves_the_old_or_the_new_one(worlds: WorldPool, tmp_path, kind):
     ((num_operations, *_),) = worlds.run(1, killed, tmp_path, kind, timeout_s=100)
     assert num_operations > 15
+
+
+def failing(root: Path, bad_rank: int) -> int:
+    """Have each operation of a save fail on one rank, as on a full disk: all ranks are told, nothing is left."""
+    old, new = model_of(1), model_of(2)
+    before = everything(*old)
+    target = root / "saved"
+    save(target, *old, step=1)
+
+    def act(name: str) -> None:
+        raise OSError(errno.ENOSPC, f"No space left on device ({name})")
+
+    for number in range(1, 1000):
+        dist.barrier()
+        has_failed, told = True, ""
+        with at_operation(number if dist.get_rank() == bad_rank else 0, act) as count:
+            try:
+                save(target, *new, step=2)
+                has_failed = False
+            except dshard.CheckpointError as error:
+                told = str(error)
+        dist.barrier()
+        assert not has_failed or "No space left on device" in told, told
+        assert [child.name for child in root.iterdir()] == ["saved"]
+        twin = model_of(3)
+        load(target, *twin)
+        reached = [count[0] >= number]
+        dist.broadcast_object_list(reached, src=bad_rank)
+        state = everything(*twin)
+        if not reached[0]:
+            return number - 1
+        assert state in (before, everything(*new))
+        assert state == before or not has_failed or bad_rank == 0  # cleaning up may fail when the new one is in place
+        dist.barrier()
+        save(target, *old, step=1)
+        assert len(list(target.iterdir())) == 3
+    raise AssertionError("a save has fewer operations")
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_full_disk_on_one_rank_is_told_on_all_and_leaves_nothing(worlds: WorldPool, tmp_path, bad_rank):
+    assert min(worlds.run(2, failing, tmp_path, bad_rank, timeout_s=100)) > 5
+
+
+def racing(root: Path) -> None:
+    """Two processes save to one path at once."""
+    made = [model_of(1), model_of(2)]
+    states = [everything(*each) for each in made]
+    target = root / "saved"
+    for _ in range(8):
+        pids = []
+        for each in made:
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                try:
+                    save(target, *each)
+                finally:
+                    os._exit(0)
+        for pid in pids:
+            os.waitpid(pid, 0)
+        twin = model_of(3)
+        load(target, *twin)
+        assert everything(*twin) in states
+        assert [child.name for child in root.iterdir()] == ["saved"]
+        assert len(list(target.iterdir())) == 2
+
+
+def test_two_saves_at_once_leave_one_of_them_whole(worlds: WorldPool, tmp_path):
+    worlds.run(1, racing, tmp_path)
+
+
+def placed(root: Path) -> None:
+    made = model_of(1)
+    os.umask(0o027)
+    save(root / "deep" / "er" / "a b \N{SNOWMAN}", *made)
+    assert {path.stat().st_mode & 0o777 for path in root.rglob("*") if path.is_file()} == {0o640}
+    assert {path.stat().st_mode & 0o777 for path in (root / "deep").rglob("*") if path.is_dir()} == {0o750}
+    (root / "link").symlink_to(root / "deep")
+    (root / "file").write_text("mine")
+    (root / "mine").mkdir()
+    (root / "mine" / "notes").write_text("mine")
+    before = tree(root)
+    for name in ("link", "file", "mine", "file/below"):
+        with pytest.raises(dshard.CheckpointError):
+            save(root / name, *made)
+    assert tree(root) == before
+    os.umask(0o022)
+
+
+def test_what_is_no_checkpoint_stays_and_modes_are_the_umasks(worlds: WorldPool, tmp_path):
+    worlds.run(1, placed, tmp_path)
