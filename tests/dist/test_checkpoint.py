@@ -67,7 +67,7 @@ def loaded(path: Path, recipe: Recipe, strategy: Any, kind: str, is_used: bool, 
     return *before, train(model, optimizer, 2), everything(model, optimizer), extra
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     recipe=recipes(),
     kind=st.sampled_from(["none", "several", *OPTIMIZERS]),

@@ -129,6 +129,8 @@ def torn(path: Path, deeds: list[str], is_late: bool) -> list[str]:
 def test_no_asynchronous_checkpoint_is_torn(worlds: WorldPool, tmp_path_factory, num_ranks, deeds, is_late):
     if "load" in deeds:  # which tells what went wrong itself
         deeds = ["load"]
+    if "to" in deeds:  # states of an optimizer do not follow
+        deeds = deeds[: deeds.index("to") + 1]
     path = tmp_path_factory.mktemp("a") / "saved"
     results = worlds.run(num_ranks, torn, path, deeds, is_late)
     assert all(result == results[0] for result in results)
