@@ -2,6 +2,7 @@
 
 import math
 import os
+import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +63,9 @@ def loaded(path: Path, recipe: Recipe, strategy: Any, kind: str, is_used: bool, 
     optimizer = optimizers_of(kind, model)
     if is_used:
         train(model, optimizer, 3)
-    extra = load(path, model, optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "checkpoint.load: .* ranks saved different extras")
+        extra = load(path, model, optimizer)
     before = everything(model, optimizer), random_states()
     return *before, train(model, optimizer, 2), everything(model, optimizer), extra
 
@@ -76,7 +79,6 @@ def loaded(path: Path, recipe: Recipe, strategy: Any, kind: str, is_used: bool, 
     strategies=st.tuples(st.sampled_from(STRATEGIES), st.sampled_from(STRATEGIES)),
     is_used=st.booleans(),
 )
-@pytest.mark.filterwarnings("ignore:checkpoint.load")
 def test_what_is_loaded_is_what_was_saved(
     worlds: WorldPool, tmp_path_factory, recipe, kind, num_ranks, others, strategies, is_used
 ):
@@ -84,6 +86,8 @@ def test_what_is_loaded_is_what_was_saved(
     if kind in ("adafactor", "lbfgs", "muon"):  # which divide by the number of elements, view gradients, take matrices
         shapes = tuple(shape for shape in recipe.shapes if math.prod(shape))
         recipe = replace(recipe, shapes=((3, 2), *shapes), strided=False)
+    if kind == "lbfgs":  # keeps each rank's own loss as a number, which several ranks are refused
+        num_ranks = 1
     before = worlds.run(num_ranks, saved, path, recipe, strategies[0], kind)
     after = worlds.run(others, loaded, path, recipe, strategies[1], kind, is_used)
     for rank, (state, rng, losses, later, extra) in enumerate(after):
@@ -98,12 +102,13 @@ def test_what_is_loaded_is_what_was_saved(
 
 def loaded_on_meta(path: Path, recipe: Recipe) -> Any:
     model = made(recipe, "full", "meta")
-    load(path, model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "checkpoint.load: .* ranks saved different extras")
+        load(path, model)
     return everything(model)
 
 
 @pytest.mark.parametrize("others", [2, 3])
-@pytest.mark.filterwarnings("ignore:checkpoint.load")
 def test_a_model_on_meta_gets_memory_and_values(worlds: WorldPool, tmp_path, others):
     recipe = Recipe(((3, 5), (), (0, 2), (7,)), torch.bfloat16, FROZEN, tied=True)
     before = worlds.run(2, saved, tmp_path / "s", recipe, "full", "none")
