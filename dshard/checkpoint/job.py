@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from dshard.checkpoint.disk import create, open_regular, read_padded, write_whole
+from dshard.checkpoint.disk import open_regular, read_padded, write_whole
 from dshard.checkpoint.file_format import dtype_name
 from dshard.checkpoint.folders import Draft, part_name, prune
 from dshard.checkpoint.manifest import MANIFEST, Manifest, read_bytes
@@ -97,8 +97,7 @@ class Job:
         try:
             write_whole(self._part(self.rank), json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         except OSError:
-            with create(self._part(self.rank)):
-                pass  # an empty file finds a place on a full disk
+            os.close(os.open(self._part(self.rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL))  # fits on a full disk
 
     def write_row(self, timeout_s: float) -> None:
         """With parity, write this rank's row, out of the files that the others have written.
@@ -176,7 +175,9 @@ class Job:
 
     def _check(self, rank: int, path: Path) -> dict[str, Any]:
         content = read_bytes(path)
-        part: dict[str, Any] = json.loads(content) if content else {"error": "there is no space left to say why"}
+        part: dict[str, Any] = (
+            json.loads(content) if content else {"error": "it could not say why, perhaps for lack of space"}
+        )
         if "error" in part:
             raise CheckpointError(f"{self.folder}: rank {rank} could not write its shards: {part['error']}.")
         return part

@@ -96,7 +96,7 @@ def _check_options(source: Source, i: int, saved: Any, own: Mapping[str, Any]) -
 def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         own = group.get(key)
-        if isinstance(own, Tensor):
+        if isinstance(own, Tensor) and value is not None:
             own.fill_(value)
         else:
             group[key] = value.item() if isinstance(value, Tensor) and isinstance(own, (int, float)) else value

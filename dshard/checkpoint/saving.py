@@ -288,7 +288,6 @@ def _begin_asynchronous(
     job: Job, group: ShardGroup, target: Path, pieces: Sequence[Piece], draft: Sequence[Draft]
 ) -> PendingSave:
     taken: list[Snapshot] = []
-
     failed: list[Exception] = []
     found = timeout_of(group.process_group)
     timeout_s = found.total_seconds() if found is not None else _TIMEOUT_S
@@ -311,7 +310,7 @@ def _begin_asynchronous(
                 each.close()
 
     try:
-        taken.append(Snapshot(pieces, _MEMORY.get(group.full_name)))
+        taken.append(Snapshot(pieces, _MEMORY.pop(group.full_name, None)))
         _MEMORY[group.full_name] = taken[0].memory
     except Exception as error:  # no memory for it, for one; told with the result
         failed.append(error)

@@ -22,6 +22,7 @@ from dshard.runtime.standins import before_step
 
 __all__ = ["Snapshot"]
 
+_SLACK_BYTES = 1 << 16  # random states do not always take as many bytes
 _NICENESS = 10  # of the thread when it writes: training goes first
 _OPEN: "weakref.WeakSet[Snapshot]" = weakref.WeakSet()  # whose copies are being made
 
@@ -42,7 +43,8 @@ class Snapshot:
         self._error: Exception | None = None
         size = sum(_aligned(piece.num_bytes) for piece in pieces)
         if memory is None or memory.numel() < size:
-            memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._device is not None)
+            memory = None  # ahead of what takes its place
+            memory = torch.empty(size + _SLACK_BYTES, dtype=torch.uint8, pin_memory=self._device is not None)
         self.memory = memory
         self._copies = _cut(memory, pieces)
         self._stream: Any = None

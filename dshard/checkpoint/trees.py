@@ -123,7 +123,8 @@ def _tensor_of(content: dict[str, Any]) -> Tensor:
 def same_kind(saved: Any, own: Any) -> bool:
     """Whether an option that was saved can take the place of one that is there."""
     if saved is None or own is None:
-        return True
+        other = own if saved is None else saved
+        return other is None or isinstance(other, (bool, int, float, str))
     numbers = (int, float, Tensor)
     if isinstance(own, numbers) and not isinstance(own, bool):
         return isinstance(saved, numbers) and not isinstance(saved, bool) and not math.isnan(float(saved))

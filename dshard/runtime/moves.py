@@ -34,10 +34,12 @@ def allocate(module: nn.Module, devices: Mapping[str, torch.device]) -> None:
         if isinstance(param, ShardedTensor) and param.is_meta and name in devices:
             home = param.offload.home if param.offload is not None else param._group.device_type
             convert(param, partial(torch.empty_like, device=home))
-    for name, buffer in list(module.named_buffers()):
-        if buffer.is_meta and name in devices:
+    buffers = list(module.named_buffers(remove_duplicate=False))
+    made = {id(b): torch.empty_like(b, device=devices[name]) for name, b in buffers if b.is_meta and name in devices}
+    for name, buffer in buffers:
+        if id(buffer) in made:  # under all of its names
             owner, _, attribute = name.rpartition(".")
-            module.get_submodule(owner)._buffers[attribute] = torch.empty_like(buffer, device=devices[name])
+            module.get_submodule(owner)._buffers[attribute] = made[id(buffer)]
     for rnn in recurrent:
         rnn._init_flat_weights()
 

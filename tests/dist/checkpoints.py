@@ -163,7 +163,7 @@ def train(model: Any, optimizer: Any, num_steps: int) -> list[float]:
         if optimizer is None:
             losses.append(model(x).item())
         elif isinstance(optimizer, torch.optim.LBFGS):
-            losses.append(float(optimizer.step(closure)))
+            losses.append(optimizer.step(closure).item())
         else:
             losses.append(closure().item())
             for each in listed(optimizer):

@@ -79,6 +79,7 @@ def methods() -> set[str]:
 
 TABLES = {
     "arguments of fully_shard": (lambda: set(inspect.signature(dshard.fully_shard).parameters), api.ARGUMENTS),
+    "arguments of checkpoint.save": (lambda: set(inspect.signature(dshard.checkpoint.save).parameters), api.SAVING),
     "names": (lambda: {n for n in dshard.__all__ if not n.endswith("Error")}, api.NAMES),
     "setters": (settable, api.SETTERS),
     "methods": (methods, api.METHODS),

@@ -78,3 +78,13 @@ METHODS: dict[str, str] = {
     "reshard": NOT_HERE + "tests/dist/test_fsdp2_methods.py; it frees what the next use gathers",
     "unshard": "setting: unshard",
 }
+SAVING: dict[str, str] = {
+    "directory": "copy: checkpoint",
+    "model": "copy: checkpoint",
+    "optimizer": "copy: checkpoint",
+    "step": NOT_HERE + "tests/faults/test_killed_saves.py; a number in the manifest",
+    "extra": NOT_HERE + "tests/dist/test_checkpoint.py; it is no part of the model",
+    "keep": NOT_HERE + "tests/faults/test_killed_saves.py; it removes other folders",
+    "asynchronous": NOT_HERE + "tests/dist/test_checkpoint_async.py, with what writes to shards meanwhile",
+    "parity": NOT_HERE + "it writes further files; the values go the same way",
+}
