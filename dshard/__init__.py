@@ -1,6 +1,6 @@
 """Sharded data-parallel training for PyTorch: a parameter always means its full value."""
 
-from dshard import checkpoint, interop
+from dshard import checkpoint, interop, virtual
 from dshard.api import fully_shard
 from dshard.checkpoint import load_safetensors, save_safetensors
 from dshard.clip import clip_grad_norm_
@@ -34,6 +34,7 @@ from dshard.runtime.module import FSDPModule, UnshardHandle
 from dshard.scope import gathered, iter_full
 from dshard.switch import set_strategy
 from dshard.tensor import ShardedTensor
+from dshard.virtual import virtual_ranks
 
 __version__ = "0.1.0"
 
@@ -72,4 +73,6 @@ __all__ = [
     "save_safetensors",
     "set_strategy",
     "share_comm_ctx",
+    "virtual",
+    "virtual_ranks",
 ]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dshard import arguments, collectives
 from dshard.collectives import ReduceOp, ShardGroup
-from dshard.errors import ArgumentError, DivergenceError
+from dshard.errors import ArgumentError, DivergenceError, UnsupportedOpError
 from dshard.kinds import shown
 from dshard.tensor import ShardedTensor
 from dshard.tensor.agreed import AgreedTensor
@@ -20,6 +20,7 @@ from dshard.tensor.inner import distinct_groups, groups_of
 __all__ = ["clip_grad_norm_", "on_clip"]
 
 _WHO = "clip_grad_norm_"
+_Cut = tuple[list[ShardGroup], list[Tensor]]  # shards, and the groups that they lie on
 
 
 @torch.no_grad()
@@ -31,7 +32,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients of all parameters together so that their norm is at most `max_norm`.
 
-    The parts of the norm are added in fp64, so that it hardly depends on how the gradients are cut.
+    The parts of the norm are added in fp64, so that it hardly depends on how the gradients are cut. Of a model with
+    virtual ranks they are added exactly, so that it does not depend on it at all.
 
     Args:
         parameters: Sharded parameters, plain ones, or both; those without a gradient are skipped. Gradients of plain
@@ -50,10 +52,13 @@ def clip_grad_norm_(
             (on a backend that runs its own collectives: at the end of the next backward); or ranks that share a
             gradient came to different norms, because their other parameters differ. On every rank alike.
 
+        UnsupportedOpError: The norm is none of 1, 2 and inf, and the model has virtual ranks.
+
     Communicates:
-        One all-reduce of 8 bytes for each process group that holds some of the parameters (for DTensor parameters one
-        more along each dim that cuts them), whose header compares the numbers, and for those that hold replicas one of
-        4; where there are several groups, another one of 16 bytes for each, to compare the norms.
+        One all-reduce of 8 bytes (with virtual ranks, one of 16 and one of 32) for each process group that holds some
+        of the parameters (for DTensor parameters one more along each dim that cuts them), whose header compares the
+        numbers, and for those that hold replicas one of 4; where there are several groups, another one of 16 bytes for
+        each, to compare the norms.
 
     Source: `torch.nn.utils.clip_grad_norm_`, whose rule and epsilon it follows.
     """
@@ -121,7 +126,7 @@ def _total_norm(grads: Sequence[Tensor], order: float, told: str) -> Tensor:
     """
     device = grads[0].device
     whole: list[Tensor] = []
-    cut: dict[tuple[int, ...], tuple[list[ShardGroup], list[Tensor]]] = {}
+    cut: dict[tuple[int, ...], _Cut] = {}
     for grad in grads:
         if not isinstance(grad, ShardedTensor):
             whole.append(grad.full_tensor() if isinstance(grad, DTensor) else grad)
@@ -130,22 +135,46 @@ def _total_norm(grads: Sequence[Tensor], order: float, told: str) -> Tensor:
         else:
             key = tuple(id(group.process_group) for group in groups)
             cut.setdefault(key, (groups, []))[1].append(grad._cell.resolve())
-    parts = [_part(whole, order, device)]
     alike = _Agreement(told)
-    for groups, shards in cut.values():
-        op = ReduceOp.MAX if order == float("inf") else ReduceOp.SUM
-        part = _part(shards, order, torch.device(groups[0].device_type))
-        for group in groups:
-            part = alike.all_reduce(part, group, op)
-        parts.append(part.to(device))
+    if any(isinstance(grad, ShardedTensor) and grad._group.is_virtual for grad in grads):
+        _check_order(order, grads, alike)
+        parts = [([], whole), *cut.values()]
+        norm = torch.tensor(collectives.exact_norm(parts, order, alike.all_reduce), dtype=torch.float64, device=device)
+    else:
+        norm = _rounded(whole, list(cut.values()), order, alike, device)
     alike.compare(grads)
-    together = torch.stack(parts)
-    norm = together.amax() if order == float("inf") else together.sum().pow(1.0 / order)
     if len(cut) > 1:
         every = {id(group.process_group): group for groups, _ in cut.values() for group in groups}
         _check_agreement(norm, list(every.values()))
     alike.check()
     return AgreedTensor.of(norm.to(torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32))
+
+
+def _check_order(order: float, grads: Sequence[Tensor], alike: "_Agreement") -> None:
+    """Refuse norms that would depend on how gradients are cut."""
+    if order in (1.0, 2.0, float("inf")):
+        return
+    alike.compare(grads)  # another rank may have been given another one
+    alike.check()
+    raise UnsupportedOpError(
+        "clip_grad_norm_: with virtual ranks the norm must not depend on how gradients are cut, which holds for "
+        f"norm_type 1, 2 and inf, but it is {order}. Pass one of them."
+    )
+
+
+def _rounded(
+    whole: list[Tensor], cut: Sequence[_Cut], order: float, alike: "_Agreement", device: torch.device
+) -> Tensor:
+    """The norm in fp64."""
+    parts = [_part(whole, order, device)]
+    for groups, shards in cut:
+        op = ReduceOp.MAX if order == float("inf") else ReduceOp.SUM
+        part = _part(shards, order, torch.device(groups[0].device_type))
+        for group in groups:
+            part = alike.all_reduce(part, group, op)
+        parts.append(part.to(device))
+    together = torch.stack(parts)
+    return together.amax() if order == float("inf") else together.sum().pow(1.0 / order)
 
 
 class _Agreement:

@@ -106,6 +106,7 @@ TABLE: dict[str, Row] = {
         "auto_wrap_policy": optional(WRAP_POLICY),
         "strategy": optional(STRATEGIES),
         "plan": optional(PLAN_OR_PATH),
+        "virtual_ranks": optional(count(1, "Pass the largest number of processes that the training will have.")),
     },
     "clip_grad_norm_": {
         "parameters": TENSORS,
@@ -124,6 +125,7 @@ TABLE: dict[str, Row] = {
     "iter_full": {"module": MODULE, "device": optional(DEVICE), "dtype": optional(FLOAT)},
     "init_hybrid_mesh": {"ranks_per_node": optional(count(1))},
     "join": {"module": SHARDED, "enable": FLAG, "throw_on_early_termination": FLAG},
+    "virtual_ranks": {"model": SHARDED},
     "no_sync": {"module": SHARDED},
     "register_fsdp_forward_method": {"module": MODULE, "method_name": TEXT},
     "share_comm_ctx": {"modules": ALL_SHARDED},

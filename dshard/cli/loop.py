@@ -39,7 +39,7 @@ class Engine:
     """
 
     name: str
-    prepare: Callable[[GPT], object]
+    prepare: Callable[[GPT, TrainOptions], object]
     sync_gradients: Callable[[GPT], None]
     clip: Callable[[Iterable[Tensor], float], Tensor]
 
@@ -65,8 +65,12 @@ def _clip_plain(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     return norm.float()
 
 
-SHARDED = Engine("sharded", dshard.fully_shard, lambda model: None, dshard.clip_grad_norm_)
-UNSHARDED = Engine("unsharded", lambda model: None, _average_gradients, _clip_plain)
+def _shard(model: GPT, options: TrainOptions) -> None:
+    dshard.fully_shard(model, virtual_ranks=options.virtual_ranks)
+
+
+SHARDED = Engine("sharded", _shard, lambda model: None, dshard.clip_grad_norm_)
+UNSHARDED = Engine("unsharded", lambda model, options: None, _average_gradients, _clip_plain)
 
 
 def _loss(model: GPT, batch: Batch, device: torch.device) -> Tensor:
@@ -102,7 +106,7 @@ class Trainer:
         self.progress, self.save_to = progress, save_to
         torch.manual_seed(options.seed)
         self.model = GPT(options.model).to(world.device)
-        engine.prepare(self.model)
+        engine.prepare(self.model, options)
         matrices = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
         others = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
         groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -153,22 +157,16 @@ class Trainer:
         """One forward, backward and update, with its report."""
         options = self.options
         started = time.perf_counter()
-        batch = train_batch(
-            self.corpus,
-            seed=options.seed,
-            step=self.num_done,
-            rank=self.world.rank,
-            batch_size=options.batch_size,
-            block_size=options.block_size,
-        )
-        loss = _loss(self.model, batch, self.world.device)
-        loss.backward()
+        losses: dict[int, Tensor] = {}
+        is_virtual = options.virtual_ranks is not None
+        for rank in dshard.virtual_ranks(self.model) if is_virtual else (self.world.rank,):
+            losses[rank] = self._backward(rank)
         self.engine.sync_gradients(self.model)
         norm = self.engine.clip(self.model.parameters(), options.max_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = options.learning_rate(self.num_done)
         self.optimizer.step()
-        mean_loss = mean_over_ranks(loss)
+        mean_loss = self._mean(losses)
         elapsed_s = time.perf_counter() - started
         if self.num_done == options.end - 1 or self._memory is None:
             self._memory = count_state_bytes(self.model, self.optimizer, self.world.device)
@@ -178,7 +176,7 @@ class Trainer:
                 f"the loss must stay finite, but step {self.num_done + 1} gave {mean_loss}. Pass a smaller --lr than "
                 f"{options.lr}."
             )
-        num_tokens = batch.inputs.numel() * self.world.size
+        num_tokens = options.batch_size * options.block_size * options.num_ranks(self.world.size)
         self._step_s += elapsed_s
         self._num_tokens += num_tokens
         self.num_done += 1
@@ -186,21 +184,47 @@ class Trainer:
         self.history.norms.append(float(norm))
         self.progress.step(self.num_done, mean_loss, tokens_per_s=num_tokens / elapsed_s, memory=self._memory)
 
+    def _backward(self, rank: int) -> Tensor:
+        """The forward and backward of one rank's batch; gives its loss."""
+        options = self.options
+        batch = train_batch(
+            self.corpus,
+            seed=options.seed,
+            step=self.num_done,
+            rank=rank,
+            batch_size=options.batch_size,
+            block_size=options.block_size,
+        )
+        loss = _loss(self.model, batch, self.world.device)
+        loss.backward()
+        return loss.detach()
+
+    def _mean(self, values: dict[int, Tensor]) -> float:
+        """The mean over all ranks of a value of each rank that is this process's, equal on every process."""
+        if self.options.virtual_ranks is None:
+            return mean_over_ranks(values[self.world.rank])
+        return math.fsum(dshard.virtual.of_all_ranks(self.model, values).tolist()) / self.options.virtual_ranks
+
     @torch.no_grad()
     def _validate(self) -> None:
         """Measures the validation loss, on the same windows every time."""
-        batches = validation_batches(
-            self.corpus,
-            num_windows=_VALIDATION_WINDOWS,
-            rank=self.world.rank,
-            world_size=self.world.size,
-            batch_size=self.options.batch_size,
-            block_size=self.options.block_size,
-        )
-        total = torch.zeros((), device=self.world.device)
-        for batch in batches:
-            total += _loss(self.model, batch, self.world.device) * len(batch.inputs)
-        loss = mean_over_ranks(total / sum(len(batch.inputs) for batch in batches))
+        num_ranks = self.options.num_ranks(self.world.size)
+        own = num_ranks // self.world.size
+        losses: dict[int, Tensor] = {}
+        for rank in range(self.world.rank * own, (self.world.rank + 1) * own):
+            batches = validation_batches(
+                self.corpus,
+                num_windows=_VALIDATION_WINDOWS,
+                rank=rank,
+                world_size=num_ranks,
+                batch_size=self.options.batch_size,
+                block_size=self.options.block_size,
+            )
+            total = torch.zeros((), device=self.world.device)
+            for batch in batches:
+                total += _loss(self.model, batch, self.world.device) * len(batch.inputs)
+            losses[rank] = total / sum(len(batch.inputs) for batch in batches)
+        loss = self._mean(losses)
         self.history.validation[self.num_done] = loss
         self.progress.validation(self.num_done, loss)
 

@@ -48,7 +48,12 @@ def describe(options: TrainOptions, *, world_size: int, digest: str) -> dict[str
     """What decides a loss curve, as a value that JSON holds exactly."""
     values = dataclasses.asdict(options)
     curve = {name: values[name] for name in (*_SHAPE_OPTIONS, *_CURVE_OPTIONS)}
-    return {**curve, "world_size": world_size, "data": digest}
+    return {
+        **curve,
+        "world_size": options.num_ranks(world_size),
+        "data": digest,
+        "virtual_ranks": options.virtual_ranks,
+    }
 
 
 def find_saved(out: Path, options: TrainOptions, *, may_be_over: bool = False) -> Saved:

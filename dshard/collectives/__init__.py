@@ -10,6 +10,7 @@ from dshard.collectives._c10d import (
     world_size,
 )
 from dshard.collectives.custom import Comms, with_comms
+from dshard.collectives.exact import exact_norm
 from dshard.collectives.gather import Gathered, all_gather
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.ledger import num_noted, settle
@@ -21,6 +22,8 @@ from dshard.collectives.replicas import all_reduce_row
 from dshard.collectives.small import all_reduce, broadcast
 from dshard.collectives.steps import Steps
 from dshard.collectives.trace import CommRecord, CommTrace
+from dshard.collectives.tree import Node, TreeSum, nodes_between
+from dshard.collectives.virtual import Played, VirtualBucket
 
 __all__ = [
     "Buffer",
@@ -31,6 +34,8 @@ __all__ = [
     "GatherPlan",
     "Gathered",
     "Handle",
+    "Node",
+    "Played",
     "ProcessGroup",
     "ReduceBucket",
     "ReduceOp",
@@ -39,15 +44,19 @@ __all__ = [
     "SendRow",
     "ShardGroup",
     "Steps",
+    "TreeSum",
+    "VirtualBucket",
     "all_gather",
     "all_reduce",
     "all_reduce_row",
     "all_to_all",
     "broadcast",
     "default_backend",
+    "exact_norm",
     "group_named",
     "is_initialized",
     "is_storage_held",
+    "nodes_between",
     "num_noted",
     "settle",
     "shard_of",

@@ -61,6 +61,9 @@ class _CustomGroup(ShardGroup):
         memory: Tensor = comm.allocate((rows.numel(),), dtype=rows.dtype, device=rows.device)
         return _works(comm(out, memory.copy_(rows.view(-1)), self._reduce_group, _c10d.torchs_op(op), async_op=True))
 
+    def all_to_all(self, out: Tensor, buffer: Tensor, out_sizes: list[int], sizes: list[int]) -> list[Work]:
+        return [_c10d.all_to_all_flat(out, buffer, out_sizes, sizes, self._reduce_group)]
+
 
 def _works(work: Any) -> list[Work]:
     return [work] if work is not None else []

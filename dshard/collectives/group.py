@@ -151,6 +151,7 @@ class ShardGroup:
         "device",
         "device_type",
         "is_direct",
+        "is_virtual",
         "name",
         "num_ranks",
         "process_group",
@@ -167,6 +168,7 @@ class ShardGroup:
         self.device_type, self.device = device.type, _with_index(device)
         self.backend = _c10d.backend_of(group, device)
         self.is_direct = self.backend == "gloo"
+        self.is_virtual = False  # whether a sum must not depend on the number of ranks
 
     @classmethod
     def alone(cls, group: "ShardGroup") -> "ShardGroup":
@@ -251,6 +253,10 @@ class ShardGroup:
     def _reduce_scatter(self, rows: Tensor, out: Tensor, op: ReduceOp, group: ProcessGroup) -> list[Work]:
         wire_rows, wire_out = (torch.view_as_real(t) if t.is_complex() else t for t in (rows, out))
         return [_c10d.reduce_scatter_flat(wire_out.reshape(-1), wire_rows.reshape(-1), op, group)]
+
+    def all_to_all(self, out: Tensor, buffer: Tensor, out_sizes: list[int], sizes: list[int]) -> list[Work]:
+        """Start to send each rank its part of the flat `buffer`, and to receive those of all ranks into `out`."""
+        return [_c10d.all_to_all_flat(out, buffer, out_sizes, sizes, self.process_group)]
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp) -> list[Work]:
         """Start the backend's own all-reduce, in place."""

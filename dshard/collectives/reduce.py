@@ -96,13 +96,19 @@ class ReduceBucket:
         self, plan: ReducePlan, *, dtype: torch.dtype, device: torch.device, label: str, pool: BufferPool | None = None
     ) -> None:
         self._plan, self._group, self._label = plan, plan.group, label
-        num_ranks = plan.group.num_ranks
         self._pool = pool or BufferPool()
-        self._memory: Buffer | None = self._pool.take(num_ranks * plan.row_numel * dtype.itemsize, device)
-        self._rows: Tensor | None = self._memory.memory.view(dtype).view(num_ranks, plan.row_numel)
+        self._memory: Buffer | None = None
+        self._rows: Tensor | None = None
+        self._take_rows(dtype, device)
         self._slots: Sequence[Tensor] = ()  # of each tensor, shape (num_ranks, slot); made when first needed
         self._present = [False] * len(plan.numels)
         self._waiting: dict[int, _Waiting] = {}
+
+    def _take_rows(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Memory for the gradients."""
+        num_ranks, row_numel = self._group.num_ranks, self._plan.row_numel
+        self._memory = self._pool.take(num_ranks * row_numel * dtype.itemsize, device)
+        self._rows = self._memory.memory.view(dtype).view(num_ranks, row_numel)
 
     @property
     def is_complete(self) -> bool:

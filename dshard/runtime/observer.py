@@ -10,6 +10,7 @@ from dshard.policies import Offload
 from dshard.runtime.lane import Lane
 from dshard.runtime.recompute import Regions
 from dshard.runtime.schedule import Schedule
+from dshard.runtime.virtual import VirtualRanks
 from dshard.runtime.watches import InputWatches
 
 __all__ = ["UnitObserver"]
@@ -25,6 +26,7 @@ class UnitObserver(Protocol):
     num_running: int  # forwards of modules that are running
     regions: Regions  # checkpointed ones in them
     watches: InputWatches  # on inputs of modules
+    virtual: VirtualRanks | None  # whose gradients are added up, if they are no processes
     is_autocasting: bool  # the one that started or ended last
     used_in_graph: tuple[int, Any]  # by the backward of a compiled graph: autograd's number of it, and which
 

@@ -7,11 +7,13 @@ from typing import Protocol
 from torch import Tensor
 
 from dshard.collectives import ShardGroup
+from dshard.errors import StateError, UnsupportedOpError
 from dshard.runtime.buckets import Bucket
 from dshard.runtime.finite import FiniteCheck
 from dshard.runtime.owed import check_same_gradients
 from dshard.runtime.reduction import GradReduction, accumulates
 from dshard.runtime.unit import Unit
+from dshard.runtime.virtual import VirtualRanks
 from dshard.tensor import ShardedTensor
 
 __all__ = ["Reducer"]
@@ -51,6 +53,8 @@ class Reducer:
             grad: The gradient.
             may_wait: Whether nobody else can write to `grad`, so that it may be packed later.
         """
+        if unit.observer.virtual is not None:
+            self._check_virtual(unit.observer.virtual, unit, unit.params[slot])
         arrivals = self._arrivals.get(unit)
         if arrivals is None:
             arrivals = self._arrivals[unit] = _Arrivals.of(unit)
@@ -129,8 +133,46 @@ class Reducer:
         They leave here, or else when the backward ends, and not when the last one arrives: which parameters a rank uses
         may be its own matter, but when its collectives start must not be.
         """
+        virtual = unit.observer.virtual
+        if virtual is not None and unit.settings.requires_sync and self._keys_of(unit):
+            virtual.closed.add(unit)
         if unit.reduces_now:
             self._launch_all(unit, owes=not unit.settings.requires_all_reduce)
+
+    def _check_virtual(self, virtual: VirtualRanks, unit: Unit, param: ShardedTensor) -> None:
+        """Raise where a gradient is none that a virtual rank may have."""
+        virtual.check_open(param.name, "a backward")
+        if virtual.has_failed:
+            raise StateError(
+                f"{param.name}: a backward within the loop over virtual ranks raised, and what it left cannot be told "
+                "from whole gradients. Leave the loop, call zero_grad(), and run the step again."
+            )
+        if unit in virtual.closed:
+            raise StateError(
+                f"{param.name}: each virtual rank reduces a gradient once, but its gradient arrived again after that. "
+                "Run all backwards of a virtual rank but the last in dshard.no_sync(model), and checkpoint with "
+                "use_reentrant=False."
+            )
+        if len(param._backward_hooks or ()) > 1 or not accumulates(param):
+            what = "a hook is to see it" if accumulates(param) else "autograd.grad asks for it"
+            raise UnsupportedOpError(
+                f"{param.name}: a gradient is added up over all virtual ranks before anybody may see it, but {what}. "
+                "Look at .grad after the loop."
+            )
+        if param.grad is None and any(other is unit and r.holds(param._slot) for other, r in self._open.values()):
+            raise virtual.dropped(param.name)
+
+    def abandon(self) -> None:
+        """Drop what has not left; who holds such a gradient is told when it is read."""
+        for _, reduction in self._open.values():
+            reduction.is_abandoned = True
+        self.reset()
+
+    def unreduced(self) -> str | None:
+        """The name of a parameter whose gradient has been added up, and not reduced, if there is one."""
+        self.begin_backward()
+        held = (name for _, r in self._open.values() for name, is_held in r.presence() if is_held)
+        return next(held, None)
 
     def _launch_all(self, unit: Unit, *, owes: bool) -> None:
         """Launch all buckets of a unit, also those that the peers alone may have used, if this rank has used any."""
@@ -250,6 +292,8 @@ class Reducer:
         if found is None:
             return
         unit = self._open[found][0]
+        if unit.observer.virtual is not None and unit.observer.virtual.is_open:
+            raise unit.observer.virtual.read_early(unit.label)
         if found.is_captured:  # `.grad` is no part of it, and may wait on
             for key in sorted((key for key in self._keys_of(unit) if key.is_captured), key=lambda k: k.place):
                 self._launch(key)

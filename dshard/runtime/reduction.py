@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.collectives import Handle, ReduceBucket, Reduced, ShardGroup, Steps, all_reduce_row
+from dshard.collectives import Handle, ReduceBucket, Reduced, ShardGroup, Steps, VirtualBucket, all_reduce_row
+from dshard.errors import StateError
 from dshard.runtime.buckets import Bucket
 from dshard.runtime.grad_dtype import standing_for
 from dshard.runtime.modes import outside_autograd, profiled
@@ -50,8 +51,10 @@ class GradReduction:
         self._plan, self._pool, offload = bucket.reduce_plan, unit.observer.pool, bucket.offload
         device = offload.compute if offload is not None else first.device
         self._lane = unit.observer.lane(offload, inward=False) if offload is not None else None
-        self._new_bucket = partial(
-            ReduceBucket,
+        self._virtual = unit.observer.virtual
+        kind: Any = ReduceBucket if self._virtual is None else partial(VirtualBucket, played=self._virtual)
+        self._new_bucket: Callable[[], ReduceBucket] = partial(
+            kind,
             self._plan,
             dtype=bucket.dtype,
             device=device,
@@ -69,6 +72,7 @@ class GradReduction:
         self._arrival: Any = None  # of reduced shards that are on their way home
         self.owes = False
         self.is_finished = False  # all but the way home
+        self.is_abandoned = False  # it will never be whole
 
     @property
     def is_filling(self) -> bool:
@@ -139,6 +143,8 @@ class GradReduction:
             self._forget(slot)
 
     def _forget(self, slot: int) -> None:
+        if self._virtual is not None and self._virtual.is_open:
+            raise self._virtual.dropped(self._label)
         del self._cells[slot]
         if self._bucket is not None:
             self._bucket.discard(self._slots.index(slot))
@@ -156,6 +162,8 @@ class GradReduction:
             return
         if self.owes:
             self.rest()
+        if self._virtual is not None and self._virtual.is_open and not self._virtual.is_last:
+            raise self._virtual.read_early(self._label)
         bucket, self._bucket = self._bucket, None
         if bucket is None and joins:
             bucket = self._new_bucket()
@@ -163,24 +171,35 @@ class GradReduction:
         all_reduce = None if owes or self.group.replicas is None else self._all_reduce(self.group.replicas)
         hook = None if owes else self._hook
         with outside_autograd(), profiled("reduce", self._label):
-            self._steps = Steps(_reduce(bucket, before, all_reduce, hook, mean=self._mean))
+            if isinstance(bucket, VirtualBucket):
+                self._steps = Steps(bucket.steps(mean=self._mean, tag=self._signature()))
+            else:
+                self._steps = Steps(_reduce(bucket, before, all_reduce, hook, mean=self._mean))
+
+    def _signature(self) -> int:
+        """Stands for what the shards were written with."""
+        unit = self._unit()
+        return hash(tuple(unit.params[slot]._cell.signature for slot in self._slots) if unit is not None else ())
 
     def _all_reduce(self, replicas: ShardGroup) -> Callable[[Tensor], _Started]:
         """How a row is reduced over the replicas."""
-        unit = self._unit()
-        signatures = tuple(unit.params[slot]._cell.signature for slot in self._slots) if unit is not None else ()
         return partial(
             all_reduce_row,
             replicas=replicas,
             mean=self._mean,
             label=self._label,
-            tag=hash(signatures),
+            tag=self._signature(),
             pool=self._pool,
             num_flags=self._plan.num_flags,
         )
 
     def __call__(self, cell: ShardCell) -> None:
         """The reduced gradient of `cell` is used; a bound method in its place would be a cycle of references."""
+        if self.is_abandoned:
+            raise StateError(
+                f"'{self._label}': a gradient is the sum over all virtual ranks, but the loop over them ended early. "
+                "Call zero_grad(), and run the step again."
+            )
         unit = self._unit()
         if unit is not None:
             unit.observer.on_read(self)

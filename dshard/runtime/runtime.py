@@ -25,6 +25,7 @@ from dshard.runtime.schedule import Phase, Schedule
 from dshard.runtime.settings import ModelSettings
 from dshard.runtime.standins import check_interrupted
 from dshard.runtime.unit import Unit, groups_of
+from dshard.runtime.virtual import VirtualRanks
 from dshard.runtime.watches import InputWatches, in_backward
 from dshard.tensor.meshes import group_of
 from dshard.tensor.mixed import note_forward
@@ -52,6 +53,7 @@ class Runtime:
         self.schedule: Schedule[Unit] = Schedule(is_free=attrgetter("is_whole"), size_of=attrgetter("param_bytes"))
         self.late = LateParameters()
         self.settings = ModelSettings()
+        self.virtual: VirtualRanks | None = None
         self.split: Callable[[], None] | None = None  # forms units at the first use; set for a root that has just one
         self.on_training_forward: Callable[[], None] | None = None  # called when one starts, outside of graphs
         self.announce: Callable[[Phase], None] | None = None  # called ahead of each
@@ -106,6 +108,8 @@ class Runtime:
         settings = self.settings = replace(self.settings, **changes)
         self.schedule.depth = 1 if settings.prefetch is None else settings.prefetch
         self.reducer.max_in_flight = settings.max_input_buffers or 1
+        if settings.virtual_ranks is not None and self.virtual is None:
+            self.virtual = VirtualRanks(settings.virtual_ranks)
 
     def lane(self, offload: Offload, *, inward: bool) -> Lane:
         """For copies from a parameter's home to where it computes, or back; made at the first use."""
@@ -247,6 +251,8 @@ class Runtime:
             self.backward_task, self._frozen = -1, None
             self.watches.forget(self.units)
             self.reducer.forget_backward()
+            if self.virtual is not None:
+                self.virtual.has_failed = self.virtual.is_open
 
     def _begin(self, phase: Phase) -> None:
         """A phase starts: what was gathered ahead in the last one was not used in it."""
@@ -331,6 +337,8 @@ class Runtime:
         self.pool.mark()
         settle(groups_of(self.units), _MAX_UNSETTLED)
         if torch.is_grad_enabled():
+            if self.virtual is not None and root.training:
+                self.virtual.check_open(type(root).__name__, "a forward that is to be trained")
             if self.on_training_forward is not None:
                 self.on_training_forward()
             self.late.take_in()

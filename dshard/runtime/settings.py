@@ -90,6 +90,7 @@ class ModelSettings:
         memory_budget: Bytes of gathered copies to keep between forward and backward; "auto" until they are known.
         strategies: Set since `fully_shard`, for parameters that come later.
         buffers: That are broadcast.
+        virtual_ranks: Whose gradients are added up, whatever the number of processes.
     """
 
     prefetch: int | None = None
@@ -97,6 +98,7 @@ class ModelSettings:
     memory_budget: int | Literal["auto"] | None = None
     strategies: StrategyRules = field(default_factory=StrategyRules)
     buffers: tuple[BufferSync, ...] = ()
+    virtual_ranks: int | None = None
 
     def joined(self, others: Sequence["ModelSettings"]) -> "ModelSettings":
         """These with those of models that become parts of this one: what was chosen for the whole stays so.
@@ -114,6 +116,7 @@ class ModelSettings:
             memory_budget=budgets[0] if budgets else None,
             strategies=strategies,
             buffers=tuple(dict.fromkeys(sync for each in every for sync in each.buffers)),
+            virtual_ranks=_largest(each.virtual_ranks for each in every),
         )
 
 

@@ -31,7 +31,7 @@ from torch.optim import (
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dshard.errors import StateError
+from dshard.errors import StateError, UnsupportedOpError
 from dshard.runtime.replace import repoint_optimizer
 from dshard.tensor import ShardedTensor
 from dshard.tensor.cell import ShardCell
@@ -121,8 +121,22 @@ def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     repoint_optimizer(optimizer)
     for listener in before_step:
         listener(optimizer)
+    _check_kernels(optimizer)
     if _may_swap(optimizer, args, kwargs):
         _swap_parameters(optimizer)
+
+
+def _check_kernels(optimizer: Optimizer) -> None:
+    """Refuse torch's fused steps on a CPU for virtual ranks: they round the last elements of a shard otherwise."""
+    for group in optimizer.param_groups:
+        if not group.get("fused"):
+            continue
+        param = next((p for p in group["params"] if isinstance(p, ShardedTensor) and p._group.is_virtual), None)
+        if param is not None and param.device.type == "cpu":
+            raise UnsupportedOpError(
+                f"{param.name}: with virtual_ranks no bit may depend on how parameters are cut, but those of a step of "
+                f"{type(optimizer).__name__} with fused=True on a CPU do. Pass foreach=True, or neither."
+            )
 
 
 def _swap_parameters(optimizer: Optimizer) -> None:

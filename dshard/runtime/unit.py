@@ -256,6 +256,9 @@ class Unit:
     @property
     def reduces_now(self) -> bool:
         """Whether the backward that runs reduces its gradients, rather than add them up."""
+        virtual = self.observer.virtual
+        if virtual is not None:
+            return self.settings.requires_sync and virtual.is_last
         return self.settings.requires_sync and (self.deferral is None or self.deferral.is_due)
 
     @property

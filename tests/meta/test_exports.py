@@ -45,6 +45,8 @@ PUBLIC_NAMES = [
     "save_safetensors",
     "set_strategy",
     "share_comm_ctx",
+    "virtual",
+    "virtual_ranks",
 ]
 
 

@@ -18,6 +18,7 @@ ARGUMENTS: dict[str, str] = {
     "auto_wrap_policy": "units: policy",
     "strategy": "strategy",
     "plan": "strategy: plan",
+    "virtual_ranks": NOT_HERE + "tests/dist/test_virtual_ranks.py crosses it with the others",
 }
 NAMES: dict[str, str] = {
     "CPUOffloadPolicy": "offload: CPUOffloadPolicy",
@@ -45,6 +46,8 @@ NAMES: dict[str, str] = {
     "save_safetensors": NOT_HERE + "tests/dist/test_safetensors.py; it reads",
     "set_strategy": "switch",
     "share_comm_ctx": NOT_HERE + "it does nothing",
+    "virtual": NOT_HERE + "tests/dist/test_virtual_ranks.py",
+    "virtual_ranks": NOT_HERE + "tests/dist/test_virtual_ranks.py crosses it with the others",
 }
 ACCEPTED = NOT_HERE + "accepted for FSDP2's sake, does nothing"
 SETTERS: dict[str, str] = {
