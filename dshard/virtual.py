@@ -1,6 +1,6 @@
 """Training on virtual ranks: batches, sums and random numbers of as many ranks, on any number of processes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -109,6 +109,11 @@ def restore_states(model: nn.Module, states: Mapping[int, Tensor]) -> None:
     Communicates:
         Nothing.
     """
+    restorer(model, states)()
+
+
+def restorer(model: nn.Module, states: Mapping[int, Tensor]) -> Callable[[], None]:
+    """As `restore_states`, in two steps: everything is checked now, and changed when the result is called."""
     runtime, virtual, group = _parts_of(model, "restore_states")
     virtual.refuse_open("restore_states")
     ranks = _ranks_of(virtual, group)
@@ -126,8 +131,30 @@ def restore_states(model: nn.Module, states: Mapping[int, Tensor]) -> None:
             f"restore_states: bits depend on the number of threads, which was {other}, but now is {threads}. Call "
             f"torch.set_num_threads({other}) first."
         )
-    virtual.buffers.restore(_module_of(runtime), ranks, {rank: state.buffers for rank, state in found.items()})
-    virtual.random.of.update({rank: state.random for rank, state in found.items()})
+    known = {name for name, _ in _module_of(runtime).named_buffers()}
+    unknown = next((name for state in found.values() for name in state.buffers if name not in known), None)
+    if unknown is not None:
+        raise StateError(
+            f"restore_states: the states must be of a model with the same buffers, but this one has no buffer "
+            f"'{unknown}'. Build the model as it was."
+        )
+
+    def restore() -> None:
+        virtual.buffers.restore(_module_of(runtime), ranks, {rank: state.buffers for rank, state in found.items()})
+        virtual.random.of.update({rank: state.random for rank, state in found.items()})
+
+    return restore
+
+
+def has_virtual_ranks(model: nn.Module) -> bool:
+    """Whether `fully_shard` was called on a module with virtual ranks."""
+    return isinstance(model, FSDPModule) and model._runtime().virtual is not None
+
+
+def ranks_here(model: nn.Module) -> range:
+    """The virtual ranks that this process plays."""
+    _, virtual, group = _parts_of(model, "ranks_here")
+    return _ranks_of(virtual, group)
 
 
 def of_all_ranks(model: nn.Module, values: Mapping[int, Tensor]) -> Tensor:

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dshard import collectives
+from dshard import collectives, virtual
 from dshard.checkpoint.agreement import group_of, share, together
 from dshard.checkpoint.contents import Optimizers, is_extra, part_of_tensor
 from dshard.checkpoint.folders import find
 from dshard.checkpoint.job import lineage_of
 from dshard.checkpoint.manifest import read_manifest
 from dshard.checkpoint.optimizers import prepare_optimizers
-from dshard.checkpoint.own import OWN, set_random_states
+from dshard.checkpoint.own import OWN, set_random_states, virtual_name
 from dshard.checkpoint.pending import finish_pending
 from dshard.checkpoint.shard_file import ShardReader
 from dshard.checkpoint.source import Load, Source, decoded, dtype_of, writer
@@ -122,6 +122,7 @@ def prepared(source: Source, model: nn.Module, optimizer: Any) -> Load:
     _prepare_model(source, model, job)
     prepare_optimizers(source, model, optimizers, job)
     _prepare_own(source, job)
+    _prepare_virtual(source, model, job)
     return job
 
 
@@ -234,6 +235,23 @@ def _set_extra_states(group: ShardGroup, job: Load) -> None:
             for module, value in reversed(before):
                 module.set_extra_state(value)
             raise
+
+
+def _prepare_virtual(source: Source, model: nn.Module, job: Load) -> None:
+    """Have virtual ranks go on from where they were, whatever process plays them now."""
+    if not virtual.has_virtual_ranks(model):
+        return
+    states = {}
+    for rank in virtual.ranks_here(model):
+        name = virtual_name(rank)
+        stored = source.manifest.tensors.get(name)
+        if stored is None:
+            raise CheckpointError(
+                f"{source.folder}: the checkpoint must hold the state of each virtual rank of the model, but that of "
+                f"{rank} is not in it. Pass fully_shard the virtual_ranks that it was saved with."
+            )
+        states[rank] = source.reader.read(name, stored, (0,), stored.shape)
+    job.commits.append(virtual.restorer(model, states))
 
 
 def _prepare_own(source: Source, job: Load) -> None:

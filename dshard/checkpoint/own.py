@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
+from dshard import virtual
 from dshard.checkpoint.shard_file import Piece
 from dshard.checkpoint.stored import own_name
 from dshard.checkpoint.trees import encode
 from dshard.collectives import ShardGroup
 
-__all__ = ["OWN", "own_piece", "random_states", "set_random_states"]
+__all__ = ["OWN", "own_piece", "random_states", "set_random_states", "virtual_name", "virtual_pieces"]
 
 OWN = "own"
 
@@ -33,6 +35,21 @@ def random_states(group: ShardGroup) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def virtual_name(rank: int) -> str:
+    """What the state of a virtual rank is stored under."""
+    return f"virtual-{rank}/state"
+
+
+def virtual_pieces(model: nn.Module) -> list[Piece]:
+    """The states of the virtual ranks that this process plays; none if the model has no virtual ranks.
+
+    Communicates:
+        As `dshard.virtual.states_of`.
+    """
+    states = virtual.states_of(model) if virtual.has_virtual_ranks(model) else {}
+    return [Piece(virtual_name(rank), tuple(state.shape), (0,), state) for rank, state in states.items()]
 
 
 def own_piece(group: ShardGroup, own: dict[str, Any]) -> Piece:

@@ -16,7 +16,7 @@ from dshard.checkpoint.file_format import dtype_name, dtype_of
 from dshard.checkpoint.job import lineage_of
 from dshard.checkpoint.loading import finish, prepared
 from dshard.checkpoint.manifest import Manifest
-from dshard.checkpoint.own import own_piece, random_states
+from dshard.checkpoint.own import own_piece, random_states, virtual_pieces
 from dshard.checkpoint.parity import Stripes
 from dshard.checkpoint.saving import facts_of
 from dshard.checkpoint.shard_file import Piece, host_bytes
@@ -92,6 +92,7 @@ class PeerSnapshots:
         self._num_calls += 1
         if self._num_calls % self._every:
             return False
+        self._states = virtual_pieces(self._model)
         images: list[Tensor] = []
         together(self._group, lambda: images.append(self._taken(step, extra)), "PeerSnapshots: taking it failed")
         sizes = self._all_sizes(images[0].numel())
@@ -153,7 +154,7 @@ class PeerSnapshots:
         contents = Contents(self._model, Optimizers(self._optimizer))
         whole = group_of(self._model)
         own = {"random": random_states(whole), "extra": encode(extra, "extra")}
-        pieces = [*contents.held(), own_piece(whole, own)]
+        pieces = [*contents.held(), own_piece(whole, own), *self._states]
         lineage = lineage_of(self._model)
         facts = {**facts_of(contents, step), "extra": None, "are_alike": False}
         facts.update(run=lineage.run, sequence=lineage.sequence)

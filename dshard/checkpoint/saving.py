@@ -21,7 +21,7 @@ from dshard.checkpoint.contents import Contents, Optimizers
 from dshard.checkpoint.disk import partial_name
 from dshard.checkpoint.folders import Draft
 from dshard.checkpoint.job import Job, lineage_of
-from dshard.checkpoint.own import own_piece, random_states
+from dshard.checkpoint.own import own_piece, random_states, virtual_pieces
 from dshard.checkpoint.pending import PendingSave, settle_pending
 from dshard.checkpoint.shard_file import Piece
 from dshard.checkpoint.snapshot import Snapshot
@@ -83,6 +83,7 @@ def save(
         Some all-reduces of a few bytes, and one of 16 bytes for each buffer and number of an optimizer; no values.
     """
     group = group_of(model)
+    states = virtual_pieces(model)
     plan, error = _Plan((directory, step, keep, asynchronous, parity)), None
     try:
         settle_pending(group)
@@ -92,7 +93,7 @@ def save(
     try:
         are_alike, token = plan.agree(group, error)
         target, contents = plan.target, plan.contents
-        pieces = plan.pieces(group)
+        pieces = [*plan.pieces(group), *states]
     except Exception:
         plan.close()
         raise

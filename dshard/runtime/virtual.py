@@ -1,7 +1,8 @@
 """Virtual ranks: those that a training program has, whatever the number of processes that play them."""
 
 import hashlib
-import io
+import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -256,13 +257,37 @@ class State:
     num_threads: int
 
     def packed(self) -> Tensor:
-        """As bytes; uint8, shape (bytes,)."""
-        file = io.BytesIO()
-        torch.save({"random": self.random, "buffers": self.buffers, "num_threads": self.num_threads}, file)
-        return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        """As bytes, uint8 of shape (bytes,): a description in JSON, and the values behind it."""
+        tensors = [("random", *item) for item in self.random.items()]
+        tensors += [("buffers", *item) for item in self.buffers.items()]
+        raw = [value.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for _, _, value in tensors]
+        described = [
+            [kind, name, str(value.dtype).removeprefix("torch."), list(value.shape)] for kind, name, value in tensors
+        ]
+        text = json.dumps({"num_threads": self.num_threads, "tensors": described}).encode()
+        head = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
+        return torch.cat([head, *raw])
 
     @classmethod
     def of(cls, packed: Tensor) -> "State":
-        """What was packed."""
-        found = torch.load(io.BytesIO(packed.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
-        return cls(found["random"], found["buffers"], found["num_threads"])
+        """What was packed.
+
+        Raises:
+            StateError: It was not, or is damaged.
+        """
+        content = packed.cpu().numpy().tobytes()
+        start = 8 + int.from_bytes(content[:8], "little")
+        found: dict[str, dict[str, Tensor]] = {"random": {}, "buffers": {}}
+        try:
+            described = json.loads(content[8:start])
+            for kind, name, dtype_name, shape in described["tensors"]:
+                dtype = getattr(torch, dtype_name)
+                end = start + math.prod(shape) * dtype.itemsize
+                flat = torch.frombuffer(bytearray(content[start:end]), dtype=dtype) if end > start else torch.empty(0)
+                found[kind][name] = flat.to(dtype).view(shape)
+                start = end
+            return cls(found["random"], found["buffers"], int(described["num_threads"]))
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise StateError(
+                f"restore_states: needs what states_of gave, but {type(error).__name__}: {error}. Use another."
+            ) from error

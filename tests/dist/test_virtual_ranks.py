@@ -76,6 +76,7 @@ class Case:
     restarts: tuple[int, ...] = ()
     native: bool = False
     loops: int = 1
+    folder: str | None = None  # for restarts from a checkpoint, and not by hand
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -152,12 +153,18 @@ def trained(case: Case, start: int = 0, saved: Saved | None = None) -> Saved:
         norms: list[float] = []
         if saved is not None:
             losses, norms = saved.losses, saved.norms
-            restore(model, optimizer, saved)
+            if case.folder is None:
+                restore(model, optimizer, saved)
+            else:
+                assert dshard.checkpoint.load(case.folder, model, optimizer) == {"next": start}
         torch.manual_seed(1000 + dist.get_rank())  # what is outside of the loop must not matter
         for step in range(start, start + case.steps):
             loss, norm = train_step(case, model, optimizer, step)
             losses.append(loss)
             norms.append(norm)
+        if case.folder is not None:
+            end = start + case.steps
+            dshard.checkpoint.save(f"{case.folder}/{end}", model, optimizer, step=end, extra={"next": end}, keep=1)
         return save(model, optimizer, losses, norms)
 
 
@@ -226,18 +233,19 @@ def same(left: Saved, right: Saved) -> None:
 
 
 @pytest.mark.parametrize(("num_steps", "strategy"), [(40, None), (8, {"blocks.1.*": "zero1", "*": "ddp"})])
-def test_forty_steps_through_restarts_are_those_without(worlds: WorldPool, num_steps, strategy):
+def test_forty_steps_through_restarts_are_those_without(worlds: WorldPool, tmp_path, num_steps, strategy):
     case = Case(strategy=strategy, steps=num_steps)
     whole = run(worlds, 4, case)
     assert len(set(map(tuple, whole.losses))) == num_steps
     for num_processes in (2, 1):
         same(whole, run(worlds, num_processes, case))
-    saved: Saved | None = None
     part = num_steps // 4
-    for start, num_processes in zip(range(0, num_steps, part), (4, 2, 1, 4), strict=True):
-        saved = run(worlds, num_processes, replace(case, steps=part), start, saved)
-    assert saved is not None
-    same(whole, saved)
+    for folder in (None, str(tmp_path)):
+        saved: Saved | None = None
+        for start, num_processes in zip(range(0, num_steps, part), (4, 2, 1, 4), strict=True):
+            saved = run(worlds, num_processes, replace(case, steps=part, folder=folder), start, saved)
+        assert saved is not None
+        same(whole, saved)
 
 
 cases = st.builds(
