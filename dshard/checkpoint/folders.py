@@ -20,7 +20,7 @@ from dshard.checkpoint.manifest import MANIFEST, Manifest, is_checkpoint, read_m
 from dshard.checkpoint.parity import group_around
 from dshard.errors import CheckpointError
 
-__all__ = ["Draft", "check_target", "checkpoints_in", "find", "is_complete", "part_name", "prune"]
+__all__ = ["Draft", "check_target", "checkpoints_in", "discard", "find", "is_complete", "part_name", "prune"]
 
 _WRITER = "dshard.writer.json"
 _IN_PLACE = (
@@ -161,6 +161,13 @@ def prune(newest: Path, run: str, keep: int) -> None:
         if manifest is not None and manifest.facts["run"] == run:
             older.append(((manifest.facts["sequence"], manifest.step), child, manifest))
     for _, folder, manifest in sorted(older, key=lambda each: each[0], reverse=True)[keep - 1 :]:
+        remove(folder, manifest)
+
+
+def discard(folder: Path) -> None:
+    """Remove a checkpoint's own files, and its folder unless there is something else in it; nothing else is touched."""
+    manifest = _manifest_of(folder)
+    if manifest is not None:
         remove(folder, manifest)
 
 

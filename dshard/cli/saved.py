@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from dshard import CheckpointError, checkpoint
+from dshard.checkpoint.folders import discard
 from dshard.cli.history import History
 from dshard.cli.memory import local_bytes
 from dshard.cli.options import TrainOptions
 from dshard.cli.report import mega
-from dshard.cli.runs import HISTORIES, POINTER, delete_older, mark, read_pointer
+from dshard.cli.runs import HISTORIES, MARK, POINTER, delete_older, mark, read_pointer
 from dshard.cli.usage import RunError, UsageError
 from dshard.cli.world import first_of, gather_ints
 from dshard.cli.writable import write_whole
@@ -150,15 +149,15 @@ def save(out: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ru
     folder = out / _fresh_name(out, run.step)
     extra = {"step": run.step, "history": run.history.to_json()}
     for action in (
-        lambda: checkpoint.save(folder, model, optimizer, extra=extra),
+        lambda: checkpoint.save(folder, model, optimizer, step=run.step, extra=extra),
         lambda: _publish(out, folder, run) if dist.get_rank() == 0 else None,
     ):
         failure = first_of(_failure_of(action))
         if failure is not None:
             needed = _bytes_of(model, optimizer)
             if dist.get_rank() == 0:
-                for left in (folder, folder.with_name(folder.name + ".partial")):  # of this very save
-                    shutil.rmtree(left, ignore_errors=True)
+                (folder / MARK).unlink(missing_ok=True)
+                discard(folder)  # to which nothing points
             raise RunError(
                 f"--out needs room for a checkpoint of {mega(needed)}, but writing {folder} failed: {failure}. "
                 f"{_what_is_left(out)}"
@@ -171,11 +170,7 @@ def _failure_of(action: Callable[[], object]) -> str | None:
     try:
         action()
     except Exception as error:
-        cause = error.__cause__
-        if isinstance(cause, CheckpointException):  # torch's, of what happened on each rank
-            causes = [each for each, _ in cause.failures.values()]
-            cause = next((each for each in causes if isinstance(each, OSError)), causes[0] if causes else None)
-        return _words(cause or error)
+        return _words(error.__cause__ or error)
     return None
 
 
