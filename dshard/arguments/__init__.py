@@ -13,7 +13,7 @@ from dshard.arguments.table import TABLE
 __all__ = ["TABLE", "checked", "read"]
 
 T = TypeVar("T", bound=Callable[..., Any])
-_OF_MODULES = ("FSDPModule.", "DataParallelNames.")  # whose methods are known without the class
+_OF_MODULES = ("FSDPModule.", "DataParallelNames.", "GradientChecks.")  # whose methods are known without the class
 
 
 def checked(target: T) -> T:

@@ -18,6 +18,7 @@ from dshard.kinds import (
     Refused,
     count,
     either,
+    function,
     instance,
     kind,
     list_of,
@@ -203,3 +204,10 @@ PARAM_COSTS = list_of(ours("ParamCosts", ""), "a list of ParamCosts", "Pass [Par
 PROGRESS = kind("an object with at()", "Leave it out.", lambda value: callable(getattr(value, "at", None)))
 RATES = mapping_of(ABOVE_0, "a dict of finite numbers above 0 by names of dtypes", "Pass {'bfloat16': 312e12}.")
 CALLABLE = kind("a function", "Pass a function of a module.", callable)
+PARITY = number("0, or 1 for one XOR row per group of files", "Pass 0 or 1.", lambda value: value in (0, 1))
+METADATA = mapping_of(TEXT, "texts by names", "Convert values with json.dumps.")
+RENAME = either(
+    function("a name", "Pass one, as in lambda name: name."),
+    mapping_of(TEXT, "a mapping of names to names", "Pass {'old': 'new'}."),
+    allowed="a function of a name, or a mapping of names to names",
+)

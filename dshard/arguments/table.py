@@ -30,17 +30,20 @@ from dshard.arguments.domain import (
     MEMORY,
     MESH,
     MESH_DIMS,
+    METADATA,
     MODULES,
     OFFLOAD,
     OPTIMIZERS,
     ORDER,
     PARAM_COSTS,
     PARAMS,
+    PARITY,
     PER_UNIT,
     PLAN_OR_PATH,
     PRECISION,
     PROGRESS,
     RATES,
+    RENAME,
     RESHARD,
     SHARDED,
     SIGNED_BYTES,
@@ -72,6 +75,7 @@ from dshard.policies import STRATEGY, STRATEGY_FIELDS
 
 __all__ = ["TABLE"]
 
+_TRAINED: Row = {"model": MODULE, "optimizer": optional(OPTIMIZERS)}
 _RECURSE: Row = {"recurse": FLAG}
 _PER_STEP: Row = {"model": COSTS, "strategies": PER_UNIT, "cluster": CLUSTER}
 _SOLVE: Row = {
@@ -177,6 +181,30 @@ TABLE: dict[str, Row] = {
     },
     "CommTrace.select": _SELECTED,
     "CommTrace.calls": _SELECTED,
+    "set_check_gradients": {"enable": FLAG},
+    # --- checkpoints ---
+    "checkpoint.save": {
+        "directory": PATH,
+        **_TRAINED,
+        "step": count(0),
+        "extra": ANYTHING,
+        "keep": optional(count(1, "Leave it out to keep all.")),
+        "asynchronous": FLAG,
+        "parity": PARITY,
+    },
+    "checkpoint.load": {"directory": PATH, **_TRAINED},
+    "checkpoint.check": {"directory": PATH},
+    "checkpoint.repair": {"directory": PATH},
+    "PeerSnapshots": {**_TRAINED, "every": count(1)},
+    "PeerSnapshots.step": {"step": count(0), "extra": ANYTHING},
+    "save_safetensors": {
+        "module": MODULE,
+        "path_or_dir": PATH,
+        "max_shard_bytes": count(1, "Leave it out for 5 GB."),
+        "dtype": optional(FLOAT),
+        "metadata": optional(METADATA),
+    },
+    "load_safetensors": {"module": MODULE, "path_or_dir": PATH, "strict": FLAG, "rename": optional(RENAME)},
     # --- plans ---
     "Plan": {
         "model": COSTS,

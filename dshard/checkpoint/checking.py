@@ -7,12 +7,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dshard.arguments import TABLE
 from dshard.checkpoint.disk import create, open_regular, partial_name, read_exactly, sync_folder, write_all, write_whole
 from dshard.checkpoint.folders import checkpoints_in
 from dshard.checkpoint.manifest import MANIFEST, Manifest, read_copy, read_manifest
 from dshard.checkpoint.parity import group_around
 from dshard.checkpoint.shard_file import ShardReader
 from dshard.errors import CheckpointError
+from dshard.kinds import checked_by
 
 __all__ = ["Finding", "Report", "check", "repair"]
 
@@ -57,6 +59,7 @@ class Report:
     findings: tuple[Finding, ...]
 
 
+@checked_by(TABLE["checkpoint.check"], "checkpoint.check")
 def check(directory: str | os.PathLike[str]) -> list[Report]:
     """Read every byte of a checkpoint, or of all in a folder, and compare it with what was saved.
 
@@ -74,6 +77,7 @@ def check(directory: str | os.PathLike[str]) -> list[Report]:
     return [_check(folder) for folder in checkpoints_in(Path(directory))]
 
 
+@checked_by(TABLE["checkpoint.repair"], "checkpoint.repair")
 def repair(directory: str | os.PathLike[str]) -> list[Path]:
     """Write anew, out of the others and parity, what `check` finds missing or damaged.
 

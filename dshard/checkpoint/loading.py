@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dshard import collectives, virtual
+from dshard.arguments import read
 from dshard.checkpoint.agreement import group_of, share, together
 from dshard.checkpoint.contents import Optimizers, is_extra, part_of_tensor
 from dshard.checkpoint.folders import find
@@ -67,16 +68,14 @@ def load(
     Communicates:
         Some all-reduces of a few bytes, and no values.
     """
+    read("checkpoint.load", {"model": model, "optimizer": optimizer})
     group = group_of(model)
     finish_pending(group)
     what = f"{directory}: reading the checkpoint failed"
     chosen: list[str] = []
 
     def choose() -> None:
-        if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
-            raise CheckpointError(
-                f"checkpoint.load: directory must be a path, but it is {directory!r:.80}. Name a folder."
-            )
+        read("checkpoint.load", {"directory": directory})
         if group.world_rank == 0:
             path, passed_over = find(Path(directory))
             token = read_manifest(path).facts["token"]

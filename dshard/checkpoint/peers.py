@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dshard import collectives
+from dshard.arguments import checked
 from dshard.checkpoint.agreement import agree, group_of, together
 from dshard.checkpoint.contents import Contents, Optimizers
 from dshard.checkpoint.file_format import dtype_name, dtype_of
@@ -34,6 +35,7 @@ _LENGTH_BYTES = 8
 _WHERE = Path("the snapshot in memory")
 
 
+@checked
 class PeerSnapshots:
     """Keeps, in the memory of every rank, a snapshot of its shards and one XOR row of those of the others.
 
@@ -46,16 +48,12 @@ class PeerSnapshots:
         every: How many calls of `step` from one snapshot to the next.
 
     Raises:
-        CheckpointError: `every` is no positive number, or no two ranks share the model. On every rank alike.
+        CheckpointError: No two ranks share the model. On every rank alike.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None, *, every: int = 1
     ) -> None:
-        if type(every) is not int or every < 1:
-            raise CheckpointError(
-                f"PeerSnapshots: every must be a number of steps from 1 on, but it is {every!r:.80}. Pass an int."
-            )
         self._model, self._optimizer, self._every = model, optimizer, every
         whole = group_of(model)
         self._group: ShardGroup = whole if whole.num_ranks > 1 or whole.replicas is None else whole.replicas
@@ -73,6 +71,7 @@ class PeerSnapshots:
         """Bytes on this rank: of its snapshot and of its row."""
         return sum(held.numel() for held in (self._image, self._row) if held is not None)
 
+    @checked
     def step(self, *, step: int = 0, extra: Any = None) -> bool:
         """Count a step, to be called on every rank after the optimizer's; take a snapshot at each `every`-th.
 

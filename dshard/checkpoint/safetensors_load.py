@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dshard.arguments import read
 from dshard.checkpoint.agreement import group_of, together
 from dshard.checkpoint.file_format import Entry
 from dshard.checkpoint.model_files import Found, find
@@ -78,9 +79,13 @@ def load_safetensors(
             the tensors. On every rank alike, before anything is changed.
 
     Communicates:
-        Two all-reduces of 8 bytes, and no values.
+        Three all-reduces of 8 bytes, and no values.
     """
+    read("load_safetensors", {"module": module})
     group = group_of(module)
+    given: dict[str, Any] = {"path_or_dir": path_or_dir, "strict": strict, "rename": rename}
+    together(group, lambda: given.update(read("load_safetensors", given)), "load_safetensors: arguments must be right")
+    strict = given["strict"]
     target, matches, staged = Path(path_or_dir), list[_Match](), dict[str, Tensor]()
     what = f"{target}: loading needs safetensors files that can be read"
     state: dict[str, Any] = module.state_dict(keep_vars=True)
@@ -90,7 +95,7 @@ def load_safetensors(
         matches.append(_match(target, found, _renamed(target, found.entries, rename), state, strict=strict))
         _refuse_unwritable(matches[0].entries, state)
 
-    def read() -> None:  # which begins when every rank has looked: what is put there later is noticed by one that had
+    def stage() -> None:  # which begins when every rank has looked: what is put there later is noticed by one that had
         if find(target).sources != matches[0].found.sources:
             raise CheckpointError(
                 f"{target}: files must not change while they are read, but others are in their place. Load again when "
@@ -99,7 +104,7 @@ def load_safetensors(
         staged.update(_read_all(matches[0], state))
 
     together(group, match, what)
-    together(group, read, what)
+    together(group, stage, what)
     _allocate(module, dict.fromkeys(staged, torch.device(group.device_type)))
     state = module.state_dict(keep_vars=True)
     with outside_autograd():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dshard.arguments import read
 from dshard.checkpoint.agreement import agree, group_of, together
 from dshard.checkpoint.disk import create, make_folder, partial_name, write_all
 from dshard.checkpoint.file_format import file_header
@@ -96,7 +97,16 @@ def save_safetensors(
     Communicates:
         An all-gather per tensor that is cut, and an all-reduce of 8 bytes per file.
     """
+    read("save_safetensors", {"module": module})
     group = group_of(module)
+    given: dict[str, Any] = {
+        "path_or_dir": path_or_dir,
+        "max_shard_bytes": max_shard_bytes,
+        "dtype": dtype,
+        "metadata": metadata,
+    }
+    together(group, lambda: given.update(read("save_safetensors", given)), "save_safetensors: arguments must be right")
+    max_shard_bytes = given["max_shard_bytes"]
     state = module.state_dict(keep_vars=True)
     refuse_meta("save_safetensors", [(name, t) for name, t in state.items() if isinstance(t, Tensor)])
     target, files = Path(path_or_dir), list[_File]()
@@ -104,7 +114,6 @@ def save_safetensors(
 
     def prepare() -> None:
         items, tied = _items_of(module, state, dtype)
-        _check_arguments(max_shard_bytes, metadata)
         files.extend(_planned(target, items, tied, max_shard_bytes, metadata or {}))
         for file in files:
             file.header  # noqa: B018 - raises where a dtype has no name
@@ -128,20 +137,6 @@ def save_safetensors(
         for path in drafts.values() if group.world_rank == 0 else ():
             with suppress(OSError):
                 path.unlink()
-
-
-def _check_arguments(max_shard_bytes: Any, metadata: Any) -> None:
-    if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
-        raise CheckpointError(
-            f"save_safetensors: max_shard_bytes must be a positive number of bytes, but it is {max_shard_bytes!r}. "
-            "Leave it out for 5 GB."
-        )
-    wrong = [key for key, value in (metadata or {}).items() if not isinstance(key, str) or not isinstance(value, str)]
-    if wrong:
-        raise CheckpointError(
-            f"save_safetensors: metadata must be text by names, but {wrong[0]!r} is {metadata[wrong[0]]!r}. Convert it "
-            "with json.dumps."
-        )
 
 
 def _items_of(

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dshard import collectives
+from dshard.arguments import read
 from dshard.checkpoint.agreement import agree, group_of, together
 from dshard.checkpoint.contents import Contents, Optimizers
 from dshard.checkpoint.disk import partial_name
@@ -82,6 +83,7 @@ def save(
     Communicates:
         Some all-reduces of a few bytes, and one of 16 bytes for each buffer and number of an optimizer; no values.
     """
+    read("checkpoint.save", {"model": model, "optimizer": optimizer})
     group = group_of(model)
     states = virtual_pieces(model)
     plan, error = _Plan((directory, step, keep, asynchronous, parity)), None
@@ -99,6 +101,7 @@ def save(
         raise
     draft = plan.draft
     own_extra = plan.extra
+    _, step, keep, asynchronous, parity = plan.arguments
     facts = {**facts_of(contents, step), "extra": own_extra if are_alike else None, "are_alike": are_alike}
     places = group.world_rank, group.world_size
     named = contents.aliases, contents.without_values()
@@ -140,7 +143,7 @@ class _Plan:
     extra: Any
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
-        self._arguments = arguments
+        self.arguments = arguments
         self._sums: list[int] = []
         self.draft: list[Draft] = []
 
@@ -150,9 +153,14 @@ class _Plan:
         Raises:
             CheckpointError, StateError, OSError: One of these cannot be done.
         """
-        _check_arguments(*self._arguments[:-1])
-        _check_parity(self._arguments[-1], group)
-        self.target = Path(self._arguments[0]).absolute()
+        given = read("checkpoint.save", dict(zip(_LABELS[:5], self.arguments, strict=True)))
+        self.arguments = tuple(given.values())
+        if given["parity"] and group.world_size < 2:
+            raise CheckpointError(
+                "checkpoint.save: parity makes a lost file from those of other ranks, but there is one rank. Leave it "
+                "out."
+            )
+        self.target = Path(self.arguments[0]).absolute()
         self.contents = Contents(model, Optimizers(optimizer))
         refuse_meta("checkpoint.save", list(self.contents.tensors.items()))
         self.extra = encode(extra, "extra")
@@ -178,16 +186,16 @@ class _Plan:
         if error is None:
             names = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.contents.tensors.items()]
             own = (self.contents.optimizers, self.contents.extra_state)
-            facts = (*map(_crc, (str(self.target), *self._arguments[1:], names, own, self.extra, self._sums)),)
+            facts = (*map(_crc, (str(self.target), *self.arguments[1:], names, own, self.extra, self._sums)),)
         token = int(self.draft[0].token, 16) if self.draft else 0
         sent = torch.tensor([error is not None, token >> 32, token & 0xFFFFFFFF, *facts], dtype=torch.int64)
         both = torch.stack([sent, ~sent]).to(group.device_type)
         high = collectives.all_reduce([both], group, ReduceOp.MAX, label="checkpoint", everywhere=True).wait()[0].cpu()
         is_wrong, upper, lower = high[0][:3].tolist()
         if is_wrong:
-            agree(group, error, f"{self._arguments[0]}: preparing to save failed")
+            agree(group, error, f"{self.arguments[0]}: preparing to save failed")
         *same, are_alike, is_plain_alike = (high[0] == ~high[1]).tolist()[3:]
-        for label, is_same, fact in zip(_LABELS, same, (*self._arguments, len(names), "another"), strict=True):
+        for label, is_same, fact in zip(_LABELS, same, (*self.arguments, len(names), "another"), strict=True):
             if not is_same:
                 raise DivergenceError(
                     f"checkpoint.save: all ranks must pass the same {label}, but on this one it is {fact!r:.80}. Pass "
@@ -225,37 +233,6 @@ def _sums_of(tensors: Sequence[Tensor]) -> list[int]:
         copies = iter(torch.cat(away).cpu().split([t.numel() for t in away]) if away else ())
         host: list[Any] = [(t if t.device.type == "cpu" else next(copies)).numpy() for t in raw]
     return [zlib.crc32(array) for array in host]
-
-
-def _check_arguments(directory: Any, step: Any, keep: Any, asynchronous: Any) -> None:
-    if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
-        raise CheckpointError(f"checkpoint.save: directory must be a path, but it is {directory!r:.80}. Name a folder.")
-    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 62:
-        raise CheckpointError(
-            f"checkpoint.save: step must be the number of finished steps, but it is {step!r:.80}. Pass an int, 0 or "
-            "more."
-        )
-    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-        raise CheckpointError(
-            f"checkpoint.save: keep must be how many checkpoints to keep, from 1 on, but it is {keep!r:.80}. Leave it "
-            "out to keep all."
-        )
-    if not isinstance(asynchronous, bool):
-        raise CheckpointError(
-            f"checkpoint.save: asynchronous must be True or False, but it is {asynchronous!r:.80}. Leave it out."
-        )
-
-
-def _check_parity(parity: Any, group: ShardGroup) -> None:
-    if type(parity) is not int or parity not in (0, 1):
-        raise CheckpointError(
-            f"checkpoint.save: parity must be 0, or 1 for one XOR row, but it is {parity!r:.80}. Pass one of them."
-        )
-    if parity and group.world_size < 2:
-        raise CheckpointError(
-            f"checkpoint.save: parity={parity} makes a lost file from those of other ranks, but there is one rank. "
-            "Leave it out."
-        )
 
 
 def _crc(value: Any) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dshard import collectives
+from dshard.arguments import checked
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import DivergenceError
 from dshard.runtime.agreement import of_all_ranks
@@ -60,6 +61,7 @@ class FiniteCheck:
 class GradientChecks:
     """For sharded modules: whether their gradients are looked at."""
 
+    @checked
     def set_check_gradients(self: Any, enable: bool = True) -> None:
         """Look for NaN and infinity in each rank's own gradients, ahead of their reduction; for the whole model.
 

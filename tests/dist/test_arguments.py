@@ -27,8 +27,16 @@ from dshard.policies import Strategy
 from dshard.runtime.companions import AcceptedHints
 from dshard.testing import World, WorldPool, expect_error, fake_world
 
-MODULES = ("dshard", "dshard.collectives", "dshard.interop", "dshard.links", "dshard.planner", "dshard.testing")
-OTHERS_CHECK = "dshard/checkpoint looks at its own arguments"
+MODULES = (
+    "dshard",
+    "dshard.checkpoint",
+    "dshard.collectives",
+    "dshard.interop",
+    "dshard.links",
+    "dshard.planner",
+    "dshard.testing",
+)
+OF_CHECKPOINT = ("save", "load", "check", "repair")  # which messages name with their module
 RESULT = "a result, which dshard makes"
 OWN_LEVEL = "the runtime's own: it runs for every tensor, and what it is given was looked at above"
 ACCEPTED = sorted(name for name in vars(AcceptedHints) if name.startswith("set_"))
@@ -36,8 +44,7 @@ FREE = {  # public names without a row, and why
     "ShardedTensor": "its methods are those of a tensor, whose arguments torch looks at",
     "UnshardHandle": RESULT,
     "RemoteRankError": RESULT,
-    "load_safetensors": OTHERS_CHECK,
-    "save_safetensors": OTHERS_CHECK,
+    **dict.fromkeys(("Finding", "PendingSave", "Report"), RESULT),
     "ShardedTrainerMixin": "its methods are called by transformers, whose they are",
     "CommRecord": RESULT,
     **dict.fromkeys(
@@ -86,7 +93,7 @@ def surface() -> dict[str, list[str]]:
             value = getattr(module, public)
             is_ours = getattr(value, "__module__", "").startswith("dshard")
             if inspect.isfunction(value) and is_ours:
-                found[public] = parameters_of(value)
+                found[f"checkpoint.{public}" if public in OF_CHECKPOINT else public] = parameters_of(value)
             elif inspect.isclass(value) and is_ours and not issubclass(value, (Exception, enum.Enum)):
                 if "__init__" in vars(value) and not issubclass(value, nn.Module):
                     found[public] = parameters_of(vars(value)["__init__"])
@@ -347,6 +354,9 @@ RIGHT: dict[str, set[str]] = {  # by what the table says that a kind allows
     "a Wire": {"wire"},
     "a Efficiency": {"efficiency"},
     "a World": {"world"},
+    "0, or 1 for one XOR row per group of files": {"0", "1"},
+    "texts by names": {"{}", "{'*': 'full'}", "{'*': 'ful'}"},
+    "a function of a name, or a mapping of names to names": FUNCTIONS | {"{}", "{'*': 'full'}", "{'*': 'ful'}"},
 }
 ANYTHING = "anything"
 
@@ -419,6 +429,19 @@ def calls(on: Things) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "WorldPool.run": (WorldPool().run, {"num_ranks": 1, "fn": names}),
         "fake_world": (testing.fake_world, {"rank": 0, "world_size": 1}),
         "expect_error": (expect_error, {"world": World(1), "fn": names}),
+        **{
+            f"checkpoint.{name}": (getattr(dshard.checkpoint, name), {"directory": "x"}) for name in ("check", "repair")
+        },
+        **{
+            f"checkpoint.{name}": (getattr(dshard.checkpoint, name), {"directory": "x", "model": on.sharded})
+            for name in ("save", "load")
+        },
+        "PeerSnapshots": (dshard.checkpoint.PeerSnapshots, {"model": on.sharded}),
+        "PeerSnapshots.step": (object.__new__(dshard.checkpoint.PeerSnapshots).step, {}),
+        **{
+            name: (getattr(dshard, name), {"module": on.sharded, "path_or_dir": "x"})
+            for name in ("save_safetensors", "load_safetensors")
+        },
     }
     owners = {"CommTrace": dshard.CommTrace(), "Plan": on.plan, "Links": Links}
     for name in TABLE.keys() - by_hand.keys():
