@@ -34,6 +34,7 @@ from dshard.errors import CheckpointError
 from dshard.runtime.modes import outside_autograd
 from dshard.runtime.moves import allocate
 from dshard.tensor import ShardedTensor
+from dshard.tensor.strides import bytes_of
 
 __all__ = ["finish", "load", "prepared"]
 
@@ -192,7 +193,7 @@ def _check_tie(source: Source, name: str, values: Tensor, other: str, crc: int) 
 
 
 def _crc_of(values: Tensor) -> int:
-    raw: Any = values.reshape(-1).view(torch.uint8).numpy() if values.numel() else b""
+    raw: Any = bytes_of(values).numpy()
     return zlib.crc32(raw)
 
 

@@ -79,23 +79,25 @@ def load_safetensors(
             the tensors. On every rank alike, before anything is changed.
 
     Communicates:
-        Three all-reduces of 8 bytes, and no values.
+        Two all-reduces of 8 bytes, and no values.
     """
     read("load_safetensors", {"module": module})
     group = group_of(module)
     given: dict[str, Any] = {"path_or_dir": path_or_dir, "strict": strict, "rename": rename}
-    together(group, lambda: given.update(read("load_safetensors", given)), "load_safetensors: arguments must be right")
-    strict = given["strict"]
-    target, matches, staged = Path(path_or_dir), list[_Match](), dict[str, Tensor]()
-    what = f"{target}: loading needs safetensors files that can be read"
+    matches, staged = list[_Match](), dict[str, Tensor]()
+    what = f"{path_or_dir}: loading needs safetensors files that can be read"
     state: dict[str, Any] = module.state_dict(keep_vars=True)
 
     def match() -> None:
+        given.update(read("load_safetensors", given))
+        target = given["target"] = Path(path_or_dir)
         found = find(target)
-        matches.append(_match(target, found, _renamed(target, found.entries, rename), state, strict=strict))
+        renamed = _renamed(target, found.entries, rename)
+        matches.append(_match(target, found, renamed, state, strict=given["strict"]))
         _refuse_unwritable(matches[0].entries, state)
 
     def stage() -> None:  # which begins when every rank has looked: what is put there later is noticed by one that had
+        target = given["target"]
         if find(target).sources != matches[0].found.sources:
             raise CheckpointError(
                 f"{target}: files must not change while they are read, but others are in their place. Load again when "

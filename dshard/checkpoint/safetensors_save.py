@@ -24,6 +24,7 @@ from dshard.checkpoint.publishing import check_room, replace_by_one, replace_by_
 from dshard.errors import CheckpointError
 from dshard.runtime.full_values import full_values, refuse_meta
 from dshard.tensor import ShardedTensor
+from dshard.tensor.strides import bytes_of
 
 __all__ = ["save_safetensors"]
 
@@ -105,16 +106,16 @@ def save_safetensors(
         "dtype": dtype,
         "metadata": metadata,
     }
-    together(group, lambda: given.update(read("save_safetensors", given)), "save_safetensors: arguments must be right")
-    max_shard_bytes = given["max_shard_bytes"]
     state = module.state_dict(keep_vars=True)
     refuse_meta("save_safetensors", [(name, t) for name, t in state.items() if isinstance(t, Tensor)])
-    target, files = Path(path_or_dir), list[_File]()
-    what = f"{target}: saving safetensors needs a place that can be written"
+    files = list[_File]()
+    what = f"{path_or_dir}: saving safetensors needs a place that can be written"
 
     def prepare() -> None:
+        given.update(read("save_safetensors", given))
         items, tied = _items_of(module, state, dtype)
-        files.extend(_planned(target, items, tied, max_shard_bytes, metadata or {}))
+        target = given["target"] = Path(path_or_dir)
+        files.extend(_planned(target, items, tied, given["max_shard_bytes"], metadata or {}))
         for file in files:
             file.header  # noqa: B018 - raises where a dtype has no name
         if group.world_rank == 0:
@@ -123,6 +124,7 @@ def save_safetensors(
                 check_room(path)
 
     together(group, prepare, what)
+    target = given["target"]
     drafts = {file.path: partial_name(file.path) for file in files}
     try:
         for file in files:
@@ -235,7 +237,8 @@ class _Writer:
             for chunk in full.reshape(-1).split(max(1, _WRITE_BYTES // full.element_size())):
                 host = chunk.resolve_conj().to(device="cpu", dtype=dtype).contiguous()
                 if host.numel():
-                    write_all(self._opened, memoryview(host.view(torch.uint8).numpy()))
+                    raw: Any = bytes_of(host).numpy()
+                    write_all(self._opened, memoryview(raw))
         except Exception as error:
             self._error = error
 

@@ -31,6 +31,7 @@ from dshard.collectives import ReduceOp, ShardGroup, timeout_of
 from dshard.errors import CheckpointError, DivergenceError
 from dshard.runtime.full_values import refuse_meta
 from dshard.runtime.sync import agree as equal_on_ranks
+from dshard.tensor.strides import bytes_of
 
 __all__ = ["facts_of", "save"]
 
@@ -228,7 +229,7 @@ def _sums_of(tensors: Sequence[Tensor]) -> list[int]:
     """A checksum of each of some small tensors; those on a device come to the host in one copy."""
     with torch.no_grad():
         plain = [t.full_tensor() if isinstance(t, DTensor) else t.detach() for t in tensors]
-        raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in plain]
+        raw = [bytes_of(t) for t in plain]
         away = [t for t in raw if t.device.type != "cpu"]
         copies = iter(torch.cat(away).cpu().split([t.numel() for t in away]) if away else ())
         host: list[Any] = [(t if t.device.type == "cpu" else next(copies)).numpy() for t in raw]

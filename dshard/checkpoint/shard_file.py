@@ -24,6 +24,7 @@ from dshard.checkpoint.manifest import Manifest
 from dshard.checkpoint.parity import Stripes, group_around
 from dshard.checkpoint.stored import BLOCK_BYTES, Chunk, StoredFile, StoredTensor, num_blocks
 from dshard.errors import CheckpointError
+from dshard.tensor.strides import bytes_of
 
 __all__ = ["Piece", "ShardReader", "host_bytes", "write_shard_file"]
 
@@ -95,13 +96,7 @@ def write_shard_file(path: Path, pieces: Sequence[Piece], index: int) -> tuple[S
 
 def host_bytes(values: Tensor) -> Iterator[Tensor]:
     """A tensor's bytes on the host, a bounded number of them at a time, shape (bytes,), uint8."""
-    values = values.detach().resolve_conj().resolve_neg()
-    if not values.is_contiguous():
-        values = values.contiguous()
-    flat = values.view(-1) if values.dim() else values.view(1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    raw = flat.view(torch.uint8)
+    raw = bytes_of(values)
     for part in raw.split(_COPY_BYTES):
         yield part if part.device.type == "cpu" else part.cpu()
 

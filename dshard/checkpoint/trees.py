@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dshard.errors import CheckpointError
+from dshard.tensor.strides import bytes_of
 
 __all__ = ["decode", "encode", "same_kind"]
 
@@ -69,7 +70,7 @@ def _encode(value: Any, where: str, keep: Callable[[Tensor, str], str] | None, d
 def _values_of(tensor: Tensor) -> dict[str, Any]:
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     host = full.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    raw = host.reshape(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
+    raw = bytes_of(host).numpy().tobytes()
     return {
         "dtype": str(host.dtype).removeprefix("torch."),
         "shape": list(host.shape),

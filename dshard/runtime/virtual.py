@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dshard.errors import StateError
+from dshard.tensor.strides import bytes_of
 
 __all__ = ["BufferCopies", "RandomStates", "State", "VirtualRanks"]
 
@@ -238,7 +239,7 @@ def _differ(left: Tensor, right: Tensor) -> Tensor:
     """Whether two tensors differ in any bit."""
     if left.shape != right.shape or left.dtype != right.dtype or left.device != right.device:
         return torch.ones((), dtype=torch.bool, device=left.device)
-    left, right = (t.contiguous().reshape(-1).view(torch.uint8) for t in (left, right))
+    left, right = map(bytes_of, (left, right))
     return (left != right).any()
 
 
@@ -260,7 +261,7 @@ class State:
         """As bytes, uint8 of shape (bytes,): a description in JSON, and the values behind it."""
         tensors = [("random", *item) for item in self.random.items()]
         tensors += [("buffers", *item) for item in self.buffers.items()]
-        raw = [value.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for _, _, value in tensors]
+        raw = [bytes_of(value.cpu()) for _, _, value in tensors]
         described = [
             [kind, name, str(value.dtype).removeprefix("torch."), list(value.shape)] for kind, name, value in tensors
         ]

@@ -12,6 +12,7 @@ from dshard.tensor.agreed import AgreedTensor
 from dshard.tensor.inner import full_shape, part_of
 from dshard.tensor.sharded_tensor import ShardedTensor
 from dshard.tensor.stepping import is_stepping
+from dshard.tensor.strides import bytes_of
 
 _SMALL = 1024  # elements of an operand of a write that ranks compare
 
@@ -101,7 +102,7 @@ def fingerprint(value: Any) -> int:
         return 0
     if value.numel() > _SMALL:
         return int(hash_bits(value.detach()).item()) if (hash_bits := getattr(torch, "hash_tensor", None)) else 0
-    return zlib.crc32(bytes(value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()))
+    return zlib.crc32(bytes(bytes_of(value).tolist()))
 
 
 def _has_plain(value: Any) -> bool:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["dense_stride", "restrided"]
+__all__ = ["bytes_of", "dense_stride", "restrided"]
 
 
 def restrided(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
@@ -14,3 +14,12 @@ def restrided(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 def dense_stride(full: Tensor) -> tuple[int, ...]:
     """Strides of `full` if it is dense in some dim order, else row-major ones."""
     return torch.empty_like(full, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a plain tensor, shape (bytes,), uint8; its own memory where it is contiguous.
+
+    One element may have any strides and be contiguous, but not be seen as bytes.
+    """
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
