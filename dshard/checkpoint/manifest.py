@@ -82,13 +82,13 @@ class Manifest:
         """The file's content."""
         body = {
             "format": _FORMAT,
-            **self.facts,
+            **{name: self.facts[name] for name in _FACTS if name in self.facts},
             "files": [file.to_json() for file in self.files],
             "tensors": {name: tensor.to_json() for name, tensor in self.tensors.items()},
             "aliases": self.aliases,
             "parity": [row.to_json() for row in self.rows] or None,
         }
-        return json.dumps({**body, "sha256": _sum_of(body)}, sort_keys=True).encode() + b"\n"
+        return json.dumps({**body, "sha256": _sum_of(body)}).encode() + b"\n"
 
 
 _FACTS: Mapping[str, type | tuple[type, ...]] = {
