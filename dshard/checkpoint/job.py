@@ -165,6 +165,10 @@ class Job:
         while not self._part(rank, kind).exists():
             if self._part(rank).exists():
                 self._check(rank, self._part(rank))  # of a rank that failed no row will come
+            if not self.folder.exists():
+                raise CheckpointError(
+                    f"{self.folder}: the first rank gave the save up and removed the folder. Ask it why."
+                )
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{self.folder}: all ranks must write their shards, but rank {rank} has not within "

@@ -95,11 +95,15 @@ def save(
         error = caught
     try:
         are_alike, token = plan.agree(group, error)
-        target, contents = plan.target, plan.contents
-        pieces = [*plan.pieces(group), *states]
     except Exception:
         plan.close()
         raise
+    pieces, failed = states, list[Exception]()
+    try:
+        pieces = [*plan.pieces(group), *states]
+    except Exception as caught:  # told with what comes of writing
+        failed.append(caught)
+    target, contents = plan.target, plan.contents
     draft = plan.draft
     own_extra = plan.extra
     _, step, keep, asynchronous, parity = plan.arguments
@@ -109,15 +113,21 @@ def save(
     folder = partial_name(target, token)
     job = Job(*places, folder, facts, *named, lineage_of(model), keep, bool(parity))
     if asynchronous:
-        return _begin_asynchronous(job, group, target, pieces, draft)
+        return _begin_asynchronous(job, group, target, pieces, draft, failed)
     try:
-        together(group, lambda: job.write(pieces), _failed(target))
+        together(group, lambda: _write(job, pieces, failed), _failed(target))
         together(group, lambda: job.write_row(_VISIBLE_S), _failed(target))
         together(group, lambda: _publish(job, draft), f"{target}: putting it in its place failed")
     finally:
         for each in draft:
             each.close()
     return None
+
+
+def _write(job: Job, pieces: Sequence[Piece], failed: Sequence[Exception]) -> None:
+    for error in failed:
+        raise error
+    job.write(pieces)
 
 
 def _publish(job: Job, draft: Sequence[Draft]) -> None:
@@ -264,19 +274,21 @@ _MEMORY: dict[str, Tensor] = {}  # of snapshots, by the name of the ranks' group
 
 
 def _begin_asynchronous(
-    job: Job, group: ShardGroup, target: Path, pieces: Sequence[Piece], draft: Sequence[Draft]
+    job: Job,
+    group: ShardGroup,
+    target: Path,
+    pieces: Sequence[Piece],
+    draft: Sequence[Draft],
+    failed: list[Exception],
 ) -> PendingSave:
     taken: list[Snapshot] = []
-    failed: list[Exception] = []
     found = timeout_of(group.process_group)
     timeout_s = found.total_seconds() if found is not None else _TIMEOUT_S
 
     def run() -> None:
         try:
             try:
-                if failed:
-                    raise failed[0]
-                job.write(taken[0].copy())
+                _write(job, taken[0].copy() if not failed else (), failed)
                 job.write_row(timeout_s)
             except Exception as error:
                 with suppress(OSError):

@@ -41,9 +41,9 @@ def data_write(model: Any, _: Any) -> None:
 
 
 def gathered_write(model: Any, _: Any) -> None:
-    with dshard.gathered(list(model.parameters()), write_back=True):
+    with torch.no_grad(), dshard.gathered(model, writeback=True):
         for p in model.parameters():
-            p.data.mul_(2)
+            p.mul_(2)
 
 
 def nothing(model: Any, other: Any) -> None:
@@ -56,6 +56,7 @@ DEEDS: dict[str, Callable[[Any, Any], None]] = {
     "copy_": no_grad_copy,
     "data": data_write,
     "switch": lambda model, _: dshard.set_strategy(model, "ddp"),
+    "gathered": gathered_write,
     "clip": lambda model, _: dshard.clip_grad_norm_(model.parameters(), 0.1),
     "state_dict": lambda model, other: model.load_state_dict(other.state_dict()),
     "to": lambda model, _: model.double(),
