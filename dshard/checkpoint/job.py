@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from dshard import collectives
 from dshard.checkpoint.disk import open_regular, read_padded, write_whole
 from dshard.checkpoint.file_format import dtype_name
 from dshard.checkpoint.folders import Draft, part_name, prune
@@ -20,11 +21,13 @@ from dshard.checkpoint.manifest import MANIFEST, Manifest, read_bytes
 from dshard.checkpoint.parity import Row, group_around, write_row
 from dshard.checkpoint.shard_file import Piece, write_shard_file
 from dshard.checkpoint.stored import Chunk, StoredFile, StoredTensor
+from dshard.collectives.lost import found_dead
 from dshard.errors import CheckpointError
 
 __all__ = ["Job", "Lineage", "lineage_of"]
 
 _POLL_S = 0.02
+_LOOK_S = 1.0  # how often to look whether the ranks that are waited for live
 
 
 @dataclass(slots=True)
@@ -161,8 +164,13 @@ class Job:
 
     def _part_of(self, rank: int, timeout_s: float, kind: str = "part") -> dict[str, Any]:
         """What a rank says that it has written; on network file systems that may become visible late."""
-        deadline = time.monotonic() + timeout_s
+        deadline, look = time.monotonic() + timeout_s, time.monotonic() + _LOOK_S
         while not self._part(rank, kind).exists():
+            if time.monotonic() > look:
+                look = time.monotonic() + _LOOK_S
+                dead = found_dead(range(collectives.world_size())) if collectives.is_initialized() else None
+                if dead is not None and not self._part(rank, kind).exists():
+                    raise CheckpointError(f"{self.folder}: all ranks must write their shards, but {dead.text}.")
             if self._part(rank).exists():
                 self._check(rank, self._part(rank))  # of a rank that failed no row will come
             if not self.folder.exists():
