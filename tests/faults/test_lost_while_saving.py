@@ -41,7 +41,7 @@ def test_rank_0_names_the_one_that_died_and_leaves_nothing(tmp_path):
         subprocess.Popen(command, env={**common, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True, cwd=ROOT)
         for rank in range(2)
     ]
-    said, _ = ranks[0].communicate(timeout=60)
+    _, said = ranks[0].communicate(timeout=60)
     ranks[1].communicate(timeout=60)
     assert [each.returncode for each in ranks] == [7, -9]
     assert "all ranks must write their shards, but rank 1 (pid " in said
