@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
                 print(f"written anew: {path}")
         reports = check(args.folder)
     except CheckpointError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(f"DIR {error}") from error
     except OSError as error:
         raise RunError(
             f"DIR must be readable, but {error.filename}: {error.strerror}. Check its permissions."

@@ -70,7 +70,7 @@ def alone(monkeypatch, tmp_path):
 
 def words(command: str, option: str, value: str) -> list[str]:
     needed = list(NEEDED.get(command, ()))
-    if option == "MODEL":
+    if option[0] != "-":  # the one that has a place of its own
         return [*command.split(), value, *needed[1:]]
     if option in needed and option != "--tiny":
         needed[needed.index(option) + 1] = value

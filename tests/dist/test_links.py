@@ -73,9 +73,11 @@ def refused(within, has_two_dims):
 
 
 def test_groups_that_there_are_not_are_refused(worlds: WorldPool):
-    for args in (((3,), False), ((1,), False), ((), True)):
+    for args in (((3,), False), ((), True)):
         for said in worlds.run(2, refused, *args):
             assert said.startswith("links: need a mesh of one dim, and numbers above 1 that divide its 2 ranks")
+    for said in worlds.run(2, refused, (1,), False):
+        assert said.startswith("measure_links: within must be numbers of neighbouring ranks, above 1, but ")
 
 
 def plan_and_train(home):
