@@ -128,6 +128,9 @@ def made(recipe: Recipe, strategy: Any, device: str | None = None, **options: An
         options["shard_placement_fn"] = lambda p: torch.distributed.tensor.Shard(min(1, max(p.dim() - 1, 0)))
     elif strategy == "offload":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    elif isinstance(strategy, dict):  # patterns must match something
+        names = {name for name, _ in model.named_parameters()}
+        options["strategy"] = {key: value for key, value in strategy.items() if key in names or key == "*"}
     else:
         options["strategy"] = f"hybrid({hybrid_size()})" if strategy == "hybrid" else strategy
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -345,7 +345,7 @@ def counting(known: Tensor) -> Iterator[Allocations]:
         return buffer
 
     memory._fresh = noted
-    BufferPool._trim = BufferPool.clear  # type: ignore[method-assign]
+    BufferPool._trim = lambda self, *_: self.clear()  # type: ignore[method-assign]
     try:
         with mode:
             yield mode

@@ -69,7 +69,7 @@ def watching() -> Iterator[Watch]:
         watch.peak_counted_bytes = max(watch.peak_counted_bytes, self.gathered_bytes)
 
     Copies.wait, Runtime.on_gather = wait_watched, on_gather_watched  # type: ignore[method-assign]
-    BufferPool._trim = BufferPool.clear  # type: ignore[method-assign]
+    BufferPool._trim = lambda self, *_: self.clear()  # type: ignore[method-assign]
     try:
         yield watch
     finally:
