@@ -6,6 +6,7 @@ costs the host more than the call.
 
 import enum
 import hashlib
+import warnings
 import weakref
 from collections import Counter
 from datetime import timedelta
@@ -152,7 +153,9 @@ def take_timeout(group: ProcessGroup) -> None:
     own, default = timeout_of(group), timeout_of(c10d._get_default_group())
     of_torch = (c10d.default_pg_timeout, getattr(c10d, "default_pg_nccl_timeout", None))
     if own in of_torch and default not in (None, own):
-        c10d._set_pg_timeout(default, group)
+        with warnings.catch_warnings():  # that other backends than gloo and NCCL take none
+            warnings.simplefilter("ignore")
+            c10d._set_pg_timeout(default, group)
 
 
 def group_named(name: str) -> ProcessGroup:

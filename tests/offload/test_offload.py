@@ -394,7 +394,7 @@ def refuse(policy: Any) -> str:
 
 def test_other_policies_are_refused(worlds):
     for error in worlds.run(1, refuse, "cpu"):
-        assert error.startswith("fully_shard: offload_policy must be an OffloadPolicy, a CPUOffloadPolicy or None")
+        assert error.startswith("fully_shard: offload_policy must be an OffloadPolicy, a CPUOffloadPolicy, or None")
 
 
 def on_the_devices_own_device(kind: str) -> list[str]:
