@@ -68,10 +68,9 @@ class PendingSave:
         return self.path
 
     def settle(self) -> None:
-        """Wait for this rank's part, and raise what went wrong with it, unless that was told."""
+        """Wait for this rank's part, and raise what went wrong with it."""
         self._end()
-        was_told, self._is_agreed = self._is_agreed, True
-        if self._error is not None and not was_told:
+        if self._error is not None:
             raise self._error
 
     def _end(self) -> None:

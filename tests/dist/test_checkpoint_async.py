@@ -87,6 +87,7 @@ def torn(path: Path, deeds: list[str], is_late: bool) -> list[str]:
     timer = threading.Timer(0.05, event.set)
     if not is_late:
         event.set()
+    said = ""
     try:
         pending = save(path, model, optimizer, asynchronous=True)
         timer.start()
@@ -97,11 +98,14 @@ def torn(path: Path, deeds: list[str], is_late: bool) -> list[str]:
                 load(path, model, optimizer)
             elif deed == "other":
                 train(other, optimizers_of("sgd", other), 1)
-                save(path.with_name("other"), other, asynchronous=True)
+                try:
+                    save(path.with_name("other"), other, asynchronous=True)
+                except dshard.CheckpointError as error:  # which tells of the one before
+                    said = str(error)
+                    break
             else:
                 DEEDS[deed](model, other)
         event.set()
-        said = ""
         try:
             pending.result()
         except dshard.DShardError as error:
