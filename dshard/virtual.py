@@ -146,9 +146,10 @@ def restorer(model: nn.Module, states: Mapping[int, Tensor]) -> Callable[[], Non
     return restore
 
 
-def has_virtual_ranks(model: nn.Module) -> bool:
-    """Whether `fully_shard` was called on a module with virtual ranks."""
-    return isinstance(model, FSDPModule) and model._runtime().virtual is not None
+def module_with_virtual_ranks(model: nn.Module) -> FSDPModule | None:
+    """The module of a model, or of what wraps one, that has virtual ranks: `torch.compile` wraps, for one."""
+    found = (module for module in model.modules() if isinstance(module, FSDPModule))
+    return next((module for module in found if module._runtime().virtual is not None), None)
 
 
 def ranks_here(model: nn.Module) -> range:

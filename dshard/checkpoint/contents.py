@@ -24,7 +24,7 @@ from dshard.tensor import ShardedTensor
 from dshard.tensor.extended import exact_values
 from dshard.tensor.inner import full_shape, inner_of
 
-__all__ = ["Contents", "Optimizers", "Part", "is_extra", "name_of_params", "part_of_tensor"]
+__all__ = ["Contents", "Optimizers", "Part", "dtype_of", "is_extra", "name_of_params", "part_of_tensor"]
 
 _SPLIT_BYTES = 1 << 20  # of a copy that several ranks hold: less than that is written by one of them
 
@@ -217,7 +217,7 @@ class Contents:
     def without_values(self, *, here: bool = False) -> dict[str, StoredTensor]:
         """Tensors without elements, or with none on this rank: no file has anything of them but their shapes."""
         return {
-            name: StoredTensor(_dtype_of(tensor), tuple(tensor.shape), ())
+            name: StoredTensor(dtype_of(tensor), tuple(tensor.shape), ())
             for name, tensor in self.tensors.items()
             if not (math.prod(part_of_tensor(tensor).sizes) if here else tensor.numel())
         }
@@ -279,10 +279,11 @@ def check_dense(name: str, tensor: Tensor) -> None:
             f"{name}: a checkpoint holds dense tensors, but this one is {tensor.layout}, {tensor.dtype}. Convert it, "
             "or keep it out of the state_dict."
         )
-    dtype_name(name, _dtype_of(tensor))
+    dtype_name(name, dtype_of(tensor))
 
 
-def _dtype_of(tensor: Tensor) -> torch.dtype:
+def dtype_of(tensor: Tensor) -> torch.dtype:
+    """The dtype that a tensor's values are kept in."""
     return tensor.storage_dtype if isinstance(tensor, ShardedTensor) else tensor.dtype
 
 

@@ -21,7 +21,7 @@ __all__ = [
     "Entry",
     "Source",
     "dtype_name",
-    "dtype_of",
+    "dtype_named",
     "file_header",
     "parse_json",
     "read_entries",
@@ -124,7 +124,7 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-def dtype_of(name: str) -> torch.dtype | None:
+def dtype_named(name: str) -> torch.dtype | None:
     """The dtype that the format calls so; None if there is none."""
     return _DTYPES.get(name)
 

@@ -95,17 +95,17 @@ def _size_of(path: Path) -> int | None:
         return None
 
 
-def find(path: Path) -> tuple[Path, list[str]]:
+def find(path: Path) -> tuple[Path, Manifest, list[str]]:
     """The checkpoint at a path: that folder, or the newest complete one in it.
 
     Returns:
-        The checkpoint's folder, and why newer ones were passed over.
+        The checkpoint's folder, what it says of itself, and why newer ones were passed over.
 
     Raises:
         CheckpointError: There is none.
     """
     if is_checkpoint(path):
-        return path, []
+        return path, read_manifest(path), []
     found, skipped = [], []
     for child in _children(path):
         if not is_checkpoint(child):
@@ -117,14 +117,14 @@ def find(path: Path) -> tuple[Path, list[str]]:
             continue
         order = manifest.facts["sequence"], manifest.step
         if is_complete(child, manifest):
-            found.append((order, child.name, child))
+            found.append((order, child, manifest))
         else:
             skipped.append((_changed(child), f"{child}: files are missing or of another size"))
     if not found:
         why = f" Those in it cannot be used: {skipped[0][1]}" if skipped else ""
         raise CheckpointError(f"{path}: {_NONE}. Check the path.{why}")
-    newest = max(found)[2]
-    return newest, [why for changed, why in skipped if changed >= _changed(newest)]
+    _, newest, manifest = max(found, key=lambda each: each[:2])
+    return newest, manifest, [why for changed, why in skipped if changed >= _changed(newest)]
 
 
 def checkpoints_in(path: Path) -> list[Path]:

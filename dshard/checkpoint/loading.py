@@ -19,15 +19,15 @@ from torch.optim import Optimizer
 from dshard import collectives, virtual
 from dshard.arguments import read
 from dshard.checkpoint.agreement import group_of, share, together
-from dshard.checkpoint.contents import Optimizers, is_extra, part_of_tensor
+from dshard.checkpoint.contents import Optimizers, dtype_of, is_extra, part_of_tensor
 from dshard.checkpoint.folders import find
 from dshard.checkpoint.job import lineage_of
-from dshard.checkpoint.manifest import read_manifest
+from dshard.checkpoint.manifest import Manifest, read_manifest
 from dshard.checkpoint.optimizers import prepare_optimizers
 from dshard.checkpoint.own import OWN, set_random_states, virtual_name
 from dshard.checkpoint.pending import finish_pending
 from dshard.checkpoint.shard_file import ShardReader
-from dshard.checkpoint.source import Load, Source, decoded, dtype_of, writer
+from dshard.checkpoint.source import Load, Source, decoded, writer
 from dshard.checkpoint.stored import own_name
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import CheckpointError
@@ -74,13 +74,14 @@ def load(
     finish_pending(group)
     what = f"{directory}: reading the checkpoint failed"
     chosen: list[str] = []
+    known: list[Manifest] = []  # on the first rank
 
     def choose() -> None:
         read("checkpoint.load", {"directory": directory})
         if group.world_rank == 0:
-            path, passed_over = find(Path(directory))
-            token = read_manifest(path).facts["token"]
-            chosen.append(f"{token}/{path.name if path != Path(directory) else ''}")
+            path, manifest, passed_over = find(Path(directory))
+            known.append(manifest)
+            chosen.append(f"{manifest.facts['token']}/{path.name if path != Path(directory) else ''}")
             for why in passed_over:
                 warnings.warn(f"checkpoint.load: a newer checkpoint was passed over: {why}", stacklevel=4)
 
@@ -88,14 +89,16 @@ def load(
     token, _, name = share(group, chosen[0] if chosen else "").partition("/")
     folder = Path(directory) / name if name else Path(directory)
     jobs: list[Load] = []
-    together(group, lambda: jobs.append(_read_all(folder, token, model, optimizer, group)), what)
+    together(group, lambda: jobs.append(_read_all(folder, token, known, model, optimizer, group)), what)
     finish(jobs[0], model, optimizer, group)
     return jobs[0].extra
 
 
-def _read_all(folder: Path, token: str, model: nn.Module, optimizer: Any, group: ShardGroup) -> Load:
-    """Read and check all that this rank needs of a checkpoint."""
-    manifest = read_manifest(folder)
+def _read_all(
+    folder: Path, token: str, known: Sequence[Manifest], model: nn.Module, optimizer: Any, group: ShardGroup
+) -> Load:
+    """Read and check all that this rank needs of a checkpoint, whose manifest it may know."""
+    manifest = known[0] if known else read_manifest(folder)
     if manifest.facts["token"] != token:
         raise CheckpointError(
             f"{folder}: all ranks must read one checkpoint, but another save has replaced it meanwhile. Load it again."
@@ -239,10 +242,11 @@ def _set_extra_states(group: ShardGroup, job: Load) -> None:
 
 def _prepare_virtual(source: Source, model: nn.Module, job: Load) -> None:
     """Have virtual ranks go on from where they were, whatever process plays them now."""
-    if not virtual.has_virtual_ranks(model):
+    module = virtual.module_with_virtual_ranks(model)
+    if module is None:
         return
     states = {}
-    for rank in virtual.ranks_here(model):
+    for rank in virtual.ranks_here(module):
         name = virtual_name(rank)
         stored = source.manifest.tensors.get(name)
         if stored is None:
@@ -251,7 +255,7 @@ def _prepare_virtual(source: Source, model: nn.Module, job: Load) -> None:
                 f"{rank} is not in it. Pass fully_shard the virtual_ranks that it was saved with."
             )
         states[rank] = source.reader.read(name, stored, (0,), stored.shape)
-    job.commits.append(virtual.restorer(model, states))
+    job.commits.append(virtual.restorer(module, states))
 
 
 def _prepare_own(source: Source, job: Load) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dshard.checkpoint.contents import Optimizers, Part, name_of_params, part_of_tensor
-from dshard.checkpoint.source import Load, Source, decoded, dtype_of, writer
+from dshard.checkpoint.contents import Optimizers, Part, dtype_of, name_of_params, part_of_tensor
+from dshard.checkpoint.source import Load, Source, decoded, writer
 from dshard.checkpoint.stored import StoredTensor
 from dshard.checkpoint.trees import same_kind
 from dshard.errors import CheckpointError

@@ -48,7 +48,8 @@ def virtual_pieces(model: nn.Module) -> list[Piece]:
     Communicates:
         As `dshard.virtual.states_of`.
     """
-    states = virtual.states_of(model) if virtual.has_virtual_ranks(model) else {}
+    module = virtual.module_with_virtual_ranks(model)
+    states = virtual.states_of(module) if module is not None else {}
     return [Piece(virtual_name(rank), tuple(state.shape), (0,), state) for rank, state in states.items()]
 
 

@@ -13,7 +13,7 @@ from dshard import collectives
 from dshard.arguments import checked
 from dshard.checkpoint.agreement import agree, group_of, together
 from dshard.checkpoint.contents import Contents, Optimizers
-from dshard.checkpoint.file_format import dtype_name, dtype_of
+from dshard.checkpoint.file_format import dtype_name, dtype_named
 from dshard.checkpoint.job import lineage_of
 from dshard.checkpoint.loading import finish, prepared
 from dshard.checkpoint.manifest import Manifest
@@ -91,9 +91,11 @@ class PeerSnapshots:
         self._num_calls += 1
         if self._num_calls % self._every:
             return False
-        self._states = virtual_pieces(self._model)
+        states = virtual_pieces(self._model)
         images: list[Tensor] = []
-        together(self._group, lambda: images.append(self._taken(step, extra)), "PeerSnapshots: taking it failed")
+        together(
+            self._group, lambda: images.append(self._taken(step, extra, states)), "PeerSnapshots: taking it failed"
+        )
         sizes = self._all_sizes(images[0].numel())
         row = self._exchanged(images[0], sizes)
         agree(self._group, None, "PeerSnapshots: exchanging it failed")
@@ -148,12 +150,12 @@ class PeerSnapshots:
         finish(jobs[0], self._model, self._optimizer, group_of(self._model))
         return jobs[0].extra
 
-    def _taken(self, step: int, extra: Any) -> Tensor:
+    def _taken(self, step: int, extra: Any, states: Sequence[Piece]) -> Tensor:
         """This rank's part of a snapshot: a description, and the bytes of everything that it holds."""
         contents = Contents(self._model, Optimizers(self._optimizer))
         whole = group_of(self._model)
         own = {"random": random_states(whole), "extra": encode(extra, "extra")}
-        pieces = [*contents.held(), own_piece(whole, own), *self._states]
+        pieces = [*contents.held(), own_piece(whole, own), *states]
         lineage = lineage_of(self._model)
         facts = {**facts_of(contents, step), "extra": None, "are_alike": False}
         facts.update(run=lineage.run, sequence=lineage.sequence)
@@ -273,7 +275,7 @@ class _ImageReader:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = dtype_of(name)
+    found = dtype_named(name)
     assert found is not None
     return found
 

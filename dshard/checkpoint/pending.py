@@ -30,8 +30,11 @@ class PendingSave:
         self._error: Exception | None = None
         self._is_agreed = False
         self._thread = threading.Thread(target=self._run, name="dshard-save")  # a process that ends waits for it
-        self._thread.start()
         _PENDING[group.full_name] = self
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads: the caller writes, for others wait for this part
+            self._run()
 
     def _run(self) -> None:
         try:
@@ -74,7 +77,8 @@ class PendingSave:
             raise self._error
 
     def _end(self) -> None:
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         if _PENDING.get(self._group.full_name) is self:
             del _PENDING[self._group.full_name]
 

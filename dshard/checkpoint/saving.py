@@ -300,9 +300,10 @@ def _begin_asynchronous(
             for each in draft:
                 each.close()
 
-    try:
-        taken.append(Snapshot(pieces, _MEMORY.pop(group.full_name, None)))
-        _MEMORY[group.full_name] = taken[0].memory
-    except Exception as error:  # no memory for it, for one; told with the result
-        failed.append(error)
+    if not failed:
+        try:
+            taken.append(Snapshot(pieces, _MEMORY.pop(group.full_name, None)))
+            _MEMORY[group.full_name] = taken[0].memory
+        except Exception as error:  # no memory for it, for one; told with the result
+            failed.append(error)
     return PendingSave(target, group, run)

@@ -40,7 +40,6 @@ class Snapshot:
         self._pieces = list(pieces)
         self._versions = [piece.values._version for piece in pieces]
         self._is_copied = threading.Event()
-        self._error: Exception | None = None
         size = sum(_aligned(piece.num_bytes) for piece in pieces)
         if memory is None or memory.numel() < size:
             memory = None  # ahead of what takes its place
@@ -91,13 +90,9 @@ class Snapshot:
         copied = [replace(p, values=c) for p, c in zip(self._pieces, self._copies, strict=True)]
         self._pieces.clear()
         with suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            if threading.current_thread() is not threading.main_thread():
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         return copied
-
-    def give_up(self) -> None:
-        """Let nobody wait for copies that nobody makes."""
-        self._is_copied.set()
-        _OPEN.discard(self)
 
     def wait(self) -> None:
         """Wait until the copies are made."""

@@ -18,7 +18,7 @@ from dshard.errors import CheckpointError
 from dshard.tensor import ShardedTensor
 from dshard.tensor.extended import is_extended
 
-__all__ = ["Load", "Source", "decoded", "dtype_of", "writer"]
+__all__ = ["Load", "Source", "decoded", "writer"]
 
 
 @dataclass(slots=True)
@@ -118,11 +118,6 @@ def decoded(source: Source, value: Any, what: str, made: Callable[[str, StoredTe
         raise CheckpointError(
             f"{source.folder}: '{what}' must be as save wrote it, but {error}. It is damaged; use another checkpoint."
         ) from error
-
-
-def dtype_of(tensor: Tensor) -> torch.dtype:
-    """The dtype that a tensor's values are kept in."""
-    return tensor.storage_dtype if isinstance(tensor, ShardedTensor) else tensor.dtype
 
 
 def writer(tensor: Tensor, values: Tensor) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dshard.checkpoint.file_format import dtype_name, dtype_of
+from dshard.checkpoint.file_format import dtype_name, dtype_named
 
 __all__ = [
     "BLOCK_BYTES",
@@ -142,7 +142,7 @@ class StoredTensor:
             DamageError: It is no such thing, or its chunks do not cover it once.
         """
         name, shape, chunks = as_list(value, 3)
-        if not isinstance(name, str) or (dtype := dtype_of(name)) is None:
+        if not isinstance(name, str) or (dtype := dtype_named(name)) is None:
             raise DamageError(f"a dtype must be one that safetensors has, but is {name!r}")
         if not are_counts(*as_list(shape)):
             raise DamageError(f"a shape must be a list of counts, but is {shape}")
@@ -189,7 +189,7 @@ def as_list(value: Any, length: int | None = None) -> Sequence[Any]:
 
 def are_counts(*values: Any) -> bool:
     """Whether these are ints, from 0 on, of a size that files and tensors can have."""
-    return all(type(value) is int and 0 <= value < 1 << 62 for value in values)
+    return all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
 def own_name(rank: int, name: str) -> str:

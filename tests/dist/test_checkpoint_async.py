@@ -15,6 +15,7 @@ from torch import nn
 
 import dshard
 from dshard.checkpoint import load, save, saving, snapshot
+from dshard.checkpoint.contents import Contents
 from dshard.testing import WorldPool
 from dshard.testing.strategies import world_sizes
 from tests import warm
@@ -224,3 +225,37 @@ def test_a_program_that_ends_at_once_has_saved(worlds: WorldPool, tmp_path):
     ran = warm.run(["program.py"], ranks=2, env={**os.environ}, cwd=tmp_path, timeout_s=60)
     assert ran.returncode == 0, ran.stderr
     worlds.run(1, exists_whole, tmp_path / "in" / "saved")
+
+
+def without_pieces(path: Path, what: str) -> list[str]:
+    """One rank cannot take its shards, or start a thread: what the save says, after a step that may not wait."""
+    model = made(RECIPE, "full")
+    optimizer = optimizers_of("adamw", model)
+    train(model, optimizer, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            where, name = {"pieces": (Contents, "pieces"), "thread": (threading.Thread, "start")}[what]
+
+            def fail(*_: Any) -> None:
+                raise RuntimeError("can't start new thread")
+
+            patch.setattr(where, name, fail)
+        pending = save(path, model, optimizer, asynchronous=True)
+    train(model, optimizer, 1)
+    assert pending is not None
+    try:
+        return [str(pending.result())]
+    except dshard.CheckpointError as error:
+        return [str(error)]
+
+
+def test_a_rank_that_cannot_take_its_shards_is_told_on_all_and_no_step_waits_for_it(worlds: WorldPool, tmp_path):
+    for (said,) in worlds.run(2, without_pieces, tmp_path / "saved", "pieces", timeout_s=60):
+        assert "can't start new thread" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_has_no_more_threads_writes_all_the_same(worlds: WorldPool, tmp_path):
+    path = tmp_path / "saved"
+    assert worlds.run(2, without_pieces, path, "thread", timeout_s=60) == [[str(path)]] * 2
+    assert dshard.checkpoint.check(path)[0].findings == ()

@@ -636,3 +636,31 @@ def signs() -> list[list[bool]]:
 def test_what_a_virtual_rank_does_not_use_counts_as_zero_to_the_sign(worlds: WorldPool):
     for num_processes in (1, 2):
         assert worlds.run(num_processes, signs)[0] == [[False] * 3, [True] * 3]
+
+
+def wrapped(path: str) -> list[bool]:
+    """The states that a save keeps of virtual ranks whose model is within another module, as `torch.compile` makes."""
+    torch.manual_seed(0)
+    models = [
+        dshard.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), virtual_ranks=4, sync="broadcast")
+        for _ in range(2)
+    ]
+    for turns, model in zip((1, 3), models, strict=True):
+        for _ in range(turns):
+            for _ in dshard.virtual_ranks(model):
+                model(torch.ones(2, 4)).sum().backward()
+    whole: list[Any] = [torch.compile(models[0], backend="eager"), nn.Sequential(models[0])]
+    found = []
+    for number, wrapper in enumerate(whole):
+        dshard.checkpoint.save(f"{path}/{number}", wrapper)
+        other: Any = torch.compile(models[1], backend="eager") if number == 0 else nn.Sequential(models[1])
+        before = dshard.virtual.states_of(models[0])
+        differed = any(not torch.equal(before[r], s) for r, s in dshard.virtual.states_of(models[1]).items())
+        dshard.checkpoint.load(f"{path}/{number}", other)
+        found.append(all(torch.equal(before[r], s) for r, s in dshard.virtual.states_of(models[1]).items()))
+        found.append(differed == (number == 0))
+    return found
+
+
+def test_a_checkpoint_of_what_wraps_a_model_keeps_its_virtual_ranks(worlds: WorldPool, tmp_path):
+    assert worlds.run(2, wrapped, str(tmp_path)) == [[True] * 4] * 2
