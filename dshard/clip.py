@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dshard import arguments, collectives
 from dshard.collectives import ReduceOp, ShardGroup
-from dshard.errors import ArgumentError, DivergenceError, UnsupportedOpError
+from dshard.errors import ArgumentError, DivergenceError, RankLostError, UnsupportedOpError
 from dshard.kinds import shown
 from dshard.tensor import ShardedTensor
 from dshard.tensor.agreed import AgreedTensor
@@ -198,6 +198,8 @@ class _Agreement:
         try:
             sent = collectives.all_reduce([part], group, op, label=_WHO, arguments=told, is_check=is_check)
             return sent.wait()[0]
+        except RankLostError:  # no word of a peer's: those of other groups find out by themselves
+            raise
         except DivergenceError as error:
             self._error = self._error or error
             return part

@@ -17,7 +17,7 @@ from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.header import HEADER_BYTES, Kind, check_headers, header
 from dshard.collectives.stalls import watch_event
 from dshard.collectives.trace import record
-from dshard.errors import DivergenceError
+from dshard.errors import DivergenceError, RankLostError
 
 __all__ = ["note", "num_noted", "settle"]
 
@@ -93,6 +93,8 @@ def settle(groups: Iterable[ShardGroup], min_entries: int = 1) -> None:
         if num_noted(group) >= min_entries:
             try:
                 _settle(group, _page(group))
+            except RankLostError:
+                raise
             except DivergenceError as error:  # the ranks of a later group wait for this one
                 errors.append(error)
     if errors:

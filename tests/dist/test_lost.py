@@ -100,6 +100,23 @@ def test_a_rank_that_died_is_named_with_its_process_and_what_it_did_last():
     assert "was killed, or ended without a word; the last that all took part in was the " in text
 
 
+def clip_without_rank_1() -> None:
+    mesh: Any = init_device_mesh("cpu", (2, 2))
+    model = dshard.fully_shard(nn.Linear(8, 8), mesh=mesh)
+    model(torch.ones(2, 8)).sum().backward()
+    if dist.get_rank() == 1:
+        os._exit(7)
+    dshard.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_a_rank_that_died_in_a_clipping_is_not_told_to_its_replicas_as_another_max_norm():
+    with World(4, grace_s=5.0) as world, pytest.raises(AssertionError) as told:
+        world.run(clip_without_rank_1)
+    text = str(told.value)
+    assert "RankLostError: clip_grad_norm_" in text
+    assert "must pass the same" not in text
+
+
 def test_the_first_that_raised_is_to_blame_and_not_those_that_failed_for_want_of_it():
     ends = [
         End(2, "failed", "RuntimeError: Connection closed by peer", 1.0),
