@@ -6,7 +6,6 @@ import logging
 import os
 import random
 import warnings
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -171,14 +170,14 @@ def _prepare_model(source: Source, model: nn.Module, job: Load) -> None:
             f"{source.folder}: the checkpoint must hold nothing beyond the model, but it has '{beyond[0]}' and "
             f"{len(beyond) - 1} more. Build the model as it was when it was saved."
         )
-    read: dict[int, tuple[str, int]] = {}
+    read: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in tensors.items():
         values = source.read(f"model.{name}", part_of_tensor(tensor), dtype_of(tensor))
         known = read.get(id(tensor))
         if known is not None:
             _check_tie(source, name, values, *known)
             continue
-        read[id(tensor)] = name, _crc_of(values)
+        read[id(tensor)] = name, values
         if tensor.is_meta:
             job.on_meta.append(name)
             job.commits.append(_writer_by_name(model, name, values))
@@ -187,17 +186,12 @@ def _prepare_model(source: Source, model: nn.Module, job: Load) -> None:
     _prepare_extra_state(source, model, set(state) - set(tensors), job)
 
 
-def _check_tie(source: Source, name: str, values: Tensor, other: str, crc: int) -> None:
-    if _crc_of(values) != crc:
+def _check_tie(source: Source, name: str, values: Tensor, other: str, known: Tensor) -> None:
+    if not torch.equal(bytes_of(values), bytes_of(known)):
         raise CheckpointError(
             f"{source.folder}: '{name}' and '{other}' are one tensor of the model and must have one value, but the "
             "checkpoint has two. Build the model as it was when it was saved."
         )
-
-
-def _crc_of(values: Tensor) -> int:
-    raw: Any = bytes_of(values).numpy()
-    return zlib.crc32(raw)
 
 
 def _writer_by_name(model: nn.Module, name: str, values: Tensor) -> Callable[[], None]:
