@@ -210,6 +210,25 @@ class Contents:
             "common": encode(common, f"{prefix}.state", self._keep),
         }
 
+    def __repr__(self) -> str:
+        return ", ".join(f"{f['kind']} with {[g['options'] for g in f['groups']]}" for f in self.optimizers)
+
+    @property
+    def kinds(self) -> list[Any]:
+        """What all ranks must have alike of their optimizers: all but the numbers of their states."""
+        return [
+            [
+                *(facts[key] for key in ("kind", "groups", "prefix", "whole")),
+                {n: list(s) for n, s in facts["state"].items()},
+            ]
+            for facts in self.optimizers
+        ]
+
+    @property
+    def own_facts(self) -> dict[str, Any]:
+        """What ranks may hold others of: numbers of optimizers, such as a loss, and the extra states of modules."""
+        return {"optimizers": self.optimizers, "extra_state": self.extra_state}
+
     def plain_names(self) -> list[str]:
         """Tensors that every rank holds whole, and may hold others of: buffers, step counts."""
         return [name for name, tensor in self.tensors.items() if not _is_cut(tensor)]

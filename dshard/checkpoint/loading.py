@@ -6,7 +6,8 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,7 @@ def prepared(source: Source, model: nn.Module, optimizer: Any) -> Load:
     """
     optimizers = Optimizers(optimizer)
     job = Load(source.manifest)
+    source = replace(source, own=_read_own(source))
     _prepare_model(source, model, job)
     prepare_optimizers(source, model, optimizers, job)
     _prepare_own(source, job)
@@ -204,7 +206,7 @@ def _writer_by_name(model: nn.Module, name: str, values: Tensor) -> Callable[[],
 
 
 def _prepare_extra_state(source: Source, model: nn.Module, names: set[str], job: Load) -> None:
-    saved = source.manifest.facts["extra_state"]
+    saved = source.fact("extra_state")
     if set(saved) != names:
         differing = sorted(set(saved) ^ names)[0]
         raise CheckpointError(
@@ -252,32 +254,49 @@ def _prepare_virtual(source: Source, model: nn.Module, job: Load) -> None:
     job.commits.append(virtual.restorer(module, states))
 
 
-def _prepare_own(source: Source, job: Load) -> None:
-    """What ranks saved for themselves: random states, and `extra` where it differed."""
-    facts = source.manifest.facts
-    is_same_size = source.manifest.world_size == source.group.world_size
-    name = own_name(source.group.world_rank if is_same_size else 0, OWN)
+def _read_own(source: Source) -> Mapping[str, Any]:
+    """What a rank saved for itself: random states, and what differed."""
+    name = own_name(source.rank, OWN)
     found = source.manifest.tensors.get(name)
     if found is None:
         raise CheckpointError(f"{source.folder}: '{name}' must be stored, but it is not. Use another checkpoint.")
     raw: Any = source.reader.read(name, found, (0,), found.shape).numpy()
     try:
         own = json.loads(raw.tobytes())
-        states = _random_states(decoded(source, own["random"], "the random states"))
-        extra = facts["extra"] if facts["are_alike"] else own["extra"]
+        facts = own.get("facts") or {"optimizers": [], "extra_state": {}}
+        if not isinstance(facts["optimizers"], list) or not isinstance(facts["extra_state"], dict):
+            raise TypeError(f"its facts are {facts!r:.40}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(_not_own(source, name, error)) from error
+    return dict(own)
+
+
+def _not_own(source: Source, name: str, error: Exception) -> str:
+    return f"{source.folder}: '{name}' must be as save wrote it, but {error}. Use another checkpoint."
+
+
+def _prepare_own(source: Source, job: Load) -> None:
+    """What ranks saved for themselves: random states, and `extra` where it differed."""
+    facts, name = source.manifest.facts, own_name(source.rank, OWN)
+    try:
+        states = _random_states(decoded(source, source.own["random"], "the random states"))
+        extra = facts["extra"] if facts["are_alike"] else source.own["extra"]
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(
-            f"{source.folder}: '{name}' must be as save wrote it, but {error}. Use another checkpoint."
-        ) from error
+        raise CheckpointError(_not_own(source, name, error)) from error
     job.extra = decoded(source, extra, "extra")
-    if is_same_size:
+    if source.is_same_size:
         job.commits.append(lambda: set_random_states(states, source.group.device_type))
-    elif not facts["are_alike"]:
+        return
+    different = [
+        *(["extras"] if not facts["are_alike"] else []),
+        *(["numbers of optimizers or modules"] if source.own.get("facts") else []),
+    ]
+    if different:
         warnings.warn(
-            f"checkpoint.load: {source.manifest.world_size} ranks saved different extras, and "
-            f"{source.group.world_size} read: all get that of rank 0.",
+            f"checkpoint.load: {source.manifest.world_size} ranks saved different {' and '.join(different)}, and "
+            f"{source.group.world_size} read: all get those of rank 0.",
             stacklevel=6,
         )
 

@@ -26,7 +26,7 @@ def prepare_optimizers(source: Source, model: nn.Module, optimizers: Optimizers,
     Raises:
         CheckpointError: They are others than those that were saved, or the files are damaged.
     """
-    saved = source.manifest.facts["optimizers"]
+    saved = source.fact("optimizers")
     if len(optimizers) and len(saved) != len(optimizers):
         raise CheckpointError(
             f"{source.folder}: optimizers must be as many as were saved, but it has {len(saved)} and {len(optimizers)} "

@@ -55,7 +55,7 @@ def virtual_pieces(model: nn.Module) -> list[Piece]:
 
 def own_piece(group: ShardGroup, own: dict[str, Any]) -> Piece:
     """What this rank alone knows, as a tensor."""
-    text = json.dumps({"random": encode(own["random"], "the random states"), "extra": own["extra"]}).encode()
+    text = json.dumps({**own, "random": encode(own["random"], "the random states")}).encode()
     values = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return Piece(own_name(group.world_rank, OWN), (len(text),), (0,), values)
 

@@ -190,14 +190,15 @@ class _Plan:
             DivergenceError: They are to do different things.
 
         Communicates:
-            An all-reduce of 200 bytes; one of 16 bytes for each tensor that every rank holds whole, if ranks hold
+            An all-reduce of 220 bytes; one of 16 bytes for each tensor that every rank holds whole, if ranks hold
             different ones; where there is an error, one of its text.
         """
-        names, facts = [], (0,) * (len(_LABELS) + 2)
+        names, facts = [], (0,) * (len(_LABELS) + 3)
         if error is None:
             names = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.contents.tensors.items()]
-            own = (self.contents.optimizers, self.contents.extra_state)
-            facts = (*map(_crc, (str(self.target), *self.arguments[1:], names, own, self.extra, self._sums)),)
+            held = names, list(self.contents.extra_state)
+            known = str(self.target), *self.arguments[1:], held, self.contents.kinds
+            facts = (*map(_crc, (*known, self.extra, self.contents.own_facts, self._sums)),)
         token = int(self.draft[0].token, 16) if self.draft else 0
         sent = torch.tensor([error is not None, token >> 32, token & 0xFFFFFFFF, *facts], dtype=torch.int64)
         both = torch.stack([sent, ~sent]).to(group.device_type)
@@ -205,14 +206,13 @@ class _Plan:
         is_wrong, upper, lower = high[0][:3].tolist()
         if is_wrong:
             agree(group, error, f"{self.arguments[0]}: preparing to save failed")
-        *same, are_alike, is_plain_alike = (high[0] == ~high[1]).tolist()[3:]
-        for label, is_same, fact in zip(_LABELS, same, (*self.arguments, len(names), "another"), strict=True):
+        *same, are_alike, self._is_own_alike, self._is_plain_alike = (high[0] == ~high[1]).tolist()[3:]
+        for label, is_same, fact in zip(_LABELS, same, (*self.arguments, len(names), self.contents), strict=True):
             if not is_same:
                 raise DivergenceError(
-                    f"checkpoint.save: all ranks must pass the same {label}, but on this one it is {fact!r:.80}. Pass "
+                    f"checkpoint.save: all ranks must pass the same {label}, but on this one it is {fact!r:.200}. Pass "
                     "what does not depend on the rank."
                 )
-        self._is_plain_alike = is_plain_alike
         return are_alike, f"{upper << 32 | lower:016x}"
 
     def pieces(self, group: ShardGroup) -> list[Piece]:
@@ -226,7 +226,8 @@ class _Plan:
             sums = torch.tensor(self._sums, dtype=torch.int64, device=group.device_type)
             same = equal_on_ranks(sums, group, "checkpoint").tolist()
             differing = [n for n, is_same in zip(self.contents.plain_names(), same, strict=True) if not is_same]
-        own = {"random": random_states(group), "extra": self.extra}
+        facts = None if self._is_own_alike else self.contents.own_facts
+        own = {"random": random_states(group), "extra": self.extra, "facts": facts}
         return [*self.contents.pieces(group.world_rank, group.world_size, differing), own_piece(group, own)]
 
     def close(self) -> None:
@@ -293,6 +294,11 @@ def _begin_asynchronous(
             except Exception as error:
                 with suppress(OSError):
                     job.write_error(error)
+                if isinstance(error, FileNotFoundError) and not job.folder.exists():
+                    raise CheckpointError(
+                        f"{target}: the asynchronous save failed: its folder must stay until all ranks have written, "
+                        "but it is gone. Look at what rank 0 says, which may have given up, or for what removed it."
+                    ) from error
                 raise
             for each in draft:
                 job.publish(each, timeout_s=timeout_s)

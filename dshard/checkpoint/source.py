@@ -51,20 +51,43 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint, and the rank that reads it."""
+    """A checkpoint, and the rank that reads it.
+
+    Args:
+        folder: Of the checkpoint.
+        manifest: What it says of itself.
+        reader: Of its files.
+        group: The ranks that read it.
+        own: What one rank of those that wrote it kept for itself: this one, if as many read.
+    """
 
     folder: Path
     manifest: Manifest
     reader: Reader
     group: ShardGroup
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_same_size(self) -> bool:
+        """Whether as many ranks read as wrote."""
+        return self.manifest.world_size == self.group.world_size
+
+    @property
+    def rank(self) -> int:
+        """Of those that wrote, the one whose own values this one reads."""
+        return self.group.world_rank if self.is_same_size else 0
+
+    def fact(self, name: str) -> Any:
+        """What the checkpoint says of a model, by this rank's own word where ranks differed."""
+        own = self.own.get("facts")
+        return (own if isinstance(own, dict) and name in own else self.manifest.facts)[name]
 
     def stored(self, name: str) -> tuple[str, StoredTensor] | None:
         """A tensor, under the name that its values of this rank have."""
         stored = self.manifest.stored(name)
         if stored is not None:
             return self.manifest.aliases.get(name, name), stored
-        rank = self.group.world_rank if self.manifest.world_size == self.group.world_size else 0
-        own = own_name(rank, self.manifest.aliases.get(name, name))
+        own = own_name(self.rank, self.manifest.aliases.get(name, name))
         stored = self.manifest.tensors.get(own)
         return None if stored is None else (own, stored)
 

@@ -86,8 +86,6 @@ def test_what_is_loaded_is_what_was_saved(
     if kind in ("adafactor", "lbfgs", "muon"):  # which divide by the number of elements, view gradients, take matrices
         shapes = tuple(shape for shape in recipe.shapes if math.prod(shape))
         recipe = replace(recipe, shapes=((3, 2), *shapes), strided=False)
-    if kind == "lbfgs":  # keeps each rank's own loss as a number, which several ranks are refused
-        num_ranks = 1
     before = worlds.run(num_ranks, saved, path, recipe, strategies[0], kind)
     after = worlds.run(others, loaded, path, recipe, strategies[1], kind, is_used)
     for rank, (state, rng, losses, later, extra) in enumerate(after):
@@ -142,15 +140,29 @@ class Two(nn.Module):
 
 def with_extra_state(path: Path) -> None:
     value = torch.arange(3.0) + dist.get_rank()
-    save(path, dshard.fully_shard(Two(value, [torch.tensor(2), b"x"])))
+    save(path, dshard.fully_shard(Two(value, [torch.tensor(2), b"x", dist.get_rank()])))
     other = dshard.fully_shard(Two(None, None))
     load(path, other)
     assert torch.equal(other.first.value, value)
-    assert other.second.value == [torch.tensor(2), b"x"]
+    assert other.second.value == [torch.tensor(2), b"x", dist.get_rank()]
 
 
-def test_extra_state_may_be_a_tensor_of_each_rank(worlds: WorldPool, tmp_path):
+def test_extra_state_may_be_a_tensor_and_a_number_of_each_rank(worlds: WorldPool, tmp_path):
     worlds.run(2, with_extra_state, tmp_path / "s")
+
+
+def with_another_lr(path: Path) -> str:
+    torch.manual_seed(0)
+    model = dshard.fully_shard(nn.Linear(4, 4))
+    with pytest.raises(dshard.DivergenceError) as caught:
+        save(path, model, torch.optim.SGD(model.parameters(), lr=1.0 + dist.get_rank()))
+    return str(caught.value)
+
+
+def test_optimizers_of_other_options_are_refused_with_what_they_are(worlds: WorldPool, tmp_path):
+    for rank, text in enumerate(worlds.run(2, with_another_lr, tmp_path / "s")):
+        assert "must pass the same optimizer, but on this one it is SGD" in text
+        assert f"'lr': {1.0 + rank}" in text
 
 
 def with_refusing_module(path: Path) -> str:
