@@ -19,6 +19,7 @@ from dshard.collectives.parts import all_to_all
 from dshard.collectives.plan import GatherPlan, SendRow, shard_of
 from dshard.collectives.reduce import ReduceBucket, Reduced, ReducePlan
 from dshard.collectives.replicas import all_reduce_row
+from dshard.collectives.restarts import meet_anew
 from dshard.collectives.small import all_reduce, broadcast
 from dshard.collectives.steps import Steps
 from dshard.collectives.trace import CommRecord, CommTrace
@@ -64,3 +65,5 @@ __all__ = [
     "with_comms",
     "world_size",
 ]
+
+meet_anew()

@@ -60,7 +60,6 @@ def below_torchrun(program: list[object], *, ranks: int, restarts: int) -> subpr
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [*launcher, f"--max-restarts={restarts}", *map(str, program)]
     env = {**os.environ, "PYTHONPATH": str(plan.REPO), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # docs/faults.md: else restarts may wait for the dead
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
 
 
