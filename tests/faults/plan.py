@@ -204,13 +204,11 @@ def inject(folder: Path, injection: Injection, known: Reference, tally: Tally, *
     if broken.timed_out or any(broken.codes[rank] == -9 for rank in others):
         tally.hung.append(f"hung: {broken.codes} {who}")
     told = _texts(folder / "errors")
-    is_over = all(broken.codes[rank] == 0 for rank in others)  # the fault came after the others' last collective
-    if not is_over:
-        tally.unnamed += [
-            f"unnamed: by rank {rank}: {_last_lines(told.get(rank, ''))} {who}"
-            for rank in others
-            if not _names(told.get(rank, ""), injection)
-        ]
+    tally.unnamed += [
+        f"unnamed: by rank {rank}, {broken.codes[rank]}: {_last_lines(told.get(rank, ''))} {who}"
+        for rank in others  # those that ended well had all that they needed before the fault
+        if broken.codes[rank] != 0 and not _names(told.get(rank, ""), injection)
+    ]
     (folder / "report.json").unlink(missing_ok=True)
     again = start(folder, injection, None, lane=lane)
     if any(again.codes):
