@@ -3,10 +3,10 @@
 import random
 from dataclasses import dataclass
 
-__all__ = ["STRATEGIES", "Step", "plan", "survivors"]
+__all__ = ["BEGINNING", "STRATEGIES", "Step", "plan", "strategy_of", "survivors"]
 
-STRATEGIES = ("full", "keep", "zero1", "zero2", "ddp", "split(2)")
-FAILURES = ("forward", "loss", "backward", "hook")
+STRATEGIES = ("full", "keep", "zero1", "zero2", "ddp", "hybrid(1)", "mixed", "split(2)")
+FAILURES = ("forward", "loss", "backward", "hook", "recompute", "step")
 
 # What is done between two steps, and how often.
 BETWEEN = {
@@ -29,7 +29,12 @@ BETWEEN = {
     "state_dict": 2,
     "failing evaluation": 2,
     "failing scope": 2,
+    "failing call": 2,
 }
+
+# What programs begin with, one a step: everything, so that what is made at its first use is there from then on.
+_EVERYTHING = [*[(name, drawn) for drawn in (0.1, 0.5, 0.9) for name in BETWEEN], *[(f, 0.0) for f in FAILURES * 2]]
+BEGINNING = len(_EVERYTHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +63,22 @@ def strategy_of(draw: float) -> str:
 
 
 def plan(seed: int, num_steps: int, *, failures: float = 0.06, busy: float = 0.5) -> list[Step]:
-    """A program of `num_steps` steps; the share `busy` of them has something ahead of it, some two things."""
+    """A program of `num_steps` steps: the beginning, and then the share `busy` has something ahead of it, or two things."""
     draw = random.Random(seed)
     names, weights = list(BETWEEN), list(BETWEEN.values())
     steps, strategy = [], "full"
     for index in range(num_steps):
         count = draw.choices((0, 1, 2), (1 - busy, busy * 0.7, busy * 0.3))[0]
         before = [(name, draw.random()) for name in draw.choices(names, weights, k=count)]
+        failure = draw.choice(FAILURES) if draw.random() < failures else None
+        if index < BEGINNING:
+            name, drawn = _EVERYTHING[index]
+            before, failure = ([(name, drawn)], None) if name in BETWEEN else ([], name)
         before.sort(key=lambda each: each[0] == "save asynchronously")  # nothing but a step may follow it
         for name, drawn in before:
             if name == "switch":
                 strategy = strategy_of(drawn)
-        failure = draw.choice(FAILURES) if draw.random() < failures else None
-        if any(name == "save asynchronously" for name, _ in before):
+        if index == num_steps - 1 or any(name == "save asynchronously" for name, _ in before):
             failure = None
         num_batches, clips = draw.choice((1, 1, 1, 2)), draw.random() < 0.3
         steps.append(Step(index, tuple(before), failure, num_batches, clips, strategy.startswith("split")))

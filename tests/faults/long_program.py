@@ -1,6 +1,7 @@
 """A model on 2 ranks, and what a random program does to it."""
 
 import copy
+from array import array
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -16,7 +17,9 @@ import dshard
 from dshard.tensor import ShardedTensor
 from tests.faults.long_plan import STRATEGIES, strategy_of
 
-VOCAB, WIDTH, CLIP = 32, 16, 0.5
+VOCAB, WIDTH, CLIP = 32, 16, 0.05  # of the largest value of gradients, which it is below about as often as above
+INF = float("inf")
+MIXED = {"blocks.0.*": "zero1", "blocks.1.*": "ddp", "*": "full"}
 
 
 class Planned(RuntimeError):
@@ -33,7 +36,7 @@ class Block(nn.Module):
         hidden = self.mix(self.norm(x))
         if self.fails:
             raise Planned("forward")
-        return x + F.gelu(hidden)
+        return x + F.dropout(F.gelu(hidden), 0.1, self.training)
 
 
 class Net(nn.Module):
@@ -48,12 +51,15 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.full((1,), 0.5))
+        self.register_buffer("average", torch.zeros(WIDTH))  # of all that was trained, as running statistics are
         self.recompute = None
         self.fails_in_backward = False
         self.double()
 
     def forward(self, ids):
         x = self.embed(ids)
+        if self.training and torch.is_grad_enabled():
+            self.average.lerp_(self.norm.weight.detach(), 0.1)
         for block in self.blocks:
             recompute = self.recompute if torch.is_grad_enabled() else None
             x = block(x) if recompute is None else checkpoint(block, x, use_reentrant=recompute)
@@ -67,19 +73,17 @@ def raise_planned(_):
     raise Planned("backward")
 
 
-def batch(index, part, rank):
-    generator = torch.Generator().manual_seed(index * 100 + part * 10 + rank)
-    return torch.randint(VOCAB, (2, 6), generator=generator)
-
-
-def loss_of(model, ids):
+def loss_of(model, index, part, rank):
+    """Of one batch, with its own random numbers."""
+    torch.manual_seed(index * 100 + part * 10 + rank)
+    ids = torch.randint(VOCAB, (2, 6))
     return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
 class Run:
     """A model, its optimizer and what is done to them, on one rank."""
 
-    def __init__(self, folder=None, *, sharded=True):
+    def __init__(self, folder=None, *, num_steps=1, sharded=True):
         self.model = Net()
         if sharded:
             dshard.fully_shard(self.model.blocks[1])
@@ -89,21 +93,38 @@ class Run:
         self.strategy, self.saved, self.pending = "full", None, None
         self.handles, self.weight_hook = [], None
         self.done = Counter()
+        self.losses, self.norms = array("d", [0.0]) * num_steps, array("d", [0.0]) * num_steps
+
+    def loss(self, index, part):
+        return loss_of(self.model, index, part, dist.get_rank())
+
+    @contextmanager
+    def as_if_not_trained(self):
+        """With what forwards leave in a buffer taken back."""
+        average = self.model.average.clone()
+        yield
+        self.model.average.copy_(average)
 
     def train(self, step):
         """The step alone: what the plain run does, too."""
         for part in range(step.num_batches):
             is_last = part == step.num_batches - 1
             with nullcontext() if is_last else dshard.no_sync(self.model):
-                (loss_of(self.model, batch(step.index, part, dist.get_rank())) / step.num_batches).backward()
+                loss = self.loss(step.index, part) / step.num_batches
+                loss.backward()
+        self.losses[step.index] = loss.item()
         if step.clips:
-            dshard.clip_grad_norm_(self.model.parameters(), CLIP)
+            # By the largest value, which does not depend on how gradients are cut. A sum does, in its last bit: under
+            # "ddp" squares are added in another order than under "full". So the other norm is looked at alone.
+            self.norms[step.index] = dshard.clip_grad_norm_(self.model.parameters(), INF).item()
+            dshard.clip_grad_norm_(self.model.parameters(), CLIP, norm_type=INF)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def switch(self, strategy):
         if strategy != self.strategy:
-            dshard.set_strategy(self.model, strategy, optimizer=self.optimizer)
+            now = MIXED if strategy == "mixed" else strategy
+            dshard.set_strategy(self.model, now, optimizer=self.optimizer)
             self.strategy = strategy
 
     def do(self, step):
@@ -116,35 +137,47 @@ class Run:
         if step.failure is None:
             return self.train(step)
         self.done[f"raised in {step.failure}"] += 1
-        with pytest.raises(Planned):
+        with self.as_if_not_trained(), pytest.raises(Planned):
             self.fail(step)
         self.optimizer.zero_grad()
         return None
 
     def fail(self, step):
-        ids = batch(step.index, 0, dist.get_rank())
         block = self.model.blocks[step.index % 2]
         if step.num_batches > 1:
             with dshard.no_sync(self.model):
-                loss_of(self.model, ids).backward()
+                self.loss(step.index, 0).backward()
         if step.failure == "forward":
             block.fails = True
             try:
-                loss_of(self.model, ids).backward()
+                self.loss(step.index, 0).backward()
             finally:
                 block.fails = False
         elif step.failure == "loss":
-            loss = loss_of(self.model, ids)
-            raise Planned(f"loss {loss.item()}")
+            raise Planned(f"loss {self.loss(step.index, 0).item()}")
         elif step.failure == "backward":
             self.model.fails_in_backward = True
-            loss_of(self.model, ids).backward()
-        else:
-            handle = block.register_full_backward_hook(lambda *_: raise_planned(None))
+            self.loss(step.index, 0).backward()
+        elif step.failure == "recompute":
+            loss = self.loss(step.index, 0)
+            block.fails = True
             try:
-                loss_of(self.model, ids).backward()
+                loss.backward()  # which runs the block's forward again, or not
             finally:
-                handle.remove()
+                block.fails = False
+            raise Planned("no recompute")
+        else:
+            self.fail_in_hook(step, block)
+
+    def fail_in_hook(self, step, block):
+        in_backward = step.failure == "hook"
+        register = block.register_full_backward_hook if in_backward else self.optimizer.register_step_pre_hook
+        handle = register(lambda *_: raise_planned(None))
+        try:
+            self.loss(step.index, 0).backward()
+            self.optimizer.step()
+        finally:
+            handle.remove()
 
     # What is done between two steps. None of it changes a parameter or a state, but `load`.
 
@@ -152,14 +185,14 @@ class Run:
         mode = torch.no_grad() if drawn < 0.5 else torch.inference_mode()
         self.model.eval()
         with mode:
-            assert loss_of(self.model, batch(index, 7, dist.get_rank())).isfinite()
+            assert self.loss(index, 7).isfinite()
         self.model.train()
 
     def do_failing_evaluation(self, index, drawn):
         block = self.model.blocks[index % 2]
         block.fails = True
         with pytest.raises(Planned), torch.no_grad() if drawn < 0.5 else torch.inference_mode():
-            self.model(batch(index, 7, dist.get_rank()))
+            self.loss(index, 7)
         block.fails = False
 
     def do_save(self, index, _, *, asynchronous=False):
@@ -212,10 +245,24 @@ class Run:
         with pytest.raises(Planned), dshard.gathered(self.model, writeback=drawn < 0.5):
             raise Planned("scope")
 
+    def do_failing_call(self, _, drawn):
+        """What is wrong, on all ranks."""
+        path = self.folder / "in the way"
+        path.touch()
+        calls = {
+            partial(dshard.checkpoint.load, self.folder / "nothing", self.model, self.optimizer): "but there is none",
+            partial(dshard.checkpoint.save, path, self.model, self.optimizer): "in the way",
+            partial(dshard.set_strategy, self.model, {"nothing.*": "ddp"}, optimizer=self.optimizer): "nothing",
+            partial(dshard.clip_grad_norm_, self.model.parameters(), -1.0): "max_norm",
+        }
+        call, text = list(calls.items())[int(drawn * len(calls))]
+        with pytest.raises(dshard.DShardError, match=text):
+            call()
+
     def do_copy_model(self, index, drawn):
         other = copy.deepcopy(self.model)
         if drawn < 0.5:
-            loss_of(other, batch(index, 8, dist.get_rank())).backward()
+            loss_of(other, index, 8, dist.get_rank()).backward()
 
     def do_copy_state(self, *_):
         copy.deepcopy(self.model.state_dict())
@@ -228,13 +275,14 @@ class Run:
     def do_second_optimizer(self, index, drawn):
         kind = torch.optim.SGD if drawn < 0.5 else partial(torch.optim.AdamW, weight_decay=0.0)
         other = kind(self.model.parameters(), lr=0.0)
-        loss_of(self.model, batch(index, 9, dist.get_rank())).backward()
+        with self.as_if_not_trained():
+            self.loss(index, 9).backward()
         other.step()
         other.zero_grad()
 
     def do_second_model(self, index, _):
         other = Run(sharded=True)
-        loss_of(other.model, batch(index, 9, dist.get_rank())).backward()
+        loss_of(other.model, index, 9, dist.get_rank()).backward()
         other.optimizer.step()
 
     def do_iter_full(self, *_):
@@ -305,7 +353,8 @@ class Run:
     def bits(self):
         """Copies of all parameters and states, whole."""
         self.switch("full")
-        found = {name: param.full_tensor() for name, param in self.model.named_parameters()}
+        found = dict(self.model.named_buffers())
+        found |= {name: param.full_tensor() for name, param in self.model.named_parameters()}
         for name, param in self.model.named_parameters():
             for key, value in self.optimizer.state[param].items():
                 found[f"{key} of {name}"] = value.full_tensor() if isinstance(value, ShardedTensor) else value

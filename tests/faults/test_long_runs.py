@@ -1,65 +1,98 @@
 """Long runs with everything that programs do around a training step: nothing grows, and no bit is changed."""
 
 import json
+import os
 import tempfile
 import threading
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dshard.collectives import ledger
 from dshard.runtime.standins import before_step
 from dshard.testing import WorldPool
 from tests.faults.census import census
-from tests.faults.long_plan import plan, survivors
-from tests.faults.long_program import CLIP, Net, Run, batch, loss_of
+from tests.faults.long_plan import BEGINNING, plan, survivors
+from tests.faults.long_program import CLIP, INF, Net, Run, loss_of
 
 NUM_RANKS = 2
 
-# By how much more there may be at the end, and why. Everything else may not grow at all.
+# A leak grows from each look to the next one. What is made at its first use does not, nor does what goes up and down;
+# but sums of many things may do so by chance, by less than this.
+CHANCE = {"heap bytes": 4096, "resident bytes": 1 << 20, "python blocks": 16, "objects": 4, "entries": 4}
+
+# By how much more there may be at the end than at the first look, and why. Everything else may not grow at all.
 SLACK = {
     "tensor bytes": 1024,  # what an asynchronous save copies holds random states as text, of varying length
     "heap bytes": 1 << 20,  # with what other code of the process keeps
     "resident bytes": 32 << 20,  # pages that malloc keeps
-    "python blocks": 500,  # strings and numbers, which nothing counts
-    "objects": 500,
-    "entries": 500,
+    "python blocks": 2000,  # with strings and numbers, which nothing else counts
+    "objects": 1000,
+    "entries": 1000,
     "type torch.storage.UntypedStorage": 100,  # one for each tensor that was ever asked for its storage
 }
 # What the first view of each parameter and state leaves, of which a base keeps a bounded number.
 SLACK |= dict.fromkeys([f"type {torch.Size.__module__}.Size", "type dshard.tensor.views.ViewStep"], 100)
 SLACK |= {f"type torch.distributed.tensor.placement_types.{each}": 100 for each in ("Replicate", "Shard")}
 SLACK |= {f"type torch.distributed.tensor._dtensor_spec.{each}": 100 for each in ("DTensorSpec", "TensorMeta")}
-SLACK |= {"type dshard.runtime.reducer._Key": 20, "type torch.Tensor": 20}  # of the last backward
-SLACK_OF_TYPES = 10  # of Python's and torch's own objects, some of which are made when first needed
+SLACK |= {"type dshard.runtime.reducer._Key": 20, "type torch.Tensor": 20}  # of the last backward, and of such views
+SLACK_OF_CACHES = 20  # one for each operation that was ever met; plans of units that were formed anew
+SLACK_OF_OTHERS = 200  # Python's and torch's own objects, of which many are made for the first use of an operation
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What a run gives.
+
+    Args:
+        bits: Of parameters, buffers and states at its end.
+        losses: Of each step of training, 0 where there was none.
+        norms: Of the gradients of each step that clipped.
+        counts: What was alive, at each look.
+        done: How often what was done between and in the steps.
+    """
+
+    bits: dict[str, torch.Tensor]
+    losses: array
+    norms: array
+    counts: list[dict[str, int]] = field(default_factory=list)
+    done: Counter = field(default_factory=Counter)
 
 
 def run_program(folder, seed, num_steps, busy, looks):
-    """Everything, with what is alive after the steps `looks`."""
-    run, counts = Run(Path(folder)), []
+    """Everything, with what is alive after the steps `looks`, or after the first that does not raise from there on."""
+    run, counts = Run(Path(folder), num_steps=num_steps), Path(folder, f"counts of rank {dist.get_rank()}")
     before, tempfile.tempdir = tempfile.tempdir, folder
+    remaining = list(looks)
+    counts.touch()
     try:
+        run.save_under_every_strategy()
         for step in plan(seed, num_steps, busy=busy):
             run.do(step)
-            if step.index + 1 in looks:
-                with run.at_rest():
-                    if not counts:
-                        run.save_under_every_strategy()
-                    counts.append(json.dumps(census(run.model, Path(folder))))  # a text: few objects
+            if remaining and step.index + 1 >= remaining[0] and step.failure is None:
+                remaining.pop(0)
+                with run.at_rest(), counts.open("a") as file:  # in a file, which takes no memory
+                    print(json.dumps(census(run.model, Path(folder))), file=file)
     finally:
         run.rest()
         tempfile.tempdir = before
-    return run.bits(), [json.loads(each) for each in counts], run.done
+    found = [json.loads(line) for line in counts.read_text().splitlines()]
+    return Ended(run.bits(), run.losses, run.norms, found, run.done)
 
 
 def run_plain(seed, num_steps, busy):
     """The training steps alone, under "full", or in slices where the program gathers in slices."""
-    run = Run()
+    run = Run(num_steps=num_steps)
     for step in survivors(plan(seed, num_steps, busy=busy)):
         run.switch("split(2)" if step.is_split else "full")
         run.train(step)
-    return run.bits()
+    return Ended(run.bits(), run.losses, run.norms)
 
 
 def run_on_one_process(seed, num_steps, busy):
@@ -68,14 +101,15 @@ def run_on_one_process(seed, num_steps, busy):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
     for step in survivors(plan(seed, num_steps, busy=busy)):
         for part in range(step.num_batches):
-            for rank in range(NUM_RANKS):
-                loss = loss_of(model, batch(step.index, part, rank))
-                (loss / step.num_batches / NUM_RANKS).backward()
+            average = model.average.clone()
+            for rank in range(NUM_RANKS):  # each of which has a buffer of its own
+                model.average.copy_(average)
+                (loss_of(model, step.index, part, rank) / step.num_batches / NUM_RANKS).backward()
         if step.clips:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP, norm_type=INF)
         optimizer.step()
         optimizer.zero_grad()
-    return {name: param.detach() for name, param in model.named_parameters()}
+    return {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
 
 
 def differing(ours, theirs):
@@ -84,16 +118,20 @@ def differing(ours, theirs):
 
 
 def slack(key):
-    is_foreign = key.startswith("type ") and not key.startswith(("type dshard", "type torch.Tensor", "type threading"))
+    is_ours = key.startswith(("type dshard", "type torch.Tensor", "type threading"))
     if key.startswith("in dshard.tensor") or key == "in dshard.collectives.plan._PLANS":
-        return 20  # one for each operation that was ever met; plans of units that were formed anew
-    return SLACK.get(key, SLACK_OF_TYPES if is_foreign and key != "type builtins.function" else 0)
+        return SLACK_OF_CACHES
+    return SLACK.get(key, SLACK_OF_OTHERS if key.startswith("type ") and not is_ours else 0)
 
 
-def grown(first, last):
-    """What there is more of than before."""
-    found = {key: (first.get(key, 0), count) for key, count in last.items()}
-    return {key: pair for key, pair in found.items() if pair[1] - pair[0] > slack(key)}
+def grown(counts):
+    """What has become more from look to look, or by more than it may."""
+    values = {key: [count.get(key, 0) for count in counts] for key in counts[-1]}
+    return {
+        key: own
+        for key, own in values.items()
+        if own[-1] - own[0] > slack(key) or min(b - a for a, b in pairwise(own)) > CHANCE.get(key, 0)
+    }
 
 
 def show(looks, counts):
@@ -104,28 +142,60 @@ def show(looks, counts):
         print(f"{key:44}" + "".join(f"{c.get(key, 0):>14,}" for c in counts))
 
 
-def check(worlds, folder, program, looks, timeout_s):
+def check(worlds, folder, program, num_looks, timeout_s):
     """Run a program, which is a seed, a number of steps and how busy it is between them."""
     (folder / "checkpoints").mkdir()
+    num_steps = program[1]
+    looks = [BEGINNING + (num_steps - BEGINNING) * look // num_looks for look in range(1, num_looks + 1)]
     found = worlds.run(NUM_RANKS, run_program, str(folder), *program, looks, timeout_s=timeout_s)
-    print("\n", dict(sorted(found[0][2].items())))
-    show(looks, found[0][1])
+    print("\n", dict(sorted(found[0].done.items())))
+    show(looks, found[0].counts)
     plain = worlds.run(NUM_RANKS, run_plain, *program, timeout_s=timeout_s)
     single = run_on_one_process(*program)
-    for (bits, counts, _), expected in zip(found, plain, strict=True):
-        assert not grown(counts[-2], counts[-1])
-        assert not differing(bits, expected)
+    steps = [step.index for step in survivors(plan(*program[:2], busy=program[2]))]
+    for ours, theirs in zip(found, plain, strict=True):
+        assert [i for i in steps if ours.losses[i] != theirs.losses[i]] == []
+        assert differing(ours.bits, theirs.bits) == []
+        assert [ours.norms[i] for i in steps] == pytest.approx([theirs.norms[i] for i in steps], rel=1e-12)
         for name, value in single.items():
-            torch.testing.assert_close(bits[name], value, rtol=1e-6, atol=1e-8, msg=lambda text, n=name: f"{n}: {text}")
+            close = {"rtol": 1e-6, "atol": 1e-8}
+            torch.testing.assert_close(ours.bits[name], value, **close, msg=lambda text, n=name: f"{n}: {text}")
+        assert grown(ours.counts) == {}
 
 
 def test_nothing_grows_and_no_bit_changes_in_a_run_of_everything(worlds: WorldPool, tmp_path):
-    check(worlds, tmp_path, (0, 150, 0.5), (50, 100, 150), 120)
+    check(worlds, tmp_path, (0, 150, 0.5), 5, 120)
 
 
 @pytest.mark.slow
-def test_nothing_grows_and_no_bit_changes_in_5_000_steps(worlds: WorldPool, tmp_path):
-    check(worlds, tmp_path, (1, 5000, 0.2), (500, 1000, 2500, 5000), 1200)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_nothing_grows_and_no_bit_changes_in_long_runs(worlds: WorldPool, tmp_path, seed):
+    """`LONG_STEPS=5000` makes each as long as that."""
+    check(worlds, tmp_path, (seed, int(os.environ.get("LONG_STEPS", "500")), 0.3), 6, 3600)
+
+
+def leak_slowly(folder):
+    """What is found of a hook and a file with each step, and a small tensor with each tenth, every 15 steps."""
+    run, path, counts, kept = Run(num_steps=75), Path(folder), [], []
+    try:
+        for step in plan(0, 75, busy=0.0):
+            run.train(step)
+            kept.append(run.model.head.register_forward_hook(lambda *_: None))
+            kept.append(Path(folder, "left").open("w"))
+            if step.index % 10 == 0:
+                kept.append(torch.zeros(1))
+            if step.index % 15 == 14:
+                counts.append(census(run.model, path))
+        return grown(counts)
+    finally:
+        for each in kept:
+            if not isinstance(each, torch.Tensor):
+                each.remove() if hasattr(each, "remove") else each.close()
+
+
+def test_what_leaks_with_a_step_or_with_ten_would_be_seen(worlds: WorldPool, tmp_path):
+    (found,) = worlds.run(1, leak_slowly, str(tmp_path))
+    assert found.keys() >= {"file handles", "hooks of modules", "tensor bytes", "type torch.Tensor"}
 
 
 def leak_everything(folder):
@@ -140,7 +210,7 @@ def leak_everything(folder):
     before_step.append(lambda _: None)
     ledger._PAGES["leaked"] = None
     try:
-        return grown(first, census(run.model, path))
+        return grown([first, census(run.model, path)])
     finally:
         stop.set()
         thread.join()
