@@ -63,7 +63,7 @@ def strategy_of(draw: float) -> str:
 
 
 def plan(seed: int, num_steps: int, *, failures: float = 0.06, busy: float = 0.5) -> list[Step]:
-    """A program of `num_steps` steps: the beginning, and then the share `busy` has something ahead of it, or two things."""
+    """A program: the beginning, and then steps of which the share `busy` has something ahead of it, or two things."""
     draw = random.Random(seed)
     names, weights = list(BETWEEN), list(BETWEEN.values())
     steps, strategy = [], "full"

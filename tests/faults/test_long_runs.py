@@ -6,6 +6,7 @@ import tempfile
 import threading
 from array import array
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -176,21 +177,17 @@ def test_nothing_grows_and_no_bit_changes_in_long_runs(worlds: WorldPool, tmp_pa
 
 def leak_slowly(folder):
     """What is found of a hook and a file with each step, and a small tensor with each tenth, every 15 steps."""
-    run, path, counts, kept = Run(num_steps=75), Path(folder), [], []
-    try:
+    run, counts, kept = Run(num_steps=75), [], []
+    with ExitStack() as at_end:
         for step in plan(0, 75, busy=0.0):
             run.train(step)
-            kept.append(run.model.head.register_forward_hook(lambda *_: None))
-            kept.append(Path(folder, "left").open("w"))
+            at_end.callback(run.model.head.register_forward_hook(lambda *_: None).remove)
+            at_end.enter_context(Path(folder, "left").open("w"))
             if step.index % 10 == 0:
                 kept.append(torch.zeros(1))
             if step.index % 15 == 14:
-                counts.append(census(run.model, path))
+                counts.append(census(run.model, Path(folder)))
         return grown(counts)
-    finally:
-        for each in kept:
-            if not isinstance(each, torch.Tensor):
-                each.remove() if hasattr(each, "remove") else each.close()
 
 
 def test_what_leaks_with_a_step_or_with_ten_would_be_seen(worlds: WorldPool, tmp_path):
