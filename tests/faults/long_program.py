@@ -336,6 +336,7 @@ class Run:
         """With no hooks of its own, under "full", where what is alive can be compared."""
         strategy = self.strategy
         self.rest()
+        self.switch("ddp")  # so that the units of "full" are new ones
         self.switch("full")
         pool = self.model._runtime().pool
         pool.mark()  # it takes back what it has lent

@@ -30,21 +30,14 @@ CHANCE = {"heap bytes": 4096, "resident bytes": 1 << 20, "python blocks": 16, "o
 
 # By how much more there may be at the end than at the first look, and why. Everything else may not grow at all.
 SLACK = {
-    "tensor bytes": 1024,  # what an asynchronous save copies holds random states as text, of varying length
-    "heap bytes": 1 << 20,  # with what other code of the process keeps
+    "heap bytes": 1 << 20,  # with what other code of the process keeps, and what lies between
     "resident bytes": 32 << 20,  # pages that malloc keeps
     "python blocks": 2000,  # with strings and numbers, which nothing else counts
-    "objects": 1000,
+    "objects": 1000,  # what is made at its first use: an operation, a warning, an import
     "entries": 1000,
-    "type torch.storage.UntypedStorage": 100,  # one for each tensor that was ever asked for its storage
 }
-# What the first view of each parameter and state leaves, of which a base keeps a bounded number.
-SLACK |= dict.fromkeys([f"type {torch.Size.__module__}.Size", "type dshard.tensor.views.ViewStep"], 100)
-SLACK |= {f"type torch.distributed.tensor.placement_types.{each}": 100 for each in ("Replicate", "Shard")}
-SLACK |= {f"type torch.distributed.tensor._dtensor_spec.{each}": 100 for each in ("DTensorSpec", "TensorMeta")}
-SLACK |= {"type dshard.runtime.reducer._Key": 20, "type torch.Tensor": 20}  # of the last backward, and of such views
-SLACK_OF_CACHES = 20  # one for each operation that was ever met; plans of units that were formed anew
-SLACK_OF_OTHERS = 200  # Python's and torch's own objects, of which many are made for the first use of an operation
+SLACK_OF_CACHES = 20  # of dshard, one entry for each operation that was ever met
+SLACK_OF_OTHERS = 200  # types of Python's and torch's own, of which many are made for the first use of an operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +112,8 @@ def differing(ours, theirs):
 
 
 def slack(key):
-    is_ours = key.startswith(("type dshard", "type torch.Tensor", "type threading"))
-    if key.startswith("in dshard.tensor") or key == "in dshard.collectives.plan._PLANS":
-        return SLACK_OF_CACHES
-    return SLACK.get(key, SLACK_OF_OTHERS if key.startswith("type ") and not is_ours else 0)
+    is_foreign = key.startswith("type ") and not key.startswith(("type dshard", "type torch.Tensor", "type threading"))
+    return SLACK.get(key, SLACK_OF_CACHES if key.startswith("in dshard.tensor") else SLACK_OF_OTHERS * is_foreign)
 
 
 def grown(counts):
@@ -131,8 +122,14 @@ def grown(counts):
     return {
         key: own
         for key, own in values.items()
-        if own[-1] - own[0] > slack(key) or min(b - a for a, b in pairwise(own)) > CHANCE.get(key, 0)
+        if risen(key, own) > slack(key) or min(b - a for a, b in pairwise(own)) > CHANCE.get(key, 0)
     }
+
+
+def risen(key, own):
+    """By how much more there is; of objects the least in the second half, for what was done last may hold some."""
+    half = len(own) // 2
+    return min(own[half:]) - max(own[:half]) if key.startswith("type ") else own[-1] - own[0]
 
 
 def show(looks, counts):
