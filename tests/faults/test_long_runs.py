@@ -25,12 +25,13 @@ from tests.faults.long_program import CLIP, INF, Net, Run, loss_of
 NUM_RANKS = 2
 
 # A leak grows from each look to the next one. What is made at its first use does not, nor does what goes up and down;
-# but sums of many things may do so by chance, by less than this.
-CHANCE = {"heap bytes": 4096, "resident bytes": 1 << 20, "python blocks": 16, "objects": 4, "entries": 4}
+# but sums of many things may do so by chance, by less than this. On the heap, torch's flight recorder keeps the last
+# 2,000 of torch's own collectives, at some 500 bytes each: those of looks, saves and loads.
+CHANCE = {"heap bytes": 1 << 14, "resident bytes": 1 << 20, "python blocks": 16, "objects": 4, "entries": 4}
 
 # By how much more there may be at the end than at the first look, and why. Everything else may not grow at all.
 SLACK = {
-    "heap bytes": 1 << 20,  # with what other code of the process keeps, and what lies between
+    "heap bytes": 2 << 20,  # of which the flight recorder takes up to 1.4 MB
     "resident bytes": 32 << 20,  # pages that malloc keeps
     "python blocks": 2000,  # with strings and numbers, which nothing else counts
     "objects": 1000,  # what is made at its first use: an operation, a warning, an import
