@@ -147,9 +147,19 @@ def restorer(model: nn.Module, states: Mapping[int, Tensor]) -> Callable[[], Non
 
 
 def module_with_virtual_ranks(model: nn.Module) -> FSDPModule | None:
-    """The module of a model, or of what wraps one, that has virtual ranks: `torch.compile` wraps, for one."""
-    found = (module for module in model.modules() if isinstance(module, FSDPModule))
-    return next((module for module in found if module._runtime().virtual is not None), None)
+    """The module of a model, or of what wraps one, that has virtual ranks: `torch.compile` wraps, for one.
+
+    Raises:
+        StateError: There are several.
+    """
+    found = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    virtual = {id(module._runtime()): module for module in reversed(found) if module._runtime().virtual is not None}
+    if len(virtual) > 1:
+        raise StateError(
+            f"checkpoint: states are kept of one model with virtual ranks, but {type(model).__name__} holds "
+            f"{len(virtual)}. Save and load each by itself."
+        )
+    return next(iter(virtual.values()), None)
 
 
 def ranks_here(model: nn.Module) -> range:

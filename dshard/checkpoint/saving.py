@@ -190,7 +190,7 @@ class _Plan:
             DivergenceError: They are to do different things.
 
         Communicates:
-            An all-reduce of 220 bytes; one of 16 bytes for each tensor that every rank holds whole, if ranks hold
+            An all-reduce of 208 bytes; one of 16 bytes for each tensor that every rank holds whole, if ranks hold
             different ones; where there is an error, one of its text.
         """
         names, facts = [], (0,) * (len(_LABELS) + 3)

@@ -24,13 +24,13 @@ def meet_anew() -> None:
     if restart == "0" or not has_agent_store or os.environ.get("GROUP_WORLD_SIZE") != "1":
         return
     module: Any = sys.modules["torch.distributed.rendezvous"]  # its name in the package is that of its function
-    torchs_own = module._rendezvous_handlers["env"]
-    if getattr(torchs_own, "_dshard", False):
+    handlers: Any = getattr(module, "_rendezvous_handlers", {})
+    if "env" not in handlers:  # another torch, which may need none of this
         return
+    torchs_own = handlers["env"]
 
     def env(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
         for store, rank, size in torchs_own(*args, **kwargs):
             yield dist.PrefixStore(f"restart-{restart}", store), rank, size
 
-    env._dshard = True  # type: ignore[attr-defined]
-    module._rendezvous_handlers["env"] = env
+    handlers["env"] = env

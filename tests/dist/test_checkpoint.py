@@ -151,6 +151,52 @@ def test_extra_state_may_be_a_tensor_and_a_number_of_each_rank(worlds: WorldPool
     worlds.run(2, with_extra_state, tmp_path / "s")
 
 
+def with_own_losses(path: Path) -> list[float]:
+    """The loss that LBFGS keeps of this rank's own batch, as it was saved and as it was loaded."""
+    torch.manual_seed(0)
+    model = dshard.fully_shard(nn.Linear(4, 4))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=2)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 4), 1.0 + dist.get_rank())).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    save(path, model, optimizer)
+    state = optimizer.state[model.weight]
+    before = state["prev_loss"]
+    optimizer.step(closure)
+    load(path, model, optimizer)
+    return [before, optimizer.state[model.weight]["prev_loss"]]
+
+
+def test_a_number_of_an_optimizer_that_differs_comes_back_to_each_rank(worlds: WorldPool, tmp_path):
+    (first, own), (second, other) = worlds.run(2, with_own_losses, tmp_path / "s")
+    assert first != second
+    assert (own, other) == (first, second)
+
+
+def untied_into_tied(path: Path) -> str:
+    torch.manual_seed(0)
+    apart = dshard.fully_shard(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)))
+    save(path, apart)
+    tied: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    tied[1].weight = tied[0].weight
+    dshard.fully_shard(tied)
+    before = everything(tied)
+    with pytest.raises(dshard.CheckpointError) as caught:
+        load(path, tied)
+    assert everything(tied) == before
+    return str(caught.value)
+
+
+def test_two_values_do_not_go_into_one_tied_weight(worlds: WorldPool, tmp_path):
+    for text in worlds.run(2, untied_into_tied, tmp_path / "s"):
+        assert "are one tensor of the model and must have one value, but the checkpoint has two" in text
+
+
 def with_another_lr(path: Path) -> str:
     torch.manual_seed(0)
     model = dshard.fully_shard(nn.Linear(4, 4))

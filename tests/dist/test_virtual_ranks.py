@@ -662,5 +662,17 @@ def wrapped(path: str) -> list[bool]:
     return found
 
 
+def two_in_one(path: str) -> None:
+    torch.manual_seed(0)
+    both = nn.ModuleList([dshard.fully_shard(nn.Linear(4, 4), virtual_ranks=4) for _ in range(2)])
+    with pytest.raises(dshard.StateError, match="one model with virtual ranks, but ModuleList holds 2"):
+        dshard.checkpoint.save(path, both)
+
+
+def test_two_models_with_virtual_ranks_are_not_saved_as_if_one_had_none(worlds: WorldPool, tmp_path):
+    worlds.run(2, two_in_one, str(tmp_path / "saved"))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_checkpoint_of_what_wraps_a_model_keeps_its_virtual_ranks(worlds: WorldPool, tmp_path):
     assert worlds.run(2, wrapped, str(tmp_path)) == [[True] * 4] * 2

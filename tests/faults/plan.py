@@ -206,8 +206,9 @@ def inject(folder: Path, injection: Injection, known: Reference, tally: Tally, *
     told = _texts(folder / "errors")
     tally.unnamed += [
         f"unnamed: by rank {rank}, {broken.codes[rank]}: {_last_lines(told.get(rank, ''))} {who}"
-        for rank in others  # those that ended well had all that they needed before the fault
-        if broken.codes[rank] != 0 and not _names(told.get(rank, ""), injection)
+        for rank in others  # the fault may have come when some had all that they needed
+        if not (broken.codes[rank] == 0 and "came to its end" in told.get(rank, ""))
+        and not _names(told.get(rank, ""), injection)
     ]
     (folder / "report.json").unlink(missing_ok=True)
     again = start(folder, injection, None, lane=lane)
