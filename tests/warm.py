@@ -177,10 +177,11 @@ def _watch(pids: list[int], timeout_s: float, grace_s: float, doomed: int | None
     """Wait for the processes; kill them at the deadline, which the first failure brings nearer."""
     deadline, timed_out, codes = time.monotonic() + timeout_s, False, dict.fromkeys(pids, 0)
     running = {os.pidfd_open(pid): pid for pid in pids}
+    is_last = False  # whether but the doomed one is left
     while running:
         ended, _, _ = select.select(list(running), [], [], max(0.0, deadline - time.monotonic()))
         if not ended:
-            timed_out = timed_out or not any(codes.values())
+            timed_out = timed_out or not (any(codes.values()) or is_last)
             for pid in running.values():
                 with suppress(ProcessLookupError):  # not yet a group of its own: next time
                     os.killpg(pid, signal.SIGKILL)
@@ -192,7 +193,7 @@ def _watch(pids: list[int], timeout_s: float, grace_s: float, doomed: int | None
             if codes[pid]:
                 deadline = min(deadline, time.monotonic() + grace_s)
         if doomed is not None and list(running.values()) == [pids[doomed]]:
-            deadline = 0.0
+            is_last, deadline = True, 0.0
     return {"codes": list(codes.values()), "timed_out": timed_out}
 
 

@@ -19,6 +19,7 @@ SAMPLE = [
     Injection(Fault("kill", 0, "save", 3, 9), 2, "full", rank_0_has_store=True, asynchronous=False),
     Injection(Fault("exit", 1, "forward", 1, 2), 2, "full", rank_0_has_store=False, asynchronous=False),
     Injection(Fault("stop", 1, "step", 1, 2), 2, "full", rank_0_has_store=False, asynchronous=False),
+    Injection(Fault("stop", 1, "end", 0, 0), 2, "full", rank_0_has_store=False, asynchronous=False),
     Injection(Fault("nan", 0, "nan", 1, 0), 2, "full", rank_0_has_store=False, asynchronous=False),
     Injection(Fault("other torch", 1, "join", 0, 0), 2, "full", rank_0_has_store=False, asynchronous=False),
 ]

@@ -198,6 +198,8 @@ def main() -> None:
     if rank == 0:
         Path(config["report"]).write_text(json.dumps(report))
     dist.barrier()
+    if striker.at("end"):
+        striker.strike()
     print("came to its end", file=sys.stderr)
     if config["fault"] is None:
         os._exit(0)  # how an interpreter ends is looked at where a fault was
