@@ -24,7 +24,7 @@ from dshard.tensor import ShardedTensor
 from dshard.tensor.extended import exact_values
 from dshard.tensor.inner import full_shape, inner_of
 
-__all__ = ["Contents", "Optimizers", "Part", "dtype_of", "is_extra", "name_of_params", "part_of_tensor"]
+__all__ = ["Contents", "Optimizers", "Part", "check_kept", "dtype_of", "is_extra", "name_of_params", "part_of_tensor"]
 
 _SPLIT_BYTES = 1 << 20  # of a copy that several ranks hold: less than that is written by one of them
 
@@ -155,7 +155,9 @@ class Contents:
         self.aliases: dict[str, str] = {}
         self.extra_state: dict[str, Any] = {}
         self._names: dict[int, str] = {}
-        for name, value in model.state_dict(keep_vars=True).items():
+        state = model.state_dict(keep_vars=True)
+        check_kept("checkpoint.save", model, state)
+        for name, value in state.items():
             if isinstance(value, Tensor) and not is_extra(name):
                 self._keep(value, f"model.{name}")
             else:
@@ -277,6 +279,37 @@ class Contents:
 def is_extra(name: str) -> bool:
     """Whether `get_extra_state` gave what a state dict has under a name."""
     return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+
+
+def check_kept(who: str, model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Raise unless what is written into the tensors of a state dict stays in the model.
+
+    Raises:
+        CheckpointError: A hook of `state_dict` makes one anew each time.
+    """
+    kept = {id(tensor) for tensors in (model.parameters(), model.buffers()) for tensor in tensors}
+    others = {
+        name: v for name, v in state.items() if isinstance(v, Tensor) and not is_extra(name) and id(v) not in kept
+    }
+    if not others:
+        return
+    again = model.state_dict(keep_vars=True)
+    for name, value in others.items():
+        if _memory(value) != _memory(again.get(name)):
+            raise CheckpointError(
+                f"{who}: tensors of a state_dict must be parameters, buffers, or what modules keep elsewhere, but "
+                f"'{name}' is made anew by each call, so that values cannot be put back into it. Register it as a "
+                "buffer, or give it by get_extra_state."
+            )
+
+
+def _memory(value: Any) -> int:
+    """What tells whether two tensors are one."""
+    if isinstance(value, ShardedTensor):
+        return id(value._cell)
+    if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.layout == torch.strided:
+        return value.data_ptr()
+    return id(value)
 
 
 def encode_state(values: Mapping[Any, Any], where: str, keep: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from dshard import collectives, virtual
 from dshard.arguments import read
 from dshard.checkpoint.agreement import group_of, share, together
-from dshard.checkpoint.contents import Optimizers, dtype_of, is_extra, part_of_tensor
+from dshard.checkpoint.contents import Optimizers, check_kept, dtype_of, is_extra, part_of_tensor
 from dshard.checkpoint.folders import find
 from dshard.checkpoint.job import lineage_of
 from dshard.checkpoint.manifest import Manifest, read_manifest
@@ -165,6 +165,7 @@ def _values(state: Any) -> list[Any]:
 
 def _prepare_model(source: Source, model: nn.Module, job: Load) -> None:
     state = model.state_dict(keep_vars=True)
+    check_kept("checkpoint.load", model, state)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and not is_extra(name)}
     beyond = [name for name in source.names("model.") if name.removeprefix("model.") not in tensors]
     if beyond:

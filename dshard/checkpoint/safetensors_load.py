@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dshard.arguments import read
 from dshard.checkpoint.agreement import group_of, together
+from dshard.checkpoint.contents import check_kept
 from dshard.checkpoint.file_format import Entry
 from dshard.checkpoint.model_files import Found, find
 from dshard.checkpoint.parts import read_part, unchanged
@@ -95,6 +96,7 @@ def load_safetensors(
         renamed = _renamed(target, found.entries, rename)
         matches.append(_match(target, found, renamed, state, strict=given["strict"]))
         _refuse_unwritable(matches[0].entries, state)
+        check_kept("load_safetensors", module, {name: state[name] for name in matches[0].entries})
 
     def stage() -> None:  # which begins when every rank has looked: what is put there later is noticed by one that had
         target = given["target"]

@@ -228,6 +228,47 @@ def test_a_module_that_refuses_its_extra_state_leaves_everything_as_it_was(world
         assert "ValueError: refused" in text
 
 
+class Packing(nn.Linear):
+    """Has a tensor of its own in its state dict: one that it keeps, or one that it makes for each call."""
+
+    def __init__(self, makes: bool) -> None:
+        super().__init__(4, 4)
+        self.kept, self.makes = torch.zeros(3), makes
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}packed"] = self.kept + 1 if self.makes else self.kept.detach()
+
+
+def with_packed(path: Path) -> tuple[list[float], list[str]]:
+    kept, makes = (dshard.fully_shard(Packing(makes)) for makes in (False, True))
+    kept.kept.fill_(3.0)
+    save(path / "a", kept)
+    dshard.save_safetensors(kept, path / "b")
+    texts = []
+    for action in (
+        lambda: save(path / "c", makes),
+        lambda: load(path / "a", makes),
+        lambda: dshard.load_safetensors(makes, path / "b"),
+    ):
+        with pytest.raises(dshard.CheckpointError) as caught:
+            action()
+        texts.append(str(caught.value))
+    kept.kept.fill_(1.0)
+    load(path / "a", kept)
+    return kept.kept.tolist(), texts
+
+
+def test_a_tensor_that_a_hook_makes_for_each_state_dict_is_refused_and_one_that_is_kept_comes_back(
+    worlds: WorldPool, tmp_path
+):
+    for values, texts in worlds.run(2, with_packed, tmp_path):
+        assert values == [3.0] * 3
+        for who, text in zip(("checkpoint.save", "checkpoint.load", "load_safetensors"), texts, strict=True):
+            assert f"{who}: tensors of a state_dict must be parameters, buffers" in text
+            assert "'packed' is made anew by each call" in text
+
+
 def refused(path: Path, what: str) -> str:
     torch.manual_seed(0)
     model: Any = nn.Linear(4, 4)
