@@ -14,6 +14,7 @@ from dshard.collectives.exact import exact_norm
 from dshard.collectives.gather import Gathered, all_gather
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.ledger import num_noted, settle
+from dshard.collectives.lines import begin, end, give_up, is_torn, num_started
 from dshard.collectives.memory import Buffer, BufferPool, is_storage_held
 from dshard.collectives.parts import all_to_all
 from dshard.collectives.plan import GatherPlan, SendRow, shard_of
@@ -51,14 +52,19 @@ __all__ = [
     "all_reduce",
     "all_reduce_row",
     "all_to_all",
+    "begin",
     "broadcast",
     "default_backend",
+    "end",
     "exact_norm",
+    "give_up",
     "group_named",
     "is_initialized",
     "is_storage_held",
+    "is_torn",
     "nodes_between",
     "num_noted",
+    "num_started",
     "settle",
     "shard_of",
     "timeout_of",

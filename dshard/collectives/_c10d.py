@@ -144,6 +144,12 @@ def timeout_of(group: ProcessGroup) -> timedelta | None:
     return None
 
 
+def limit_of(group: ProcessGroup) -> tuple[timedelta, ...]:
+    """What to pass to the wait for a message: gloo's waits as long as was set when the group was made, and no other."""
+    timeout = timeout_of(group)
+    return (timeout,) if timeout is not None else ()
+
+
 def take_timeout(group: ProcessGroup) -> None:
     """Give a group that waits as long as torch lets any, for nobody could say, the default process group's timeout.
 

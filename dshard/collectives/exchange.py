@@ -1,23 +1,25 @@
 """Messages straight from rank to rank, behind a header: what gloo gets in the place of its own collectives."""
 
+import contextlib
+import sys
 import zlib
-from collections import Counter
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import Work
 from dshard.collectives.group import ShardGroup
-from dshard.collectives.header import HEADER_BYTES, Kind, check_headers, header
+from dshard.collectives.header import Kind, check_headers, header
+from dshard.collectives.lines import give_up, line_of
 from dshard.collectives.lost import is_symptom
 from dshard.collectives.stalls import failure
+from dshard.collectives.whys import told_by
 from dshard.errors import DivergenceError
 
 __all__ = ["Exchange"]
-
-_EPOCHS: Counter[str] = Counter()  # of each process group, how often its ranks found themselves apart
 
 
 class Exchange:
@@ -27,6 +29,9 @@ class Exchange:
     gloo ends the process when a message of more bytes arrives than was asked for, so messages of different things must
     never meet. Ranks that are apart learn it from the headers.
 
+    A message for which both sides are ready must arrive before its memory goes, or gloo waits for ever; one for which
+    the peer never gets ready may go at any time. The headers tell the two apart.
+
     Args:
         group: Ranks that take part.
         kind: What is exchanged.
@@ -35,46 +40,132 @@ class Exchange:
         sizes: What else tells the messages apart: everything that their sizes depend on.
     """
 
-    __slots__ = ("_channel", "_group", "_headers", "_kind", "_label", "_own", "header_works", "works")
+    __slots__ = (
+        "_channel",
+        "_group",
+        "_kind",
+        "_label",
+        "_line",
+        "_works",
+        "beyond",
+        "heard",
+        "is_heard",
+        "number",
+        "own",
+        "place",
+        "sent",
+    )
 
     def __init__(self, group: ShardGroup, kind: Kind, label: str, tag: int, sizes: int) -> None:
         self._group, self._kind, self._label = group, kind, label
-        epoch = _EPOCHS[group.name]
-        self._channel = zlib.crc32(f"{int(kind)} {label} {sizes} {epoch}".encode()) & 0x3FFFFFFF
-        self._own = header(kind, label, tag)
-        self._headers = torch.empty((group.num_ranks, HEADER_BYTES), dtype=torch.uint8, device="cpu")
-        self._headers[group.rank] = self._own
-        self.header_works: list[Work] = []
-        self.works: list[Work] = []
-        for peer in group.peers:
-            self.header_works.append(self._start(_c10d.receive, self._headers[peer], peer, _c10d.HEADERS))
-            self.header_works.append(self._start(_c10d.send, self._own, peer, _c10d.HEADERS))
+        self._line = line_of(group)
+        self.number = self._line.number
+        self._channel = zlib.crc32(f"{int(kind)} {label} {sizes} {tag} {self.number}".encode()) & 0x3FFFFFFF
+        self.own = header(kind, label, tag, self.number)
+        self.sent: dict[int, Work] = {}
+        self.heard: dict[int, Tensor | None] = {}
+        self.is_heard, self.place, self.beyond = False, 0, 0
+        self._works: list[tuple[int, Work]] = []
+        self._start(lambda: self._line.start(self, group.process_group))
+
+    def __del__(self) -> None:
+        """What both sides are ready for must arrive; the line keeps this until that is known."""
+        if self._works and self.is_heard and not sys.is_finalizing():
+            with contextlib.suppress(RuntimeError), _disable_current_modes():
+                self._end()
 
     def send(self, tensor: Tensor, peer: int) -> None:
         """Start to send a contiguous tensor, which must not change until the end."""
-        self.works.append(self._start(_c10d.send, tensor, peer, self._channel))
+        group = self._group.process_group
+        self._works.append((peer, self._start(lambda: _c10d.send(tensor, peer, self._channel, group))))
 
     def receive(self, tensor: Tensor, peer: int) -> None:
         """Start to receive into a contiguous tensor what `peer` sends, in the order of its sends."""
-        self.works.append(self._start(_c10d.receive, tensor, peer, self._channel))
+        group = self._group.process_group
+        self._works.append((peer, self._start(lambda: _c10d.receive(tensor, peer, self._channel, group))))
 
-    def _start(self, start: Callable[..., Work], tensor: Tensor, peer: int, tag: int) -> Work:
-        """Start a message; gloo raises at once where the connection is gone."""
+    def _start(self, start: Callable[[], Work]) -> Work:
+        """Start messages; gloo raises at once where the connection is gone."""
         try:
-            return start(tensor, peer, tag, self._group.process_group)
+            return start()
         except RuntimeError as error:
             if not is_symptom(error):
                 raise
             raise failure(f"{self._kind.text} '{self._label}'", error, self._group.process_group) from error
 
-    def check(self) -> None:
-        """Compare the headers, once they are here.
+    def note_heard(self) -> None:
+        """All peers were heard: those that are elsewhere are not waited for."""
+        if not self._is_together():
+            with contextlib.suppress(RuntimeError):
+                self._end()
+
+    def wait(self) -> None:
+        """Wait for all messages.
 
         Raises:
-            DivergenceError: On every rank, if one of them is elsewhere.
+            DivergenceError: A rank is elsewhere, or has left the step. Then this rank leaves it, too.
         """
+        self._line.hear(self, self._group.process_group)
+        self._end()
+        if self._is_together():
+            return
+        error, why = self._explained()
+        if self.number == self._line.number:
+            give_up(why, line=self._line, towards=self.beyond)
+        raise error
+
+    def leave(self) -> bool:
+        """Wait for the messages of what nobody wants any more; gives whether all of them came.
+
+        Of a step that was left nobody waits: what follows in the same group hears of it.
+        """
+        if self.number != self._line.number:
+            return False
+        self._line.hear(self, self._group.process_group)
+        self._end()
+        return self._is_together()
+
+    def _is_together(self) -> bool:
+        return all(map(self._is_with, self.heard))
+
+    def _is_with(self, peer: int) -> bool:
+        """Whether a peer means the same, and is ready for the messages."""
+        said = self.heard[peer]
+        return said is not None and torch.equal(said, self.own)
+
+    def _end(self) -> None:
+        """Wait for what is under way between this rank and those that mean the same."""
+        works, self._works = self._works, []
+        sent, self.sent = self.sent, {}
+        ready = {peer for peer in self.heard if self._is_with(peer)}
+        limit = _c10d.limit_of(self._group.process_group)
+        for peer, work in sent.items():
+            if peer in ready:
+                work.wait(*limit)
+                self._line.note_read(peer, self)
+            else:
+                self._line.keep(peer, self.place, self.own, work)
+        for peer, work in works:
+            if peer in ready:
+                work.wait(*limit)
+
+    def _explained(self) -> tuple[DivergenceError, str]:
+        """What to raise where ranks are apart, and what to tell those that wait for this one."""
+        gone = [peer for peer, said in self.heard.items() if said is None]
+        if gone:
+            rank, why = told_by(gone[0], self._group.process_group, self.beyond)
+            what = f" ({why})." if why else " and is at another forward."
+            text = (
+                f"'{self._label}': all ranks must go through a step together, but rank {rank} has left it{what} Leave "
+                "it on this rank, too: catch this error, call zero_grad() and go on with the next batch, as that rank "
+                "does."
+            )
+            error = DivergenceError(text)
+            error.left_step = True
+            return error, why or f"rank {rank} has left it"
+        rows = [self.heard.get(rank, self.own) for rank in range(self._group.num_ranks)]
         try:
-            check_headers(self._headers, self._own, self._kind, self._label)
-        except DivergenceError:
-            _EPOCHS[self._group.name] += 1  # messages that now never meet must not meet later ones
-            raise
+            check_headers(torch.stack([row for row in rows if row is not None]), self.own, self._kind, self._label)
+        except DivergenceError as differing:
+            return differing, str(differing)
+        raise AssertionError("ranks are apart whose headers are equal")

@@ -153,7 +153,7 @@ def _gather_direct(
         return Gathered(places.fulls, memory)
 
     what = f"all-gather of '{label}'"
-    return Handle(what, exchange.works, finish, header_works=exchange.header_works, check=exchange.check, group=group)
+    return Handle(what, exchange, finish, group=group)
 
 
 def _part(values: Tensor, plan: GatherPlan, index: int, rank: int) -> Tensor:

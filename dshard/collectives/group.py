@@ -5,8 +5,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +18,21 @@ from dshard.collectives.stalls import begin_wait, end_wait, failure, making, use
 from dshard.collectives.trace import start_wait
 from dshard.errors import DivergenceError
 
-__all__ = ["Handle", "ShardGroup"]
+__all__ = ["Handle", "Messages", "ShardGroup"]
 
 T = TypeVar("T")
 _ON_EVERY_BACKEND = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NEIGHBOURS: "dict[tuple[str, int, bool], tuple[weakref.ref[ProcessGroup], ShardGroup]]" = {}
+
+
+class Messages(Protocol):
+    """Those of a collective, between ranks."""
+
+    def wait(self) -> None:
+        """Wait for all of them; raises a DivergenceError where the peers mean something else."""
+
+    def leave(self) -> bool:
+        """Wait for them though nobody wants them any more, unless the peers are elsewhere; gives whether they came."""
 
 
 class Handle(Generic[T]):
@@ -31,35 +40,34 @@ class Handle(Generic[T]):
 
     Args:
         label: What it is for, in the words of an error message.
-        works: The backend's own handles.
-        finish: Called once after all of `works` ended; makes the result.
-        header_works: Handles to wait for ahead of `works`.
-        check: Called between the two; raises if the peers mean something else, and then nobody waits for `works`.
+        works: The backend's own handles, or messages between ranks.
+        finish: Called once after all of them ended; makes the result.
         group: The ranks that are waited for.
     """
 
-    __slots__ = ("_check", "_error", "_finish", "_group", "_header_works", "_result", "_works", "label")
+    __slots__ = ("_error", "_finish", "_group", "_messages", "_result", "_works", "label")
 
     def __init__(
         self,
         label: str,
-        works: Sequence[Work],
+        works: "Sequence[Work] | Messages",
         finish: Callable[[], T],
         *,
-        header_works: Sequence[Work] = (),
-        check: Callable[[], None] | None = None,
         group: "ShardGroup | None" = None,
     ) -> None:
         self.label, self._group = label, group.process_group if group is not None else None
-        self._works: Sequence[Work] | None = works
-        self._header_works, self._check = header_works, check
+        self._messages = None if isinstance(works, Sequence) else works
+        self._works: Sequence[Work] | None = works if isinstance(works, Sequence) else ()
         self._finish: Callable[[], T] | None = finish
         self._result: T | None = None
         self._error: DivergenceError | None = None
 
     def __del__(self) -> None:
-        """End what was started: an abandoned message would pair with a later one of its peer."""
-        if self._works is not None and not sys.is_finalizing():  # a process that ends takes its messages along
+        """End what was started: a collective that nobody waited for would pair with a later one of its peer.
+
+        Messages are kept by those that follow them, until they have arrived.
+        """
+        if self._works and not sys.is_finalizing():  # a process that ends takes its messages along
             # The group may be gone by now, or torch.compile trace something.
             with contextlib.suppress(RuntimeError, DivergenceError), _disable_current_modes():
                 self._await()
@@ -90,34 +98,33 @@ class Handle(Generic[T]):
             self._result = finish()
         return self._result  # type: ignore[return-value]
 
+    def discard(self) -> T | None:
+        """`wait` for what nobody wants any more; None, and no error, where the peers are elsewhere by now."""
+        with contextlib.suppress(DivergenceError, RuntimeError):
+            if self._works is None or self._messages is None or self._messages.leave():
+                return self.wait()
+        self._works = None
+        return None
+
     def _await(self) -> None:
         works, self._works = self._works or (), None
-        header_works, self._header_works = self._header_works, ()
-        check, self._check = self._check, None
-        if not works and not header_works:
+        messages, self._messages = self._messages, None
+        if not works and messages is None:
             return
         waiting = start_wait()
         is_well = False
         begin_wait(self.label, self._group)
         try:
-            limit = self._limit() if header_works else ()
-            for work in header_works:
-                work.wait(*limit)
-            if check is not None:
-                check()
+            if messages is not None:
+                messages.wait()
             for work in works:
                 if work is not None:
-                    work.wait(*limit)
+                    work.wait()
             is_well = True
         finally:
             end_wait(self.label, self._group, is_well=is_well)
             if waiting is not None:
                 waiting.end()
-
-    def _limit(self) -> tuple[timedelta, ...]:
-        """How long to wait for a message: gloo's wait as long as was set when their group was made, and no other."""
-        timeout = _c10d.timeout_of(self._group) if self._group is not None else None
-        return (timeout,) if timeout is not None else ()
 
 
 def _where() -> str:

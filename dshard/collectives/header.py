@@ -3,16 +3,17 @@
 import enum
 import struct
 import zlib
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dshard.errors import DivergenceError
 
-__all__ = ["HEADER_BYTES", "Kind", "check_headers", "header"]
+__all__ = ["HEADER_BYTES", "Kind", "check_headers", "header", "read"]
 
 HEADER_BYTES = 64
-_FORMAT = "<qqB47s"  # a checksum of kind and label, a tag, the kind, and the end of the label
+_FORMAT = "<qqQB39s"  # a checksum of kind and label, a tag, the number of the step, the kind, and the end of the label
 
 
 class Kind(enum.IntEnum):
@@ -21,18 +22,34 @@ class Kind(enum.IntEnum):
     GATHER = 0
     REDUCE = 1
     COMBINE = 2
+    GAVE_UP = 3  # of nothing: the rank has left its step; the number is that of its next one
 
     @property
     def text(self) -> str:
         """For messages."""
-        return ("the gather of", "the reduction of gradients of", "the combination of")[self]
+        return ("the gather of", "the reduction of gradients of", "the combination of", "the end of")[self]
 
 
-def header(kind: Kind, label: str, tag: int) -> Tensor:
-    """What all ranks must send alike: what this is, of which unit, and what that was written with."""
+def header(kind: Kind, label: str, tag: int, number: int = 0) -> Tensor:
+    """What all ranks must send alike: what this is, of which unit, what that was written with, and in which step."""
     name = label.encode()
-    raw = struct.pack(_FORMAT, _checksum(kind, name), tag, kind, name[-47:])
+    raw = struct.pack(_FORMAT, _checksum(kind, name), tag, number, kind, name[-39:])
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+class Heard(NamedTuple):
+    """What a header says."""
+
+    checksum: int
+    tag: int
+    number: int
+    kind: int
+    name: bytes
+
+
+def read(header: Tensor) -> Heard:
+    """What a header says."""
+    return Heard(*struct.unpack(_FORMAT, bytes(header.tolist())))
 
 
 def _checksum(kind: Kind, name: bytes) -> int:
@@ -54,7 +71,7 @@ def check_headers(headers: Tensor, own: Tensor, kind: Kind, label: str) -> None:
     if bool((headers == own).all()):
         return
     rank = next(r for r in range(headers.shape[0]) if not torch.equal(headers[r], own))
-    crc, _, other_kind, name = struct.unpack(_FORMAT, bytes(headers[rank].tolist()))
+    crc, _, number, other_kind, name = read(headers[rank])
     if crc != _checksum(kind, label.encode()):
         text = name.rstrip(b"\0").decode(errors="replace")
         _check_arguments(label, text, rank)
@@ -64,6 +81,12 @@ def check_headers(headers: Tensor, own: Tensor, kind: Kind, label: str) -> None:
             f"'{label}': all ranks must communicate about the same thing at the same time, but rank {rank} is at "
             f"{other}'{text}'{mine}. Make every rank run the same modules and read the same values in the same order; "
             "look for a branch on rank-local data."
+        )
+    if number != read(own).number:
+        raise DivergenceError(
+            f"'{label}': all ranks must be in the same step, but rank {rank} is in another one than this. Give all "
+            "ranks as many batches; after an exception on one rank, end the program on all of them and load a "
+            "checkpoint."
         )
     raise DivergenceError(
         f"'{label}': all ranks must write the same to a sharded tensor, and equally often before it is used, but rank "

@@ -15,13 +15,14 @@ from torch import Tensor
 from dshard.collectives._c10d import ProcessGroup
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.header import HEADER_BYTES, Kind, check_headers, header
+from dshard.collectives.lines import line_of
 from dshard.collectives.stalls import watch_event
 from dshard.collectives.trace import record
 from dshard.errors import DivergenceError, RankLostError
 
 __all__ = ["note", "num_noted", "settle"]
 
-_Entry = tuple[Kind, str, int]
+_Entry = tuple[Kind, str, int, int]  # the last one is the number of the step
 _MAX_ENTRIES = 1 << 14  # of a group that nobody settles
 
 
@@ -62,9 +63,10 @@ def _page(group: ShardGroup) -> _Page:
 def note(group: ShardGroup, kind: Kind, label: str, tag: int) -> None:
     """Write down that this rank starts a gather or a reduction."""
     entries = _page(group).entries
-    entries.append((kind, label, tag))
+    number = line_of(group).note()
+    entries.append((kind, label, tag, number))
     if len(entries) >= _MAX_ENTRIES:  # nobody settles: one entry stands for all
-        entries[:] = [(kind, f"{label}, or something ahead of it", _checksum(entries))]
+        entries[:] = [(kind, f"{label}, or something ahead of it", _checksum(entries), number)]
 
 
 def num_noted(group: ShardGroup) -> int:
@@ -150,8 +152,8 @@ def _explain(group: ShardGroup, entries: list[_Entry], num_entries: int) -> None
     sums = [_checksum([entry]) for entry in entries] + [-1] * (num_entries - len(entries))
     rows = _exchange(group, torch.tensor(sums, device="cpu")).cpu()
     place = int((rows != rows[0]).any(0).nonzero()[0])
-    kind, label, tag = entries[place] if place < len(entries) else (Kind.COMBINE, "the end of the step", 0)
-    own = header(kind, label, tag)
+    kind, label, tag, number = entries[place] if place < len(entries) else (Kind.COMBINE, "the end of the step", 0, 0)
+    own = header(kind, label, tag, number)
     headers = _exchange(group, own.view(torch.int64)).cpu().view(torch.uint8).view(group.num_ranks, HEADER_BYTES)
     check_headers(headers, own, kind, label)
 

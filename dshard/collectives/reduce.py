@@ -248,10 +248,7 @@ class ReduceBucket:
             self._give_back()
             return Reduced(row, self._plan)
 
-        what = f"reduce-scatter of '{self._label}'"
-        return Handle(
-            what, exchange.works, finish, header_works=exchange.header_works, check=exchange.check, group=group
-        )
+        return Handle(f"reduce-scatter of '{self._label}'", exchange, finish, group=group)
 
     def _launch_flat(self, rows: Tensor, mean: bool) -> Handle["Reduced"]:
         """By the backend's own reduce-scatter."""

@@ -105,9 +105,7 @@ def _swap(exchange: Exchange, into: Tensor, values: Tensor, peer: int) -> None:
 
 
 def _handle(exchange: Exchange, label: str, group: ShardGroup) -> Handle[None]:
-    what = f"all-reduce of '{label}'"
-    works = exchange.works
-    return Handle(what, works, lambda: None, header_works=exchange.header_works, check=exchange.check, group=group)
+    return Handle(f"all-reduce of '{label}'", exchange, lambda: None, group=group)
 
 
 def sum_in_pairs(parts: list[Tensor], *, mean: bool) -> Tensor:

@@ -63,10 +63,8 @@ def all_reduce(
         _record(label, group, num_bytes * len(group.peers), HEADER_BYTES * len(group.peers), is_check=is_check)
         return Handle(
             label,
-            exchange.works.works,
+            exchange.messages,
             lambda: _split(_combine(exchange.rows, op), sizes, shapes, home),
-            header_works=exchange.works.header_works,
-            check=exchange.works.check,
             group=group,
         )
     if arguments:
@@ -87,11 +85,11 @@ class _Sent:
 
     Args:
         rows: One per rank.
-        works: The messages.
+        messages: Theirs.
     """
 
     rows: Tensor
-    works: Exchange
+    messages: Exchange
 
 
 def _exchange_small(flat: Tensor, group: ShardGroup, label: str) -> _Sent:

@@ -199,7 +199,7 @@ class _Swap:
         self._parts = list(self._received.split(counts))
         self._group = group
         self._sent: list[Tensor] = []
-        self._exchange: Exchange | None = None
+        self._works: Exchange | list[Any]
         if group.is_direct:
             self._works = self._start_direct(nodes, label, tag)
         else:
@@ -210,9 +210,9 @@ class _Swap:
             own_sizes = [len(nodes) * part_bytes] * group.num_ranks
             self._works = group.all_to_all(out, sent, [count * part_bytes for count in counts], own_sizes)
 
-    def _start_direct(self, nodes: list[Tensor], label: str, tag: int) -> list[Any]:
+    def _start_direct(self, nodes: list[Tensor], label: str, tag: int) -> Exchange:
         group, rank = self._group, self._group.rank
-        exchange = self._exchange = Exchange(group, Kind.REDUCE, label, tag, self._received.nbytes)
+        exchange = Exchange(group, Kind.REDUCE, label, tag, self._received.nbytes)
         self._sent = nodes
         for peer in group.peers:
             for part in self._parts[peer]:
@@ -221,11 +221,11 @@ class _Swap:
                 exchange.send(node[peer], peer)
         for part, node in zip(self._parts[rank], nodes, strict=True):
             part.copy_(node[rank])
-        return exchange.works
+        return exchange
 
     def handle(self, what: str) -> Handle[None]:
         """To wait for."""
-        return _handle(what, self._exchange, self._works, self._group)
+        return Handle(what, self._works, lambda: None, group=self._group)
 
     def sums(self) -> list[Node[Tensor]]:
         """The nodes of all ranks, added as far as the tree allows."""
@@ -273,23 +273,16 @@ def _all_reduce(
     record("all_reduce", label, group.num_ranks, num_bytes * (len(nodes) + len(sums)), 0, headers)
     own = torch.stack([node.value for node in sums if node.value is not None])
     everyone = own.new_empty((group.num_ranks, *own.shape))
-    exchange: Exchange | None = None
+    works: Exchange | list[Any]
     if group.is_direct:
-        exchange = Exchange(group, Kind.GATHER, label, tag, everyone.nbytes)
+        works = exchange = Exchange(group, Kind.GATHER, label, tag, everyone.nbytes)
         for peer in group.peers:
             exchange.receive(everyone[peer], peer)
             exchange.send(own, peer)
         everyone[group.rank].copy_(own)
-        works = exchange.works
     else:
         ledger.note(group, Kind.GATHER, label, tag)
         works = group.all_gather(everyone.view(group.num_ranks, -1), own.view(-1))
-    yield _handle(f"all-reduce of '{label}'", exchange, works, group)
+    yield Handle(f"all-reduce of '{label}'", works, lambda: None, group=group)
     found = everyone.transpose(0, 1).reshape(len(sums), -1)[:, :numel]
     return [Node(node.start, node.size, row.clone()) for node, row in zip(sums, found, strict=True)]
-
-
-def _handle(what: str, exchange: Exchange | None, works: list[Any], group: ShardGroup) -> Handle[None]:
-    if exchange is None:
-        return Handle(what, works, lambda: None, group=group)
-    return Handle(what, works, lambda: None, header_works=exchange.header_works, check=exchange.check, group=group)

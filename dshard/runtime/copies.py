@@ -186,8 +186,7 @@ class Copies:
         if self._parts is not None and not self.are_there and self._are_fresh():
             self._gather_parts()
             return
-        self.wait()  # a stale gather under way: its messages must not pair with those of the next
-        self.drop()
+        self.discard()
         if self.is_primary:
             self.dtypes = self.unit.dtypes_to_gather()
         params, buckets = self.unit.params, self.buckets
@@ -352,6 +351,20 @@ class Copies:
         return all(map(is_, map(_SHARD_OF, self.unit.params), self._shards)) and (
             list(map(_VERSION_OF, self._shards)) == self._versions
         )
+
+    def discard(self) -> None:
+        """`drop`, also of a gather that is under way: the peers may want its messages, or be elsewhere by now."""
+        in_flight, self._in_flight = self._in_flight or (), None
+        while self._arrivals:
+            self._arrivals.pop().synchronize()
+        with outside_autograd():
+            for _, handle in in_flight:
+                gathered = handle.discard()
+                if gathered is not None and gathered.memory is not None:
+                    self._memories.append(gathered.memory)
+                del gathered
+        del in_flight
+        self.drop()
 
     def drop(self) -> None:
         """Let go of them and hand back their memory."""

@@ -39,6 +39,7 @@ class Reducer:
         self._open: dict[_Key, tuple[Unit, GradReduction]] = {}
         self._in_flight: list[GradReduction] = []
         self._before: frozenset[_Key] = frozenset()  # that were open when the backward began
+        self._sent_before: list[GradReduction] = []  # that were in flight then
         self._incomplete: list[GradReduction] = []  # that left in the backward that is running
         self._early: dict[Unit, set[_Key]] = {}  # that left because a gradient was read, ahead of the rest of the unit
         self._arrivals: dict[Unit, _Arrivals] = {}
@@ -220,11 +221,17 @@ class Reducer:
 
     def reset(self) -> None:
         """Drop gradients that have not left yet."""
+        for _, reduction in self._open.values():
+            reduction.take_back()
         self._open.clear()
         self._early.clear()
         self._arrivals.clear()
         self._incomplete.clear()
         self._slice = None
+
+    def forget_in_flight(self) -> None:
+        """Wait no more for what is in flight, ahead of what leaves later: peers may never have sent theirs."""
+        self._in_flight.clear()
 
     def forget(self, unit: Unit) -> None:
         """Drop what a unit has begun, whose gradients all are here or were dropped: it is to have other parameters."""
@@ -236,6 +243,7 @@ class Reducer:
         for _, reduction in self._open.values():
             reduction.forget_dropped()
         self._before = frozenset(self._open)
+        self._sent_before = list(self._in_flight)
 
     def forget_backward(self) -> None:
         """Drop what a backward that raised has left behind; what earlier micro-batches added up stays."""
@@ -248,6 +256,10 @@ class Reducer:
         for key, (unit, reduction) in list(self._open.items()):
             if not reduction.owes and (unit.reduces_now or key not in self._before):
                 del self._open[key]
+                reduction.take_back()
+        for reduction in [r for r in self._in_flight if r not in self._sent_before]:
+            self._in_flight.remove(reduction)
+            reduction.take_back()
 
     @property
     def complete(self) -> set[Unit]:

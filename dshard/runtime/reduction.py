@@ -151,6 +151,14 @@ class GradReduction:
         if self._reduced is not None:
             self._reduced.forget(self._slots.index(slot))
 
+    def take_back(self) -> None:
+        """Have the parameters have no gradients where those are what it was to reduce."""
+        unit = self._unit()
+        for slot, ref in self._cells.items() if unit is not None else ():
+            grad: Any = unit.params[slot].grad  # type: ignore[union-attr]
+            if isinstance(grad, ShardedTensor) and grad._cell is ref():
+                unit.params[slot].grad = None  # type: ignore[union-attr]
+
     def launch(self, *, owes: bool = False, joins: bool = True) -> None:
         """Start the reduce-scatter, once; what owes its all-reduce may be launched again.
 

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -14,6 +15,7 @@ from dshard.policies import Offload
 from dshard.runtime.budget import agreed_free_bytes
 from dshard.runtime.buffers import broadcast_buffers
 from dshard.runtime.gradients import hook_gradient
+from dshard.runtime.iteration import Iteration
 from dshard.runtime.lane import Lane
 from dshard.runtime.late import LateParameters
 from dshard.runtime.lifetimes import fit_into, is_next, reshards
@@ -75,6 +77,7 @@ class Runtime:
         self._end: Callable[[], _End | None] = lambda: None  # of the backward that runs
         self._nested: set[Unit] = set()  # whose first gradient came in a backward within the one that runs
         self.watches = InputWatches()
+        self._iteration = Iteration()
         self._lanes: dict[tuple[Offload, bool], Lane] = {}
 
     @property
@@ -224,7 +227,7 @@ class Runtime:
             if self.backward_task == -1 or outer is None:
                 end = _End(self, task)
                 self._forget_failed_backward()
-                self._end = weakref.ref(end)
+                self._end = weakref.ref(end, partial(_on_backward_gone, weakref.ref(self)))
                 if self.announce is not None:
                     self.announce(Phase.BACKWARD)
                 self._begin(Phase.BACKWARD)
@@ -254,6 +257,12 @@ class Runtime:
             if self.virtual is not None:
                 self.virtual.has_failed = self.virtual.is_open
 
+    def on_failed_backward(self) -> None:
+        """A backward has ended with an exception: leave the step."""
+        if self.backward_task != -1:
+            self._iteration.leave("an exception in its backward", groups_of(self.units), is_torn=True)
+            self._forget_failed_backward()
+
     def _begin(self, phase: Phase) -> None:
         """A phase starts: what was gathered ahead in the last one was not used in it."""
         for unit in list(self._ahead):
@@ -265,24 +274,30 @@ class Runtime:
         self.backward_task, self._frozen = -1, None
         self.watches.forget(self.units)
         self.schedule.end()
-        complete = self.reducer.complete
+        complete, groups = self.reducer.complete, groups_of(self.units)
         try:
             self.reducer.end_backward()
             spared = self._needs.learn(complete)
             if spared:
                 self.schedule.leave_out(Phase.BACKWARD, spared)
             # Only what this backward did: ranks may differ in how many backwards without communication they run.
-            settle([group for group in groups_of(self.units) if num_noted(group) > self._noted.get(group.name, 0)])
+            settle([group for group in groups if num_noted(group) > self._noted.get(group.name, 0)])
             if self.reducer.check is not None:
                 own = {p._group.full_name: p._group for unit in self.units for p in unit.params}
                 self.reducer.check.settle(list(own.values()))
+            self._iteration.end_backward(groups)
+        except BaseException as error:
+            self._iteration.leave(error, groups, is_torn=True)
+            self.reducer.forget_backward()
+            raise
         finally:
             for unit in list(self._gathered):
                 if unit.settings.reshard_after_backward:
                     unit.free()
 
     def reset(self) -> None:
-        """Forget a forward or backward that an exception ended: free all copies, drop gradients that are under way."""
+        """Leave a step that an exception ended: free all copies, drop gradients that are under way."""
+        self._iteration.leave("a call of reset_iter_state", groups_of(self.units), is_torn=True)
         self.backward_task, self._frozen = -1, None
         self.watches.forget(self.units)
         self.schedule.end()
@@ -319,9 +334,9 @@ class Runtime:
 
     def enter_forward(self, unit: Unit) -> None:
         """A module of `unit` starts its forward."""
-        check_interrupted(None, unit.params)
         if self.root is not None and self.root in unit.modules and not unit.num_active and not in_backward():
             self._start_forward(self.root)
+        check_interrupted(None, unit.params)
         unit.num_active += 1
         if unit.extensions is not None and not unit.extensions.are_met:
             unit.copies.gather()  # what its parameters are gathered as decides of what class their views are
@@ -334,6 +349,8 @@ class Runtime:
         if self.announce is not None:
             self.announce(phase)
         self._begin(phase)
+        self._begin_iteration(root)
+        check_interrupted(None, [param for unit in self.units for param in unit.params])
         self.pool.mark()
         settle(groups_of(self.units), _MAX_UNSETTLED)
         if torch.is_grad_enabled():
@@ -346,6 +363,30 @@ class Runtime:
                 broadcast_buffers(sync.modules, group_of(sync.mesh))
             if self.settings.memory_budget == "auto" and self.schedule.knows(Phase.BACKWARD):
                 self.change(memory_budget=agreed_free_bytes(self.units))
+
+    def _begin_iteration(self, root: nn.Module) -> None:
+        is_training = root.training and torch.is_grad_enabled() and not any(unit.num_pins for unit in self.units)
+        gathers = not all(unit.is_whole for unit in self.units)
+        was_quiet = any(unit.was_quiet for unit in self.units)
+        is_quiet = any(not unit.settings.requires_sync for unit in self.units)
+        groups = groups_of(self.units)
+        if self._iteration.begin(
+            groups, is_training=is_training, gathers=gathers, was_quiet=was_quiet, is_quiet=is_quiet
+        ):
+            self._forget_order()
+        for unit in self.units:
+            unit.was_quiet = False
+
+    def _forget_order(self) -> None:
+        """Begin as the first step did: how far the last one came, and what it left behind, may differ between ranks."""
+        self.schedule.forget()
+        self._needs.forget()
+        self.watches.forget(self.units)
+        self.reducer.forget_in_flight()
+        for unit in self.units:
+            unit.restart_deferral()
+            unit.free()
+        self.schedule.begin(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVAL)
 
     def enter_graph(self, unit: Unit) -> None:
         """A graph uses `unit`: it is kept, if it is to stay until backward; else the next one's use frees it."""
@@ -363,6 +404,8 @@ class Runtime:
         if in_backward():
             return  # a checkpoint's second forward: the backward that follows uses the unit at once
         is_root, budget = module is self.root, self.settings.memory_budget
+        if is_root and not unit.num_active:
+            self._iteration.end_forward(groups_of(self.units))
         for candidate in list(self._gathered) if is_root else [unit]:
             if candidate.num_active or (candidate is unit and module is not unit.modules[-1]):
                 continue
@@ -372,6 +415,13 @@ class Runtime:
                 candidate.reshard()
         if isinstance(budget, int) and torch.is_grad_enabled():
             fit_into(budget, self._gathered, self._ahead, self.schedule)
+
+
+def _on_backward_gone(runtime: "weakref.ref[Runtime]", _: object) -> None:
+    """Autograd has let go of what it was to call at the end of a backward."""
+    known = runtime()
+    if known is not None:
+        known.on_failed_backward()
 
 
 class _End:

@@ -263,7 +263,9 @@ class FirstSlice:
             return
         (part, _, handle), self._started = self._started, None
         self._unit.slice_bytes -= part.num_bytes
-        memory = handle.wait().memory
+        gathered = handle.discard()
+        memory = gathered.memory if gathered is not None else None
+        del gathered, handle
         if memory is not None:
             self._unit.observer.pool.give(memory)
 

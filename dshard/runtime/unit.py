@@ -74,6 +74,7 @@ class Unit:
         self.num_active = 0  # forwards of its modules that are running
         self.num_pins = 0  # open `gathered` scopes
         self.is_requested = False  # by `unshard`, to stay until it was used
+        self.was_quiet = False  # since the last forward began, without synchronization for some time
         self.num_watched = 0  # inputs of its modules whose gradients will tell that backward has passed
         self.is_unwatched = False  # whether a module of it ran without such an input
         self.first_slice: Any = None  # of its parameter, which may be gathered ahead
@@ -246,12 +247,15 @@ class Unit:
             self.first_slice.drop()
         if self.num_pins or not (self.is_gathered or self.copies.have_parts):
             return
-        self.wait()
-        self.copies.drop()
+        self.copies.discard()
         if self.exact is not self.copies:
-            self.exact.drop()
+            self.exact.discard()
         self.is_requested = False
         self.observer.on_free(self)
+
+    def restart_deferral(self) -> None:
+        """Forget how many backwards make a step."""
+        self.deferral = _deferral_of(self.settings)
 
     @property
     def reduces_now(self) -> bool:
@@ -275,6 +279,7 @@ class Unit:
     def change(self, **changes: Any) -> None:
         """Choose otherwise, by the names of `UnitSettings`; what a strategy or other collectives need is made anew."""
         before, self.settings = self.settings, replace(self.settings, **changes)
+        self.was_quiet |= self.settings.requires_sync and not before.requires_sync
         if before.strategy != self.settings.strategy:
             self.deferral = _deferral_of(self.settings)
         if before.comms != self.settings.comms:
