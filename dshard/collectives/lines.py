@@ -9,7 +9,7 @@ all groups, and goes on to a number that is above those of all forwards that oth
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +52,7 @@ class Line:
         self.process_group = weakref.ref(group.process_group)
         self.number = 0  # of the step
         self.is_claimed = False  # whether the step of that number has begun
+        self.companions = frozenset([group.name])  # groups of the model whose forward began it
         self.num_started = 0  # collectives so far
         self.is_torn = False  # whether a rank has left the step within its forward or backward
         self._end: float = math.inf  # how many had started when its backward ended
@@ -164,15 +165,17 @@ def line_of(group: ShardGroup) -> Line:
     return line
 
 
-def begin(groups: Iterable[ShardGroup], *, is_new: bool = True) -> None:
+def begin(groups: Sequence[ShardGroup], *, is_new: bool = True) -> None:
     """A step of some groups and their replicas begins, by a call that all ranks make alike. Communicates nothing.
 
     Args:
         groups: Each once.
         is_new: Whether it is another one where the last was begun and not left.
     """
-    for group in groups:
-        line_of(group).begin(is_new=is_new)
+    lines = {group.name: line_of(group) for group in groups}
+    for line in lines.values():
+        line.begin(is_new=is_new)
+        line.companions = frozenset(lines)
 
 
 def num_started(groups: Iterable[ShardGroup]) -> int:
@@ -210,6 +213,8 @@ def give_up(why: str, torn: Iterable[ShardGroup] = (), *, line: Line | None = No
         num_epochs = towards // _EPOCH - line.number // _EPOCH
         num_forwards = 1  # a peer may be met at a later forward of its step
     lines = {name: each for name, each in _LINES.items() if each.is_claimed and each.process_group() is not None}
+    if line is not None and not num_epochs:  # the peer's other models are in the steps that they were in
+        lines = {name: each for name, each in lines.items() if name in line.companions}
     if lines:
         tell_why(why, {name: each.after(num_epochs, num_forwards) for name, each in lines.items()})
     for each in lines.values():

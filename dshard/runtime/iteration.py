@@ -8,7 +8,11 @@ peers that wait for it need not wait for its next forward.
 import sys
 from collections.abc import Sequence
 
+import torch
+from torch import nn
+
 from dshard.collectives import ShardGroup, begin, end, give_up, is_torn, num_started
+from dshard.runtime.unit import Unit, groups_of
 
 __all__ = ["Iteration"]
 
@@ -26,30 +30,27 @@ class Iteration:
         self._is_shared = False  # whether the forward is one that all ranks run
         self._handled = 0  # identity of the exception that the program was handling when the forward began
 
-    def begin(
-        self, groups: Sequence[ShardGroup], *, is_training: bool, gathers: bool, was_quiet: bool, is_quiet: bool
-    ) -> bool:
+    def begin(self, root: nn.Module, units: Sequence[Unit]) -> bool:
         """A forward begins a step; gives whether the last one was left within its forward or backward.
 
         The last one counts if anything came of it, or if no backward followed. The latter may mean an exception in
-        between, of which nothing is known here: a loss. Ranks may run forwards and backwards by themselves where
-        nothing is gathered and gradients are not reduced.
-
-        Args:
-            groups: The ranks of the model.
-            is_training: Whether a backward is to follow.
-            gathers: Whether the forward itself communicates.
-            was_quiet: Whether gradients were not to be synchronized for some time since the last forward.
-            is_quiet: Whether they are not to be now.
+        between, of which nothing is known here: a loss. Ranks may run forwards by themselves where nothing is
+        gathered, and backwards where gradients are not reduced.
         """
+        groups = groups_of(units)
+        is_training = root.training and torch.is_grad_enabled() and not any(unit.num_pins for unit in units)
+        gathers = not all(unit.is_whole for unit in units if unit.params)
+        was_quiet = self._is_quiet or any(unit.was_quiet for unit in units)
+        self._is_quiet = any(not unit.settings.requires_sync for unit in units)
+        for unit in units:
+            unit.was_quiet = False
         self._num_forwards += int(self._awaits_backward)
-        was_quiet, self._is_quiet = was_quiet or self._is_quiet, is_quiet
         if self._awaits_backward and self._num_forwards > self._num_expected and not was_quiet:
             self.leave("no backward followed its forward", groups)
         is_left = is_torn(groups)
         begin(groups, is_new=self._awaits_backward or num_started(groups) != self._num_started)
         self._num_started = num_started(groups)
-        self._awaits_backward, self._is_shared = is_training, is_training or gathers
+        self._awaits_backward, self._is_shared = is_training and gathers, is_training or gathers
         handled = sys.exc_info()[1]
         self._handled = id(handled) if handled is not None else 0
         return is_left

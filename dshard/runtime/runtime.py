@@ -20,9 +20,9 @@ from dshard.runtime.lane import Lane
 from dshard.runtime.late import LateParameters
 from dshard.runtime.lifetimes import fit_into, is_next, reshards
 from dshard.runtime.needs import Needs
-from dshard.runtime.recompute import Regions
 from dshard.runtime.reducer import Reducer
 from dshard.runtime.reduction import GradReduction
+from dshard.runtime.running import Running
 from dshard.runtime.schedule import Phase, Schedule
 from dshard.runtime.settings import ModelSettings
 from dshard.runtime.standins import check_interrupted
@@ -30,14 +30,13 @@ from dshard.runtime.unit import Unit, groups_of
 from dshard.runtime.virtual import VirtualRanks
 from dshard.runtime.watches import InputWatches, in_backward
 from dshard.tensor.meshes import group_of
-from dshard.tensor.mixed import note_forward
 
 __all__ = ["Runtime"]
 
 _MAX_UNSETTLED = 1000  # collectives of forwards alone, after which ranks compare what they did
 
 
-class Runtime:
+class Runtime(Running):
     """Shared by all units of a model.
 
     A unit whose module runs is in use from the start of that module's forward to its end. A unit that is touched
@@ -48,7 +47,7 @@ class Runtime:
     """
 
     def __init__(self) -> None:
-        self.units: list[Unit] = []
+        super().__init__()
         self.root: nn.Module | None = None
         self.reducer = Reducer()
         self.pool = BufferPool()
@@ -65,12 +64,6 @@ class Runtime:
         self._ahead: dict[Unit, None] = {}  # gathered ahead, and not touched since
         self._loose: Unit | None = None  # gathered outside of a forward
         self._frozen: Unit | None = None  # gathered in backward, takes no gradient
-        self.num_running = 0  # forwards of modules, nested ones too
-        self.regions = Regions()
-        self.is_autocasting = False
-        self._num_told = 0  # of them, to parameters under mixed precision
-        self._is_mixed: bool | None = None  # as soon as it is asked for
-        self._device_type = "cpu"
         self.backward_task = -1
         self.used_in_graph: tuple[int, Unit | None] = -1, None
         self._noted: dict[str, int] = {}  # of each group, entries of the ledger when the backward began
@@ -195,10 +188,6 @@ class Runtime:
         """Drop what a unit has begun to reduce of gradients that were dropped since: they would be as they were."""
         self.reducer.forget(unit)
 
-    def on_dtypes(self) -> None:
-        """Forwards compute with some parameters in other dtypes from now on: ask anew whether any is mixed."""
-        self._is_mixed = None
-
     def on_read(self, reduction: GradReduction) -> None:
         """Have all of a unit leave with a gradient that is read outside of a backward, whose end would do it."""
         if self.backward_task == -1:
@@ -307,31 +296,6 @@ class Runtime:
             unit.num_active = 0
             unit.free()
 
-    def note_running(self, change: int) -> None:
-        """A forward of a module starts, or ends: `change` is 1 or -1."""
-        num_running = self.num_running + change
-        if self._is_mixed is False and num_running >= 0:
-            self.num_running = num_running
-            self.is_autocasting = num_running > 0 and torch.is_autocast_enabled(self._device_type)
-        else:
-            self._set_running(max(0, num_running))
-
-    def _set_running(self, num_running: int) -> None:
-        if self._is_mixed is None:
-            self._is_mixed = any(unit.is_mixed for unit in self.units)
-            self._device_type = next((p._group.device_type for unit in self.units for p in unit.params), "cpu")
-        told = num_running if self._is_mixed else 0
-        if not self._num_told and told:
-            self.regions.begin()
-        elif not told:
-            self.regions.end()
-        if told != self._num_told:
-            note_forward(told - self._num_told)
-            self._num_told = told
-        self.num_running = num_running
-        # Asked here, for within the operations that it casts for, autocast says that it is off.
-        self.is_autocasting = self.num_running > 0 and torch.is_autocast_enabled(self._device_type)
-
     def enter_forward(self, unit: Unit) -> None:
         """A module of `unit` starts its forward."""
         if self.root is not None and self.root in unit.modules and not unit.num_active and not in_backward():
@@ -349,7 +313,8 @@ class Runtime:
         if self.announce is not None:
             self.announce(phase)
         self._begin(phase)
-        self._begin_iteration(root)
+        if self._iteration.begin(root, self.units):
+            self._forget_order()
         check_interrupted(None, [param for unit in self.units for param in unit.params])
         self.pool.mark()
         settle(groups_of(self.units), _MAX_UNSETTLED)
@@ -363,19 +328,6 @@ class Runtime:
                 broadcast_buffers(sync.modules, group_of(sync.mesh))
             if self.settings.memory_budget == "auto" and self.schedule.knows(Phase.BACKWARD):
                 self.change(memory_budget=agreed_free_bytes(self.units))
-
-    def _begin_iteration(self, root: nn.Module) -> None:
-        is_training = root.training and torch.is_grad_enabled() and not any(unit.num_pins for unit in self.units)
-        gathers = not all(unit.is_whole for unit in self.units)
-        was_quiet = any(unit.was_quiet for unit in self.units)
-        is_quiet = any(not unit.settings.requires_sync for unit in self.units)
-        groups = groups_of(self.units)
-        if self._iteration.begin(
-            groups, is_training=is_training, gathers=gathers, was_quiet=was_quiet, is_quiet=is_quiet
-        ):
-            self._forget_order()
-        for unit in self.units:
-            unit.was_quiet = False
 
     def _forget_order(self) -> None:
         """Begin as the first step did: how far the last one came, and what it left behind, may differ between ranks."""
