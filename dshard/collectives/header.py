@@ -22,7 +22,7 @@ class Kind(enum.IntEnum):
     GATHER = 0
     REDUCE = 1
     COMBINE = 2
-    GAVE_UP = 3  # of nothing: the rank has left its step; the number is that of its next one
+    GAVE_UP = 3  # of nothing: the rank has left a step, which the tag names; the number is that of its next one
 
     @property
     def text(self) -> str:

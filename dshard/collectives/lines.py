@@ -131,9 +131,10 @@ class Line:
                 return row
             heard = read(row)
             if heard.number > said.number:
-                if said.number == self.number:
-                    self.is_torn |= heard.kind == Kind.GAVE_UP and bool(heard.tag)
-                said.beyond = max(said.beyond, heard.number)
+                left, is_torn = divmod(heard.tag, 2) if heard.kind == Kind.GAVE_UP else (said.number, 0)
+                if said.number == self.number == left:
+                    self.is_torn |= bool(is_torn)
+                said.beyond = max(said.beyond, left if left > said.number else heard.number)
                 return None  # it stays, for a later collective of this rank
             posted.popleft()
             if heard.number == said.number and heard.kind != Kind.GAVE_UP:
@@ -145,11 +146,11 @@ class Line:
 
     def leave(self, num_epochs: int, num_forwards: int) -> None:
         """Leave the step for another one, and say so."""
-        group = self.process_group()
+        group, left = self.process_group(), self.number
         self.number = self.after(num_epochs, num_forwards)
         self.is_claimed = False
         if self._is_direct and group is not None:
-            said = header(Kind.GAVE_UP, "", int(self.is_torn), self.number)
+            said = header(Kind.GAVE_UP, "", 2 * left + int(self.is_torn), self.number)
             for peer in self._posted:
                 self.keep(peer, self.num_started, said, _c10d.send(said, peer, _c10d.HEADERS, group))
 

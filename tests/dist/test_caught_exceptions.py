@@ -282,3 +282,8 @@ def test_groups_of_other_models_stay_together_when_a_rank_is_found_a_forward_ahe
     check(worlds, 4, Case(("full",) * DEPTH, 1, False, 1, {0: ("save", 0, 0, (3,))}))
     check(worlds, 4, Case(("full",) * DEPTH, 1, False, 1, {0: ("forward", 0, 0, (3,))}))
     check(worlds, 4, Case(("full",) * DEPTH, 1, False, 2, {}))
+
+
+def test_a_step_left_unseen_and_the_next_one_left_at_once_are_two(worlds: WorldPool):
+    check(worlds, 2, Case(("full",) * DEPTH, 1, False, 1, {0: ("clip", 0, 0, (0,)), 1: ("forward", 0, 0, (0, 1))}))
+    check(worlds, 3, Case(("full",) * DEPTH, 1, False, 1, {0: ("save", 0, 0, (0,)), 1: ("forward", 0, 0, (0,))}))
