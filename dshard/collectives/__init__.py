@@ -14,7 +14,7 @@ from dshard.collectives.exact import exact_norm
 from dshard.collectives.gather import Gathered, all_gather
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.ledger import num_noted, settle
-from dshard.collectives.lines import begin, end, give_up, is_torn, num_started
+from dshard.collectives.lines import announce, begin, end, epoch_of, give_up, is_torn, withdraw
 from dshard.collectives.memory import Buffer, BufferPool, is_storage_held
 from dshard.collectives.parts import all_to_all
 from dshard.collectives.plan import GatherPlan, SendRow, shard_of
@@ -52,10 +52,12 @@ __all__ = [
     "all_reduce",
     "all_reduce_row",
     "all_to_all",
+    "announce",
     "begin",
     "broadcast",
     "default_backend",
     "end",
+    "epoch_of",
     "exact_norm",
     "give_up",
     "group_named",
@@ -64,11 +66,11 @@ __all__ = [
     "is_torn",
     "nodes_between",
     "num_noted",
-    "num_started",
     "settle",
     "shard_of",
     "timeout_of",
     "with_comms",
+    "withdraw",
     "world_size",
 ]
 

@@ -150,6 +150,11 @@ def limit_of(group: ProcessGroup) -> tuple[timedelta, ...]:
     return (timeout,) if timeout is not None else ()
 
 
+def world_of(group: ProcessGroup) -> ProcessGroup:
+    """The default process group, or this one where there is none."""
+    return dist.distributed_c10d._get_default_group() if dist.is_initialized() else group
+
+
 def take_timeout(group: ProcessGroup) -> None:
     """Give a group that waits as long as torch lets any, for nobody could say, the default process group's timeout.
 

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import Work
 from dshard.collectives.group import ShardGroup
-from dshard.collectives.header import Kind, check_headers, header
-from dshard.collectives.lines import give_up, line_of
+from dshard.collectives.header import Kind, check_headers, header, read
+from dshard.collectives.lines import follow, line_of
 from dshard.collectives.lost import is_symptom
 from dshard.collectives.stalls import failure
 from dshard.collectives.whys import told_by
@@ -59,11 +59,11 @@ class Exchange:
     def __init__(self, group: ShardGroup, kind: Kind, label: str, tag: int, sizes: int) -> None:
         self._group, self._kind, self._label = group, kind, label
         self._line = line_of(group)
-        self.number = self._line.number
+        self.number = self._line.note()
         self._channel = zlib.crc32(f"{int(kind)} {label} {sizes} {tag} {self.number}".encode()) & 0x3FFFFFFF
         self.own = header(kind, label, tag, self.number)
         self.sent: dict[int, Work] = {}
-        self.heard: dict[int, Tensor | None] = {}
+        self.heard: dict[int, Tensor] = {}
         self.is_heard, self.place, self.beyond = False, 0, 0
         self._works: list[tuple[int, Work]] = []
         self._start(lambda: self._line.start(self, group.process_group))
@@ -111,7 +111,7 @@ class Exchange:
             return
         error, why = self._explained()
         if self.number == self._line.number:
-            give_up(why, line=self._line, towards=self.beyond)
+            follow(self._line, self.beyond, why)
         raise error
 
     def leave(self) -> bool:
@@ -130,8 +130,7 @@ class Exchange:
 
     def _is_with(self, peer: int) -> bool:
         """Whether a peer means the same, and is ready for the messages."""
-        said = self.heard[peer]
-        return said is not None and torch.equal(said, self.own)
+        return torch.equal(self.heard[peer], self.own)
 
     def _end(self) -> None:
         """Wait for what is under way between this rank and those that mean the same."""
@@ -151,21 +150,28 @@ class Exchange:
 
     def _explained(self) -> tuple[DivergenceError, str]:
         """What to raise where ranks are apart, and what to tell those that wait for this one."""
-        gone = [peer for peer, said in self.heard.items() if said is None]
-        if gone:
-            rank, why = told_by(gone[0], self._group.process_group, self.beyond)
-            what = f" ({why})." if why else " and is at another forward."
-            text = (
-                f"'{self._label}': all ranks must go through a step together, but rank {rank} has left it{what} Leave "
-                "it on this rank, too: catch this error, call zero_grad() and go on with the next batch, as that rank "
-                "does."
-            )
-            error = DivergenceError(text)
-            error.left_step = True
-            return error, why or f"rank {rank} has left it"
+        for peer, row in self.heard.items():
+            if read(row).number > self.number:
+                return self._left(peer, row)
         rows = [self.heard.get(rank, self.own) for rank in range(self._group.num_ranks)]
         try:
-            check_headers(torch.stack([row for row in rows if row is not None]), self.own, self._kind, self._label)
+            check_headers(torch.stack(rows), self.own, self._kind, self._label)
         except DivergenceError as differing:
             return differing, str(differing)
         raise AssertionError("ranks are apart whose headers are equal")
+
+    def _left(self, peer: int, row: Tensor) -> tuple[DivergenceError, str]:
+        """Of a peer that is in a later step."""
+        heard = read(row)
+        is_end = heard.kind == Kind.GAVE_UP and heard.tag <= self.number
+        rank, why = told_by(peer, self._group.process_group, heard.number if is_end else -1)
+        if why:
+            text = f"has left it ({why}). Leave it on this rank, too: catch this error, call zero_grad() and go on with"
+            text += " the next batch, as that rank does."
+        else:
+            at = "" if heard.kind == Kind.GAVE_UP else f", at {heard.what}"
+            text = f"is at another forward{at}, and has told of no exception. If there was one, catch this error, call"
+            text += " zero_grad() and go on with the next batch; else look for a branch on rank-local data."
+        error = DivergenceError(f"'{self._label}': all ranks must go through a step together, but rank {rank} {text}")
+        error.left_step = True
+        return error, why or f"rank {rank} was at another forward"

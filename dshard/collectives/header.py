@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dshard.errors import DivergenceError
 
-__all__ = ["HEADER_BYTES", "Kind", "check_headers", "header", "read"]
+__all__ = ["HEADER_BYTES", "Heard", "Kind", "check_headers", "header", "read"]
 
 HEADER_BYTES = 64
 _FORMAT = "<qqQB39s"  # a checksum of kind and label, a tag, the number of the step, the kind, and the end of the label
@@ -22,7 +22,7 @@ class Kind(enum.IntEnum):
     GATHER = 0
     REDUCE = 1
     COMBINE = 2
-    GAVE_UP = 3  # of nothing: the rank has left a step, which the tag names; the number is that of its next one
+    GAVE_UP = 3  # of nothing: the rank has left a step, whose number is the tag, for another one
 
     @property
     def text(self) -> str:
@@ -45,6 +45,16 @@ class Heard(NamedTuple):
     number: int
     kind: int
     name: bytes
+
+    @property
+    def what(self) -> str:
+        """For messages: the kind, and of which unit."""
+        return f"{Kind(self.kind).text} '{self.text}'"
+
+    @property
+    def text(self) -> str:
+        """The end of the unit's label."""
+        return self.name.rstrip(b"\0").decode(errors="replace")
 
 
 def read(header: Tensor) -> Heard:
@@ -71,18 +81,17 @@ def check_headers(headers: Tensor, own: Tensor, kind: Kind, label: str) -> None:
     if bool((headers == own).all()):
         return
     rank = next(r for r in range(headers.shape[0]) if not torch.equal(headers[r], own))
-    crc, _, number, other_kind, name = read(headers[rank])
-    if crc != _checksum(kind, label.encode()):
-        text = name.rstrip(b"\0").decode(errors="replace")
-        _check_arguments(label, text, rank)
-        other = "" if other_kind == kind else f"{Kind(other_kind).text} "
-        mine = "" if other_kind == kind else f", this one at {kind.text} '{label}'"
+    heard = read(headers[rank])
+    if heard.checksum != _checksum(kind, label.encode()):
+        _check_arguments(label, heard.text, rank)
+        other = f"'{heard.text}'" if heard.kind == kind else heard.what
+        mine = "" if heard.kind == kind else f", this one at {kind.text} '{label}'"
         raise DivergenceError(
             f"'{label}': all ranks must communicate about the same thing at the same time, but rank {rank} is at "
-            f"{other}'{text}'{mine}. Make every rank run the same modules and read the same values in the same order; "
-            "look for a branch on rank-local data."
+            f"{other}{mine}. Make every rank run the same modules and read the same values in the same order; "
+            "look for a branch on rank-local data, or an exception that one rank alone has caught."
         )
-    if number != read(own).number:
+    if heard.number != read(own).number:
         raise DivergenceError(
             f"'{label}': all ranks must be in the same step, but rank {rank} is in another one than this. Give all "
             "ranks as many batches; after an exception on one rank, end the program on all of them and load a "

@@ -1,12 +1,11 @@
 """What ranks say ahead of their collectives, in the order in which they say it: how those that left a step are found.
 
-Each forward of a model begins a step, and steps of a process group are numbered. The number travels in every header. A
-rank that meets a higher one than its own learns that a peer has left its step, and goes on to that one; a rank that
-meets a lower one reads on, for its peer is on the way. Where a rank knows that it leaves a step, it says so at once, in
-all groups, and goes on to a number that is above those of all forwards that others may run by then.
+Each header has the number of the step that its rank is in: which of those since ranks last left one, and how often they
+have. A rank that meets a higher number than its own learns that a peer has left the step, and leaves it, too; a rank
+that meets a lower one reads on, for its peer is on the way. docs/design/0005-steps-that-are-left.md has the rules, and
+what follows from them.
 """
 
-import math
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -18,12 +17,24 @@ from torch import Tensor
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup, Work
 from dshard.collectives.group import ShardGroup
-from dshard.collectives.header import HEADER_BYTES, Kind, header, read
+from dshard.collectives.header import HEADER_BYTES, Heard, Kind, header, read
 from dshard.collectives.whys import tell_why
 
-_EPOCH = 1 << 32  # numbers of forwards, from one step that was left to the next
+_EPOCH = 1 << 32  # numbers of steps, from one that was left to the next
 
-__all__ = ["Line", "Said", "begin", "end", "give_up", "is_torn", "line_of", "num_started"]
+__all__ = [
+    "Line",
+    "Said",
+    "announce",
+    "begin",
+    "end",
+    "epoch_of",
+    "follow",
+    "give_up",
+    "is_torn",
+    "line_of",
+    "withdraw",
+]
 
 
 class Said(Protocol):
@@ -33,12 +44,20 @@ class Said(Protocol):
     place: int  # among all of the group
     own: Tensor  # its header
     sent: dict[int, Work]  # the header's way to each peer
-    heard: dict[int, Tensor | None]  # the header of each peer; None of one that has left the step
+    heard: dict[int, Tensor]  # what each peer is at: another step, if it has left this one
     is_heard: bool  # of all of them
-    beyond: int  # the highest number of a step that a peer has gone on to, if one has
+    beyond: int  # the number of the step to go on to, where a peer has left this one
 
     def note_heard(self) -> None:
         """All peers were heard."""
+
+
+class _World:
+    """Where this rank is, among the ranks of one default process group."""
+
+    def __init__(self) -> None:
+        self.epoch = 0  # how often steps were left
+        self.is_fresh = True  # whether nothing was begun since
 
 
 class Line:
@@ -46,16 +65,21 @@ class Line:
 
     Args:
         group: The process group, which is not kept alive.
+        world: Of all groups of the program.
     """
 
-    def __init__(self, group: ShardGroup) -> None:
+    def __init__(self, group: ShardGroup, world: _World) -> None:
         self.process_group = weakref.ref(group.process_group)
-        self.number = 0  # of the step
-        self.is_claimed = False  # whether the step of that number has begun
-        self.companions = frozenset([group.name])  # groups of the model whose forward began it
-        self.num_started = 0  # collectives so far
-        self.is_torn = False  # whether a rank has left the step within its forward or backward
-        self._end: float = math.inf  # how many had started when its backward ended
+        self.world = world
+        self.number = world.epoch * _EPOCH  # of the step
+        self.companions = frozenset([group.name])  # groups of the model whose step it is
+        self.is_torn = (
+            False  # whether that model's step was left within its forward or backward, for one that others run
+        )
+        self._is_fresh = True  # whether the step has not begun
+        self._is_open = False  # whether it has, and its forward or backward has not ended
+        self._is_due = False  # whether the next collective is the first of another step
+        self._num_started = 0  # collectives so far
         self._is_direct = group.is_direct
         self._waiting: deque[Said] = deque()  # not heard of yet, in order
         self._posted: dict[int, deque[list[Any]]] = {
@@ -63,26 +87,37 @@ class Line:
         }  # [header, what to wait for]
         self._unread: list[tuple[int, int, Tensor, Work]] = []  # headers on their way, of steps that were left
 
-    def begin(self, *, is_new: bool) -> None:
+    def announce(self, companions: frozenset[str]) -> None:
+        """A model is about to run: the next collective is the first of its step."""
+        self._is_due, self.companions = True, companions
+
+    def begin(self) -> None:
         """A step begins."""
-        if self.is_claimed and is_new:
+        if not self._is_fresh:
             self.number += 1
-        self.is_claimed, self.is_torn, self._end = True, False, math.inf
+        self._is_due, self._is_fresh, self._is_open, self.is_torn = False, False, True, False
+        self.world.is_fresh = False
+
+    def withdraw(self) -> bool:
+        """The model runs no more; gives whether there was no collective."""
+        was_due, self._is_due = self._is_due, False
+        return was_due
 
     def end(self) -> None:
-        """The backward of the step has ended on this rank, its reductions maybe not."""
-        self._end = self.num_started
+        """The forward or backward that the step is of has ended."""
+        self._is_open = False
 
     def note(self) -> int:
         """A collective starts; gives the number of the step."""
-        self.is_claimed = True
-        self.num_started += 1
+        if self._is_due:
+            begin(self.companions)
+        self._is_fresh = self.world.is_fresh = False
+        self._num_started += 1
         return self.number
 
     def start(self, said: Said, group: ProcessGroup) -> None:
         """Say a header to the peers, and be ready for theirs."""
-        self.note()
-        said.place = self.num_started
+        said.place = self._num_started
         self._waiting.append(said)
         for peer, posted in self._posted.items():
             if len(posted) < len(self._waiting):
@@ -95,9 +130,7 @@ class Line:
             said = self._waiting[0]
             for peer in self._posted:
                 if peer not in said.heard:
-                    found = said.heard[peer] = self._next(peer, said, group)
-                    if found is None and said.number == self.number:
-                        self.is_torn |= said.place <= self._end
+                    said.heard[peer] = self._next(peer, said, group)
             self._waiting.popleft()
             said.is_heard = True
             said.note_heard()
@@ -116,8 +149,8 @@ class Line:
         row = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         posted.append([row, _c10d.receive(row, peer, _c10d.HEADERS, group)])
 
-    def _next(self, peer: int, said: Said, group: ProcessGroup) -> Tensor | None:
-        """What a peer says of a collective; None if it has left that step."""
+    def _next(self, peer: int, said: Said, group: ProcessGroup) -> Tensor:
+        """What a peer says of a collective, or of a later step."""
         posted = self._posted[peer]
         while True:
             if not posted:
@@ -130,96 +163,137 @@ class Line:
                 posted.popleft()
                 return row
             heard = read(row)
-            if heard.number > said.number:
-                left, is_torn = divmod(heard.tag, 2) if heard.kind == Kind.GAVE_UP else (said.number, 0)
-                if said.number == self.number == left:
-                    self.is_torn |= bool(is_torn)
-                said.beyond = max(said.beyond, left if left > said.number else heard.number)
-                return None  # it stays, for a later collective of this rank
+            if heard.number > said.number:  # it stays, for a later collective of this rank
+                said.beyond = max(said.beyond, _goal(heard, said.number))
+                return row
             posted.popleft()
             if heard.number == said.number and heard.kind != Kind.GAVE_UP:
                 return row
 
-    def after(self, num_epochs: int, num_forwards: int) -> int:
-        """The number of a step further on."""
-        return (self.number // _EPOCH + num_epochs) * _EPOCH if num_epochs else self.number + num_forwards
-
-    def leave(self, num_epochs: int, num_forwards: int) -> None:
+    def leave(self, number: int) -> None:
         """Leave the step for another one, and say so."""
         group, left = self.process_group(), self.number
-        self.number = self.after(num_epochs, num_forwards)
-        self.is_claimed = False
+        self.number = number
+        self._is_fresh, self._is_open, self._is_due = True, False, False
         if self._is_direct and group is not None:
-            said = header(Kind.GAVE_UP, "", 2 * left + int(self.is_torn), self.number)
-            for peer in self._posted:
-                self.keep(peer, self.num_started, said, _c10d.send(said, peer, _c10d.HEADERS, group))
+            said = header(Kind.GAVE_UP, "", left, number)
+            try:
+                for peer in self._posted:
+                    self.keep(peer, self._num_started, said, _c10d.send(said, peer, _c10d.HEADERS, group))
+            except RuntimeError:  # the connections are closed, as after a timeout: the peers know
+                return
+
+    def go_on_to_next(self) -> None:
+        """Leave the step for the next one, in which a peer was met."""
+        self.is_torn = self._is_open
+        self.leave(self.number + 1)
 
 
 _LINES: dict[str, Line] = {}
+_WORLDS: "weakref.WeakKeyDictionary[ProcessGroup, _World]" = weakref.WeakKeyDictionary()
 
 
 def line_of(group: ShardGroup) -> Line:
     """That of a process group."""
     line = _LINES.get(group.name)
     if line is None or line.process_group() is not group.process_group:
-        line = _LINES[group.name] = Line(group)
+        world = _WORLDS.setdefault(_c10d.world_of(group.process_group), _World())
+        line = _LINES[group.name] = Line(group, world)
     return line
 
 
-def begin(groups: Sequence[ShardGroup], *, is_new: bool = True) -> None:
-    """A step of some groups and their replicas begins, by a call that all ranks make alike. Communicates nothing.
+def announce(groups: Sequence[ShardGroup]) -> None:
+    """A model is about to run: the first collective of one of its groups begins a step in all of them.
 
     Args:
-        groups: Each once.
-        is_new: Whether it is another one where the last was begun and not left.
+        groups: With their replicas, each once.
+
+    Communicates:
+        Nothing.
     """
-    lines = {group.name: line_of(group) for group in groups}
-    for line in lines.values():
-        line.begin(is_new=is_new)
-        line.companions = frozenset(lines)
+    names = frozenset(group.name for group in groups)
+    for group in groups:
+        line_of(group).announce(names)
 
 
-def num_started(groups: Iterable[ShardGroup]) -> int:
-    """How many collectives were started in some groups so far."""
-    return sum(line_of(group).num_started for group in groups)
+def begin(names: Iterable[str]) -> None:
+    """A step of some groups begins."""
+    for name in names:
+        _LINES[name].begin()
+
+
+def withdraw(groups: Sequence[ShardGroup]) -> bool:
+    """A model that was announced runs no more; gives whether there was no collective."""
+    return bool(sum(line_of(group).withdraw() for group in groups))
 
 
 def end(groups: Iterable[ShardGroup]) -> None:
-    """The backward of the step that some groups are in has ended."""
+    """The forward or backward that the step of some groups is of has ended."""
     for group in groups:
         line_of(group).end()
 
 
 def is_torn(groups: Iterable[ShardGroup]) -> bool:
-    """Whether a rank of a group has left the step within its forward or backward."""
+    """Whether the model's step was left within its forward or backward, for one that others run."""
     return any(line_of(group).is_torn for group in groups)
 
 
-def give_up(why: str, torn: Iterable[ShardGroup] = (), *, line: Line | None = None, towards: int = 0) -> None:
-    """This rank leaves the step that it is in, in all groups; does nothing in those where none has begun.
+def epoch_of(groups: Iterable[ShardGroup]) -> int:
+    """How often this rank has left a step."""
+    return max((line_of(group).world.epoch for group in groups), default=0)
+
+
+def give_up(why: str, groups: Iterable[ShardGroup]) -> None:
+    """This rank leaves the step that it is in, in all groups; does nothing where none has begun since it left one.
 
     Args:
         why: What peers are told, in the words of an exception.
-        torn: Groups of a model that is within its forward or backward.
-        line: The one in which a peer was found ahead, if that is why.
-        towards: The number of that peer's step there.
+        groups: Some of the program's.
 
     Communicates:
         A header to each peer; nobody waits.
     """
-    for group in torn:
-        line_of(group).is_torn = True
-    num_epochs, num_forwards = 1, 0
-    if line is not None and towards > line.number:
-        num_epochs = towards // _EPOCH - line.number // _EPOCH
-        num_forwards = 1  # a peer may be met at a later forward of its step
-    lines = {name: each for name, each in _LINES.items() if each.is_claimed and each.process_group() is not None}
-    if line is not None and not num_epochs:  # the peer's other models are in the steps that they were in
-        lines = {name: each for name, each in lines.items() if name in line.companions}
-    if lines:
-        tell_why(why, {name: each.after(num_epochs, num_forwards) for name, each in lines.items()})
+    for line in [line_of(group) for group in groups][:1]:
+        if not line.world.is_fresh:
+            _leave(line.world, why, line.world.epoch + 1)
+
+
+def follow(line: Line, towards: int, why: str) -> None:
+    """This rank leaves the step that it is in, for it has met a peer that has, or one that is at something else in it.
+
+    Args:
+        line: Where.
+        towards: The number to go on to; less than this rank's where the peer is in the same step.
+        why: As of `give_up`.
+
+    Communicates:
+        As `give_up`.
+    """
+    epoch = line.world.epoch
+    if towards // _EPOCH > epoch or towards <= line.number:
+        _leave(line.world, why, max(towards // _EPOCH, epoch + 1))
+    else:
+        lines = {name: _LINES[name] for name in line.companions if _LINES[name].process_group() is not None}
+        line.world.is_fresh = True
+        tell_why(why, {name: each.number + 1 for name, each in lines.items()})
+        for each in lines.values():
+            each.go_on_to_next()
+
+
+def _goal(heard: Heard, number: int) -> int:
+    """The number of the step to go on to, by what a peer says that is in a later one than `number`."""
+    if heard.kind == Kind.GAVE_UP and heard.tag > number:
+        return heard.tag  # of another one, which is still to be left
+    if heard.number // _EPOCH == number // _EPOCH:
+        return number + 1  # though a peer may be met at a later forward yet
+    return heard.number // _EPOCH * _EPOCH
+
+
+def _leave(world: _World, why: str, epoch: int) -> None:
+    """Leave the step in all groups."""
+    world.epoch, world.is_fresh = epoch, True
+    lines = {name: each for name, each in _LINES.items() if each.world is world and each.process_group() is not None}
+    tell_why(why, dict.fromkeys(lines, epoch * _EPOCH))
     for each in lines.values():
-        try:
-            each.leave(num_epochs, num_forwards)
-        except RuntimeError:  # the connections are closed, as after a timeout: the peers know
-            continue
+        each.is_torn = False
+        each.leave(epoch * _EPOCH)

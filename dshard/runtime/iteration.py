@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from dshard.collectives import ShardGroup, begin, end, give_up, is_torn, num_started
+from dshard import collectives
+from dshard.collectives import ShardGroup
+from dshard.errors import DivergenceError
 from dshard.runtime.unit import Unit, groups_of
 
 __all__ = ["Iteration"]
@@ -21,65 +23,103 @@ class Iteration:
     """Of one model."""
 
     def __init__(self) -> None:
-        self._num_started = 0  # collectives, when it began
+        self._groups: Sequence[ShardGroup] = ()
+        self._epoch: int | None = None  # how many steps this rank had left when the last forward began
+        self._is_training = False
+        self._is_pending = (
+            False  # whether a forward that is to be trained has begun no step yet, as nothing was gathered
+        )
         self._awaits_backward = False
         self._num_forwards = 0  # since the last backward, without one of their own; besides the last
         self._num_seen = 0  # of them, ahead of the last backward
-        self._num_expected = 0  # of them, if it was as many twice
-        self._is_quiet = False  # whether it began without synchronization of gradients
-        self._is_shared = False  # whether the forward is one that all ranks run
+        self._num_expected = 0  # of them, as many as were there twice
+        self._is_quiet = False  # whether the forward began without synchronization of gradients
+        self._is_local = False  # whether a backward would gather nothing
         self._handled = 0  # identity of the exception that the program was handling when the forward began
 
     def begin(self, root: nn.Module, units: Sequence[Unit]) -> bool:
-        """A forward begins a step; gives whether the last one was left within its forward or backward.
+        """A forward begins; gives whether a step was left since the last one began.
 
-        The last one counts if anything came of it, or if no backward followed. The latter may mean an exception in
-        between, of which nothing is known here: a loss. Ranks may run forwards by themselves where nothing is
-        gathered, and backwards where gradients are not reduced.
+        A forward that no backward followed may mean an exception in between, of which nothing is known here: a loss.
+        Ranks may run forwards by themselves where nothing is gathered, and backwards where gradients are not reduced.
+
+        Raises:
+            DivergenceError: This rank has left a step for one that peers are in, where it could not follow them.
         """
-        groups = groups_of(units)
-        is_training = root.training and torch.is_grad_enabled() and not any(unit.num_pins for unit in units)
-        gathers = not all(unit.is_whole for unit in units if unit.params)
-        was_quiet = self._is_quiet or any(unit.was_quiet for unit in units)
-        self._is_quiet = any(not unit.settings.requires_sync for unit in units)
+        groups = self._groups = groups_of(units)
+        self._check_whole(type(root).__name__, groups)
+        was_quiet, is_quiet, is_pinned = self._is_quiet, False, False
         for unit in units:
+            was_quiet |= unit.was_quiet
+            is_quiet |= not unit.settings.requires_sync
+            is_pinned |= unit.num_pins > 0
             unit.was_quiet = False
         self._num_forwards += int(self._awaits_backward)
-        if self._awaits_backward and self._num_forwards > self._num_expected and not was_quiet:
-            self.leave("no backward followed its forward", groups)
-        is_left = is_torn(groups)
-        begin(groups, is_new=self._awaits_backward or num_started(groups) != self._num_started)
-        self._num_started = num_started(groups)
-        self._awaits_backward, self._is_shared = is_training and gathers, is_training or gathers
+        if self._awaits_backward and self._num_forwards > self._num_expected and not (was_quiet and self._is_local):
+            self.leave("no backward followed a forward: an exception in a loss, or a branch on rank-local data", units)
+        epoch = collectives.epoch_of(groups)
+        is_left, self._epoch = self._epoch not in (None, epoch), epoch
+        self._is_training = root.training and torch.is_grad_enabled() and not is_pinned
+        self._is_quiet, self._is_pending, self._awaits_backward = is_quiet, False, False
         handled = sys.exc_info()[1]
         self._handled = id(handled) if handled is not None else 0
+        collectives.announce(groups)
         return is_left
 
-    def end_forward(self, groups: Sequence[ShardGroup]) -> None:
+    def _check_whole(self, who: str, groups: Sequence[ShardGroup]) -> None:
+        """Give up a step that others have begun, where this rank was torn out of the one before: all lose one more."""
+        if collectives.is_torn(groups):
+            collectives.give_up("it was within a forward or backward when others began the next", groups)
+            error = DivergenceError(
+                f"{who}: all ranks must begin a forward alike, but this one was within the forward or backward before "
+                "it when others had begun it. Catch this error, call zero_grad() and go on with the next batch, as "
+                "they do."
+            )
+            error.left_step = True
+            raise error
+
+    def end_forward(self, units: Sequence[Unit]) -> None:
         """It ended, by a result or an exception."""
         error = sys.exc_info()[1]
-        if error is not None and id(error) != self._handled and self._is_shared:
-            self.leave(error, groups, is_torn=True)
+        was_idle = collectives.withdraw(self._groups)
+        if error is not None and id(error) != self._handled:
+            self._is_pending = was_idle and self._is_training
+            if self._is_training or not was_idle:
+                self.leave(error, units)
+        elif self._is_training:
+            self._is_pending, self._awaits_backward = was_idle, not was_idle
+            self._is_local = all(unit.is_whole or unit.is_gathered or not unit.params for unit in units)
+        else:
+            collectives.end(self._groups)
 
-    def end_backward(self, groups: Sequence[ShardGroup]) -> None:
+    def begin_backward(self) -> None:
+        """A backward begins, maybe of it."""
+        if self._is_pending:
+            collectives.announce(self._groups)
+
+    def end_backward(self) -> None:
         """A backward of it came to its end."""
-        end(groups)
-        self._num_expected = self._num_forwards if self._num_forwards == self._num_seen else 0
+        if self._is_pending:
+            self._is_pending = collectives.withdraw(self._groups)
+        collectives.end(self._groups)
+        if self._num_forwards == self._num_seen:
+            self._num_expected = max(self._num_expected, self._num_seen)
         self._num_seen, self._num_forwards = self._num_forwards, 0
         self._awaits_backward = False
 
-    def leave(self, error: BaseException | str, groups: Sequence[ShardGroup], *, is_torn: bool = False) -> None:
+    def leave(self, error: BaseException | str, units: Sequence[Unit]) -> None:
         """Give the step up, because of an exception.
 
         Args:
             error: The exception, or what is known of it.
-            groups: The ranks of the model.
-            is_torn: Whether it came within a forward or backward.
+            units: Of the model.
 
         Communicates:
             A header to each peer; nobody waits.
         """
-        is_torn |= self._awaits_backward
-        self._awaits_backward = False
-        why = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        give_up(why, groups if is_torn else ())
+        groups = self._groups or groups_of(units)
+        collectives.withdraw(groups)
+        if self._is_pending:  # the forward was one of a step that the others are in, or come to
+            collectives.begin(group.name for group in groups)
+        self._is_pending = self._awaits_backward = False
+        collectives.give_up(error if isinstance(error, str) else f"{type(error).__name__}: {error}", groups)

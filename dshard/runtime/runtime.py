@@ -220,6 +220,7 @@ class Runtime(Running):
                 if self.announce is not None:
                     self.announce(Phase.BACKWARD)
                 self._begin(Phase.BACKWARD)
+                self._iteration.begin_backward()
                 self.reducer.begin_backward()
                 self._needs.begin_backward()
                 self._noted = {group.name: num_noted(group) for group in groups_of(self.units)}
@@ -249,7 +250,7 @@ class Runtime(Running):
     def on_failed_backward(self) -> None:
         """A backward has ended with an exception: leave the step."""
         if self.backward_task != -1:
-            self._iteration.leave("an exception in its backward", groups_of(self.units), is_torn=True)
+            self._iteration.leave("an exception in its backward", self.units)
             self._forget_failed_backward()
 
     def _begin(self, phase: Phase) -> None:
@@ -263,20 +264,20 @@ class Runtime(Running):
         self.backward_task, self._frozen = -1, None
         self.watches.forget(self.units)
         self.schedule.end()
-        complete, groups = self.reducer.complete, groups_of(self.units)
+        complete = self.reducer.complete
         try:
             self.reducer.end_backward()
             spared = self._needs.learn(complete)
             if spared:
                 self.schedule.leave_out(Phase.BACKWARD, spared)
             # Only what this backward did: ranks may differ in how many backwards without communication they run.
-            settle([group for group in groups if num_noted(group) > self._noted.get(group.name, 0)])
+            settle([group for group in groups_of(self.units) if num_noted(group) > self._noted.get(group.name, 0)])
             if self.reducer.check is not None:
                 own = {p._group.full_name: p._group for unit in self.units for p in unit.params}
                 self.reducer.check.settle(list(own.values()))
-            self._iteration.end_backward(groups)
+            self._iteration.end_backward()
         except BaseException as error:
-            self._iteration.leave(error, groups, is_torn=True)
+            self._iteration.leave(error, self.units)
             self.reducer.forget_backward()
             raise
         finally:
@@ -286,7 +287,7 @@ class Runtime(Running):
 
     def reset(self) -> None:
         """Leave a step that an exception ended: free all copies, drop gradients that are under way."""
-        self._iteration.leave("a call of reset_iter_state", groups_of(self.units), is_torn=True)
+        self._iteration.leave("a call of reset_iter_state", self.units)
         self.backward_task, self._frozen = -1, None
         self.watches.forget(self.units)
         self.schedule.end()
@@ -357,7 +358,7 @@ class Runtime(Running):
             return  # a checkpoint's second forward: the backward that follows uses the unit at once
         is_root, budget = module is self.root, self.settings.memory_budget
         if is_root and not unit.num_active:
-            self._iteration.end_forward(groups_of(self.units))
+            self._iteration.end_forward(self.units)
         for candidate in list(self._gathered) if is_root else [unit]:
             if candidate.num_active or (candidate is unit and module is not unit.modules[-1]):
                 continue
