@@ -160,7 +160,7 @@ def _part(values: Tensor, plan: GatherPlan, index: int, rank: int) -> Tensor:
     """Where the shard of `rank` lies in full tensor `index`, which is direct: flat."""
     layout = plan.bucket.layouts[index]
     extent = layout.extent(rank)
-    per_row = layout.numel // layout.shape[0]
+    per_row = layout.numel // max(1, layout.shape[0])
     start = plan.offsets[index] + extent.start * per_row
     return values[start : start + extent.size * per_row]
 

@@ -83,8 +83,8 @@ class Iteration:
         error = sys.exc_info()[1]
         was_idle = collectives.withdraw(self._groups)
         if error is not None and id(error) != self._handled:
-            self._is_pending = was_idle and self._is_training
-            if self._is_training or not was_idle:
+            if self._is_training or not was_idle or any(unit.params and not unit.is_whole for unit in units):
+                self._is_pending = was_idle
                 self.leave(error, units)
         elif self._is_training:
             self._is_pending, self._awaits_backward = was_idle, not was_idle
@@ -96,11 +96,11 @@ class Iteration:
         """A backward begins, maybe of it."""
         if self._is_pending:
             collectives.announce(self._groups)
+            self._is_pending = False
 
     def end_backward(self) -> None:
         """A backward of it came to its end."""
-        if self._is_pending:
-            self._is_pending = collectives.withdraw(self._groups)
+        self._is_pending = collectives.withdraw(self._groups)
         collectives.end(self._groups)
         if self._num_forwards == self._num_seen:
             self._num_expected = max(self._num_expected, self._num_seen)
@@ -118,8 +118,7 @@ class Iteration:
             A header to each peer; nobody waits.
         """
         groups = self._groups or groups_of(units)
-        collectives.withdraw(groups)
-        if self._is_pending:  # the forward was one of a step that the others are in, or come to
+        if collectives.withdraw(groups) or self._is_pending:  # of a step that the others are in, or come to
             collectives.begin(group.name for group in groups)
         self._is_pending = self._awaits_backward = False
         collectives.give_up(error if isinstance(error, str) else f"{type(error).__name__}: {error}", groups)
