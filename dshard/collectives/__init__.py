@@ -14,7 +14,7 @@ from dshard.collectives.exact import exact_norm
 from dshard.collectives.gather import Gathered, all_gather
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.ledger import num_noted, settle
-from dshard.collectives.lines import announce, begin, end, epoch_of, give_up, is_torn, withdraw
+from dshard.collectives.lines import TimesLeft, announce, begin, end, give_up, is_torn, times_left, withdraw
 from dshard.collectives.memory import Buffer, BufferPool, is_storage_held
 from dshard.collectives.parts import all_to_all
 from dshard.collectives.plan import GatherPlan, SendRow, shard_of
@@ -46,6 +46,7 @@ __all__ = [
     "SendRow",
     "ShardGroup",
     "Steps",
+    "TimesLeft",
     "TreeSum",
     "VirtualBucket",
     "all_gather",
@@ -57,7 +58,6 @@ __all__ = [
     "broadcast",
     "default_backend",
     "end",
-    "epoch_of",
     "exact_norm",
     "give_up",
     "group_named",
@@ -69,6 +69,7 @@ __all__ = [
     "settle",
     "shard_of",
     "timeout_of",
+    "times_left",
     "with_comms",
     "withdraw",
     "world_size",

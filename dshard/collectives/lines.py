@@ -9,7 +9,7 @@ what follows from them.
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ __all__ = [
     "announce",
     "begin",
     "end",
-    "epoch_of",
     "follow",
     "give_up",
     "is_torn",
@@ -56,8 +55,16 @@ class _World:
     """Where this rank is, among the ranks of one default process group."""
 
     def __init__(self) -> None:
-        self.epoch = 0  # how often steps were left
+        self.epoch = 0  # how often a step was left for a new beginning
+        self.num_left = 0  # how often one was left at all
         self.is_fresh = True  # whether nothing was begun since
+
+
+class TimesLeft(NamedTuple):
+    """How often a rank has left a step: for a new beginning, and at all, for one that peers had begun as well."""
+
+    for_new: int
+    at_all: int
 
 
 class Line:
@@ -238,9 +245,12 @@ def is_torn(groups: Iterable[ShardGroup]) -> bool:
     return any(line_of(group).is_torn for group in groups)
 
 
-def epoch_of(groups: Iterable[ShardGroup]) -> int:
+def times_left(groups: Sequence[ShardGroup]) -> "TimesLeft":
     """How often this rank has left a step."""
-    return max((line_of(group).world.epoch for group in groups), default=0)
+    for group in groups[:1]:
+        world = line_of(group).world
+        return TimesLeft(world.epoch, world.num_left)
+    return TimesLeft(0, 0)
 
 
 def give_up(why: str, groups: Iterable[ShardGroup]) -> None:
@@ -275,6 +285,7 @@ def follow(line: Line, towards: int, why: str) -> None:
     else:
         lines = {name: _LINES[name] for name in line.companions if _LINES[name].process_group() is not None}
         line.world.is_fresh = True
+        line.world.num_left += 1
         tell_why(why, {name: each.number + 1 for name, each in lines.items()})
         for each in lines.values():
             each.go_on_to_next()
@@ -292,6 +303,7 @@ def _goal(heard: Heard, number: int) -> int:
 def _leave(world: _World, why: str, epoch: int) -> None:
     """Leave the step in all groups."""
     world.epoch, world.is_fresh = epoch, True
+    world.num_left += 1
     lines = {name: each for name, each in _LINES.items() if each.world is world and each.process_group() is not None}
     tell_why(why, dict.fromkeys(lines, epoch * _EPOCH))
     for each in lines.values():

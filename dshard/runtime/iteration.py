@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dshard import collectives
-from dshard.collectives import ShardGroup
+from dshard.collectives import ShardGroup, TimesLeft
 from dshard.errors import DivergenceError
 from dshard.runtime.unit import Unit, groups_of
 
@@ -24,11 +24,9 @@ class Iteration:
 
     def __init__(self) -> None:
         self._groups: Sequence[ShardGroup] = ()
-        self._epoch: int | None = None  # how many steps this rank had left when the last forward began
+        self._left: TimesLeft | None = None  # how often this rank had left a step when the last forward began
         self._is_training = False
-        self._is_pending = (
-            False  # whether a forward that is to be trained has begun no step yet, as nothing was gathered
-        )
+        self._is_pending = False  # whether a forward to be trained has begun no step yet, as nothing was gathered
         self._awaits_backward = False
         self._num_forwards = 0  # since the last backward, without one of their own; besides the last
         self._num_seen = 0  # of them, ahead of the last backward
@@ -54,21 +52,27 @@ class Iteration:
             is_quiet |= not unit.settings.requires_sync
             is_pinned |= unit.num_pins > 0
             unit.was_quiet = False
+        self._drop_left(groups)
         self._num_forwards += int(self._awaits_backward)
         if self._awaits_backward and self._num_forwards > self._num_expected and not (was_quiet and self._is_local):
             self.leave("no backward followed a forward: an exception in a loss, or a branch on rank-local data", units)
-        epoch = collectives.epoch_of(groups)
-        is_left, self._epoch = self._epoch not in (None, epoch), epoch
+        before, self._left = self._left, collectives.times_left(groups)
         self._is_training = root.training and torch.is_grad_enabled() and not is_pinned
         self._is_quiet, self._is_pending, self._awaits_backward = is_quiet, False, False
         handled = sys.exc_info()[1]
         self._handled = id(handled) if handled is not None else 0
         collectives.announce(groups)
-        return is_left
+        return before is not None and before.for_new != self._left.for_new
+
+    def _drop_left(self, groups: Sequence[ShardGroup]) -> None:
+        """Await nothing more of a forward whose step was left since, as by an exception in another model's."""
+        if self._left is not None and self._left.at_all != collectives.times_left(groups).at_all:
+            self._is_pending = self._awaits_backward = False
 
     def _check_whole(self, who: str, groups: Sequence[ShardGroup]) -> None:
         """Give up a step that others have begun, where this rank was torn out of the one before: all lose one more."""
         if collectives.is_torn(groups):
+            collectives.begin(group.name for group in groups)
             collectives.give_up("it was within a forward or backward when others began the next", groups)
             error = DivergenceError(
                 f"{who}: all ranks must begin a forward alike, but this one was within the forward or backward before "
@@ -82,18 +86,20 @@ class Iteration:
         """It ended, by a result or an exception."""
         error = sys.exc_info()[1]
         was_idle = collectives.withdraw(self._groups)
+        sharded = [unit for unit in units if unit.params and not unit.is_whole]
         if error is not None and id(error) != self._handled:
-            if self._is_training or not was_idle or any(unit.params and not unit.is_whole for unit in units):
+            if self._is_training or not was_idle or not all(unit.copies.is_current for unit in sharded):
                 self._is_pending = was_idle
                 self.leave(error, units)
         elif self._is_training:
-            self._is_pending, self._awaits_backward = was_idle, not was_idle
-            self._is_local = all(unit.is_whole or unit.is_gathered or not unit.params for unit in units)
+            self._is_pending, self._awaits_backward = was_idle, bool(sharded)
+            self._is_local = all(unit.is_gathered for unit in sharded)
         else:
             collectives.end(self._groups)
 
     def begin_backward(self) -> None:
         """A backward begins, maybe of it."""
+        self._drop_left(self._groups)
         if self._is_pending:
             collectives.announce(self._groups)
             self._is_pending = False
@@ -118,6 +124,7 @@ class Iteration:
             A header to each peer; nobody waits.
         """
         groups = self._groups or groups_of(units)
+        self._drop_left(groups)
         if collectives.withdraw(groups) or self._is_pending:  # of a step that the others are in, or come to
             collectives.begin(group.name for group in groups)
         self._is_pending = self._awaits_backward = False
