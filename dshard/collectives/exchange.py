@@ -58,6 +58,7 @@ class Exchange:
 
     def __init__(self, group: ShardGroup, kind: Kind, label: str, tag: int, sizes: int) -> None:
         self._group, self._kind, self._label = group, kind, label
+        self._works: list[tuple[int, Work]] = []
         self._line = line_of(group)
         self.number = self._line.note()
         self._channel = zlib.crc32(f"{int(kind)} {label} {sizes} {tag} {self.number}".encode()) & 0x3FFFFFFF
@@ -65,7 +66,6 @@ class Exchange:
         self.sent: dict[int, Work] = {}
         self.heard: dict[int, Tensor] = {}
         self.is_heard, self.place, self.beyond = False, 0, 0
-        self._works: list[tuple[int, Work]] = []
         self._start(lambda: self._line.start(self, group.process_group))
 
     def __del__(self) -> None:

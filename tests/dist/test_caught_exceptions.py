@@ -1,5 +1,6 @@
 """An exception on some ranks, which all programs catch: the step is left on all of them, the next is a normal one."""
 
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,8 @@ class Net(nn.Module):
         for i, layer in enumerate(self.layers):
             if self.fault == ("forward", i):
                 raise BatchError("bad batch")
+            if self.fault == ("skip", i):
+                continue
             x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
             x = torch.tanh(Raises.apply(x) if self.fault == ("backward", i) else x)
         return x
@@ -287,3 +290,58 @@ def test_groups_of_other_models_stay_together_when_a_rank_is_found_a_forward_ahe
 def test_a_step_left_unseen_and_the_next_one_left_at_once_are_two(worlds: WorldPool):
     check(worlds, 2, Case(("full",) * DEPTH, 1, False, 1, {0: ("clip", 0, 0, (0,)), 1: ("forward", 0, 0, (0, 1))}))
     check(worlds, 3, Case(("full",) * DEPTH, 1, False, 1, {0: ("save", 0, 0, (0,)), 1: ("forward", 0, 0, (0,))}))
+
+
+def evaluates_alone(path: str) -> list[int]:
+    """Rank 0 evaluates by itself where nothing is gathered, ahead of a save of all."""
+    case = Case(("ddp",) * DEPTH, 1, False, 1, {})
+    model = sharded(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        run_step(model, optimizer, case, step, path, faults=False)
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                model.eval()(batch(step, 0, 0))
+        model.train()
+        dshard.checkpoint.save(Path(path, f"alone-{step}"), model, optimizer)
+    return [step for step in range(3) if Path(path, f"alone-{step}").exists()]
+
+
+def test_a_rank_that_evaluates_alone_stays_in_step_with_the_others(worlds: WorldPool, tmp_path):
+    assert worlds.run(2, evaluates_alone, str(tmp_path)) == [[0, 1, 2]] * 2
+
+
+def branches_off(takes: str) -> list[str]:
+    """In one step rank 1 skips a layer, or runs a forward more; the programs catch what that raises."""
+    model = sharded(Case(("full",) * DEPTH, 1, False, 1, {}))
+    texts = []
+    for step in range(3 if takes == "another forward" and dist.get_rank() == 1 else 4):  # the other has one fewer
+        is_off = step == 1 and dist.get_rank() == 1
+        model.fault = ("skip", 1) if is_off and takes == "another layer" else None
+        try:
+            if is_off and takes == "another forward":
+                model(batch(step, 0, 1))
+            model(batch(step, 0, dist.get_rank())).square().sum().backward()
+            dshard.clip_grad_norm_(model.parameters(), 1.0)
+        except dshard.DivergenceError as error:
+            texts.append(f"{step}: {error}")
+        model.zero_grad()
+    return texts
+
+
+def test_ranks_that_take_different_branches_are_told_what_differs_and_the_next_step_is_a_normal_one(worlds: WorldPool):
+    first, second = worlds.run(2, branches_off, "another layer")
+    for (text,), rank in ((first, 1), (second, 0)):
+        assert f"all ranks must communicate about the same thing at the same time, but rank {rank} is at" in text
+    assert re.findall(r"'layers\.\d'", first[0]) == re.findall(r"'layers\.\d'", second[0])[::-1]
+
+
+def test_a_forward_that_one_rank_alone_runs_is_told_to_the_others(worlds: WorldPool):
+    first, second = worlds.run(2, branches_off, "another forward")
+    assert len(first) == 1
+    assert (
+        "rank 1 has left it (no backward followed a forward: an exception in a loss, or a branch on rank-local"
+        in first[0]
+    )
+    assert second == []
