@@ -2,7 +2,7 @@
 
 Each header has the number of the step that its rank is in: which of those since ranks last left one, and how often they
 have. A rank that meets a higher number than its own learns that a peer has left the step, and leaves it, too; a rank
-that meets a lower one reads on, for its peer is on the way. docs/design/0005-steps-that-are-left.md has the rules, and
+that meets a lower one reads on, for its peer is on the way. docs/design/0006-steps-that-are-left.md has the rules, and
 what follows from them.
 """
 
