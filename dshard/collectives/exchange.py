@@ -16,7 +16,7 @@ from dshard.collectives.header import Kind, check_headers, header, read
 from dshard.collectives.lines import follow, line_of
 from dshard.collectives.lost import is_symptom
 from dshard.collectives.stalls import failure
-from dshard.collectives.whys import told_by
+from dshard.collectives.whys import Why, told_by
 from dshard.errors import DivergenceError
 
 __all__ = ["Exchange"]
@@ -148,7 +148,7 @@ class Exchange:
             if peer in ready:
                 work.wait(*limit)
 
-    def _explained(self) -> tuple[DivergenceError, str]:
+    def _explained(self) -> tuple[DivergenceError, Why]:
         """What to raise where ranks are apart, and what to tell those that wait for this one."""
         for peer, row in self.heard.items():
             if read(row).number > self.number:
@@ -157,21 +157,23 @@ class Exchange:
         try:
             check_headers(torch.stack(rows), self.own, self._kind, self._label)
         except DivergenceError as differing:
-            return differing, str(differing)
+            return differing, Why(str(differing), differs=True)
         raise AssertionError("ranks are apart whose headers are equal")
 
-    def _left(self, peer: int, row: Tensor) -> tuple[DivergenceError, str]:
+    def _left(self, peer: int, row: Tensor) -> tuple[DivergenceError, Why]:
         """Of a peer that is in a later step."""
         heard = read(row)
         is_end = heard.kind == Kind.GAVE_UP and heard.tag <= self.number
         rank, why = told_by(peer, self._group.process_group, heard.number if is_end else -1)
-        if why:
-            text = f"has left it ({why}). Leave it on this rank, too: catch this error, call zero_grad() and go on with"
-            text += " the next batch, as that rank does."
+        if why.differs:
+            return DivergenceError(f"{why.text} (as rank {rank} found)"), why
+        if why.text:
+            text = f"has left it ({why.text}). Leave it on this rank, too: catch this error, call zero_grad() and go on"
+            text += " with the next batch, as that rank does."
         else:
             at = "" if heard.kind == Kind.GAVE_UP else f", at {heard.what}"
             text = f"is at another forward{at}, and has told of no exception. If there was one, catch this error, call"
             text += " zero_grad() and go on with the next batch; else look for a branch on rank-local data."
         error = DivergenceError(f"'{self._label}': all ranks must go through a step together, but rank {rank} {text}")
         error.left_step = True
-        return error, why or f"rank {rank} was at another forward"
+        return error, why if why.text else Why(f"rank {rank} was at another forward")

@@ -18,7 +18,7 @@ from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup, Work
 from dshard.collectives.group import ShardGroup
 from dshard.collectives.header import HEADER_BYTES, Heard, Kind, header, read
-from dshard.collectives.whys import tell_why
+from dshard.collectives.whys import Why, tell_why
 
 _EPOCH = 1 << 32  # numbers of steps, from one that was left to the next
 
@@ -265,16 +265,16 @@ def give_up(why: str, groups: Iterable[ShardGroup]) -> None:
     """
     for line in [line_of(group) for group in groups][:1]:
         if not line.world.is_fresh:
-            _leave(line.world, why, line.world.epoch + 1)
+            _leave(line.world, Why(why), line.world.epoch + 1)
 
 
-def follow(line: Line, towards: int, why: str) -> None:
+def follow(line: Line, towards: int, why: Why) -> None:
     """This rank leaves the step that it is in, for it has met a peer that has, or one that is at something else in it.
 
     Args:
         line: Where.
         towards: The number to go on to; less than this rank's where the peer is in the same step.
-        why: As of `give_up`.
+        why: What peers are told.
 
     Communicates:
         As `give_up`.
@@ -300,7 +300,7 @@ def _goal(heard: Heard, number: int) -> int:
     return heard.number // _EPOCH * _EPOCH
 
 
-def _leave(world: _World, why: str, epoch: int) -> None:
+def _leave(world: _World, why: Why, epoch: int) -> None:
     """Leave the step in all groups."""
     world.epoch, world.is_fresh = epoch, True
     world.num_left += 1
