@@ -167,7 +167,7 @@ class Reducer:
         """Drop what has not left; who holds such a gradient is told when it is read."""
         for _, reduction in self._open.values():
             reduction.is_abandoned = True
-        self.reset()
+        self._clear()
 
     def unreduced(self) -> str | None:
         """The name of a parameter whose gradient has been added up, and not reduced, if there is one."""
@@ -223,6 +223,9 @@ class Reducer:
         """Drop gradients that have not left yet."""
         for _, reduction in self._open.values():
             reduction.take_back()
+        self._clear()
+
+    def _clear(self) -> None:
         self._open.clear()
         self._early.clear()
         self._arrivals.clear()
