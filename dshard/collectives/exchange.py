@@ -14,10 +14,10 @@ from dshard.collectives._c10d import Work
 from dshard.collectives.group import ShardGroup
 from dshard.collectives.header import Kind, check_headers, header, read
 from dshard.collectives.lines import follow, line_of
-from dshard.collectives.lost import is_symptom
+from dshard.collectives.lost import ended, is_symptom
 from dshard.collectives.stalls import failure
 from dshard.collectives.whys import Why, told_by
-from dshard.errors import DivergenceError
+from dshard.errors import DivergenceError, RankLostError
 
 __all__ = ["Exchange"]
 
@@ -167,6 +167,9 @@ class Exchange:
         rank, why = told_by(peer, self._group.process_group, heard.number if is_end else -1)
         if why.differs:
             return DivergenceError(f"{why.text} (as rank {rank} found)"), why
+        lost = ended(rank)
+        if lost is not None:
+            return RankLostError(f"'{self._label}': {lost}", lost.ranks), Why(str(lost))
         if why.text:
             text = f"has left it ({why.text}). Leave it on this rank, too: catch this error, call zero_grad() and go on"
             text += " with the next batch, as that rank does."

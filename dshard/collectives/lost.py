@@ -20,6 +20,7 @@ __all__ = [
     "arrive",
     "backends_words",
     "board",
+    "ended",
     "find",
     "found_dead",
     "is_symptom",
@@ -32,6 +33,7 @@ __all__ = [
 PATIENCE_S = 2.5  # for the peers to be found dead, or to say where they are
 _STORE_S = 1.5  # for the store to answer at all, beyond that
 _ASK_AFTER_S = 0.2
+_LEAVING_S = 0.3  # from the exception that a program does not catch to its last word
 _MANY_RANKS = 256  # in larger worlds only those of the group are looked at
 
 _SYMPTOM = re.compile(
@@ -141,6 +143,22 @@ def find(ranks: Sequence[int]) -> Verdict | None:
     """
     verdict, places = _solve(ranks)
     return verdict or _elsewhere(places)
+
+
+def ended(rank: int) -> RankLostError | None:
+    """What to say of a rank that has left a step, if it comes to its end soon."""
+    until = time.monotonic() + _LEAVING_S
+    while True:
+        verdict = _by_word([end for end in ends_within(_STORE_S, _State.board.ends) or [] if end.rank == rank])
+        if verdict is not None:
+            return RankLostError(
+                f"all ranks must take part until the end, but {verdict.text}. Look at what rank {rank} wrote, and start "
+                "again from the last checkpoint (torchrun --max-restarts does).",
+                verdict.ranks,
+            )
+        if time.monotonic() > until:
+            return None
+        time.sleep(0.02)
 
 
 def found_dead(ranks: Sequence[int]) -> Verdict | None:

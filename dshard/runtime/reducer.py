@@ -259,7 +259,6 @@ class Reducer:
         for key, (unit, reduction) in list(self._open.items()):
             if not reduction.owes and (unit.reduces_now or key not in self._before):
                 del self._open[key]
-                reduction.take_back()
         for reduction in [r for r in self._in_flight if r not in self._sent_before]:
             self._in_flight.remove(reduction)
             reduction.take_back()
