@@ -152,8 +152,8 @@ def ended(rank: int) -> RankLostError | None:
         verdict = _by_word([end for end in ends_within(_STORE_S, _State.board.ends) or [] if end.rank == rank])
         if verdict is not None:
             return RankLostError(
-                f"all ranks must take part until the end, but {verdict.text}. Look at what rank {rank} wrote, and start "
-                "again from the last checkpoint (torchrun --max-restarts does).",
+                f"all ranks must take part until the end, but {verdict.text}. Look at what rank {rank} wrote, and "
+                "start again from the last checkpoint (torchrun --max-restarts does).",
                 verdict.ranks,
             )
         if time.monotonic() > until:
