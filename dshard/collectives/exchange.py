@@ -167,7 +167,7 @@ class Exchange:
         rank, why = told_by(peer, self._group.process_group, heard.number if is_end else -1)
         if why.differs:
             return DivergenceError(f"{why.text} (as rank {rank} found)"), why
-        lost = ended(rank)
+        lost = ended(rank, why.lost)
         if lost is not None:
             return RankLostError(f"'{self._label}': {lost}", lost.ranks), Why(str(lost))
         if why.text:
@@ -177,6 +177,7 @@ class Exchange:
             at = "" if heard.kind == Kind.GAVE_UP else f", at {heard.what}"
             text = f"is at another forward{at}, and has told of no exception. If there was one, catch this error, call"
             text += " zero_grad() and go on with the next batch; else look for a branch on rank-local data."
-        error = DivergenceError(f"'{self._label}': all ranks must go through a step together, but rank {rank} {text}")
+        what = f"'{self._label}': all ranks must go through a step together, but rank {rank} {text}"
+        error = DivergenceError(what, (rank,) if why.text else ())
         error.left_step = True
         return error, why if why.text else Why(f"rank {rank} was at another forward")

@@ -81,7 +81,7 @@ def _blamed_in(error: BaseException | None) -> tuple[int, ...]:
     for _ in range(20):
         if error is None:
             break
-        if isinstance(error, DivergenceError) and error.ranks:
+        if isinstance(error, DivergenceError) and error.ranks and not error.left_step:  # which a program may catch
             return error.ranks
         error = error.__cause__ or error.__context__
     return ()

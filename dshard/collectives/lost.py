@@ -24,6 +24,7 @@ __all__ = [
     "find",
     "found_dead",
     "is_symptom",
+    "last_verdict",
     "looked_into",
     "names",
     "note_done",
@@ -64,6 +65,7 @@ class _State:
     num_wanted = 0  # homes
     homes: dict[int, Home] = {}  # noqa: RUF012 -- of the ranks of the world, as far as they were read
     done: dict[int, tuple[str, float]] = {}  # noqa: RUF012 -- the last collective of each group that ended well
+    found: Verdict | None = None  # whom this rank has told its program of
 
 
 def board() -> Board:
@@ -74,7 +76,7 @@ def board() -> Board:
 def arrive() -> None:
     """Say where this rank runs, in each new process group; and read where the others do."""
     if _State.board.open():
-        _State.own, _State.homes, _State.done = Home.own(), {}, {}
+        _State.own, _State.homes, _State.done, _State.found = Home.own(), {}, {}, None
         _State.board.post("home", asdict(_State.own))
     elif _State.board.is_open and dist.is_initialized():
         missing = [rank for rank in _world([]) if rank not in _State.homes]
@@ -119,6 +121,7 @@ def looked_into(
         return {rank: place for rank, place in places.items() if "waits" not in place} or {
             rank: place for rank, place in places.items() if rank in dist.get_process_group_ranks(group)
         }
+    _State.found = verdict
     last, when = _State.done.get(id(group), ("", 0.0))
     seen = f"; the last that all took part in was the {last}, at {_clock(when)}" if last else ""
     return RankLostError(
@@ -145,20 +148,32 @@ def find(ranks: Sequence[int]) -> Verdict | None:
     return verdict or _elsewhere(places)
 
 
-def ended(rank: int) -> RankLostError | None:
-    """What to say of a rank that has left a step, if it comes to its end soon."""
-    until = time.monotonic() + _LEAVING_S
-    while True:
-        verdict = _by_word([end for end in ends_within(_STORE_S, _State.board.ends) or [] if end.rank == rank])
-        if verdict is not None:
-            return RankLostError(
-                f"all ranks must take part until the end, but {verdict.text}. Look at what rank {rank} wrote, and "
-                "start again from the last checkpoint (torchrun --max-restarts does).",
-                verdict.ranks,
-            )
-        if time.monotonic() > until:
-            return None
-        time.sleep(0.02)
+def last_verdict() -> Verdict | None:
+    """Whom this rank has told its program of."""
+    return _State.found
+
+
+def ended(rank: int, known: Verdict | None = None) -> RankLostError | None:
+    """What to say of a rank that has left a step, if it comes to its end soon, or told of another that did.
+
+    Args:
+        rank: Of the world.
+        known: What it told.
+    """
+    verdict, until = known, time.monotonic() + _LEAVING_S
+    while verdict is None:
+        ends = ends_within(_STORE_S, _State.board.ends)
+        verdict = _by_word([end for end in ends if end.rank == rank]) if ends is not None else _solve([rank])[0]
+        if verdict is None:
+            if ends is None or time.monotonic() > until:
+                return None
+            time.sleep(0.02)
+    _State.found = verdict
+    return RankLostError(
+        f"all ranks must take part until the end, but {verdict.text}. Look at what {names(verdict.ranks)} wrote, and "
+        "start again from the last checkpoint (torchrun --max-restarts does).",
+        verdict.ranks,
+    )
 
 
 def found_dead(ranks: Sequence[int]) -> Verdict | None:

@@ -54,7 +54,8 @@ class Iteration:
             unit.was_quiet = False
         self._drop_left(groups)
         self._num_forwards += int(self._awaits_backward)
-        if self._awaits_backward and self._num_forwards > self._num_expected and not (was_quiet and self._is_local):
+        is_first = self._awaits_backward and self._num_forwards > self._num_expected
+        if is_first and _are_everyone(groups) and not (was_quiet and self._is_local):
             self.leave("no backward followed a forward: an exception in a loss, or a branch on rank-local data", units)
         before, self._left = self._left, collectives.times_left(groups)
         self._is_training = root.training and torch.is_grad_enabled() and not is_pinned
@@ -129,3 +130,8 @@ class Iteration:
             collectives.begin(group.name for group in groups)
         self._is_pending = self._awaits_backward = False
         collectives.give_up(error if isinstance(error, str) else f"{type(error).__name__}: {error}", groups)
+
+
+def _are_everyone(groups: Sequence[ShardGroup]) -> bool:
+    """Whether all ranks of the program train the model: stages of a pipeline may differ in their forwards."""
+    return max((group.world_size for group in groups), default=0) == collectives.world_size()

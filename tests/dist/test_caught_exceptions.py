@@ -128,7 +128,7 @@ def train(case: Case, path: str, faults: bool) -> tuple[list[int], list[Tensor],
             run_step(model, optimizer, case, step, path, faults)
         except Exception as error:
             skipped.append(step)
-            texts.append(f"{type(error).__name__}: {error}")
+            texts.append(f"{type(error).__name__}: {error} {getattr(error, 'ranks', '')}".strip())
             failed = True
         if case.agrees and faults:
             flags = torch.tensor([float(failed)])
@@ -197,6 +197,7 @@ def test_the_others_are_told_which_rank_it_was_and_why(worlds: WorldPool):
     for rank in (0, 2):
         assert ": all ranks must go through a step together, but rank 1 has left it (" in texts[rank][0]
         assert "BatchError: bad batch). Leave it on this rank, too" in texts[rank][0]
+        assert texts[rank][0].endswith("(1,)")
 
 
 def stepped_apart(path: str) -> list[str]:
@@ -310,6 +311,52 @@ def evaluates_alone(path: str) -> list[int]:
 
 def test_a_rank_that_evaluates_alone_stays_in_step_with_the_others(worlds: WorldPool, tmp_path):
     assert worlds.run(2, evaluates_alone, str(tmp_path)) == [[0, 1, 2]] * 2
+
+
+def stages_apart(path: str) -> bool:
+    """Ranks train models of their own, of other numbers of forwards ahead of a backward, and then one that all have."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(0)
+    stage: Any = nn.Sequential(*[dshard.fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh["dp"]) for _ in range(2)])
+    dshard.fully_shard(stage, mesh=mesh["dp"])
+    whole: Any = dshard.fully_shard(nn.Linear(WIDTH, WIDTH))
+    for step in range(3):
+        x = batch(step, 0, dist.get_rank())
+        outs = [stage(x) for _ in range(1 + 2 * mesh.get_local_rank("pp"))]
+        for out in outs:
+            out.sum().backward()
+        whole(x).sum().backward()
+        dshard.clip_grad_norm_(whole.parameters(), 1.0)
+    dshard.checkpoint.save(path, whole)
+    return Path(path).exists()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_stages_that_run_other_numbers_of_forwards_leave_no_step(worlds: WorldPool, tmp_path, num_ranks):
+    assert worlds.run(num_ranks, stages_apart, str(tmp_path / "saved")) == [True] * num_ranks
+
+
+def half_fails() -> list[int]:
+    """A loss raises on rank 0, in a model of ranks 0 and 1, beside that of ranks 2 and 3; gives steps that failed."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "dp"))
+    torch.manual_seed(0)
+    half: Any = nn.Sequential(*[dshard.fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh["dp"]) for _ in range(2)])
+    dshard.fully_shard(half, mesh=mesh["dp"])
+    failed = []
+    for step in range(NUM_STEPS):
+        try:
+            loss = half(batch(step, 0, dist.get_rank())).sum()
+            if step == 2 and dist.get_rank() == 0:
+                raise BatchError("bad loss")
+            loss.backward()
+        except Exception:
+            failed.append(step)
+        half.zero_grad()
+    return failed
+
+
+def test_an_exception_in_the_loss_of_a_model_of_some_ranks_costs_them_two_steps(worlds: WorldPool):
+    assert worlds.run(4, half_fails) == [[2, 3], [2, 3], [], []]
 
 
 def branches_off(takes: str) -> list[str]:
