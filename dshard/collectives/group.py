@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup, ReduceOp, Work
+from dshard.collectives.exits import watch_end
 from dshard.collectives.memory import Buffer, BufferPool
 from dshard.collectives.stalls import begin_wait, end_wait, failure, making, users_line
 from dshard.collectives.trace import start_wait
@@ -176,6 +177,8 @@ class ShardGroup:
         self.backend = _c10d.backend_of(group, device)
         self.is_direct = self.backend == "gloo"
         self.is_virtual = False  # whether a sum must not depend on the number of ranks
+        if self.num_ranks > 1:
+            watch_end()  # ahead of the first message: whoever got it may have to find out what became of this rank
 
     @classmethod
     def alone(cls, group: "ShardGroup") -> "ShardGroup":

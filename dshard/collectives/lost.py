@@ -280,6 +280,11 @@ class _Case:
         stopped = self.stopped(silent)
         if stopped is not None:
             return stopped
+        new = [rank for rank in silent if rank not in self.homes]
+        if new:
+            what = f"{names(new)} never came to a collective of dshard"
+            why = "was killed, or ended without a word, is out of reach, or does something else yet"
+            return Verdict(tuple(new), f"{what}: {why}")
         here = [rank for rank in silent if self._is_here(rank)]
         if here:
             return Verdict(

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup
+from dshard.collectives.board import ends_within
 from dshard.collectives.exits import watch_end
 from dshard.collectives.lost import (
     Verdict,
@@ -46,6 +47,8 @@ log = logging.getLogger("dshard")
 
 _POLL_S, _FIRST_POLL_S = 0.5, 0.05  # until it is known where the others run
 _IDLE_S = 1.0  # without the end of a collective, after which a peer may be asking
+_AHEAD = 1 << 62  # of all questions
+_STORE_S = 1.5  # for the store to answer at all
 _GRACE_S = 2.0  # for the peers to write down where they are
 _MANY_RANKS, _NUM_SPEAKERS = 64, 8  # in groups of more ranks, as many of them speak
 _PYTHONS_FOLDER = str(Path(os.__file__).parent)
@@ -70,6 +73,7 @@ class _State:
     last = "", 0.0  # the collective that was waited for last, and when that ended
     thread: threading.Thread | None = None
     stop = threading.Event()
+    making = ""  # what torch makes, and all ranks of a group must take part in
     failed = ""  # the collective whose failure this rank is looking into
     answered = 0  # the last question
     dead: Verdict | None = None  # whom it has told of
@@ -119,12 +123,17 @@ def failure(label: str, error: BaseException, group: ProcessGroup) -> Divergence
 def making(what: str, group: ProcessGroup) -> Iterator[None]:
     """For what the ranks of a group do by torch's own functions; its failures are told as those of collectives."""
     watch_end()
+    _State.making = what
+    _post(_AHEAD, {"waits": what})  # for this may hold the GIL until the timeout
     try:
         yield
     except RuntimeError as error:
         if not is_symptom(error):
             raise
         raise failure(what, error, group) from error
+    finally:
+        _State.making = ""
+        _post(0, {})
 
 
 def watch_event(label: str, group: ProcessGroup, event: Any) -> None:
@@ -198,9 +207,14 @@ def _own_place() -> dict[str, str]:
 def _answer() -> None:
     """Say where this rank is, if a peer has asked since the last time."""
     question = board().newest_question()
-    if question > _State.answered:
-        board().post("answer", {"question": question, "at": _own_place()})
+    if question > _State.answered and not _State.making:
+        _post(question, _own_place())
     _State.answered = question
+
+
+def _post(question: int, place: dict[str, str]) -> None:
+    """Answer questions up to one."""
+    ends_within(_STORE_S, lambda: board().post("answer", {"question": question, "at": place}))
 
 
 def _tell_of_deaths(wait: _Wait) -> None:
