@@ -168,10 +168,11 @@ def cases(draw: st.DrawFn) -> tuple[int, Case]:
     for step in draw(st.sets(st.integers(0, NUM_STEPS - 2), min_size=1, max_size=2)):
         some = st.sets(st.integers(0, num_ranks - 1), min_size=1, max_size=1)
         ranks = draw(st.one_of(some, st.just(set(range(num_ranks)))))
-        layer, at = draw(st.integers(0, DEPTH - 1)), draw(st.integers(0, micro - 1))
+        layer, at = draw(st.integers(0, DEPTH - 1 if gathers else DEPTH - 2)), draw(st.integers(0, micro - 1))
         place = draw(st.sampled_from(places))
-        # A loss without synchronization is seen by nobody: see docs/limits.md.
-        faults[step] = (place, layer, micro - 1 if place == "loss" else at, tuple(ranks))
+        # Ahead of all units' backwards, and without synchronization, it is seen by nobody: see docs/limits.md.
+        is_early = place == "loss" or (place, layer) == ("backward", DEPTH - 1)
+        faults[step] = (place, layer, micro - 1 if is_early else at, tuple(ranks))
     return num_ranks, Case(strategies, micro, draw(st.booleans()), replicas, faults)
 
 
