@@ -160,7 +160,7 @@ class _Join:
             self._optimizers.append(optimizer)
         number = self._optimizers.index(optimizer)
         self._announce(_Event.STEP, float(number), float(len(_numbers(optimizer))))
-        own = torch.tensor([*_numbers(optimizer), 0.0], dtype=torch.float64)
+        own = torch.tensor([*_numbers(optimizer), 0.0], dtype=torch.float64, device="cpu")
         most, least = self._largest(torch.stack([own, -own])).unbind()
         _check_known(most)
         if not torch.equal(most, -least):
@@ -212,7 +212,7 @@ class _Join:
         """Tell ranks without batches what comes, and check that all others are about to do the same."""
         said = [float(event), *facts, *[0.0] * (2 - len(facts))]
         own = [*said, *(-value for value in said), _NOTHING, _NOTHING]
-        found = self._largest(torch.tensor(own, dtype=torch.float64)).tolist()
+        found = self._largest(torch.tensor(own, dtype=torch.float64, device="cpu")).tolist()
         self._check_joined(found)
         if any(most != -least for most, least in zip(found[:3], found[3:6], strict=True)):
             raise DivergenceError(
@@ -237,7 +237,7 @@ class _Join:
         }
         while True:
             own = [_NOTHING] * 6 + [1.0 if self._inputs is None else 0.0, 1.0 if self._throws else 0.0]
-            found = self._largest(torch.tensor(own, dtype=torch.float64)).tolist()
+            found = self._largest(torch.tensor(own, dtype=torch.float64, device="cpu")).tolist()
             if found[0] == _NOTHING:
                 return
             self._check_joined(found)
@@ -279,7 +279,7 @@ class _Join:
 
     def _run_step(self, number: float, num_numbers: float) -> None:
         optimizer = self._optimizers[int(number)] if int(number) < len(self._optimizers) else None
-        own = torch.full((2, int(num_numbers) + 1), _NOTHING, dtype=torch.float64)
+        own = torch.full((2, int(num_numbers) + 1), _NOTHING, dtype=torch.float64, device="cpu")
         own[0, -1] = 1.0 if optimizer is None else _NOTHING
         most = self._largest(own)[0]
         _check_known(most)

@@ -42,7 +42,7 @@ def init_hybrid_mesh(ranks_per_node: int | None = None) -> DeviceMesh:
     local_rank = int(os.environ.get("LOCAL_RANK", "-1")) if ranks_per_node is None else -1
     is_apart = local_size > 0 and local_rank >= 0 and ranks.get_rank() % local_size != local_rank
     group = group_of(ranks)
-    facts = torch.tensor([local_size, -local_size, int(is_apart)], dtype=torch.int64)
+    facts = torch.tensor([local_size, -local_size, int(is_apart)], dtype=torch.int64, device="cpu")
     most, least, has_apart = collectives.all_reduce([facts], group, ReduceOp.MAX, label="nodes").wait()[0].tolist()
     if wrong is not None:
         raise wrong

@@ -249,7 +249,7 @@ class Profile:
         of_byte = optimizer_seconds_per_byte(next(self._model.parameters()).device)
         own = Overhead()
         if self._mesh is not None:
-            mine = torch.tensor([*(t.forward_s for t in times), *(t.backward_s for t in times), of_byte])
+            mine = torch.tensor([*(t.forward_s for t in times), *(t.backward_s for t in times), of_byte], device="cpu")
             slowest = all_reduce([mine], group_of(self._mesh), ReduceOp.MAX, label="plan").wait()[0].tolist()
             times = [UnitTimes(*each) for each in zip(slowest[: len(times)], slowest[len(times) : -1], strict=True)]
             of_byte, own = slowest[-1], self._overhead()

@@ -62,7 +62,7 @@ def read_part(opened: int, entry: Entry, part: Tensor) -> Tensor:
         OSError: It cannot be read.
     """
     size = entry.dtype.itemsize
-    raw = torch.empty(part.numel() * size, dtype=torch.uint8)
+    raw = torch.empty(part.numel() * size, dtype=torch.uint8, device="cpu")
     stop = 0
     for rows in _rows_of(entry, part) if len(raw) else ():
         start, stop = stop, stop + rows.number * rows.num_own_bytes
@@ -97,7 +97,7 @@ class _Rows:
                 read_exactly(opened, _memory(own), self.start + i * self.num_bytes + self.own_start)
         else:
             pieces = into.split(_PIECE_BYTES // self.num_bytes)
-            buffer = torch.empty(len(pieces[0]), self.num_bytes, dtype=torch.uint8)
+            buffer = torch.empty(len(pieces[0]), self.num_bytes, dtype=torch.uint8, device="cpu")
             at = self.start
             for piece in pieces:
                 rows = buffer[: len(piece)]

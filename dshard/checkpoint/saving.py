@@ -200,7 +200,9 @@ class _Plan:
             known = str(self.target), *self.arguments[1:], held, self.contents.kinds
             facts = (*map(_crc, (*known, self.extra, self.contents.own_facts, self._sums)),)
         token = int(self.draft[0].token, 16) if self.draft else 0
-        sent = torch.tensor([error is not None, token >> 32, token & 0xFFFFFFFF, *facts], dtype=torch.int64)
+        sent = torch.tensor(
+            [error is not None, token >> 32, token & 0xFFFFFFFF, *facts], dtype=torch.int64, device="cpu"
+        )
         both = torch.stack([sent, ~sent]).to(group.device_type)
         high = collectives.all_reduce([both], group, ReduceOp.MAX, label="checkpoint", everywhere=True).wait()[0].cpu()
         is_wrong, upper, lower = high[0][:3].tolist()

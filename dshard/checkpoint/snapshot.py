@@ -43,7 +43,9 @@ class Snapshot:
         size = sum(_aligned(piece.num_bytes) for piece in pieces)
         if memory is None or memory.numel() < size:
             memory = None  # ahead of what takes its place
-            memory = torch.empty(size + _SLACK_BYTES, dtype=torch.uint8, pin_memory=self._device is not None)
+            memory = torch.empty(
+                size + _SLACK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=self._device is not None
+            )
         self.memory = memory
         self._copies = _cut(memory, pieces)
         self._stream: Any = None

@@ -115,7 +115,7 @@ def _tensor_of(content: dict[str, Any]) -> Tensor:
         raw = base64.b64decode(content["bytes"], validate=True)
         if len(raw) != math.prod(shape) * dtype.itemsize:
             raise ValueError("its bytes are of another number")
-        flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")
         return flat.view(shape)
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"a tensor in it is damaged: {error}") from error

@@ -73,7 +73,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 def _extreme(tensors: Sequence[Tensor]) -> Tensor:
     """The largest absolute value, NaN aside, and whether there is a NaN; fp64, shape (2,)."""
-    found = torch.zeros(2, dtype=torch.float64)
+    found = torch.zeros(2, dtype=torch.float64, device="cpu")
     for tensor in tensors:
         if tensor.numel():
             absolute = tensor.detach().abs()
@@ -85,7 +85,7 @@ def _extreme(tensors: Sequence[Tensor]) -> Tensor:
 
 def _limbs(tensors: Sequence[Tensor], order: float, exponent: int) -> Tensor:
     """The sum of powers in limbs of 30 bits, of which the first and the third hold more; int64, shape (4,)."""
-    total = torch.zeros(4, dtype=torch.int64)
+    total = torch.zeros(4, dtype=torch.int64, device="cpu")
     scale, one = math.ldexp(1.0, -exponent), float(1 << _BITS)
     for tensor in tensors:
         flat = tensor.detach().abs().reshape(-1) if order == 1 else _real(tensor.detach()).reshape(-1)

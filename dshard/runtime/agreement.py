@@ -120,8 +120,8 @@ def of_all_ranks(text: str, group: ShardGroup) -> list[str]:
     """What each rank has to say, cut short."""
     own = (text or _NOTHING).encode()
     own = own if len(own) <= _TEXT_BYTES else own[: _TEXT_BYTES - 3] + b"..."
-    table = torch.zeros(group.world_size, _TEXT_BYTES, dtype=torch.uint8)
-    table[group.world_rank, : len(own)] = torch.tensor(list(own), dtype=torch.uint8)
+    table = torch.zeros(group.world_size, _TEXT_BYTES, dtype=torch.uint8, device="cpu")
+    table[group.world_rank, : len(own)] = torch.tensor(list(own), dtype=torch.uint8, device="cpu")
     sent = [table.to(group.device_type)]
     rows: Tensor = collectives.all_reduce(sent, group, ReduceOp.MAX, label="what differs", everywhere=True).wait()[0]
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows.tolist()]

@@ -201,7 +201,8 @@ class Extensions:
 
 def _differing(slots: Sequence[int], kinds: dict[int, Any], group: ShardGroup, label: str) -> list[int]:
     """Parameters of one group for which ranks have other shapes or dtypes, or none; equal on all ranks."""
-    own = torch.tensor([zlib.crc32(repr(kinds[s]).encode()) if s in kinds else -1 for s in slots], dtype=torch.int64)
+    sums = [zlib.crc32(repr(kinds[s]).encode()) if s in kinds else -1 for s in slots]
+    own = torch.tensor(sums, dtype=torch.int64, device="cpu")
     both = torch.stack([own, ~own]).to(group.device_type)
     high, low = collectives.all_reduce([both], group, ReduceOp.MAX, label=label, everywhere=True).wait()[0].tolist()
     return [slot for slot, h, n in zip(slots, high, low, strict=True) if h != ~n or h == -1]

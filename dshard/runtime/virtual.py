@@ -284,7 +284,11 @@ class State:
             for kind, name, dtype_name, shape in described["tensors"]:
                 dtype = getattr(torch, dtype_name)
                 end = start + math.prod(shape) * dtype.itemsize
-                flat = torch.frombuffer(bytearray(content[start:end]), dtype=dtype) if end > start else torch.empty(0)
+                flat = (
+                    torch.frombuffer(bytearray(content[start:end]), dtype=dtype)
+                    if end > start
+                    else torch.empty(0, device="cpu")
+                )
                 found[kind][name] = flat.to(dtype).view(shape)
                 start = end
             return cls(found["random"], found["buffers"], int(described["num_threads"]))
