@@ -103,8 +103,9 @@ def _read_all(
         raise CheckpointError(
             f"{folder}: all ranks must read one checkpoint, but another save has replaced it meanwhile. Load it again."
         )
-    with ShardReader(folder, manifest) as reader:
+    with outside_autograd(), ShardReader(folder, manifest) as reader:
         job = prepared(Source(folder, manifest, reader, group), model, optimizer)
+        reader.settle()
         if manifest.world_size == group.world_size:
             reader.header(group.world_rank)
         for name in sorted(reader.rebuilt):
@@ -175,7 +176,7 @@ def _prepare_model(source: Source, model: nn.Module, job: Load) -> None:
         )
     read: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        values = source.read(f"model.{name}", part_of_tensor(tensor), dtype_of(tensor))
+        values = source.read(f"model.{name}", part_of_tensor(tensor), dtype_of(tensor), later=True)
         known = read.get(id(tensor))
         if known is not None:
             _check_tie(source, name, values, *known)
@@ -190,6 +191,7 @@ def _prepare_model(source: Source, model: nn.Module, job: Load) -> None:
 
 
 def _check_tie(source: Source, name: str, values: Tensor, other: str, known: Tensor) -> None:
+    source.reader.settle()
     if not torch.equal(bytes_of(values), bytes_of(known)):
         raise CheckpointError(
             f"{source.folder}: '{name}' and '{other}' are one tensor of the model and must have one value, but the "
@@ -308,7 +310,7 @@ def _random_states(saved: Any) -> dict[str, Any]:
     numpy_state = states["numpy"]["state"]
     if "key" in numpy_state:
         numpy_state["key"] = np.array(numpy_state["key"], dtype=np.uint32)
-    torch.Generator().set_state(states["torch"])
+    torch.Generator("cpu").set_state(states["torch"])
     random.Random().setstate(states["python"])
     if states["numpy"]["bit_generator"] == "MT19937":
         np.random.RandomState().set_state(states["numpy"])

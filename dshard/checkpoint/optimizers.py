@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -159,7 +160,7 @@ class _Home:
         if isinstance(name, str) and found is not None and isinstance(old, Tensor) and not old.is_meta:
             shape, dtype = found[1].shape, found[1].dtype
             if tuple(old.shape) == shape and dtype_of(old) == dtype:
-                return old, writer(old, self.source.read(name, part_of_tensor(old), dtype))
+                return old, writer(old, self.source.read(name, part_of_tensor(old), dtype, later=True))
         return decoded(self.source, saved, what, partial(self._made, key)), None
 
     def _made(self, key: str, name: str, stored: StoredTensor) -> Tensor:
@@ -168,7 +169,8 @@ class _Home:
         own = param.storage_device if isinstance(param, ShardedTensor) else param.device
         home = self.source.group.device_type if own.type == "meta" else own
         if shape and shape == tuple(param.shape) and isinstance(param, ShardedTensor) and name not in self.whole:
-            shard = self.source.read(name, part_of_tensor(param), stored.dtype).to(home)
+            stays = torch.device(home).type == "cpu"  # a copy elsewhere is one of what is there by now
+            shard = self.source.read(name, part_of_tensor(param), stored.dtype, later=stays).to(home)
             return param.like(ShardCell(shard, param._layout, is_shared=True), dtype=stored.dtype)
         values = self.source.read(name, Part(shape, (0,) * len(shape), shape), stored.dtype)
         is_on_host = key == "step" and not (self.options.get("capturable") or self.options.get("fused"))

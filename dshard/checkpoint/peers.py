@@ -171,8 +171,8 @@ class PeerSnapshots:
     def _exchanged(self, image: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """This rank's row: the XOR of one stripe of every other."""
         group, stripes = self._group, Stripes(sizes)
-        row = torch.zeros(stripes.length, dtype=torch.uint8)
-        nothing = torch.empty(0, dtype=torch.uint8)
+        row = torch.zeros(stripes.length, dtype=torch.uint8, device="cpu")
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         for start in range(0, stripes.length, _STEP_BYTES):
             size = min(_STEP_BYTES, stripes.length - start)
             sent = [
@@ -191,12 +191,16 @@ class PeerSnapshots:
     def _rebuilt(self, lost: int) -> Tensor | None:
         """The lost rank's part, on that rank; the others send what they have of each of its stripes."""
         group, stripes = self._group, Stripes(self._sizes)
-        out = torch.zeros(stripes.length * (group.num_ranks - 1), dtype=torch.uint8) if group.rank == lost else None
+        out = (
+            torch.zeros(stripes.length * (group.num_ranks - 1), dtype=torch.uint8, device="cpu")
+            if group.rank == lost
+            else None
+        )
         for stripe in range(group.num_ranks - 1):
             row = stripe if stripe < lost else stripe + 1
             for start in range(0, stripes.length, _STEP_BYTES):
                 size = min(_STEP_BYTES, stripes.length - start)
-                sent = [torch.empty(0, dtype=torch.uint8)] * group.num_ranks
+                sent = [torch.empty(0, dtype=torch.uint8, device="cpu")] * group.num_ranks
                 if group.rank != lost:
                     sent[lost] = self._part_of_row(stripes, row, start, size)
                 counts = [size if group.rank == lost and other != lost else 0 for other in range(group.num_ranks)]
@@ -238,7 +242,7 @@ def _image_of(pieces: Sequence[Piece], described: dict[str, Any]) -> Tensor:
     text = json.dumps({**described, "tensors": tensors}).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)
     values = _LENGTH_BYTES + len(text)
-    image = torch.zeros(values + start, dtype=torch.uint8)
+    image = torch.zeros(values + start, dtype=torch.uint8, device="cpu")
     image[:values] = torch.frombuffer(bytearray(len(text).to_bytes(_LENGTH_BYTES, "little") + text), dtype=torch.uint8)
     for piece, place in zip(pieces, places, strict=True):
         at = values + place
@@ -264,7 +268,7 @@ class _ImageReader:
         is_there = chunk is not None and (tuple(offsets), tuple(sizes)) == (chunk.offsets, chunk.sizes)
         if chunk is None or not is_there:
             if 0 in sizes:
-                return torch.empty(tuple(sizes), dtype=stored.dtype)
+                return torch.empty(tuple(sizes), dtype=stored.dtype, device="cpu")
             raise CheckpointError(
                 f"PeerSnapshots: shards must lie as when the snapshot was taken, but '{name}' lies otherwise now. Take "
                 "a snapshot after set_strategy, or load a checkpoint."
@@ -272,6 +276,11 @@ class _ImageReader:
         start = self._values + chunk.start
         raw = self._image[start : start + stored.num_bytes(chunk)].clone()
         return raw.view(stored.dtype).view(chunk.sizes)
+
+    read_later = read
+
+    def settle(self) -> None:
+        """Nothing is read later."""
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -13,9 +13,11 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ _SUMS = "dshard.block_sums"
 _SUM_BYTES = 4
 _REMEDY = "use another checkpoint"
 _HUGE_PAGE = 1 << 21
+_NUM_THREADS = 2  # that read and compare
 _COPY_BYTES = 1 << 25  # that are brought to the host, or read, at a time; a multiple of a block
 
 
@@ -119,12 +122,16 @@ class ShardReader:
         self._folder, self._manifest = folder, manifest
         self._opened: dict[str, int | CheckpointError] = {}
         self._entries: dict[int, dict[str, Any]] = {}
+        self._lock = Lock()  # of what is opened
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "dshard read")  # one reads while another compares
+        self._later: list[Future[None]] = []
         self.rebuilt: set[str] = set()  # names of files that parity stood in for
 
     def __enter__(self) -> "ShardReader":
         return self
 
     def __exit__(self, *raised: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
         for opened in self._opened.values():
             if isinstance(opened, int):
                 os.close(opened)
@@ -137,21 +144,28 @@ class ShardReader:
             CheckpointError: A file is missing, cut short or damaged; names it and the tensor.
         """
         out = _empty(tuple(sizes), stored.dtype)
-        if not out.numel():
-            return out
-        for chunk in stored.chunks:
-            low = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
-            ends = zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
-            high = [min(a + n, b + m) for a, n, b, m in ends]
-            if any(a >= b for a, b in zip(low, high, strict=True)):
-                continue
-            if tuple(offsets) == chunk.offsets and tuple(sizes) == chunk.sizes:
-                self._read_range(name, stored, chunk, 0, out)
-                break
-            there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
-            here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
-            out[there] = self._read_part(name, stored, chunk, here)
+        self._read_box(name, stored, tuple(offsets), out)
         return out
+
+    def read_later(self, name: str, stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """As `read`, but the values are there, and known to be those that were saved, after `settle` alone.
+
+        Raises:
+            CheckpointError: As `read`; most of it by `settle`.
+        """
+        out = _empty(tuple(sizes), stored.dtype)
+        self._later.append(self._threads.submit(self._read_box, name, stored, tuple(offsets), out))
+        return out
+
+    def settle(self) -> None:
+        """Wait for everything that is read later.
+
+        Raises:
+            CheckpointError: As `read`.
+        """
+        later, self._later = self._later, []
+        for each in later:
+            each.result()
 
     def verify(self, name: str, stored: StoredTensor, chunk: Chunk) -> None:
         """Read a whole chunk, and keep nothing.
@@ -161,7 +175,7 @@ class ShardReader:
         """
         size = stored.num_bytes(chunk)
         for begin in range(0, size, _COPY_BYTES):
-            buffer = torch.empty(min(_COPY_BYTES, size - begin), dtype=torch.uint8)
+            buffer = torch.empty(min(_COPY_BYTES, size - begin), dtype=torch.uint8, device="cpu")
             self._read_range(name, stored, chunk, begin, buffer)
 
     def header(self, index: int) -> bytes:
@@ -215,12 +229,30 @@ class ShardReader:
         self._fill(file.name, file.size, into[:inside], at)
         into[inside:] = bytes(len(into) - inside)
 
+    def _read_box(self, name: str, stored: StoredTensor, offsets: tuple[int, ...], out: Tensor) -> None:
+        """Fill a contiguous tensor with the values of a box, out of all chunks that have some of them."""
+        sizes = tuple(out.shape)
+        if not out.numel():
+            return
+        for chunk in stored.chunks:
+            low = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
+            ends = zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
+            high = [min(a + n, b + m) for a, n, b, m in ends]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            if (offsets, sizes) == (chunk.offsets, chunk.sizes):
+                self._read_range(name, stored, chunk, 0, out)
+                return
+            there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
+            here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
+            out[there] = self._read_part(name, stored, chunk, here)
+
     def _read_part(self, name: str, stored: StoredTensor, chunk: Chunk, box: tuple[slice, ...]) -> Tensor:
         """A box of a chunk: the bytes from its first to its last element, of which the box is a view."""
         strides = [math.prod(chunk.sizes[dim + 1 :]) for dim in range(len(chunk.sizes))]
         first = sum(part.start * stride for part, stride in zip(box, strides, strict=True))
         last = sum((part.stop - 1) * stride for part, stride in zip(box, strides, strict=True))
-        values = torch.empty(last - first + 1, dtype=stored.dtype)
+        values = torch.empty(last - first + 1, dtype=stored.dtype, device="cpu")
         self._read_range(name, stored, chunk, first * stored.dtype.itemsize, values)
         return values.as_strided([part.stop - part.start for part in box], strides)
 
@@ -302,12 +334,13 @@ class ShardReader:
 
     def _open(self, name: str, size: int) -> int:
         """A file's descriptor, after its size was compared."""
-        opened = self._opened.get(name)
-        if opened is None:
-            try:
-                opened = self._opened[name] = self._opened_anew(self._folder / name, size)
-            except CheckpointError as error:
-                opened = self._opened[name] = error
+        with self._lock:
+            opened = self._opened.get(name)
+            if opened is None:
+                try:
+                    opened = self._opened[name] = self._opened_anew(self._folder / name, size)
+                except CheckpointError as error:
+                    opened = self._opened[name] = error
         if isinstance(opened, CheckpointError):
             raise opened
         return opened
@@ -341,7 +374,7 @@ class ShardReader:
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Memory on the host, of which what is large is asked for in huge pages: small ones cost more than the reading."""
-    out = torch.empty(shape, dtype=dtype)
+    out = torch.empty(shape, dtype=dtype, device="cpu")
     begin, end = -(-out.data_ptr() // _HUGE_PAGE), (out.data_ptr() + out.nbytes) // _HUGE_PAGE
     if begin < end and sys.platform == "linux":  # advice: where it is not taken, nothing is lost
         ctypes.CDLL(None).madvise(

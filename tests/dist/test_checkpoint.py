@@ -269,6 +269,74 @@ def test_a_tensor_that_a_hook_makes_for_each_state_dict_is_refused_and_one_that_
             assert "'packed' is made anew by each call" in text
 
 
+def with_a_default_device(path: Path) -> list[bool]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*[dshard.fully_shard(nn.Linear(4, 4)) for _ in range(3)])
+    dshard.fully_shard(model)
+    optimizer, x = torch.optim.AdamW(model.parameters(), lr=0.1), torch.randn(2, 4)
+    torch.set_default_device("meta")  # as "cuda" is set by many programs; whatever is made on it by mistake is noticed
+    try:
+        with dshard.join(model):
+            for _ in range(2 + dist.get_rank() % 2):
+                model(x).sum().backward()
+                dshard.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        wanted = [p.full_tensor() for p in model.parameters()]
+        save(path / "a", model, optimizer, extra={"x": x}, parity=1)
+        later = save(path / "b", model, optimizer, asynchronous=True)
+        assert later is not None
+        later.result()
+        dshard.save_safetensors(model, path / "c")
+        dshard.set_strategy(model, "zero2")
+        found = []
+        for read in (
+            lambda: load(path / "a", model, optimizer),
+            lambda: load(path / "b", model, torch.optim.AdamW(model.parameters(), lr=0.1)),
+            lambda: dshard.load_safetensors(model, path / "c"),
+        ):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.zero_()
+            read()
+            found.append(all(map(torch.equal, (p.full_tensor() for p in model.parameters()), wanted)))
+        return found
+    finally:
+        torch.set_default_device(None)
+
+
+def test_a_default_device_changes_nothing(worlds: WorldPool, tmp_path):
+    assert worlds.run(2, with_a_default_device, tmp_path) == [[True] * 3] * 2
+
+
+def saved_for_inference(path: Path) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = dshard.fully_shard(nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    save(path, model, optimizer)
+    return [p.full_tensor() for p in model.parameters()]
+
+
+def loaded_in_inference(path: Path) -> list[Tensor]:
+    model = dshard.fully_shard(nn.Linear(5, 3), sync="broadcast")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with torch.inference_mode():
+        load(path, model, optimizer)
+    found = [p.full_tensor().detach().clone() for p in model.parameters()]
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()  # of states that are no inference tensors
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_load_in_inference_mode_leaves_a_model_that_trains(worlds: WorldPool, tmp_path, num_ranks):
+    wanted = worlds.run(2, saved_for_inference, tmp_path / "s")[0]
+    for found in worlds.run(num_ranks, loaded_in_inference, tmp_path / "s"):
+        assert all(map(torch.equal, found, wanted))
+
+
 def refused(path: Path, what: str) -> str:
     torch.manual_seed(0)
     model: Any = nn.Linear(4, 4)
