@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["Board", "End", "Home", "ends_within", "state_of"]
+__all__ = ["STORE_S", "Board", "End", "Home", "ends_within", "state_of"]
 
+STORE_S = 1.5  # for the store to answer at all
 T = TypeVar("T")
 
 

@@ -9,14 +9,13 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from dshard.collectives.board import ends_within
+from dshard.collectives.board import STORE_S, ends_within
 from dshard.collectives.lost import arrive, board, find, is_symptom, names
 from dshard.errors import DivergenceError, DShardError
 
 __all__ = ["watch_end"]
 
 _TEXT_CHARS = 600  # of what was raised
-_STORE_S = 1.5
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -32,7 +31,7 @@ def watch_end() -> None:
     if _State.pid == os.getpid():
         return
     _State.pid, _State.has_said = os.getpid(), False
-    ends_within(_STORE_S, arrive)
+    ends_within(STORE_S, arrive)
     previous: _Hook = sys.excepthook
 
     def on_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -90,4 +89,4 @@ def _blamed_in(error: BaseException | None) -> tuple[int, ...]:
 def _say(how: str, text: str, ranks: tuple[int, ...] = ()) -> None:
     if _State.pid == os.getpid() and not _State.has_said:
         _State.has_said = True
-        ends_within(_STORE_S, lambda: board().note_end(how, text[:_TEXT_CHARS], ranks))
+        ends_within(STORE_S, lambda: board().note_end(how, text[:_TEXT_CHARS], ranks))

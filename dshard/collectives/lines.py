@@ -25,6 +25,7 @@ _EPOCH = 1 << 32  # numbers of steps, from one that was left to the next
 __all__ = [
     "Line",
     "Said",
+    "TimesLeft",
     "announce",
     "begin",
     "end",
@@ -32,6 +33,7 @@ __all__ = [
     "give_up",
     "is_torn",
     "line_of",
+    "times_left",
     "withdraw",
 ]
 
@@ -80,18 +82,14 @@ class Line:
         self.world = world
         self.number = world.epoch * _EPOCH  # of the step
         self.companions = frozenset([group.name])  # groups of the model whose step it is
-        self.is_torn = (
-            False  # whether that model's step was left within its forward or backward, for one that others run
-        )
+        self.is_torn = False  # whether that step was left within a forward or backward, for one that others run
         self._is_fresh = True  # whether the step has not begun
         self._is_open = False  # whether it has, and its forward or backward has not ended
         self._is_due = False  # whether the next collective is the first of another step
         self._num_started = 0  # collectives so far
         self._is_direct = group.is_direct
         self._waiting: deque[Said] = deque()  # not heard of yet, in order
-        self._posted: dict[int, deque[list[Any]]] = {
-            peer: deque() for peer in group.peers
-        }  # [header, what to wait for]
+        self._posted: dict[int, deque[list[Any]]] = {peer: deque() for peer in group.peers}  # header, what to wait for
         self._unread: list[tuple[int, int, Tensor, Work]] = []  # headers on their way, of steps that were left
 
     def announce(self, companions: frozenset[str]) -> None:
@@ -245,7 +243,7 @@ def is_torn(groups: Iterable[ShardGroup]) -> bool:
     return any(line_of(group).is_torn for group in groups)
 
 
-def times_left(groups: Sequence[ShardGroup]) -> "TimesLeft":
+def times_left(groups: Sequence[ShardGroup]) -> TimesLeft:
     """How often this rank has left a step."""
     for group in groups[:1]:
         world = line_of(group).world

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
 
-from dshard.collectives.board import Board, End, Home, ends_within, state_of
+from dshard.collectives.board import STORE_S, Board, End, Home, ends_within, state_of
 from dshard.errors import RankLostError
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
 ]
 
 PATIENCE_S = 2.5  # for the peers to be found dead, or to say where they are
-_STORE_S = 1.5  # for the store to answer at all, beyond that
 _ASK_AFTER_S = 0.2
 _LEAVING_S = 0.3  # from the exception that a program does not catch to its last word
 _MANY_RANKS = 256  # in larger worlds only those of the group are looked at
@@ -162,7 +161,7 @@ def ended(rank: int, known: Verdict | None = None) -> RankLostError | None:
     """
     verdict, until = known, time.monotonic() + _LEAVING_S
     while verdict is None:
-        ends = ends_within(_STORE_S, _State.board.ends)
+        ends = ends_within(STORE_S, _State.board.ends)
         verdict = _by_word([end for end in ends if end.rank == rank]) if ends is not None else _solve([rank])[0]
         if verdict is None:
             if ends is None or time.monotonic() > until:
@@ -184,14 +183,14 @@ def found_dead(ranks: Sequence[int]) -> Verdict | None:
 
 def _solve(ranks: Sequence[int]) -> tuple[Verdict | None, dict[int, dict[str, str]]]:
     case = _Case(list(ranks), _world(ranks), dist.get_rank(), dict(_State.homes))
-    verdict = ends_within(PATIENCE_S + _STORE_S, case.solve)
+    verdict = ends_within(PATIENCE_S + STORE_S, case.solve)
     if verdict is None and not case.is_solved:
         return case.by_death_soon() or case.stopped(ranks) or case.without_store(), {}
     if any("waits" not in case.answers.get(rank, {"waits"}) for rank in ranks):  # then the others are innocent
         case.answers = {rank: place for rank, place in case.answers.items() if rank in ranks}
     found = verdict or _elsewhere(case.answers)
     if found is not None:  # for ranks that cannot see it
-        ends_within(_STORE_S, lambda: _State.board.note_end("found", found.text, found.ranks))
+        ends_within(STORE_S, lambda: _State.board.note_end("found", found.text, found.ranks))
     return verdict, case.answers
 
 
@@ -282,7 +281,7 @@ class _Case:
             return stopped
         new = [rank for rank in silent if rank not in self.homes]
         if new:
-            what = f"{names(new)} never came to a collective of dshard"
+            what = f"{names(new)} never came to a collective or process group of dshard"
             why = "was killed, or ended without a word, is out of reach, or does something else yet"
             return Verdict(tuple(new), f"{what}: {why}")
         here = [rank for rank in silent if self._is_here(rank)]

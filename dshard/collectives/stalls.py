@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup
-from dshard.collectives.board import ends_within
+from dshard.collectives.board import STORE_S, ends_within
 from dshard.collectives.exits import watch_end
 from dshard.collectives.lost import (
     Verdict,
@@ -48,7 +48,6 @@ log = logging.getLogger("dshard")
 _POLL_S, _FIRST_POLL_S = 0.5, 0.05  # until it is known where the others run
 _IDLE_S = 1.0  # without the end of a collective, after which a peer may be asking
 _AHEAD = 1 << 62  # of all questions
-_STORE_S = 1.5  # for the store to answer at all
 _GRACE_S = 2.0  # for the peers to write down where they are
 _MANY_RANKS, _NUM_SPEAKERS = 64, 8  # in groups of more ranks, as many of them speak
 _PYTHONS_FOLDER = str(Path(os.__file__).parent)
@@ -124,7 +123,7 @@ def making(what: str, group: ProcessGroup) -> Iterator[None]:
     """For what the ranks of a group do by torch's own functions; its failures are told as those of collectives."""
     watch_end()
     _State.making = what
-    _post(_AHEAD, {"waits": what})  # for this may hold the GIL until the timeout
+    ends_within(STORE_S, lambda: _post_answer(_AHEAD, {"waits": what}))  # for this may hold the GIL until the timeout
     try:
         yield
     except RuntimeError as error:
@@ -132,8 +131,8 @@ def making(what: str, group: ProcessGroup) -> Iterator[None]:
             raise
         raise failure(what, error, group) from error
     finally:
+        ends_within(STORE_S, lambda: _post_answer(0, {}))
         _State.making = ""
-        _post(0, {})
 
 
 def watch_event(label: str, group: ProcessGroup, event: Any) -> None:
@@ -206,15 +205,17 @@ def _own_place() -> dict[str, str]:
 
 def _answer() -> None:
     """Say where this rank is, if a peer has asked since the last time."""
+    if _State.making:  # it has answered ahead
+        return
     question = board().newest_question()
-    if question > _State.answered and not _State.making:
-        _post(question, _own_place())
+    if question > _State.answered:
+        _post_answer(question, _own_place())
     _State.answered = question
 
 
-def _post(question: int, place: dict[str, str]) -> None:
-    """Answer questions up to one."""
-    ends_within(_STORE_S, lambda: board().post("answer", {"question": question, "at": place}))
+def _post_answer(question: int, place: dict[str, str]) -> None:
+    """To all questions up to one."""
+    board().post("answer", {"question": question, "at": place})
 
 
 def _tell_of_deaths(wait: _Wait) -> None:

@@ -7,13 +7,12 @@ import torch.distributed as dist
 
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup
-from dshard.collectives.board import ends_within
+from dshard.collectives.board import STORE_S, ends_within
 from dshard.collectives.lost import Verdict, board, last_verdict
 
 __all__ = ["Why", "tell_why", "told_by"]
 
 _MAX_LENGTH = 500
-_LIMIT_S = 1.5  # for the store to answer at all
 
 
 class Why(NamedTuple):
@@ -36,13 +35,13 @@ def tell_why(why: Why, numbers: Mapping[str, int]) -> None:
     facts = {"why": why.text[:_MAX_LENGTH], "differs": why.differs, "numbers": dict(numbers)}
     if lost is not None:
         facts["lost"] = [list(lost.ranks), lost.text[:_MAX_LENGTH]]
-    ends_within(_LIMIT_S, lambda: board().post("left", facts))
+    ends_within(STORE_S, lambda: board().post("left", facts))
 
 
 def told_by(rank: int, group: ProcessGroup, number: int) -> tuple[int, Why]:
     """The number in the world of rank `rank` of a group, and why it has left a step."""
     world_rank = dist.get_global_rank(group, rank)
-    told: dict[int, Any] = ends_within(_LIMIT_S, lambda: board().read("left", [world_rank])) or {}
+    told: dict[int, Any] = ends_within(STORE_S, lambda: board().read("left", [world_rank])) or {}
     facts = told.get(world_rank)
     if facts is None or facts["numbers"].get(_c10d.name_of(group)) != number:
         return world_rank, Why("")

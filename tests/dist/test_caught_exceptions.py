@@ -13,19 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard.collectives import _c10d
 from dshard.testing import WorldPool
+from tests.dist.caught import STRATEGIES, WIDTH, BatchError, Net, batch
 
-NUM_STEPS, WIDTH, DEPTH = 6, 8, 4
-STRATEGIES = ["full", "keep", "zero1", "zero2", "ddp", "split(2)"]
+NUM_STEPS, DEPTH = 6, 4
 PLACES = ["forward", "backward", "loss", "clip", "save"]
-
-
-class BatchError(Exception):
-    """A bad batch."""
 
 
 @dataclass(frozen=True)
@@ -49,37 +44,9 @@ class Case:
     agrees: bool = False
 
 
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise BatchError("bad gradient")
-
-
-class Net(nn.Module):
-    def __init__(self, recomputes: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
-        self.recomputes = recomputes
-        self.fault: tuple[str, int] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            if self.fault == ("forward", i):
-                raise BatchError("bad batch")
-            if self.fault == ("skip", i):
-                continue
-            x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
-            x = torch.tanh(Raises.apply(x) if self.fault == ("backward", i) else x)
-        return x
-
-
 def sharded(case: Case) -> Any:
     torch.manual_seed(0)
-    model: Any = Net(case.recomputes)
+    model: Any = Net(DEPTH, case.recomputes)
     mesh: Any = None
     if case.replicas > 1:
         mesh = init_device_mesh(
@@ -88,10 +55,6 @@ def sharded(case: Case) -> Any:
     for layer, strategy in zip(model.layers, case.strategies, strict=True):
         dshard.fully_shard(layer, strategy=strategy, mesh=mesh)
     return dshard.fully_shard(model, mesh=mesh)
-
-
-def batch(step: int, micro: int, rank: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1000 * step + 10 * micro + rank))
 
 
 def run_step(model: Any, optimizer: Any, case: Case, step: int, path: str, faults: bool) -> None:

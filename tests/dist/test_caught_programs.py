@@ -7,19 +7,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard.testing import WorldPool
+from tests.dist.caught import STRATEGIES, BatchError, Net, batch
 
-NUM_STEPS, WIDTH, DEPTH = 6, 8, 3
-STRATEGIES = ["full", "keep", "zero1", "zero2", "ddp", "split(2)"]
-
-
-class BatchError(Exception):
-    """A bad batch."""
+NUM_STEPS, DEPTH = 6, 3
 
 
 @dataclass(frozen=True)
@@ -66,32 +61,6 @@ class Program:
     faults: dict[int, tuple[Fault, ...]]
 
 
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise BatchError("bad gradient")
-
-
-class Net(nn.Module):
-    def __init__(self, recomputes: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
-        self.recomputes = recomputes
-        self.fault: tuple[str, int] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            if self.fault == ("forward", i):
-                raise BatchError("bad batch")
-            x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
-            x = torch.tanh(Raises.apply(x) if self.fault == ("backward", i) else x)
-        return x
-
-
 def sharded(program: Program) -> list[Any]:
     torch.manual_seed(0)
     num_ranks, models = dist.get_world_size(), []
@@ -99,16 +68,12 @@ def sharded(program: Program) -> list[Any]:
     if program.replicas > 1:
         mesh = init_device_mesh("cpu", (program.replicas, num_ranks // program.replicas), mesh_dim_names=("r", "s"))
     for strategies in program.strategies:
-        model: Any = Net(program.recomputes)
+        model: Any = Net(DEPTH, program.recomputes)
         for layer, strategy in zip(model.layers, strategies, strict=True):
             dshard.fully_shard(layer, strategy=strategy, mesh=mesh)
         models.append(dshard.fully_shard(model, mesh=mesh))
         models[-1].set_prefetch(program.prefetch)
     return models
-
-
-def batch(step: int, micro: int, rank: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1000 * step + 10 * micro + rank))
 
 
 class Training:
