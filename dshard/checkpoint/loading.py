@@ -105,7 +105,6 @@ def _read_all(
         )
     with outside_autograd(), ShardReader(folder, manifest) as reader:
         job = prepared(Source(folder, manifest, reader, group), model, optimizer)
-        reader.settle()
         if manifest.world_size == group.world_size:
             reader.header(group.world_rank)
         for name in sorted(reader.rebuilt):
@@ -176,7 +175,7 @@ def _prepare_model(source: Source, model: nn.Module, job: Load) -> None:
         )
     read: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        values = source.read(f"model.{name}", part_of_tensor(tensor), dtype_of(tensor), later=True)
+        values = source.read(f"model.{name}", part_of_tensor(tensor), dtype_of(tensor))
         known = read.get(id(tensor))
         if known is not None:
             _check_tie(source, name, values, *known)
@@ -191,7 +190,6 @@ def _prepare_model(source: Source, model: nn.Module, job: Load) -> None:
 
 
 def _check_tie(source: Source, name: str, values: Tensor, other: str, known: Tensor) -> None:
-    source.reader.settle()
     if not torch.equal(bytes_of(values), bytes_of(known)):
         raise CheckpointError(
             f"{source.folder}: '{name}' and '{other}' are one tensor of the model and must have one value, but the "

@@ -4,9 +4,8 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,6 +16,7 @@ from dshard.checkpoint.trees import same_kind
 from dshard.errors import CheckpointError
 from dshard.tensor import ShardedTensor
 from dshard.tensor.cell import ShardCell
+from dshard.tensor.extended import is_extended
 
 __all__ = ["prepare_optimizers"]
 
@@ -160,7 +160,10 @@ class _Home:
         if isinstance(name, str) and found is not None and isinstance(old, Tensor) and not old.is_meta:
             shape, dtype = found[1].shape, found[1].dtype
             if tuple(old.shape) == shape and dtype_of(old) == dtype:
-                return old, writer(old, self.source.read(name, part_of_tensor(old), dtype, later=True))
+                values = self.source.read(name, part_of_tensor(old), dtype)
+                if _takes_the_place_of(old, values):  # as with torch's own load_state_dict
+                    return old.like(ShardCell(values, old._layout, is_shared=True), dtype=dtype), None
+                return old, writer(old, values)
         return decoded(self.source, saved, what, partial(self._made, key)), None
 
     def _made(self, key: str, name: str, stored: StoredTensor) -> Tensor:
@@ -169,9 +172,16 @@ class _Home:
         own = param.storage_device if isinstance(param, ShardedTensor) else param.device
         home = self.source.group.device_type if own.type == "meta" else own
         if shape and shape == tuple(param.shape) and isinstance(param, ShardedTensor) and name not in self.whole:
-            stays = torch.device(home).type == "cpu"  # a copy elsewhere is one of what is there by now
-            shard = self.source.read(name, part_of_tensor(param), stored.dtype, later=stays).to(home)
+            shard = self.source.read(name, part_of_tensor(param), stored.dtype).to(home)
             return param.like(ShardCell(shard, param._layout, is_shared=True), dtype=stored.dtype)
         values = self.source.read(name, Part(shape, (0,) * len(shape), shape), stored.dtype)
         is_on_host = key == "step" and not (self.options.get("capturable") or self.options.get("fused"))
         return values if is_on_host else values.to(home)  # as torch's own load_state_dict places them
+
+
+def _takes_the_place_of(old: Tensor, values: Tensor) -> TypeGuard[ShardedTensor]:
+    """Whether values that were read can be a state's shard as they are, so that none is copied."""
+    if not isinstance(old, ShardedTensor) or old.is_view or is_extended(old._cell.resolve()):
+        return False
+    shard = old._cell.resolve()
+    return shard.device == values.device and shard.is_contiguous() and not shard.is_pinned()

@@ -277,11 +277,6 @@ class _ImageReader:
         raw = self._image[start : start + stored.num_bytes(chunk)].clone()
         return raw.view(stored.dtype).view(chunk.sizes)
 
-    read_later = read
-
-    def settle(self) -> None:
-        """Nothing is read later."""
-
 
 def _dtype(name: str) -> torch.dtype:
     found = dtype_named(name)

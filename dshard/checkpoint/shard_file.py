@@ -13,11 +13,10 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -37,8 +36,8 @@ _SUMS = "dshard.block_sums"
 _SUM_BYTES = 4
 _REMEDY = "use another checkpoint"
 _HUGE_PAGE = 1 << 21
-_NUM_THREADS = 2  # that read and compare
-_COPY_BYTES = 1 << 25  # that are brought to the host, or read, at a time; a multiple of a block
+_COPY_BYTES = 1 << 25  # that are brought to the host, or verified, at a time; a multiple of a block
+_READ_BYTES = 1 << 22  # at a time; a multiple of a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +121,12 @@ class ShardReader:
         self._folder, self._manifest = folder, manifest
         self._opened: dict[str, int | CheckpointError] = {}
         self._entries: dict[int, dict[str, Any]] = {}
-        self._lock = Lock()  # of what is opened
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "dshard read")  # one reads while another compares
-        self._later: list[Future[None]] = []
         self.rebuilt: set[str] = set()  # names of files that parity stood in for
 
     def __enter__(self) -> "ShardReader":
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._threads.shutdown(cancel_futures=True)
         for opened in self._opened.values():
             if isinstance(opened, int):
                 os.close(opened)
@@ -144,28 +139,21 @@ class ShardReader:
             CheckpointError: A file is missing, cut short or damaged; names it and the tensor.
         """
         out = _empty(tuple(sizes), stored.dtype)
-        self._read_box(name, stored, tuple(offsets), out)
+        if not out.numel():
+            return out
+        for chunk in stored.chunks:
+            low = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
+            ends = zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
+            high = [min(a + n, b + m) for a, n, b, m in ends]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            if tuple(offsets) == chunk.offsets and tuple(sizes) == chunk.sizes:
+                self._read_range(name, stored, chunk, 0, out)
+                break
+            there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
+            here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
+            out[there] = self._read_part(name, stored, chunk, here)
         return out
-
-    def read_later(self, name: str, stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """As `read`, but the values are there, and known to be those that were saved, after `settle` alone.
-
-        Raises:
-            CheckpointError: As `read`; most of it by `settle`.
-        """
-        out = _empty(tuple(sizes), stored.dtype)
-        self._later.append(self._threads.submit(self._read_box, name, stored, tuple(offsets), out))
-        return out
-
-    def settle(self) -> None:
-        """Wait for everything that is read later.
-
-        Raises:
-            CheckpointError: As `read`.
-        """
-        later, self._later = self._later, []
-        for each in later:
-            each.result()
 
     def verify(self, name: str, stored: StoredTensor, chunk: Chunk) -> None:
         """Read a whole chunk, and keep nothing.
@@ -229,24 +217,6 @@ class ShardReader:
         self._fill(file.name, file.size, into[:inside], at)
         into[inside:] = bytes(len(into) - inside)
 
-    def _read_box(self, name: str, stored: StoredTensor, offsets: tuple[int, ...], out: Tensor) -> None:
-        """Fill a contiguous tensor with the values of a box, out of all chunks that have some of them."""
-        sizes = tuple(out.shape)
-        if not out.numel():
-            return
-        for chunk in stored.chunks:
-            low = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
-            ends = zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
-            high = [min(a + n, b + m) for a, n, b, m in ends]
-            if any(a >= b for a, b in zip(low, high, strict=True)):
-                continue
-            if (offsets, sizes) == (chunk.offsets, chunk.sizes):
-                self._read_range(name, stored, chunk, 0, out)
-                return
-            there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
-            here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
-            out[there] = self._read_part(name, stored, chunk, here)
-
     def _read_part(self, name: str, stored: StoredTensor, chunk: Chunk, box: tuple[slice, ...]) -> Tensor:
         """A box of a chunk: the bytes from its first to its last element, of which the box is a view."""
         strides = [math.prod(chunk.sizes[dim + 1 :]) for dim in range(len(chunk.sizes))]
@@ -263,22 +233,33 @@ class ShardReader:
         size, end = stored.num_bytes(chunk), begin + len(view)
         self._check_entry(name, stored, chunk)
         sums = self._sums(name, chunk, num_blocks(size))
-        for block in range(begin // BLOCK_BYTES, num_blocks(end)):
-            start, stop = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, size)
+        last = min(num_blocks(end) * BLOCK_BYTES, size)
+        for start in range(begin // BLOCK_BYTES * BLOCK_BYTES, last, _READ_BYTES):
+            stop = min(start + _READ_BYTES, last)
             is_inside = begin <= start and stop <= end
             target = view[start - begin : stop - begin] if is_inside else memoryview(bytearray(stop - start))
-            wanted = int.from_bytes(sums[block * _SUM_BYTES : (block + 1) * _SUM_BYTES], "little")
-            self._obtain(
-                chunk.file,
-                target,
-                chunk.start + start,
-                partial(_has_sum, target, wanted),
-                f"values must be those that were saved, but '{name}' has other bytes between {chunk.start + start} and "
-                f"{chunk.start + stop}",
-            )
+            self._read_blocks(name, chunk, sums[start // BLOCK_BYTES * _SUM_BYTES :], start, target)
             if not is_inside:
                 low, high = max(begin, start), min(end, stop)
                 view[low - begin : high - begin] = target[low - start : high - start]
+
+    def _read_blocks(self, name: str, chunk: Chunk, sums: memoryview, start: int, target: memoryview) -> None:
+        """Fill a buffer with blocks of a chunk by one read, and each that is not as it was saved by one of its own."""
+        file = self._manifest.files[chunk.file]
+        is_read = False
+        with suppress(CheckpointError):  # the first of the blocks raises it, unless parity stands in
+            self._fill(file.name, file.size, target, chunk.start + start)
+            is_read = True
+        for begin in range(0, len(target), BLOCK_BYTES):
+            block, low = target[begin : begin + BLOCK_BYTES], chunk.start + start + begin
+            sum_start = begin // BLOCK_BYTES * _SUM_BYTES
+            is_whole = partial(_has_sum, block, int.from_bytes(sums[sum_start : sum_start + _SUM_BYTES], "little"))
+            if not (is_read and is_whole()):
+                what = (
+                    f"values must be those that were saved, but '{name}' has other bytes between {low} and "
+                    f"{low + len(block)}"
+                )
+                self._obtain(chunk.file, block, low, is_whole, what)
 
     def _check_entry(self, name: str, stored: StoredTensor, chunk: Chunk) -> None:
         """Compare what the manifest and a file's header say of a chunk."""
@@ -334,13 +315,12 @@ class ShardReader:
 
     def _open(self, name: str, size: int) -> int:
         """A file's descriptor, after its size was compared."""
-        with self._lock:
-            opened = self._opened.get(name)
-            if opened is None:
-                try:
-                    opened = self._opened[name] = self._opened_anew(self._folder / name, size)
-                except CheckpointError as error:
-                    opened = self._opened[name] = error
+        opened = self._opened.get(name)
+        if opened is None:
+            try:
+                opened = self._opened[name] = self._opened_anew(self._folder / name, size)
+            except CheckpointError as error:
+                opened = self._opened[name] = error
         if isinstance(opened, CheckpointError):
             raise opened
         return opened

@@ -48,12 +48,6 @@ class Reader(Protocol):
     def read(self, name: str, stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """The values of a box, on the host."""
 
-    def read_later(self, name: str, stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The same, but the values may be there after `settle` alone."""
-
-    def settle(self) -> None:
-        """Wait for what is read later."""
-
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -97,8 +91,8 @@ class Source:
         stored = self.manifest.tensors.get(own)
         return None if stored is None else (own, stored)
 
-    def read(self, name: str, part: Part, dtype: torch.dtype, *, later: bool = False) -> Tensor:
-        """The values of this rank's box of a tensor; with `later` they may be there after `reader.settle` alone.
+    def read(self, name: str, part: Part, dtype: torch.dtype) -> Tensor:
+        """The values of this rank's box of a tensor.
 
         Raises:
             CheckpointError: It is not there, of another shape or dtype, or damaged.
@@ -116,8 +110,7 @@ class Source:
                 f"{stored.shape}, {stored.dtype} in the checkpoint and {part.shape}, {dtype} in the model. Build the "
                 "model as it was when it was saved."
             )
-        read = self.reader.read_later if later else self.reader.read
-        return read(kept, stored, part.offsets, part.sizes)
+        return self.reader.read(kept, stored, part.offsets, part.sizes)
 
     def names(self, prefix: str) -> Iterator[str]:
         """Names that begin so, each once, whoever's values they have."""

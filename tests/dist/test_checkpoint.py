@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -422,7 +423,7 @@ def test_a_compiled_model_is_saved_and_loaded(worlds: WorldPool, tmp_path):
 
 def big(seed: int) -> Any:
     torch.manual_seed(seed)
-    return dshard.fully_shard(nn.Sequential(nn.Linear(512, 3001), nn.Linear(512, 1500, bias=False)))
+    return dshard.fully_shard(nn.Sequential(nn.Linear(512, 5001), nn.Linear(512, 1500, bias=False)))
 
 
 def save_big(path: Path) -> list[Tensor]:
@@ -456,3 +457,26 @@ def test_each_rank_reads_the_bytes_of_its_shards_alone(worlds: WorldPool, tmp_pa
     for num_read, held, _, got in worlds.run(after, load_big, tmp_path / "s"):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         assert held <= num_read <= held + len(want) * 2 * (1 << 18)
+
+
+def load_damaged(path: Path) -> str:
+    model = big(1)
+    before = [p.full_tensor() for p in model.parameters()]
+    with pytest.raises(dshard.CheckpointError) as caught:
+        load(path, model)
+    assert all(torch.equal(a, p.full_tensor()) for a, p in zip(before, model.parameters(), strict=True))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("after", [2, 3])
+@pytest.mark.parametrize("at", [100_000, 1_000_000, 4_000_000, 4_300_000, 5_100_000])
+def test_a_flipped_bit_is_found_wherever_it_lies_in_what_one_read_gives(worlds: WorldPool, tmp_path, after, at):
+    worlds.run(2, save_big, tmp_path / "s")
+    file = sorted((tmp_path / "s").glob("shard-*"))[0]
+    content = bytearray(file.read_bytes())
+    content[at] ^= 16
+    file.write_bytes(content)
+    for text in worlds.run(after, load_damaged, tmp_path / "s"):
+        assert f"{file}: values must be those that were saved, but 'model.0.weight' has other bytes between" in text
+        low, high = map(int, re.search(r"between (\d+) and (\d+)", text).groups())
+        assert low <= at < high <= low + (1 << 18)

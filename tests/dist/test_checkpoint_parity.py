@@ -14,7 +14,7 @@ from dshard.testing import WorldPool
 
 def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(37, 301), nn.Linear(301, 5))
+    model = nn.Sequential(nn.Linear(37, 16001), nn.Linear(16001, 5))
     dshard.fully_shard(model, strategy={"0.*": "full", "*": "ddp"})
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
