@@ -1,4 +1,7 @@
-"""Pure shard arithmetic: which elements each rank holds, and where they lie in a bucket."""
+"""Pure shard arithmetic: which elements each rank holds, where they lie in a bucket, and what travels beside them.
+
+Collectives do it so, and the planner counts with the same numbers.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +9,27 @@ from dataclasses import dataclass, field
 
 from dshard.errors import PlacementError
 
-__all__ = ["BucketLayout", "Extent", "ShardLayout"]
+__all__ = [
+    "ALIGN_NUMEL",
+    "HEADER_BYTES",
+    "MIN_DIRECT_BYTES",
+    "SMALL_GRAD_BYTES",
+    "BucketLayout",
+    "Extent",
+    "ShardLayout",
+    "flags_numel",
+]
+
+HEADER_BYTES = 64  # of what each rank says to each peer ahead of a collective, where rows are received one by one
+MIN_DIRECT_BYTES = 1 << 16  # of a full tensor whose shards travel alone, to their place; others are cut out of rows
+ALIGN_NUMEL = 64  # of each full tensor within the memory of its bucket
+SMALL_GRAD_BYTES = 1 << 16  # up to this size gradients wait as they are, to be packed when their bucket leaves
+_FLAGS_NUMEL = 16  # of which a row of flags is a multiple
+
+
+def flags_numel(num_tensors: int) -> int:
+    """Elements ahead of each row of a reduction: a flag per tensor, whether a rank had a gradient, and padding."""
+    return -(-num_tensors // _FLAGS_NUMEL) * _FLAGS_NUMEL
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from dshard.bench.common import WORLD_TIMEOUT_S, Step, Summary, gloo_world, inte
 from dshard.bench.output import Output, timing_table
 from dshard.bench.plots import Bars
 from dshard.collectives import BufferPool, GatherPlan, ReduceBucket, ReducePlan, ShardGroup, all_gather
-from dshard.collectives.header import HEADER_BYTES, Kind, check_headers
+from dshard.collectives.header import Kind, check_headers
 from dshard.collectives.header import header as make_header
-from dshard.layout import BucketLayout, ShardLayout
+from dshard.layout import HEADER_BYTES, BucketLayout, ShardLayout
 
 __all__ = ["run"]
 

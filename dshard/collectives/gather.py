@@ -11,11 +11,11 @@ from torch import Tensor
 from dshard.collectives import ledger
 from dshard.collectives.exchange import Exchange
 from dshard.collectives.group import Handle, ShardGroup
-from dshard.collectives.header import HEADER_BYTES, Kind
+from dshard.collectives.header import Kind
 from dshard.collectives.memory import Buffer, BufferPool
 from dshard.collectives.plan import GatherPlan, shard_of
 from dshard.collectives.trace import record
-from dshard.layout import ShardLayout
+from dshard.layout import HEADER_BYTES, ShardLayout
 
 __all__ = ["Gathered", "all_gather"]
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from dshard.errors import DivergenceError
 
-__all__ = ["HEADER_BYTES", "Heard", "Kind", "check_headers", "header", "read"]
+__all__ = ["Heard", "Kind", "check_headers", "header", "read"]
 
-HEADER_BYTES = 64
 _FORMAT = "<qqQB39s"  # a checksum of kind and label, a tag, the number of the step, the kind, and the end of the label
 
 

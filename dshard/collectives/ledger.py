@@ -14,11 +14,12 @@ from torch import Tensor
 
 from dshard.collectives._c10d import ProcessGroup
 from dshard.collectives.group import Handle, ShardGroup
-from dshard.collectives.header import HEADER_BYTES, Kind, check_headers, header
+from dshard.collectives.header import Kind, check_headers, header
 from dshard.collectives.lines import line_of
 from dshard.collectives.stalls import watch_event
 from dshard.collectives.trace import record
 from dshard.errors import DivergenceError, RankLostError
+from dshard.layout import HEADER_BYTES
 
 __all__ = ["note", "num_noted", "settle"]
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup, Work
 from dshard.collectives.group import ShardGroup
-from dshard.collectives.header import HEADER_BYTES, Heard, Kind, header, read
+from dshard.collectives.header import Heard, Kind, header, read
 from dshard.collectives.whys import Why, tell_why
+from dshard.layout import HEADER_BYTES
 
 _EPOCH = 1 << 32  # numbers of steps, from one that was left to the next
 

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from dshard.collectives.group import ShardGroup
-from dshard.layout import BucketLayout, ShardLayout
+from dshard.layout import ALIGN_NUMEL, MIN_DIRECT_BYTES, BucketLayout, ShardLayout
 
 __all__ = ["GatherPlan", "SendRow", "real_numel", "shard_of"]
 
-_MIN_DIRECT_BYTES = 1 << 16  # of a full tensor that gets messages of its own
-_ALIGN_NUMEL = 64  # of each full tensor within the memory of its bucket
 _ALIGN_BYTES = 16  # of a row, for copies in wide words; a multiple of every element size
 
 
@@ -92,7 +90,7 @@ class GatherPlan:
         dtype: torch.dtype,
         group: ShardGroup,
         *,
-        min_direct_bytes: int = _MIN_DIRECT_BYTES,
+        min_direct_bytes: int = MIN_DIRECT_BYTES,
     ) -> "GatherPlan":
         """Plan the gather of a bucket of `dtype` over `group`."""
         dense = [_is_c_contiguous(x.shape, s) for x, s in zip(bucket.layouts, strides, strict=True)]
@@ -107,7 +105,7 @@ class GatherPlan:
         for i, layout in enumerate(bucket.layouts):
             in_slots = layout.dim == 0 and dense[i] and i not in direct  # the padding of the last slots lies behind it
             numel = layout.slot_numel * layout.num_ranks if in_slots else layout.numel
-            regions.append(math.ceil(numel / _ALIGN_NUMEL) * _ALIGN_NUMEL)
+            regions.append(math.ceil(numel / ALIGN_NUMEL) * ALIGN_NUMEL)
         offsets = tuple(sum(regions[:i]) for i in range(len(regions)))
         if group.is_direct:
             regions.append(row.segment_numel * bucket.num_ranks)

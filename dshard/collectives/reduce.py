@@ -12,17 +12,15 @@ from dshard.collectives import ledger
 from dshard.collectives._c10d import ReduceOp, Work
 from dshard.collectives.exchange import Exchange
 from dshard.collectives.group import Handle, ShardGroup
-from dshard.collectives.header import HEADER_BYTES, Kind
+from dshard.collectives.header import Kind
 from dshard.collectives.memory import Buffer, BufferPool
 from dshard.collectives.plan import real_numel, shard_of
 from dshard.collectives.replicas import sum_in_pairs
 from dshard.collectives.trace import record
 from dshard.errors import StateError
-from dshard.layout import BucketLayout
+from dshard.layout import HEADER_BYTES, SMALL_GRAD_BYTES, BucketLayout, flags_numel
 
 __all__ = ["ReduceBucket", "ReducePlan", "Reduced"]
-
-_SMALL_BYTES = 1 << 16  # gradients up to this size are packed together, when the bucket leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class ReducePlan:
     @classmethod
     def of(cls, bucket: BucketLayout, group: ShardGroup) -> "ReducePlan":
         """Plan the reduction of a bucket over `group`."""
-        num_flags = math.ceil(len(bucket.layouts) / 16) * 16
+        num_flags = flags_numel(len(bucket.layouts))
         shapes = tuple(layout.local_shape(group.rank) for layout in bucket.layouts)
         return cls(
             bucket,
@@ -139,7 +137,7 @@ class ReduceBucket:
         is_dense = layout.dim == 0 and grad.is_contiguous()
         is_even = layout.slot_numel * layout.num_ranks == numel
         waits = may_wait and is_dense and is_even and not accumulate and grad.dtype == self._rows.dtype
-        if waits and numel * grad.itemsize <= _SMALL_BYTES:
+        if waits and numel * grad.itemsize <= SMALL_GRAD_BYTES:
             # The gradient itself is kept: as long as somebody refers to it, autograd gives its memory to nobody else.
             self._waiting[index] = _Waiting(grad, grad.view(layout.num_ranks, layout.slot_numel), grad._version)
             return

@@ -10,9 +10,10 @@ from dshard.collectives import ledger
 from dshard.collectives._c10d import ReduceOp
 from dshard.collectives.exchange import Exchange
 from dshard.collectives.group import Handle, ShardGroup
-from dshard.collectives.header import HEADER_BYTES, Kind
+from dshard.collectives.header import Kind
 from dshard.collectives.replicas import sum_in_pairs
 from dshard.collectives.trace import record
+from dshard.layout import HEADER_BYTES
 
 __all__ = ["all_reduce", "broadcast"]
 

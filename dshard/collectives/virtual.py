@@ -9,11 +9,12 @@ from torch import Tensor
 from dshard.collectives import ledger
 from dshard.collectives.exchange import Exchange
 from dshard.collectives.group import Handle, ShardGroup
-from dshard.collectives.header import HEADER_BYTES, Kind
+from dshard.collectives.header import Kind
 from dshard.collectives.memory import Buffer, BufferPool
 from dshard.collectives.reduce import ReduceBucket, Reduced, ReducePlan
 from dshard.collectives.trace import record
 from dshard.collectives.tree import Node, TreeSum, nodes_between
+from dshard.layout import HEADER_BYTES
 
 __all__ = ["Played", "VirtualBucket"]
 

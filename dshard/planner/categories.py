@@ -5,14 +5,12 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from dshard.planner.costs import Cluster, ModelCosts, UnitCosts
+from dshard.planner.costs import COUNTER_BYTES, Cluster, ModelCosts, UnitCosts
 from dshard.planner.memory import MemoryRows
 from dshard.planner.options import Option, options_of
 from dshard.policies import Strategy
 
 __all__ = ["PeakParts", "parts_of_peak"]
-
-_COUNTER_BYTES = 4  # of steps, which an optimizer with states keeps per parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ def _shards(unit: UnitCosts, strategy: Strategy, cluster: Cluster) -> _Shards:
     split = [(p, n) for p, n in numels if own.num_slices > 1 and p.can_split and p.grad_itemsize]
     return _Shards(
         params=sum(n * p.stored_itemsize for p, n in numels),
-        states=sum(n * p.state_bytes_per_element + _COUNTER_BYTES * (p.state_bytes_per_element > 0) for p, n in numels),
+        states=sum(n * p.state_bytes_per_element + COUNTER_BYTES * (p.state_bytes_per_element > 0) for p, n in numels),
         split_grads=sum(n * p.stored_itemsize for p, n in split),
     )
 

@@ -6,7 +6,9 @@ from functools import cached_property
 from dshard.arguments import checked
 from dshard.errors import ArgumentError, PlanError
 
-__all__ = ["Cluster", "Link", "Links", "ModelCosts", "ParamCosts", "UnitCosts"]
+__all__ = ["COUNTER_BYTES", "Cluster", "Link", "Links", "ModelCosts", "ParamCosts", "UnitCosts"]
+
+COUNTER_BYTES = 4  # of steps, which an optimizer with states keeps per parameter
 
 
 @checked

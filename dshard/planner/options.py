@@ -3,17 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dshard.planner.costs import Cluster, ModelCosts, ParamCosts, UnitCosts, ceil_div
+from dshard.layout import ALIGN_NUMEL, HEADER_BYTES, MIN_DIRECT_BYTES, SMALL_GRAD_BYTES, flags_numel
+from dshard.planner.costs import COUNTER_BYTES, Cluster, ModelCosts, ParamCosts, UnitCosts, ceil_div
 from dshard.policies import Strategy
 
 __all__ = ["Option", "options_of", "options_of_unit"]
-
-_FLAGS = 16  # a reduction sends a flag per parameter to each rank, in multiples of as many
-_SMALL_BYTES = 1 << 16  # gradients up to this size wait as they are until their unit's reduction leaves
-_MIN_DIRECT_BYTES = 1 << 16  # of a gathered copy that arrives in its place; others are copied there out of rows
-_ALIGN_NUMEL = 64  # of each gathered copy
-_HEADER_BYTES = 64  # of a message between two ranks, where rows are received one by one
-_COUNTER_BYTES = 4  # of steps, which an optimizer with states keeps per parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +171,7 @@ class _Sizes:
         slices = [p.slice_numel(within, num_slices) * p.gather_itemsize for p in split if _copies(p, within)]
         return cls(
             stored=sum(
-                n * (p.stored_itemsize + p.state_bytes_per_element) + _COUNTER_BYTES * (p.state_bytes_per_element > 0)
+                n * (p.stored_itemsize + p.state_bytes_per_element) + COUNTER_BYTES * (p.state_bytes_per_element > 0)
                 for p, n in numels.items()
             ),
             gathered=sum(_gathered_bytes(p, within, cluster) for p in rest if _copies(p, within)),
@@ -192,16 +186,16 @@ def _gathered_bytes(param: ParamCosts, within: int, cluster: Cluster) -> int:
     """A gathered copy; and where rows are received one by one, those that a small one is copied out of."""
     if within == 1:
         return param.numel * param.gather_itemsize
-    is_direct = cluster.keeps_received_rows and param.numel * param.gather_itemsize >= _MIN_DIRECT_BYTES
+    is_direct = cluster.keeps_received_rows and param.numel * param.gather_itemsize >= MIN_DIRECT_BYTES
     in_rows = within * param.shard_numel(within)
-    region = ceil_div(param.numel if is_direct else in_rows, _ALIGN_NUMEL) * _ALIGN_NUMEL
+    region = ceil_div(param.numel if is_direct else in_rows, ALIGN_NUMEL) * ALIGN_NUMEL
     rows = in_rows if cluster.keeps_received_rows and not is_direct else 0
     return (region + rows) * param.gather_itemsize
 
 
 def _header_bytes(num_ranks: int, cluster: Cluster) -> int:
     """This rank's, and one of each."""
-    return _HEADER_BYTES * (num_ranks + 1) if cluster.keeps_received_rows and num_ranks > 1 else 0
+    return HEADER_BYTES * (num_ranks + 1) if cluster.keeps_received_rows and num_ranks > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +261,8 @@ class _Reduction:
         slice_received, slice_sums = _received(slice_row, slice_widest, within, cluster)
         return cls(
             sent=within * row,
-            small=sum(size for size in sizes if size <= _SMALL_BYTES),
-            large=max((size for size in sizes if size > _SMALL_BYTES), default=0),
+            small=sum(size for size in sizes if size <= SMALL_GRAD_BYTES),
+            large=max((size for size in sizes if size > SMALL_GRAD_BYTES), default=0),
             in_flight=within * row + received,
             sums=sums,
             num_split=len(split),
@@ -293,14 +287,14 @@ def _received(row: int, itemsize: int, within: int, cluster: Cluster) -> tuple[i
 def _slice_row(param: ParamCosts, within: int, num_slices: int) -> tuple[int, int]:
     """Bytes of one rank's row of the largest slice, flags included, and of an element."""
     numel = param.slice_numel(within, num_slices) // within
-    return (_FLAGS + numel) * param.grad_itemsize, param.grad_itemsize
+    return (flags_numel(1) + numel) * param.grad_itemsize, param.grad_itemsize
 
 
 def _row_bytes(trained: Sequence[ParamCosts], within: int) -> int:
     """Flags and padded shards."""
     if not trained:
         return 0
-    flags = ceil_div(len(trained), _FLAGS) * _FLAGS * max(p.grad_itemsize for p in trained)
+    flags = flags_numel(len(trained)) * max(p.grad_itemsize for p in trained)
     return flags + sum(p.shard_numel(within) * p.grad_itemsize for p in trained)
 
 
