@@ -33,10 +33,10 @@ from dshard.bench.models import GPT, Size, training_step
 from dshard.bench.output import Output, timing_table
 from dshard.bench.plots import Bars
 from dshard.bench.waits import watched
-from dshard.links import measure_links
 from dshard.planner import Plan
 from dshard.planner.profiles import Training
-from dshard.planning import Profile
+from dshard.planning.links import measure_links
+from dshard.planning.plan import Profile
 from dshard.tensor.meshes import default_mesh
 
 HOSTS = ("dshard-a", "dshard-b")

@@ -1,7 +1,6 @@
 """Sharded data-parallel training for PyTorch: a parameter always means its full value."""
 
 from dshard import checkpoint, interop, virtual
-from dshard.api import fully_shard
 from dshard.checkpoint import load_safetensors, save_safetensors
 from dshard.clip import clip_grad_norm_
 from dshard.collectives import CommTrace
@@ -24,15 +23,16 @@ from dshard.errors import (
     StateError,
     UnsupportedOpError,
 )
+from dshard.gathering.scope import gathered, iter_full
+from dshard.hybrid_mesh import init_hybrid_mesh
 from dshard.join import join
-from dshard.nodes import init_hybrid_mesh
 from dshard.planner import Plan
-from dshard.planning import plan
+from dshard.planning.plan import plan
 from dshard.policies import Strategy
-from dshard.report import plan_report
 from dshard.runtime.module import FSDPModule, UnshardHandle
-from dshard.scope import gathered, iter_full
-from dshard.switch import set_strategy
+from dshard.setup.fully_shard import fully_shard
+from dshard.setup.plan_report import plan_report
+from dshard.setup.set_strategy import set_strategy
 from dshard.tensor import ShardedTensor
 from dshard.virtual import virtual_ranks
 

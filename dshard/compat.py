@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from dshard.arguments import checked
-from dshard.runtime.hooks import as_forward
 from dshard.runtime.module import FSDPModule
+from dshard.runtime.module_hooks import as_forward
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dshard import collectives
 from dshard.arguments import checked
+from dshard.autograd.watches import in_backward
 from dshard.clip import clip_grad_norm_, on_clip
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.compat import no_sync
 from dshard.errors import DivergenceError, StateError
+from dshard.optimizer.swap import before_step
 from dshard.runtime import Runtime
-from dshard.runtime.schedule import Phase
-from dshard.runtime.standins import before_step
-from dshard.runtime.watches import in_backward
+from dshard.units.schedule import Phase
 
 __all__ = ["join"]
 

@@ -11,8 +11,8 @@ from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import StateError, UnsupportedOpError
 from dshard.runtime import Runtime
 from dshard.runtime.module import FSDPModule
-from dshard.runtime.virtual import State, VirtualRanks
 from dshard.tensor.inner import inner_of
+from dshard.units.virtual_ranks import State, VirtualRanks
 
 __all__ = ["of_all_ranks", "restore_states", "states_of", "virtual_ranks"]
 

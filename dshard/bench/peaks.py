@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from dshard.runtime import Runtime, Unit
+from dshard.runtime import Runtime
+from dshard.units.unit import Unit
 
 __all__ = ["Peak", "gathered_peak", "grown_bytes"]
 

@@ -22,10 +22,10 @@ from dshard.bench.models import GPT, Size
 from dshard.bench.output import Output, table
 from dshard.bench.plots import Bars
 from dshard.errors import PlanError
-from dshard.links import measure_links
 from dshard.planner import Plan
 from dshard.planner.profiles import Training
-from dshard.planning import Profile
+from dshard.planning.links import measure_links
+from dshard.planning.plan import Profile
 from dshard.tensor.meshes import default_mesh
 from dshard.testing.counted import counted_peak
 

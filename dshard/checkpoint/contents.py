@@ -19,7 +19,7 @@ from dshard.checkpoint.stored import StoredTensor, own_name
 from dshard.checkpoint.trees import encode
 from dshard.errors import CheckpointError
 from dshard.layout import ShardLayout
-from dshard.runtime.replace import repoint_optimizer
+from dshard.optimizer.replace import repoint_optimizer
 from dshard.tensor import ShardedTensor
 from dshard.tensor.extended import exact_values
 from dshard.tensor.inner import full_shape, inner_of

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from dshard import collectives, virtual
 from dshard.arguments import read
+from dshard.autograd.modes import outside_autograd
 from dshard.checkpoint.agreement import group_of, share, together
 from dshard.checkpoint.contents import Optimizers, check_kept, dtype_of, is_extra, part_of_tensor
 from dshard.checkpoint.folders import find
@@ -31,8 +32,7 @@ from dshard.checkpoint.source import Load, Source, decoded, writer
 from dshard.checkpoint.stored import own_name
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import CheckpointError
-from dshard.runtime.modes import outside_autograd
-from dshard.runtime.moves import allocate
+from dshard.optimizer.moves import allocate
 from dshard.tensor import ShardedTensor
 from dshard.tensor.strides import bytes_of
 

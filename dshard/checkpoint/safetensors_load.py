@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dshard.arguments import read
+from dshard.autograd.modes import outside_autograd
 from dshard.checkpoint.agreement import group_of, together
 from dshard.checkpoint.contents import check_kept
 from dshard.checkpoint.file_format import Entry
 from dshard.checkpoint.model_files import Found, find
 from dshard.checkpoint.parts import read_part, unchanged
 from dshard.errors import CheckpointError
-from dshard.runtime.modes import outside_autograd
-from dshard.runtime.moves import allocate, convert
+from dshard.optimizer.moves import allocate, convert
 from dshard.tensor import ShardedTensor
 from dshard.tensor.inner import part_of
 

@@ -22,7 +22,7 @@ from dshard.checkpoint.file_format import file_header
 from dshard.checkpoint.model_files import INDEX_NAME, SINGLE_NAME
 from dshard.checkpoint.publishing import check_room, replace_by_one, replace_by_several, replace_file
 from dshard.errors import CheckpointError
-from dshard.runtime.full_values import full_values, refuse_meta
+from dshard.gathering.full_values import full_values, refuse_meta
 from dshard.tensor import ShardedTensor
 from dshard.tensor.strides import bytes_of
 

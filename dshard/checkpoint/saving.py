@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dshard import collectives
+from dshard.agreement.weights import agree as equal_on_ranks
 from dshard.arguments import read
 from dshard.checkpoint.agreement import agree, group_of, together
 from dshard.checkpoint.contents import Contents, Optimizers
@@ -29,8 +30,7 @@ from dshard.checkpoint.snapshot import Snapshot
 from dshard.checkpoint.trees import encode
 from dshard.collectives import ReduceOp, ShardGroup, timeout_of
 from dshard.errors import CheckpointError, DivergenceError
-from dshard.runtime.full_values import refuse_meta
-from dshard.runtime.sync import agree as equal_on_ranks
+from dshard.gathering.full_values import refuse_meta
 from dshard.tensor.strides import bytes_of
 
 __all__ = ["facts_of", "save"]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dshard.checkpoint.shard_file import Piece
 from dshard.errors import CheckpointError
-from dshard.runtime.standins import before_step
+from dshard.optimizer.swap import before_step
 
 __all__ = ["Snapshot"]
 

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     Communicates: nothing.
     """
     from dshard.errors import DShardError
-    from dshard.planning import Profile
+    from dshard.planning.plan import Profile
 
     if args.world < 1:
         raise UsageError(f"--world must be at least 1, but it is {args.world}.")

@@ -107,7 +107,7 @@ def published(progress: Progress) -> list[Found]:
     from dshard.cli.models import build_model
     from dshard.planner import DEVICES, Training, cluster_of
     from dshard.planner.progress import Stretch
-    from dshard.planning import Profile
+    from dshard.planning.plan import Profile
 
     profiles: dict[tuple[Any, ...], Profile] = {}
 

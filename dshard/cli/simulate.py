@@ -116,7 +116,7 @@ def simulated(
         StateError: a strategy is none, or the model cannot be traced.
     """
     from dshard.planner.progress import Stretch
-    from dshard.planning import Profile
+    from dshard.planning.plan import Profile
     from dshard.policies import Strategy
 
     kinds = {name: None if name == _PLANNED else Strategy.of(name) for name in strategies}

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dshard.api import fully_shard
 from dshard.arguments import checked
 from dshard.checkpoint import load, save
 from dshard.errors import StateError
+from dshard.gathering.scope import iter_full
 from dshard.runtime.module import FSDPModule
-from dshard.scope import iter_full
+from dshard.setup.fully_shard import fully_shard
 
 __all__ = ["ShardedTrainerMixin", "full_state_dict"]
 

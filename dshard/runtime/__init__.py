@@ -1,13 +1,12 @@
-"""Units, and when they gather, free and reduce."""
+"""A model's runtime: when units gather, free and reduce, and what its modules tell of their forwards."""
 
-from dshard.runtime.hooks import adopt_leaf
+from dshard.runtime.module_hooks import adopt_leaf
 from dshard.runtime.runtime import Runtime
 from dshard.runtime.traced import gather
-from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
 from dshard.tensor.traced import TracedGather
 
-__all__ = ["Runtime", "Unit"]
+__all__ = ["Runtime"]
 
 ShardedTensor._adopt = staticmethod(adopt_leaf)
 TracedGather.run = staticmethod(gather)

@@ -8,7 +8,7 @@ import torch
 
 from dshard import collectives
 from dshard.collectives import ReduceOp
-from dshard.runtime.unit import Unit
+from dshard.units.unit import Unit
 
 __all__ = ["agreed_free_bytes"]
 

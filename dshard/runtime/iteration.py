@@ -14,7 +14,7 @@ from torch import nn
 from dshard import collectives
 from dshard.collectives import ShardGroup, TimesLeft
 from dshard.errors import DivergenceError
-from dshard.runtime.unit import Unit, groups_of
+from dshard.units.unit import Unit, groups_of
 
 __all__ = ["Iteration"]
 

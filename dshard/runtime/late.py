@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from dshard.runtime.replace import Replaced
+from dshard.optimizer.replace import Replaced
 from dshard.tensor import ShardedTensor
 
 __all__ = ["LateParameters"]

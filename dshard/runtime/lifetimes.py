@@ -5,8 +5,8 @@ from typing import Literal
 
 from torch import nn
 
-from dshard.runtime.schedule import Phase, Schedule, to_drop
-from dshard.runtime.unit import Unit
+from dshard.units.schedule import Phase, Schedule, to_drop
+from dshard.units.unit import Unit
 
 __all__ = ["fit_into", "is_next", "reshards"]
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 
 from dshard.arguments import checked
+from dshard.gradients.finite import GradientChecks
+from dshard.optimizer.moves import allocate, convert, forget_flat_weights
 from dshard.runtime.companions import AcceptedHints, DataParallelNames
-from dshard.runtime.finite import GradientChecks
-from dshard.runtime.hooks import FORWARD_METHODS, as_forward
-from dshard.runtime.moves import allocate, convert, forget_flat_weights
+from dshard.runtime.module_hooks import FORWARD_METHODS, as_forward
 from dshard.runtime.runtime import Runtime
-from dshard.runtime.unit import Unit
 from dshard.tensor import ShardedTensor
+from dshard.units.unit import Unit
 
 __all__ = ["FSDPModule", "UnshardHandle", "sharded_class", "units_of"]
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard as _torchs_fully_shard
 
 from dshard.runtime.module import units_of
 from dshard.runtime.runtime import Runtime
-from dshard.runtime.unit import Unit
+from dshard.units.unit import Unit
 
 __all__ = ["answer_as_fsdp2"]
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from dshard.runtime.recompute import Regions
-from dshard.runtime.unit import Unit
+from dshard.autograd.recompute import Regions
 from dshard.tensor.mixed import note_forward
+from dshard.units.unit import Unit
 
 __all__ = ["Running"]
 

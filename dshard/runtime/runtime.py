@@ -10,26 +10,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from dshard.agreement.buffers import broadcast_buffers
+from dshard.autograd.watches import InputWatches, in_backward
 from dshard.collectives import BufferPool, num_noted, settle
+from dshard.gradients.hook import hook_gradient
+from dshard.gradients.needs import Needs
+from dshard.gradients.reducer import Reducer
+from dshard.gradients.reduction import GradReduction
+from dshard.optimizer.swap import check_interrupted
 from dshard.policies import Offload
 from dshard.runtime.budget import agreed_free_bytes
-from dshard.runtime.buffers import broadcast_buffers
-from dshard.runtime.gradients import hook_gradient
 from dshard.runtime.iteration import Iteration
-from dshard.runtime.lane import Lane
 from dshard.runtime.late import LateParameters
 from dshard.runtime.lifetimes import fit_into, is_next, reshards
-from dshard.runtime.needs import Needs
-from dshard.runtime.reducer import Reducer
-from dshard.runtime.reduction import GradReduction
 from dshard.runtime.running import Running
-from dshard.runtime.schedule import Phase, Schedule
-from dshard.runtime.settings import ModelSettings
-from dshard.runtime.standins import check_interrupted
-from dshard.runtime.unit import Unit, groups_of
-from dshard.runtime.virtual import VirtualRanks
-from dshard.runtime.watches import InputWatches, in_backward
 from dshard.tensor.meshes import group_of
+from dshard.units.copy_stream import Lane
+from dshard.units.schedule import Phase, Schedule
+from dshard.units.settings import ModelSettings
+from dshard.units.unit import Unit, groups_of
+from dshard.units.virtual_ranks import VirtualRanks
 
 __all__ = ["Runtime"]
 

@@ -10,7 +10,7 @@ from dshard import collectives
 from dshard.collectives import GatherPlan, ShardGroup
 from dshard.errors import UnsupportedOpError
 from dshard.layout import BucketLayout, ShardLayout
-from dshard.runtime.unit import Unit
+from dshard.units.unit import Unit
 
 __all__ = ["gather"]
 

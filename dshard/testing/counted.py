@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from dshard.collectives import Buffer, BufferPool
-from dshard.runtime import Unit
 from dshard.tensor import ShardedTensor
+from dshard.units.unit import Unit
 
 __all__ = ["CountedPeak", "counted_peak"]
 

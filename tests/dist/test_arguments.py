@@ -19,10 +19,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import DataParallelMeshDims
 
 import dshard
-from dshard import links, planner, testing
+from dshard import planner, testing
 from dshard.arguments import TABLE
 from dshard.kinds import Kind, Refused, shown
 from dshard.planner import Cluster, Link, Links, Measured, ModelCosts, ParamCosts, Plan, Training, UnitCosts
+from dshard.planning import links
 from dshard.policies import Strategy
 from dshard.runtime.companions import AcceptedHints
 from dshard.testing import World, WorldPool, expect_error, fake_world
@@ -32,7 +33,7 @@ MODULES = (
     "dshard.checkpoint",
     "dshard.collectives",
     "dshard.interop",
-    "dshard.links",
+    "dshard.planning.links",
     "dshard.planner",
     "dshard.testing",
 )

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dshard
-from dshard.runtime import Runtime, Unit
+from dshard.runtime import Runtime
 from dshard.testing import WorldPool, fake_world
+from dshard.units.unit import Unit
 
 WIDTH, VOCAB = 32, 96
 ENOUGH_BYTES = 4 << 20

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dshard
 from dshard.cli.gpt import GPT, GPTConfig
-from dshard.links import measure_links
 from dshard.planner import Cluster
 from dshard.planner.records import to_record
+from dshard.planning.links import measure_links
 from dshard.testing import WorldPool
 
 SIZES = (1 << 12, 1 << 16, 1 << 18)

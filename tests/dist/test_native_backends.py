@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import dshard
 from dshard import collectives
 from dshard.collectives import ShardGroup
-from dshard.runtime import Unit
 from dshard.testing import WorldPool, fake_world
+from dshard.units.unit import Unit
 
 pytestmark = pytest.mark.slow
 

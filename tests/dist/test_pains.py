@@ -28,8 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard import ShardedTensor
-from dshard.runtime import Unit
 from dshard.testing import RemoteRankError, World, WorldPool, expect_error
+from dshard.units.unit import Unit
 
 VOCAB, WIDTH = 11, 6  # 11 rows: uneven over 2 and 3 ranks
 

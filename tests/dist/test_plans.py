@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dshard
 from dshard.cli.gpt import GPT, GPTConfig
+from dshard.optimizer.swap import after_step
 from dshard.planner import DEVICES, Training, cluster_of
-from dshard.planning import Profile
+from dshard.planning.plan import Profile
 from dshard.policies import Strategy
-from dshard.runtime.standins import after_step
 from dshard.testing import WorldPool
 
 TITAN = DEVICES["titan-rtx"]

@@ -11,8 +11,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import dshard
-from dshard.runtime import Unit
 from dshard.testing import WorldPool
+from dshard.units.unit import Unit
 from tests.dist.test_native_backends import native
 
 

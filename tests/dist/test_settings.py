@@ -19,8 +19,8 @@ import dshard
 from dshard.collectives import Comms
 from dshard.policies import StrategyRules
 from dshard.runtime.module import units_of
-from dshard.runtime.settings import BufferSync, ModelSettings, UnitSettings
 from dshard.testing import WorldPool
+from dshard.units.settings import BufferSync, ModelSettings, UnitSettings
 
 BF16 = torch.bfloat16
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import dshard
 from dshard.bench.peaks import gathered_peak
 from dshard.collectives import Buffer, BufferPool, memory
-from dshard.runtime.sliced import slice_weight
+from dshard.slices.layers import slice_weight
 from dshard.testing import WorldPool, expect_error
 from tests.dist.test_native_backends import native
 from tests.parity.test_memory import Allocations

@@ -413,7 +413,7 @@ def test_stale_copies_are_gathered_anew_ahead_of_their_use(worlds: WorldPool):
 
 def bytes_on_the_way(max_bytes: int) -> tuple[int, int]:
     """The most bytes that one gather of a move holds, and how many gathers there are."""
-    from dshard.runtime import relocate
+    from dshard.optimizer import relocate
 
     model = sharded("full")
     known, relocate._MAX_BYTES = relocate._MAX_BYTES, max_bytes

@@ -18,9 +18,9 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from dshard.collectives import BufferPool
-from dshard.runtime import Unit
-from dshard.runtime.standins import after_step, before_step
+from dshard.optimizer.swap import after_step, before_step
 from dshard.tensor import ShardedTensor
+from dshard.units.unit import Unit
 
 _CONTAINERS = (dict, list, set, frozenset, deque)
 _SIZED = (*_CONTAINERS, weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dshard.collectives import ledger
-from dshard.runtime.standins import before_step
+from dshard.optimizer.swap import before_step
 from dshard.testing import WorldPool
 from tests.faults.census import census
 from tests.faults.long_plan import BEGINNING, plan, survivors

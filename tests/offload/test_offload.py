@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import dshard
 from dshard.policies import Offload
-from dshard.runtime.lane import Lane
+from dshard.units.copy_stream import Lane
 from tests.offload import second_device
 
 pytestmark = pytest.mark.slow

@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 import dshard
 from dshard.collectives import BufferPool
-from dshard.runtime import Runtime, Unit
-from dshard.runtime.copies import Copies
+from dshard.runtime import Runtime
 from dshard.testing import WorldPool
+from dshard.units.copies import Copies
+from dshard.units.unit import Unit
 from tests.parity.models import CASES, GPT, batch, build, shard
 from tests.parity.test_wire_bytes import chunked_loss
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dshard
-from dshard.planning import parse_bytes
-from dshard.runtime import Runtime, Unit
+from dshard.planning.plan import parse_bytes
+from dshard.runtime import Runtime
 from dshard.testing import WorldPool
+from dshard.units.unit import Unit
 from tests.parity.test_memory import units_of
 
 WIDTH, NUM_BLOCKS = 8, 6

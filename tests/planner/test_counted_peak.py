@@ -13,7 +13,7 @@ from dshard.collectives import BufferPool
 from dshard.planner import Cluster, Link, Links, ModelCosts, Plan, Training
 from dshard.planner.profiles import UnitTimes, costs_of
 from dshard.planner.tracing import trace
-from dshard.planning import parts_of
+from dshard.planning.plan import parts_of
 from dshard.policies import Strategy
 from dshard.testing import WorldPool
 from dshard.testing.counted import counted_peak

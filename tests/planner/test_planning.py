@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import dshard
-from dshard import planning
 from dshard.cli.gpt import GPT, GPTConfig
 from dshard.errors import PlanError, StateError
 from dshard.planner import DEVICES, Cluster, Link, Links, Training, Wire, cluster_of, peak_bytes
@@ -17,7 +16,8 @@ from dshard.planner.measuring import measure, measure_step
 from dshard.planner.progress import Throttled
 from dshard.planner.texts import bytes_text, seconds_text
 from dshard.planner.ties import DATASHEET
-from dshard.planning import Profile, parse_bytes, parts_of, strategies_for
+from dshard.planning import plan as planning
+from dshard.planning.plan import Profile, parse_bytes, parts_of, strategies_for
 from dshard.policies import Strategy
 from tests.planner.models import CASES, CONFIG, convolutions, gpt
 

@@ -1,0 +1,1 @@
+"""What all ranks must have alike: arguments, weights, buffers."""

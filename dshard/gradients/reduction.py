@@ -1,0 +1,355 @@
+"""Gradients on their way: packed as they arrive, reduced once per unit and backward, awaited at their first use."""
+
+import sys
+import weakref
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard.autograd.grad_dtype import standing_for
+from dshard.autograd.modes import outside_autograd, profiled
+from dshard.collectives import Handle, ReduceBucket, Reduced, ShardGroup, Steps, VirtualBucket, all_reduce_row
+from dshard.errors import StateError
+from dshard.tensor import ShardedTensor
+from dshard.tensor.cell import ShardCell
+from dshard.tensor.sharded_tensor import KIN
+from dshard.units.buckets import Bucket
+from dshard.units.unit import Unit
+
+__all__ = ["GradReduction", "accumulates", "told_label"]
+
+_Started = Generator[Handle[Any], None, None]
+
+
+def told_label(label: str, divisor: float | None) -> str:
+    """The label of a reduction, by which the ranks compare what its sums are divided by, if that was chosen."""
+    return label if divisor is None else f"{label}(divide_factor={divisor})"
+
+
+class GradReduction:
+    """The gradients of one bucket of a unit, from the first arrival to the reduced shards.
+
+    With replicas it may *owe* its all-reduce: what several backwards reduce-scatter is added up in it, and goes over
+    the replicas once, with the last of them or when it is read.
+
+    Args:
+        unit: Whose gradients they are.
+        bucket: Which of its parameters.
+        mean: Whether to average over the ranks, rather than add.
+    """
+
+    def __init__(self, unit: Unit, bucket: Bucket, *, mean: bool) -> None:
+        # Weak, for a gradient that nobody reads must not keep the model alive.
+        self._unit, self._slots = weakref.ref(unit), bucket.slots
+        self._hook = unit.settings.reduce_hook
+        divisor = unit.settings.divisor
+        self._mean, self._divisor = mean and divisor is None, divisor
+        first = unit.params[bucket.slots[0]]
+        self._plan, self._pool, offload = bucket.reduce_plan, unit.observer.pool, bucket.offload
+        device = offload.compute if offload is not None else first.device
+        self._lane = unit.observer.lane(offload, inward=False) if offload is not None else None
+        self._virtual = unit.observer.virtual
+        kind: Any = ReduceBucket if self._virtual is None else partial(VirtualBucket, played=self._virtual)
+        self._new_bucket: Callable[[], ReduceBucket] = partial(
+            kind,
+            self._plan,
+            dtype=bucket.dtype,
+            device=device,
+            label=told_label(unit.label, divisor),
+            pool=self._pool,
+        )
+        self._bucket: ReduceBucket | None = self._new_bucket()  # that fills
+        self._dtype, self._label = (
+            first.storage_dtype,
+            told_label(unit.label, divisor),
+        )  # the dtype of what `.grad` will hold
+        self._cells: dict[int, weakref.ref[ShardCell]] = {}
+        self._steps: Steps[Reduced] | None = None  # that have started
+        self._reduced: Reduced | None = None  # this rank's part of the result, or of what owes its all-reduce
+        self._arrival: Any = None  # of reduced shards that are on their way home
+        self.owes = False
+        self.is_finished = False  # all but the way home
+        self.is_abandoned = False  # it will never be whole
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether gradients have arrived that have not left."""
+        return self._bucket is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this rank has had a gradient of every parameter."""
+        return len(self._cells) == len(self._slots)
+
+    @property
+    def group(self) -> ShardGroup:
+        """The ranks that it is reduced over."""
+        return self._plan.group
+
+    @property
+    def ends_together(self) -> bool:
+        """Whether it ends by a collective of its own, over replicas or a hook's, which all ranks must start alike."""
+        return not self.owes and (self.group.replicas is not None or self._hook is not None)
+
+    def receive(self, param: ShardedTensor, grad: Tensor, *, may_wait: bool) -> ShardedTensor:
+        """Take a full gradient of this rank and give the reduced one, which is not there yet."""
+        slot = param._slot
+        index = self._slots.index(slot)
+        bucket = self._bucket
+        if bucket is None:
+            self.rest()
+            bucket = self._bucket = self._new_bucket()
+        known = self._cells.get(slot)
+        cell = known() if known is not None else None
+        is_added = cell is not None
+        if cell is None:
+            if known is not None:  # nobody took the gradient that is there
+                self._forget(slot)
+            cell = self._make_cell(param)
+        bucket.add(index, grad, may_wait=may_wait)
+        out = KIN[type(param)].wrap(cell, param._spec, param._group, name=param._name, prototype=param._cell.resolve())
+        if is_added:
+            out._is_added = True
+        if grad.dtype == self._dtype:
+            return out
+        return standing_for(out, grad.dtype, is_seen=len(param._backward_hooks or ()) > 1 or not accumulates(param))
+
+    def _make_cell(self, param: ShardedTensor) -> ShardCell:
+        """What the reduced gradient of a parameter will be in."""
+        cell = ShardCell(None, param._cell.layout, self, is_shared=True)
+        self._cells[param._slot] = weakref.ref(cell)
+        return cell
+
+    def holds(self, slot: int) -> bool:
+        """Whether it holds a gradient of parameter `slot` that somebody still refers to."""
+        return slot in self._cells and self._cells[slot]() is not None
+
+    def presence(self) -> list[tuple[str, bool]]:
+        """The name of each parameter, and whether it holds a gradient of it."""
+        unit = self._unit()
+        return [(unit.params[slot].name, self.holds(slot)) for slot in self._slots] if unit is not None else []
+
+    def awaits(self, slot: int) -> bool:
+        """Whether it has not left, and has had no gradient of parameter `slot`."""
+        return self._bucket is not None and slot not in self._cells
+
+    def forget_dropped(self) -> None:
+        """Forget the gradients that nobody refers to any more, ahead of a new backward."""
+        for slot in [slot for slot, ref in self._cells.items() if ref() is None]:
+            self.rest()
+            self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
+        if self._virtual is not None and self._virtual.is_open:
+            raise self._virtual.dropped(self._label)
+        del self._cells[slot]
+        if self._bucket is not None:
+            self._bucket.discard(self._slots.index(slot))
+        if self._reduced is not None:
+            self._reduced.forget(self._slots.index(slot))
+
+    def take_back(self) -> None:
+        """Have the parameters have no gradients where those are what it was to reduce."""
+        unit = self._unit()
+        for slot, ref in self._cells.items() if unit is not None else ():
+            grad: Any = unit.params[slot].grad  # type: ignore[union-attr]
+            if isinstance(grad, ShardedTensor) and grad._cell is ref():
+                unit.params[slot].grad = None  # type: ignore[union-attr]
+
+    def launch(self, *, owes: bool = False, joins: bool = True) -> None:
+        """Start the reduce-scatter, once; what owes its all-reduce may be launched again.
+
+        Args:
+            owes: Put the all-reduce over replicas off.
+            joins: Reduce-scatter also if no gradient has arrived here, for one may have elsewhere.
+        """
+        if self.is_finished or (self._steps is not None and not self.owes):
+            return
+        if self.owes:
+            self.rest()
+        if self._virtual is not None and self._virtual.is_open and not self._virtual.is_last:
+            raise self._virtual.read_early(self._label)
+        bucket, self._bucket = self._bucket, None
+        if bucket is None and joins:
+            bucket = self._new_bucket()
+        before, self._reduced, self.owes = self._reduced, None, owes
+        all_reduce = None if owes or self.group.replicas is None else self._all_reduce(self.group.replicas)
+        hook = None if owes else self._hook
+        with outside_autograd(), profiled("reduce", self._label):
+            if isinstance(bucket, VirtualBucket):
+                self._steps = Steps(bucket.steps(mean=self._mean, tag=self._signature()))
+            else:
+                self._steps = Steps(_reduce(bucket, before, all_reduce, hook, mean=self._mean))
+
+    def _signature(self) -> int:
+        """Stands for what the shards were written with."""
+        unit = self._unit()
+        return hash(tuple(unit.params[slot]._cell.signature for slot in self._slots) if unit is not None else ())
+
+    def _all_reduce(self, replicas: ShardGroup) -> Callable[[Tensor], _Started]:
+        """How a row is reduced over the replicas."""
+        return partial(
+            all_reduce_row,
+            replicas=replicas,
+            mean=self._mean,
+            label=self._label,
+            tag=self._signature(),
+            pool=self._pool,
+            num_flags=self._plan.num_flags,
+        )
+
+    def __call__(self, cell: ShardCell) -> None:
+        """The reduced gradient of `cell` is used; a bound method in its place would be a cycle of references."""
+        if self.is_abandoned:
+            raise StateError(
+                f"'{self._label}': a gradient is the sum over all virtual ranks, but the loop over them ended early. "
+                "Call zero_grad(), and run the step again."
+            )
+        unit = self._unit()
+        if unit is not None:
+            unit.observer.on_read(self)
+        self.finish()
+
+    @property
+    def num_waited(self) -> int:
+        """How many of its collectives were waited for, since it was launched last."""
+        return self._steps.num_waited if self._steps is not None else 0
+
+    def advance(self, num_steps: int) -> None:
+        """Wait for the first `num_steps` of its collectives, and start the one that follows."""
+        if self._steps is None or self.is_finished:
+            return
+        with outside_autograd(), profiled("reduce_wait", self._label):
+            if self._steps.advance(num_steps):
+                self._end(self._steps.result)
+
+    def _end(self, reduced: Reduced) -> None:
+        """Hand the reduced shards to those who refer to them, unless they go home first or the all-reduce is owed."""
+        self._reduced = reduced
+        if self.owes:
+            self._steps = None
+        else:
+            self.is_finished = True
+            if self._lane is None:
+                reduced.convert(self._dtype)
+            else:
+                reduced = reduced.mapped(lambda row: row.to(self._dtype))
+            if self._divisor is not None:
+                torch._foreach_div_(reduced.shards, self._divisor)
+            self._reduced = reduced if self._lane is None else reduced.mapped(self._send_home)
+            if self._arrival is None:
+                self._deliver(self._reduced)
+        unit = self._unit()
+        if unit is not None:
+            unit.observer.on_reduced(self)
+
+    def rest(self) -> None:
+        """Wait for a reduce-scatter behind which the all-reduce was put off."""
+        if self.owes:
+            self.advance(sys.maxsize)
+
+    def _send_home(self, row: Tensor) -> Tensor:
+        assert self._lane is not None
+        home, self._arrival = self._lane.copy_out(row)
+        return home
+
+    def finish(self) -> Reduced:
+        """Wait for the reduced shards, at home; what is owed is all-reduced now."""
+        self.launch(joins=False)
+        self.advance(sys.maxsize)
+        assert self._reduced is not None
+        if self._arrival is not None:
+            self._arrival.synchronize()
+            self._arrival = None
+            self._deliver(self._reduced)
+        return self._reduced
+
+    def _deliver(self, reduced: Reduced) -> None:
+        for slot, ref in self._cells.items():
+            cell = ref()
+            if cell is not None:
+                cell.deliver(reduced.shards[self._slots.index(slot)])
+
+    def await_missing(self) -> None:
+        """Have gradients that are there await what other ranks may add up unreduced, of parameters unused on this one.
+
+        Without it, a write to one of them here would come ahead of a part of it.
+        """
+        unit = self._unit()
+        missing = [slot for slot in self._slots if slot not in self._cells]
+        for slot in missing if unit is not None and self.is_filling else ():
+            param = unit.params[slot]  # type: ignore[union-attr]
+            if isinstance(param.grad, ShardedTensor):
+                param.grad._cell.add_later(self._make_cell(param))
+
+    def adopt_missing(self) -> None:
+        """Give a gradient to parameters that this rank did not use but another did; waits for the reduction.
+
+        Where the all-reduce is owed, it is known of the ranks of this replica alone whether they did. A gradient that
+        is there already awaits what the others may add.
+        """
+        missing = [slot for slot in self._slots if slot not in self._cells]
+        unit = self._unit()
+        if not missing or unit is None:
+            return
+        self.rest() if self.owes else self.finish()
+        reduced = self._reduced
+        assert reduced is not None
+        for slot in missing:
+            param, index = unit.params[slot], self._slots.index(slot)
+            grad: Any = param.grad
+            if not (self.owes and grad is not None) and not reduced.anywhere(index):
+                continue
+            owed = self._make_cell(param) if self.owes else None
+            cell = owed or ShardCell(reduced.shards[index], param._layout, is_shared=True)
+            if grad is None:
+                with torch.no_grad():
+                    param.grad = param.like(cell)
+            else:
+                grad._cell.add_later(cell)  # as autograd adds on the ranks that used it: no write to be compared
+
+
+def _reduce(
+    bucket: ReduceBucket | None,
+    before: Reduced | None,
+    all_reduce: Callable[[Tensor], _Started] | None,
+    hook: Callable[[Tensor], object] | None,
+    *,
+    mean: bool,
+) -> Generator[Handle[Any], None, Reduced]:
+    """The collectives of a reduction. No method: it runs while somebody awaits it, and would keep its object alive.
+
+    Args:
+        bucket: What is to be reduce-scattered, if anything.
+        before: What earlier backwards left, if they did.
+        all_reduce: Over the replicas, where there are some and it is not put off.
+        hook: Of the program's own, called with the reduced row.
+        mean: Whether to average over the ranks of the reduce-scatter.
+    """
+    reduced = before
+    if bucket is not None:
+        scatter = bucket.launch(mean=mean)
+        if bucket.group.num_ranks > 1:
+            yield scatter
+        reduced = scatter.wait()
+        if before is not None:
+            before.add(reduced)
+            reduced = before
+    assert reduced is not None, "there is nothing to reduce"
+    if all_reduce is not None:
+        yield from all_reduce(reduced.row)
+    if hook is not None:
+        hook(reduced.row)
+    return reduced
+
+
+def accumulates(param: ShardedTensor) -> bool:
+    """Whether the backward that is running ends in `param.grad`, rather than in a result of `autograd.grad`."""
+    try:
+        node = torch.autograd.graph.get_gradient_edge(param).node
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch's answer for a leaf under autograd.grad
+        return False

@@ -1,0 +1,1 @@
+"""What happens to parameters around an optimizer's step, and when shards move to other places."""

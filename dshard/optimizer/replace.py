@@ -1,0 +1,231 @@
+"""What becomes of the parameters that `fully_shard` replaces, and of optimizers that hold them."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from dshard.collectives import ReduceBucket, ReducePlan
+from dshard.layout import BucketLayout
+from dshard.optimizer.relocate import Move, place_of, relocate
+from dshard.tensor import ShardedTensor
+from dshard.tensor.cell import ShardCell
+from dshard.tensor.extended import is_extended
+from dshard.tensor.inner import inner_of
+from dshard.tensor.nested import local_gradient, shard_like
+
+__all__ = [
+    "ParameterHooks",
+    "Replaced",
+    "ReplacedDTensor",
+    "ReplacedParameter",
+    "hooks_of",
+    "inherit",
+    "move_states",
+    "note_moves",
+    "repoint_optimizer",
+    "retire",
+]
+
+_ACCESSORS = frozenset(["__get__", "__set__", "__delete__"])  # of properties such as `grad`
+
+
+class Replaced:
+    """A parameter that `fully_shard` replaced: every use is a use of the ShardedTensor that took its place.
+
+    Modules, optimizers and users may have kept the object; only `is` tells it from its replacement.
+    """
+
+    __slots__ = ()
+    _replacement: ShardedTensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = _followed((args, kwargs or {}))
+        if func.__name__ in _ACCESSORS:
+            return _access(func, *args)
+        method = getattr(ShardedTensor, func.__name__, None)
+        if method is not func and getattr(torch.Tensor, func.__name__, None) is func:
+            func = method  # one that ShardedTensor has of its own
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replacement, name)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"{type(self).__name__}(now {self._replacement!r})"
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._replacement, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _itself, (self._replacement,)
+
+
+class ReplacedParameter(Replaced, nn.Parameter):  # type: ignore[misc]
+    """What a plain parameter becomes."""
+
+
+class ReplacedDTensor(Replaced, DTensor):  # type: ignore[misc]
+    """What a DTensor parameter becomes."""
+
+
+def _itself(param: ShardedTensor) -> ShardedTensor:
+    """Unpickle: the replacement, the same object as elsewhere in the pickle."""
+    return param
+
+
+def _access(func: Any, target: Any, *rest: Any) -> Any:
+    """Get, set or delete a property of a tensor, by the class's own where it has one."""
+    name = func.__self__.__name__
+    if func.__name__ == "__get__":
+        return getattr(target, name)
+    if func.__name__ == "__set__":
+        return setattr(target, name, *rest)
+    return delattr(target, name)
+
+
+def _followed(value: Any) -> Any:
+    """Arguments with what took the place of the replaced parameters in them."""
+    if isinstance(value, Replaced):
+        return value._replacement
+    if isinstance(value, dict):
+        return {key: _followed(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_followed(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def retire(old: Any, new: ShardedTensor) -> None:
+    """Free the memory of `old` and turn it into a `Replaced` one, for whoever kept it."""
+    old.grad = None
+    old.requires_grad = False
+    empty = torch.empty(0, dtype=old.dtype, device=old.device)
+    if isinstance(old, DTensor):
+        old._local_tensor = empty
+        old.__class__ = ReplacedDTensor
+    elif is_extended(old):
+        old.__dict__.clear()  # the tensors that it is made of
+        old.__class__ = ReplacedParameter
+    else:
+        old.data = empty
+        old.__class__ = ReplacedParameter
+    old.__dict__["_replacement"] = new
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterHooks:
+    """What a user registered on a parameter.
+
+    Args:
+        on_gradient: By `register_hook`.
+        after_accumulation: By `register_post_accumulate_grad_hook`.
+    """
+
+    on_gradient: tuple[Callable[[Tensor], Any], ...]
+    after_accumulation: tuple[Callable[[Tensor], Any], ...]
+
+
+def hooks_of(old: nn.Parameter) -> ParameterHooks:
+    """The hooks of a parameter that is about to be replaced."""
+    before = getattr(old, "_backward_hooks", None) or {}
+    after = getattr(old, "_post_accumulate_grad_hooks", None) or {}
+    return ParameterHooks(tuple(before.values()), tuple(after.values()))
+
+
+def inherit(new: ShardedTensor, hooks: ParameterHooks, grad: Tensor | None, *, mean: bool) -> None:
+    """Give a sharded parameter the hooks and the gradient of the one that it replaces; the gradient is reduced.
+
+    Communicates:
+        A reduce-scatter where there is a gradient.
+    """
+    for hook in hooks.on_gradient:
+        new.register_hook(hook)
+    for hook in hooks.after_accumulation:
+        new.register_post_accumulate_grad_hook(hook)
+    if grad is None:
+        return
+    plan = ReducePlan.of(BucketLayout.of([new._layout]), new._group)
+    device = new.offload.compute if new.offload is not None else new.device
+    bucket = ReduceBucket(plan, dtype=grad.dtype, device=device, label=new.name)
+    bucket.add(0, local_gradient(new, grad).to(device))
+    shard = bucket.launch(mean=mean).wait().shards[0].to(new.device)
+    new.grad = new.like(ShardCell(shard, new._layout, is_shared=True))
+
+
+def repoint_optimizer(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+    """Let an optimizer that was made before `fully_shard` hold the sharded parameters, with its state cut to them.
+
+    Runs ahead of every step of every optimizer (`runtime.standins` registers it); does nothing where no replaced
+    parameter is held.
+
+    Communicates:
+        Nothing, unless states lie otherwise than parameters: `set_strategy` has moved these alone, or what was loaded
+        is of a model under another strategy.
+    """
+    state: Any = optimizer.state
+    seen = (id(state), len(state), _NUM_MOVES[0])
+    if optimizer.__dict__.get("_dshard_seen") != seen:
+        for param, values in state.items():
+            if isinstance(param, ShardedTensor):  # the full state of an unsharded run may have been loaded
+                state[param] = _shard_state(values, param)
+        move_states(optimizer)
+        optimizer.__dict__["_dshard_seen"] = seen
+    for group in optimizer.param_groups:
+        params = group["params"]
+        for i, old in enumerate(params):
+            if isinstance(old, Replaced):
+                new = old._replacement
+                params[i] = new
+                if old in state:
+                    state[new] = _shard_state(state.pop(old), new)
+
+
+_NUM_MOVES = [0]  # of parameters to other places, in this process
+
+
+def note_moves() -> None:
+    """Parameters went to other places: the states of optimizers follow ahead of their next steps."""
+    _NUM_MOVES[0] += 1
+
+
+def move_states(optimizer: Optimizer) -> None:
+    """Have an optimizer's states lie as the parameters that they belong to do.
+
+    Communicates:
+        As `relocate`, for those that lie otherwise.
+    """
+    moves = []
+    for param, values in optimizer.state.items():
+        if isinstance(param, ShardedTensor) and isinstance(values, dict):
+            found = [v for v in values.values() if isinstance(v, ShardedTensor) and v.shape == param.shape]
+            moves += [Move(value, place_of(param)) for value in found if not value.is_view]
+    relocate(moves)
+
+
+def _shard_state(state: Any, param: ShardedTensor) -> Any:
+    """State tensors of the parameter's shape become sharded like it; all else stays."""
+    if not isinstance(state, dict):
+        return state
+    mesh, dim = param.device_mesh, param._layout.dim
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, Tensor) or isinstance(value, ShardedTensor) or value.shape != param.shape:
+            return value
+        if isinstance(value, DTensor) and value.device_mesh == mesh and value.placements == param.placements:
+            return param.like(ShardCell(value.to_local(), param._layout, is_shared=True))  # cut alike: by torch.chunk
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        if inner_of(param._layout) is not None and full.dim():
+            return shard_like(full, param)
+        return ShardedTensor.shard(full, mesh, dim, name=param.name) if full.dim() else full
+
+    return {key: cut(value) for key, value in state.items()}

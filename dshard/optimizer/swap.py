@@ -1,0 +1,283 @@
+"""Elementwise optimizers step on plain tensors: this rank's shards stand in for the parameters.
+
+An operation on a ShardedTensor costs some microseconds of dispatch, an optimizer's step runs hundreds of them, and
+for an elementwise optimizer all of them do the same: unwrap. So for the length of the step its groups and states hold
+the shards themselves. Whoever else looks in meanwhile (a closure, a hook) would see shards; then nothing is swapped.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from dshard.errors import StateError, UnsupportedOpError
+from dshard.optimizer.replace import repoint_optimizer
+from dshard.tensor import ShardedTensor
+from dshard.tensor.cell import ShardCell
+from dshard.tensor.extended import is_extended
+from dshard.tensor.sharded_tensor import SHARDED
+
+__all__ = ["after_step", "before_step", "check_interrupted"]
+
+before_step: list[Callable[[Optimizer], object]] = []  # called with each optimizer that is about to step
+after_step: list[Callable[[Optimizer], object]] = []  # called with each optimizer that has stepped
+
+_ELEMENTWISE = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
+
+
+@dataclass(frozen=True, slots=True)
+class _Swap:
+    """An optimizer whose parameters are replaced by shards while its step runs.
+
+    Args:
+        optimizer: The optimizer.
+        params: The parameters of each of its groups.
+        state: Its state.
+        swapped: The sharded parameters.
+        shards: What stands in for each of them.
+        versions: Version counters of those shards at the start.
+        state_cells: Cells of the states that are sharded.
+        state_values: All values of the states that the optimizer sees, in order.
+    """
+
+    optimizer: Optimizer
+    params: list[list[Tensor]]
+    state: Any
+    swapped: list[ShardedTensor]
+    shards: list[Tensor]
+    versions: list[int]
+    state_cells: list[ShardCell]
+    state_values: list[Any]
+
+
+class _Current:
+    """The swap of the step that runs, or of one that raised; and one that raised and has not been told of."""
+
+    swap: ClassVar[_Swap | None] = None
+    untold: ClassVar[_Swap | None] = None
+    num_hooks: ClassVar[tuple[int, int]] = (0, 0)
+
+
+def _num_global_hooks() -> tuple[int, int]:
+    return len(torch_optimizer._global_optimizer_pre_hooks), len(torch_optimizer._global_optimizer_post_hooks)
+
+
+def _may_swap(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
+    """Whether nobody but the optimizer itself will look at its groups during the step."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
+    return (
+        type(optimizer) in _ELEMENTWISE
+        and closure is None
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and _num_global_hooks() == _Current.num_hooks
+        and not optimizer.defaults.get("differentiable")
+    )
+
+
+def _standin(param: ShardedTensor) -> Tensor | None:
+    """The shard of a parameter, with that of its gradient; None if the two do not lie alike, or it is no plain one."""
+    cell, grad = param._cell, param.grad
+    shard = cell.standin
+    if cell._pending is not None or shard is None:
+        if is_extended(cell.resolve()):
+            return None  # it may write by putting other tensors in itself, of which an alias would not know
+        shard = cell.standin = cell.resolve().detach()  # an object of its own, for the key and the gradient
+    if grad is None:
+        shard.grad = None
+        return shard
+    if not isinstance(grad, ShardedTensor) or grad._view is not None or param._view is not None:
+        return None
+    grad_cell = grad._cell
+    if grad_cell.layout is not cell.layout and grad_cell.layout != cell.layout:
+        return None
+    shard.grad = grad_cell._tensor if grad_cell._pending is None else grad_cell.resolve()
+    return shard
+
+
+def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    check_interrupted(optimizer, ())
+    repoint_optimizer(optimizer)
+    for listener in before_step:
+        listener(optimizer)
+    _check_kernels(optimizer)
+    if _may_swap(optimizer, args, kwargs):
+        _swap_parameters(optimizer)
+
+
+def _check_kernels(optimizer: Optimizer) -> None:
+    """Refuse torch's fused steps on a CPU for virtual ranks: they round the last elements of a shard otherwise."""
+    for group in optimizer.param_groups:
+        if not group.get("fused"):
+            continue
+        param = next((p for p in group["params"] if isinstance(p, ShardedTensor) and p._group.is_virtual), None)
+        if param is not None and param.device.type == "cpu":
+            raise UnsupportedOpError(
+                f"{param.name}: with virtual_ranks no bit may depend on how parameters are cut, but those of a step of "
+                f"{type(optimizer).__name__} with fused=True on a CPU do. Pass foreach=True, or neither."
+            )
+
+
+def _swap_parameters(optimizer: Optimizer) -> None:
+    """Let shards stand in for the parameters, if all of them can."""
+    swapped: list[ShardedTensor] = []
+    shards: list[Tensor] = []
+    groups: list[list[Tensor]] = []
+    for group in optimizer.param_groups:
+        params: list[Tensor] = []
+        for param in group["params"]:
+            if type(param) not in SHARDED:
+                if type(param.grad) in SHARDED:
+                    _forget_gradients(shards)
+                    return
+                params.append(param)
+                continue
+            shard = _standin(param)
+            if shard is None:
+                _forget_gradients(shards)
+                return
+            swapped.append(param)
+            shards.append(shard)
+            params.append(shard)
+        groups.append(params)
+    if shards:
+        _swap(optimizer, groups, swapped, shards)
+
+
+def _swap(optimizer: Optimizer, groups: list[list[Tensor]], swapped: list[ShardedTensor], shards: list[Tensor]) -> None:
+    """Give an optimizer groups and states of shards; the hash of a tensor is its id, so ids serve as keys here."""
+    of_param = dict(zip(map(id, swapped), shards, strict=True))
+    values = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
+    cells = [value._cell for value in values if type(value) in SHARDED]
+    resolved = iter([cell._tensor if cell._pending is None else cell.resolve() for cell in cells])
+    seen = [next(resolved) if type(value) in SHARDED else value for value in values]
+    rest = iter(seen)
+    state: Any = defaultdict(dict)
+    for param, named in optimizer.state.items():
+        state[of_param.get(id(param), param)] = dict(zip(named, rest, strict=False))  # takes as many as there are names
+    params = [group["params"] for group in optimizer.param_groups]
+    versions = [shard._version for shard in shards]
+    _Current.swap = _Swap(optimizer, params, optimizer.state, swapped, shards, versions, cells, seen)
+    for group, standins in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = standins
+    optimizer.state = state
+
+
+def _forget_gradients(shards: list[Tensor]) -> None:
+    for shard in shards:
+        shard.grad = None
+
+
+def _end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    swap = _Current.swap
+    if swap is not None and swap.optimizer is optimizer:
+        _restore(swap)
+    for listener in tuple(after_step):  # one may end itself
+        listener(optimizer)
+
+
+def _restore(swap: _Swap) -> None:
+    """Give an optimizer its parameters back, and its state as sharded as they are."""
+    _Current.swap = None
+    for group, params in zip(swap.optimizer.param_groups, swap.params, strict=True):
+        group["params"] = params
+    seen = list(chain.from_iterable(map(dict.values, swap.optimizer.state.values())))
+    if len(seen) == len(swap.state_values) and all(map(is_, seen, swap.state_values)):
+        for cell in swap.state_cells:
+            cell.num_writes += 1
+    else:
+        _wrap_states(swap)
+    swap.optimizer.state = swap.state
+    moved: list[Tensor] = []
+    for param, shard, version in zip(swap.swapped, swap.shards, swap.versions, strict=True):
+        if shard.grad is not None:
+            shard.grad = None
+            param._cell.num_writes += 1
+            moved.append(param)
+            if shard._version == version:
+                moved.append(shard)  # fused kernels do not count their writes
+        elif param.grad is not None:
+            param.grad = None  # by zero_grad(), after a step that raised
+    torch.autograd.graph.increment_version(moved)
+
+
+def _wrap_states(swap: _Swap) -> None:
+    """Shard the values of a state that the step made or replaced."""
+    of_shard = dict(zip(map(id, swap.shards), swap.swapped, strict=True))
+    for key, values in swap.optimizer.state.items():
+        param = of_shard.get(id(key))
+        if param is None:
+            swap.state[key] = values
+            continue
+        old = swap.state[param]
+        for name, value in values.items():
+            old[name] = _wrapped(old.get(name), value, param, key.shape)
+
+
+def _wrapped(old: Any, value: Any, param: ShardedTensor, shape: torch.Size) -> Any:
+    """A state's value as it is kept between steps."""
+    if type(old) in SHARDED:
+        cell = old._cell
+        if cell._tensor is not value:
+            cell.deliver(value)
+        cell.num_writes += 1
+        return old
+    if isinstance(value, Tensor) and value.dim() and value.shape == shape:
+        return param.like(ShardCell(value, param._layout, is_shared=True), dtype=value.dtype)
+    return value
+
+
+def check_interrupted(optimizer: Optimizer | None, params: Sequence[Tensor]) -> None:
+    """Repair an optimizer whose step raised; if parameters had moved by then, say so once.
+
+    Args:
+        optimizer: Whose step begins, or None.
+        params: What is about to be used.
+
+    Raises:
+        StateError: A step of `optimizer`, or of one that holds some of `params`, was interrupted after it had begun to
+            write. Only the ranks on which it was raise.
+    """
+    swap = _Current.swap
+    if swap is not None:
+        has_moved = any(s._version != v for s, v in zip(swap.shards, swap.versions, strict=True))
+        _restore(swap)
+        _Current.untold = swap if has_moved else None
+    untold = _Current.untold
+    if untold is None:
+        return
+    held = set(map(id, untold.swapped))
+    if optimizer is not untold.optimizer and not any(id(p) in held for p in params):
+        return
+    _Current.untold = None
+    raise StateError(
+        f"{type(untold.optimizer).__name__}: a step must run to its end, but the last one was interrupted by an "
+        "exception, and some parameters have moved while others have not. Load a checkpoint; or, to go on all the "
+        "same, call zero_grad() again and continue."
+    )
+
+
+register_optimizer_step_pre_hook(_begin)
+register_optimizer_step_post_hook(_end)
+_Current.num_hooks = _num_global_hooks()

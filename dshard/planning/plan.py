@@ -1,0 +1,311 @@
+"""`dshard.plan`: from a model, a sample of its input and the devices to the best strategy for each of its units."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
+
+from dshard.arguments import checked
+from dshard.collectives import ReduceOp, all_reduce
+from dshard.errors import PlanError
+from dshard.planner.costs import Cluster, ModelCosts
+from dshard.planner.devices import Device, find_device
+from dshard.planner.measuring import measure, optimizer_seconds_per_byte
+from dshard.planner.plan import Plan
+from dshard.planner.profiles import Overhead, Training, UnitTimes, costs_of
+from dshard.planner.progress import SILENT, Progress, Stretch, Throttled
+from dshard.planner.solver import solve, solve_batch
+from dshard.planner.steps import tensors
+from dshard.planner.texts import parse_bytes
+from dshard.planner.ties import DATASHEET, MEASURED
+from dshard.planner.traces import Part, Trace
+from dshard.planner.tracing import trace
+from dshard.planning.links import measure_links
+from dshard.planning.overhead import measure_overhead
+from dshard.policies import Strategy
+from dshard.setup.auto_units import find_units
+from dshard.tensor.meshes import group_of
+
+__all__ = ["Profile", "parse_bytes", "parts_of", "plan", "strategies_for"]
+
+log = logging.getLogger("dshard")
+
+_EVERY_S = 5.0  # from one line of the logger to the next
+_BATCHES = (*range(1, 17), *range(18, 33, 2), *range(40, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
+
+
+@checked
+def plan(
+    model: nn.Module,
+    sample_input: Any,
+    *,
+    cluster: Cluster | None = None,
+    mesh: DeviceMesh | None = None,
+    device: Device | str | None = None,
+    memory: int | str | None = None,
+    strategies: Sequence[Strategy | str] | Strategy | str | None = None,
+    batch: int | str | None = None,
+    training: Training | None = None,
+    loss_of: Callable[[Any], Tensor] | None = None,
+    margin: float | None = None,
+) -> Plan:
+    """Choose a strategy for each unit of a model, so that a step is shortest and fits into memory.
+
+    Units are those that `fully_shard` finds on the root of the model. Bytes and operations come from a step on tensors
+    without data, times from a description of the device, or from real steps on this machine. Of what cannot be told
+    apart by such times, one strategy for all units is preferred, and of several the one that takes least memory; the
+    plan's certificate says what is the fastest, and by how much the plan is slower.
+
+    Args:
+        model: Not sharded yet; may be on meta if a device is named.
+        sample_input: Of one rank: a tensor, a tuple of arguments or a dict of keyword arguments; dim 0 is the batch.
+        cluster: Ranks and links: `dshard.planner.cluster_of(device, 512)`, or what `measure_links` gave.
+        mesh: In its place: the ranks at hand, whose links are measured, or read from where they were kept.
+        device: A name of `dshard.planner.DEVICES`, or one of your own; None to measure here.
+        memory: Limit per rank, in bytes or as text: "38GiB"; None for that of the cluster's devices.
+        strategies: That a unit may have, several or one; None for all.
+        batch: Samples per rank; None for those of the sample, "auto" for as many as give the most samples per second.
+        training: Dtypes and optimizer; None for AdamW in the model's dtypes, as torch runs it by default there.
+        loss_of: Loss of an output. Without it: its `loss`, or the sum of what is floating-point in it.
+        margin: By which part of a step the preferred may be slower than the fastest; 0 for the fastest. None for what
+            the times are known to: 0.02 where they were measured, 0.03 by a description of a device.
+
+    Raises:
+        ArgumentError: An argument is none of what it may be.
+        PlanError: Nothing fits, and by how much; or `sample_input` holds no batch.
+        StateError: The model cannot be traced, or the device does not compute in its dtype.
+
+    Communicates:
+        With `mesh=` what `measure_links` and `measure_overhead` do, and an all-reduce of measured times, so that all
+        ranks get one plan.
+        With `cluster=` nothing: ranks that measure their own times, without a device, may get different ones.
+    """
+    if (cluster is None) == (mesh is None):
+        raise PlanError(
+            f"plan: either cluster or mesh says which ranks there are, but {'neither' if mesh is None else 'both'} is "
+            "given. Pass mesh=, or cluster=dshard.planner.cluster_of(device, 512)."
+        )
+    named = None if device is None else find_device(device, "plan: device")
+    if training is None:  # on CPU, torch's AdamW steps one parameter after the other
+        is_here = named is None and all(p.device.type == "cpu" for p in model.parameters())
+        training = Training(step_bytes_per_element=8, steps_together=False) if is_here else Training()
+    progress = Throttled(lambda line: log.info("plan: %s", line), every_s=_EVERY_S)
+    is_first = mesh is None or mesh.get_rank() == 0
+    profile = Profile(
+        model,
+        sample_input,
+        device=named,
+        training=training,
+        loss_of=loss_of,
+        mesh=mesh,
+        progress=progress if is_first else SILENT,
+    )
+    if cluster is None:
+        profile.progress.at("measuring links")
+        cluster = measure_links(mesh)
+    return profile.plan(cluster, memory=memory, strategies=strategies, batch=batch, margin=margin)
+
+
+class Profile:
+    """A model's costs at any batch size.
+
+    Args:
+        model: As for `plan`.
+        sample_input: As for `plan`.
+        device: Tells the times; None to measure them.
+        training: Dtypes and optimizer.
+        loss_of: As for `plan`.
+        mesh: Of ranks that measure together: each takes the times of the slowest, and on CPU adds what dshard itself
+            takes for each parameter.
+        progress: Hears how far planning is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample_input: Any,
+        *,
+        device: Device | None,
+        training: Training,
+        loss_of: Callable[[Any], Tensor] | None = None,
+        mesh: DeviceMesh | None = None,
+        progress: Progress = SILENT,
+    ) -> None:
+        self.progress = progress
+        self._model, self._sample, self._loss_of, self._mesh = model, sample_input, loss_of, mesh
+        self._device, self._training = device, training
+        self._traces: dict[int, Trace] = {}
+        self._known: dict[int, ModelCosts] = {}
+        self._own: Overhead | None = None
+        self._parts = parts_of(model)
+        sizes = [each.shape[0] for each in tensors(sample_input) if each.ndim]
+        if not sizes or not sizes[0]:
+            raise PlanError(
+                "plan: sample_input must hold a tensor whose dim 0 is the batch, but it holds none. Pass the arguments "
+                "of a forward."
+            )
+        self.batch = int(sizes[0])
+        if device is not None:
+            dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+            for dtype in dtypes if training.compute_dtype is None else (training.compute_dtype,):
+                device.check(dtype)
+
+    def traced(self, batch: int) -> Trace:
+        """A traced step of so many samples; each is traced once."""
+        if batch not in self._traces:
+            sample = _resized(self._sample, self.batch, batch, is_real=False)
+            what = f"tracing a step of {batch} sample{'s' * (batch > 1)}"
+            self.progress.at(what)
+            self._traces[batch] = trace(
+                self._model,
+                sample,
+                self._parts,
+                dtype=self._training.compute_dtype,
+                loss_of=self._loss_of,
+                progress=Stretch(self.progress, f"{what}: ", 0.0, 1.0),
+            )
+        return self._traces[batch]
+
+    def costs(self, batch: int) -> ModelCosts:
+        """Costs of a step of so many samples; each is traced, and measured, once."""
+        if batch not in self._known:
+            self._known[batch] = self._costs(self.traced(batch), batch)
+        return self._known[batch]
+
+    def estimated(self, most: int) -> Callable[[int], ModelCosts]:
+        """Costs at sizes up to a largest one, of traces at 1 and there; exact where they cannot be told from these."""
+
+        def costs_at(batch: int) -> ModelCosts:
+            share = (batch - 1) / max(most - 1, 1)
+            between = self.traced(1).between(self.traced(most), share)
+            return self.costs(batch) if between is None else self._costs(between, batch)
+
+        return costs_at
+
+    def plan(
+        self,
+        cluster: Cluster,
+        *,
+        memory: int | str | None = None,
+        strategies: Sequence[Strategy | str] | Strategy | str | None = None,
+        batch: int | str | None = None,
+        margin: float | None = None,
+    ) -> Plan:
+        """The best plan on a cluster; arguments and errors are those of `dshard.plan`."""
+        tolerance = self._margin(margin)
+        limit = cluster.memory_bytes if memory is None else parse_bytes(memory, "memory")
+        if strategies is None:
+            strategies = strategies_for(cluster)
+        elif isinstance(strategies, (str, Strategy)):
+            strategies = (strategies,)
+        known = tuple(dict.fromkeys(Strategy.of(each).on(cluster.num_ranks) for each in strategies))
+        if not isinstance(batch, str):
+            return self._planned(self._size(batch), cluster, known, limit, tolerance)
+        sizes = set(_BATCHES)
+        while True:  # sizes between two traced ones are estimated, none too low; what is chosen is traced
+            estimate, told = self.estimated(max(sizes)), self.progress
+            found = solve_batch(estimate, sizes, cluster, known, limit, tolerance=tolerance, progress=told)
+            best = found.model.batch_size // found.model.num_backwards
+            try:
+                return self._planned(best, cluster, known, limit, tolerance)
+            except PlanError:
+                sizes.discard(best)
+
+    def given(self, cluster: Cluster, strategy: Strategy | str, batch: int | None = None) -> Plan:
+        """The same strategy for all units, whether it fits or not."""
+        size = self._size(batch)
+        costs = self.costs(size)
+        strategies = (Strategy.of(strategy).on(cluster.num_ranks),) * len(costs.units)
+        return Plan(costs, cluster, strategies, flops=self._flops(size))
+
+    def _size(self, batch: int | None) -> int:
+        return self.batch if batch is None else batch
+
+    def _margin(self, margin: float | None) -> float:
+        if margin is None:
+            return MEASURED if self._device is None else DATASHEET
+        return float(margin)
+
+    def _planned(self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int, tolerance: float) -> Plan:
+        costs = self.costs(batch)
+        self.progress.at(f"choosing strategies of {len(costs.units)} units")
+        solution = solve(costs, cluster, known, limit, tolerance=tolerance, progress=self.progress)
+        return Plan(costs, cluster, solution.strategies, known, solution.certificate, self._flops(batch))
+
+    def _flops(self, batch: int) -> float:
+        return float(self.traced(batch).flops * self._training.num_backwards)
+
+    def _costs(self, traced: Trace, batch: int) -> ModelCosts:
+        if self._device is not None:
+            return costs_of(traced, self._model, training=self._training, device=self._device, batch_size=batch)
+        sample = _resized(self._sample, self.batch, batch, is_real=True)
+        dtype = self._training.compute_dtype
+        self.progress.at(f"measuring a step of {batch} sample{'s' * (batch > 1)} on this machine")
+        times = measure(self._model, sample, self._parts, dtype=dtype, loss_of=self._loss_of)
+        of_byte = optimizer_seconds_per_byte(next(self._model.parameters()).device)
+        own = Overhead()
+        if self._mesh is not None:
+            mine = torch.tensor([*(t.forward_s for t in times), *(t.backward_s for t in times), of_byte], device="cpu")
+            slowest = all_reduce([mine], group_of(self._mesh), ReduceOp.MAX, label="plan").wait()[0].tolist()
+            times = [UnitTimes(*each) for each in zip(slowest[: len(times)], slowest[len(times) : -1], strict=True)]
+            of_byte, own = slowest[-1], self._overhead()
+        return costs_of(
+            traced,
+            self._model,
+            training=self._training,
+            times=times,
+            optimizer_s_per_byte=of_byte,
+            overhead=own,
+            batch_size=batch,
+        )
+
+    def _overhead(self) -> Overhead:
+        """What dshard itself takes per parameter; nothing where a device works behind the host."""
+        if self._mesh is None or self._mesh.device_type != "cpu":
+            return Overhead()
+        if self._own is None:
+            self.progress.at("measuring what dshard itself takes for a parameter")
+            self._own = measure_overhead(self._mesh)
+        return self._own
+
+
+def parts_of(model: nn.Module) -> tuple[Part, ...]:
+    """The units that `fully_shard` would find on the root of a model, by name.
+
+    Raises:
+        PlanError: It has no parameters.
+    """
+    params = dict(model.named_parameters())
+    if not params:
+        raise PlanError("plan: the model must have parameters, but it has none. Pass a model that has.")
+    name_of = {id(param): name for name, param in params.items()}
+    units = find_units(model, list(params.values()), "root")
+    return tuple(Part(unit.label, unit.modules, tuple(name_of[id(p)] for p in unit.params)) for unit in units)
+
+
+def strategies_for(cluster: Cluster) -> tuple[Strategy, ...]:
+    """All that a unit may have on a cluster: shards over all ranks, or within a host and replicated across."""
+    names: Iterable[str] = ("ddp", "zero1", "zero2", "keep", "full", "split(2)", "split(4)", "split(8)")
+    within = cluster.ranks_per_host
+    if 1 < within < cluster.num_ranks:
+        names = (*names, f"hybrid({within})", f"hybrid({within}, keep)")
+    return tuple(map(Strategy.of, names))
+
+
+def _resized(sample: Any, old: int, new: int, *, is_real: bool) -> Any:
+    """A sample with another number of rows in each tensor that has as many as the batch."""
+    if old == new:
+        return sample
+
+    def resize(tensor: Tensor) -> Tensor:
+        if not tensor.ndim or tensor.shape[0] != old:
+            return tensor
+        if not is_real:
+            return torch.empty((new, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+        return tensor.repeat(-(-new // old), *[1] * (tensor.ndim - 1))[:new]
+
+    return tree_map_only(Tensor, resize, sample)

@@ -1,0 +1,290 @@
+"""`fully_shard` and its companions."""
+
+import os
+from collections.abc import Collection, Container, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, ClassVar, Literal, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dshard import arguments
+from dshard.agreement.buffers import broadcast_buffers, check_buffers
+from dshard.agreement.same import VERSIONS, Fact, check_same, refused_together, versions
+from dshard.collectives import ShardGroup
+from dshard.optimizer.replace import inherit
+from dshard.planner import Plan
+from dshard.policies import Precision, PrecisionRules, StrategyRules, reshard_choice
+from dshard.runtime import Runtime
+from dshard.runtime.casts import cast_at
+from dshard.runtime.module_hooks import watch
+from dshard.setup.auto_units import UnitPlan
+from dshard.setup.convert import follow_replaced, move_buffers, own_parameters
+from dshard.setup.initial import compare_parameters
+from dshard.setup.install import Conversion, install, joined_runtime, take_in
+from dshard.setup.options import Options, checked_modules
+from dshard.setup.plan_report import PlanReport
+from dshard.setup.planned_units import Followed, choices, follow, read_plan
+from dshard.setup.specs import ParamSpec, described, settle
+from dshard.setup.wrap import AutoWrapPolicy, chosen_modules
+from dshard.slices.layers import check_sliced, is_sliced, set_slices
+from dshard.tensor.meshes import data_parallel_mesh, default_mesh, group_of
+from dshard.units.placing import PlacementFn, check_mesh
+from dshard.units.settings import BufferSync
+
+__all__ = ["fully_shard"]
+
+
+M = TypeVar("M", bound="nn.Module | list[Any] | tuple[Any, ...]")
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
+    ignored_params: Collection[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    sync: Literal["check", "broadcast"] | None = "check",
+    grad_reduce: Literal["mean", "sum"] = "mean",
+    buffers: Literal["leave", "broadcast", "check"] = "leave",
+    memory_budget: int | str | None = None,
+    auto_wrap_policy: AutoWrapPolicy | None = None,
+    strategy: Any = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    virtual_ranks: int | None = None,
+) -> M:
+    """Shard the parameters of a module over the ranks of a mesh, in place.
+
+    Every parameter becomes a `ShardedTensor`: each rank keeps one shard of it, and it means its full value wherever
+    it is used. The parameters that one call takes form a *unit*, which is gathered at the first touch of any of
+    them and freed after the module's forward, and again in backward; their gradients are reduce-scattered once per
+    backward. Call it bottom-up on blocks and then on the root, as with FSDP2, or on the root alone: then units are
+    formed at the first use.
+
+    Tensor subclasses with FSDP2's `fsdp_pre_all_gather` and `fsdp_post_all_gather` say themselves what travels of them,
+    and what a forward computes with; everything else sees their exact value.
+
+    Args:
+        module: A module, or several that are gathered together.
+        mesh: One-dimensional device mesh, by default of all ranks; or a two-dimensional one, over whose second dim the
+            parameters are sharded and over whose first they are replicated (HSDP). Parameters that are DTensors over
+            other dims of the same mesh (`parallelize_module`) are cut further.
+        reshard_after_forward: Whether the unit is freed between forward and backward, and gathered again. None
+            means True, except for what stays with the root. A number of ranks that divides that of a parameter's shards
+            keeps a part of the gathered copies in each, so that backward gathers among as many neighbours alone; 1
+            means False, and the number of the shards True.
+        shard_placement_fn: Gives each parameter's placement: `Shard(dim)`, `Replicate()`, or None for `Shard(0)`; or
+            torch's `ShardPlacementResult`, which names a mesh for that parameter, too. Uneven dims are padded on the
+            wire alone.
+        mp_policy: torch's `MixedPrecisionPolicy`: the dtypes in which parameters are gathered and computed with, and
+            gradients reduced; they are kept in their own. Or a dtype to gather in; or a dict of either by patterns of
+            parameter names, of which the first that matches decides, as in
+            `{"*norm*": torch.float32, "*": MixedPrecisionPolicy(...)}`.
+        offload_policy: torch's `CPUOffloadPolicy`: shards, their gradients and the optimizer's state are kept in the
+            CPU's memory, and copied to the mesh's device and back; calls on other modules may have none. On a CPU mesh,
+            where everything is on the CPU already, it changes nothing.
+        ignored_params: Parameters to leave alone: not sharded, not moved, their gradients not reduced.
+        dp_mesh_dims: torch's `DataParallelMeshDims`: the names of the dims of `mesh` to shard over, and to replicate
+            over; several of either count as one. Parameters may be DTensors over all of `mesh`, replicated over these
+            dims. Without dims to shard over every rank keeps whole copies, as under DDP.
+        sync: What to do about initial weights that differ between ranks: raise and name them, take those of rank 0, or
+            trust.
+        grad_reduce: Whether gradients are averaged over the ranks or added.
+        buffers: "leave" leaves them to each rank, as FSDP2 does; "check" raises if they differ now; "broadcast" takes
+            those of rank 0 now and at the start of every training forward, as DDP does.
+        memory_budget: Bytes of gathered copies that may stay between forward and backward, for the whole model; in
+            the place of `reshard_after_forward=None`. Those that the backward uses last go first. 0 gathers every
+            unit twice a step, the model's size once. "auto" takes four fifths of what is free on the rank that has
+            the least, when the first step is over.
+        auto_wrap_policy: Which modules below become units of their own, as if this had been called on each of them
+            first, children before parents: a set of module classes, a function that is given a module and returns a
+            bool, or a policy of torch's FSDP1. Modules of which no parameter is left to take are passed over.
+        strategy: What is whole on every rank and what is sharded, in the place of `reshard_after_forward`: "ddp",
+            "zero1", "zero2", "keep", "full", "hybrid(k)" for shards over `k` neighbours that are replicated across,
+            "split(q)" for weights of layers that are gathered and used in `q` slices, or a `Strategy`; or a dict of
+            those by patterns of parameter names, of which the first that matches decides, as in
+            `{"*embed*": "ddp", "layers.*": "full"}`. `set_strategy` changes it between two steps.
+        plan: What `dshard.plan` made for this model and as many ranks, or the path of its file (of `Plan.save`, or
+            `dshard plan --out`): its units, and the strategy of each. After the second step the logger "dshard", and
+            `plan_report(model)`, say how that compares with it.
+        virtual_ranks: For the whole model: train as so many ranks would, a multiple of the number of processes, with
+            the same bits on every number of them; the training loop then is `dshard.virtual_ranks`.
+
+    Returns:
+        `module` itself, whose class is now a subclass of `FSDPModule` too. To a type checker it is of the class that it
+        was of; `assert isinstance(module, FSDPModule)` tells it of both.
+
+    Raises:
+        PlacementError: A placement that a parameter cannot have. On every rank alike.
+        DivergenceError: The ranks hold different models or weights, were given different options, or one of them raised
+            one of the other errors alone. On every rank alike.
+        ArgumentError: An argument is none of what it may be. On every rank alike.
+        StateError: No process group, options that do not go together, or a module that cannot be sharded.
+        PlanError: `plan` is for another model, number of ranks or dtypes.
+        UnsupportedOpError: An option that is not supported yet.
+
+    Communicates:
+        With `sync="check"` an all-reduce of 16 bytes per parameter, with "broadcast" a broadcast of all weights;
+        always an all-reduce of 288 bytes that compares options, names and shapes.
+    """
+    given = locals()
+    with refused_together("fully_shard", _Call.FACTS, _group_to_ask(mesh)):
+        given = arguments.read("fully_shard", given)
+        call = _Call.resolved(given.pop("module"), Options(**given))
+    check_same("fully_shard", call.facts(), call.conversion.group)
+    places = settle(call.specs)
+    compare_parameters(call.modules, call.specs, places, call.conversion.group, sync)
+    for child, child_reshards in call.children.items():
+        call.convert([child], child_reshards if child_reshards is not None else call.reshard)
+    for unit in call.followed.units:
+        call.convert(unit.modules, None, shared=_shared(unit))
+    runtime = call.convert(call.modules, call.reshard)
+    if memory_budget is not None:
+        runtime.change(memory_budget=call.options.budget)
+    if call.options.virtual_ranks is not None:
+        runtime.change(virtual_ranks=call.options.virtual_ranks)
+        for param in (param for unit in runtime.units for param in unit.params):
+            param._group.is_virtual = True
+    _handle_buffers(call.modules, call.conversion.mesh, runtime, buffers)
+    followed = call.followed.plan
+    runtime.plan_report = PlanReport(call.modules[0], runtime, followed) if followed is not None else None
+    return module
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of `fully_shard`, resolved: nothing has changed yet, and nothing was communicated.
+
+    Args:
+        modules: That it was given.
+        options: The same.
+        conversion: How parameters become sharded.
+        specs: What becomes of each parameter.
+        children: Modules below that become units of their own, and whether each is freed after forward.
+        followed: What a plan says, and the strategies.
+        reshard: When units are freed, as far as no strategy says that.
+    """
+
+    modules: list[nn.Module]
+    options: Options
+    conversion: Conversion
+    specs: list[ParamSpec]
+    children: dict[nn.Module, bool | None]
+    followed: Followed
+    reshard: bool | int | None
+
+    FACTS: ClassVar[tuple[str, ...]] = tuple(  # in the order in which they are named: causes first
+        dict.fromkeys(
+            [VERSIONS, "module", "ignored_params", "parameters", "plan", *(each.name for each in fields(Options))]
+        )
+    )
+
+    @classmethod
+    def resolved(cls, module: Any, options: Options) -> "_Call":
+        """What a call asks for.
+
+        Raises:
+            DShardError: It cannot be. On every rank alike, where all were given the same.
+        """
+        modules = checked_modules(module)
+        options.check()
+        mesh = options.mesh if options.mesh is not None else default_mesh()
+        if options.dp_mesh_dims is not None:
+            mesh = data_parallel_mesh(mesh, options.dp_mesh_dims)
+        check_mesh(mesh)
+        options.check_virtual(group_of(mesh))
+        reshard = reshard_choice("fully_shard", options.reshard_after_forward, mesh.size(mesh.ndim - 1))
+        precision = PrecisionRules.of(options.mp_policy, options.offload_on(mesh))
+        plan = read_plan(options.plan) if options.plan is not None else None
+        strategies = StrategyRules.of(options.strategy)
+        follow_replaced(modules)
+        found = own_parameters(modules, options.ignored)
+        followed = Followed(strategies)
+        if plan is not None:
+            followed = follow(plan, modules, found, group_of(mesh).num_ranks, precision)
+        averages = options.grad_reduce == "mean"
+        conversion = Conversion(mesh, options.placement_fn, averages, precision, followed.strategies)
+        followed.strategies.check_names("fully_shard", [name for name, _ in found])
+        children = chosen_modules(modules, options.auto_wrap_policy, options.ignored)
+        specs = conversion.resolve(found)
+        for spec in specs:
+            if is_sliced(spec.param, spec.num_slices):
+                offload = spec.precision.offload if spec.precision is not None else None
+                check_sliced(modules, spec.name, spec.param, dim=spec.base.dim, offload=offload)
+        return cls(modules, options, conversion, specs, children, followed, reshard)
+
+    def facts(self) -> dict[str, Fact]:
+        """What all ranks of the mesh must ask for alike, by the names of the arguments."""
+        options, own = self.options, [spec for spec in self.specs if spec.base.mesh == self.conversion.mesh]
+        names = {module: name for root in self.modules for name, module in root.named_modules()}
+        ignored = {id(param) for param in options.ignored}
+        mesh = self.conversion.mesh
+        facts: dict[str, Fact] = {each.name: repr(getattr(options, each.name)) for each in fields(Options)}
+        facts |= {
+            VERSIONS: versions(),
+            "module": ", ".join(type(module).__name__ for module in self.modules),
+            "mesh": f"{mesh.device_type}, dims {mesh.mesh_dim_names}, ranks {mesh.mesh.tolist()}",
+            "ignored_params": [n for root in self.modules for n, p in root.named_parameters() if id(p) in ignored],
+            "parameters": described(own),
+            "shard_placement_fn": [f"{s.name}: {s.base.dim}" for s in own],
+            "mp_policy": [repr(self.conversion.precision.rules), *(f"{s.name}: {_dtypes(s.precision)}" for s in own)],
+            "offload_policy": type(options.offload_policy).__name__,
+            "auto_wrap_policy": [f"{names[child]}: {reshard}" for child, reshard in self.children.items()],
+            "strategy": [repr(self.conversion.strategies.rules), *(f"{s.name}: {s.strategy}" for s in own)],
+            "plan": choices(self.followed.plan) if self.followed.plan is not None else "None",
+        }
+        return {name: facts[name] for name in self.FACTS}
+
+    def convert(
+        self, modules: Sequence[nn.Module], reshard: bool | int | None, shared: Container[nn.Parameter] = ()
+    ) -> Runtime:
+        """Make one unit of the parameters of some modules that no earlier call has taken."""
+        follow_replaced(modules)
+        by_param = {id(spec.param): spec for spec in self.specs}
+        own = [param for _, param in own_parameters(modules, self.options.ignored) if param not in shared]
+        specs = [by_param[id(param)] for param in own]
+        converted = self.conversion.replace(modules, specs)
+        move_buffers(modules, self.conversion.mesh)
+        runtime = joined_runtime(modules)
+        install(modules, converted.parts, runtime, reshard)
+        set_slices(modules, converted.slices)
+        for heir in converted.inherited:
+            inherit(*heir, mean=self.conversion.averages)
+        runtime.late.note(modules, partial(take_in, runtime, self.conversion))
+        cast_at(modules, self.conversion.precision, watch)
+        return runtime
+
+
+def _dtypes(precision: Precision | None) -> str:
+    """The dtypes of a parameter on its way; devices have numbers of their own on each rank."""
+    return str(replace(precision, offload=None) if precision is not None else None)
+
+
+def _group_to_ask(mesh: Any) -> ShardGroup | None:
+    """The ranks that make the same call, as far as that can be told before it was looked at."""
+    try:
+        mesh = mesh if mesh is not None else default_mesh()
+        return group_of(mesh) if isinstance(mesh, DeviceMesh) and mesh.ndim in (1, 2) else None
+    except (RuntimeError, ValueError):
+        return None
+
+
+def _shared(unit: UnitPlan[nn.Parameter]) -> set[nn.Parameter]:
+    """What the modules of a planned unit hold, but not the unit."""
+    wanted = {id(param) for param in unit.params}
+    return {param for module in unit.modules for param in module.parameters() if id(param) not in wanted}
+
+
+def _handle_buffers(modules: Sequence[nn.Module], mesh: DeviceMesh, runtime: Runtime, choice: str) -> None:
+    """Compare the buffers of the ranks, or take those of rank 0 now and before each training forward."""
+    group = group_of(mesh)
+    if choice == "check":
+        check_buffers(modules, group)
+    elif choice == "broadcast":
+        broadcast_buffers(modules, group)
+        runtime.change(buffers=(*runtime.settings.buffers, BufferSync(tuple(modules), mesh)))

@@ -1,0 +1,147 @@
+"""A plan, found again in the model that is to follow it: its units, and the strategy of each parameter."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dshard.errors import DShardError, PlanError
+from dshard.planner import Plan
+from dshard.planner.names import plain_name
+from dshard.policies import Precision, PrecisionRules, Strategy, StrategyRules
+from dshard.setup.auto_units import UnitPlan, find_units
+
+__all__ = ["Followed", "choices", "follow", "read_plan"]
+
+_ALIKE = 0.02  # norms and biases may compute in a dtype of their own; a plan has one for all
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """What decides how a model is sharded.
+
+    Args:
+        strategies: Of its parameters, by their names in it.
+        plan: That says so; None where none was given.
+        units: Of the plan, but for that of the root.
+    """
+
+    strategies: StrategyRules
+    plan: Plan | None = None
+    units: tuple[UnitPlan[nn.Parameter], ...] = ()
+
+
+def read_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
+    """A plan, from its file where a path is given.
+
+    Raises:
+        PlanError: The file is missing or holds no plan.
+    """
+    if isinstance(plan, Plan):
+        return plan
+    if not Path(plan).exists():
+        way_out = f'Did you mean strategy="{plan}"?' if _is_strategy(plan) else "Pass a path that exists."
+        raise PlanError(
+            "fully_shard: plan must be a Plan or the path of a file that Plan.save or dshard plan --out wrote, but "
+            f"there is no file {str(plan)!r}. {way_out}"
+        )
+    try:
+        return Plan.load(plan)
+    except PlanError as error:
+        raise PlanError(f"fully_shard: {error}") from error
+
+
+def choices(plan: Plan) -> list[str]:
+    """What of a plan is followed, unit by unit; all ranks must follow the same."""
+    units = zip(plan.model.units, plan.strategies, strict=True)
+    return [f"{strategy} for {', '.join(unit.param_names) or 'nothing'}" for unit, strategy in units]
+
+
+def follow(
+    plan: Plan,
+    modules: Sequence[nn.Module],
+    found: Sequence[tuple[str, nn.Parameter]],
+    num_ranks: int,
+    precision: PrecisionRules,
+) -> Followed:
+    """What a plan says of a model.
+
+    Args:
+        plan: Made for the same model.
+        modules: One: the model.
+        found: All parameters of it, by name.
+        num_ranks: That will share it.
+        precision: The parameters' dtypes on their ways.
+
+    Raises:
+        PlanError: It was made for another model, another number of ranks or other dtypes.
+    """
+    units = _units_of(plan, modules, found, num_ranks)
+    _check_bytes(plan, found, precision)
+    planned = {plain_name(name): strategy for name, strategy in plan.by_parameter.items()}
+    return Followed(StrategyRules(named={name: planned[plain_name(name)] for name, _ in found}), plan, tuple(units))
+
+
+def _is_strategy(text: Any) -> bool:
+    try:
+        Strategy.of(text)
+    except DShardError:
+        return False
+    return True
+
+
+def _units_of(
+    plan: Plan, modules: Sequence[nn.Module], found: Sequence[tuple[str, nn.Parameter]], num_ranks: int
+) -> list[UnitPlan[nn.Parameter]]:
+    """The units of a plan in a model that is to be sharded, but for that of the root."""
+    if len(modules) != 1 or plan.cluster.num_ranks != num_ranks:
+        raise PlanError(
+            f"fully_shard: a plan is for one model on the ranks that it was made for ({plan.cluster.num_ranks}), but "
+            f"these are {len(modules)} modules on {num_ranks} ranks. Plan again."
+        )
+    units = find_units(modules[0], [param for _, param in found], "root")
+    names = {id(param): plain_name(name) for name, param in found}
+    here = {
+        tuple(names[id(p)] for p in unit.params): tuple((p.shape[0] if p.ndim else 1, p.numel()) for p in unit.params)
+        for unit in units
+    }
+    planned = {
+        tuple(map(plain_name, unit.param_names)): tuple((p.length, p.numel) for p in unit.params)
+        for unit in plan.model.units
+    }
+    if here != planned:
+        wrong = next(key for key in (*here, *planned) if here.get(key) != planned.get(key))
+        which = wrong[0] if wrong else "a unit without parameters"
+        raise PlanError(
+            f"fully_shard: a plan is for the model that it was made for, but the unit of {which} is another. Plan "
+            "again, with this model."
+        )
+    return [unit for unit in units if modules[0] not in unit.modules]
+
+
+def _check_bytes(plan: Plan, found: Sequence[tuple[str, nn.Parameter]], precision: PrecisionRules) -> None:
+    """Refuse dtypes, and frozen parameters, that take other bytes than those that were planned with."""
+    costs = {plain_name(param.name): param for unit in plan.model.units for param in unit.params}
+    totals: dict[str, list[int]] = {"stored": [0, 0], "gathered": [0, 0], "reduced": [0, 0]}
+    first: dict[str, str] = {}  # that differs
+    for name, param in found:
+        way, known = precision.precision_of(name, param.dtype) or Precision(), costs[plain_name(name)]
+        sizes = {
+            "stored": (known.stored_itemsize, param.dtype.itemsize),
+            "gathered": (known.gather_itemsize, (way.compute or param.dtype).itemsize),
+            "reduced": (known.grad_itemsize, (way.reduce or param.dtype).itemsize if param.requires_grad else 0),
+        }
+        for what, pair in sizes.items():
+            if pair[0] != pair[1]:
+                first.setdefault(what, f"{name} for one {pair[1]} per element, and {pair[0]} in the plan")
+            totals[what] = [total + param.numel() * size for total, size in zip(totals[what], pair, strict=True)]
+    for what, (planned, here) in totals.items():
+        if abs(planned - here) > _ALIKE * max(planned, here):
+            raise PlanError(
+                f"fully_shard: a plan is for the dtypes that it was made for, but all parameters {what} are {here:,} "
+                f"bytes here, and {planned:,} in the plan ({first[what]}). Pass the mp_policy that the plan's Training "
+                "says (of dshard plan: --dtype and --reduce-dtype), and freeze parameters before planning."
+            )

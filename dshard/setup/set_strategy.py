@@ -1,0 +1,132 @@
+"""Strategies change between two steps of a training."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from dshard import arguments
+from dshard.agreement.same import check_same, refused_together
+from dshard.autograd.watches import in_backward
+from dshard.errors import StateError, UnsupportedOpError
+from dshard.optimizer.relocate import Move, place_of, relocate
+from dshard.optimizer.replace import move_states, note_moves
+from dshard.policies import StrategyRules
+from dshard.runtime import Runtime
+from dshard.setup.regroup import regroup
+from dshard.slices.layers import check_sliced, is_sliced, set_slices
+from dshard.tensor import ShardedTensor
+from dshard.tensor.extended import is_extended
+from dshard.tensor.inner import inner_of
+from dshard.units.placing import Place, placed_by
+
+__all__ = ["set_strategy"]
+
+
+def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+    """Change what is whole on every rank and what is sharded, between two steps; training goes on bit for bit.
+
+    Parameters, gradients and optimizer states move to where the strategy wants them and stay the objects that they are;
+    full tensors on the way take no more bytes than the largest one. Gradients that were added up unreduced are reduced.
+    What `to_local()` gave before is a copy from then on; a view or alias that was made before raises at its use.
+
+    Args:
+        module: A module that `fully_shard` was called on; its units and those below follow.
+        strategy: As of `fully_shard`. Parameters that no pattern of a dict matches stay as they are.
+        optimizer: Those whose states move now. Those of others move ahead of their next step.
+
+    Raises:
+        ArgumentError: It is no sharded module, or no strategy. On every rank alike.
+        StateError: A forward, backward or `gathered` scope runs; or a pattern matches nothing. On every rank alike.
+        PlacementError, UnsupportedOpError: A parameter cannot go where it should. On every rank alike, ahead of any
+            change.
+        DivergenceError: The ranks ask for different strategies, or one of them for none. On every rank alike.
+
+    Communicates:
+        An all-reduce of 32 bytes; an all-gather of each parameter, gradient and state that is cut otherwise than
+        before, and nothing for what was whole. With `hybrid(k)`, the making of process groups, the first time.
+    """
+    runtime = _runtime_of(arguments.read("set_strategy", {"module": module})["module"])
+    groups = list({p._group.full_name: p._group for unit in runtime.units for p in unit.params[:1]}.values())
+    with refused_together("set_strategy", ["strategy"], next(iter(groups), None)):
+        given = arguments.read("set_strategy", {"strategy": strategy, "optimizer": optimizer})
+        rules = StrategyRules.of(given["strategy"])
+    names = [name for name, _ in _sharded(module)]
+    asked = [f"{pattern}: {wanted}" for pattern, wanted in rules.rules]
+    for group in groups:
+        check_same(
+            "set_strategy", {"strategy": [*asked, *(f"{name}: {rules.strategy_of(name)}" for name in names)]}, group
+        )
+    rules.check_names("set_strategy", names)
+    places: dict[ShardedTensor, Place] = {}
+    bases: dict[int, str] = {}
+    slices: dict[ShardedTensor, int] = {}
+    for name, param in _sharded(module):
+        chosen = rules.strategy_of(name)
+        if chosen is None:
+            continue
+        own = Place(*param._own_place) if param._own_place is not None else place_of(param)
+        places[param] = _new_place(name, param, own, rules)
+        bases[id(param)] = chosen.on(own.num_ranks).base
+        slices[param] = chosen.num_slices
+        if is_sliced(param, chosen.num_slices):
+            check_sliced(runtime.late.tops, name, param, dim=places[param].dim)
+    for param in places:
+        if isinstance(param.grad, ShardedTensor):
+            param.grad._cell.resolve()
+    for unit in runtime.units:
+        unit.free()
+    runtime.pool.clear()  # for copies of other sizes
+    for param in places:
+        param._own_place = param._own_place or _pair(place_of(param))
+    relocate([Move(param, place) for param, place in places.items()])
+    relocate([Move(p.grad, place) for p, place in places.items() if isinstance(p.grad, ShardedTensor)])
+    note_moves()
+    for each in given["optimizer"] or ():
+        move_states(each)
+    regroup(runtime.late.tops, runtime, bases)
+    set_slices(runtime.late.tops, slices)
+    if module is runtime.root:
+        runtime.change(strategies=rules.over(runtime.settings.strategies))
+
+
+def _sharded(module: nn.Module) -> list[tuple[str, ShardedTensor]]:
+    found: list[tuple[str, Any]] = list(module.named_parameters())
+    return [(name, param) for name, param in found if isinstance(param, ShardedTensor)]
+
+
+def _pair(place: Place) -> tuple[Any, int | None]:
+    return place.mesh, place.dim
+
+
+def _runtime_of(module: Any) -> Runtime:
+    """The runtime of a sharded module at rest."""
+    runtime: Runtime = module._runtime()
+    pinned = next((unit for unit in runtime.units if unit.num_pins), None)
+    running = "a backward" if in_backward() else "a forward" if runtime.num_running else None
+    if running is not None or pinned is not None:
+        raise StateError(
+            f"set_strategy: strategies change between two steps, but {running or 'a gathered() scope'} is open. Call "
+            "it after optimizer.step()."
+        )
+    return runtime
+
+
+def _new_place(name: str, param: ShardedTensor, own: Place, rules: StrategyRules) -> Place:
+    """Where a parameter goes."""
+    strategy = rules.strategy_of(name)
+    place = placed_by(name, param, own, strategy)
+    is_moved = Move(param, place).is_needed
+    if is_moved and is_extended(param._cell.resolve()):
+        raise UnsupportedOpError(
+            f"{name}: shards of a {type(param._cell.resolve()).__name__} stay on the ranks that they were made for, "
+            f"but {strategy} is to move them. Choose among 'full', 'keep', 'zero1' and 'zero2'."
+        )
+    if inner_of(param._layout) is not None and place.mesh is not own.mesh:
+        raise UnsupportedOpError(
+            f"{name}: {strategy} needs a mesh of its own, which that of a {DTensor.__name__} is not part of. Choose "
+            "among 'ddp', 'full', 'keep', 'zero1' and 'zero2'."
+        )
+    return place

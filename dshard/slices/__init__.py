@@ -1,0 +1,1 @@
+"""Weights that are gathered, used and reduced in slices."""

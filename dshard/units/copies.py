@@ -1,0 +1,376 @@
+"""Gathered copies: the full values of a unit's parameters, which come and go together."""
+
+from collections import Counter
+from collections.abc import Sequence
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dshard import collectives
+from dshard.autograd.modes import outside_autograd, profiled
+from dshard.collectives import Buffer, Gathered, Handle, SendRow, shard_of
+from dshard.errors import StateError
+from dshard.tensor.cell import BURST, ShardCell
+from dshard.tensor.extended import exact_values
+from dshard.tensor.inner import InnerLayout, on_mesh, viewed
+from dshard.tensor.nested import local_of
+from dshard.tensor.views import View
+from dshard.units.buckets import Bucket, is_whole, part_layout
+from dshard.units.extensions import Extensions
+
+__all__ = ["Copies"]
+
+_SHARD_OF = attrgetter("_cell._tensor")
+_VERSION_OF = attrgetter("_version")
+_MAX_VIEWS = 64  # of gathered copies that are remembered
+
+
+def _storage_of(cell: ShardCell) -> int:
+    """Tells the memory of shards apart."""
+    return cell.resolve().untyped_storage()._cdata
+
+
+class Copies:
+    """The full values of a unit's parameters in given dtypes: plain tensors that nobody writes to.
+
+    They are fresh as long as no shard was written since: at every touch the version counters of the shards are compared
+    with those of the gather.
+
+    Args:
+        unit: Whose parameters.
+        dtypes: For each parameter the dtype; None for its own.
+        is_primary: Whether forward and backward use these, so that uses of them are the schedule's.
+    """
+
+    __slots__ = (
+        "_arrivals",
+        "_checked_in",
+        "_extensions",
+        "_full_views",
+        "_fulls",
+        "_in_flight",
+        "_joined_in",
+        "_memories",
+        "_parts",
+        "_send_rows",
+        "_shards",
+        "_slots",
+        "_touched_in",
+        "_versions",
+        "dtypes",
+        "is_primary",
+        "unit",
+    )
+
+    def __init__(self, unit: Any, dtypes: Sequence[torch.dtype | None], *, is_primary: bool) -> None:
+        self.unit = unit
+        self.dtypes = tuple(dtypes)
+        self.is_primary = is_primary
+        self._extensions: Extensions | None = unit.extensions if is_primary else None
+        apart = self._extensions.slots if self._extensions is not None else ()
+        self._slots = tuple(slot for slot in range(len(self.dtypes)) if slot not in apart)
+        self._fulls: list[Tensor] | None = None
+        self._full_views: dict[Any, Tensor] = {}  # of the gathered copies
+        self._memories: list[Buffer] = []  # what the gathered copies lie in
+        self._in_flight: list[tuple[tuple[int, ...], Handle[Gathered]]] | None = None
+        self._arrivals: list[Any] = []  # of shards that are copied from their home to where they are gathered
+        self._parts: tuple[list[Tensor], list[Bucket]] | None = None  # in their place, from forward to backward
+        self._shards: list[Tensor] = []  # what was gathered, and how often it had been written to
+        self._versions: list[int] = []
+        self._joined_in = -1  # the phase in which they were gathered because other ranks may use them
+        self._touched_in = -1  # the phase in which they were touched, if they were since they were gathered
+        self._checked_in: object | None = None  # the operation for which they were last found fresh
+        self._send_rows: dict[tuple[int, ...], tuple[Bucket, SendRow]] = {}  # of each bucket, by its slots
+
+    @property
+    def are_there(self) -> bool:
+        """Whether they are gathered or under way, fresh or not."""
+        return self._fulls is not None or self._in_flight is not None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether they are gathered or under way, and there is no need to do so again, unless somebody writes."""
+        return self.are_there and (not self.unit.stays or self._are_fresh())
+
+    @property
+    def have_parts(self) -> bool:
+        """Whether a part of them was kept, fresh or not."""
+        return self._parts is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them, without padding, and without those that are whole on every rank."""
+        dtypes = [dtype or p.storage_dtype for p, dtype in zip(self.unit.params, self.dtypes, strict=True)]
+        pairs = zip(self.unit.params, dtypes, strict=True)
+        return sum(p._layout.numel * d.itemsize for p, d in pairs if not (is_whole(p) and d == p.storage_dtype))
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """How they are gathered."""
+        found: list[Bucket] = self.unit.buckets(self._slots, self.dtypes)
+        return found
+
+    def full(self, slot: int, view: View | None = None) -> Tensor:
+        """Parameter `slot`, or a view of it, as an operand; gathers the unit if there is no fresh copy.
+
+        Communicates:
+            At most one all-gather per bucket; or those of units that are expected next.
+        """
+        if self._fulls is None or self._checked_in is not BURST[0] or BURST[0] is None:
+            observer = self.unit.observer
+            if observer.split is not None:
+                observer.before_use()
+                owner, own_slot = self.unit.params[slot]._source, self.unit.params[slot]._slot
+                if owner is not self.unit and owner is not None:  # the first use split this unit
+                    moved: Tensor = owner.full(own_slot, view)
+                    return moved
+            is_known = (
+                self._touched_in == observer.schedule.serial
+                and torch._C._current_graph_task_id() == observer.backward_task
+                and self._fulls is not None
+            )
+            if not is_known or not self._are_fresh():
+                self._touch()
+            self._checked_in = BURST[0]
+        assert self._fulls is not None
+        return self._fulls[slot] if view is None else self._full_view(slot, view)
+
+    def _full_view(self, slot: int, view: View) -> Tensor:
+        """A view of a gathered copy; a linear layer takes the same one in forward and backward."""
+        key = slot, view.key
+        known = self._full_views.get(key)
+        if known is None:
+            if len(self._full_views) >= _MAX_VIEWS:
+                self._full_views.clear()
+            assert self._fulls is not None
+            known = self._full_views[key] = viewed(self._fulls[slot], view.steps)
+        return known
+
+    def at_hand(self, slot: int) -> Tensor | None:
+        """Parameter `slot`, if a fresh copy is there or under way; no use that the schedule notes."""
+        if not self.are_there or not self._are_fresh():
+            return None
+        self.wait()
+        assert self._fulls is not None
+        return self._fulls[slot]
+
+    def _touch(self) -> None:
+        """The first use in a phase, or since they were gathered."""
+        observer = self.unit.observer
+        if not self.unit.is_whole:
+            observer.on_touch(self.unit)
+        self.gather()
+        self.wait()
+        self._touched_in = observer.schedule.serial
+        if self.is_primary and self._joined_in != self._touched_in:
+            observer.on_touched(self.unit)
+
+    def join(self, *, gathers: bool) -> None:
+        """Use them because other ranks may: for the schedule that is a use, though nothing here waits for it.
+
+        Args:
+            gathers: Whether to start to gather.
+        """
+        observer = self.unit.observer
+        if gathers:
+            self.gather()
+        self._joined_in = observer.schedule.serial
+        observer.on_touched(self.unit)
+
+    def gather(self) -> None:
+        """Start to gather; a no-op while fresh copies are there or under way."""
+        if self.are_there and self._are_fresh():
+            return
+        if self._parts is not None and not self.are_there and self._are_fresh():
+            self._gather_parts()
+            return
+        self.discard()
+        if self.is_primary:
+            self.dtypes = self.unit.dtypes_to_gather()
+        params, buckets = self.unit.params, self.buckets
+        self.refuse_meta()
+        self.unit.observer.on_gather(self.unit)
+        self._touched_in = -1
+        in_flight: list[tuple[tuple[int, ...], Handle[Gathered]]] = []
+        with outside_autograd(), profiled("gather", self.unit.label):
+            self._forget_rows(buckets)
+            rows = [self._row_of(bucket) for bucket in buckets]
+            self._shards = [p._cell.resolve() for p in params]
+            self._versions = list(map(_VERSION_OF, self._shards))
+            shards = self._shards if self.unit.extensions is None else self._exact_shards()
+            for bucket, row in zip(buckets, rows, strict=True):
+                parts = [shards[slot] for slot in bucket.slots]
+                if bucket.offload is None:
+                    in_flight.append((bucket.slots, self._start(bucket, parts, row)))
+                    continue
+                lane = self.unit.observer.lane(bucket.offload, inward=True)
+                with lane.open():
+                    staged = lane.copy_in(parts, row, bucket.plan)
+                    self._arrivals.append(staged.arrival)
+                    is_sent_as_it_is = not bucket.is_cast and not bucket.group.is_direct
+                    row = staged.row if is_sent_as_it_is else None
+                    in_flight.append((bucket.slots, self._start(bucket, staged.shards, row)))
+            if self._extensions is not None:
+                in_flight += self._extensions.start(self.unit.observer.pool)
+        self._in_flight = in_flight
+
+    def _start(self, bucket: Bucket, shards: Sequence[Tensor], row: Tensor | None) -> Handle[Gathered]:
+        """Start to gather a bucket."""
+        params = self.unit.params
+        return collectives.all_gather(
+            shards,
+            bucket.plan,
+            bucket.group,
+            label=self.unit.label if self.is_primary else f"{self.unit.label}, in its own dtype",
+            tag=hash(tuple(params[slot]._cell.signature for slot in bucket.slots)),
+            pool=self.unit.observer.pool,
+            row=row,
+        )
+
+    def _exact_shards(self) -> list[Tensor]:
+        """The shards; as plain tensors, but for those that say here how they are gathered."""
+        apart = self.unit.extensions.slots if self._extensions is None else ()
+        return [
+            exact_values(shard, self.unit.params[slot].name) if slot in apart else shard
+            for slot, shard in enumerate(self._shards)
+        ]
+
+    def keep_parts(self, num_ranks: int) -> None:
+        """Let go of them but for a part, of which as many neighbouring ranks hold all: enough for the next gather."""
+        if not self.are_there or not self._are_fresh():
+            return
+        self.wait()
+        assert self._fulls is not None
+        params = self.unit.params
+        buckets = self.unit.part_buckets(self.dtypes, num_ranks)
+        ranks = {slot: bucket.group.rank for bucket in buckets for slot in bucket.slots}
+        with outside_autograd():
+            parts = [
+                shard_of(local_of(full), part_layout(p, num_ranks), ranks[slot]).contiguous().clone()
+                for slot, (p, full) in enumerate(zip(params, self._fulls, strict=True))
+            ]
+        shards, versions = self._shards, self._versions
+        self.drop()
+        self._parts, self._shards, self._versions = (parts, buckets), shards, versions
+
+    def _gather_parts(self) -> None:
+        """Start to gather what `keep_parts` has left."""
+        assert self._parts is not None
+        parts, buckets = self._parts
+        self.unit.observer.on_gather(self.unit)
+        self._touched_in = -1
+        with outside_autograd(), profiled("gather", self.unit.label):
+            self._in_flight = [
+                (
+                    bucket.slots,
+                    collectives.all_gather(
+                        [parts[slot] for slot in bucket.slots],
+                        bucket.plan,
+                        bucket.group,
+                        label=f"{self.unit.label}, among {bucket.group.num_ranks}",
+                        pool=self.unit.observer.pool,
+                    ),
+                )
+                for bucket in buckets
+            ]
+
+    def _forget_rows(self, buckets: Sequence[Bucket]) -> None:
+        """Let go of rows that were made for other dtypes or strides; shards that still lie in one keep its memory."""
+        for slots in [slots for slots, (bucket, _) in self._send_rows.items() if bucket not in buckets]:
+            del self._send_rows[slots]
+
+    def _row_of(self, bucket: Bucket) -> Tensor | None:
+        """The memory that the shards of a bucket lie in as they travel; they are moved there if nobody would miss them.
+
+        None where they travel in another dtype, where the backend takes them from where they are, and where somebody
+        holds one of them (`to_local()`). Shards that are copied to another device first travel there in a row always.
+        """
+        if not self.is_primary:
+            return None
+        if bucket.offload is None and (bucket.group.is_direct or bucket.group.num_ranks == 1 or bucket.is_cast):
+            return None
+        cells = [self.unit.params[slot]._cell for slot in bucket.slots]
+        _, known = self._send_rows.get(bucket.slots, (None, None))
+        if known is not None and known.holds([cell._tensor for cell in cells]):
+            return known.row
+        in_row = {id(shard) for shard in known.shards} if known is not None else set()
+        sharing = Counter(_storage_of(param._cell) for param in self.unit.params)  # in a row that was forgotten
+        for cell in cells:
+            moved = id(cell._tensor) in in_row
+            if cell.is_held(own_refs=int(moved), storage_refs=1 + len(in_row) if moved else sharing[_storage_of(cell)]):
+                return None
+        pins = bucket.offload is not None and bucket.offload.pins
+        row = SendRow([cell.resolve() for cell in cells], bucket.plan, pins=pins)
+        self._send_rows[bucket.slots] = bucket, row
+        for cell, shard in zip(cells, row.shards, strict=True):
+            cell.deliver(shard)
+        return row.row
+
+    def on_meta(self, buckets: Sequence[Bucket]) -> list[str]:
+        """Names of parameters that have no memory yet; those of `buckets`, and what is gathered apart."""
+        slots = [slot for bucket in buckets if bucket.is_meta for slot in bucket.slots]
+        apart = self._extensions.slots if self._extensions is not None else ()
+        slots += [slot for slot in apart if self.unit.params[slot].is_meta]
+        return [self.unit.params[slot].name for slot in slots]
+
+    def refuse_meta(self) -> None:
+        """Raise if a parameter has no memory yet."""
+        on_meta = self.on_meta(self.buckets)
+        if on_meta:
+            raise StateError(
+                f"{on_meta[0]}: a parameter needs memory before it is used, but this one and {len(on_meta) - 1} more "
+                "are on the meta device. Call to_empty(device=...) on the model and initialize it, or load a "
+                "state_dict with assign=True."
+            )
+
+    def wait(self) -> None:
+        """Wait for the gather that is under way, if one is."""
+        if self._in_flight is None:
+            return
+        in_flight, self._in_flight = self._in_flight, None
+        fulls: list[Any] = [None] * len(self.unit.params)
+        with outside_autograd(), profiled("gather_wait", self.unit.label):
+            while self._arrivals:
+                self._arrivals.pop().synchronize()  # from now on shards at home may be written to
+            for slots, handle in in_flight:
+                gathered = handle.wait()
+                for slot, full in zip(slots, gathered.tensors, strict=True):
+                    fulls[slot] = full
+                if gathered.memory is not None:
+                    self._memories.append(gathered.memory)
+        self._fulls = list(map(on_mesh, fulls, self.unit.params)) if InnerLayout.num_made else fulls
+
+    def _are_fresh(self) -> bool:
+        """Whether no shard was written to since the gather.
+
+        All shards are looked at, whichever parameter is used: what a rank uses may be its own matter, but when the unit
+        is gathered must not be.
+        """
+        return all(map(is_, map(_SHARD_OF, self.unit.params), self._shards)) and (
+            list(map(_VERSION_OF, self._shards)) == self._versions
+        )
+
+    def discard(self) -> None:
+        """`drop`, also of a gather that is under way: the peers may want its messages, or be elsewhere by now."""
+        in_flight, self._in_flight = self._in_flight or (), None
+        while self._arrivals:
+            self._arrivals.pop().synchronize()
+        with outside_autograd():
+            for _, handle in in_flight:
+                gathered = handle.discard()
+                if gathered is not None and gathered.memory is not None:
+                    self._memories.append(gathered.memory)
+                del gathered
+        del in_flight
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of them and hand back their memory."""
+        self._fulls = self._parts = None
+        self._full_views.clear()
+        self._shards, self._versions = [], []
+        memories, self._memories = self._memories, []
+        while memories:
+            self.unit.observer.pool.give(memories.pop())

@@ -1,0 +1,371 @@
+"""A unit: the parameters that are gathered together."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from operator import attrgetter, is_
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dshard.autograd.recompute import note_exact_use, ran_in_forward
+from dshard.collectives import ShardGroup
+from dshard.errors import UnsupportedOpError
+from dshard.policies import reshard_choice
+from dshard.tensor import ShardedTensor
+from dshard.tensor.cell import OPERANDS
+from dshard.tensor.extended import is_extended
+from dshard.tensor.sharded_tensor import REQUIRES_GRAD
+from dshard.tensor.sources import is_used_away
+from dshard.tensor.views import View
+from dshard.units.buckets import Bucket, are_whole, make_buckets, make_part_buckets
+from dshard.units.copies import Copies
+from dshard.units.deferral import Deferral
+from dshard.units.extensions import Extensions
+from dshard.units.learned_casts import LearnedCasts
+from dshard.units.observer import UnitObserver
+from dshard.units.settings import UnitSettings
+
+__all__ = ["Unit", "groups_of"]
+
+_SPEC_OF = attrgetter("_spec")
+
+
+class Unit:
+    """Parameters that are gathered at the first touch of any of them, and freed together.
+
+    Under mixed precision a parameter has its compute dtype in the forward of a sharded module and in the backward of
+    such a use, and its own dtype elsewhere; the two are gathered apart.
+
+    Args:
+        params: The parameters; each gets this unit as its source.
+        modules: Modules in whose forward the unit is in use.
+        label: Name for messages, counts, and for the check that all ranks gather the same unit.
+        observer: The runtime.
+        settings: What is chosen for it.
+    """
+
+    full: Callable[..., Tensor]
+    alive: ClassVar["weakref.WeakSet[Unit]"] = weakref.WeakSet()  # all of this process
+
+    def __init__(
+        self,
+        params: Sequence[ShardedTensor],
+        modules: Sequence[nn.Module],
+        *,
+        label: str,
+        observer: UnitObserver,
+        settings: UnitSettings | None = None,
+    ) -> None:
+        self.params = list(params)
+        self.modules = list(modules)
+        self.label = label
+        self.observer = observer
+        self.settings = settings or UnitSettings()
+        self.place = 0  # among the units of a model
+        self._start()
+
+    def _start(self) -> None:
+        """Nothing is gathered, and no module runs."""
+        Unit.alive.add(self)
+        self.deferral = _deferral_of(self.settings)  # of reductions, until the last of several backwards
+        self.num_active = 0  # forwards of its modules that are running
+        self.num_pins = 0  # open `gathered` scopes
+        self.is_requested = False  # by `unshard`, to stay until it was used
+        self.was_quiet = False  # since the last forward began, without synchronization for some time
+        self.num_watched = 0  # inputs of its modules whose gradients will tell that backward has passed
+        self.is_unwatched = False  # whether a module of it ran without such an input
+        self.first_slice: Any = None  # of its parameter, which may be gathered ahead
+        self.slice_bytes = 0  # of slices of its parameter that are gathered or under way
+        self.sliced_in = -1  # autograd's number of the backward that last computed a gradient of it in slices
+        self._buckets: dict[Any, tuple[list[Any], list[Bucket]]] = {}
+        precisions = [param._precision for param in self.params]
+        computes = tuple(p.compute if p is not None else None for p in precisions)
+        self.reduce_dtypes = tuple(p.reduce if p is not None else None for p in precisions)
+        extended = tuple(slot for slot, param in enumerate(self.params) if is_extended(param._cell._tensor))
+        self.extensions = Extensions(self, extended) if extended else None
+        self.copies = Copies(self, computes, is_primary=True)
+        self.exact = Copies(self, (None,) * len(computes), is_primary=False) if any(computes) else self.copies
+        self._offloads = tuple(param.offload for param in self.params)
+        self.full = self._full_mixed if any(computes) else self.copies.full
+        self.full = self._full_offloaded if any(self._offloads) else self.full
+        self.is_mixed = any(computes)
+        self.is_whole = are_whole(self.params)
+        self._learned: LearnedCasts | None = None
+        self._groups: list[ShardGroup] | None = None
+        for slot, param in enumerate(self.params):
+            param._source, param._slot, param._is_mixed = self, slot, computes[slot] is not None
+
+    def restart(self) -> None:
+        """Its parameters lie elsewhere now: make anew what was made for where they lay."""
+        self.free()
+        self._start()
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether it holds gathered copies, fresh or not."""
+        return self.copies.are_there or self.exact.are_there
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the gathered copies that forward and backward use, without padding; of slices, those in use now."""
+        return self.slice_bytes or self.copies.num_bytes
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of the full parameters as they are stored."""
+        return sum(p._layout.numel * p.storage_dtype.itemsize for p in self.params)
+
+    @property
+    def groups(self) -> list[ShardGroup]:
+        """The groups of ranks that its parameters are gathered over, each once; those of a parameter never change."""
+        if self._groups is None:
+            self._groups = list({p._group.full_name: p._group for p in self.params}.values())
+        return self._groups
+
+    @property
+    def trainable(self) -> list[int]:
+        """Numbers of the parameters that take a gradient."""
+        return [slot for slot, takes in enumerate(map(REQUIRES_GRAD.__get__, self.params)) if takes]
+
+    def _full_mixed(self, slot: int, view: View | None = None) -> Tensor:
+        """`full` under mixed precision: in the dtype that the parameter has where it is used."""
+        computes = self.computes(slot) if view is None else view.computes
+        return (self.copies if computes or self.copies.dtypes[slot] is None else self.exact).full(slot, view)
+
+    def _full_offloaded(self, slot: int, view: View | None = None) -> Tensor:
+        """`full` where some parameters are not kept where they are used: there, or at home."""
+        full = self._full_mixed(slot, view)
+        offload = self._offloads[slot]
+        is_away = self.num_pins or self.observer.num_running or torch._C._current_graph_task_id() != -1
+        if offload is None or is_away or type(full) is DTensor or is_used_away(offload.compute):
+            return full
+        return full.to(offload.home)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward of the model runs."""
+        return self.observer.num_running > 0
+
+    def _full_autocast(self, slot: int, view: View | None = None) -> Tensor:
+        """`full` where autocast casts some of the parameters: as they are kept."""
+        assert self._learned is not None
+        if self.observer.is_autocasting:
+            self._learned.note_use(slot)
+        full = self.copies.full(slot, view)
+        return full if self.copies.dtypes[slot] is None else self.exact.full(slot, view)
+
+    def full_of_dtype(self, slot: int, dtype: torch.dtype) -> Tensor:
+        """The full value of parameter `slot` in its compute dtype, or in the one that it is kept in."""
+        if self.is_mixed and self.copies.dtypes[slot] not in (None, dtype):
+            return self.exact.full(slot)
+        full = self.copies.full(slot)
+        return full if full.dtype == dtype else self.exact.full(slot)  # autocast casts the unit's parameters elsewhere
+
+    def full_in(self, slot: int, dtype: torch.dtype) -> Tensor:
+        """The full value of parameter `slot` in a given dtype, converted from the one that it is kept in."""
+        if self.extensions is not None and slot in self.extensions.slots:
+            return self.exact.full(slot).to(dtype)
+        if self.observer.is_autocasting and not self.is_mixed and dtype != self.params[slot].storage_dtype:
+            if self._learned is None:
+                self._learned, self.full = LearnedCasts(len(self.params)), self._full_autocast
+                self.exact = Copies(self, self.copies.dtypes, is_primary=False)
+            self._learned.note_cast(slot, dtype)
+        full = self.copies.full(slot)
+        return full.to(dtype) if self.copies.dtypes[slot] in (None, dtype) else self.exact.full(slot).to(dtype)
+
+    def dtypes_to_gather(self) -> tuple[torch.dtype | None, ...]:
+        """For each parameter the dtype in which forward and backward use it next; None for its own."""
+        in_backward = torch._C._current_graph_task_id() != -1 and not self.observer.num_running
+        if self._learned is None or in_backward:  # whose casts were made in the forward
+            return self.copies.dtypes
+        return self._learned.dtypes if self.observer.is_autocasting else self.exact.dtypes
+
+    def compute_dtype(self, slot: int) -> torch.dtype | None:
+        """The dtype of parameter `slot` in the forward that is running, if one is; else None."""
+        if not self.observer.num_running:
+            return None
+        self.observer.regions.note_use(self.observer)
+        return self.copies.dtypes[slot]
+
+    def computes(self, slot: int) -> bool:
+        """Whether a use of parameter `slot` itself, not of a view, means its value in the compute dtype.
+
+        In a forward it does, outside of one it does not. Autograd saves uses in forward as views, which know; what a
+        backward does with a parameter itself is then of a use outside, or of a custom function, whose other operands
+        tell.
+        """
+        param, compute = self.params[slot], self.copies.dtypes[slot]
+        if compute is None:
+            return False
+        if self.observer.num_running:
+            self.observer.regions.note_use(self.observer)
+            param._is_used_in_functions |= not torch.is_grad_enabled()
+            return True
+        if torch._C._current_graph_task_id() == -1:
+            if torch.is_grad_enabled():
+                param._is_used_exactly = True
+            else:
+                note_exact_use(self.observer)
+            return False
+        known = ran_in_forward(self.observer)
+        if known is not None:
+            return known
+        others = [x for x in OPERANDS[0] if isinstance(x, Tensor) and not isinstance(x, ShardedTensor)]
+        if others and compute != param.storage_dtype:
+            return any(x.dtype == compute for x in others)
+        return param._is_used_in_functions and not param._is_used_exactly
+
+    def pinned(self, slot: int) -> Tensor | None:
+        """The gathered copy of parameter `slot` if an open scope holds it."""
+        return self.full(slot) if self.num_pins else None
+
+    def gather(self) -> None:
+        """Start to gather what forward and backward use; a no-op while a fresh copy is there or under way."""
+        self.copies.gather()
+
+    def prefetch(self) -> bool:
+        """Start to gather ahead of the use, unless there is no need; gives whether it did."""
+        if self.settings.num_slices > 1:
+            return self.first_slice is not None and bool(self.first_slice.prefetch())
+        if self.is_whole or self.copies.is_current or self.copies.on_meta(self.copies.buckets):
+            return False
+        self.copies.gather()
+        return True
+
+    def wait(self) -> None:
+        """Wait for the gather that is under way, if one is."""
+        self.copies.wait()
+        if self.exact is not self.copies:
+            self.exact.wait()
+
+    def free(self) -> None:
+        """Drop the gathered copies, unless a `gathered` scope holds them."""
+        if self.first_slice is not None:
+            self.first_slice.drop()
+        if self.num_pins or not (self.is_gathered or self.copies.have_parts):
+            return
+        self.copies.discard()
+        if self.exact is not self.copies:
+            self.exact.discard()
+        self.is_requested = False
+        self.observer.on_free(self)
+
+    def restart_deferral(self) -> None:
+        """Forget how many backwards make a step."""
+        self.deferral = _deferral_of(self.settings)
+
+    @property
+    def reduces_now(self) -> bool:
+        """Whether the backward that runs reduces its gradients, rather than add them up."""
+        virtual = self.observer.virtual
+        if virtual is not None:
+            return self.settings.requires_sync and virtual.is_last
+        return self.settings.requires_sync and (self.deferral is None or self.deferral.is_due)
+
+    @property
+    def stays(self) -> bool:
+        """Whether its gathered copies stay, and are gathered anew where they are stale, once it was used."""
+        settings = self.settings
+        return settings.reshard_after_forward is False and not settings.reshard_after_backward
+
+    def release(self) -> None:
+        """`free`, for now that nothing needs the copies, unless they are to stay."""
+        if not self.stays:
+            self.free()
+
+    def change(self, **changes: Any) -> None:
+        """Choose otherwise, by the names of `UnitSettings`; what a strategy or other collectives need is made anew."""
+        before, self.settings = self.settings, replace(self.settings, **changes)
+        self.was_quiet |= self.settings.requires_sync and not before.requires_sync
+        if before.strategy != self.settings.strategy:
+            self.deferral = _deferral_of(self.settings)
+        if before.comms != self.settings.comms:
+            self.free()
+            self._buckets.clear()
+
+    def set_reshard_after_forward(self, value: bool | int | None) -> None:
+        """Choose when to free.
+
+        Raises:
+            PlacementError: A number that does not divide that of the ranks, or no bool or number. On every rank alike.
+
+        Communicates:
+            For a number of ranks, the making of process groups, the first time.
+        """
+        choices = [reshard_choice("set_reshard_after_forward", value, group.num_ranks) for group in self.groups]
+        for group, choice in zip(self.groups, choices, strict=True):
+            if type(choice) is int:
+                self._refuse_parts(choice)
+                group.neighbours(choice)
+        self.change(reshard_after_forward=choices[0] if choices else value)
+
+    def _refuse_parts(self, num_ranks: int) -> None:
+        if self.extensions is not None:
+            param = self.params[self.extensions.slots[0]]
+            kind = type(param._cell.resolve()).__name__
+            raise UnsupportedOpError(
+                f"{param.name}: what fsdp_post_all_gather of a {kind} gives cannot be cut again for fewer ranks, but "
+                f"reshard_after_forward is {num_ranks}. Pass True or False."
+            )
+
+    def reshard(self) -> None:
+        """Free after a forward whose backward is to come; with a number of ranks, all but what the few need."""
+        num_ranks = self.settings.reshard_after_forward
+        if type(num_ranks) is not int:
+            self.free()
+        elif not self.num_pins:
+            self.copies.keep_parts(num_ranks)
+            if self.exact is not self.copies:
+                self.exact.drop()
+
+    def buckets(self, slots: Sequence[int], dtypes: tuple[torch.dtype | None, ...]) -> list[Bucket]:
+        """The buckets of some of the parameters, as `make_buckets` tells."""
+        comms = self.settings.comms
+        return self._known_buckets((tuple(slots), dtypes), lambda: make_buckets(self.params, slots, dtypes, comms))
+
+    def part_buckets(self, dtypes: tuple[torch.dtype | None, ...], num_ranks: int) -> list[Bucket]:
+        """The buckets of parts that few ranks hold, as `make_part_buckets` tells."""
+        return self._known_buckets((num_ranks, dtypes), lambda: make_part_buckets(self.params, dtypes, num_ranks))
+
+    def _known_buckets(self, key: Any, make: Callable[[], list[Bucket]]) -> list[Bucket]:
+        known = self._buckets.get(key)
+        specs = list(map(_SPEC_OF, self.params))  # another one after a change of dtype, strides or device
+        if known is None or not all(map(is_, known[0], specs)):
+            known = specs, make()
+            if not any(bucket.is_meta for bucket in known[1]):  # which are others once there is memory
+                self._buckets[key] = known
+        return known[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles take along: no gathered copies."""
+        names = ("params", "modules", "label", "observer", "settings", "place")
+        return {name: self.__dict__[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    def __repr__(self) -> str:
+        state = "gathered" if self.is_gathered else "sharded"
+        return f"Unit({self.label!r}, {len(self.params)} parameters, {self.full_bytes:,} bytes, {state})"
+
+
+def _deferral_of(settings: UnitSettings) -> Deferral | None:
+    return Deferral() if settings.strategy == "zero1" else None
+
+
+def groups_of(units: Sequence[Unit]) -> list[ShardGroup]:
+    """The process groups of all units, each once, in the order of the units."""
+    found: dict[str, ShardGroup] = {}
+    for unit in units:
+        for group in unit.groups:
+            found.setdefault(group.name, group)
+            if group.replicas is not None:
+                found.setdefault(group.replicas.name, group.replicas)
+            if type(unit.settings.reshard_after_forward) is int:
+                few = group.neighbours(unit.settings.reshard_after_forward)
+                found.setdefault(few.name, few)
+    return list(found.values())
