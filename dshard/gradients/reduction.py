@@ -50,7 +50,7 @@ class GradReduction:
         first = unit.params[bucket.slots[0]]
         self._plan, self._pool, offload = bucket.reduce_plan, unit.observer.pool, bucket.offload
         device = offload.compute if offload is not None else first.device
-        self._lane = unit.observer.lane(offload, inward=False) if offload is not None else None
+        self._copy_stream = unit.observer.copy_stream(offload, inward=False) if offload is not None else None
         self._virtual = unit.observer.virtual
         kind: Any = ReduceBucket if self._virtual is None else partial(VirtualBucket, played=self._virtual)
         self._new_bucket: Callable[[], ReduceBucket] = partial(
@@ -233,13 +233,13 @@ class GradReduction:
             self._steps = None
         else:
             self.is_finished = True
-            if self._lane is None:
+            if self._copy_stream is None:
                 reduced.convert(self._dtype)
             else:
                 reduced = reduced.mapped(lambda row: row.to(self._dtype))
             if self._divisor is not None:
                 torch._foreach_div_(reduced.shards, self._divisor)
-            self._reduced = reduced if self._lane is None else reduced.mapped(self._send_home)
+            self._reduced = reduced if self._copy_stream is None else reduced.mapped(self._send_home)
             if self._arrival is None:
                 self._deliver(self._reduced)
         unit = self._unit()
@@ -252,8 +252,8 @@ class GradReduction:
             self.advance(sys.maxsize)
 
     def _send_home(self, row: Tensor) -> Tensor:
-        assert self._lane is not None
-        home, self._arrival = self._lane.copy_out(row)
+        assert self._copy_stream is not None
+        home, self._arrival = self._copy_stream.copy_out(row)
         return home
 
     def finish(self) -> Reduced:

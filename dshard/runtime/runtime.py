@@ -25,7 +25,7 @@ from dshard.runtime.late import LateParameters
 from dshard.runtime.lifetimes import fit_into, is_next, reshards
 from dshard.runtime.running import Running
 from dshard.tensor.meshes import group_of
-from dshard.units.copy_stream import Lane
+from dshard.units.copy_stream import CopyStream
 from dshard.units.schedule import Phase, Schedule
 from dshard.units.settings import ModelSettings
 from dshard.units.unit import Unit, groups_of
@@ -71,7 +71,7 @@ class Runtime(Running):
         self._nested: set[Unit] = set()  # whose first gradient came in a backward within the one that runs
         self.watches = InputWatches()
         self._iteration = Iteration()
-        self._lanes: dict[tuple[Offload, bool], Lane] = {}
+        self._copy_streams: dict[tuple[Offload, bool], CopyStream] = {}
 
     @property
     def gathered_bytes(self) -> int:
@@ -107,11 +107,11 @@ class Runtime(Running):
         if settings.virtual_ranks is not None and self.virtual is None:
             self.virtual = VirtualRanks(settings.virtual_ranks)
 
-    def lane(self, offload: Offload, *, inward: bool) -> Lane:
+    def copy_stream(self, offload: Offload, *, inward: bool) -> CopyStream:
         """For copies from a parameter's home to where it computes, or back; made at the first use."""
-        known = self._lanes.get((offload, inward))
+        known = self._copy_streams.get((offload, inward))
         if known is None:
-            known = self._lanes[offload, inward] = Lane(offload)
+            known = self._copy_streams[offload, inward] = CopyStream(offload)
         return known
 
     def before_use(self) -> None:

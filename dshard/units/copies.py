@@ -205,9 +205,9 @@ class Copies:
                 if bucket.offload is None:
                     in_flight.append((bucket.slots, self._start(bucket, parts, row)))
                     continue
-                lane = self.unit.observer.lane(bucket.offload, inward=True)
-                with lane.open():
-                    staged = lane.copy_in(parts, row, bucket.plan)
+                stream = self.unit.observer.copy_stream(bucket.offload, inward=True)
+                with stream.open():
+                    staged = stream.copy_in(parts, row, bucket.plan)
                     self._arrivals.append(staged.arrival)
                     is_sent_as_it_is = not bucket.is_cast and not bucket.group.is_direct
                     row = staged.row if is_sent_as_it_is else None

@@ -16,7 +16,7 @@ from torch import Tensor
 from dshard.collectives import GatherPlan
 from dshard.policies import Offload
 
-__all__ = ["Lane"]
+__all__ = ["CopyStream"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class _Staged:
     arrival: Any
 
 
-class Lane:
+class CopyStream:
     """One direction between two devices.
 
     Args:

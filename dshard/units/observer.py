@@ -9,7 +9,7 @@ from dshard.autograd.recompute import Regions
 from dshard.autograd.watches import InputWatches
 from dshard.collectives import BufferPool
 from dshard.policies import Offload
-from dshard.units.copy_stream import Lane
+from dshard.units.copy_stream import CopyStream
 from dshard.units.schedule import Schedule
 from dshard.units.virtual_ranks import VirtualRanks
 
@@ -30,7 +30,7 @@ class UnitObserver(Protocol):
     is_autocasting: bool  # the one that started or ended last
     used_in_graph: tuple[int, Any]  # by the backward of a compiled graph: autograd's number of it, and which
 
-    def lane(self, offload: Offload, *, inward: bool) -> Lane:
+    def copy_stream(self, offload: Offload, *, inward: bool) -> CopyStream:
         """For copies from a parameter's home to where it computes, or back."""
 
     def enter_graph(self, unit: Any) -> None:

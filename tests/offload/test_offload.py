@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import dshard
 from dshard.policies import Offload
-from dshard.units.copy_stream import Lane
+from dshard.units.copy_stream import CopyStream
 from tests.offload import second_device
 
 pytestmark = pytest.mark.slow
@@ -443,17 +443,17 @@ def test_torchs_state_dict_helpers_see_what_they_see_without_offload(run):
 def count_copies(kind: str) -> list[int]:
     """Copies into the device by a forward and backward, those back, and the waits of the host for any of them."""
     calls = {"in": 0, "out": 0, "waits": 0}
-    copy_in, copy_out, mark = Lane.copy_in, Lane.copy_out, Lane._mark
+    copy_in, copy_out, mark = CopyStream.copy_in, CopyStream.copy_out, CopyStream._mark
 
-    def counted_in(self: Lane, *args: Any) -> Any:
+    def counted_in(self: CopyStream, *args: Any) -> Any:
         calls["in"] += args[1] is not None  # from the row of the unit, in one copy
         return copy_in(self, *args)
 
-    def counted_out(self: Lane, row: Tensor) -> Any:
+    def counted_out(self: CopyStream, row: Tensor) -> Any:
         calls["out"] += 1
         return copy_out(self, row)
 
-    def counted_mark(self: Lane) -> Any:
+    def counted_mark(self: CopyStream) -> Any:
         event = mark(self)
 
         def wait() -> None:
@@ -463,13 +463,13 @@ def count_copies(kind: str) -> list[int]:
         return SimpleNamespace(synchronize=wait)
 
     model = build(kind, mesh_of(kind), [policy_of(kind)] * 4)
-    Lane.copy_in, Lane.copy_out, Lane._mark = counted_in, counted_out, counted_mark  # type: ignore[method-assign]
+    CopyStream.copy_in, CopyStream.copy_out, CopyStream._mark = counted_in, counted_out, counted_mark  # type: ignore[method-assign]
     try:
         loss_of(model, batch(kind, 0)).backward()
         model.head.weight.grad.to_local()
         [p.grad.to_local() for p in model.parameters()]
     finally:
-        Lane.copy_in, Lane.copy_out, Lane._mark = copy_in, copy_out, mark  # type: ignore[method-assign]
+        CopyStream.copy_in, CopyStream.copy_out, CopyStream._mark = copy_in, copy_out, mark  # type: ignore[method-assign]
     return list(calls.values())
 
 
