@@ -134,9 +134,9 @@ def _total_norm(grads: Sequence[Tensor], order: float, told: str) -> Tensor:
             whole.append(grad.materialize())
         else:
             key = tuple(id(group.process_group) for group in groups)
-            cut.setdefault(key, (groups, []))[1].append(grad._cell.resolve())
+            cut.setdefault(key, (groups, []))[1].append(grad.shard_storage.resolve())
     alike = _Agreement(told)
-    if any(isinstance(grad, ShardedTensor) and grad._group.is_virtual for grad in grads):
+    if any(isinstance(grad, ShardedTensor) and grad.shard_group.is_virtual for grad in grads):
         _check_order(order, grads, alike)
         parts = [([], whole), *cut.values()]
         norm = torch.tensor(collectives.exact_norm(parts, order, alike.all_reduce), dtype=torch.float64, device=device)

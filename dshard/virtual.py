@@ -256,10 +256,10 @@ def _check(runtime: Runtime, virtual: VirtualRanks, group: ShardGroup) -> None:
         }
         wrong += [(unit.label, f"has {what}", "Leave it out.") for what, is_so in chosen.items() if is_so]
         for param in unit.params:
-            param._group.is_virtual = True
-            if inner_of(param._layout) is not None:
+            param.shard_group.is_virtual = True
+            if inner_of(param.shard_layout) is not None:
                 wrong.append((param.name, "is a DTensor over further dims", "Leave out parallelize_module."))
-            if param._group.world_size != group.world_size:
+            if param.shard_group.world_size != group.world_size:
                 wrong.append((param.name, "has a mesh of its own", "Pass one mesh for all."))
             if param.requires_grad and param.storage_dtype in _HALF and param.device.type == "cpu":
                 way = "Keep it in float32, and pass MixedPrecisionPolicy(param_dtype=...)."

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dshard.tensor import ShardedTensor
-from dshard.tensor.cell import ShardCell
+from dshard.tensor.shard_storage import ShardStorage
 
 __all__ = ["keep_own_dtype", "standing_for"]
 
@@ -23,9 +23,11 @@ def standing_for(grad: ShardedTensor, dtype: torch.dtype, *, is_seen: bool) -> S
         is_seen: Whether programs get to see it: as the result of `autograd.grad`, in a hook of theirs. Its values are
             rounded to `dtype` then; else it shares the memory of `grad`.
     """
-    cell = grad._cell
+    cell = grad.shard_storage
     if is_seen:
-        cell = ShardCell(None, cell.layout, lambda own: own.deliver(grad._cell.resolve().to(dtype)), is_shared=True)
+        cell = ShardStorage(
+            None, cell.layout, lambda own: own.deliver(grad.shard_storage.resolve().to(dtype)), is_shared=True
+        )
     out = grad.of_dtype(dtype, cell)
     out._is_added = grad._is_added
     if not is_seen:
@@ -38,9 +40,9 @@ def keep_own_dtype(param: Any) -> None:
     grad = param.grad
     if isinstance(grad, ShardedTensor) and grad.storage_dtype != param.storage_dtype:
         known = grad._stands_for
-        if known is not None and known._cell is grad._cell:
+        if known is not None and known.shard_storage is grad.shard_storage:
             param.grad = known
         else:
             with torch.no_grad():
-                param.grad = grad.like(grad._cell.resolve().to(param.storage_dtype))
-                param.grad._cell.is_shared = True
+                param.grad = grad.like(grad.shard_storage.resolve().to(param.storage_dtype))
+                param.grad.shard_storage.is_shared = True

@@ -75,7 +75,7 @@ def part_of_tensor(tensor: Tensor) -> Part:
 
 
 def _part_of_sharded(tensor: ShardedTensor) -> Part:
-    layout, group = tensor._layout, tensor._group
+    layout, group = tensor.shard_layout, tensor.shard_group
     offsets, sizes = [0] * tensor.dim(), list(full_shape(layout))
     num_copies, copy = 1, 0
     inner = inner_of(layout)
@@ -306,7 +306,7 @@ def check_kept(who: str, model: nn.Module, state: Mapping[str, Any]) -> None:
 def _memory(value: Any) -> int:
     """What tells whether two tensors are one."""
     if isinstance(value, ShardedTensor):
-        return id(value._cell)
+        return id(value.shard_storage)
     if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.layout == torch.strided:
         return value.data_ptr()
     return id(value)
@@ -351,7 +351,7 @@ def _whole(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
 def _local(name: str, tensor: Tensor) -> Tensor:
     """This rank's values as a plain tensor, without a copy where there are such."""
     if _is_cut(tensor):
-        return exact_values(tensor._cell.resolve(), name)  # type: ignore[attr-defined]
+        return exact_values(tensor.shard_storage.resolve(), name)  # type: ignore[attr-defined]
     with torch.no_grad():
         plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return plain.detach()

@@ -152,7 +152,9 @@ def finish(job: Load, model: nn.Module, optimizer: Any, group: ShardGroup) -> No
 def _count_alike(model: nn.Module, optimizer: Any, group: ShardGroup) -> None:
     """Have all ranks count the writes from one number on: ranks may have had other pasts, of which nothing is left."""
     states = [v for _, each in Optimizers(optimizer) for state in each.state.values() for v in _values(state)]
-    cells = [v._cell for v in (*model.state_dict(keep_vars=True).values(), *states) if isinstance(v, ShardedTensor)]
+    cells = [
+        v.shard_storage for v in (*model.state_dict(keep_vars=True).values(), *states) if isinstance(v, ShardedTensor)
+    ]
     most = torch.tensor([max((c.num_writes for c in cells), default=0)], device=group.device_type)
     most = collectives.all_reduce([most], group, ReduceOp.MAX, label="checkpoint", everywhere=True).wait()[0]
     for cell in cells:

@@ -15,8 +15,8 @@ from dshard.checkpoint.stored import StoredTensor
 from dshard.checkpoint.trees import same_kind
 from dshard.errors import CheckpointError
 from dshard.tensor import ShardedTensor
-from dshard.tensor.cell import ShardCell
 from dshard.tensor.extended import is_extended
+from dshard.tensor.shard_storage import ShardStorage
 
 __all__ = ["prepare_optimizers"]
 
@@ -162,7 +162,7 @@ class _Home:
             if tuple(old.shape) == shape and dtype_of(old) == dtype:
                 values = self.source.read(name, part_of_tensor(old), dtype)
                 if _takes_the_place_of(old, values):  # as with torch's own load_state_dict
-                    return old.like(ShardCell(values, old._layout, is_shared=True), dtype=dtype), None
+                    return old.like(ShardStorage(values, old.shard_layout, is_shared=True), dtype=dtype), None
                 return old, writer(old, values)
         return decoded(self.source, saved, what, partial(self._made, key)), None
 
@@ -173,7 +173,7 @@ class _Home:
         home = self.source.group.device_type if own.type == "meta" else own
         if shape and shape == tuple(param.shape) and isinstance(param, ShardedTensor) and name not in self.whole:
             shard = self.source.read(name, part_of_tensor(param), stored.dtype).to(home)
-            return param.like(ShardCell(shard, param._layout, is_shared=True), dtype=stored.dtype)
+            return param.like(ShardStorage(shard, param.shard_layout, is_shared=True), dtype=stored.dtype)
         values = self.source.read(name, Part(shape, (0,) * len(shape), shape), stored.dtype)
         is_on_host = key == "step" and not (self.options.get("capturable") or self.options.get("fused"))
         return values if is_on_host else values.to(home)  # as torch's own load_state_dict places them
@@ -181,7 +181,7 @@ class _Home:
 
 def _takes_the_place_of(old: Tensor, values: Tensor) -> TypeGuard[ShardedTensor]:
     """Whether values that were read can be a state's shard as they are, so that none is copied."""
-    if not isinstance(old, ShardedTensor) or old.is_view or is_extended(old._cell.resolve()):
+    if not isinstance(old, ShardedTensor) or old.is_view or is_extended(old.shard_storage.resolve()):
         return False
-    shard = old._cell.resolve()
+    shard = old.shard_storage.resolve()
     return shard.device == values.device and shard.is_contiguous() and not shard.is_pinned()

@@ -229,7 +229,7 @@ def _allocate(module: nn.Module, devices: Mapping[str, torch.device]) -> None:
 def _part(value: Tensor, entry: Entry) -> Tensor:
     """What this rank holds of a tensor, as a view of one without memory."""
     full = torch.empty(entry.shape, device="meta")
-    return part_of(full, value._layout, value._group.rank) if isinstance(value, ShardedTensor) else full
+    return part_of(full, value.shard_layout, value.shard_group.rank) if isinstance(value, ShardedTensor) else full
 
 
 def _put(value: Tensor, read: Tensor) -> None:

@@ -166,7 +166,7 @@ def _items_of(
 def _identity(name: str, value: Tensor) -> Any:
     """Equal for names of one tensor."""
     if isinstance(value, ShardedTensor):
-        return name if value.is_view else id(value._cell)
+        return name if value.is_view else id(value.shard_storage)
     if not value.numel() or type(value).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
         return id(value)
     return value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride(), value.dtype

@@ -148,7 +148,7 @@ def writer(tensor: Tensor, values: Tensor) -> Callable[[], None]:
 
     def write() -> None:
         if isinstance(tensor, ShardedTensor) and not tensor.is_view:
-            if is_extended(tensor._cell.resolve()):
+            if is_extended(tensor.shard_storage.resolve()):
                 tensor.copy_(tensor.like(values.to(tensor.storage_device)))
             else:
                 tensor.overwrite_shard(values)

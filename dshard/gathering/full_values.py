@@ -44,7 +44,7 @@ def _own_full_value(tensor: Tensor) -> Tensor:
     if tensor.is_view or tensor._pinned() is not None:
         return tensor.materialize().clone()
     full = whole(tensor._gathered_alone()).detach()
-    is_own = tensor._layout.dim is not None and tensor._group.num_ranks > 1 and tensor._origin is None
+    is_own = tensor.shard_layout.dim is not None and tensor.shard_group.num_ranks > 1 and tensor._origin is None
     is_tight = full.untyped_storage().nbytes() <= full.nbytes + _SLACK_BYTES
     return full if is_own and is_tight else full.clone()
 

@@ -80,8 +80,8 @@ def gathered(
     if not params:
         raise StateError("gathered: needs sharded parameters, but got none. Call fully_shard first.")
     for param in params.values():
-        if isinstance(param._source, Unit):
-            param._source.observer.before_use()
+        if isinstance(param.gather_source, Unit):
+            param.gather_source.observer.before_use()
     scope: AbstractContextManager[dict[str, Tensor]]
     if writeback or rank0_only or offload_to_cpu:
         drafts = Drafts(params, keeps=writeback, rank0_only=rank0_only, on_cpu=offload_to_cpu, with_grads=with_grads)
@@ -95,7 +95,7 @@ def gathered(
 @contextmanager
 def _held(params: dict[str, ShardedTensor], *, with_grads: bool) -> Iterator[dict[str, Tensor]]:
     """Gathered copies themselves, which the units keep until the end."""
-    units = list(dict.fromkeys(p._source for p in params.values() if isinstance(p._source, Unit)))
+    units = list(dict.fromkeys(p.gather_source for p in params.values() if isinstance(p.gather_source, Unit)))
     try:
         for unit in units:
             unit.num_pins += 1
@@ -121,9 +121,9 @@ def _held(params: dict[str, ShardedTensor], *, with_grads: bool) -> Iterator[dic
 
 def _apart(param: ShardedTensor, full: Tensor) -> Tensor:
     """A full value in memory that is let go of at the end; a write to a shard, or to what stays, would not be lost."""
-    unit = param._source
+    unit = param.gather_source
     stays = isinstance(unit, Unit) and unit.stays
-    is_shard = full.untyped_storage()._cdata == param._cell.resolve().untyped_storage()._cdata
+    is_shard = full.untyped_storage()._cdata == param.shard_storage.resolve().untyped_storage()._cdata
     return full.clone() if stays or (is_shard and joined_group(param).world_size > 1) else full
 
 
@@ -141,7 +141,7 @@ def _sharded_params(target: Any, *, recurse: bool) -> dict[str, ShardedTensor]:
                 f"but it was not called on this {type(target).__name__}. Pass a module that it was called on."
             )
         units = target._own_units()
-        return {name: p for name, p in params.items() if p._source in units}
+        return {name: p for name, p in params.items() if p.gather_source in units}
     items = list(dict.fromkeys([target] if isinstance(target, Tensor) else target))
     found: dict[str, ShardedTensor] = {}
     for param in items:

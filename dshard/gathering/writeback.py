@@ -14,8 +14,8 @@ from dshard.autograd.modes import outside_autograd
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import DivergenceError, DShardError, StateError
 from dshard.tensor import ShardedTensor
-from dshard.tensor.cell import ShardCell
 from dshard.tensor.inner import groups_of, inner_of, joined_group
+from dshard.tensor.shard_storage import ShardStorage
 from dshard.units.unit import Unit
 
 __all__ = ["Drafts", "full_gradient", "refuse_writes"]
@@ -40,7 +40,7 @@ class _Draft:
 
     param: ShardedTensor
     name: str
-    cell: ShardCell | None
+    cell: ShardStorage | None
     version: int
     copy: Tensor | None
     owner: Tensor | None
@@ -50,7 +50,7 @@ class _Draft:
     @classmethod
     def of_value(cls, param: ShardedTensor, name: str, copy: Tensor | None) -> "_Draft":
         """The draft of a parameter's value."""
-        cell = param._cell
+        cell = param.shard_storage
         return cls(param, name, cell, cell.version, copy, None, _content(copy), is_grad=False)
 
     @classmethod
@@ -58,7 +58,7 @@ class _Draft:
         """The draft of a parameter's gradient."""
         copy, cell = None if owner is None else owner.grad, None
         if isinstance(param.grad, ShardedTensor):
-            cell = param.grad._cell
+            cell = param.grad.shard_storage
         version = 0 if cell is None else cell.version
         return cls(param, f"{name}.grad", cell, version, copy, owner, _content(copy), is_grad=True)
 
@@ -81,7 +81,9 @@ class _Draft:
         if content == self.content:
             return _UNTOUCHED, content
         target = self.target
-        has_moved = target is None or target._cell is not self.cell or target._cell.version != self.version
+        has_moved = (
+            target is None or target.shard_storage is not self.cell or target.shard_storage.version != self.version
+        )
         return _WRITTEN_TWICE if has_moved else _WRITTEN, content
 
 
@@ -109,7 +111,7 @@ class Drafts:
         self._groups = {name: joined_group(p) for name, p in params.items()}
         inner = {g.full_name: g for p in params.values() for g in groups_of(p)[1:]}
         for name, param in params.items():  # which are equal over the meshes of DTensors, too
-            for group in inner.values() if inner_of(param._layout) is None else ():
+            for group in inner.values() if inner_of(param.shard_layout) is None else ():
                 device = torch.device(group.device_type)
                 self._groups[name] = ShardGroup(group.process_group, device, self._groups[name])
 
@@ -138,7 +140,7 @@ class Drafts:
         fulls: dict[str, Tensor] = {}
         by_unit: dict[Any, list[str]] = {}
         for name, param in self._params.items():
-            by_unit.setdefault(param._source, []).append(name)
+            by_unit.setdefault(param.gather_source, []).append(name)
         for unit, names in by_unit.items():
             if not isinstance(unit, Unit):
                 fulls.update(self._copied({name: self._params[name].materialize() for name in names}))

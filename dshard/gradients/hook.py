@@ -32,7 +32,7 @@ class _ReduceGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad: Tensor, unit: Unit, slot: int, reducer: Reducer) -> ShardedTensor:
         ctx.unit = unit
-        ctx.group = unit.params[slot]._group
+        ctx.group = unit.params[slot].shard_group
         settings = unit.settings
         ctx.divisor = settings.divisor or (ctx.group.world_size if settings.averages else 1)
         return reducer.receive(unit, slot, _plain(grad))
@@ -59,11 +59,11 @@ def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
     """The hook of every sharded parameter: full gradient of this rank in, reduced gradient out."""
     if grad is None:
         return None
-    if isinstance(grad, ShardedTensor) and grad._cell.is_shared:
-        grad._cell.is_reduced = False  # it has arrived
+    if isinstance(grad, ShardedTensor) and grad.shard_storage.is_shared:
+        grad.shard_storage.is_reduced = False  # it has arrived
         return grad  # a nested autograd.grad has reduced it already, or uses in slices have
-    assert isinstance(param._source, Unit), "a gradient hook outlived its unit"
-    unit = param._source
+    assert isinstance(param.gather_source, Unit), "a gradient hook outlived its unit"
+    unit = param.gather_source
     if not REQUIRES_GRAD.__get__(param):
         return grad  # frozen since the forward: autograd drops it
     if grad.layout != torch.strided:
@@ -82,21 +82,21 @@ def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
             f"{param.name}: a gradient must have the parameter's shape {tuple(param.shape)}, but it is "
             f"{tuple(grad.shape)}. Look at the backward of custom autograd functions."
         )
-    if type(grad) is DTensor or type(param._cell.layout) is InnerLayout:
+    if type(grad) is DTensor or type(param.shard_storage.layout) is InnerLayout:
         if torch.is_grad_enabled() and grad.requires_grad:
             raise UnsupportedOpError(
                 f"{param.name}: create_graph=True needs plain gradients, but this parameter or its gradient is a "
                 "DTensor. Take the second derivative of a model without tensor parallelism."
             )
         with outside_autograd():
-            return reducer.receive(unit, param._slot, local_gradient(param, grad))
+            return reducer.receive(unit, param.gather_slot, local_gradient(param, grad))
     if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():  # as in every ordinary backward
-        return reducer.receive(unit, param._slot, _plain(grad), may_wait=is_alone)
+        return reducer.receive(unit, param.gather_slot, _plain(grad), may_wait=is_alone)
     if torch.is_grad_enabled() and grad.requires_grad:
-        out: Tensor = _ReduceGrad.apply(grad, unit, param._slot, reducer)
+        out: Tensor = _ReduceGrad.apply(grad, unit, param.gather_slot, reducer)
         return out
     with outside_autograd():
-        return reducer.receive(unit, param._slot, _plain(grad), may_wait=is_alone)
+        return reducer.receive(unit, param.gather_slot, _plain(grad), may_wait=is_alone)
 
 
 def _check_one_way(param: ShardedTensor, unit: Unit) -> None:

@@ -76,7 +76,7 @@ class Reducer:
 
     def _reduction_for(self, unit: Unit, param: ShardedTensor, arrivals: "_Arrivals") -> GradReduction:
         """The open reduction that a gradient belongs to, or a new one."""
-        slot = param._slot
+        slot = param.gather_slot
         bucket = arrivals.buckets[slot]
         key = _Key(id(unit), bucket.slots, is_captured=False)
         entry = self._open.get(key)
@@ -160,7 +160,7 @@ class Reducer:
                 f"{param.name}: a gradient is added up over all virtual ranks before anybody may see it, but {what}. "
                 "Look at .grad after the loop."
             )
-        if param.grad is None and any(other is unit and r.holds(param._slot) for other, r in self._open.values()):
+        if param.grad is None and any(other is unit and r.holds(param.gather_slot) for other, r in self._open.values()):
             raise virtual.dropped(param.name)
 
     def abandon(self) -> None:

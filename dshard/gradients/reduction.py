@@ -14,7 +14,7 @@ from dshard.autograd.modes import outside_autograd, profiled
 from dshard.collectives import Handle, ReduceBucket, Reduced, ShardGroup, Steps, VirtualBucket, all_reduce_row
 from dshard.errors import StateError
 from dshard.tensor import ShardedTensor
-from dshard.tensor.cell import ShardCell
+from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sharded_tensor import KIN
 from dshard.units.buckets import Bucket
 from dshard.units.unit import Unit
@@ -66,7 +66,7 @@ class GradReduction:
             first.storage_dtype,
             told_label(unit.label, divisor),
         )  # the dtype of what `.grad` will hold
-        self._cells: dict[int, weakref.ref[ShardCell]] = {}
+        self._cells: dict[int, weakref.ref[ShardStorage]] = {}
         self._steps: Steps[Reduced] | None = None  # that have started
         self._reduced: Reduced | None = None  # this rank's part of the result, or of what owes its all-reduce
         self._arrival: Any = None  # of reduced shards that are on their way home
@@ -96,7 +96,7 @@ class GradReduction:
 
     def receive(self, param: ShardedTensor, grad: Tensor, *, may_wait: bool) -> ShardedTensor:
         """Take a full gradient of this rank and give the reduced one, which is not there yet."""
-        slot = param._slot
+        slot = param.gather_slot
         index = self._slots.index(slot)
         bucket = self._bucket
         if bucket is None:
@@ -110,17 +110,19 @@ class GradReduction:
                 self._forget(slot)
             cell = self._make_cell(param)
         bucket.add(index, grad, may_wait=may_wait)
-        out = KIN[type(param)].wrap(cell, param._spec, param._group, name=param._name, prototype=param._cell.resolve())
+        out = KIN[type(param)].wrap(
+            cell, param._spec, param.shard_group, name=param._name, prototype=param.shard_storage.resolve()
+        )
         if is_added:
             out._is_added = True
         if grad.dtype == self._dtype:
             return out
         return standing_for(out, grad.dtype, is_seen=len(param._backward_hooks or ()) > 1 or not accumulates(param))
 
-    def _make_cell(self, param: ShardedTensor) -> ShardCell:
+    def _make_cell(self, param: ShardedTensor) -> ShardStorage:
         """What the reduced gradient of a parameter will be in."""
-        cell = ShardCell(None, param._cell.layout, self, is_shared=True)
-        self._cells[param._slot] = weakref.ref(cell)
+        cell = ShardStorage(None, param.shard_storage.layout, self, is_shared=True)
+        self._cells[param.gather_slot] = weakref.ref(cell)
         return cell
 
     def holds(self, slot: int) -> bool:
@@ -156,7 +158,7 @@ class GradReduction:
         unit = self._unit()
         for slot, ref in self._cells.items() if unit is not None else ():
             grad: Any = unit.params[slot].grad  # type: ignore[union-attr]
-            if isinstance(grad, ShardedTensor) and grad._cell is ref():
+            if isinstance(grad, ShardedTensor) and grad.shard_storage is ref():
                 unit.params[slot].grad = None  # type: ignore[union-attr]
 
     def launch(self, *, owes: bool = False, joins: bool = True) -> None:
@@ -187,7 +189,9 @@ class GradReduction:
     def _signature(self) -> int:
         """Stands for what the shards were written with."""
         unit = self._unit()
-        return hash(tuple(unit.params[slot]._cell.signature for slot in self._slots) if unit is not None else ())
+        return hash(
+            tuple(unit.params[slot].shard_storage.signature for slot in self._slots) if unit is not None else ()
+        )
 
     def _all_reduce(self, replicas: ShardGroup) -> Callable[[Tensor], _Started]:
         """How a row is reduced over the replicas."""
@@ -201,7 +205,7 @@ class GradReduction:
             num_flags=self._plan.num_flags,
         )
 
-    def __call__(self, cell: ShardCell) -> None:
+    def __call__(self, cell: ShardStorage) -> None:
         """The reduced gradient of `cell` is used; a bound method in its place would be a cycle of references."""
         if self.is_abandoned:
             raise StateError(
@@ -283,7 +287,7 @@ class GradReduction:
         for slot in missing if unit is not None and self.is_filling else ():
             param = unit.params[slot]  # type: ignore[union-attr]
             if isinstance(param.grad, ShardedTensor):
-                param.grad._cell.add_later(self._make_cell(param))
+                param.grad.shard_storage.add_later(self._make_cell(param))
 
     def adopt_missing(self) -> None:
         """Give a gradient to parameters that this rank did not use but another did; waits for the reduction.
@@ -304,12 +308,14 @@ class GradReduction:
             if not (self.owes and grad is not None) and not reduced.anywhere(index):
                 continue
             owed = self._make_cell(param) if self.owes else None
-            cell = owed or ShardCell(reduced.shards[index], param._layout, is_shared=True)
+            cell = owed or ShardStorage(reduced.shards[index], param.shard_layout, is_shared=True)
             if grad is None:
                 with torch.no_grad():
                     param.grad = param.like(cell)
             else:
-                grad._cell.add_later(cell)  # as autograd adds on the ranks that used it: no write to be compared
+                grad.shard_storage.add_later(
+                    cell
+                )  # as autograd adds on the ranks that used it: no write to be compared
 
 
 def _reduce(

@@ -56,7 +56,7 @@ def full_state_dict(
 
 def _rank_of(module: nn.Module) -> int:
     """This rank's place in the mesh that the parameters of a module are cut over."""
-    ranks = [p._group.world_rank for p in module.parameters() if hasattr(p, "_group")]
+    ranks = [p.shard_group.world_rank for p in module.parameters() if hasattr(p, "shard_group")]
     if not ranks:
         raise StateError(
             f"full_state_dict: needs a sharded module, but nothing in this {type(module).__name__} is. Call "

@@ -32,7 +32,7 @@ def allocate(module: nn.Module, devices: Mapping[str, torch.device]) -> None:
     recurrent = forget_flat_weights(module)
     for name, param in module.named_parameters(remove_duplicate=False):
         if isinstance(param, ShardedTensor) and param.is_meta and name in devices:
-            home = param.offload.home if param.offload is not None else param._group.device_type
+            home = param.offload.home if param.offload is not None else param.shard_group.device_type
             convert(param, partial(torch.empty_like, device=home))
     buffers = list(module.named_buffers(remove_duplicate=False))
     made = {id(b): torch.empty_like(b, device=devices[name]) for name, b in buffers if b.is_meta and name in devices}
@@ -47,26 +47,26 @@ def allocate(module: nn.Module, devices: Mapping[str, torch.device]) -> None:
 def convert(param: ShardedTensor, fn: Callable[[Tensor], Tensor]) -> None:
     """Apply a conversion to a sharded parameter and its gradient, keeping the parameter object."""
     with torch.no_grad():
-        shard = fn(param._cell.resolve())
-        if shard is param._cell.resolve():
+        shard = fn(param.shard_storage.resolve())
+        if shard is param.shard_storage.resolve():
             return
         shard = _at_home(param, shard)
         grad, param.grad = param.grad, None
-        grad_shard = grad._cell.resolve() if isinstance(grad, ShardedTensor) else None
+        grad_shard = grad.shard_storage.resolve() if isinstance(grad, ShardedTensor) else None
         stride = _stride_of_format(param, shard)
         new = param.like(shard.contiguous(), stride=stride)
-        new._cell.is_shared = True
+        new.shard_storage.is_shared = True
         if new.device == param.device:
             param.data = new
         else:
-            _swap(param, type(param).wrap(new._cell, new._spec, new._group, name=new._name))
+            _swap(param, type(param).wrap(new.shard_storage, new._spec, new.shard_group, name=new._name))
         _follow_dtype(param)
-        unit = param._source
+        unit = param.gather_source
         if isinstance(unit, Unit):
             unit.observer.on_converted(unit)
         if isinstance(grad, ShardedTensor) and grad_shard is not None:
             param.grad = grad.like(fn(grad_shard).contiguous(), stride=stride)
-            param.grad._cell.is_shared = True
+            param.grad.shard_storage.is_shared = True
 
 
 def _follow_dtype(param: ShardedTensor) -> None:
@@ -80,9 +80,9 @@ def _follow_dtype(param: ShardedTensor) -> None:
     param._precision, param._views = changed, None
     if type(param) is not OffloadedShardedTensor:
         param.__class__ = ShardedTensor if changed.compute is None else MixedShardedTensor
-    if isinstance(param._source, Unit):
-        param._source.restart()
-        param._source.observer.on_dtypes()
+    if isinstance(param.gather_source, Unit):
+        param.gather_source.restart()
+        param.gather_source.observer.on_dtypes()
 
 
 def _at_home(param: ShardedTensor, shard: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def _swap(param: ShardedTensor, new: ShardedTensor) -> None:
     if param._grad_hook is not None:
         param._grad_hook.remove()
         param._grad_hook = None
-    attributes = {**param.__dict__, "_cell": new._cell, "_views": None}
+    attributes = {**param.__dict__, "shard_storage": new.shard_storage, "_views": None}
     requires_grad = param.requires_grad
     try:
         torch.utils.swap_tensors(param, new)

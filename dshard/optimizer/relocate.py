@@ -14,9 +14,9 @@ from dshard.collectives import GatherPlan, shard_of
 from dshard.errors import StateError
 from dshard.layout import BucketLayout
 from dshard.tensor import ShardedTensor
-from dshard.tensor.cell import ShardCell
 from dshard.tensor.inner import gathered_stride, inner_of
 from dshard.tensor.meshes import group_of, placements_of
+from dshard.tensor.shard_storage import ShardStorage
 from dshard.units.placing import Place
 
 __all__ = ["Move", "place_of", "relocate"]
@@ -39,7 +39,7 @@ class Move:
     @property
     def num_bytes(self) -> int:
         """Of the full tensor, or for a DTensor of the local one."""
-        return int(self.tensor._layout.numel * self.tensor.storage_dtype.itemsize)
+        return int(self.tensor.shard_layout.numel * self.tensor.storage_dtype.itemsize)
 
     @property
     def is_needed(self) -> bool:
@@ -50,8 +50,8 @@ class Move:
 
 def place_of(tensor: ShardedTensor) -> Place:
     """Where a sharded tensor is."""
-    inner = inner_of(tensor._layout)
-    return Place(tensor._spec.mesh if inner is None else inner.data_mesh, tensor._layout.dim)
+    inner = inner_of(tensor.shard_layout)
+    return Place(tensor._spec.mesh if inner is None else inner.data_mesh, tensor.shard_layout.dim)
 
 
 def relocate(moves: Sequence[Move]) -> None:
@@ -76,7 +76,12 @@ def _chunks(moves: Sequence[Move]) -> Iterator[list[Move]]:
     kinds: dict[Any, list[Move]] = {}
     for move in moves:
         tensor = move.tensor
-        kind = tensor._group.full_name, tensor.storage_dtype, tensor.storage_device, tensor._layout.dim is None
+        kind = (
+            tensor.shard_group.full_name,
+            tensor.storage_dtype,
+            tensor.storage_device,
+            tensor.shard_layout.dim is None,
+        )
         kinds.setdefault(kind, []).append(move)
     for same in kinds.values():
         max_bytes = min(_MAX_BYTES, max(move.num_bytes for move in same))
@@ -91,30 +96,30 @@ def _chunks(moves: Sequence[Move]) -> Iterator[list[Move]]:
 
 def _fulls(tensors: Sequence[ShardedTensor]) -> list[Tensor]:
     """The full values of tensors that lie alike; not to be kept."""
-    first, group = tensors[0], tensors[0]._group
-    shards = [t._cell.resolve() for t in tensors]
-    if first._layout.dim is None or first.is_meta or group.num_ranks == 1:
-        return shards if not first.is_meta else [torch.empty(t._layout.shape, device="meta") for t in tensors]
-    strides = [gathered_stride(t._layout, t.stride()) for t in tensors]
-    plan = GatherPlan.of(BucketLayout.of([t._layout for t in tensors]), strides, first.storage_dtype, group)
+    first, group = tensors[0], tensors[0].shard_group
+    shards = [t.shard_storage.resolve() for t in tensors]
+    if first.shard_layout.dim is None or first.is_meta or group.num_ranks == 1:
+        return shards if not first.is_meta else [torch.empty(t.shard_layout.shape, device="meta") for t in tensors]
+    strides = [gathered_stride(t.shard_layout, t.stride()) for t in tensors]
+    plan = GatherPlan.of(BucketLayout.of([t.shard_layout for t in tensors]), strides, first.storage_dtype, group)
     here = [shard.to(group.device_type) for shard in shards]
-    tag = hash(tuple(t._cell.signature for t in tensors))
+    tag = hash(tuple(t.shard_storage.signature for t in tensors))
     return collectives.all_gather(here, plan, group, label=f"move of '{first.name}'", tag=tag).wait().tensors
 
 
 def _put(move: Move, full: Tensor) -> None:
     """Give a tensor its part of the full value."""
-    tensor, place, old = move.tensor, move.place, move.tensor._cell
-    group, inner = group_of(place.mesh), inner_of(tensor._layout)
+    tensor, place, old = move.tensor, move.place, move.tensor.shard_storage
+    group, inner = group_of(place.mesh), inner_of(tensor.shard_layout)
     layout = replace(old.layout, dim=place.dim, num_ranks=group.num_ranks)
     part = shard_of(full, layout, group.rank)
     shard = torch.empty(part.shape, dtype=tensor.storage_dtype, device=tensor.storage_device).copy_(part)
-    cell = ShardCell(shard, layout, is_shared=True)
+    cell = ShardStorage(shard, layout, is_shared=True)
     cell.tag, cell.num_writes = old.signature
     placements = placements_of(place.dim, place.mesh) if inner is None else inner.over_both(place.dim)
     mesh = place.mesh if inner is None else tensor._spec.mesh
     tensor._spec = DTensorSpec(mesh, placements, tensor_meta=tensor._spec.tensor_meta)
-    tensor._cell, tensor._group, tensor._origin, tensor._views = cell, group, None, None
+    tensor.shard_storage, tensor.shard_group, tensor._origin, tensor._views = cell, group, None, None
     old.retire(
         StateError(
             f"{tensor.name}: set_strategy has moved its shards to other ranks, but an alias or a view from before is "

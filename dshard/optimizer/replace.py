@@ -14,10 +14,10 @@ from dshard.collectives import ReduceBucket, ReducePlan
 from dshard.layout import BucketLayout
 from dshard.optimizer.relocate import Move, place_of, relocate
 from dshard.tensor import ShardedTensor
-from dshard.tensor.cell import ShardCell
 from dshard.tensor.extended import is_extended
 from dshard.tensor.inner import inner_of
 from dshard.tensor.nested import local_gradient, shard_like
+from dshard.tensor.shard_storage import ShardStorage
 
 __all__ = [
     "ParameterHooks",
@@ -154,12 +154,12 @@ def inherit(new: ShardedTensor, hooks: ParameterHooks, grad: Tensor | None, *, m
         new.register_post_accumulate_grad_hook(hook)
     if grad is None:
         return
-    plan = ReducePlan.of(BucketLayout.of([new._layout]), new._group)
+    plan = ReducePlan.of(BucketLayout.of([new.shard_layout]), new.shard_group)
     device = new.offload.compute if new.offload is not None else new.device
     bucket = ReduceBucket(plan, dtype=grad.dtype, device=device, label=new.name)
     bucket.add(0, local_gradient(new, grad).to(device))
     shard = bucket.launch(mean=mean).wait().shards[0].to(new.device)
-    new.grad = new.like(ShardCell(shard, new._layout, is_shared=True))
+    new.grad = new.like(ShardStorage(shard, new.shard_layout, is_shared=True))
 
 
 def repoint_optimizer(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
@@ -216,15 +216,17 @@ def _shard_state(state: Any, param: ShardedTensor) -> Any:
     """State tensors of the parameter's shape become sharded like it; all else stays."""
     if not isinstance(state, dict):
         return state
-    mesh, dim = param.device_mesh, param._layout.dim
+    mesh, dim = param.device_mesh, param.shard_layout.dim
 
     def cut(value: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, ShardedTensor) or value.shape != param.shape:
             return value
         if isinstance(value, DTensor) and value.device_mesh == mesh and value.placements == param.placements:
-            return param.like(ShardCell(value.to_local(), param._layout, is_shared=True))  # cut alike: by torch.chunk
+            return param.like(
+                ShardStorage(value.to_local(), param.shard_layout, is_shared=True)
+            )  # cut alike: by torch.chunk
         full = value.full_tensor() if isinstance(value, DTensor) else value
-        if inner_of(param._layout) is not None and full.dim():
+        if inner_of(param.shard_layout) is not None and full.dim():
             return shard_like(full, param)
         return ShardedTensor.shard(full, mesh, dim, name=param.name) if full.dim() else full
 

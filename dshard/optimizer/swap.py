@@ -34,8 +34,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from dshard.errors import StateError, UnsupportedOpError
 from dshard.optimizer.replace import repoint_optimizer
 from dshard.tensor import ShardedTensor
-from dshard.tensor.cell import ShardCell
 from dshard.tensor.extended import is_extended
+from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sharded_tensor import SHARDED
 
 __all__ = ["after_step", "before_step", "check_interrupted"]
@@ -67,7 +67,7 @@ class _Swap:
     swapped: list[ShardedTensor]
     shards: list[Tensor]
     versions: list[int]
-    state_cells: list[ShardCell]
+    state_cells: list[ShardStorage]
     state_values: list[Any]
 
 
@@ -98,7 +98,7 @@ def _may_swap(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
 
 def _standin(param: ShardedTensor) -> Tensor | None:
     """The shard of a parameter, with that of its gradient; None if the two do not lie alike, or it is no plain one."""
-    cell, grad = param._cell, param.grad
+    cell, grad = param.shard_storage, param.grad
     shard = cell.standin
     if cell._pending is not None or shard is None:
         if is_extended(cell.resolve()):
@@ -109,7 +109,7 @@ def _standin(param: ShardedTensor) -> Tensor | None:
         return shard
     if not isinstance(grad, ShardedTensor) or grad._view is not None or param._view is not None:
         return None
-    grad_cell = grad._cell
+    grad_cell = grad.shard_storage
     if grad_cell.layout is not cell.layout and grad_cell.layout != cell.layout:
         return None
     shard.grad = grad_cell._tensor if grad_cell._pending is None else grad_cell.resolve()
@@ -131,7 +131,7 @@ def _check_kernels(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if not group.get("fused"):
             continue
-        param = next((p for p in group["params"] if isinstance(p, ShardedTensor) and p._group.is_virtual), None)
+        param = next((p for p in group["params"] if isinstance(p, ShardedTensor) and p.shard_group.is_virtual), None)
         if param is not None and param.device.type == "cpu":
             raise UnsupportedOpError(
                 f"{param.name}: with virtual_ranks no bit may depend on how parameters are cut, but those of a step of "
@@ -169,7 +169,7 @@ def _swap(optimizer: Optimizer, groups: list[list[Tensor]], swapped: list[Sharde
     """Give an optimizer groups and states of shards; the hash of a tensor is its id, so ids serve as keys here."""
     of_param = dict(zip(map(id, swapped), shards, strict=True))
     values = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
-    cells = [value._cell for value in values if type(value) in SHARDED]
+    cells = [value.shard_storage for value in values if type(value) in SHARDED]
     resolved = iter([cell._tensor if cell._pending is None else cell.resolve() for cell in cells])
     seen = [next(resolved) if type(value) in SHARDED else value for value in values]
     rest = iter(seen)
@@ -213,7 +213,7 @@ def _restore(swap: _Swap) -> None:
     for param, shard, version in zip(swap.swapped, swap.shards, swap.versions, strict=True):
         if shard.grad is not None:
             shard.grad = None
-            param._cell.num_writes += 1
+            param.shard_storage.num_writes += 1
             moved.append(param)
             if shard._version == version:
                 moved.append(shard)  # fused kernels do not count their writes
@@ -238,13 +238,13 @@ def _wrap_states(swap: _Swap) -> None:
 def _wrapped(old: Any, value: Any, param: ShardedTensor, shape: torch.Size) -> Any:
     """A state's value as it is kept between steps."""
     if type(old) in SHARDED:
-        cell = old._cell
+        cell = old.shard_storage
         if cell._tensor is not value:
             cell.deliver(value)
         cell.num_writes += 1
         return old
     if isinstance(value, Tensor) and value.dim() and value.shape == shape:
-        return param.like(ShardCell(value, param._layout, is_shared=True), dtype=value.dtype)
+        return param.like(ShardStorage(value, param.shard_layout, is_shared=True), dtype=value.dtype)
     return value
 
 

@@ -22,12 +22,14 @@ def agreed_free_bytes(units: Sequence[Unit]) -> int:
         An all-reduce of 8 bytes.
     """
     param = next(p for unit in units for p in unit.params)
-    num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", param._group.world_size))
+    num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", param.shard_group.world_size))
     mine = torch.tensor(
         [_free_bytes(param.offload.compute if param.offload is not None else param.device, num_sharing)],
-        device=param._group.device_type,
+        device=param.shard_group.device_type,
     )
-    least = collectives.all_reduce([mine], param._group, ReduceOp.MIN, label="memory_budget", everywhere=True).wait()[0]
+    least = collectives.all_reduce(
+        [mine], param.shard_group, ReduceOp.MIN, label="memory_budget", everywhere=True
+    ).wait()[0]
     return int(least.item() * _SHARE)
 
 

@@ -37,11 +37,11 @@ def adopt_leaf(param: ShardedTensor) -> None:
     """
     if is_traced(param):
         return  # the graph hands gradients to the real one
-    param._cell.is_shared = True
+    param.shard_storage.is_shared = True
     if param._home is not None:
         return_home(param)
-    source = param._source
-    if not isinstance(source, Unit) or source.params[param._slot] is not param:
+    source = param.gather_source
+    if not isinstance(source, Unit) or source.params[param.gather_slot] is not param:
         unit = Unit([param], [], label=param.name, observer=Runtime())
         unit.observer.adopt(unit)  # type: ignore[attr-defined]
     hook_gradient(param)

@@ -37,7 +37,7 @@ class Running:
     def _set_running(self, num_running: int) -> None:
         if self._is_mixed is None:
             self._is_mixed = any(unit.is_mixed for unit in self.units)
-            self._device_type = next((p._group.device_type for unit in self.units for p in unit.params), "cpu")
+            self._device_type = next((p.shard_group.device_type for unit in self.units for p in unit.params), "cpu")
         told = num_running if self._is_mixed else 0
         if not self._num_told and told:
             self.regions.begin()

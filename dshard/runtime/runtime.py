@@ -273,7 +273,7 @@ class Runtime(Running):
             # Only what this backward did: ranks may differ in how many backwards without communication they run.
             settle([group for group in groups_of(self.units) if num_noted(group) > self._noted.get(group.name, 0)])
             if self.reducer.check is not None:
-                own = {p._group.full_name: p._group for unit in self.units for p in unit.params}
+                own = {p.shard_group.full_name: p.shard_group for unit in self.units for p in unit.params}
                 self.reducer.check.settle(list(own.values()))
             self._iteration.end_backward()
         except BaseException as error:

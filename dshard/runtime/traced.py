@@ -26,10 +26,10 @@ class _Places:
         found = cls._look_up(shard)
         if found is None:
             cls.by_shard = {
-                id(param._cell._tensor): (weakref.ref(unit), slot)
+                id(param.shard_storage._tensor): (weakref.ref(unit), slot)
                 for unit in list(Unit.alive)
                 for slot, param in enumerate(unit.params)
-                if param._source is unit  # else of one that the first use split
+                if param.gather_source is unit  # else of one that the first use split
             }
             found = cls._look_up(shard)
         return found
@@ -44,7 +44,7 @@ class _Places:
         if unit is None or slot >= len(unit.params):
             return None
         param = unit.params[slot]
-        is_it = param._cell._tensor is shard and param._source is unit
+        is_it = param.shard_storage._tensor is shard and param.gather_source is unit
         return (unit, slot) if is_it else None
 
 
@@ -63,7 +63,7 @@ def gather(
     if found is None:
         return _gathered_alone(shard, shape, stride, dim, group, dtype)
     unit, slot = found
-    layout, observer = unit.params[slot]._layout, unit.observer
+    layout, observer = unit.params[slot].shard_layout, unit.observer
     if layout.shape != tuple(shape) or layout.dim != (dim if dim >= 0 else None):
         raise UnsupportedOpError(
             f"{unit.params[slot].name}: a compiled graph was given a view of a sharded tensor (shape {tuple(shape)}). "

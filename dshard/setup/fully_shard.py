@@ -149,7 +149,7 @@ def fully_shard(
     if call.options.virtual_ranks is not None:
         runtime.change(virtual_ranks=call.options.virtual_ranks)
         for param in (param for unit in runtime.units for param in unit.params):
-            param._group.is_virtual = True
+            param.shard_group.is_virtual = True
     _handle_buffers(call.modules, call.conversion.mesh, runtime, buffers)
     followed = call.followed.plan
     runtime.plan_report = PlanReport(call.modules[0], runtime, followed) if followed is not None else None

@@ -78,7 +78,7 @@ def _inner_meshes(modules: Sequence[nn.Module], found: Sequence[_Found], places:
     for param in [p for module in modules for p in module.parameters()]:
         inner = None
         if isinstance(param, ShardedTensor):
-            inner = inner_of(param._layout)
+            inner = inner_of(param.shard_layout)
         elif isinstance(param, DTensor) and id(param) in meshes:
             inner = Inner(param.device_mesh, tuple(param.placements), tuple(param.shape), meshes[id(param)])
         if inner is not None:

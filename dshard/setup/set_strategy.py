@@ -49,7 +49,7 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
         before, and nothing for what was whole. With `hybrid(k)`, the making of process groups, the first time.
     """
     runtime = _runtime_of(arguments.read("set_strategy", {"module": module})["module"])
-    groups = list({p._group.full_name: p._group for unit in runtime.units for p in unit.params[:1]}.values())
+    groups = list({p.shard_group.full_name: p.shard_group for unit in runtime.units for p in unit.params[:1]}.values())
     with refused_together("set_strategy", ["strategy"], next(iter(groups), None)):
         given = arguments.read("set_strategy", {"strategy": strategy, "optimizer": optimizer})
         rules = StrategyRules.of(given["strategy"])
@@ -75,7 +75,7 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
             check_sliced(runtime.late.tops, name, param, dim=places[param].dim)
     for param in places:
         if isinstance(param.grad, ShardedTensor):
-            param.grad._cell.resolve()
+            param.grad.shard_storage.resolve()
     for unit in runtime.units:
         unit.free()
     runtime.pool.clear()  # for copies of other sizes
@@ -119,12 +119,12 @@ def _new_place(name: str, param: ShardedTensor, own: Place, rules: StrategyRules
     strategy = rules.strategy_of(name)
     place = placed_by(name, param, own, strategy)
     is_moved = Move(param, place).is_needed
-    if is_moved and is_extended(param._cell.resolve()):
+    if is_moved and is_extended(param.shard_storage.resolve()):
         raise UnsupportedOpError(
-            f"{name}: shards of a {type(param._cell.resolve()).__name__} stay on the ranks that they were made for, "
-            f"but {strategy} is to move them. Choose among 'full', 'keep', 'zero1' and 'zero2'."
+            f"{name}: shards of a {type(param.shard_storage.resolve()).__name__} stay on the ranks that they were made "
+            f"for, but {strategy} is to move them. Choose among 'full', 'keep', 'zero1' and 'zero2'."
         )
-    if inner_of(param._layout) is not None and place.mesh is not own.mesh:
+    if inner_of(param.shard_layout) is not None and place.mesh is not own.mesh:
         raise UnsupportedOpError(
             f"{name}: {strategy} needs a mesh of its own, which that of a {DTensor.__name__} is not part of. Choose "
             "among 'ddp', 'full', 'keep', 'zero1' and 'zero2'."

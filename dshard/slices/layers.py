@@ -80,10 +80,10 @@ def _unit_of(weight: Any, value: Any) -> Unit | None:
         return_home(weight)
     if weight._grad_hook is None and torch.is_grad_enabled():
         weight._adopt_if_leaf()
-    unit = weight._source
+    unit = weight.gather_source
     if not isinstance(unit, Unit) or unit.settings.num_slices == 1 or not weight.belongs_to_source():
         return None
-    if weight._layout.dim != 0:
+    if weight.shard_layout.dim != 0:
         return None  # it was moved since: every rank holds it whole
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return None  # for transforms and forward mode, a custom function would need rules of its own
@@ -269,7 +269,11 @@ def _more_than_plain(weight: Tensor, dim: int | None, offload: Offload | None) -
     """What a parameter is besides a plain tensor that is cut along dim 0, if it is more."""
     values, is_nested = weight.data, isinstance(weight, DTensor)
     if isinstance(weight, ShardedTensor):
-        values, offload, is_nested = weight._cell.resolve(), weight.offload, type(weight._layout) is InnerLayout
+        values, offload, is_nested = (
+            weight.shard_storage.resolve(),
+            weight.offload,
+            type(weight.shard_layout) is InnerLayout,
+        )
     if is_nested:
         return "a DTensor of its own"
     if is_extended(values):
@@ -300,8 +304,8 @@ def slice_weight(modules: Sequence[nn.Module], weight: ShardedTensor, num_slices
     Communicates:
         Nothing, unless gradients of its unit have not been reduced yet.
     """
-    holders = check_sliced(modules, weight.name, weight, dim=weight._layout.dim)
-    old = weight._source
+    holders = check_sliced(modules, weight.name, weight, dim=weight.shard_layout.dim)
+    old = weight.gather_source
     if not isinstance(old, Unit) or not isinstance(old.observer, Runtime):
         raise StateError(f"{weight.name}: only a parameter of a sharded model can be sliced. Call fully_shard first.")
     is_apart = old.params == [weight] and old.modules == holders
@@ -328,9 +332,9 @@ def set_slices(modules: Sequence[nn.Module], wanted: Mapping[ShardedTensor, int]
     """
     sliced = {param: num_slices for param, num_slices in wanted.items() if is_sliced(param, num_slices)}
     for param in sliced:
-        check_sliced(modules, param.name, param, dim=param._layout.dim)
+        check_sliced(modules, param.name, param, dim=param.shard_layout.dim)
     for param in wanted:
-        unit = param._source
+        unit = param.gather_source
         if param in sliced:
             slice_weight(modules, param, sliced[param])
         elif isinstance(unit, Unit) and unit.settings.num_slices > 1:
@@ -348,7 +352,7 @@ def _unit_of_its_own(modules: Sequence[nn.Module], old: Unit, weight: ShardedTen
     assert isinstance(runtime, Runtime)
     for param in old.params:
         if isinstance(param.grad, ShardedTensor):
-            param.grad._cell.resolve()  # what is on its way belongs to the unit as it was
+            param.grad.shard_storage.resolve()  # what is on its way belongs to the unit as it was
     runtime.reducer.forget(old)
     old.free()
     old.params = [param for param in old.params if param is not weight]

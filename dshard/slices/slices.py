@@ -32,7 +32,7 @@ from dshard.gradients.reducer import Reducer
 from dshard.gradients.reduction import told_label
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.tensor import ShardedTensor
-from dshard.tensor.cell import ShardCell
+from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sharded_tensor import KIN
 from dshard.units.unit import Unit
 
@@ -153,7 +153,10 @@ def slices_of(unit: Unit, dtype: torch.dtype) -> Sequence[Slice]:
 
 def _make(unit: Unit, dtype: torch.dtype) -> Any:
     param = unit.params[0]
-    group, parts = with_comms(param._group, unit.settings.comms), cut_rows(param._layout, unit.settings.num_slices)
+    group, parts = (
+        with_comms(param.shard_group, unit.settings.comms),
+        cut_rows(param.shard_layout, unit.settings.num_slices),
+    )
     slices = []
     for number, rows in enumerate(parts, 1):
         layout = BucketLayout.of([rows.sliced_layout])
@@ -182,7 +185,7 @@ def for_each_slice(unit: Unit, dtype: torch.dtype, use: Callable[[Rows, Tensor],
     whole = unit.copies.at_hand(0)
     if whole is not None and whole.dtype == dtype:
         ahead.drop()
-        for rows in cut_rows(unit.params[0]._layout, 1):
+        for rows in cut_rows(unit.params[0].shard_layout, 1):
             use(rows, whole)
         return
     unit.observer.on_touch(unit)
@@ -240,7 +243,7 @@ class FirstSlice:
         slices = slices_of(self._unit, self._dtype)
         if not slices or slices[0].is_meta:
             return False
-        version = self._unit.params[0]._cell.resolve()._version
+        version = self._unit.params[0].shard_storage.resolve()._version
         self._started = slices[0], version, _start(self._unit, slices[0])
         return True
 
@@ -248,7 +251,7 @@ class FirstSlice:
         """The gather that is under way, if it is of what is wanted now; else it is dropped."""
         if self._started is not None:
             part, version, handle = self._started
-            shard = self._unit.params[0]._cell.resolve()
+            shard = self._unit.params[0].shard_storage.resolve()
             is_wanted = part is slices_of(self._unit, dtype)[0] and version == shard._version
             if is_wanted:
                 self._started = None
@@ -277,14 +280,14 @@ def _start(unit: Unit, part: Slice) -> Handle[Gathered]:
     unit.slice_bytes += part.num_bytes
     unit.observer.on_gather(unit)
     with outside_autograd(), profiled("gather", part.label):
-        shard = part.rows.of_shard(param._cell.resolve(), group.rank)
+        shard = part.rows.of_shard(param.shard_storage.resolve(), group.rank)
         is_row = not group.is_direct and shard.dtype == part.plan.dtype and shard.numel() == part.plan.row_numel
         return collectives.all_gather(
             [shard],
             part.plan,
             group,
             label=part.label,
-            tag=hash(param._cell.signature),
+            tag=hash(param.shard_storage.signature),
             pool=unit.observer.pool,
             row=shard.reshape(-1) if is_row else None,
         )
@@ -306,12 +309,12 @@ class SliceReduction:
         # Weak, for the gradient that this is in belongs to the weight: the model would be kept alive.
         self._reducer, self._unit = weakref.ref(reducer), weakref.ref(unit)
         param = unit.params[0]
-        self._replicas, self._tag = param._group.replicas, hash(param._cell.signature)
+        self._replicas, self._tag = param.shard_group.replicas, hash(param.shard_storage.signature)
         self._pool, self._hook = unit.observer.pool, unit.settings.reduce_hook
         divisor = unit.settings.divisor
         self._mean, self._divisor = unit.settings.averages and divisor is None, divisor
         self._dtype = unit.reduce_dtypes[0] or param.storage_dtype
-        self._shard = torch.zeros_like(param._cell.resolve(), memory_format=torch.contiguous_format)
+        self._shard = torch.zeros_like(param.shard_storage.resolve(), memory_format=torch.contiguous_format)
         self._in_flight: tuple[Slice, Handle[Reduced]] | None = None
 
     def add(self, part: Slice, grad: Tensor) -> None:
@@ -369,11 +372,13 @@ class SliceReduction:
             self.settle()  # what follows is started by all ranks at one point of the program
         pending = self if self._in_flight is not None else None
         shard = None if pending is not None else self._shard
-        cell = ShardCell(shard, param._cell.layout, pending, is_shared=True)
+        cell = ShardStorage(shard, param.shard_storage.layout, pending, is_shared=True)
         cell.is_reduced = True
-        return KIN[type(param)].wrap(cell, param._spec, param._group, name=param._name, prototype=param._cell.resolve())
+        return KIN[type(param)].wrap(
+            cell, param._spec, param.shard_group, name=param._name, prototype=param.shard_storage.resolve()
+        )
 
-    def __call__(self, cell: ShardCell) -> None:
+    def __call__(self, cell: ShardStorage) -> None:
         """The gradient in `cell` is used."""
         self.settle()
         cell.deliver(self._shard)

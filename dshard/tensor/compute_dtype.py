@@ -38,7 +38,7 @@ class ComputeDtype:
         """The dtype that it has in the forward that is running, where that is not the one it is kept in; of no view."""
         if not self._is_mixed or self._view is not None or not self.belongs_to_source():
             return None
-        dtype: torch.dtype | None = self._source.compute_dtype(self._slot)
+        dtype: torch.dtype | None = self.gather_source.compute_dtype(self.gather_slot)
         return dtype
 
     @property
@@ -56,9 +56,9 @@ class ComputeDtype:
         """Whether a use of it here means its value in the compute dtype."""
         if self._view is not None:
             return bool(self._view.computes)
-        return self._is_mixed and self.belongs_to_source() and self._source.computes(self._slot)
+        return self._is_mixed and self.belongs_to_source() and self.gather_source.computes(self.gather_slot)
 
     def belongs_to_source(self: Any) -> bool:
         """Whether its unit gathers it: a detached alias of a parameter whose `.data` was replaced is on its own."""
-        source = self._source
-        return source is not None and source.params[self._slot]._cell is self._cell
+        source = self.gather_source
+        return source is not None and source.params[self.gather_slot].shard_storage is self.shard_storage

@@ -11,9 +11,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from dshard.errors import StateError
 from dshard.layout import ShardLayout
 from dshard.policies import Precision
-from dshard.tensor.cell import ShardCell
 from dshard.tensor.inner import inner_of
 from dshard.tensor.meshes import group_of, note_groups
+from dshard.tensor.shard_storage import ShardStorage
 
 __all__ = ["Copying", "rebuild"]
 
@@ -31,11 +31,11 @@ class Copying:
             raise StateError(
                 f"{self.name}: only leaves that are no views can be deep-copied, as in PyTorch. Use clone()."
             )
-        tag, num_writes = self._cell.signature
+        tag, num_writes = self.shard_storage.signature
         with torch.no_grad():
-            cell = ShardCell(self._cell.resolve().clone(), self._layout)
-            out = type(self).wrap(cell, self._spec, self._group, name=self._name)
-            out._cell.is_shared, out._cell.tag, out._cell.num_writes = self._cell.is_shared, tag, num_writes
+            cell = ShardStorage(self.shard_storage.resolve().clone(), self.shard_layout)
+            out = type(self).wrap(cell, self._spec, self.shard_group, name=self._name)
+            cell.is_shared, cell.tag, cell.num_writes = self.shard_storage.is_shared, tag, num_writes
             out._precision, out._own_place = self._precision, self._own_place
             out.requires_grad_(self.requires_grad)
         memo[id(self)] = out
@@ -49,13 +49,13 @@ class Copying:
         is_param = getattr(self, "_is_param", False)
         if self._view is not None:
             raise StateError(f"{self.name}: a lazy view cannot be pickled. Pickle full_tensor(), or the base.")
-        shard = self._cell.resolve()
+        shard = self.shard_storage.resolve()
         shard = shard if shard.untyped_storage().nbytes() == shard.nbytes else shard.clone()
         return rebuild, (
             type(self)._kind or type(self),
             shard,
             self._spec,
-            self._layout,
+            self.shard_layout,
             self._name,
             self.requires_grad,
             is_param,
@@ -80,7 +80,7 @@ def rebuild(
     mesh = spec.mesh if inner is None else inner.data_mesh
     note_groups(mesh)
     group = group_of(mesh)
-    out = cls.wrap(ShardCell(shard, layout, is_shared=True), spec, group, name=name)
+    out = cls.wrap(ShardStorage(shard, layout, is_shared=True), spec, group, name=name)
     out._precision, out._own_place = precision, own_place
     out.requires_grad_(requires_grad)
     if is_param:

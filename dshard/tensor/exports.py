@@ -146,7 +146,7 @@ class Exports:
             return flattened
         check_traceable(self)
         with _disable_current_modes():
-            self._cell.resolve()  # a gradient that is in flight
+            self.shard_storage.resolve()  # a gradient that is in flight
         if not self._is_mixed:
             return flattened
         compute = self.compute_dtype()
@@ -174,22 +174,22 @@ _TRACING = 3  # changes with the rules by which graphs are traced, which torch k
 
 def check_traceable(tensor: Any) -> None:
     """Raise StateError for a tensor that a graph cannot take in; dynamo would keep a NotImplementedError quiet."""
-    if is_extended(tensor._cell._tensor):
+    if is_extended(tensor.shard_storage._tensor):
         raise StateError(
             f"{tensor.name}: torch.compile does not take parameters of tensor subclasses yet, but this one's shard is "
-            f"a {type(tensor._cell._tensor).__name__}. Call the model without torch.compile."
+            f"a {type(tensor.shard_storage._tensor).__name__}. Call the model without torch.compile."
         )
     if tensor.offload is not None:
         raise StateError(
             f"{tensor.name}: torch.compile does not take offloaded parameters (offload_policy) yet. Call the model "
             "without torch.compile, or leave offload_policy out."
         )
-    if tensor.is_view and not getattr(tensor._view.base._source, "is_traced", False):
+    if tensor.is_view and not getattr(tensor._view.base.gather_source, "is_traced", False):
         raise StateError(
             f"{tensor.name}: a compiled graph takes in and gives out sharded tensors, not views of them, but this is "
             f"a view (shape {tuple(tensor.shape)}). Make the view within the compiled function, or use full_tensor()."
         )
-    if inner_of(tensor._cell.layout) is not None:
+    if inner_of(tensor.shard_storage.layout) is not None:
         raise StateError(
             f"{tensor.name}: torch.compile does not take parameters that are cut over another mesh too (tensor "
             f"parallelism) yet, but this one lies as {tensor.placements}. Call the model without torch.compile."

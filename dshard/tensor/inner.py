@@ -145,8 +145,8 @@ def gathered_stride(layout: ShardLayout, stride: tuple[int, ...]) -> tuple[int, 
 
 def groups_of(tensor: Any) -> list[ShardGroup]:
     """The ranks that a ShardedTensor lies on: of data parallelism, then along each dim of the other mesh."""
-    inner = inner_of(tensor._cell.layout)
-    return [tensor._group, *(group for _, group in (inner.axes if inner is not None else ()))]
+    inner = inner_of(tensor.shard_storage.layout)
+    return [tensor.shard_group, *(group for _, group in (inner.axes if inner is not None else ()))]
 
 
 def joined_group(tensor: Any) -> ShardGroup:
@@ -159,8 +159,8 @@ def joined_group(tensor: Any) -> ShardGroup:
 
 def distinct_groups(tensor: Any) -> list[ShardGroup]:
     """Those of `groups_of` whose ranks hold different parts; what parts give adds up over one after the other."""
-    layout = tensor._cell.layout
-    groups = [tensor._group] if layout.dim is not None else []
+    layout = tensor.shard_storage.layout
+    groups = [tensor.shard_group] if layout.dim is not None else []
     inner = inner_of(layout)
     if inner is not None:
         groups += [group for placement, group in inner.axes if isinstance(placement, Shard)]
@@ -169,7 +169,7 @@ def distinct_groups(tensor: Any) -> list[ShardGroup]:
 
 def on_mesh(local: Tensor, tensor: Any) -> Tensor:
     """What data parallelism has gathered of a ShardedTensor, as an operand: a DTensor, if it lies over another mesh."""
-    layout = tensor._cell.layout
+    layout = tensor.shard_storage.layout
     if type(layout) is not InnerLayout:
         return local
     inner = layout.inner

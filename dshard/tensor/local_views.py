@@ -35,8 +35,8 @@ def is_local(view: View | None) -> bool:
 
 def is_in_forward(tensor: Any) -> bool:
     """Whether a forward runs of a module whose unit holds this DTensor parameter."""
-    source = tensor._source
-    return inner_of(tensor._cell.layout) is not None and source is not None and source.num_active > 0
+    source = tensor.gather_source
+    return inner_of(tensor.shard_storage.layout) is not None and source is not None and source.num_active > 0
 
 
 class LocalTensor(torch.autograd.Function):
@@ -45,7 +45,7 @@ class LocalTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, grad_placements: Any) -> Tensor:
         """Remember it; nothing is gathered before its use."""
-        layout = tensor._cell.layout
+        layout = tensor.shard_storage.layout
         inner = inner_of(layout)
         assert inner is not None
         meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)

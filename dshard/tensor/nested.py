@@ -12,10 +12,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from dshard.collectives import shard_of
 from dshard.errors import PlacementError, UnsupportedOpError
 from dshard.layout import ShardLayout
-from dshard.tensor.cell import ShardCell
 from dshard.tensor.extended import cut_extended, is_extended
 from dshard.tensor.inner import Inner, InnerLayout, inner_of, part_of
 from dshard.tensor.meshes import group_of, placements_of, shared_dims
+from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sharded_tensor import ShardedTensor
 from dshard.tensor.strides import dense_stride
 from dshard.tensor.views import empty_of
@@ -66,7 +66,7 @@ def shard_over(
     spec = DTensorSpec(both, inner.over_both(dim), tensor_meta=meta)
     shard = torch.empty(layout.local_shape(group.rank), dtype=full.dtype, device=device)
     shard.copy_(shard_of(local, layout, group.rank))
-    return kind.wrap(ShardCell(shard, layout, is_shared=True), spec, group, name=name)
+    return kind.wrap(ShardStorage(shard, layout, is_shared=True), spec, group, name=name)
 
 
 def _shard_extended(
@@ -77,7 +77,7 @@ def _shard_extended(
     meta = TensorMeta(full.shape, torch.empty(full.shape, device="meta").stride(), full.dtype)
     spec = DTensorSpec(mesh, placements_of(0, mesh), tensor_meta=meta)
     shard = cut_extended(name, full, layout, group.rank, device)
-    cell = ShardCell(shard, layout, is_shared=True)
+    cell = ShardStorage(shard, layout, is_shared=True)
     return kind.wrap(cell, spec, group, name=name, prototype=empty_of(full.dtype, shard.device))
 
 
@@ -134,8 +134,8 @@ def _arrived(local: Tensor) -> Tensor:
 
 def shard_like(full: Tensor, target: ShardedTensor) -> ShardedTensor:
     """A ShardedTensor that lies as `target` does, of a plain tensor of the full shape that all ranks hold alike."""
-    part = part_of(full.detach(), target._layout, target._group.rank)
-    return target.like(ShardCell(part.clone(), target._layout, is_shared=True), dtype=full.dtype)
+    part = part_of(full.detach(), target.shard_layout, target.shard_group.rank)
+    return target.like(ShardStorage(part.clone(), target.shard_layout, is_shared=True), dtype=full.dtype)
 
 
 def local_gradient(param: ShardedTensor, grad: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def local_gradient(param: ShardedTensor, grad: Tensor) -> Tensor:
         What DTensor does to give a DTensor gradient the parameter's placements: an all-reduce where it was partial
         over other dims than those of data parallelism, which reduces over its own.
     """
-    inner = inner_of(param._layout)
+    inner = inner_of(param.shard_layout)
     if isinstance(grad, ShardedTensor):
         grad = grad.materialize()
     if not isinstance(grad, DTensor):

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from dshard.collectives import ShardGroup
-from dshard.tensor.cell import ShardCell
 from dshard.tensor.mixed import MixedShardedTensor
+from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sharded_tensor import KIN, SHARDED, ShardedTensor
 from dshard.tensor.views import empty_of
 
@@ -32,7 +32,7 @@ class OffloadedShardedTensor(MixedShardedTensor):
     @classmethod
     def wrap(
         cls,
-        cell: ShardCell,
+        cell: ShardStorage,
         spec: DTensorSpec,
         group: ShardGroup,
         *,
@@ -51,12 +51,12 @@ class OffloadedShardedTensor(MixedShardedTensor):
     @property
     def storage_device(self) -> torch.device:
         """Of its shard: its home."""
-        shard = self._cell._tensor
+        shard = self.shard_storage._tensor
         return self._home_device if shard is None else shard.device
 
     def _device_here(self) -> torch.device:
         """Of its value where it is used now."""
-        source: Any = self._source
+        source: Any = self.gather_source
         is_away = source is not None and source.is_running
         found: torch.device = _DEVICE.__get__(self) if is_away else self.storage_device
         return found

@@ -27,7 +27,7 @@ def meets_mesh(args: Sequence[Any]) -> bool:
     for value in args:
         kind = type(value)
         if kind in SHARDED:
-            if type(value._cell.layout) is InnerLayout and not is_local(value._view):
+            if type(value.shard_storage.layout) is InnerLayout and not is_local(value._view):
                 return True
         elif kind is DTensor or (kind not in _PLAIN and isinstance(value, (list, tuple)) and meets_mesh(value)):
             return True
@@ -73,7 +73,7 @@ def compute_on_mesh(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 def _inner_of(tensor: ShardedTensor) -> Inner | None:
     """How a tensor lies over another mesh; None for a local tensor that `to_local` gave."""
-    return None if is_local(tensor._view) else inner_of(tensor._cell.layout)
+    return None if is_local(tensor._view) else inner_of(tensor.shard_storage.layout)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -99,8 +99,8 @@ def _mapped(value: Any, change: Callable[[ShardedTensor], Any]) -> Any:
 def _operand(tensor: ShardedTensor, mesh: DeviceMesh) -> Tensor:
     """What takes part for a sharded tensor: over `mesh`, unless each rank holds data of its own."""
     value = tensor.operand()
-    layout = tensor._cell.layout
-    has_own_data = layout.dim is None and not tensor._cell.is_shared
+    layout = tensor.shard_storage.layout
+    has_own_data = layout.dim is None and not tensor.shard_storage.is_shared
     return value if type(value) is DTensor or has_own_data or not value.dim() else replicated(value, mesh)
 
 

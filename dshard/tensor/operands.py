@@ -64,8 +64,8 @@ def lies_like(tensor: ShardedTensor, other: ShardedTensor) -> bool:
     return (
         tensor._view is None
         and other._view is None
-        and tensor._layout == other._layout
-        and tensor._group.process_group is other._group.process_group
+        and tensor.shard_layout == other.shard_layout
+        and tensor.shard_group.process_group is other.shard_group.process_group
     )
 
 
@@ -89,7 +89,7 @@ def common_layout(values: Sequence[Any]) -> ShardedTensor | None:
 def takes_own_data(target: ShardedTensor, operands: Sequence[Any]) -> bool:
     """Whether a write puts data of this rank alone into a temporary, which then has to be whole."""
     base = target if target._view is None else target._view.base
-    if base._cell.is_shared or base._layout.dim is None or is_stepping():
+    if base.shard_storage.is_shared or base.shard_layout.dim is None or is_stepping():
         return False
     return is_recorded(target, *operands) or any(_has_plain(v) for v in operands)
 
@@ -120,7 +120,7 @@ def numbers_in(values: Sequence[Any]) -> tuple[Any, ...]:
         return ()
     flat = [x for v in values for x in (v if isinstance(v, (list, tuple)) else (v,))]
     numbers = tuple(v for v in flat if type(v) in (int, float, complex)) + tuple(filter(None, map(fingerprint, flat)))
-    tags = tuple(v._cell.tag for v in flat if isinstance(v, ShardedTensor) and v._cell.tag)
+    tags = tuple(v.shard_storage.tag for v in flat if isinstance(v, ShardedTensor) and v.shard_storage.tag)
     return (*numbers, *tags)
 
 
@@ -133,7 +133,7 @@ def cut_to(value: Any, target: ShardedTensor) -> Any:
     """
     if isinstance(value, ShardedTensor):
         if lies_like(value, target):
-            return value._cell.resolve()
+            return value.shard_storage.resolve()
         value = value.materialize()
     elif isinstance(value, DTensor):
         if value.device_mesh == target.device_mesh and value.placements == target.placements:
@@ -141,8 +141,8 @@ def cut_to(value: Any, target: ShardedTensor) -> Any:
         value = value.full_tensor()
     if not isinstance(value, Tensor) or value.dim() == 0:
         return beside(value, target)
-    layout = target._layout
-    return part_of(value.expand(full_shape(layout)), layout, target._group.rank)
+    layout = target.shard_layout
+    return part_of(value.expand(full_shape(layout)), layout, target.shard_group.rank)
 
 
 def beside(value: Any, target: Any) -> Any:

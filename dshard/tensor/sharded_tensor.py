@@ -16,13 +16,13 @@ from dshard.collectives import GatherPlan, ShardGroup, shard_of
 from dshard.errors import PlacementError
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.policies import Precision
-from dshard.tensor.cell import ShardCell
 from dshard.tensor.compute_dtype import ComputeDtype
 from dshard.tensor.copying import Copying
 from dshard.tensor.exports import Exports
 from dshard.tensor.extended import exact_values
 from dshard.tensor.inner import gathered_stride, inner_of, lie_of, on_mesh, part_of, viewed, whole
 from dshard.tensor.meshes import group_of, placements_of
+from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sources import GatherSource, Origin, is_used_away, return_home
 from dshard.tensor.stepping import is_stepping
 from dshard.tensor.strides import dense_stride, restrided
@@ -47,11 +47,11 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
     know it; its dispatch is its own.
     """
 
-    _cell: ShardCell
-    _group: ShardGroup
+    shard_storage: ShardStorage
+    shard_group: ShardGroup
     _name: str
-    _source: GatherSource | None = None
-    _slot: int = -1
+    gather_source: GatherSource | None = None
+    gather_slot: int = -1
     _view: View | None = None
     _origin: Origin | None = None
     _views: dict[Any, Any] | None = None
@@ -71,7 +71,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
     @classmethod
     def wrap(
         cls,
-        cell: ShardCell,
+        cell: ShardStorage,
         spec: DTensorSpec,
         group: ShardGroup,
         *,
@@ -97,7 +97,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
             local = empty_of(local.dtype, local.device)
         self: ShardedTensor = _NEW(cls, local, spec, requires_grad=requires_grad)  # what DTensor's own __new__ calls
         self._spec = spec
-        self._cell, self._group, self._name = cell, group, name
+        self.shard_storage, self.shard_group, self._name = cell, group, name
         return self
 
     @classmethod
@@ -124,13 +124,17 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         spec = DTensorSpec(mesh, placements_of(dim, mesh), tensor_meta=TensorMeta(full.shape, stride, full.dtype))
         local = torch.empty(layout.local_shape(group.rank), dtype=full.dtype, device=device)
         local.copy_(shard_of(full.detach(), layout, group.rank))
-        return cls.wrap(ShardCell(local, layout, is_shared=True), spec, group, name=name)
+        return cls.wrap(ShardStorage(local, layout, is_shared=True), spec, group, name=name)
 
     def like(
-        self, shard: Tensor | ShardCell, *, dtype: torch.dtype | None = None, stride: tuple[int, ...] | None = None
+        self, shard: Tensor | ShardStorage, *, dtype: torch.dtype | None = None, stride: tuple[int, ...] | None = None
     ) -> "ShardedTensor":
         """A ShardedTensor of this one's layout around another shard; `dtype`, `stride` where they differ from its."""
-        cell = shard if isinstance(shard, ShardCell) else ShardCell(shard, self._layout, is_shared=is_stepping())
+        cell = (
+            shard
+            if isinstance(shard, ShardStorage)
+            else ShardStorage(shard, self.shard_layout, is_shared=is_stepping())
+        )
         spec = self._spec
         if dtype is None and not cell.is_pending:
             dtype = cell.resolve().dtype
@@ -139,22 +143,24 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         if dtype not in (None, meta.dtype) or stride not in (None, meta.stride):
             new_meta = TensorMeta(meta.shape, stride or meta.stride, dtype or meta.dtype)
             spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=new_meta)
-        prototype = self._cell.resolve() if cell.is_pending else None
-        return KIN[type(self)].wrap(cell, spec, self._group, name=self._name, prototype=prototype)
+        prototype = self.shard_storage.resolve() if cell.is_pending else None
+        return KIN[type(self)].wrap(cell, spec, self.shard_group, name=self._name, prototype=prototype)
 
     def derived(self, shard: Tensor) -> "ShardedTensor":
         """A cast or copy of this tensor: its gathers go through this one's unit while neither is written to."""
         out = self.like(shard)
-        if self._source is not None:
-            out._home = (self._source, self._slot)
-        out._origin = Origin(self, self._cell, self._cell.version, out._cell.version)
+        if self.gather_source is not None:
+            out._home = (self.gather_source, self.gather_slot)
+        out._origin = Origin(self, self.shard_storage, self.shard_storage.version, out.shard_storage.version)
         return out
 
     def alias(self) -> "ShardedTensor":
         """Another tensor object over the same shard, as `detach()` gives."""
-        out = type(self).wrap(self._cell, self._spec, self._group, name=self._name, prototype=self._prototype())
-        if self._source is not None:
-            out._source, out._slot = self._source, self._slot
+        out = type(self).wrap(
+            self.shard_storage, self._spec, self.shard_group, name=self._name, prototype=self._prototype()
+        )
+        if self.gather_source is not None:
+            out.gather_source, out.gather_slot = self.gather_source, self.gather_slot
             if self._is_mixed:
                 out._is_mixed, out._precision = True, self._precision
         if self._view is not None:
@@ -169,14 +175,14 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
             out._stands_for = self._stands_for
         return out
 
-    def of_dtype(self, dtype: torch.dtype, cell: ShardCell) -> "ShardedTensor":
+    def of_dtype(self, dtype: torch.dtype, cell: ShardStorage) -> "ShardedTensor":
         """A ShardedTensor of this one's layout, in another dtype, around a shard that may be in flight."""
         meta = self._spec.tensor_meta
         assert meta is not None
         new_meta = TensorMeta(meta.shape, meta.stride, dtype)
         spec = DTensorSpec(self._spec.mesh, self._spec.placements, tensor_meta=new_meta)
         prototype = empty_of(dtype, self.storage_device)
-        return KIN[type(self)].wrap(cell, spec, self._group, name=self._name, prototype=prototype)
+        return KIN[type(self)].wrap(cell, spec, self.shard_group, name=self._name, prototype=prototype)
 
     def lazy_view(
         self, steps: tuple[ViewStep, ...], spec: DTensorSpec, key: tuple[Any, ...], *, computes: bool = False
@@ -187,7 +193,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         if meta is not None and prototype.dtype != meta.dtype:
             prototype = empty_of(meta.dtype, prototype.device)
         kind = VIEWS.get(type(base)) or KIN[type(base)]
-        out = kind.wrap(base._cell, spec, base._group, name=self._name, prototype=prototype)
+        out = kind.wrap(base.shard_storage, spec, base.shard_group, name=self._name, prototype=prototype)
         out._view = View(base, steps, key, computes)
         return out
 
@@ -198,7 +204,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
 
     def _prototype(self) -> Tensor:
         """A plain tensor of this one's dtype and device, without waiting for a shard in flight."""
-        tensor, meta = self._cell._tensor, self._spec.tensor_meta
+        tensor, meta = self.shard_storage._tensor, self._spec.tensor_meta
         assert meta is not None
         if tensor is not None and tensor.dtype == meta.dtype:
             return tensor
@@ -210,25 +216,25 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         return self._name or "a ShardedTensor"
 
     @property
-    def _layout(self) -> ShardLayout:
+    def shard_layout(self) -> ShardLayout:
         """How the tensor, or for a view its base, is cut."""
-        return self._cell.layout
+        return self.shard_storage.layout
 
     @property
     def placements(self) -> tuple[Placement, ...]:
         """How the tensor, or for a view its base, lies over each dim of the mesh."""
-        return lie_of(self._cell.layout, self._spec.mesh)
+        return lie_of(self.shard_storage.layout, self._spec.mesh)
 
     is_view: Any = property(lambda self: self._view is not None, doc="Whether it is a lazy view of another one.")
 
     # DTensor's slot; reading it waits for a shard in flight, so that nobody reads memory that has not arrived.
     @property
     def _local_tensor(self) -> Tensor:
-        return self._cell.resolve()
+        return self.shard_storage.resolve()
 
     @_local_tensor.setter
     def _local_tensor(self, value: Tensor) -> None:
-        cell = self.__dict__.get("_cell")
+        cell = self.__dict__.get("shard_storage")
         if cell is not None:  # else torch's constructor, ahead of `wrap`
             cell.deliver(value)
 
@@ -244,9 +250,9 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         is_sharded = isinstance(value, ShardedTensor) and value._view is None
-        takes_any_shape = self._layout.dim is None and not self._cell.is_shared and is_sharded
+        takes_any_shape = self.shard_layout.dim is None and not self.shard_storage.is_shared and is_sharded
         is_resized = value.shape != self.shape and not takes_any_shape
-        takes_no_size = value.dim() != self.dim() or inner_of(self._layout) is not None
+        takes_no_size = value.dim() != self.dim() or inner_of(self.shard_layout) is not None
         if self._view is not None or (is_resized and takes_no_size):
             raise PlacementError(
                 f"{self.name}: .data of a sharded tensor can be set to a tensor of as many dims as its own shape "
@@ -255,22 +261,24 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
                 "views."
             )
         new: Any = value
-        if not takes_any_shape and (not is_sharded or new._layout != self._layout):
+        if not takes_any_shape and (not is_sharded or new.shard_layout != self.shard_layout):
             full = (new.materialize() if isinstance(value, ShardedTensor) else value).detach()
-            layout = replace(self._layout, shape=tuple(full.shape)) if is_resized else self._layout
+            layout = replace(self.shard_layout, shape=tuple(full.shape)) if is_resized else self.shard_layout
             with torch.inference_mode(mode=False):  # whose tensors have no version
-                cell = ShardCell(part_of(full, layout, self._group.rank).clone(), layout, is_shared=is_stepping())
+                cell = ShardStorage(
+                    part_of(full, layout, self.shard_group.rank).clone(), layout, is_shared=is_stepping()
+                )
                 new = self.like(cell)
                 if is_resized:  # an embedding of more tokens, say
                     meta = TensorMeta(full.shape, dense_stride(full), full.dtype)
                     spec = DTensorSpec(self._spec.mesh, self._spec.placements, tensor_meta=meta)
-                    new = self.wrap(cell, spec, self._group, name=self._name)
-        elif new._cell.resolve().is_inference():
+                    new = self.wrap(cell, spec, self.shard_group, name=self._name)
+        elif new.shard_storage.resolve().is_inference():
             with torch.inference_mode(mode=False):
-                new = self.like(new._cell.resolve().clone())
-        new._cell.is_shared |= self._cell.is_shared
+                new = self.like(new.shard_storage.resolve().clone())
+        new.shard_storage.is_shared |= self.shard_storage.is_shared
         _DATA.__set__(self, new)
-        self._cell, self._spec, self._origin, self._views = new._cell, new._spec, None, None
+        self.shard_storage, self._spec, self._origin, self._views = new.shard_storage, new._spec, None, None
 
     def requires_grad_(self, requires_grad: bool = True) -> "ShardedTensor":
         """As of any tensor; from then on the gradients of a leaf are reduced."""
@@ -315,16 +323,16 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         # A use in backward that autograd does not record gives no gradient: of what a checkpoint saved again, for one.
         if base._grad_hook is None and (torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1):
             base._adopt_if_leaf()
-        source = base._source
-        if source is not None and source.params[base._slot]._cell is base._cell:
-            return source.full(base._slot, view)
+        source = base.gather_source
+        if source is not None and source.params[base.gather_slot].shard_storage is base.shard_storage:
+            return source.full(base.gather_slot, view)
         full = base._gathered_alone()
         return full if view is None else viewed(full, view.steps)
 
     def full_in(self, dtype: torch.dtype | None = None) -> Tensor:
         """As `operand`, in a given dtype, converted from the one it is kept in; by default that. Of no view."""
-        if self._source is not None and self.belongs_to_source():
-            return self._source.full_in(self._slot, dtype or self.storage_dtype)
+        if self.gather_source is not None and self.belongs_to_source():
+            return self.gather_source.full_in(self.gather_slot, dtype or self.storage_dtype)
         full = self._gathered_alone()
         return full if dtype is None else full.to(dtype)
 
@@ -334,22 +342,24 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         if (
             origin is not None
             and origin.tensor is not self  # a swap of tensors can make it so
-            and origin.tensor._cell is origin.cell
+            and origin.tensor.shard_storage is origin.cell
             and not origin.cell.is_retired
             and origin.cell.version == origin.version
-            and self._cell.version == origin.own_version
+            and self.shard_storage.version == origin.own_version
         ):
             full = origin.tensor.full_in(self.storage_dtype)
             return full if type(self) is ShardedTensor else self._placed(full)
-        shard, layout = exact_values(self._cell.resolve(), self.name), self._layout
+        shard, layout = exact_values(self.shard_storage.resolve(), self.name), self.shard_layout
         stride = gathered_stride(layout, self.stride())
         if layout.dim is None:
             return on_mesh(shard if shard.stride() == stride else restrided(shard, stride), self)
         device = shard.device
-        if device.type != self._group.device_type and not shard.is_meta:
-            shard = shard.to(self._group.device_type)
-        plan = GatherPlan.of(BucketLayout.of([layout]), [stride], shard.dtype, self._group)
-        handle = collectives.all_gather([shard], plan, self._group, label=self._name, tag=hash(self._cell.signature))
+        if device.type != self.shard_group.device_type and not shard.is_meta:
+            shard = shard.to(self.shard_group.device_type)
+        plan = GatherPlan.of(BucketLayout.of([layout]), [stride], shard.dtype, self.shard_group)
+        handle = collectives.all_gather(
+            [shard], plan, self.shard_group, label=self._name, tag=hash(self.shard_storage.signature)
+        )
         full = handle.wait().tensors[0]
         return on_mesh(full if full.device == device else self._placed(full), self)
 
@@ -362,28 +372,32 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
     def overwrite_shard(self, values: Tensor) -> None:
         """Copy `values`, of the shape of this rank's shard, into it; all ranks must write their parts of one value."""
         assert self._view is None
-        self._cell.resolve().copy_(values)
-        self._cell.tag, self._origin = 0, None
-        self._cell.note_write()
+        self.shard_storage.resolve().copy_(values)
+        self.shard_storage.tag, self._origin = 0, None
+        self.shard_storage.note_write()
         torch.autograd.graph.increment_version(self)
 
     def become_whole(self) -> None:
         """Hold the full value on every rank from now on, for each rank to write data of its own to."""
         full = restrided(whole(self.full_in()).to(self.storage_device), self.stride())
-        cell = self._cell
+        cell = self.shard_storage
         cell.layout = ShardLayout(tuple(self.shape), None, cell.layout.num_ranks)
         cell.deliver(full)
         cell.tag, self._origin = 0, None
 
     def _pinned(self) -> Tensor | None:
-        return self._source.pinned(self._slot) if self._source is not None and self._view is None else None
+        return (
+            self.gather_source.pinned(self.gather_slot)
+            if self.gather_source is not None and self._view is None
+            else None
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]
         kind = "view, " if self._view is not None else ""
-        where = "whole on" if self._layout.dim is None else f"dim {self._layout.dim} over"
+        where = "whole on" if self.shard_layout.dim is None else f"dim {self.shard_layout.dim} over"
         return (
             f"ShardedTensor({self._name!r}, {kind}shape={tuple(self.shape)}, dtype={self.dtype}, {where} "
-            f"{self._layout.num_ranks} ranks, device='{self.device}', requires_grad={self.requires_grad})"
+            f"{self.shard_layout.num_ranks} ranks, device='{self.device}', requires_grad={self.requires_grad})"
         )
 
     @classmethod

@@ -13,7 +13,6 @@ from dshard import collectives
 from dshard.collectives import ReduceOp, ShardGroup, shard_of
 from dshard.layout import ShardLayout
 from dshard.tensor.agreed import AgreedTensor
-from dshard.tensor.cell import BURST, OPERANDS
 from dshard.tensor.extended import exact_values
 from dshard.tensor.inner import InnerLayout, distinct_groups, groups_of, inner_of, whole
 from dshard.tensor.meshes import is_mesh_within
@@ -27,6 +26,7 @@ from dshard.tensor.operands import (
     numbers_in,
     unwrap_result,
 )
+from dshard.tensor.shard_storage import BURST, OPERANDS
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 
 __all__ = [
@@ -87,8 +87,8 @@ def pointwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     local_kwargs = {k: cut_to(v, ref) for k, v in kwargs.items()}
     facts = numbers_in(values)
     result = unwrap_result(func(*[cut_to(a, ref) for a in args], **local_kwargs), lambda out: _signed(ref, out, facts))
-    if func is aten.add.Tensor and all(type(a) in SHARDED and a._cell.is_reduced for a in args):
-        result._cell.is_shared = result._cell.is_reduced = True  # autograd adds up two uses of a weight
+    if func is aten.add.Tensor and all(type(a) in SHARDED and a.shard_storage.is_reduced for a in args):
+        result.shard_storage.is_shared = result.shard_storage.is_reduced = True  # autograd adds up two uses of a weight
     return result
 
 
@@ -96,7 +96,7 @@ def _signed(ref: ShardedTensor, shard: Tensor, facts: tuple[Any, ...]) -> Sharde
     """A result on shards, with the numbers that it was computed with in its tag."""
     out = ref.like(shard)
     if facts:
-        out._cell.sign(*facts)
+        out.shard_storage.sign(*facts)
     return out
 
 
@@ -128,9 +128,9 @@ def factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}  # the full tensor's strides stay its own
     if kwargs.get("dtype") is None:
         kwargs["dtype"] = source.dtype
-    out = source.like(func(source._cell.resolve(), *args[1:], **kwargs))
-    if source._source is not None:
-        out._home = (source._source, source._slot)
+    out = source.like(func(source.shard_storage.resolve(), *args[1:], **kwargs))
+    if source.gather_source is not None:
+        out._home = (source.gather_source, source.gather_slot)
     return out
 
 
@@ -148,12 +148,12 @@ def new_tensor(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """`new_empty` and its kind: a plain tensor of the asked size; in an init, one whose random fills agree."""
     source: ShardedTensor = args[0]
     plain = func(torch.empty(0, dtype=source.dtype, device=source.device), *args[1:], **kwargs)
-    if func is not aten.new_empty.default or not source._cell.is_shared or not _called_by_init():
+    if func is not aten.new_empty.default or not source.shard_storage.is_shared or not _called_by_init():
         return plain
-    inner = inner_of(source._layout)
+    inner = inner_of(source.shard_layout)
     mesh = source.device_mesh if inner is None else inner.data_mesh
     buffer = ShardedTensor.shard(plain, mesh, None, name=source.name)  # `orthogonal_` fills it at random
-    buffer._cell.is_shared = False
+    buffer.shard_storage.is_shared = False
     if inner is not None:
         buffer.__dict__["_draws_like"] = source
     return buffer
@@ -175,9 +175,9 @@ def cast(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return compute(func, args, kwargs)
     if source.compute_dtype() not in (None, kwargs.get("dtype")):
         return compute(func, args, kwargs)  # of a rounded value
-    shard = func(source._cell.resolve(), **kwargs)
+    shard = func(source.shard_storage.resolve(), **kwargs)
     out = source.derived(shard) if shard.device == source.storage_device else source.like(shard)
-    out._cell.tag = source._cell.tag
+    out.shard_storage.tag = source.shard_storage.tag
     return out
 
 
@@ -187,8 +187,8 @@ def clone(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     keeps_strides = kwargs.get("memory_format") in (None, torch.preserve_format)
     if source._view is not None or not keeps_strides or source.compute_dtype() is not None:
         return compute(func, args, kwargs)
-    out = source.derived(source._cell.resolve().clone())
-    out._cell.tag = source._cell.tag
+    out = source.derived(source.shard_storage.resolve().clone())
+    out.shard_storage.tag = source.shard_storage.tag
     return out
 
 
@@ -201,8 +201,10 @@ def equal(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
         return False
     if target._view is not None:
         return bool(compute(func, args, kwargs))
-    same = torch.equal(*(exact_values(part, target.name) for part in (target._cell.resolve(), cut_to(other, target))))
-    flag = torch.tensor([same], dtype=torch.uint8, device=target._group.device_type)
+    same = torch.equal(
+        *(exact_values(part, target.name) for part in (target.shard_storage.resolve(), cut_to(other, target)))
+    )
+    flag = torch.tensor([same], dtype=torch.uint8, device=target.shard_group.device_type)
     return bool(_over_groups(flag, groups_of(target), ReduceOp.MIN, f"equal of {target.name}").item())
 
 
@@ -217,16 +219,16 @@ def reduction(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """A reduction to one value: each rank's shard, then one small all-reduce; a plain tensor, equal on all ranks."""
     source: ShardedTensor = args[0]
     rule = _rule_of(func, args, kwargs)
-    gathers = source._view is not None or is_recorded(source) or source._cell.tag  # a gather compares the tags
-    if rule is not None and rule[2] is ReduceOp.SUM and source._group.is_virtual:
+    gathers = source._view is not None or is_recorded(source) or source.shard_storage.tag  # a gather compares the tags
+    if rule is not None and rule[2] is ReduceOp.SUM and source.shard_group.is_virtual:
         gathers = True  # a sum of parts depends on how many there are
     if rule is None or gathers or not source.numel() or source.is_meta:
         result = compute(func, args, kwargs)
         return result if is_recorded(source) else unwrap_result(result, whole)
     is_norm = func in _NORMS
-    shard, groups = _own_part(source) if is_norm else (source._cell.resolve(), distinct_groups(source))
+    shard, groups = _own_part(source) if is_norm else (source.shard_storage.resolve(), distinct_groups(source))
     if not groups:
-        result = func(source._cell.resolve(), *args[1:], **kwargs)
+        result = func(source.shard_storage.resolve(), *args[1:], **kwargs)
         return AgreedTensor.of(result) if is_norm else result
     local, combine, op = rule
     shard = exact_values(shard, source.name)
@@ -314,8 +316,8 @@ def foreach_norm(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Tensor]:
     parts_of: dict[int, tuple[Tensor, list[ShardGroup]]] = {}
     for i, tensor in enumerate(tensors):
         on_shards = isinstance(tensor, ShardedTensor) and tensor._view is None and not is_recorded(tensor)
-        depends_on_cut = on_shards and tensor._group.is_virtual and order != float("inf")
-        if not on_shards or depends_on_cut or tensor._cell.tag or rule is None or kwargs:
+        depends_on_cut = on_shards and tensor.shard_group.is_virtual and order != float("inf")
+        if not on_shards or depends_on_cut or tensor.shard_storage.tag or rule is None or kwargs:
             results[i] = func([materialize(tensor)], *args[1:], **kwargs)[0]
         else:
             parts_of[i] = _own_part(tensor)
@@ -335,8 +337,8 @@ def foreach_norm(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Tensor]:
 
 def _own_part(tensor: ShardedTensor) -> tuple[Tensor, list[ShardGroup]]:
     """This rank's part of a tensor, and the groups over which the parts make up the whole."""
-    shard, group = exact_values(tensor._cell.resolve(), tensor.name), tensor._group
-    groups, layout = distinct_groups(tensor), tensor._layout
+    shard, group = exact_values(tensor.shard_storage.resolve(), tensor.name), tensor.shard_group
+    groups, layout = distinct_groups(tensor), tensor.shard_layout
     if inner_of(layout) is not None or not shard.dim():
         return shard, groups
     if layout.dim is None and group.num_ranks > 1:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dshard.tensor.cell import OPERANDS, ShardCell
+from dshard.tensor.shard_storage import OPERANDS, ShardStorage
 from dshard.tensor.views import View
 
 __all__ = ["GatherSource", "Origin", "is_used_away", "return_home"]
@@ -43,7 +43,7 @@ class Origin:
     """The tensor of which another is a cast or copy, for as long as neither was written to since."""
 
     tensor: Any  # a ShardedTensor
-    cell: ShardCell
+    cell: ShardStorage
     version: int
     own_version: int
 
@@ -62,6 +62,6 @@ def return_home(tensor: Any) -> None:
     """Have a cast or copy that `module.to(...)` swapped into a parameter's place belong to that one's unit."""
     unit, slot = tensor._home
     if unit.params[slot] is tensor:
-        tensor._source, tensor._slot = unit, slot
+        tensor.gather_source, tensor.gather_slot = unit, slot
         # The hook is that of another object, and the origin is the tensor itself, with memory that it has no more.
         tensor._home = tensor._grad_hook = tensor._origin = None

@@ -20,12 +20,15 @@ Kwargs = dict[str, Any]
 
 def _shard_like(value: ShardedTensor, target: ShardedTensor) -> Tensor | None:
     """The shard of `value` if it lies as `target` does and is at hand, else None."""
-    cell, own = value._cell, target._cell
+    cell, own = value.shard_storage, target.shard_storage
     if value._view is not None or cell._pending is not None:
         return None
     if cell.layout is not own.layout and cell.layout != own.layout:
         return None
-    if value._group is not target._group and value._group.process_group is not target._group.process_group:
+    if (
+        value.shard_group is not target.shard_group
+        and value.shard_group.process_group is not target.shard_group.process_group
+    ):
         return None
     return cell._tensor
 
@@ -56,7 +59,7 @@ def step_pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         if isinstance(value, Tensor):
             return NotImplemented
     func(*local, **kwargs)
-    target._cell.num_writes += 1
+    target.shard_storage.num_writes += 1
     increment_version(local[0])
     return target
 
@@ -110,7 +113,7 @@ def _note_writes(func: OpOverload, args: Args, new_args: list[Any]) -> None:
             continue
         written = [t for t in args[k] if type(t) in SHARDED]
         for tensor in written:
-            tensor._cell.num_writes += 1
+            tensor.shard_storage.num_writes += 1
         increment_version(new_args[k])
         if written:
             increment_version(written)

@@ -17,11 +17,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from dshard.errors import UnsupportedOpError
 from dshard.layout import ShardLayout
 from dshard.tensor import shardwise
-from dshard.tensor.cell import ShardCell
 from dshard.tensor.dispatch import dispatch
 from dshard.tensor.inductor import lower_gathers
 from dshard.tensor.inner import viewed
 from dshard.tensor.meshes import group_of
+from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.strides import restrided
 from dshard.tensor.table import OpClass, classify, mutated_arguments
@@ -97,7 +97,7 @@ class TracedSource:
 
     def _gathered(self) -> Tensor:
         tensor = self.params[0]
-        layout, shard, stride = tensor._layout, tensor._cell.resolve(), tensor.stride()
+        layout, shard, stride = tensor.shard_layout, tensor.shard_storage.resolve(), tensor.stride()
         if layout.dim is None and layout.num_ranks == 1:
             shard = shard.to(tensor.storage_dtype)
             return shard if shard.stride() == stride else restrided(shard, stride)
@@ -105,7 +105,7 @@ class TracedSource:
         gather = torch.ops.dshard.gather.default
         lower_gathers(gather)
         gathered: Tensor = gather(
-            shard, list(layout.shape), list(stride), dim, tensor._group.name, tensor.storage_dtype, is_own=True
+            shard, list(layout.shape), list(stride), dim, tensor.shard_group.name, tensor.storage_dtype, is_own=True
         )
         return gathered
 
@@ -142,7 +142,7 @@ def refuse_export() -> NoReturn:
 def is_traced(tensor: ShardedTensor) -> bool:
     """Whether a tensor belongs to a graph that is being traced."""
     base = tensor if tensor._view is None else tensor._view.base
-    return type(base._source) is TracedSource
+    return type(base.gather_source) is TracedSource
 
 
 def unflatten(
@@ -178,9 +178,9 @@ def unflatten(
         mesh, placements, tensor_meta=TensorMeta(torch.Size(layout.shape), tuple(map(int, outer_stride)), dtype)
     )
     prototype = shard if shard.dtype == dtype else empty_of(dtype, shard.device)
-    out = kind.wrap(ShardCell(shard, layout), spec, group, prototype=prototype, requires_grad=requires_grad)
+    out = kind.wrap(ShardStorage(shard, layout), spec, group, prototype=prototype, requires_grad=requires_grad)
     if is_traced_with:
-        out._source, out._slot = TracedSource(out), 0
+        out.gather_source, out.gather_slot = TracedSource(out), 0
         ShardedTensor._dispatch, ShardedTensor.grad = staticmethod(_dispatch_any), GRAD
     return out
 

@@ -50,9 +50,9 @@ def pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if target._view is not None:
         _write_through(target, lambda view: func(view, *materialize(args[1:]), **_materialize_kwargs(kwargs)))
         return target
-    shard = target._cell.resolve()
+    shard = target.shard_storage.resolve()
     func(shard, *[cut_to(a, target) for a in args[1:]], **{k: cut_to(v, target) for k, v in kwargs.items()})
-    target._cell.note_write()
+    target.shard_storage.note_write()
     return target
 
 
@@ -69,22 +69,22 @@ def _base_of(tensor: ShardedTensor) -> ShardedTensor:
 def _sign(func: OpOverload, target: ShardedTensor, operands: Sequence[Any]) -> None:
     """Have the next gather compare the numbers and indices that a write was given on each rank."""
     if func in _OVERWRITES and target._view is None:
-        target._cell.tag = 0
+        target.shard_storage.tag = 0
     facts = numbers_in(operands)
     steps = () if target._view is None or is_stepping() else tuple(repr(s.args) for s in target._view.steps)
     if facts or steps:
-        target._cell.sign(*facts, *steps)
+        target.shard_storage.sign(*facts, *steps)
 
 
 def _accumulate(target: ShardedTensor, other: Any, kwargs: Kwargs) -> bool:
     """Whether an addition of gradients is taken care of without waiting for one that is in flight."""
-    if kwargs or not isinstance(other, ShardedTensor) or not other._cell.is_pending:
+    if kwargs or not isinstance(other, ShardedTensor) or not other.shard_storage.is_pending:
         return False
-    if other._is_added and target._cell.awaits(other._cell):
+    if other._is_added and target.shard_storage.awaits(other.shard_storage):
         return True  # it was added to the buffer that is still open
-    if not lies_like(target, other) or other._cell is target._cell:
+    if not lies_like(target, other) or other.shard_storage is target.shard_storage:
         return False
-    target._cell.add_later(other._cell)
+    target.shard_storage.add_later(other.shard_storage)
     return True
 
 
@@ -97,13 +97,13 @@ def _write_through(target: ShardedTensor, change: Callable[[Tensor], Any]) -> No
             holds no elements of other ranks.
     """
     base = _base_of(target)
-    shard = base._cell.resolve()
+    shard = base.shard_storage.resolve()
     buffer = torch.empty_strided(base.shape, base.stride(), dtype=base.storage_dtype, device=base.storage_device)
-    own = part_of(buffer.zero_(), base._layout, base._group.rank)
+    own = part_of(buffer.zero_(), base.shard_layout, base.shard_group.rank)
     own.copy_(shard)
     change(buffer if target._view is None else apply_steps(buffer, target._view.steps))
     shard.copy_(own)
-    base._cell.note_write()
+    base.shard_storage.note_write()
 
 
 def write(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -119,22 +119,22 @@ def write(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         if takes_own_data(tensor, operands):
             base.become_whole()
         _sign(func, tensor, operands)
-        if id(base._cell) not in targets:
+        if id(base.shard_storage) not in targets:
             buffer = torch.empty_strided(
                 base.shape, base.stride(), dtype=base.storage_dtype, device=base.storage_device
             )
             buffer.copy_(whole(base.full_in()))
-            targets[id(base._cell)] = (base, buffer)
-        _, buffer = targets[id(base._cell)]
+            targets[id(base.shard_storage)] = (base, buffer)
+        _, buffer = targets[id(base.shard_storage)]
         return buffer if tensor._view is None else apply_steps(buffer, tensor._view.steps)
 
     new_args = [map_tensors(a, private) if i in mutated else materialize(a) for i, a in enumerate(args)]
     new_kwargs = {k: map_tensors(v, private) if k in mutated else materialize(v) for k, v in kwargs.items()}
     result = func(*new_args, **new_kwargs)
     for base, buffer in targets.values():
-        shard = base._cell.resolve()
-        shard.copy_(part_of(buffer, base._layout, base._group.rank))
-        base._cell.note_write()
+        shard = base.shard_storage.resolve()
+        shard.copy_(part_of(buffer, base.shard_layout, base.shard_group.rank))
+        base.shard_storage.note_write()
     return _returned(func, args, kwargs, result)
 
 
@@ -186,7 +186,7 @@ def foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     tensors = [x for items in written for x in items if isinstance(x, ShardedTensor)]
     if tensors:
         for tensor in tensors:
-            tensor._cell.note_write()
+            tensor.shard_storage.note_write()
         increment_version(tensors)  # autograd does not count writes to lists
     return None
 
@@ -195,7 +195,7 @@ def _lying_like(part: Any, target: Any) -> Any:
     """An operand with the strides of a target's shard: fused steps take them for granted, and do not look."""
     if not isinstance(target, ShardedTensor):
         return part
-    shard = target._cell.resolve()
+    shard = target.shard_storage.resolve()
     if not isinstance(part, Tensor) or part.shape != shard.shape or part.stride() == shard.stride():
         return part
     return torch.empty_like(shard, dtype=part.dtype).copy_(part)
@@ -204,7 +204,9 @@ def _lying_like(part: Any, target: Any) -> Any:
 def unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     """GradScaler's unscale: on shards; all ranks agree on whether a gradient was infinite or NaN."""
     grads, found_inf, inv_scale = args
-    local = [g._cell.resolve() if isinstance(g, ShardedTensor) and g._view is None else materialize(g) for g in grads]
+    local = [
+        g.shard_storage.resolve() if isinstance(g, ShardedTensor) and g._view is None else materialize(g) for g in grads
+    ]
     func(local, found_inf, inv_scale, **kwargs)
     sharded = [g for g in grads if isinstance(g, ShardedTensor)]
     groups = {id(group.process_group): group for g in sharded for group in groups_of(g)}
@@ -214,7 +216,7 @@ def unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
         )
     if sharded:
         for grad in sharded:
-            grad._cell.note_write()
+            grad.shard_storage.note_write()
         increment_version(sharded)
 
 
@@ -223,15 +225,15 @@ def renorm(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     target, indices, *options = args
     if not isinstance(target, ShardedTensor):
         return func(target, materialize(indices), *options)
-    if inner_of(target._layout) is not None:
+    if inner_of(target.shard_layout) is not None:
         raise UnsupportedOpError(
             f"{target.name}: Embedding(max_norm=...) renormalizes whole rows, but this weight is a DTensor with "
             f"placements {target.placements}. Leave max_norm out, or leave the embedding out of parallelize_module."
         )
-    used = torch.zeros(target.shape[0], dtype=torch.uint8, device=target._group.device_type)
+    used = torch.zeros(target.shape[0], dtype=torch.uint8, device=target.shard_group.device_type)
     used[indices.reshape(-1)] = 1
     label = f"rows of {target.name}"
-    anywhere = collectives.all_reduce([used], target._group, ReduceOp.MAX, label=label, everywhere=True).wait()[0]
+    anywhere = collectives.all_reduce([used], target.shard_group, ReduceOp.MAX, label=label, everywhere=True).wait()[0]
     rows = anywhere.nonzero().reshape(-1).to(target.storage_device, indices.dtype)
     write(func, (target, rows, *options), kwargs)
     return target
@@ -255,7 +257,7 @@ def random_factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         full = func(plain, *materialize(args[1:]), **kwargs)
     if source._view is not None:
         return full
-    return source.like(part_of(full, source._layout, source._group.rank).clone())
+    return source.like(part_of(full, source.shard_layout, source.shard_group.rank).clone())
 
 
 def _drawers(tensor: ShardedTensor) -> ShardGroup:
@@ -274,16 +276,16 @@ class _AgreedGenerator:
     """
 
     def __init__(self, group: ShardGroup, device: torch.device, generator: torch.Generator | None) -> None:
-        self._group = group
+        self.shard_group = group
         self._generator = generator if generator is not None else _default_generator(device)
         self._own: Tensor | None = None
 
     def __enter__(self) -> None:
-        if self._generator is None or self._group.world_size == 1:
+        if self._generator is None or self.shard_group.world_size == 1:
             return
         own = self._generator.get_state()
-        wire = own.to(self._group.device_type)
-        agreed = collectives.broadcast([wire], self._group, label="random state", everywhere=True).wait()[0].cpu()
+        wire = own.to(self.shard_group.device_type)
+        agreed = collectives.broadcast([wire], self.shard_group, label="random state", everywhere=True).wait()[0].cpu()
         if not torch.equal(agreed, own):
             self._own = own
             self._generator.set_state(agreed)
@@ -305,16 +307,16 @@ def _default_generator(device: torch.device) -> torch.Generator | None:
 
 def _is_whole_temporary(tensor: ShardedTensor) -> bool:
     """Whether it is no parameter, gradient or optimizer state, and each rank holds all of it."""
-    return not tensor.is_view and tensor._layout.dim is None and not tensor._cell.is_shared
+    return not tensor.is_view and tensor.shard_layout.dim is None and not tensor.shard_storage.is_shared
 
 
 def refuse(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Operations that would re-shape or re-seat the tensor itself; a whole temporary may be transposed."""
     target = args[0]
     if isinstance(target, ShardedTensor) and func in _TRANSPOSING and _is_whole_temporary(target):
-        transposed = _TRANSPOSING[func](target._cell.resolve(), *args[1:])
+        transposed = _TRANSPOSING[func](target.shard_storage.resolve(), *args[1:])
         target.data = ShardedTensor.shard(transposed, target.device_mesh, None, name=target.name)
-        target._cell.is_shared = False
+        target.shard_storage.is_shared = False
         return target
     names = [a.name for a in args if isinstance(a, ShardedTensor)]
     raise UnsupportedOpError(

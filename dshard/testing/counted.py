@@ -33,7 +33,7 @@ class CountedPeak(TorchDispatchMode):
     def note(self, value: Any, *, is_new: bool = False) -> None:
         """Count the memory of a tensor, as long as anybody holds it; `is_new` if it was known, but idle until now."""
         if isinstance(value, ShardedTensor):
-            value = value._cell.resolve()
+            value = value.shard_storage.resolve()
         if not isinstance(value, Tensor) or value.is_meta:
             return
         storage = value.untyped_storage()

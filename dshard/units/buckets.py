@@ -41,7 +41,7 @@ class Bucket:
 
 def part_layout(param: ShardedTensor, num_ranks: int) -> ShardLayout:
     """How a parameter is cut over as many ranks; its own layout for those that share it."""
-    own = param._layout
+    own = param.shard_layout
     if num_ranks == 1:  # what is whole is cut into one part
         return ShardLayout(own.shape, 0 if own.shape else None, 1)
     return own if own.num_ranks == num_ranks else ShardLayout(own.shape, own.dim, num_ranks)
@@ -49,7 +49,7 @@ def part_layout(param: ShardedTensor, num_ranks: int) -> ShardLayout:
 
 def is_whole(param: ShardedTensor) -> bool:
     """Whether every rank holds a parameter whole."""
-    return param._cell.layout.dim is None
+    return param.shard_storage.layout.dim is None
 
 
 def are_whole(params: Sequence[ShardedTensor]) -> bool:
@@ -72,7 +72,7 @@ def make_buckets(
         comms: Collectives in the place of the backend's.
     """
     return [
-        _make_bucket(params, part, kind, with_comms(params[part[0]]._group, comms))
+        _make_bucket(params, part, kind, with_comms(params[part[0]].shard_group, comms))
         for kind, part in _by_kind(params, slots, dtypes).items()
     ]
 
@@ -88,7 +88,7 @@ def make_part_buckets(
         num_ranks: Among which the parts lie; must divide the size of each group.
     """
     return [
-        _make_bucket(params, part, replace(kind, own=kind.dtype), params[part[0]]._group.neighbours(num_ranks))
+        _make_bucket(params, part, replace(kind, own=kind.dtype), params[part[0]].shard_group.neighbours(num_ranks))
         for kind, part in _by_kind(params, range(len(params)), dtypes).items()
     ]
 
@@ -123,8 +123,8 @@ def _by_kind(
     for slot in slots:
         param = params[slot]
         own, whole = param.storage_dtype, is_whole(param)
-        kind = _Kind(own, dtypes[slot] or own, param.device, param._group.full_name, param.offload, whole)
-        if whole and not param.dim() and param._group.num_ranks > 1:
+        kind = _Kind(own, dtypes[slot] or own, param.device, param.shard_group.full_name, param.offload, whole)
+        if whole and not param.dim() and param.shard_group.num_ranks > 1:
             numbers.setdefault(kind, []).append(slot)
         else:
             found[kind] = (*found.get(kind, ()), slot)
@@ -138,8 +138,8 @@ def _by_kind(
 def _make_bucket(params: Sequence[ShardedTensor], slots: tuple[int, ...], kind: _Kind, group: ShardGroup) -> Bucket:
     members = [params[slot] for slot in slots]
     if kind.is_whole:
-        group = ShardGroup.alone(members[0]._group)
+        group = ShardGroup.alone(members[0].shard_group)
     layout = BucketLayout.of([part_layout(p, group.num_ranks) for p in members])
-    plan = GatherPlan.of(layout, [gathered_stride(p._layout, p.stride()) for p in members], kind.dtype, group)
+    plan = GatherPlan.of(layout, [gathered_stride(p.shard_layout, p.stride()) for p in members], kind.dtype, group)
     is_meta, is_cast = members[0].is_meta, kind.dtype != kind.own
     return Bucket(slots, kind.dtype, is_cast, plan, ReducePlan.of(layout, group), group, is_meta, kind.offload)

@@ -12,22 +12,22 @@ from dshard import collectives
 from dshard.autograd.modes import outside_autograd, profiled
 from dshard.collectives import Buffer, Gathered, Handle, SendRow, shard_of
 from dshard.errors import StateError
-from dshard.tensor.cell import BURST, ShardCell
 from dshard.tensor.extended import exact_values
 from dshard.tensor.inner import InnerLayout, on_mesh, viewed
 from dshard.tensor.nested import local_of
+from dshard.tensor.shard_storage import BURST, ShardStorage
 from dshard.tensor.views import View
 from dshard.units.buckets import Bucket, is_whole, part_layout
 from dshard.units.extensions import Extensions
 
 __all__ = ["Copies"]
 
-_SHARD_OF = attrgetter("_cell._tensor")
+_SHARD_OF = attrgetter("shard_storage._tensor")
 _VERSION_OF = attrgetter("_version")
 _MAX_VIEWS = 64  # of gathered copies that are remembered
 
 
-def _storage_of(cell: ShardCell) -> int:
+def _storage_of(cell: ShardStorage) -> int:
     """Tells the memory of shards apart."""
     return cell.resolve().untyped_storage()._cdata
 
@@ -104,7 +104,7 @@ class Copies:
         """Bytes of all of them, without padding, and without those that are whole on every rank."""
         dtypes = [dtype or p.storage_dtype for p, dtype in zip(self.unit.params, self.dtypes, strict=True)]
         pairs = zip(self.unit.params, dtypes, strict=True)
-        return sum(p._layout.numel * d.itemsize for p, d in pairs if not (is_whole(p) and d == p.storage_dtype))
+        return sum(p.shard_layout.numel * d.itemsize for p, d in pairs if not (is_whole(p) and d == p.storage_dtype))
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -122,7 +122,7 @@ class Copies:
             observer = self.unit.observer
             if observer.split is not None:
                 observer.before_use()
-                owner, own_slot = self.unit.params[slot]._source, self.unit.params[slot]._slot
+                owner, own_slot = self.unit.params[slot].gather_source, self.unit.params[slot].gather_slot
                 if owner is not self.unit and owner is not None:  # the first use split this unit
                     moved: Tensor = owner.full(own_slot, view)
                     return moved
@@ -197,7 +197,7 @@ class Copies:
         with outside_autograd(), profiled("gather", self.unit.label):
             self._forget_rows(buckets)
             rows = [self._row_of(bucket) for bucket in buckets]
-            self._shards = [p._cell.resolve() for p in params]
+            self._shards = [p.shard_storage.resolve() for p in params]
             self._versions = list(map(_VERSION_OF, self._shards))
             shards = self._shards if self.unit.extensions is None else self._exact_shards()
             for bucket, row in zip(buckets, rows, strict=True):
@@ -224,7 +224,7 @@ class Copies:
             bucket.plan,
             bucket.group,
             label=self.unit.label if self.is_primary else f"{self.unit.label}, in its own dtype",
-            tag=hash(tuple(params[slot]._cell.signature for slot in bucket.slots)),
+            tag=hash(tuple(params[slot].shard_storage.signature for slot in bucket.slots)),
             pool=self.unit.observer.pool,
             row=row,
         )
@@ -291,12 +291,12 @@ class Copies:
             return None
         if bucket.offload is None and (bucket.group.is_direct or bucket.group.num_ranks == 1 or bucket.is_cast):
             return None
-        cells = [self.unit.params[slot]._cell for slot in bucket.slots]
+        cells = [self.unit.params[slot].shard_storage for slot in bucket.slots]
         _, known = self._send_rows.get(bucket.slots, (None, None))
         if known is not None and known.holds([cell._tensor for cell in cells]):
             return known.row
         in_row = {id(shard) for shard in known.shards} if known is not None else set()
-        sharing = Counter(_storage_of(param._cell) for param in self.unit.params)  # in a row that was forgotten
+        sharing = Counter(_storage_of(param.shard_storage) for param in self.unit.params)  # in a row that was forgotten
         for cell in cells:
             moved = id(cell._tensor) in in_row
             if cell.is_held(own_refs=int(moved), storage_refs=1 + len(in_row) if moved else sharing[_storage_of(cell)]):

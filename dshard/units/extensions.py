@@ -94,14 +94,14 @@ class Extensions:
             self._agreed = kinds
         by_group: dict[str, tuple[ShardGroup, list[int]]] = {}
         for slot in self.slots:
-            group = self.unit.params[slot]._group
+            group = self.unit.params[slot].shard_group
             by_group.setdefault(group.full_name, (group, []))[1].append(slot)
         return [(tuple(slots), self._gather(group, slots, sent, pool)) for group, slots in by_group.values()]
 
     def _ask(self, slot: int) -> _Sent:
         """What a parameter's `fsdp_pre_all_gather` gives."""
         param: ShardedTensor = self.unit.params[slot]
-        shard: Any = param._cell.resolve()
+        shard: Any = param.shard_storage.resolve()
         if not is_extended(shard):
             raise StateError(
                 f"{param.name}: the shard must stay of the class that says how it is gathered, but it became a "
@@ -151,7 +151,7 @@ class Extensions:
         groups = {group.full_name: group for group in self.unit.groups}
         apart = []
         for name, group in groups.items():
-            slots = [slot for slot in self.slots if self.unit.params[slot]._group.full_name == name]
+            slots = [slot for slot in self.slots if self.unit.params[slot].shard_group.full_name == name]
             if slots:
                 try:
                     apart += _differing(slots, kinds, group, f"shapes of '{self.unit.label}'")
@@ -164,9 +164,9 @@ class Extensions:
             param, own = self.unit.params[apart[0]], kinds[apart[0]]
             raise UnsupportedOpError(
                 f"{param.name}: fsdp_pre_all_gather must give tensors of the same shapes and dtypes on all "
-                f"{param._group.num_ranks} ranks, but here they are {own}, and others, or an error, on another rank "
-                f"(full shape {tuple(param.shape)}). Where dim 0 is uneven, pad them to {param._layout.chunk_size} "
-                "rows, or choose a dim 0 that the number of ranks divides."
+                f"{param.shard_group.num_ranks} ranks, but here they are {own}, and others, or an error, on another "
+                f"rank (full shape {tuple(param.shape)}). Where dim 0 is uneven, pad them to "
+                f"{param.shard_layout.chunk_size} rows, or choose a dim 0 that the number of ranks divides."
             )
 
     def _gather(
@@ -182,7 +182,7 @@ class Extensions:
             plan = GatherPlan.of(BucketLayout.of(layouts), [(1,)] * len(sizes), torch.uint8, group)
             self._plans[group.full_name, sizes] = plan
         params = [self.unit.params[slot] for slot in slots]
-        tag = hash(tuple(param._cell.signature for param in params))
+        tag = hash(tuple(param.shard_storage.signature for param in params))
         handle = collectives.all_gather(rows, plan, group, label=self.unit.label, tag=tag, pool=pool)
 
         def finish() -> Gathered:
@@ -230,7 +230,7 @@ def _made(param: ShardedTensor, sent: _Sent, parts: Any) -> Tensor:
     Raises:
         UnsupportedOpError: It is not what the parameter is in a forward.
     """
-    outputs = [_output(next(parts), own, param._group.num_ranks) for own in sent.inputs]
+    outputs = [_output(next(parts), own, param.shard_group.num_ranks) for own in sent.inputs]
     precision = param._precision
     dtype = (precision.compute if precision is not None else None) or param.storage_dtype
     full = sent.shard.fsdp_post_all_gather(tuple(outputs), sent.metadata, dtype)

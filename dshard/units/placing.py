@@ -141,7 +141,7 @@ def placed_by(name: str, param: Tensor, place: Place, strategy: Strategy | None)
 
 def _is_gathered_itself(name: str, param: Tensor, place: Place) -> bool:
     """Whether a parameter on one rank is one that says how it is gathered; on several such a one cannot be whole."""
-    value = param._cell.resolve() if isinstance(param, ShardedTensor) else param
+    value = param.shard_storage.resolve() if isinstance(param, ShardedTensor) else param
     if is_extended(value) and place.num_ranks > 1:
         raise UnsupportedOpError(
             f"{name}: a {type(value).__name__} says how it is gathered from shards, but under ddp every rank is to "

@@ -15,8 +15,8 @@ from dshard.collectives import ShardGroup
 from dshard.errors import UnsupportedOpError
 from dshard.policies import reshard_choice
 from dshard.tensor import ShardedTensor
-from dshard.tensor.cell import OPERANDS
 from dshard.tensor.extended import is_extended
+from dshard.tensor.shard_storage import OPERANDS
 from dshard.tensor.sharded_tensor import REQUIRES_GRAD
 from dshard.tensor.sources import is_used_away
 from dshard.tensor.views import View
@@ -84,7 +84,7 @@ class Unit:
         precisions = [param._precision for param in self.params]
         computes = tuple(p.compute if p is not None else None for p in precisions)
         self.reduce_dtypes = tuple(p.reduce if p is not None else None for p in precisions)
-        extended = tuple(slot for slot, param in enumerate(self.params) if is_extended(param._cell._tensor))
+        extended = tuple(slot for slot, param in enumerate(self.params) if is_extended(param.shard_storage._tensor))
         self.extensions = Extensions(self, extended) if extended else None
         self.copies = Copies(self, computes, is_primary=True)
         self.exact = Copies(self, (None,) * len(computes), is_primary=False) if any(computes) else self.copies
@@ -96,7 +96,7 @@ class Unit:
         self._learned: LearnedCasts | None = None
         self._groups: list[ShardGroup] | None = None
         for slot, param in enumerate(self.params):
-            param._source, param._slot, param._is_mixed = self, slot, computes[slot] is not None
+            param.gather_source, param.gather_slot, param._is_mixed = self, slot, computes[slot] is not None
 
     def restart(self) -> None:
         """Its parameters lie elsewhere now: make anew what was made for where they lay."""
@@ -116,13 +116,13 @@ class Unit:
     @property
     def param_bytes(self) -> int:
         """Bytes of the full parameters as they are stored."""
-        return sum(p._layout.numel * p.storage_dtype.itemsize for p in self.params)
+        return sum(p.shard_layout.numel * p.storage_dtype.itemsize for p in self.params)
 
     @property
     def groups(self) -> list[ShardGroup]:
         """The groups of ranks that its parameters are gathered over, each once; those of a parameter never change."""
         if self._groups is None:
-            self._groups = list({p._group.full_name: p._group for p in self.params}.values())
+            self._groups = list({p.shard_group.full_name: p.shard_group for p in self.params}.values())
         return self._groups
 
     @property
@@ -305,7 +305,7 @@ class Unit:
     def _refuse_parts(self, num_ranks: int) -> None:
         if self.extensions is not None:
             param = self.params[self.extensions.slots[0]]
-            kind = type(param._cell.resolve()).__name__
+            kind = type(param.shard_storage.resolve()).__name__
             raise UnsupportedOpError(
                 f"{param.name}: what fsdp_post_all_gather of a {kind} gives cannot be cut again for fewer ranks, but "
                 f"reshard_after_forward is {num_ranks}. Pass True or False."

@@ -176,7 +176,7 @@ def alive_after_forward(how: str) -> int:
     """Elements of the experts' gathered weights that are alive between forward and backward."""
     model = build(how)
     out = model(rows(0, dist.get_rank())).sum()
-    found = sum(u.full_bytes for u in {p._source for p in model[1].experts.parameters()} if u.is_gathered)
+    found = sum(u.full_bytes for u in {p.gather_source for p in model[1].experts.parameters()} if u.is_gathered)
     out.backward()
     return found
 

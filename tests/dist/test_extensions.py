@@ -344,7 +344,7 @@ def test_between_forward_and_backward_nothing_that_was_gathered_is_alive(worlds:
 def memory_of_what_travelled(kind: Any, policy: Any) -> tuple[int, bool]:
     net = shard(make(kind, bias=False), policy)
     net[0].unshard()
-    unit: Any = net[0].weight._source
+    unit: Any = net[0].weight.gather_source
     return len(unit.copies._memories), unit.observer.pool.kept_bytes > 0
 
 

@@ -73,7 +73,7 @@ def traits_of_made_groups() -> list[tuple[Any, Any, str]]:
     mesh = DeviceMesh.from_group(parent, "cpu")
     model: Any = dshard.fully_shard(nn.Linear(8, 8), mesh=mesh, strategy="hybrid(2)")
     replicas, within = (model.weight.device_mesh.get_group(dim) for dim in range(2))
-    few = model.weight._group.neighbours(1).process_group
+    few = model.weight.shard_group.neighbours(1).process_group
     model.set_separate_reduce_scatter_group()
     twin = _c10d.twin_of_group(within)
     made = [replicas, within, few, twin]

@@ -186,7 +186,7 @@ def step_under_another_default_device(is_native: bool, diverges: bool) -> list[f
                 with torch.no_grad():
                     model.bias.mul_(2.0)
             model.unshard()
-            collectives.settle([model.weight._group])
+            collectives.settle([model.weight.shard_group])
             model(x).sum().backward()
         return model.weight.grad.full_tensor()[0].tolist()
 

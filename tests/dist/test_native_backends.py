@@ -108,7 +108,7 @@ def test_every_buffer_of_a_step_goes_back_to_the_pool(worlds: WorldPool, is_nati
 
 
 def unit_of(param: Any) -> Unit:
-    return param._source
+    return param.gather_source
 
 
 def rows_in_a_fake_world(hold: bool) -> tuple[int, int]:
@@ -117,7 +117,7 @@ def rows_in_a_fake_world(hold: bool) -> tuple[int, int]:
         model: Any = dshard.fully_shard(nn.Linear(8, 8))
         held = model.weight.to_local() if hold else None
         model(torch.ones(1, 8))
-        storages = {p._cell.resolve().untyped_storage().data_ptr() for p in model.parameters()}
+        storages = {p.shard_storage.resolve().untyped_storage().data_ptr() for p in model.parameters()}
         if held is not None:
             held.fill_(3.0)  # a write that must not be lost
             assert bool((model.weight.to_local() == 3).all())
@@ -150,8 +150,7 @@ def writes_after_the_move() -> list[bool]:
             found.append(reads(4.0))
             model(x)
             found.append(
-                reads(4.0)
-                and len({p._cell.resolve().untyped_storage().data_ptr() for p in (model.weight, model.bias)}) == 1
+                reads(4.0) and len({p.to_local().untyped_storage().data_ptr() for p in (model.weight, model.bias)}) == 1
             )
             alias = model.weight.detach()
             alias.fill_(5.0)
@@ -216,7 +215,7 @@ def settle_forwards(num_forwards: int) -> int:
         with torch.no_grad(), dshard.CommTrace() as trace:
             for _ in range(num_forwards):
                 model(torch.ones(1, 4))
-            collectives.settle([model.weight._group])
+            collectives.settle([model.weight.shard_group])
         return trace.calls("check")
 
 

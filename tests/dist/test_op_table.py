@@ -773,7 +773,7 @@ def check_writes(dim):
                     problem = "did not give self back"
                 if problem is None and w.to_local().numel() and w.to_local()._version <= before:
                     problem = "the version did not rise"
-                if problem is None and w.to_local().data_ptr() != w._cell.resolve().data_ptr():
+                if problem is None and w.to_local().data_ptr() != w.shard_storage.resolve().data_ptr():
                     problem = "the shard moved"
             except Exception as error:
                 problem = f"{type(error).__name__}: {str(error)[:200]}"

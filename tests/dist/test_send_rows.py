@@ -90,12 +90,12 @@ def test_a_shard_is_moved_only_if_nobody_holds_its_memory(worlds: WorldPool, aga
 def unit_of(*layers: nn.Module) -> Unit:
     dshard.fully_shard(list(layers))
     layers[0](torch.ones(1, 8))
-    unit: Unit = layers[0].weight._source  # type: ignore[assignment]
+    unit: Unit = layers[0].weight.gather_source  # type: ignore[assignment]
     return unit
 
 
 def num_storages(unit: Unit) -> int:
-    return len({p._cell.resolve().untyped_storage().data_ptr() for p in unit.params})
+    return len({p.shard_storage.resolve().untyped_storage().data_ptr() for p in unit.params})
 
 
 def after_moves(
@@ -149,7 +149,7 @@ def rows_after_a_child_was_converted(takes_gradients: bool) -> tuple[bool, int]:
             takes_gradients
         )
         model(torch.ones(1, 32))
-        unit: Unit = model[0].weight._source
+        unit: Unit = model[0].weight.gather_source
         ((_, row),) = unit.copies._send_rows.values()
         old = StorageWeakRef(row.row.untyped_storage())
         del row

@@ -69,7 +69,7 @@ def run_layer(case: Case) -> list[Tensor | None]:
     """Result, and gradients of the input and parameters, of a layer whose weight is sliced."""
     with native() if case.is_native else nullcontext():
         layer = dshard.fully_shard(case.layer())
-    assert slice_weight([layer], layer.weight, case.num_slices) is layer.weight._source
+    assert slice_weight([layer], layer.weight, case.num_slices) is layer.weight.gather_source
     x = case.given_to(dist.get_rank())
     out = layer(x)
     with torch.no_grad():
@@ -465,7 +465,7 @@ def started_when_the_order_is_known(change: str) -> list[Any]:
         handle.remove()
     assert torch.allclose(out, x @ weights[0].T @ weights[1].T)
     out.sum().backward()
-    return [[num for num, _ in under.seen[:6]], calls, model[1].weight._source.slice_bytes]
+    return [[num for num, _ in under.seen[:6]], calls, model[1].weight.gather_source.slice_bytes]
 
 
 @pytest.mark.parametrize("change", ["", "a write"])
@@ -479,8 +479,8 @@ def last_gradient_is_pending() -> list[bool]:
     layer: Any = dshard.fully_shard(nn.Linear(4, 12, bias=False))
     slice_weight([layer], layer.weight, 3)
     layer(torch.ones(2, 4)).sum().backward()
-    pending = layer.weight.grad._cell.is_pending
-    return [pending, bool(layer.weight.grad.full_tensor().eq(2).all()), layer.weight.grad._cell.is_pending]
+    pending = layer.weight.grad.shard_storage.is_pending
+    return [pending, bool(layer.weight.grad.full_tensor().eq(2).all()), layer.weight.grad.shard_storage.is_pending]
 
 
 def test_the_last_slice_of_a_gradient_is_awaited_by_its_first_use(worlds: WorldPool):
@@ -615,7 +615,7 @@ def others_change() -> list[int]:
         dshard.fully_shard(layer, strategy={"weight": "split(2)", "bias": "zero2"})
     dshard.fully_shard(model)
     dshard.set_strategy(model, {"*.bias": "full"})
-    return [layer.weight._source.settings.num_slices for layer in model]  # type: ignore[union-attr]
+    return [layer.weight.gather_source.settings.num_slices for layer in model]  # type: ignore[union-attr]
 
 
 def test_a_change_of_other_parameters_leaves_a_weight_sliced(worlds: WorldPool):

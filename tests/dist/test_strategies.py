@@ -604,7 +604,7 @@ def settings_of_others() -> list[tuple[Any, bool]]:
         model[1].set_reshard_after_forward(False)
         model[1].set_reshard_after_backward(False)
         dshard.set_strategy(model, {"1.bias": "ddp", "0.*": "zero2"})
-        unit = model[1].weight._source
+        unit = model[1].weight.gather_source
         found.append((unit.settings.reshard_after_forward, unit.settings.reshard_after_backward))
     return found
 

@@ -154,7 +154,7 @@ def leak_a_weight() -> tuple[int, int]:
         full = model.head.weight.materialize()  # type: ignore[union-attr]
         model(batch("gpt", 0, 0, 0)[0])
     assert full.numel()
-    num_in_unit = len(model.head.weight._source.params)  # type: ignore[union-attr]
+    num_in_unit = len(model.head.weight.gather_source.params)  # type: ignore[union-attr]
     return watch.num_alive(expected=num_in_unit), num_in_unit
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from dshard.collectives import is_storage_held
 from dshard.layout import ShardLayout
 
-__all__ = ["BURST", "OPERANDS", "ShardCell"]
+__all__ = ["BURST", "OPERANDS", "ShardStorage"]
 
 
 # The operation whose operands are being gathered, if one is. Nobody writes to a shard meanwhile.
@@ -18,7 +18,7 @@ BURST: list[object | None] = [None]
 OPERANDS: list[tuple[object, ...]] = [()]  # its arguments
 
 
-class ShardCell:
+class ShardStorage:
     """Holds one shard; shared by a ShardedTensor and its detached aliases.
 
     Args:
@@ -47,7 +47,7 @@ class ShardCell:
         self,
         tensor: Tensor | None,
         layout: ShardLayout,
-        pending: Callable[["ShardCell"], None] | None = None,
+        pending: Callable[["ShardStorage"], None] | None = None,
         *,
         is_shared: bool = False,
     ) -> None:
@@ -60,7 +60,7 @@ class ShardCell:
         self.tag = 0
         self.num_writes = 0
         self._pending = pending
-        self._awaited: tuple[ShardCell, ...] = ()
+        self._awaited: tuple[ShardStorage, ...] = ()
 
     @property
     def is_pending(self) -> bool:
@@ -127,22 +127,22 @@ class ShardCell:
     def retire(self, why: Exception) -> None:
         """Let go of the shard, which is elsewhere now; every later use raises."""
 
-        def refuse(cell: "ShardCell") -> None:
+        def refuse(cell: "ShardStorage") -> None:
             raise why
 
         self._tensor = self.standin = None
         self._pending, self._awaited = refuse, ()
         self.is_retired = True
 
-    def awaits(self, other: "ShardCell") -> bool:
+    def awaits(self, other: "ShardStorage") -> bool:
         """Whether the shard of `other` is this one, or will be added to it."""
         return other is self or any(other is cell for cell in self._awaited)
 
-    def add_later(self, other: "ShardCell") -> None:
+    def add_later(self, other: "ShardStorage") -> None:
         """Add a shard that is in flight, once one of the two is used."""
         before = self._pending
 
-        def add(cell: ShardCell) -> None:
+        def add(cell: ShardStorage) -> None:
             added = other.resolve()  # ahead of all else: if it raises, nothing has happened
             if before is not None:
                 before(cell)
