@@ -21,7 +21,7 @@ from dshard.clip import clip_grad_norm_, on_clip
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.compat import no_sync
 from dshard.errors import DivergenceError, StateError
-from dshard.optimizer.swap import before_step
+from dshard.optimizer.step_hooks import before_steps
 from dshard.runtime import Runtime
 from dshard.units.schedule import Phase
 
@@ -126,8 +126,7 @@ class _Join:
         self._stack.callback(setattr, self._runtime, "announce", None)
         hook = self._module.register_forward_pre_hook(self._on_inputs, with_kwargs=True, prepend=True)
         self._stack.callback(hook.remove)
-        before_step.append(self._on_step)
-        self._stack.callback(before_step.remove, self._on_step)
+        self._stack.callback(before_steps(self._on_step))
         self._stack.enter_context(self._torchs_clipping())
         self._stack.enter_context(on_clip(self._on_clip))
 

@@ -8,7 +8,7 @@ shard's version tells of it.
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -18,13 +18,14 @@ from torch import Tensor
 
 from dshard.checkpoint.shard_file import Piece
 from dshard.errors import CheckpointError
-from dshard.optimizer.swap import before_step
+from dshard.optimizer.step_hooks import before_steps
 
 __all__ = ["Snapshot"]
 
 _SLACK_BYTES = 1 << 16  # random states do not always take as many bytes
 _NICENESS = 10  # of the thread when it writes: training goes first
 _OPEN: "weakref.WeakSet[Snapshot]" = weakref.WeakSet()  # whose copies are being made
+_WATCHED: list[Callable[[], None]] = []  # what ends that steps wait for them, from the first on
 
 
 class Snapshot:
@@ -57,9 +58,9 @@ class Snapshot:
             for i, piece in enumerate(pieces):
                 if not piece.is_shard:
                     self._copies[i].copy_(piece.values)
-        if _wait_for_copies not in before_step:
-            before_step.append(_wait_for_copies)
         _OPEN.add(self)
+        if not _WATCHED:
+            _WATCHED.append(before_steps(_wait_for_copies))
 
     def copy(self) -> list[Piece]:
         """Make the copies, in another thread than the one that trains.

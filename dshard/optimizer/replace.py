@@ -165,7 +165,7 @@ def inherit(new: ShardedTensor, hooks: ParameterHooks, grad: Tensor | None, *, m
 def repoint_optimizer(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
     """Let an optimizer that was made before `fully_shard` hold the sharded parameters, with its state cut to them.
 
-    Runs ahead of every step of every optimizer (`optimizer.swap` registers it); does nothing where no replaced
+    Runs ahead of every step of every optimizer (`optimizer.step_hooks` calls it); does nothing where no replaced
     parameter is held.
 
     Communicates:

@@ -6,7 +6,7 @@ the shards themselves. Whoever else looks in meanwhile (a closure, a hook) would
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -29,20 +29,16 @@ from torch.optim import (
     Rprop,
 )
 from torch.optim import optimizer as torch_optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dshard.errors import StateError, UnsupportedOpError
-from dshard.optimizer.replace import repoint_optimizer
 from dshard.tensor import ShardedTensor
 from dshard.tensor.extended import is_extended
 from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sharded_tensor import SHARDED
 
-__all__ = ["after_step", "before_step", "check_interrupted"]
+__all__ = ["begin_swap", "check_interrupted", "check_kernels", "end_swap"]
 
-before_step: list[Callable[[Optimizer], object]] = []  # called with each optimizer that is about to step
-after_step: list[Callable[[Optimizer], object]] = []  # called with each optimizer that has stepped
-
+_OWN_HOOKS = 1, 1  # of all optimizers, ahead of steps and after them
 _ELEMENTWISE = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
 
 
@@ -76,7 +72,6 @@ class _Current:
 
     swap: ClassVar[_Swap | None] = None
     untold: ClassVar[_Swap | None] = None
-    num_hooks: ClassVar[tuple[int, int]] = (0, 0)
 
 
 def _num_global_hooks() -> tuple[int, int]:
@@ -91,7 +86,7 @@ def _may_swap(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
         and closure is None
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks
-        and _num_global_hooks() == _Current.num_hooks
+        and _num_global_hooks() == _OWN_HOOKS
         and not optimizer.defaults.get("differentiable")
     )
 
@@ -116,17 +111,13 @@ def _standin(param: ShardedTensor) -> Tensor | None:
     return shard
 
 
-def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    check_interrupted(optimizer, ())
-    repoint_optimizer(optimizer)
-    for listener in before_step:
-        listener(optimizer)
-    _check_kernels(optimizer)
+def begin_swap(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Let shards stand in for the parameters of an optimizer that is about to step, if nobody else looks at them."""
     if _may_swap(optimizer, args, kwargs):
         _swap_parameters(optimizer)
 
 
-def _check_kernels(optimizer: Optimizer) -> None:
+def check_kernels(optimizer: Optimizer) -> None:
     """Refuse torch's fused steps on a CPU for virtual ranks: they round the last elements of a shard otherwise."""
     for group in optimizer.param_groups:
         if not group.get("fused"):
@@ -189,12 +180,11 @@ def _forget_gradients(shards: list[Tensor]) -> None:
         shard.grad = None
 
 
-def _end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def end_swap(optimizer: Optimizer) -> None:
+    """Give an optimizer that has stepped its parameters back, if shards stood in for them."""
     swap = _Current.swap
     if swap is not None and swap.optimizer is optimizer:
         _restore(swap)
-    for listener in tuple(after_step):  # one may end itself
-        listener(optimizer)
 
 
 def _restore(swap: _Swap) -> None:
@@ -276,8 +266,3 @@ def check_interrupted(optimizer: Optimizer | None, params: Sequence[Tensor]) -> 
         "exception, and some parameters have moved while others have not. Load a checkpoint; or, to go on all the "
         "same, call zero_grad() again and continue."
     )
-
-
-register_optimizer_step_pre_hook(_begin)
-register_optimizer_step_post_hook(_end)
-_Current.num_hooks = _num_global_hooks()

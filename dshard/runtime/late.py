@@ -17,6 +17,7 @@ class LateParameters:
     """Finds trainable parameters that came after `fully_shard`: nothing would reduce their gradients."""
 
     def __init__(self) -> None:
+        _Registrations.watch()
         self._num_registrations = -1
         self._take_in: Callable[[list[tuple[str, nn.Parameter]]], None] | None = None
         self.tops: list[nn.Module] = []  # what the outermost call was given
@@ -75,15 +76,20 @@ class _Registrations:
     """Counts the parameters that modules are given, so that a model is searched only after one was."""
 
     count: ClassVar[int] = 0
+    are_watched: ClassVar[bool] = False
+
+    @classmethod
+    def watch(cls) -> None:
+        """Have torch tell of every parameter that a module is given, from the first sharded model on."""
+        if not cls.are_watched:
+            cls.are_watched = True
+            register_module_parameter_registration_hook(cls.note)
 
     @classmethod
     def note(cls, module: nn.Module, name: str, param: Any) -> Any:
         """Torch's hook for a parameter that is registered; a replaced one is followed."""
         cls.count += 1
         return param._replacement if isinstance(param, Replaced) else None
-
-
-register_module_parameter_registration_hook(_Registrations.note)
 
 
 def _in_functional_call() -> bool:

@@ -17,6 +17,7 @@ from dshard.gradients.hook import hook_gradient
 from dshard.gradients.needs import Needs
 from dshard.gradients.reducer import Reducer
 from dshard.gradients.reduction import GradReduction
+from dshard.optimizer.step_hooks import watch_steps
 from dshard.optimizer.swap import check_interrupted
 from dshard.policies import Offload
 from dshard.runtime.budget import agreed_free_bytes
@@ -48,6 +49,7 @@ class Runtime(Running):
 
     def __init__(self) -> None:
         super().__init__()
+        watch_steps()
         self.root: nn.Module | None = None
         self.reducer = Reducer()
         self.pool = BufferPool()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dshard.arguments import checked
-from dshard.optimizer.swap import after_step
+from dshard.optimizer.step_hooks import after_steps
 from dshard.planner import Comparison, Measured, Plan
 from dshard.runtime import Runtime
 from dshard.runtime.module import FSDPModule
@@ -43,7 +43,7 @@ class PlanReport:
         self._start_s: float | None = None
         self.comparison: Comparison | None = None
         runtime.on_training_forward = self._begin
-        after_step.append(self._end)
+        self._leave = after_steps(self._end)
 
     def _begin(self) -> None:
         """A training forward of the model starts, of a step's first micro-batch or of a later one."""
@@ -80,7 +80,7 @@ class PlanReport:
         log.log(level, "the plan against the second step:\n%s", self.comparison)
 
     def _stop(self) -> None:
-        after_step.remove(self._end)
+        self._leave()
         runtime = self._runtime()
         if runtime is not None and runtime.on_training_forward == self._begin:
             runtime.on_training_forward = None

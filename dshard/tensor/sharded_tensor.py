@@ -130,11 +130,8 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         self, shard: Tensor | ShardStorage, *, dtype: torch.dtype | None = None, stride: tuple[int, ...] | None = None
     ) -> "ShardedTensor":
         """A ShardedTensor of this one's layout around another shard; `dtype`, `stride` where they differ from its."""
-        cell = (
-            shard
-            if isinstance(shard, ShardStorage)
-            else ShardStorage(shard, self.shard_layout, is_shared=is_stepping())
-        )
+        layout, is_shared = self.shard_layout, is_stepping()
+        cell = shard if isinstance(shard, ShardStorage) else ShardStorage(shard, layout, is_shared=is_shared)
         spec = self._spec
         if dtype is None and not cell.is_pending:
             dtype = cell.resolve().dtype
@@ -156,9 +153,8 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
 
     def alias(self) -> "ShardedTensor":
         """Another tensor object over the same shard, as `detach()` gives."""
-        out = type(self).wrap(
-            self.shard_storage, self._spec, self.shard_group, name=self._name, prototype=self._prototype()
-        )
+        cell, prototype = self.shard_storage, self._prototype()
+        out = type(self).wrap(cell, self._spec, self.shard_group, name=self._name, prototype=prototype)
         if self.gather_source is not None:
             out.gather_source, out.gather_slot = self.gather_source, self.gather_slot
             if self._is_mixed:
@@ -265,9 +261,8 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
             full = (new.materialize() if isinstance(value, ShardedTensor) else value).detach()
             layout = replace(self.shard_layout, shape=tuple(full.shape)) if is_resized else self.shard_layout
             with torch.inference_mode(mode=False):  # whose tensors have no version
-                cell = ShardStorage(
-                    part_of(full, layout, self.shard_group.rank).clone(), layout, is_shared=is_stepping()
-                )
+                own = part_of(full, layout, self.shard_group.rank).clone()
+                cell = ShardStorage(own, layout, is_shared=is_stepping())
                 new = self.like(cell)
                 if is_resized:  # an embedding of more tokens, say
                     meta = TensorMeta(full.shape, dense_stride(full), full.dtype)
@@ -339,14 +334,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
     def _gathered_alone(self) -> Tensor:
         """The full value of a tensor that no unit gathers, as an operand."""
         origin = self._origin
-        if (
-            origin is not None
-            and origin.tensor is not self  # a swap of tensors can make it so
-            and origin.tensor.shard_storage is origin.cell
-            and not origin.cell.is_retired
-            and origin.cell.version == origin.version
-            and self.shard_storage.version == origin.own_version
-        ):
+        if origin is not None and origin.holds_for(self):
             full = origin.tensor.full_in(self.storage_dtype)
             return full if type(self) is ShardedTensor else self._placed(full)
         shard, layout = exact_values(self.shard_storage.resolve(), self.name), self.shard_layout
@@ -357,9 +345,8 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         if device.type != self.shard_group.device_type and not shard.is_meta:
             shard = shard.to(self.shard_group.device_type)
         plan = GatherPlan.of(BucketLayout.of([layout]), [stride], shard.dtype, self.shard_group)
-        handle = collectives.all_gather(
-            [shard], plan, self.shard_group, label=self._name, tag=hash(self.shard_storage.signature)
-        )
+        tag = hash(self.shard_storage.signature)
+        handle = collectives.all_gather([shard], plan, self.shard_group, label=self._name, tag=tag)
         full = handle.wait().tensors[0]
         return on_mesh(full if full.device == device else self._placed(full), self)
 
@@ -386,11 +373,8 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         cell.tag, self._origin = 0, None
 
     def _pinned(self) -> Tensor | None:
-        return (
-            self.gather_source.pinned(self.gather_slot)
-            if self.gather_source is not None and self._view is None
-            else None
-        )
+        source = self.gather_source
+        return source.pinned(self.gather_slot) if source is not None and self._view is None else None
 
     def __repr__(self) -> str:  # type: ignore[override]
         kind = "view, " if self._view is not None else ""

@@ -47,6 +47,16 @@ class Origin:
     version: int
     own_version: int
 
+    def holds_for(self, copy: Any) -> bool:
+        """Whether neither was written to, nor swapped for another tensor."""
+        return (
+            self.tensor is not copy  # a swap of tensors can make it so
+            and self.tensor.shard_storage is self.cell
+            and not self.cell.is_retired
+            and self.cell.version == self.version
+            and copy.shard_storage.version == self.own_version
+        )
+
 
 def is_used_away(compute: torch.device) -> bool:
     """Whether an operation runs whose other operands are on a compute device, or which autograd records, or runs."""

@@ -2,12 +2,11 @@
 
 import sys
 from types import FrameType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["is_stepping"]
+__all__ = ["begin", "end", "is_stepping"]
 
 
 class _Step:
@@ -20,12 +19,14 @@ class _Step:
     graph_task: ClassVar[int] = -1
 
 
-def _begin(optimizer: Any, args: Any, kwargs: Any) -> None:
-    _Step.frame = sys._getframe(1)
+def begin(frame: FrameType) -> None:
+    """An optimizer steps, in a frame."""
+    _Step.frame = frame
     _Step.graph_task = torch._C._current_graph_task_id()
 
 
-def _end(optimizer: Any, args: Any, kwargs: Any) -> None:
+def end() -> None:
+    """It has stepped."""
     _Step.frame = None
 
 
@@ -40,7 +41,3 @@ def is_stepping() -> bool:
         frame = frame.f_back
     _Step.frame = None
     return False
-
-
-register_optimizer_step_pre_hook(_begin)
-register_optimizer_step_post_hook(_end)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from dshard.collectives import BufferPool
-from dshard.optimizer.swap import after_step, before_step
+from dshard.optimizer.step_hooks import num_listeners
 from dshard.tensor import ShardedTensor
 from dshard.units.unit import Unit
 
@@ -112,7 +112,7 @@ def num_hooks(*models: nn.Module) -> dict[str, int]:
             found["of all modules"] += len(value)
     found["of all optimizers"] = len(torch_optimizer._global_optimizer_pre_hooks)
     found["of all optimizers"] += len(torch_optimizer._global_optimizer_post_hooks)
-    found["ahead of steps"], found["after steps"] = len(before_step), len(after_step)
+    found["ahead of steps"], found["after steps"] = num_listeners()
     found["at exit"] = atexit._ncallbacks() + len(threading._threading_atexits)
     found["of the collector"] = len(gc.callbacks)
     return dict(found)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dshard.collectives import ledger
-from dshard.optimizer.swap import before_step
+from dshard.optimizer.step_hooks import before_steps
 from dshard.testing import WorldPool
 from tests.faults.census import census
 from tests.faults.long_plan import BEGINNING, plan, survivors
@@ -202,7 +202,7 @@ def leak_everything(folder):
     thread.start()
     kept = [torch.zeros(1 << 10), (path / "left").open("w"), run.model._runtime().pool.take(64, torch.device("cpu"))]
     handle = run.model.head.register_forward_hook(lambda *_: None)
-    before_step.append(lambda _: None)
+    leave = before_steps(lambda _: None)
     ledger._PAGES["leaked"] = None
     try:
         return grown([first, census(run.model, path)])
@@ -211,7 +211,7 @@ def leak_everything(folder):
         thread.join()
         kept[1].close()
         handle.remove()
-        before_step.pop()
+        leave()
         del ledger._PAGES["leaked"]
 
 

@@ -1,0 +1,81 @@
+"""What is done around each step of any optimizer, in an order that stands here, behind one pair of torch's hooks.
+
+Torch calls hooks of all optimizers in the order in which they were registered, which would be that of imports.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from dshard.optimizer.replace import repoint_optimizer
+from dshard.optimizer.swap import begin_swap, check_interrupted, check_kernels, end_swap
+from dshard.tensor import stepping
+
+__all__ = ["after_steps", "before_steps", "num_listeners", "watch_steps"]
+
+Listener = Callable[[Optimizer], object]
+
+
+class _Steps:
+    """Who listens, in this process."""
+
+    are_watched: ClassVar[bool] = False
+    before: ClassVar[list[Listener]] = []
+    after: ClassVar[list[Listener]] = []
+
+
+def watch_steps() -> None:
+    """Have torch tell of the steps of all optimizers, from the first sharded model on."""
+    if not _Steps.are_watched:
+        _Steps.are_watched = True
+        register_optimizer_step_pre_hook(_begin)
+        register_optimizer_step_post_hook(_end)
+
+
+def before_steps(listener: Listener) -> Callable[[], None]:
+    """Have each optimizer that is about to step told, before shards take the places of its parameters.
+
+    Returns:
+        What ends that.
+    """
+    return _added(_Steps.before, listener)
+
+
+def after_steps(listener: Listener) -> Callable[[], None]:
+    """Have each optimizer that has stepped told, when its parameters are in their places again.
+
+    Returns:
+        What ends that.
+    """
+    return _added(_Steps.after, listener)
+
+
+def num_listeners() -> tuple[int, int]:
+    """How many are told before steps, and after them."""
+    return len(_Steps.before), len(_Steps.after)
+
+
+def _added(listeners: list[Listener], listener: Listener) -> Callable[[], None]:
+    watch_steps()
+    listeners.append(listener)
+    return lambda: listeners.remove(listener)
+
+
+def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    stepping.begin(sys._getframe(1))
+    check_interrupted(optimizer, ())
+    repoint_optimizer(optimizer)
+    for listener in tuple(_Steps.before):
+        listener(optimizer)
+    check_kernels(optimizer)
+    begin_swap(optimizer, args, kwargs)
+
+
+def _end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    stepping.end()
+    end_swap(optimizer)
+    for listener in tuple(_Steps.after):  # one may end itself
+        listener(optimizer)
