@@ -29,7 +29,7 @@ def standing_for(grad: ShardedTensor, dtype: torch.dtype, *, is_seen: bool) -> S
             None, cell.layout, lambda own: own.deliver(grad.shard_storage.resolve().to(dtype)), is_shared=True
         )
     out = grad.of_dtype(dtype, cell)
-    out._is_added = grad._is_added
+    out.is_added_up = grad.is_added_up
     if not is_seen:
         out._stands_for = grad
     return out

@@ -118,14 +118,14 @@ def _check_one_way(param: ShardedTensor, unit: Unit) -> None:
 
 def hook_gradient(param: ShardedTensor) -> None:
     """Have the gradients of a parameter reduced, from the first time that it takes any."""
-    if param.requires_grad and param.is_leaf and param._grad_hook is None:
+    if param.requires_grad and param.is_leaf and param.grad_hook_handle is None:
         # `swap_tensors` leaves dicts of hooks behind that autograd no longer knows; start from new ones.
         known, known_after = param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
         others = [hook for hook in known.values() if getattr(hook, "func", None) is not route_gradient]
         others_after = [hook for hook in known_after.values() if hook is not keep_own_dtype]
         param._backward_hooks = param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-        param._grad_hook = param.register_hook(partial(route_gradient, param))
-        if param._precision is not None:
+        param.grad_hook_handle = param.register_hook(partial(route_gradient, param))
+        if param.wire_precision is not None:
             param.grad_dtype = None  # gradients arrive as they were computed, and are converted as they are packed
             param.register_post_accumulate_grad_hook(keep_own_dtype)
         for hook in others:

@@ -15,7 +15,6 @@ from dshard.collectives import Handle, ReduceBucket, Reduced, ShardGroup, Steps,
 from dshard.errors import StateError
 from dshard.tensor import ShardedTensor
 from dshard.tensor.shard_storage import ShardStorage
-from dshard.tensor.sharded_tensor import KIN
 from dshard.units.buckets import Bucket
 from dshard.units.unit import Unit
 
@@ -110,11 +109,9 @@ class GradReduction:
                 self._forget(slot)
             cell = self._make_cell(param)
         bucket.add(index, grad, may_wait=may_wait)
-        out = KIN[type(param)].wrap(
-            cell, param._spec, param.shard_group, name=param._name, prototype=param.shard_storage.resolve()
-        )
+        out = param.like(cell)
         if is_added:
-            out._is_added = True
+            out.is_added_up = True
         if grad.dtype == self._dtype:
             return out
         return standing_for(out, grad.dtype, is_seen=len(param._backward_hooks or ()) > 1 or not accumulates(param))

@@ -71,13 +71,13 @@ def convert(param: ShardedTensor, fn: Callable[[Tensor], Tensor]) -> None:
 
 def _follow_dtype(param: ShardedTensor) -> None:
     """What a policy asks for is another dtype than the parameter's own now, or no longer is."""
-    precision = param._precision
+    precision = param.wire_precision
     if precision is None or not param.storage_dtype.is_floating_point:
         return
     changed = precision.for_dtype(param.storage_dtype)
     if changed == precision:
         return
-    param._precision, param._views = changed, None
+    param.wire_precision, param._views = changed, None
     if type(param) is not OffloadedShardedTensor:
         param.__class__ = ShardedTensor if changed.compute is None else MixedShardedTensor
     if isinstance(param.gather_source, Unit):
@@ -113,9 +113,9 @@ def _stride_of_format(param: ShardedTensor, shard: Tensor) -> tuple[int, ...] | 
 
 def _swap(param: ShardedTensor, new: ShardedTensor) -> None:
     """Give a parameter object the metadata of a tensor on another device."""
-    if param._grad_hook is not None:
-        param._grad_hook.remove()
-        param._grad_hook = None
+    if param.grad_hook_handle is not None:
+        param.grad_hook_handle.remove()
+        param.grad_hook_handle = None
     attributes = {**param.__dict__, "shard_storage": new.shard_storage, "_views": None}
     requires_grad = param.requires_grad
     try:

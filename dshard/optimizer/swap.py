@@ -95,7 +95,7 @@ def _standin(param: ShardedTensor) -> Tensor | None:
     """The shard of a parameter, with that of its gradient; None if the two do not lie alike, or it is no plain one."""
     cell, grad = param.shard_storage, param.grad
     shard = cell.standin
-    if cell._pending is not None or shard is None:
+    if cell.is_pending or shard is None:
         if is_extended(cell.resolve()):
             return None  # it may write by putting other tensors in itself, of which an alias would not know
         shard = cell.standin = cell.resolve().detach()  # an object of its own, for the key and the gradient
@@ -107,7 +107,7 @@ def _standin(param: ShardedTensor) -> Tensor | None:
     grad_cell = grad.shard_storage
     if grad_cell.layout is not cell.layout and grad_cell.layout != cell.layout:
         return None
-    shard.grad = grad_cell._tensor if grad_cell._pending is None else grad_cell.resolve()
+    shard.grad = grad_cell.tensor if not grad_cell.is_pending else grad_cell.resolve()
     return shard
 
 
@@ -161,7 +161,7 @@ def _swap(optimizer: Optimizer, groups: list[list[Tensor]], swapped: list[Sharde
     of_param = dict(zip(map(id, swapped), shards, strict=True))
     values = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
     cells = [value.shard_storage for value in values if type(value) in SHARDED]
-    resolved = iter([cell._tensor if cell._pending is None else cell.resolve() for cell in cells])
+    resolved = iter([cell.tensor if not cell.is_pending else cell.resolve() for cell in cells])
     seen = [next(resolved) if type(value) in SHARDED else value for value in values]
     rest = iter(seen)
     state: Any = defaultdict(dict)
@@ -229,7 +229,7 @@ def _wrapped(old: Any, value: Any, param: ShardedTensor, shape: torch.Size) -> A
     """A state's value as it is kept between steps."""
     if type(old) in SHARDED:
         cell = old.shard_storage
-        if cell._tensor is not value:
+        if cell.tensor is not value:
             cell.deliver(value)
         cell.num_writes += 1
         return old

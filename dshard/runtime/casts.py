@@ -87,7 +87,7 @@ def _cast_parts(module: nn.Module, rest: torch.dtype | None, watch: Callable[[nn
         if not params or dtypes == {around}:
             continue
         if len(dtypes) == 1 and type(child).forward is not nn.Module.forward:
-            precision = params[0]._precision or Precision()
+            precision = params[0].wire_precision or Precision()
             child.__dict__[_ATTRIBUTE] = Casts(
                 dtypes.pop() if precision.casts_inputs else None, precision.output or around
             )
@@ -97,5 +97,5 @@ def _cast_parts(module: nn.Module, rest: torch.dtype | None, watch: Callable[[nn
 
 
 def _compute_dtype(param: ShardedTensor) -> torch.dtype:
-    precision = param._precision
+    precision = param.wire_precision
     return precision.compute if precision is not None and precision.compute is not None else param.storage_dtype

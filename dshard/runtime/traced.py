@@ -26,7 +26,7 @@ class _Places:
         found = cls._look_up(shard)
         if found is None:
             cls.by_shard = {
-                id(param.shard_storage._tensor): (weakref.ref(unit), slot)
+                id(param.shard_storage.tensor): (weakref.ref(unit), slot)
                 for unit in list(Unit.alive)
                 for slot, param in enumerate(unit.params)
                 if param.gather_source is unit  # else of one that the first use split
@@ -44,7 +44,7 @@ class _Places:
         if unit is None or slot >= len(unit.params):
             return None
         param = unit.params[slot]
-        is_it = param.shard_storage._tensor is shard and param.gather_source is unit
+        is_it = param.shard_storage.tensor is shard and param.gather_source is unit
         return (unit, slot) if is_it else None
 
 

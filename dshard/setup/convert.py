@@ -117,7 +117,7 @@ def replace_all(
             kind = MixedShardedTensor if dtypes is not None and dtypes.compute is not None else ShardedTensor
             kind = kind if offload is None else OffloadedShardedTensor
             new = shard_over(old, place.mesh, place.dim, name=spec.name, device=device, kind=kind)
-            new._precision = dtypes
+            new.wire_precision = dtypes
             torch.Tensor.requires_grad_(new, old.requires_grad)
             new._is_param = True
         if not has_fields:

@@ -87,7 +87,7 @@ class Conversion:
         parts: dict[UnitSettings, list[ShardedTensor]] = {}
         for param, spec in zip(params, specs, strict=True):
             if spec.strategy is not None:
-                param._own_place = spec.base.mesh, spec.base.dim
+                param.base_place = spec.base.mesh, spec.base.dim
             parts.setdefault(spec.settings(averages=self.averages), []).append(param)
         empty = UnitSettings(averages=self.averages)
         made = [Part(own, settings) for settings, own in (parts or {empty: []}).items()]

@@ -67,7 +67,7 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
         chosen = rules.strategy_of(name)
         if chosen is None:
             continue
-        own = Place(*param._own_place) if param._own_place is not None else place_of(param)
+        own = Place(*param.base_place) if param.base_place is not None else place_of(param)
         places[param] = _new_place(name, param, own, rules)
         bases[id(param)] = chosen.on(own.num_ranks).base
         slices[param] = chosen.num_slices
@@ -80,7 +80,7 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
         unit.free()
     runtime.pool.clear()  # for copies of other sizes
     for param in places:
-        param._own_place = param._own_place or _pair(place_of(param))
+        param.base_place = param.base_place or _pair(place_of(param))
     relocate([Move(param, place) for param, place in places.items()])
     relocate([Move(p.grad, place) for p, place in places.items() if isinstance(p.grad, ShardedTensor)])
     note_moves()

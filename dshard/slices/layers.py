@@ -78,7 +78,7 @@ def _unit_of(weight: Any, value: Any) -> Unit | None:
         return None
     if weight._home is not None:
         return_home(weight)
-    if weight._grad_hook is None and torch.is_grad_enabled():
+    if weight.grad_hook_handle is None and torch.is_grad_enabled():
         weight._adopt_if_leaf()
     unit = weight.gather_source
     if not isinstance(unit, Unit) or unit.settings.num_slices == 1 or not weight.belongs_to_source():

@@ -33,7 +33,6 @@ from dshard.gradients.reduction import told_label
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.tensor import ShardedTensor
 from dshard.tensor.shard_storage import ShardStorage
-from dshard.tensor.sharded_tensor import KIN
 from dshard.units.unit import Unit
 
 __all__ = ["FirstSlice", "Rows", "SliceReduction", "cut_rows", "for_each_slice", "slices_of"]
@@ -374,9 +373,7 @@ class SliceReduction:
         shard = None if pending is not None else self._shard
         cell = ShardStorage(shard, param.shard_storage.layout, pending, is_shared=True)
         cell.is_reduced = True
-        return KIN[type(param)].wrap(
-            cell, param._spec, param.shard_group, name=param._name, prototype=param.shard_storage.resolve()
-        )
+        return param.like(cell)
 
     def __call__(self, cell: ShardStorage) -> None:
         """The gradient in `cell` is used."""

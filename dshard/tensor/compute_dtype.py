@@ -50,7 +50,7 @@ class ComputeDtype:
     @property
     def offload(self: Any) -> Offload | None:
         """Where a parameter is kept and used, if those are two places."""
-        return self._precision.offload if self._precision is not None else None
+        return self.wire_precision.offload if self.wire_precision is not None else None
 
     def computes(self: Any) -> bool:
         """Whether a use of it here means its value in the compute dtype."""

@@ -22,7 +22,7 @@ class Copying:
     """The part of ShardedTensor that `copy.deepcopy` and `pickle` call; its `self` is one."""
 
     _kind: Any = None  # of a class made for precedence, the one that it stands for
-    _own_place: tuple[DeviceMesh, int | None] | None = None  # mesh and dim that a strategy starts from
+    base_place: tuple[DeviceMesh, int | None] | None = None  # mesh and dim that a strategy starts from
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -36,7 +36,7 @@ class Copying:
             cell = ShardStorage(self.shard_storage.resolve().clone(), self.shard_layout)
             out = type(self).wrap(cell, self._spec, self.shard_group, name=self._name)
             cell.is_shared, cell.tag, cell.num_writes = self.shard_storage.is_shared, tag, num_writes
-            out._precision, out._own_place = self._precision, self._own_place
+            out.wire_precision, out.base_place = self.wire_precision, self.base_place
             out.requires_grad_(self.requires_grad)
         memo[id(self)] = out
         if getattr(self, "_is_param", False):
@@ -59,8 +59,8 @@ class Copying:
             self._name,
             self.requires_grad,
             is_param,
-            self._precision,
-            self._own_place,
+            self.wire_precision,
+            self.base_place,
         )
 
 
@@ -81,7 +81,7 @@ def rebuild(
     note_groups(mesh)
     group = group_of(mesh)
     out = cls.wrap(ShardStorage(shard, layout, is_shared=True), spec, group, name=name)
-    out._precision, out._own_place = precision, own_place
+    out.wire_precision, out.base_place = precision, own_place
     out.requires_grad_(requires_grad)
     if is_param:
         out._is_param = True

@@ -58,7 +58,7 @@ def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 def _described(source: ShardedTensor, func: OpOverload, args: Args, kwargs: Kwargs, computes: bool) -> Any:
     """Steps from the base, and DTensor's description, of a view or of each of several."""
     steps = () if source._view is None else source._view.steps
-    precision = source._precision if computes else None  # of a view, its own dtype is that of its use
+    precision = source.wire_precision if computes else None  # of a view, its own dtype is that of its use
     dtype = (precision.compute if precision is not None else None) or source.storage_dtype
     metas = view_metas(source, dtype, func, args, kwargs)
     if not isinstance(metas, list):

@@ -174,10 +174,10 @@ _TRACING = 3  # changes with the rules by which graphs are traced, which torch k
 
 def check_traceable(tensor: Any) -> None:
     """Raise StateError for a tensor that a graph cannot take in; dynamo would keep a NotImplementedError quiet."""
-    if is_extended(tensor.shard_storage._tensor):
+    if is_extended(tensor.shard_storage.tensor):
         raise StateError(
             f"{tensor.name}: torch.compile does not take parameters of tensor subclasses yet, but this one's shard is "
-            f"a {type(tensor.shard_storage._tensor).__name__}. Call the model without torch.compile."
+            f"a {type(tensor.shard_storage.tensor).__name__}. Call the model without torch.compile."
         )
     if tensor.offload is not None:
         raise StateError(

@@ -51,7 +51,7 @@ class OffloadedShardedTensor(MixedShardedTensor):
     @property
     def storage_device(self) -> torch.device:
         """Of its shard: its home."""
-        shard = self.shard_storage._tensor
+        shard = self.shard_storage.tensor
         return self._home_device if shard is None else shard.device
 
     def _device_here(self) -> torch.device:

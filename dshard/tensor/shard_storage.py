@@ -33,7 +33,6 @@ class ShardStorage:
         "__weakref__",
         "_awaited",
         "_pending",
-        "_tensor",
         "is_reduced",
         "is_retired",
         "is_shared",
@@ -41,6 +40,7 @@ class ShardStorage:
         "num_writes",
         "standin",
         "tag",
+        "tensor",
     )
 
     def __init__(
@@ -51,7 +51,7 @@ class ShardStorage:
         *,
         is_shared: bool = False,
     ) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
         self.standin: Tensor | None = None  # the shard as an optimizer sees it, while the cell holds that shard
         self.layout = layout
         self.is_shared = is_shared
@@ -101,8 +101,8 @@ class ShardStorage:
             except BaseException:
                 self._pending, self._awaited = pending, awaited
                 raise
-        assert self._tensor is not None, "a pending shard was not delivered"
-        return self._tensor
+        assert self.tensor is not None, "a pending shard was not delivered"
+        return self.tensor
 
     def is_held(self, *, own_refs: int, storage_refs: int) -> bool:
         """Whether somebody else refers to the shard or its memory, who would not follow it to another place.
@@ -120,7 +120,7 @@ class ShardStorage:
 
     def deliver(self, tensor: Tensor) -> None:
         """Put the shard that was awaited, or another one, in place."""
-        self._tensor, self.standin = tensor, None
+        self.tensor, self.standin = tensor, None
         if not self._awaited:
             self._pending = None
 
@@ -130,7 +130,7 @@ class ShardStorage:
         def refuse(cell: "ShardStorage") -> None:
             raise why
 
-        self._tensor = self.standin = None
+        self.tensor = self.standin = None
         self._pending, self._awaited = refuse, ()
         self.is_retired = True
 
@@ -146,9 +146,9 @@ class ShardStorage:
             added = other.resolve()  # ahead of all else: if it raises, nothing has happened
             if before is not None:
                 before(cell)
-            assert cell._tensor is not None
-            cell._tensor.add_(added)
-            torch.autograd.graph.increment_version(cell._tensor)
+            assert cell.tensor is not None
+            cell.tensor.add_(added)
+            torch.autograd.graph.increment_version(cell.tensor)
 
         self._pending = add
         self._awaited = (*self._awaited, other)

@@ -56,10 +56,10 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
     _origin: Origin | None = None
     _views: dict[Any, Any] | None = None
     _home: tuple[GatherSource, int] | None = None  # where it belongs if a swap puts it in its origin's place
-    _is_added: bool = False  # as a gradient: already part of the buffer that `.grad` awaits
-    _grad_hook: Any = None
+    is_added_up: bool = False  # as a gradient: already part of the buffer that `.grad` awaits
+    grad_hook_handle: Any = None
     _stands_for: "ShardedTensor | None" = None  # of a gradient that names another dtype, the one with the right name
-    _precision: Precision | None = None  # of a parameter, in which dtypes it travels
+    wire_precision: Precision | None = None  # of a parameter, in which dtypes it travels
 
     # `swap_tensors` swaps slots after dicts; `_local_tensor` lives in the dict's cell and must not be swapped back.
     __slotnames__: ClassVar[list[str]] = ["_spec"]
@@ -158,15 +158,15 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         if self.gather_source is not None:
             out.gather_source, out.gather_slot = self.gather_source, self.gather_slot
             if self._is_mixed:
-                out._is_mixed, out._precision = True, self._precision
+                out._is_mixed, out.wire_precision = True, self.wire_precision
         if self._view is not None:
             out._view = self._view
         if self._origin is not None:
             out._origin = self._origin
         if self._home is not None:
             out._home = self._home
-        if self._is_added:
-            out._is_added = True
+        if self.is_added_up:
+            out.is_added_up = True
         if self._stands_for is not None:
             out._stands_for = self._stands_for
         return out
@@ -200,7 +200,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
 
     def _prototype(self) -> Tensor:
         """A plain tensor of this one's dtype and device, without waiting for a shard in flight."""
-        tensor, meta = self.shard_storage._tensor, self._spec.tensor_meta
+        tensor, meta = self.shard_storage.tensor, self._spec.tensor_meta
         assert meta is not None
         if tensor is not None and tensor.dtype == meta.dtype:
             return tensor
@@ -293,7 +293,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
 
     def _adopt_if_leaf(self) -> None:
         """Have the gradients of a leaf reduced, if nobody does yet."""
-        if self._grad_hook is None and self._view is None and self.requires_grad and self.is_leaf:
+        if self.grad_hook_handle is None and self._view is None and self.requires_grad and self.is_leaf:
             assert ShardedTensor._adopt is not None
             ShardedTensor._adopt(self)
 
@@ -316,7 +316,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         if base._home is not None:
             return_home(base)
         # A use in backward that autograd does not record gives no gradient: of what a checkpoint saved again, for one.
-        if base._grad_hook is None and (torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1):
+        if base.grad_hook_handle is None and (torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1):
             base._adopt_if_leaf()
         source = base.gather_source
         if source is not None and source.params[base.gather_slot].shard_storage is base.shard_storage:

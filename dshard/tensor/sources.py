@@ -74,4 +74,4 @@ def return_home(tensor: Any) -> None:
     if unit.params[slot] is tensor:
         tensor.gather_source, tensor.gather_slot = unit, slot
         # The hook is that of another object, and the origin is the tensor itself, with memory that it has no more.
-        tensor._home = tensor._grad_hook = tensor._origin = None
+        tensor._home = tensor.grad_hook_handle = tensor._origin = None

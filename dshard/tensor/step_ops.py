@@ -21,7 +21,7 @@ Kwargs = dict[str, Any]
 def _shard_like(value: ShardedTensor, target: ShardedTensor) -> Tensor | None:
     """The shard of `value` if it lies as `target` does and is at hand, else None."""
     cell, own = value.shard_storage, target.shard_storage
-    if value._view is not None or cell._pending is not None:
+    if value._view is not None or cell.is_pending:
         return None
     if cell.layout is not own.layout and cell.layout != own.layout:
         return None
@@ -30,7 +30,7 @@ def _shard_like(value: ShardedTensor, target: ShardedTensor) -> Tensor | None:
         and value.shard_group.process_group is not target.shard_group.process_group
     ):
         return None
-    return cell._tensor
+    return cell.tensor
 
 
 def _local_arguments(args: Args, target: ShardedTensor) -> list[Any] | None:

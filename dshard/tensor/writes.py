@@ -80,7 +80,7 @@ def _accumulate(target: ShardedTensor, other: Any, kwargs: Kwargs) -> bool:
     """Whether an addition of gradients is taken care of without waiting for one that is in flight."""
     if kwargs or not isinstance(other, ShardedTensor) or not other.shard_storage.is_pending:
         return False
-    if other._is_added and target.shard_storage.awaits(other.shard_storage):
+    if other.is_added_up and target.shard_storage.awaits(other.shard_storage):
         return True  # it was added to the buffer that is still open
     if not lies_like(target, other) or other.shard_storage is target.shard_storage:
         return False

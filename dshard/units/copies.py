@@ -22,7 +22,7 @@ from dshard.units.extensions import Extensions
 
 __all__ = ["Copies"]
 
-_SHARD_OF = attrgetter("shard_storage._tensor")
+_SHARD_OF = attrgetter("shard_storage.tensor")
 _VERSION_OF = attrgetter("_version")
 _MAX_VIEWS = 64  # of gathered copies that are remembered
 
@@ -293,12 +293,12 @@ class Copies:
             return None
         cells = [self.unit.params[slot].shard_storage for slot in bucket.slots]
         _, known = self._send_rows.get(bucket.slots, (None, None))
-        if known is not None and known.holds([cell._tensor for cell in cells]):
+        if known is not None and known.holds([cell.tensor for cell in cells]):
             return known.row
         in_row = {id(shard) for shard in known.shards} if known is not None else set()
         sharing = Counter(_storage_of(param.shard_storage) for param in self.unit.params)  # in a row that was forgotten
         for cell in cells:
-            moved = id(cell._tensor) in in_row
+            moved = id(cell.tensor) in in_row
             if cell.is_held(own_refs=int(moved), storage_refs=1 + len(in_row) if moved else sharing[_storage_of(cell)]):
                 return None
         pins = bucket.offload is not None and bucket.offload.pins

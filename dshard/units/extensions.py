@@ -115,7 +115,7 @@ class Extensions:
                 f"{num_args} arguments. Change its signature."
             )
         mesh, module = self._context(slot)
-        rest = (param.shape, param.stride(), module, param._precision and param._precision.policy)
+        rest = (param.shape, param.stride(), module, param.wire_precision and param.wire_precision.policy)
         try:
             given = shard.fsdp_pre_all_gather(mesh, *rest[: num_args - 1])
         except Exception as error:
@@ -231,7 +231,7 @@ def _made(param: ShardedTensor, sent: _Sent, parts: Any) -> Tensor:
         UnsupportedOpError: It is not what the parameter is in a forward.
     """
     outputs = [_output(next(parts), own, param.shard_group.num_ranks) for own in sent.inputs]
-    precision = param._precision
+    precision = param.wire_precision
     dtype = (precision.compute if precision is not None else None) or param.storage_dtype
     full = sent.shard.fsdp_post_all_gather(tuple(outputs), sent.metadata, dtype)
     full = full[0] if isinstance(full, (tuple, list)) else full

@@ -81,10 +81,10 @@ class Unit:
         self.slice_bytes = 0  # of slices of its parameter that are gathered or under way
         self.sliced_in = -1  # autograd's number of the backward that last computed a gradient of it in slices
         self._buckets: dict[Any, tuple[list[Any], list[Bucket]]] = {}
-        precisions = [param._precision for param in self.params]
+        precisions = [param.wire_precision for param in self.params]
         computes = tuple(p.compute if p is not None else None for p in precisions)
         self.reduce_dtypes = tuple(p.reduce if p is not None else None for p in precisions)
-        extended = tuple(slot for slot, param in enumerate(self.params) if is_extended(param.shard_storage._tensor))
+        extended = tuple(slot for slot, param in enumerate(self.params) if is_extended(param.shard_storage.tensor))
         self.extensions = Extensions(self, extended) if extended else None
         self.copies = Copies(self, computes, is_primary=True)
         self.exact = Copies(self, (None,) * len(computes), is_primary=False) if any(computes) else self.copies
