@@ -10,7 +10,7 @@ from dshard import arguments, collectives
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import StateError, UnsupportedOpError
 from dshard.runtime import Runtime
-from dshard.runtime.module import FSDPModule
+from dshard.runtime.module import FSDPModule, runtime_of
 from dshard.tensor.inner import inner_of
 from dshard.units.virtual_ranks import State, VirtualRanks
 
@@ -153,7 +153,7 @@ def module_with_virtual_ranks(model: nn.Module) -> FSDPModule | None:
         StateError: There are several.
     """
     found = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    virtual = {id(module._runtime()): module for module in reversed(found) if module._runtime().virtual is not None}
+    virtual = {id(runtime_of(module)): module for module in reversed(found) if runtime_of(module).virtual is not None}
     if len(virtual) > 1:
         raise StateError(
             f"checkpoint: states are kept of one model with virtual ranks, but {type(model).__name__} holds "
@@ -207,7 +207,7 @@ def _parts_of(model: Any, who: str) -> tuple[Runtime, VirtualRanks, ShardGroup]:
     """The runtime of a model with virtual ranks, those, and the processes."""
     if not isinstance(model, FSDPModule):
         raise StateError(f"{who}: needs a sharded model, but got a {type(model).__name__}. Call fully_shard first.")
-    runtime = model._runtime()
+    runtime = runtime_of(model)
     groups = [group for unit in runtime.units for group in unit.groups]
     if runtime.virtual is None or not groups:
         raise StateError(

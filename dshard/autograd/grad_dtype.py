@@ -31,7 +31,7 @@ def standing_for(grad: ShardedTensor, dtype: torch.dtype, *, is_seen: bool) -> S
     out = grad.of_dtype(dtype, cell)
     out.is_added_up = grad.is_added_up
     if not is_seen:
-        out._stands_for = grad
+        out.stands_for = grad
     return out
 
 
@@ -39,7 +39,7 @@ def keep_own_dtype(param: Any) -> None:
     """A parameter's `.grad` in the parameter's dtype, after autograd has put one there."""
     grad = param.grad
     if isinstance(grad, ShardedTensor) and grad.storage_dtype != param.storage_dtype:
-        known = grad._stands_for
+        known = grad.stands_for
         if known is not None and known.shard_storage is grad.shard_storage:
             param.grad = known
         else:

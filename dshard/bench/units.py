@@ -18,6 +18,7 @@ from dshard.bench.families import Family, model_and_step
 from dshard.bench.output import Output, table
 from dshard.bench.peaks import gathered_peak, grown_bytes
 from dshard.bench.plots import Bars
+from dshard.runtime.module import runtime_of
 
 __all__ = ["run"]
 
@@ -40,7 +41,7 @@ def _counts(model: Any, step: Step) -> dict[str, Any]:
         step()
     with gathered_peak() as peak, dshard.CommTrace() as trace:
         step()
-    units = [unit for unit in model._runtime().units if unit.params]
+    units = [unit for unit in runtime_of(model).units if unit.params]
     return {
         "units": len(units),
         "all_gathers": trace.calls("all_gather"),

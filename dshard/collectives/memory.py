@@ -193,6 +193,10 @@ class BufferPool:
             else:
                 self.give(buffer)
 
+    def idle(self) -> list[Tensor]:
+        """The memory that is kept, and what was lent and is held no more."""
+        return [buffer.memory for buffer in (*self._kept, *(b for b in self._lent if not b.is_held()))]
+
     def mark(self) -> None:
         """A step begins: memory that neither it nor the last one needs is let go from now on."""
         self._collect()

@@ -41,10 +41,10 @@ def _own_full_value(tensor: Tensor) -> Tensor:
     """The full value in memory of its own, no larger than it needs."""
     if not isinstance(tensor, ShardedTensor):
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-    if tensor.is_view or tensor._pinned() is not None:
+    if tensor.is_view or tensor.pinned_copy() is not None:
         return tensor.materialize().clone()
-    full = whole(tensor._gathered_alone()).detach()
-    is_own = tensor.shard_layout.dim is not None and tensor.shard_group.num_ranks > 1 and tensor._origin is None
+    full = whole(tensor.gathered_alone()).detach()
+    is_own = tensor.shard_layout.dim is not None and tensor.shard_group.num_ranks > 1 and tensor.origin is None
     is_tight = full.untyped_storage().nbytes() <= full.nbytes + _SLACK_BYTES
     return full if is_own and is_tight else full.clone()
 

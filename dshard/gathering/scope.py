@@ -12,7 +12,7 @@ from dshard.autograd.modes import outside_autograd
 from dshard.errors import StateError
 from dshard.gathering.full_values import full_values, refuse_meta
 from dshard.gathering.writeback import Drafts, full_gradient, refuse_writes
-from dshard.runtime.module import FSDPModule
+from dshard.runtime.module import FSDPModule, own_units
 from dshard.tensor import ShardedTensor
 from dshard.tensor.inner import joined_group
 from dshard.units.unit import Unit
@@ -140,7 +140,7 @@ def _sharded_params(target: Any, *, recurse: bool) -> dict[str, ShardedTensor]:
                 "gathered: recurse=False means the parameters that fully_shard took when it was called on this module, "
                 f"but it was not called on this {type(target).__name__}. Pass a module that it was called on."
             )
-        units = target._own_units()
+        units = own_units(target)
         return {name: p for name, p in params.items() if p.gather_source in units}
     items = list(dict.fromkeys([target] if isinstance(target, Tensor) else target))
     found: dict[str, ShardedTensor] = {}

@@ -59,7 +59,7 @@ def convert(param: ShardedTensor, fn: Callable[[Tensor], Tensor]) -> None:
         if new.device == param.device:
             param.data = new
         else:
-            _swap(param, type(param).wrap(new.shard_storage, new._spec, new.shard_group, name=new._name))
+            _swap(param, type(param).wrap(new.shard_storage, new._spec, new.shard_group, name=new.given_name))
         _follow_dtype(param)
         unit = param.gather_source
         if isinstance(unit, Unit):
@@ -77,7 +77,7 @@ def _follow_dtype(param: ShardedTensor) -> None:
     changed = precision.for_dtype(param.storage_dtype)
     if changed == precision:
         return
-    param.wire_precision, param._views = changed, None
+    param.wire_precision, param.known_views = changed, None
     if type(param) is not OffloadedShardedTensor:
         param.__class__ = ShardedTensor if changed.compute is None else MixedShardedTensor
     if isinstance(param.gather_source, Unit):
@@ -116,7 +116,7 @@ def _swap(param: ShardedTensor, new: ShardedTensor) -> None:
     if param.grad_hook_handle is not None:
         param.grad_hook_handle.remove()
         param.grad_hook_handle = None
-    attributes = {**param.__dict__, "shard_storage": new.shard_storage, "_views": None}
+    attributes = {**param.__dict__, "shard_storage": new.shard_storage, "known_views": None}
     requires_grad = param.requires_grad
     try:
         torch.utils.swap_tensors(param, new)

@@ -119,7 +119,7 @@ def _put(move: Move, full: Tensor) -> None:
     placements = placements_of(place.dim, place.mesh) if inner is None else inner.over_both(place.dim)
     mesh = place.mesh if inner is None else tensor._spec.mesh
     tensor._spec = DTensorSpec(mesh, placements, tensor_meta=tensor._spec.tensor_meta)
-    tensor.shard_storage, tensor.shard_group, tensor._origin, tensor._views = cell, group, None, None
+    tensor.shard_storage, tensor.shard_group, tensor.origin, tensor.known_views = cell, group, None, None
     old.retire(
         StateError(
             f"{tensor.name}: set_strategy has moved its shards to other ranks, but an alias or a view from before is "

@@ -93,6 +93,12 @@ def _access(func: Any, target: Any, *rest: Any) -> Any:
     return delattr(target, name)
 
 
+def replacement_of(old: Any) -> ShardedTensor:
+    """What took the place of a `Replaced` parameter."""
+    new: ShardedTensor = old._replacement
+    return new
+
+
 def _followed(value: Any) -> Any:
     """Arguments with what took the place of the replaced parameters in them."""
     if isinstance(value, Replaced):

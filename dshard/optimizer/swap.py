@@ -102,7 +102,7 @@ def _standin(param: ShardedTensor) -> Tensor | None:
     if grad is None:
         shard.grad = None
         return shard
-    if not isinstance(grad, ShardedTensor) or grad._view is not None or param._view is not None:
+    if not isinstance(grad, ShardedTensor) or grad.is_view or param.is_view:
         return None
     grad_cell = grad.shard_storage
     if grad_cell.layout is not cell.layout and grad_cell.layout != cell.layout:

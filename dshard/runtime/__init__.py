@@ -8,5 +8,5 @@ from dshard.tensor.traced import TracedGather
 
 __all__ = ["Runtime"]
 
-ShardedTensor._adopt = staticmethod(adopt_leaf)
+ShardedTensor.adopt = staticmethod(adopt_leaf)
 TracedGather.run = staticmethod(gather)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from dshard.optimizer.replace import Replaced
+from dshard.optimizer.replace import Replaced, replacement_of
 from dshard.tensor import ShardedTensor
 
 __all__ = ["LateParameters"]
@@ -89,7 +89,7 @@ class _Registrations:
     def note(cls, module: nn.Module, name: str, param: Any) -> Any:
         """Torch's hook for a parameter that is registered; a replaced one is followed."""
         cls.count += 1
-        return param._replacement if isinstance(param, Replaced) else None
+        return replacement_of(param) if isinstance(param, Replaced) else None
 
 
 def _in_functional_call() -> bool:

@@ -18,7 +18,7 @@ from dshard.runtime.runtime import Runtime
 from dshard.tensor import ShardedTensor
 from dshard.units.unit import Unit
 
-__all__ = ["FSDPModule", "UnshardHandle", "sharded_class", "units_of"]
+__all__ = ["FSDPModule", "UnshardHandle", "own_units", "runtime_of", "sharded_class", "units_of"]
 
 
 class UnshardHandle:
@@ -31,6 +31,16 @@ class UnshardHandle:
         """Wait for the gather."""
         for unit in self._units:
             unit.wait()
+
+
+def runtime_of(module: nn.Module) -> Runtime:
+    """The runtime of a sharded module; forms units, if that was left to the first use."""
+    return cast(FSDPModule, module)._runtime()
+
+
+def own_units(module: nn.Module) -> list[Unit]:
+    """What the call of `fully_shard` on this very module took: one unit, or those that the first use formed of it."""
+    return cast(FSDPModule, module)._own_units()
 
 
 def units_of(module: nn.Module) -> list[Unit]:

@@ -38,7 +38,7 @@ def adopt_leaf(param: ShardedTensor) -> None:
     if is_traced(param):
         return  # the graph hands gradients to the real one
     param.shard_storage.is_shared = True
-    if param._home is not None:
+    if param.swapped_home is not None:
         return_home(param)
     source = param.gather_source
     if not isinstance(source, Unit) or source.params[param.gather_slot] is not param:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from dshard.errors import StateError, UnsupportedOpError
-from dshard.optimizer.replace import ParameterHooks, Replaced, hooks_of, retire
+from dshard.optimizer.replace import ParameterHooks, Replaced, hooks_of, replacement_of, retire
 from dshard.setup.specs import ParamSpec
 from dshard.tensor import MixedShardedTensor, OffloadedShardedTensor, ShardedTensor
 from dshard.tensor.extended import is_extended
@@ -38,7 +38,7 @@ def follow_replaced(modules: Sequence[nn.Module]) -> None:
         for module in root.modules():
             for name, param in module._parameters.items():
                 if isinstance(param, Replaced):
-                    module._parameters[name] = param._replacement
+                    module._parameters[name] = replacement_of(param)
 
 
 def own_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:

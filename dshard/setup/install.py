@@ -230,7 +230,7 @@ def _rename(root: nn.Module) -> None:
     """Name parameters and units as the outermost module knows them."""
     for name, param in root.named_parameters():
         if isinstance(param, ShardedTensor):
-            param._name = name
+            param.given_name = name
     names = {id(m): name for name, m in root.named_modules()}
     for unit in units_of(root):
         known = [names[id(m)] for m in unit.modules if id(m) in names]
@@ -253,7 +253,7 @@ def _split_all(runtime: Runtime, units: Sequence[Unit]) -> None:
 def _split(runtime: Runtime, root: nn.Module, unit: Unit) -> None:
     """Cut a unit of the root into good ones."""
     for param in unit.params:
-        if param._home is not None:
+        if param.swapped_home is not None:
             return_home(param)
     plans = find_units(root, unit.params, unit.label)
     if len(plans) < 2:

@@ -12,7 +12,7 @@ from dshard.arguments import checked
 from dshard.optimizer.step_hooks import after_steps
 from dshard.planner import Comparison, Measured, Plan
 from dshard.runtime import Runtime
-from dshard.runtime.module import FSDPModule
+from dshard.runtime.module import FSDPModule, runtime_of
 
 __all__ = ["PlanReport", "plan_report"]
 
@@ -105,5 +105,5 @@ def plan_report(model: nn.Module) -> Comparison | None:
 
     Communicates nothing: the figures are this rank's. On CPU there is a time alone.
     """
-    report = model._runtime().plan_report if isinstance(model, FSDPModule) else None
+    report = runtime_of(model).plan_report if isinstance(model, FSDPModule) else None
     return report.comparison if isinstance(report, PlanReport) else None

@@ -15,6 +15,7 @@ from dshard.optimizer.relocate import Move, place_of, relocate
 from dshard.optimizer.replace import move_states, note_moves
 from dshard.policies import StrategyRules
 from dshard.runtime import Runtime
+from dshard.runtime.module import runtime_of
 from dshard.setup.regroup import regroup
 from dshard.slices.layers import check_sliced, is_sliced, set_slices
 from dshard.tensor import ShardedTensor
@@ -103,7 +104,7 @@ def _pair(place: Place) -> tuple[Any, int | None]:
 
 def _runtime_of(module: Any) -> Runtime:
     """The runtime of a sharded module at rest."""
-    runtime: Runtime = module._runtime()
+    runtime: Runtime = runtime_of(module)
     pinned = next((unit for unit in runtime.units if unit.num_pins), None)
     running = "a backward" if in_backward() else "a forward" if runtime.num_running else None
     if running is not None or pinned is not None:

@@ -76,10 +76,10 @@ def _unit_of(weight: Any, value: Any) -> Unit | None:
     """The unit through which a layer computes slice by slice; None where it computes with the whole weight."""
     if not isinstance(weight, ShardedTensor) or type(value) not in (Tensor, nn.Parameter):
         return None
-    if weight._home is not None:
+    if weight.swapped_home is not None:
         return_home(weight)
     if weight.grad_hook_handle is None and torch.is_grad_enabled():
-        weight._adopt_if_leaf()
+        weight.adopt_if_leaf()
     unit = weight.gather_source
     if not isinstance(unit, Unit) or unit.settings.num_slices == 1 or not weight.belongs_to_source():
         return None

@@ -146,7 +146,7 @@ class Slice:
 def slices_of(unit: Unit, dtype: torch.dtype) -> Sequence[Slice]:
     """The slices of the weight that a unit consists of, as they travel in a dtype."""
     make: Any = partial(_make, unit, dtype)
-    found: Any = unit._known_buckets(("slices", unit.settings.num_slices, unit.label, dtype), make)
+    found: Any = unit.known_buckets(("slices", unit.settings.num_slices, unit.label, dtype), make)
     return list[Slice](found)
 
 

@@ -18,13 +18,13 @@ class ComputeDtype:
     and for operations; elsewhere the dtype that it is kept in.
     """
 
-    _is_mixed: bool = False
-    _is_used_in_functions: bool = False  # in a forward, without autograd: in that of a custom function, maybe
-    _is_used_exactly: bool = False  # outside of any forward, with autograd
+    has_compute_dtype: bool = False
+    is_used_in_functions: bool = False  # in a forward, without autograd: in that of a custom function, maybe
+    is_used_exactly: bool = False  # outside of any forward, with autograd
 
     def _dtype_here(self: Any) -> torch.dtype:
         """Of its value where it is used now."""
-        return (self.compute_dtype() if self._is_mixed else None) or self.storage_dtype
+        return (self.compute_dtype() if self.has_compute_dtype else None) or self.storage_dtype
 
     dtype: Any = property(_dtype_here)
 
@@ -36,7 +36,7 @@ class ComputeDtype:
 
     def compute_dtype(self: Any) -> torch.dtype | None:
         """The dtype that it has in the forward that is running, where that is not the one it is kept in; of no view."""
-        if not self._is_mixed or self._view is not None or not self.belongs_to_source():
+        if not self.has_compute_dtype or self._view is not None or not self.belongs_to_source():
             return None
         dtype: torch.dtype | None = self.gather_source.compute_dtype(self.gather_slot)
         return dtype
@@ -56,7 +56,7 @@ class ComputeDtype:
         """Whether a use of it here means its value in the compute dtype."""
         if self._view is not None:
             return bool(self._view.computes)
-        return self._is_mixed and self.belongs_to_source() and self.gather_source.computes(self.gather_slot)
+        return self.has_compute_dtype and self.belongs_to_source() and self.gather_source.computes(self.gather_slot)
 
     def belongs_to_source(self: Any) -> bool:
         """Whether its unit gathers it: a detached alias of a parameter whose `.data` was replaced is on its own."""

@@ -34,7 +34,7 @@ class Copying:
         tag, num_writes = self.shard_storage.signature
         with torch.no_grad():
             cell = ShardStorage(self.shard_storage.resolve().clone(), self.shard_layout)
-            out = type(self).wrap(cell, self._spec, self.shard_group, name=self._name)
+            out = type(self).wrap(cell, self._spec, self.shard_group, name=self.given_name)
             cell.is_shared, cell.tag, cell.num_writes = self.shard_storage.is_shared, tag, num_writes
             out.wire_precision, out.base_place = self.wire_precision, self.base_place
             out.requires_grad_(self.requires_grad)
@@ -56,7 +56,7 @@ class Copying:
             shard,
             self._spec,
             self.shard_layout,
-            self._name,
+            self.given_name,
             self.requires_grad,
             is_param,
             self.wire_precision,

@@ -25,7 +25,7 @@ _MAX_REMEMBERED = 64  # views of one tensor, and of views of it
 
 def _alias(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     source: ShardedTensor = args[0]
-    if source._is_mixed and source.compute_dtype() is not None:
+    if source.has_compute_dtype and source.compute_dtype() is not None:
         return _view(func, args, kwargs)  # in that dtype
     return source.alias()
 
@@ -36,14 +36,14 @@ def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(source, ShardedTensor):
         return shardwise.compute(func, args, kwargs)
     view = source._view
-    computes = source.computes() if view is None and source._is_mixed else view is not None and view.computes
+    computes = source.computes() if view is None and source.has_compute_dtype else view is not None and view.computes
     key: tuple[Any, ...] = ((computes,) if view is None else view.key, id(func))
     if len(args) > 1 or kwargs:
         key = (*key, _frozen(args[1:]), _frozen(tuple(kwargs.items())))
     base = source if view is None else view.base
-    cache = base._views
+    cache = base.known_views
     if cache is None:
-        cache = base._views = {}
+        cache = base.known_views = {}
     known = cache.get(key)
     if known is None:
         if len(cache) >= _MAX_REMEMBERED:

@@ -82,7 +82,7 @@ class Exports:
         Raises:
             UnsupportedOpError: Outside of that scope, where no memory holds the full value.
         """
-        full = self._pinned()
+        full = self.pinned_copy()
         if full is None or isinstance(full, DTensor):
             raise UnsupportedOpError(
                 f"{self.name}: a raw pointer needs memory that holds the full value, but this tensor is sharded over "
@@ -147,7 +147,7 @@ class Exports:
         check_traceable(self)
         with _disable_current_modes():
             self.shard_storage.resolve()  # a gradient that is in flight
-        if not self._is_mixed:
+        if not self.has_compute_dtype:
             return flattened
         compute = self.compute_dtype()
         if compute is None:

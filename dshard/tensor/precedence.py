@@ -68,4 +68,4 @@ def give_precedence(param: ShardedTensor, gathered: type[Tensor]) -> None:
     wanted = kind if gathered is Tensor else asked_before(kind, gathered)
     if type(param) is not wanted:
         param.__class__ = wanted
-        param._views = None
+        param.known_views = None

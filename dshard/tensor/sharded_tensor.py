@@ -49,16 +49,16 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
 
     shard_storage: ShardStorage
     shard_group: ShardGroup
-    _name: str
+    given_name: str
     gather_source: GatherSource | None = None
     gather_slot: int = -1
     _view: View | None = None
-    _origin: Origin | None = None
-    _views: dict[Any, Any] | None = None
-    _home: tuple[GatherSource, int] | None = None  # where it belongs if a swap puts it in its origin's place
+    origin: Origin | None = None
+    known_views: dict[Any, Any] | None = None
+    swapped_home: tuple[GatherSource, int] | None = None  # where it belongs if a swap puts it in its origin's place
     is_added_up: bool = False  # as a gradient: already part of the buffer that `.grad` awaits
     grad_hook_handle: Any = None
-    _stands_for: "ShardedTensor | None" = None  # of a gradient that names another dtype, the one with the right name
+    stands_for: "ShardedTensor | None" = None  # of a gradient that names another dtype, the one with the right name
     wire_precision: Precision | None = None  # of a parameter, in which dtypes it travels
 
     # `swap_tensors` swaps slots after dicts; `_local_tensor` lives in the dict's cell and must not be swapped back.
@@ -66,7 +66,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
 
     _dispatch: ClassVar[Callable[..., Any]]  # bound by dshard.tensor, which knows both the class and the op table
     _unflatten: ClassVar[Callable[..., Any]]  # the same
-    _adopt: ClassVar[Callable[["ShardedTensor"], None] | None] = None  # bound by dshard.runtime
+    adopt: ClassVar[Callable[["ShardedTensor"], None] | None] = None  # bound by dshard.runtime
 
     @classmethod
     def wrap(
@@ -97,7 +97,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
             local = empty_of(local.dtype, local.device)
         self: ShardedTensor = _NEW(cls, local, spec, requires_grad=requires_grad)  # what DTensor's own __new__ calls
         self._spec = spec
-        self.shard_storage, self.shard_group, self._name = cell, group, name
+        self.shard_storage, self.shard_group, self.given_name = cell, group, name
         return self
 
     @classmethod
@@ -141,34 +141,34 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
             new_meta = TensorMeta(meta.shape, stride or meta.stride, dtype or meta.dtype)
             spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=new_meta)
         prototype = self.shard_storage.resolve() if cell.is_pending else None
-        return KIN[type(self)].wrap(cell, spec, self.shard_group, name=self._name, prototype=prototype)
+        return KIN[type(self)].wrap(cell, spec, self.shard_group, name=self.given_name, prototype=prototype)
 
     def derived(self, shard: Tensor) -> "ShardedTensor":
         """A cast or copy of this tensor: its gathers go through this one's unit while neither is written to."""
         out = self.like(shard)
         if self.gather_source is not None:
-            out._home = (self.gather_source, self.gather_slot)
-        out._origin = Origin(self, self.shard_storage, self.shard_storage.version, out.shard_storage.version)
+            out.swapped_home = (self.gather_source, self.gather_slot)
+        out.origin = Origin(self, self.shard_storage, self.shard_storage.version, out.shard_storage.version)
         return out
 
     def alias(self) -> "ShardedTensor":
         """Another tensor object over the same shard, as `detach()` gives."""
         cell, prototype = self.shard_storage, self._prototype()
-        out = type(self).wrap(cell, self._spec, self.shard_group, name=self._name, prototype=prototype)
+        out = type(self).wrap(cell, self._spec, self.shard_group, name=self.given_name, prototype=prototype)
         if self.gather_source is not None:
             out.gather_source, out.gather_slot = self.gather_source, self.gather_slot
-            if self._is_mixed:
-                out._is_mixed, out.wire_precision = True, self.wire_precision
+            if self.has_compute_dtype:
+                out.has_compute_dtype, out.wire_precision = True, self.wire_precision
         if self._view is not None:
             out._view = self._view
-        if self._origin is not None:
-            out._origin = self._origin
-        if self._home is not None:
-            out._home = self._home
+        if self.origin is not None:
+            out.origin = self.origin
+        if self.swapped_home is not None:
+            out.swapped_home = self.swapped_home
         if self.is_added_up:
             out.is_added_up = True
-        if self._stands_for is not None:
-            out._stands_for = self._stands_for
+        if self.stands_for is not None:
+            out.stands_for = self.stands_for
         return out
 
     def of_dtype(self, dtype: torch.dtype, cell: ShardStorage) -> "ShardedTensor":
@@ -178,7 +178,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         new_meta = TensorMeta(meta.shape, meta.stride, dtype)
         spec = DTensorSpec(self._spec.mesh, self._spec.placements, tensor_meta=new_meta)
         prototype = empty_of(dtype, self.storage_device)
-        return KIN[type(self)].wrap(cell, spec, self.shard_group, name=self._name, prototype=prototype)
+        return KIN[type(self)].wrap(cell, spec, self.shard_group, name=self.given_name, prototype=prototype)
 
     def lazy_view(
         self, steps: tuple[ViewStep, ...], spec: DTensorSpec, key: tuple[Any, ...], *, computes: bool = False
@@ -189,7 +189,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         if meta is not None and prototype.dtype != meta.dtype:
             prototype = empty_of(meta.dtype, prototype.device)
         kind = VIEWS.get(type(base)) or KIN[type(base)]
-        out = kind.wrap(base.shard_storage, spec, base.shard_group, name=self._name, prototype=prototype)
+        out = kind.wrap(base.shard_storage, spec, base.shard_group, name=self.given_name, prototype=prototype)
         out._view = View(base, steps, key, computes)
         return out
 
@@ -209,7 +209,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
     @property
     def name(self) -> str:
         """Name for messages: the parameter's, or that of the one it descends from."""
-        return self._name or "a ShardedTensor"
+        return self.given_name or "a ShardedTensor"
 
     @property
     def shard_layout(self) -> ShardLayout:
@@ -267,18 +267,18 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
                 if is_resized:  # an embedding of more tokens, say
                     meta = TensorMeta(full.shape, dense_stride(full), full.dtype)
                     spec = DTensorSpec(self._spec.mesh, self._spec.placements, tensor_meta=meta)
-                    new = self.wrap(cell, spec, self.shard_group, name=self._name)
+                    new = self.wrap(cell, spec, self.shard_group, name=self.given_name)
         elif new.shard_storage.resolve().is_inference():
             with torch.inference_mode(mode=False):
                 new = self.like(new.shard_storage.resolve().clone())
         new.shard_storage.is_shared |= self.shard_storage.is_shared
         _DATA.__set__(self, new)
-        self.shard_storage, self._spec, self._origin, self._views = new.shard_storage, new._spec, None, None
+        self.shard_storage, self._spec, self.origin, self.known_views = new.shard_storage, new._spec, None, None
 
     def requires_grad_(self, requires_grad: bool = True) -> "ShardedTensor":
         """As of any tensor; from then on the gradients of a leaf are reduced."""
         torch.Tensor.requires_grad_(self, requires_grad)
-        self._adopt_if_leaf()
+        self.adopt_if_leaf()
         return self
 
     @property
@@ -289,13 +289,13 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         REQUIRES_GRAD.__set__(self, value)
-        self._adopt_if_leaf()
+        self.adopt_if_leaf()
 
-    def _adopt_if_leaf(self) -> None:
+    def adopt_if_leaf(self) -> None:
         """Have the gradients of a leaf reduced, if nobody does yet."""
         if self.grad_hook_handle is None and self._view is None and self.requires_grad and self.is_leaf:
-            assert ShardedTensor._adopt is not None
-            ShardedTensor._adopt(self)
+            assert ShardedTensor.adopt is not None
+            ShardedTensor.adopt(self)
 
     def materialize(self) -> Tensor:
         """The full value as a plain tensor that the caller must neither write to nor keep.
@@ -313,27 +313,27 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         """
         view = self._view
         base = self if view is None else view.base
-        if base._home is not None:
+        if base.swapped_home is not None:
             return_home(base)
         # A use in backward that autograd does not record gives no gradient: of what a checkpoint saved again, for one.
         if base.grad_hook_handle is None and (torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1):
-            base._adopt_if_leaf()
+            base.adopt_if_leaf()
         source = base.gather_source
         if source is not None and source.params[base.gather_slot].shard_storage is base.shard_storage:
             return source.full(base.gather_slot, view)
-        full = base._gathered_alone()
+        full = base.gathered_alone()
         return full if view is None else viewed(full, view.steps)
 
     def full_in(self, dtype: torch.dtype | None = None) -> Tensor:
         """As `operand`, in a given dtype, converted from the one it is kept in; by default that. Of no view."""
         if self.gather_source is not None and self.belongs_to_source():
             return self.gather_source.full_in(self.gather_slot, dtype or self.storage_dtype)
-        full = self._gathered_alone()
+        full = self.gathered_alone()
         return full if dtype is None else full.to(dtype)
 
-    def _gathered_alone(self) -> Tensor:
+    def gathered_alone(self) -> Tensor:
         """The full value of a tensor that no unit gathers, as an operand."""
-        origin = self._origin
+        origin = self.origin
         if origin is not None and origin.holds_for(self):
             full = origin.tensor.full_in(self.storage_dtype)
             return full if type(self) is ShardedTensor else self._placed(full)
@@ -346,7 +346,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
             shard = shard.to(self.shard_group.device_type)
         plan = GatherPlan.of(BucketLayout.of([layout]), [stride], shard.dtype, self.shard_group)
         tag = hash(self.shard_storage.signature)
-        handle = collectives.all_gather([shard], plan, self.shard_group, label=self._name, tag=tag)
+        handle = collectives.all_gather([shard], plan, self.shard_group, label=self.given_name, tag=tag)
         full = handle.wait().tensors[0]
         return on_mesh(full if full.device == device else self._placed(full), self)
 
@@ -360,7 +360,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         """Copy `values`, of the shape of this rank's shard, into it; all ranks must write their parts of one value."""
         assert self._view is None
         self.shard_storage.resolve().copy_(values)
-        self.shard_storage.tag, self._origin = 0, None
+        self.shard_storage.tag, self.origin = 0, None
         self.shard_storage.note_write()
         torch.autograd.graph.increment_version(self)
 
@@ -370,9 +370,10 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         cell = self.shard_storage
         cell.layout = ShardLayout(tuple(self.shape), None, cell.layout.num_ranks)
         cell.deliver(full)
-        cell.tag, self._origin = 0, None
+        cell.tag, self.origin = 0, None
 
-    def _pinned(self) -> Tensor | None:
+    def pinned_copy(self) -> Tensor | None:
+        """The gathered copy that an open scope holds, if one does."""
         source = self.gather_source
         return source.pinned(self.gather_slot) if source is not None and self._view is None else None
 
@@ -380,7 +381,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         kind = "view, " if self._view is not None else ""
         where = "whole on" if self.shard_layout.dim is None else f"dim {self.shard_layout.dim} over"
         return (
-            f"ShardedTensor({self._name!r}, {kind}shape={tuple(self.shape)}, dtype={self.dtype}, {where} "
+            f"ShardedTensor({self.given_name!r}, {kind}shape={tuple(self.shape)}, dtype={self.dtype}, {where} "
             f"{self.shard_layout.num_ranks} ranks, device='{self.device}', requires_grad={self.requires_grad})"
         )
 

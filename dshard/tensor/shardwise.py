@@ -82,7 +82,7 @@ def pointwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """An elementwise operation: on shards where all operands lie alike and autograd does not record it."""
     values = (*args, *kwargs.values())
     ref = None if is_recorded(*values) else common_layout(values)
-    if ref is None or (ref._is_mixed and ref.compute_dtype() is not None):
+    if ref is None or (ref.has_compute_dtype and ref.compute_dtype() is not None):
         return compute(func, args, kwargs)
     local_kwargs = {k: cut_to(v, ref) for k, v in kwargs.items()}
     facts = numbers_in(values)
@@ -130,7 +130,7 @@ def factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         kwargs["dtype"] = source.dtype
     out = source.like(func(source.shard_storage.resolve(), *args[1:], **kwargs))
     if source.gather_source is not None:
-        out._home = (source.gather_source, source.gather_slot)
+        out.swapped_home = (source.gather_source, source.gather_slot)
     return out
 
 

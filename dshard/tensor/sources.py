@@ -70,8 +70,8 @@ def is_used_away(compute: torch.device) -> bool:
 
 def return_home(tensor: Any) -> None:
     """Have a cast or copy that `module.to(...)` swapped into a parameter's place belong to that one's unit."""
-    unit, slot = tensor._home
+    unit, slot = tensor.swapped_home
     if unit.params[slot] is tensor:
         tensor.gather_source, tensor.gather_slot = unit, slot
         # The hook is that of another object, and the origin is the tensor itself, with memory that it has no more.
-        tensor._home = tensor.grad_hook_handle = tensor._origin = None
+        tensor.swapped_home = tensor.grad_hook_handle = tensor.origin = None

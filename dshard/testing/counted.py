@@ -67,9 +67,7 @@ class CountedPeak(TorchDispatchMode):
 def _idle() -> set[int]:
     """The storages that pools keep, or may take back."""
     pools = {id(unit.observer.pool): unit.observer.pool for unit in Unit.alive}.values()
-    kept = [buffer.memory for pool in pools for buffer in pool._kept]
-    kept += [b.memory for pool in pools for b in pool._lent if not b.is_held()]
-    return {memory.untyped_storage()._cdata for memory in kept}
+    return {memory.untyped_storage()._cdata for pool in pools for memory in pool.idle()}
 
 
 @contextmanager
@@ -100,7 +98,7 @@ def counted_peak(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
             counted.note(value)
     for unit in {u for m in model.modules() for u in vars(m).get("_dshard_units", ())}:
         for copies in (unit.copies, unit.exact):
-            for buffer in copies._memories:
+            for buffer in copies.memories:
                 counted.note(buffer.memory)
     BufferPool.take = take_counted  # type: ignore[method-assign]
     try:

@@ -52,7 +52,6 @@ class Copies:
         "_fulls",
         "_in_flight",
         "_joined_in",
-        "_memories",
         "_parts",
         "_send_rows",
         "_shards",
@@ -61,6 +60,7 @@ class Copies:
         "_versions",
         "dtypes",
         "is_primary",
+        "memories",
         "unit",
     )
 
@@ -73,7 +73,7 @@ class Copies:
         self._slots = tuple(slot for slot in range(len(self.dtypes)) if slot not in apart)
         self._fulls: list[Tensor] | None = None
         self._full_views: dict[Any, Tensor] = {}  # of the gathered copies
-        self._memories: list[Buffer] = []  # what the gathered copies lie in
+        self.memories: list[Buffer] = []  # what the gathered copies lie in
         self._in_flight: list[tuple[tuple[int, ...], Handle[Gathered]]] | None = None
         self._arrivals: list[Any] = []  # of shards that are copied from their home to where they are gathered
         self._parts: tuple[list[Tensor], list[Bucket]] | None = None  # in their place, from forward to backward
@@ -339,7 +339,7 @@ class Copies:
                 for slot, full in zip(slots, gathered.tensors, strict=True):
                     fulls[slot] = full
                 if gathered.memory is not None:
-                    self._memories.append(gathered.memory)
+                    self.memories.append(gathered.memory)
         self._fulls = list(map(on_mesh, fulls, self.unit.params)) if InnerLayout.num_made else fulls
 
     def _are_fresh(self) -> bool:
@@ -361,7 +361,7 @@ class Copies:
             for _, handle in in_flight:
                 gathered = handle.discard()
                 if gathered is not None and gathered.memory is not None:
-                    self._memories.append(gathered.memory)
+                    self.memories.append(gathered.memory)
                 del gathered
         del in_flight
         self.drop()
@@ -371,6 +371,6 @@ class Copies:
         self._fulls = self._parts = None
         self._full_views.clear()
         self._shards, self._versions = [], []
-        memories, self._memories = self._memories, []
+        memories, self.memories = self.memories, []
         while memories:
             self.unit.observer.pool.give(memories.pop())

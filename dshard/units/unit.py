@@ -96,7 +96,7 @@ class Unit:
         self._learned: LearnedCasts | None = None
         self._groups: list[ShardGroup] | None = None
         for slot, param in enumerate(self.params):
-            param.gather_source, param.gather_slot, param._is_mixed = self, slot, computes[slot] is not None
+            param.gather_source, param.gather_slot, param.has_compute_dtype = self, slot, computes[slot] is not None
 
     def restart(self) -> None:
         """Its parameters lie elsewhere now: make anew what was made for where they lay."""
@@ -202,11 +202,11 @@ class Unit:
             return False
         if self.observer.num_running:
             self.observer.regions.note_use(self.observer)
-            param._is_used_in_functions |= not torch.is_grad_enabled()
+            param.is_used_in_functions |= not torch.is_grad_enabled()
             return True
         if torch._C._current_graph_task_id() == -1:
             if torch.is_grad_enabled():
-                param._is_used_exactly = True
+                param.is_used_exactly = True
             else:
                 note_exact_use(self.observer)
             return False
@@ -216,7 +216,7 @@ class Unit:
         others = [x for x in OPERANDS[0] if isinstance(x, Tensor) and not isinstance(x, ShardedTensor)]
         if others and compute != param.storage_dtype:
             return any(x.dtype == compute for x in others)
-        return param._is_used_in_functions and not param._is_used_exactly
+        return param.is_used_in_functions and not param.is_used_exactly
 
     def pinned(self, slot: int) -> Tensor | None:
         """The gathered copy of parameter `slot` if an open scope holds it."""
@@ -324,13 +324,14 @@ class Unit:
     def buckets(self, slots: Sequence[int], dtypes: tuple[torch.dtype | None, ...]) -> list[Bucket]:
         """The buckets of some of the parameters, as `make_buckets` tells."""
         comms = self.settings.comms
-        return self._known_buckets((tuple(slots), dtypes), lambda: make_buckets(self.params, slots, dtypes, comms))
+        return self.known_buckets((tuple(slots), dtypes), lambda: make_buckets(self.params, slots, dtypes, comms))
 
     def part_buckets(self, dtypes: tuple[torch.dtype | None, ...], num_ranks: int) -> list[Bucket]:
         """The buckets of parts that few ranks hold, as `make_part_buckets` tells."""
-        return self._known_buckets((num_ranks, dtypes), lambda: make_part_buckets(self.params, dtypes, num_ranks))
+        return self.known_buckets((num_ranks, dtypes), lambda: make_part_buckets(self.params, dtypes, num_ranks))
 
-    def _known_buckets(self, key: Any, make: Callable[[], list[Bucket]]) -> list[Bucket]:
+    def known_buckets(self, key: Any, make: Callable[[], list[Bucket]]) -> list[Bucket]:
+        """Buckets that are made once, until a parameter has another dtype, other strides or another device."""
         known = self._buckets.get(key)
         specs = list(map(_SPEC_OF, self.params))  # another one after a change of dtype, strides or device
         if known is None or not all(map(is_, known[0], specs)):
