@@ -324,7 +324,7 @@ TABLE: dict[str, Row] = {
         "source": TEXT,
         "efficiency": ours("Efficiency", "Leave it out."),
     },
-    # --- dshard.links, dshard.testing ---
+    # --- dshard.planning.links, dshard.testing ---
     "measure_links": {
         "mesh": optional(MESH),
         "within": list_of(count(2), "numbers of neighbouring ranks, above 1", "Leave it out."),
