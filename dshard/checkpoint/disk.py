@@ -30,7 +30,7 @@ __all__ = [
 PARTIAL = ".partial"
 _LARGE_BYTES = 1 << 20
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE, of sync_file_range(2)
-_LIBC = ctypes.CDLL(None)
+_SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
 
 
 def partial_name(path: Path, token: str | None = None) -> Path:
@@ -112,8 +112,8 @@ def write_all(opened: int, content: bytes | memoryview) -> None:
     is_large = len(rest) >= _LARGE_BYTES
     while rest:
         rest = rest[os.write(opened, rest) :]
-    if is_large and sys.platform == "linux":  # advice: where it is not taken, the sync at the end does all
-        _LIBC.sync_file_range(opened, ctypes.c_int64(0), ctypes.c_int64(0), _BEGIN_WRITING)
+    if is_large and _SYNC_FILE_RANGE is not None:  # advice: where it is not taken, the sync at the end does all
+        _SYNC_FILE_RANGE(opened, ctypes.c_int64(0), ctypes.c_int64(0), _BEGIN_WRITING)
 
 
 def open_regular(path: Path, *, follow: bool = False) -> int:

@@ -1,6 +1,7 @@
 """Load what a checkpoint has of optimizers: their groups, and the state of each parameter."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -113,6 +114,11 @@ def _prepare_state(
             f"{source.folder}: the optimizer must hold every parameter that has a state, but not '{foreign}'. Make it "
             "as it was when it was saved."
         )
+    held = [
+        *params.values(),
+        *(value for param in params.values() for value in optimizer.state.get(param, {}).values()),
+    ]
+    num_holders = Counter(id(each.shard_storage) for each in held if isinstance(each, ShardedTensor))
     for name, param in params.items():
         saved = facts["state"].get(name)
         if saved is None:
@@ -123,7 +129,7 @@ def _prepare_state(
                 f"{source.folder}: the state of '{name}' must be an object, but it is {saved!r:.40}. It is damaged."
             )
         old, values = optimizer.state.get(param, {}), {}
-        home = _Home(source, param, job.groups[id(param)], facts["whole"])
+        home = _Home(source, param, job.groups[id(param)], facts["whole"], num_holders)
         for key, value in saved.items():
             values[key], write = home.take(key, value, old.get(key), f"{facts['prefix']}.{name}.{key}")
             if write is not None:
@@ -146,12 +152,14 @@ class _Home:
         param: The parameter.
         options: Of its group.
         whole: Names of states that are no shards, whatever their shape.
+        num_holders: How many of the optimizer's parameters and states have each shard storage, by its identity.
     """
 
     source: Source
     param: Tensor
     options: Mapping[str, Any]
     whole: Collection[Any]
+    num_holders: Mapping[int, int]
 
     def take(self, key: str, saved: Any, old: Any, what: str) -> tuple[Any, Callable[[], None] | None]:
         """A value, and how to write it if it is a tensor that is there."""
@@ -161,7 +169,7 @@ class _Home:
             shape, dtype = found[1].shape, found[1].dtype
             if tuple(old.shape) == shape and dtype_of(old) == dtype:
                 values = self.source.read(name, part_of_tensor(old), dtype)
-                if _takes_the_place_of(old, values):  # as with torch's own load_state_dict
+                if self._takes_the_place_of(old, values):  # as with torch's own load_state_dict
                     return old.like(ShardStorage(values, old.shard_layout, is_shared=True), dtype=dtype), None
                 return old, writer(old, values)
         return decoded(self.source, saved, what, partial(self._made, key)), None
@@ -178,10 +186,10 @@ class _Home:
         is_on_host = key == "step" and not (self.options.get("capturable") or self.options.get("fused"))
         return values if is_on_host else values.to(home)  # as torch's own load_state_dict places them
 
-
-def _takes_the_place_of(old: Tensor, values: Tensor) -> TypeGuard[ShardedTensor]:
-    """Whether values that were read can be a state's shard as they are, so that none is copied."""
-    if not isinstance(old, ShardedTensor) or old.is_view or is_extended(old.shard_storage.resolve()):
-        return False
-    shard = old.shard_storage.resolve()
-    return shard.device == values.device and shard.is_contiguous() and not shard.is_pinned()
+    def _takes_the_place_of(self, old: Tensor, values: Tensor) -> TypeGuard[ShardedTensor]:
+        """Whether values that were read can be a state's shard as they are, so that none is copied."""
+        if not isinstance(old, ShardedTensor) or old.is_view or self.num_holders[id(old.shard_storage)] > 1:
+            return False
+        shard = old.shard_storage.resolve()
+        is_plain = not is_extended(shard) and shard.is_contiguous() and not shard.is_pinned()
+        return is_plain and shard.device == values.device

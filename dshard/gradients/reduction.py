@@ -186,9 +186,8 @@ class GradReduction:
     def _signature(self) -> int:
         """Stands for what the shards were written with."""
         unit = self._unit()
-        return hash(
-            tuple(unit.params[slot].shard_storage.signature for slot in self._slots) if unit is not None else ()
-        )
+        storages = [unit.params[slot].shard_storage for slot in self._slots] if unit is not None else []
+        return hash(tuple(storage.signature for storage in storages))
 
     def _all_reduce(self, replicas: ShardGroup) -> Callable[[Tensor], _Started]:
         """How a row is reduced over the replicas."""
@@ -310,9 +309,8 @@ class GradReduction:
                 with torch.no_grad():
                     param.grad = param.like(cell)
             else:
-                grad.shard_storage.add_later(
-                    cell
-                )  # as autograd adds on the ranks that used it: no write to be compared
+                # As autograd adds on the ranks that used it: no write to be compared.
+                grad.shard_storage.add_later(cell)
 
 
 def _reduce(

@@ -61,7 +61,7 @@ def gather(
         found[0].observer.before_use()
         found = _Places.find(shard)
     if found is None:
-        return gathered_alone(shard, shape, stride, dim, group, dtype)
+        return _gathered_alone(shard, shape, stride, dim, group, dtype)
     unit, slot = found
     layout, observer = unit.params[slot].shard_layout, unit.observer
     if layout.shape != tuple(shape) or layout.dim != (dim if dim >= 0 else None):
@@ -111,7 +111,7 @@ def _check_start(unit: Unit) -> None:
     )
 
 
-def gathered_alone(
+def _gathered_alone(
     shard: Tensor, shape: list[int], stride: list[int], dim: int, group: str, dtype: torch.dtype
 ) -> Tensor:
     """The full value of what belongs to no unit."""

@@ -49,7 +49,7 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
         An all-reduce of 32 bytes; an all-gather of each parameter, gradient and state that is cut otherwise than
         before, and nothing for what was whole. With `hybrid(k)`, the making of process groups, the first time.
     """
-    runtime = _runtime_of(arguments.read("set_strategy", {"module": module})["module"])
+    runtime = _runtime_at_rest(arguments.read("set_strategy", {"module": module})["module"])
     groups = list({p.shard_group.full_name: p.shard_group for unit in runtime.units for p in unit.params[:1]}.values())
     with refused_together("set_strategy", ["strategy"], next(iter(groups), None)):
         given = arguments.read("set_strategy", {"strategy": strategy, "optimizer": optimizer})
@@ -102,7 +102,7 @@ def _pair(place: Place) -> tuple[Any, int | None]:
     return place.mesh, place.dim
 
 
-def _runtime_of(module: Any) -> Runtime:
+def _runtime_at_rest(module: Any) -> Runtime:
     """The runtime of a sharded module at rest."""
     runtime: Runtime = runtime_of(module)
     pinned = next((unit for unit in runtime.units if unit.num_pins), None)

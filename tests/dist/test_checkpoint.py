@@ -480,3 +480,36 @@ def test_a_flipped_bit_is_found_wherever_it_lies_in_what_one_read_gives(worlds: 
         assert f"{file}: values must be those that were saved, but 'model.0.weight' has other bytes between" in text
         low, high = map(int, re.search(r"between (\d+) and (\d+)", text).groups())
         assert low <= at < high <= low + (1 << 18)
+
+
+class KeepsIts(torch.optim.SGD):
+    """An optimizer whose states are the parameter itself, and one tensor under two names."""
+
+    def keep(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            mean = torch.zeros_like(param)
+            self.state[param] = {"itself": param.detach(), "mean": mean, "also": mean, "own": torch.ones_like(param)}
+
+
+def with_shared_states(path: Path) -> list[bool]:
+    model = dshard.fully_shard(nn.Linear(5, 7))
+    optimizer = KeepsIts(model.parameters(), lr=0.1)
+    optimizer.keep()
+    save(path, model, optimizer)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    load(path, model, optimizer)
+    found = []
+    for param in model.parameters():
+        state = optimizer.state[param]
+        with torch.no_grad():
+            param.fill_(3.0)
+            state["mean"].fill_(2.0)
+        found += [bool((state["itself"].full_tensor() == 3.0).all()), bool((state["also"].full_tensor() == 2.0).all())]
+        found.append(bool((state["own"].full_tensor() == 1.0).all()))
+    return found
+
+
+def test_states_that_share_memory_share_it_after_a_load(worlds: WorldPool, tmp_path):
+    assert worlds.run(2, with_shared_states, tmp_path / "s") == [[True] * 6] * 2
