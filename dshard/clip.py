@@ -15,9 +15,7 @@ from dshard.errors import ArgumentError, DivergenceError, RankLostError, Unsuppo
 from dshard.kinds import shown
 from dshard.tensor import ShardedTensor
 from dshard.tensor.agreed import AgreedTensor
-from dshard.tensor.inner import distinct_groups, groups_of
-
-__all__ = ["clip_grad_norm_", "on_clip"]
+from dshard.tensor.tp_layout import distinct_groups, groups_of
 
 _WHO = "clip_grad_norm_"
 _Cut = tuple[list[ShardGroup], list[Tensor]]  # shards, and the groups that they lie on

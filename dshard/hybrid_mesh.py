@@ -10,8 +10,6 @@ from dshard.collectives import ReduceOp
 from dshard.errors import ArgumentError, StateError
 from dshard.tensor.meshes import default_mesh, group_of
 
-__all__ = ["init_hybrid_mesh"]
-
 
 def init_hybrid_mesh(ranks_per_node: int | None = None) -> DeviceMesh:
     """A mesh for `fully_shard` that shards within nodes and replicates across them (HSDP), as FSDP1 makes by itself.

@@ -16,16 +16,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dshard import collectives
 from dshard.arguments import checked
-from dshard.autograd.watches import in_backward
+from dshard.autograd.modes import in_backward
 from dshard.clip import clip_grad_norm_, on_clip
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.compat import no_sync
 from dshard.errors import DivergenceError, StateError
 from dshard.optimizer.step_hooks import before_steps
-from dshard.runtime import Runtime
+from dshard.runtime.runtime import context_of
 from dshard.units.schedule import Phase
-
-__all__ = ["join"]
 
 _NOTHING = -math.inf  # what a rank without batches has to say
 
@@ -86,12 +84,12 @@ def join(
     Source: PyTorch's `torch.distributed.algorithms.Join`, for its names and what it promises.
     """
     sharded: Any = module
-    if sharded._runtime().virtual is not None:
+    if context_of(sharded).virtual is not None:
         raise StateError(
             "join: ranks with fewer batches follow the others, but a model with virtual_ranks has equally many on "
             "each. Leave one of the two out."
         )
-    groups = [group for unit in sharded._runtime().units for group in unit.groups]
+    groups = [group for unit in context_of(sharded).units for group in unit.groups]
     group = max(groups, key=lambda group: group.world_size, default=None)
     if not enable or group is None or group.world_size == 1:
         return nullcontext()
@@ -102,11 +100,11 @@ _OPEN: list[object] = []  # blocks of this process
 
 
 class _Join:
-    """As `join`; of a model, and the ranks that share it."""
+    """The context of `join`, for a model and the ranks that share it."""
 
     def __init__(self, module: Any, group: ShardGroup, *, throws: bool) -> None:
         self._module = module
-        self._runtime: Runtime = self._module._runtime()
+        self._context = context_of(self._module)
         self._group, self._throws = group, throws
         self._inputs: _Inputs | None = None
         self._optimizers: list[Optimizer] = []
@@ -122,8 +120,8 @@ class _Join:
             )
         _OPEN.append(self)
         self._stack.callback(_OPEN.remove, self)
-        self._runtime.announce = self._on_phase
-        self._stack.callback(setattr, self._runtime, "announce", None)
+        self._context.announce = self._on_phase
+        self._stack.callback(setattr, self._context, "announce", None)
         hook = self._module.register_forward_pre_hook(self._on_inputs, with_kwargs=True, prepend=True)
         self._stack.callback(hook.remove)
         self._stack.callback(before_steps(self._on_step))
@@ -149,7 +147,7 @@ class _Join:
             self._inputs = _Inputs(args, kwargs, self._group.device_type)
 
     def _on_phase(self, phase: Phase) -> None:
-        settings = next(unit.settings for unit in self._runtime.units if unit.params)
+        settings = next(unit.settings for unit in self._context.units if unit.params)
         self._announce(_OF_PHASE[phase], float(settings.requires_sync), float(settings.requires_all_reduce))
 
     def _on_step(self, optimizer: Optimizer) -> None:
@@ -327,7 +325,7 @@ class _Inputs:
         self._dtype = torch.get_autocast_dtype(device_type)
 
     def context(self) -> Any:
-        """Autocast, as it was."""
+        """A context in which autocast is as it was."""
         return torch.autocast(self._device_type, dtype=self._dtype, enabled=self._is_cast)
 
 

@@ -14,33 +14,6 @@ from torch import Tensor, nn
 
 from dshard.errors import ArgumentError
 
-__all__ = [
-    "ANYTHING",
-    "FLAG",
-    "MODULE",
-    "PATH",
-    "TENSORS",
-    "TEXT",
-    "Kind",
-    "Refused",
-    "Row",
-    "checked_by",
-    "count",
-    "either",
-    "function",
-    "instance",
-    "kind",
-    "list_of",
-    "mapping_of",
-    "nearest",
-    "number",
-    "one_of",
-    "optional",
-    "ours",
-    "read",
-    "shown",
-]
-
 _MAX_SHOWN = 80
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -142,7 +115,7 @@ def kind(allowed: str, way: str, is_right: Callable[[Any], bool]) -> Kind:
 
 
 def optional(one: Kind) -> Kind:
-    """The same, or None."""
+    """A kind, or None."""
     return Kind(_or(one.allowed, "None"), one.way, lambda value: None if value is None else one.read(value))
 
 

@@ -9,17 +9,6 @@ from dataclasses import dataclass, field
 
 from dshard.errors import PlacementError
 
-__all__ = [
-    "ALIGN_NUMEL",
-    "HEADER_BYTES",
-    "MIN_DIRECT_BYTES",
-    "SMALL_GRAD_BYTES",
-    "BucketLayout",
-    "Extent",
-    "ShardLayout",
-    "flags_numel",
-]
-
 HEADER_BYTES = 64  # of what each rank says to each peer ahead of a collective, where rows are received one by one
 MIN_DIRECT_BYTES = 1 << 16  # of a full tensor whose shards travel alone, to their place; others are cut out of rows
 ALIGN_NUMEL = 64  # of each full tensor within the memory of its bucket

@@ -13,18 +13,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from dshard.errors import PlacementError, StateError
 from dshard.kinds import Kind, Refused, checked_by, count, nearest, one_of, optional
 
-__all__ = [
-    "STRATEGY",
-    "STRATEGY_FIELDS",
-    "Offload",
-    "Precision",
-    "PrecisionRules",
-    "Strategy",
-    "StrategyRules",
-    "read_bytes",
-    "reshard_choice",
-]
-
 _BASES = ("ddp", "zero1", "zero2", "keep", "full")
 _CALL = re.compile(r"(hybrid|split)\(\s*([0-9]{1,9})\s*(?:,\s*(.+?)\s*)?\)", re.DOTALL)
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?\d+)?)\s*(?:([kmgtp])(i?))?b?\s*", re.IGNORECASE)
@@ -112,7 +100,7 @@ class Strategy:
 
     @checked_by({"num_ranks": count(1)}, "Strategy.on")
     def on(self, num_ranks: int) -> "Strategy":
-        """The same on a mesh of as many ranks, where two names may mean one thing.
+        """This strategy on a mesh of as many ranks, where two names may mean one thing.
 
         Raises:
             PlacementError: The ranks that share a parameter do not divide those of the mesh. On every rank alike.
@@ -171,11 +159,6 @@ class StrategyRules:
         """These, and where none of them matches, the older ones."""
         known = dict(self.rules)
         return StrategyRules((*self.rules, *(rule for rule in older.rules if rule[0] not in known)))
-
-    def num_slices_of(self, name: str) -> int:
-        """In how many slices a parameter of this name is gathered."""
-        strategy = self.strategy_of(name)
-        return strategy.num_slices if strategy is not None else 1
 
     def check_names(self, who: str, names: Iterable[str]) -> None:
         """Raise if a name that is no pattern, or all of the patterns, are those of no parameter.
@@ -241,7 +224,7 @@ class Precision:
     asked: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
 
     def for_dtype(self, dtype: torch.dtype) -> "Precision":
-        """The same for a parameter that is kept in a dtype."""
+        """This precision, for a parameter that is kept in a dtype."""
         compute, reduce = ((asked if asked != dtype else None) for asked in self.asked)
         if self.policy is not None:  # whose compute dtype is always named
             compute = self.asked[0] or dtype
@@ -289,8 +272,8 @@ class PrecisionRules:
         found = Precision(output=rule.output_dtype, casts_inputs=rule.casts_inputs, offload=self.offload, asked=asked)
         return found.for_dtype(dtype)
 
-    def precision_of_extended(self, name: str, dtype: torch.dtype) -> Precision:
-        """The same for a tensor subclass that says itself how it is gathered; its compute dtype is always named."""
+    def precision_of_subclass(self, name: str, dtype: torch.dtype) -> Precision:
+        """The precision of a tensor subclass that says itself how it is gathered; its compute dtype is always named."""
         rule, found = self._rule_for(name), self.precision_of(name, dtype) or Precision()
         policy = MixedPrecisionPolicy()
         if rule is not None:

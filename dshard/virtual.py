@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from dshard import arguments, collectives
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import StateError, UnsupportedOpError
-from dshard.runtime import Runtime
-from dshard.runtime.module import FSDPModule, runtime_of
-from dshard.tensor.inner import inner_of
+from dshard.gradients.reducer import Reducer
+from dshard.runtime.module import FSDPModule
+from dshard.runtime.runtime import context_of
+from dshard.tensor.tp_layout import tp_layout_of
+from dshard.units.context import ModelContext
 from dshard.units.virtual_ranks import State, VirtualRanks
-
-__all__ = ["of_all_ranks", "restore_states", "states_of", "virtual_ranks"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -47,10 +47,10 @@ def virtual_ranks(model: nn.Module) -> Iterator[int]:
         The first time, an all-reduce of 24 bytes: rank 0's seed, of which those of the virtual ranks are made, and the
         number of threads.
     """
-    runtime, virtual, group = _parts_of(model, "virtual_ranks")
+    context, virtual, group = _parts_of(model, "virtual_ranks")
     virtual.refuse_open("virtual_ranks")
-    _check(runtime, virtual, group)
-    unreduced = runtime.reducer.unreduced()
+    _check(context, virtual, group)
+    unreduced = context.get(Reducer).unreduced()
     if unreduced is not None:
         raise StateError(
             f"{unreduced}: each loop over virtual ranks ends with reduced gradients, but those of the one before were "
@@ -58,18 +58,18 @@ def virtual_ranks(model: nn.Module) -> Iterator[int]:
         )
     ranks = _ranks_of(virtual, group)
     _seed(virtual, group, ranks)
-    return _loop(runtime, virtual, group, ranks)
+    return _loop(context, virtual, group, ranks)
 
 
-def _loop(runtime: Runtime, virtual: VirtualRanks, group: ShardGroup, ranks: range) -> Iterator[int]:
+def _loop(context: ModelContext, virtual: VirtualRanks, group: ShardGroup, ranks: range) -> Iterator[int]:
     is_whole = False
     try:
-        with virtual.played(ranks, group.device_type, _module_of(runtime)) as each:
+        with virtual.played(ranks, group.device_type, _module_of(context)) as each:
             yield from each
             is_whole = not virtual.has_failed
     finally:
         if not is_whole:
-            runtime.reducer.abandon()
+            context.get(Reducer).abandon()
 
 
 def states_of(model: nn.Module) -> dict[int, Tensor]:
@@ -114,7 +114,7 @@ def restore_states(model: nn.Module, states: Mapping[int, Tensor]) -> None:
 
 def restorer(model: nn.Module, states: Mapping[int, Tensor]) -> Callable[[], None]:
     """As `restore_states`, in two steps: everything is checked now, and changed when the result is called."""
-    runtime, virtual, group = _parts_of(model, "restore_states")
+    context, virtual, group = _parts_of(model, "restore_states")
     virtual.refuse_open("restore_states")
     ranks = _ranks_of(virtual, group)
     missing = next((rank for rank in ranks if rank not in states), None)
@@ -131,7 +131,7 @@ def restorer(model: nn.Module, states: Mapping[int, Tensor]) -> Callable[[], Non
             f"restore_states: bits depend on the number of threads, which was {other}, but now is {threads}. Call "
             f"torch.set_num_threads({other}) first."
         )
-    known = {name for name, _ in _module_of(runtime).named_buffers()}
+    known = {name for name, _ in _module_of(context).named_buffers()}
     unknown = next((name for state in found.values() for name in state.buffers if name not in known), None)
     if unknown is not None:
         raise StateError(
@@ -140,7 +140,7 @@ def restorer(model: nn.Module, states: Mapping[int, Tensor]) -> Callable[[], Non
         )
 
     def restore() -> None:
-        virtual.buffers.restore(_module_of(runtime), ranks, {rank: state.buffers for rank, state in found.items()})
+        virtual.buffers.restore(_module_of(context), ranks, {rank: state.buffers for rank, state in found.items()})
         virtual.random.of.update({rank: state.random for rank, state in found.items()})
 
     return restore
@@ -153,7 +153,7 @@ def module_with_virtual_ranks(model: nn.Module) -> FSDPModule | None:
         StateError: There are several.
     """
     found = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    virtual = {id(runtime_of(module)): module for module in reversed(found) if runtime_of(module).virtual is not None}
+    virtual = {id(context_of(module)): module for module in reversed(found) if context_of(module).virtual is not None}
     if len(virtual) > 1:
         raise StateError(
             f"checkpoint: states are kept of one model with virtual ranks, but {type(model).__name__} holds "
@@ -203,23 +203,23 @@ def of_all_ranks(model: nn.Module, values: Mapping[int, Tensor]) -> Tensor:
     return found.view(first.dtype)
 
 
-def _parts_of(model: Any, who: str) -> tuple[Runtime, VirtualRanks, ShardGroup]:
-    """The runtime of a model with virtual ranks, those, and the processes."""
+def _parts_of(model: Any, who: str) -> tuple[ModelContext, VirtualRanks, ShardGroup]:
+    """The context of a model with virtual ranks, those, and the processes."""
     if not isinstance(model, FSDPModule):
         raise StateError(f"{who}: needs a sharded model, but got a {type(model).__name__}. Call fully_shard first.")
-    runtime = runtime_of(model)
-    groups = [group for unit in runtime.units for group in unit.groups]
-    if runtime.virtual is None or not groups:
+    context = context_of(model)
+    groups = [group for unit in context.units for group in unit.groups]
+    if context.virtual is None or not groups:
         raise StateError(
             f"{who}: needs a model with virtual ranks, but this {type(model).__name__} has none. Pass virtual_ranks= "
             "to fully_shard on the whole model."
         )
-    return runtime, runtime.virtual, max(groups, key=lambda group: group.world_size)
+    return context, context.virtual, max(groups, key=lambda group: group.world_size)
 
 
-def _module_of(runtime: Runtime) -> nn.Module:
-    assert runtime.root is not None
-    return runtime.root
+def _module_of(context: ModelContext) -> nn.Module:
+    assert context.root is not None
+    return context.root
 
 
 def _ranks_of(virtual: VirtualRanks, group: ShardGroup) -> range:
@@ -243,10 +243,10 @@ def _seed(virtual: VirtualRanks, group: ShardGroup, ranks: range) -> None:
     virtual.random.seed(ranks, group.device_type, seed)
 
 
-def _check(runtime: Runtime, virtual: VirtualRanks, group: ShardGroup) -> None:
+def _check(context: ModelContext, virtual: VirtualRanks, group: ShardGroup) -> None:
     """Raise where bits would depend on the number of processes; all of it is alike on every rank."""
     wrong: list[tuple[str, str, str]] = []
-    for unit in runtime.units:
+    for unit in context.units:
         settings = unit.settings
         chosen = {
             "hooks on reduced shards": settings.reduce_hook is not None,
@@ -257,7 +257,7 @@ def _check(runtime: Runtime, virtual: VirtualRanks, group: ShardGroup) -> None:
         wrong += [(unit.label, f"has {what}", "Leave it out.") for what, is_so in chosen.items() if is_so]
         for param in unit.params:
             param.shard_group.is_virtual = True
-            if inner_of(param.shard_layout) is not None:
+            if tp_layout_of(param.shard_layout) is not None:
                 wrong.append((param.name, "is a DTensor over further dims", "Leave out parallelize_module."))
             if param.shard_group.world_size != group.world_size:
                 wrong.append((param.name, "has a mesh of its own", "Pass one mesh for all."))
@@ -266,8 +266,8 @@ def _check(runtime: Runtime, virtual: VirtualRanks, group: ShardGroup) -> None:
                 wrong.append(
                     (param.name, f"is kept in {param.storage_dtype}, whose steps on a CPU depend on cuts", way)
                 )
-    module = _module_of(runtime)
-    if runtime.settings.buffers:
+    module = _module_of(context)
+    if context.settings.buffers:
         wrong.append((type(module).__name__, 'has buffers="broadcast"', 'Pass buffers="leave".'))
     wrong += [
         (name, "takes statistics over processes", "Use BatchNorm: each virtual rank has its own statistics.")

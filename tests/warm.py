@@ -1,12 +1,15 @@
 """Python programs started by fork from a process that has imported torch: a run costs what the program itself does.
 
-`run` is `python PROGRAM` or, with ranks, `torchrun PROGRAM`: arguments, environment, working folder, output, exit codes
-and the end of the interpreter are the program's own. Three things differ: the modules of `PRELOAD` are there already,
-all programs hash strings alike, and of the ranks nobody but this module takes care. `python -P warm.py` is the server.
+`run` is `python PROGRAM` or, with ranks, `torchrun PROGRAM`: arguments, environment, working folder, output and exit
+codes are the program's own. It differs that the modules of `PRELOAD` are there already, that all programs hash strings
+alike, that gloo's threads stand back, that of the ranks nobody but this module takes care, and that a process is gone
+once its program's objects are, its threads have ended and its exit handlers have run: to take the interpreter and torch
+apart costs more than most programs do (tests/programs/test_exits.py has it done). `python -P warm.py` is the server.
 """
 
 import atexit
 import gc
+import importlib.util
 import json
 import os
 import runpy
@@ -15,8 +18,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +31,7 @@ from typing import Any
 
 # What most programs import. Nothing of dshard: a program may bring its own.
 PRELOAD = ("numpy", "torch", "torch.distributed.tensor", "torch._dynamo")
+GLOO_THREADS = Path(__file__).with_name("gloo_threads.py")
 GRACE_S = 20.0  # how long the other ranks may go on after the first one's failure
 
 
@@ -55,6 +61,7 @@ def run(
     doomed: int | None = None,
     server: tuple[str, ...] = (),
     agent_store: bool = True,
+    linger_s: float = 0.0,
 ) -> Ran:
     """Run a program to its end.
 
@@ -69,6 +76,7 @@ def run(
         server: Modules that the server imports besides; each such tuple has a server of its own, and what follows a "#"
             is but a name.
         agent_store: Whether this process holds the ranks' store, as torchrun does; else rank 0 does.
+        linger_s: How long a process is still there after its last word, as one is that Python takes apart.
     """
     import torch.distributed as dist
 
@@ -89,6 +97,7 @@ def run(
             "timeout_s": timeout_s,
             "grace_s": grace_s,
             "doomed": doomed,
+            "linger_s": linger_s,
         }
         answer = _ask(request, server)
         return Ran(answer["codes"], out.read_text(), err.read_text(), answer["timed_out"])
@@ -135,10 +144,18 @@ def _ask(request: dict[str, Any], modules: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _serve() -> None:
-    """Answer requests, one after another; in a fork, be the program, and return or raise as it does."""
+    """Answer requests, one after another; in a fork, be the program, and end as it does."""
     sys.path[:0] = [str(Path(__file__).parents[1])] if sys.argv[1:] else []
     for module in (*PRELOAD, *(word.partition("#")[0] for word in sys.argv[1:])):
         __import__(module)
+    spec = importlib.util.spec_from_file_location("gloo_threads", GLOO_THREADS)
+    assert spec is not None
+    assert spec.loader is not None
+    gloo_threads = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gloo_threads)
+    gloo_threads.have_gloo_stand_back()
+    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        each.atexit = False  # of torch's libraries, which go with the process
     gc.freeze()  # what forks have in common is not looked through by each
     while line := sys.stdin.readline():
         request = json.loads(line)
@@ -146,13 +163,25 @@ def _serve() -> None:
         for env in request["environments"]:
             pid = os.fork()
             if pid == 0:
-                _become(request, env)
-                return
+                _end(_become(request, env), request["linger_s"])
             pids.append(pid)
         print(json.dumps(_watch(pids, request["timeout_s"], request["grace_s"], request["doomed"])), flush=True)
 
 
-def _become(request: dict[str, Any], env: dict[str, str]) -> None:
+def _end(code: int, linger_s: float) -> None:
+    """Of this process: what Python does at its end, but for taking everything apart."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    gc.collect()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    time.sleep(linger_s)
+    os._exit(code)
+
+
+def _become(request: dict[str, Any], env: dict[str, str]) -> int:
+    """Be a program; gives its exit code."""
     os.setsid()  # so that what it starts can be killed with it
     os.chdir(request["cwd"])
     for target, path in zip((0, 1, 2), (os.devnull, *request["output"]), strict=True):
@@ -167,10 +196,20 @@ def _become(request: dict[str, Any], env: dict[str, str]) -> None:
     first = request["cwd"] if name == "-m" else str(Path(name).resolve().parent)
     sys.path[:0] = [first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv = rest if name == "-m" else [name, *rest]
-    if name == "-m":
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(name, run_name="__main__")
+    try:
+        if name == "-m":
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(name, run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
 
 
 def _watch(pids: list[int], timeout_s: float, grace_s: float, doomed: int | None) -> dict[str, Any]:

@@ -9,8 +9,6 @@ from dshard import collectives
 from dshard.agreement.weights import check_same_structure, check_same_weights
 from dshard.collectives import ShardGroup
 
-__all__ = ["broadcast_buffers", "check_buffers"]
-
 
 def _named_buffers(modules: Sequence[nn.Module]) -> list[tuple[str, Tensor]]:
     found = {id(b): (name, b) for module in modules for name, b in module.named_buffers()}

@@ -13,8 +13,6 @@ from dshard.agreement.weights import agree
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import DivergenceError
 
-__all__ = ["VERSIONS", "Fact", "check_same", "of_all_ranks", "refused_together", "versions"]
-
 Fact = str | Sequence[str]  # what a rank was told; a sequence where there may be many, of which one is to be named
 
 _MAX_LEFT = 1000  # steps that peers had left before a call that all make
@@ -26,7 +24,7 @@ _REFUSAL = "refusal"
 
 
 def versions() -> str:
-    """Of torch, whichever way it was built, and of this package."""
+    """Versions of torch, whichever way it was built, and of this package."""
     own = getattr(sys.modules.get("dshard"), "__version__", "")
     return f"torch {str(torch.__version__).partition('+')[0]}, dshard {own}"
 

@@ -73,8 +73,6 @@ from dshard.kinds import (
 )
 from dshard.policies import STRATEGY, STRATEGY_FIELDS
 
-__all__ = ["TABLE"]
-
 _TRAINED: Row = {"model": MODULE, "optimizer": optional(OPTIMIZERS)}
 _RECURSE: Row = {"recurse": FLAG}
 _PER_STEP: Row = {"model": COSTS, "strategies": PER_UNIT, "cluster": CLUSTER}
@@ -293,6 +291,7 @@ TABLE: dict[str, Row] = {
         "slice_overhead_s": FROM_0,
         "is_used_in_backward": FLAG,
         "source": TEXT,
+        "modules": list_of(TEXT, "names of modules", "Pass ('blocks.0',)."),
     },
     "Training": {
         "compute_dtype": optional(FLOAT),

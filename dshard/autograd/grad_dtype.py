@@ -11,8 +11,6 @@ import torch
 from dshard.tensor import ShardedTensor
 from dshard.tensor.shard_storage import ShardStorage
 
-__all__ = ["keep_own_dtype", "standing_for"]
-
 
 def standing_for(grad: ShardedTensor, dtype: torch.dtype, *, is_seen: bool) -> ShardedTensor:
     """A reduced gradient as autograd is to get it.
@@ -23,12 +21,12 @@ def standing_for(grad: ShardedTensor, dtype: torch.dtype, *, is_seen: bool) -> S
         is_seen: Whether programs get to see it: as the result of `autograd.grad`, in a hook of theirs. Its values are
             rounded to `dtype` then; else it shares the memory of `grad`.
     """
-    cell = grad.shard_storage
+    storage = grad.shard_storage
     if is_seen:
-        cell = ShardStorage(
-            None, cell.layout, lambda own: own.deliver(grad.shard_storage.resolve().to(dtype)), is_shared=True
+        storage = ShardStorage(
+            None, storage.layout, lambda own: own.deliver(grad.shard_storage.resolve().to(dtype)), is_shared=True
         )
-    out = grad.of_dtype(dtype, cell)
+    out = grad.like(storage, dtype=dtype)
     out.is_added_up = grad.is_added_up
     if not is_seen:
         out.stands_for = grad

@@ -6,9 +6,12 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-__all__ = ["outside_autograd", "profiled"]
-
 _NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def profiled(what: str, label: str) -> AbstractContextManager[Any]:

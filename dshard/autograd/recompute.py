@@ -12,8 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["Regions", "note_exact_use", "ran_in_forward"]
-
 _hooks = torch._C._autograd
 _OF_CHECKPOINT = "torch.utils.checkpoint"
 _RAN_IN_FORWARD = "_dshard_ran_in_forward"  # of an autograd function's context

@@ -31,8 +31,6 @@ from dshard.bench.output import Output, table, timing_table
 from dshard.bench.plots import Bars
 from dshard.checkpoint import snapshot
 
-__all__ = ["run"]
-
 _BATCH, _TOKENS, _BLOCK_STEPS = 4, 128, 4
 _DD_BYTES = 1 << 22
 

@@ -17,8 +17,6 @@ from dshard.collectives.header import Kind, check_headers
 from dshard.collectives.header import header as make_header
 from dshard.layout import HEADER_BYTES, BucketLayout, ShardLayout
 
-__all__ = ["run"]
-
 _CPU = torch.device("cpu")
 _NUM_HEADERS = 100
 _NUM_WARMUPS = 5
@@ -29,7 +27,7 @@ _reduce_flat = getattr(dist, "reduce_scatter_single", None) or _dist.reduce_scat
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Of one rank."""
+    """What one rank has measured."""
 
     num_bytes: int
     num_tensors: int
@@ -37,7 +35,7 @@ class _Measured:
 
 
 def _shapes(width: int) -> list[tuple[int, ...]]:
-    """Of the 12 parameters of one GPT block; 12.6 MB in fp32 at width 512."""
+    """Shapes of the 12 parameters of one GPT block; 12.6 MB in fp32 at width 512."""
     matrices: list[tuple[int, ...]] = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
     return matrices + [(3 * width,), (4 * width,)] + [(width,)] * 6
 

@@ -13,8 +13,6 @@ import torch.distributed as dist
 
 from dshard.testing import World
 
-__all__ = ["Reader", "Sample", "Step", "Summary", "gloo_world", "interleave", "summary", "summary_of"]
-
 WORLD_TIMEOUT_S = 6 * 3600.0  # of one call on the ranks
 _GROUP_TIMEOUT_S = 600.0
 
@@ -64,7 +62,7 @@ def summary_of(times: Sequence[float]) -> Summary:
 
 
 def summary(samples: Sequence[Sample]) -> Summary:
-    """Of one variant: `summary_of` its steps, and the median of its exposed time where that is known."""
+    """Sum up one variant: `summary_of` its steps, and the median of its exposed time where that is known."""
     row = summary_of([sample.step_s for sample in samples])
     exposed = [sample.exposed_s for sample in samples if sample.exposed_s is not None]
     if exposed:

@@ -14,8 +14,6 @@ from dshard.bench.models import COMPILED, Size, step_of
 from dshard.bench.output import Output, timing_table
 from dshard.bench.plots import Bars
 
-__all__ = ["run"]
-
 _POLICIES = {
     "fp32": None,
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),

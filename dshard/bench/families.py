@@ -15,8 +15,6 @@ from torch import Tensor, nn
 import dshard
 from dshard.bench.models import GPT, Size, mesh_of
 
-__all__ = ["FAMILIES", "Family", "model_and_step", "stack"]
-
 Batch = tuple[Tensor, Tensor]
 
 

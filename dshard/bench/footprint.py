@@ -16,8 +16,6 @@ from torch.profiler import ProfilerActivity, profile
 from dshard.bench.models import GPT, Size, shard, training_step
 from dshard.bench.peaks import gathered_peak
 
-__all__ = ["bookkeeping_bytes", "footprint"]
-
 _CPU = torch.device("cpu")
 _NUM_STEPS = 3
 
@@ -38,7 +36,7 @@ def _silent_profiler() -> Iterator[None]:
 
 
 def _shard_bytes(model: nn.Module) -> int:
-    """Of this rank's shards: what they are, without padding."""
+    """Bytes of this rank's shards, without padding."""
     local = [p.to_local() if isinstance(p, torch.distributed.tensor.DTensor) else p for p in model.parameters()]
     return sum(p.numel() * p.element_size() for p in local)
 

@@ -25,8 +25,6 @@ from dshard.bench.plots import Bars
 from dshard.bench.waits import watched
 from dshard.testing import fake_world
 
-__all__ = ["Batch", "run"]
-
 _KINDS = ("plain", "FSDP2", "dshard")
 _TINY = LlamaConfig(vocab=64, width=32, layers=2, heads=4, kv_heads=2, hidden=64)
 _NUM_WARMUPS = 3

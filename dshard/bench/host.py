@@ -10,8 +10,6 @@ from dshard.bench.output import Output, timing_table
 from dshard.bench.plots import Bars
 from dshard.testing import fake_world
 
-__all__ = ["run"]
-
 _NUM_WARMUPS = 3
 _TOKENS = 16
 

@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Llama", "LlamaConfig"]
-
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:

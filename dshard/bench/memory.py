@@ -12,8 +12,6 @@ from dshard.bench.output import Output, table
 from dshard.bench.peaks import grown_bytes
 from dshard.bench.plots import Bars
 
-__all__ = ["run"]
-
 _ROWS = {"batch 4 x 128 tokens": (4, 128), "batch 1 x 16 tokens": (1, 16)}
 
 

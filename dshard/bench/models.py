@@ -19,12 +19,10 @@ import dshard
 from dshard.bench.common import Reader, Step, Summary
 from dshard.bench.waits import watched
 
-__all__ = ["COMPILED", "KINDS", "ROOT_ALONE", "Size", "mesh_of", "overheads", "shard", "step_of", "training_step"]
-
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a GPT: tokens it knows, features, blocks, attention heads."""
+    """Size of a GPT: tokens it knows, features, blocks, attention heads."""
 
     vocab: int = 2048
     width: int = 512

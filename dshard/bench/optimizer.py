@@ -15,8 +15,6 @@ from dshard.bench.models import mesh_of
 from dshard.bench.output import Output, timing_table
 from dshard.bench.plots import Bars
 
-__all__ = ["STACKS", "Stack", "run"]
-
 _PLAIN = "plain, shards' sizes"
 _MODES: dict[str, dict[str, Any]] = {
     "for-loop": {"foreach": False},
@@ -35,7 +33,7 @@ class Stack:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name that people read."""
         return f"{self.layers} layers of width {self.width}"
 
 

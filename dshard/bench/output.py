@@ -19,8 +19,6 @@ from dshard.bench.common import Summary
 from dshard.bench.plots import Panel, draw
 from dshard.checkpoint.disk import write_whole
 
-__all__ = ["Output", "table", "timing_table"]
-
 
 def _revision() -> str | None:
     """The git revision of the working directory, if it is in a repository."""
@@ -34,7 +32,7 @@ def _revision() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where results go.
+    """Place for results.
 
     Args:
         command: The command line, for the header.

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from dshard.runtime import Runtime
+from dshard.units.eviction import Eviction
 from dshard.units.unit import Unit
-
-__all__ = ["Peak", "gathered_peak", "grown_bytes"]
 
 _NUM_STEPS = 5
 
@@ -26,18 +24,18 @@ class Peak:
 
 @contextmanager
 def gathered_peak() -> Iterator[Peak]:
-    """The most bytes of gathered copies at one time within the block, by `Runtime.gathered_bytes`."""
-    peak, on_gather = Peak(), Runtime.on_gather
+    """The most bytes of gathered copies at one time within the block, by `Eviction.num_bytes`."""
+    peak, note_gather = Peak(), Eviction.note_gather
 
-    def counted(self: Runtime, unit: Unit) -> None:
-        on_gather(self, unit)
-        peak.num_bytes = max(peak.num_bytes, self.gathered_bytes)
+    def counted(self: Eviction, unit: Unit) -> None:
+        note_gather(self, unit)
+        peak.num_bytes = max(peak.num_bytes, self.num_bytes)
 
-    Runtime.on_gather = counted  # type: ignore[method-assign]
+    Eviction.note_gather = counted  # type: ignore[method-assign]
     try:
         yield peak
     finally:
-        Runtime.on_gather = on_gather  # type: ignore[method-assign]
+        Eviction.note_gather = note_gather  # type: ignore[method-assign]
 
 
 def _resident_bytes(field: str) -> int:

@@ -29,8 +29,6 @@ from dshard.planning.plan import Profile
 from dshard.tensor.meshes import default_mesh
 from dshard.testing.counted import counted_peak
 
-__all__ = ["run"]
-
 _SINGLES = ("ddp", "zero1", "zero2", "keep", "full")
 _BATCH, _TOKENS = 4, 64
 _NUM_LIMITS = 5

@@ -10,8 +10,6 @@ from typing import Any
 from dshard.planner.files import write_picture
 from dshard.planner.texts import number_text
 
-__all__ = ["Bars", "Lines", "Panel", "draw", "figure_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Bars:

@@ -17,8 +17,6 @@ from dshard.bench.output import Output, table
 from dshard.bench.plots import Lines, Panel
 from dshard.testing import fake_world
 
-__all__ = ["fit", "run"]
-
 _KINDS = ("FSDP2", "dshard")
 _TOKENS = 16
 _RANKS_BY_UNITS = 8
@@ -110,7 +108,7 @@ def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def _series(results: Mapping[str, Mapping[str, Summary]], key: str) -> dict[str, dict[int, float]]:
-    """By kind, what a key says over the numbers that the results are named by."""
+    """Series of each kind: what a key says over the numbers that the results are named by."""
     found: dict[str, dict[int, float]] = {kind: {} for kind in _KINDS}
     for x, rows in results.items():
         for kind in _KINDS:
@@ -164,7 +162,7 @@ def run(output: Output, *, world_sizes: Sequence[int], unit_counts: Sequence[int
 
 
 def _memory_series(by_ranks: Mapping[str, Mapping[str, Summary]]) -> dict[str, dict[int, float]]:
-    """In MB."""
+    """Series of bytes, in MB."""
     peaks, shards = _series(by_ranks, "peak_bytes"), _series(by_ranks, "shard_bytes")
     found = {**{f"{kind}, shards": points for kind, points in shards.items()}, **peaks}
     return {name: {x: value / 1e6 for x, value in points.items()} for name, points in found.items()}

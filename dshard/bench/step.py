@@ -7,8 +7,6 @@ from dshard.bench.models import KINDS, ROOT_ALONE, Size, overheads, step_of
 from dshard.bench.output import Output, timing_table
 from dshard.bench.plots import Bars
 
-__all__ = ["run"]
-
 _ROWS = {"batch 4 x 128 tokens": (4, 128), "batch 1 x 16 tokens": (1, 16)}
 _NUM_WARMUPS = 3
 

@@ -18,9 +18,7 @@ from dshard.bench.families import Family, model_and_step
 from dshard.bench.output import Output, table
 from dshard.bench.peaks import gathered_peak, grown_bytes
 from dshard.bench.plots import Bars
-from dshard.runtime.module import runtime_of
-
-__all__ = ["run"]
+from dshard.runtime.runtime import context_of
 
 _BY_HAND, _ROOT_ALONE = "by hand", "root alone"
 _VARIANTS = {_BY_HAND: True, _ROOT_ALONE: False}
@@ -29,7 +27,7 @@ _NUM_WARMUPS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """Of one model on one rank, by variant."""
+    """Times of one model on one rank, by variant."""
 
     samples: dict[str, list[Sample]]
     counts: dict[str, dict[str, Any]]
@@ -41,7 +39,7 @@ def _counts(model: Any, step: Step) -> dict[str, Any]:
         step()
     with gathered_peak() as peak, dshard.CommTrace() as trace:
         step()
-    units = [unit for unit in runtime_of(model).units if unit.params]
+    units = [unit for unit in context_of(model).units if unit.params]
     return {
         "units": len(units),
         "all_gathers": trace.calls("all_gather"),
@@ -68,7 +66,7 @@ def _grow(family: Family, variant: str) -> int:
 
 
 def _grown_mb(family: Family, num_ranks: int, num_repeats: int) -> dict[str, list[float]]:
-    """Of rank 0 of fresh processes, by variant."""
+    """Megabytes that rank 0 of fresh processes has grown by, by variant."""
     grown: dict[str, list[float]] = {variant: [] for variant in _VARIANTS}
     for _ in range(num_repeats):
         for variant, found in grown.items():

@@ -22,8 +22,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 import dshard
 from dshard.bench.common import Reader
 
-__all__ = ["fsdp2_waits", "watched"]
-
 _COLLECTIVES = (
     "all_gather_single",  # the names since torch 2.13, and those before
     "reduce_scatter_single",

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -11,12 +12,11 @@ from dshard import collectives
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import CheckpointError, DShardError
 from dshard.tensor import ShardedTensor
-from dshard.tensor.inner import groups_of, joined_group
-
-__all__ = ["agree", "group_of", "share", "together"]
+from dshard.tensor.tp_layout import groups_of, joined_group
 
 _MAX_TEXT_BYTES = 2048  # of an error that travels to the other ranks
 _LABEL = "checkpoint"
+T = TypeVar("T")
 
 
 def group_of(model: nn.Module) -> ShardGroup:
@@ -32,18 +32,19 @@ def group_of(model: nn.Module) -> ShardGroup:
     raise CheckpointError("checkpoint: needs a sharded model, but it has no sharded parameter. Call fully_shard first.")
 
 
-def together(group: ShardGroup, action: Callable[[], None], what: str) -> None:
-    """Run an action on every rank and raise on every rank if it failed on any.
+def together(group: ShardGroup, action: Callable[[], T], what: str) -> T:
+    """Run an action on every rank, give its result, and raise on every rank if it failed on any.
 
     Communicates:
         As `agree`.
     """
-    error: Exception | None = None
     try:
-        action()
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = caught
-    agree(group, error, what)
+        found = action()
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        agree(group, error, what)
+        raise
+    agree(group, None, what)
+    return found
 
 
 def agree(group: ShardGroup, error: Exception | None, what: str) -> None:

@@ -8,15 +8,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dshard.arguments import TABLE
-from dshard.checkpoint.disk import create, open_regular, partial_name, read_exactly, sync_folder, write_all, write_whole
+from dshard.checkpoint.disk import (
+    closing,
+    create,
+    open_regular,
+    partial_name,
+    read_exactly,
+    sync_folder,
+    write_all,
+    write_whole,
+)
 from dshard.checkpoint.folders import checkpoints_in
 from dshard.checkpoint.manifest import MANIFEST, Manifest, read_copy, read_manifest
 from dshard.checkpoint.parity import group_around
 from dshard.checkpoint.shard_file import ShardReader
 from dshard.errors import CheckpointError
 from dshard.kinds import checked_by
-
-__all__ = ["Finding", "Report", "check", "repair"]
 
 _STEP_BYTES = 1 << 24
 
@@ -103,7 +110,7 @@ def _check(folder: Path) -> Report:
     """Everything that is wrong with one checkpoint."""
     manifest = read_manifest(folder)
     damaged: dict[str, str] = {}
-    with ShardReader(folder, manifest.without_rows()) as reader:
+    with ShardReader(folder, replace(manifest, rows=())) as reader:
         for index, file in enumerate(manifest.files):
             try:
                 reader.header(index)
@@ -133,8 +140,7 @@ def _check(folder: Path) -> Report:
 def _problem_of_row(path: Path, size: int, checksum: int) -> str | None:
     """What is wrong with a row of parity; None if nothing is."""
     try:
-        opened = open_regular(path)
-        try:
+        with closing(open_regular(path)) as opened:
             found = 0
             if os.fstat(opened).st_size != size:
                 return f"{path}: must have the {size} bytes that were saved, but has {os.fstat(opened).st_size}."
@@ -142,8 +148,6 @@ def _problem_of_row(path: Path, size: int, checksum: int) -> str | None:
                 part = memoryview(bytearray(min(_STEP_BYTES, size - offset)))
                 read_exactly(opened, part, offset)
                 found = zlib.crc32(part, found)
-        finally:
-            os.close(opened)
     except (OSError, EOFError, CheckpointError) as error:
         return f"{path}: a row of parity must be readable, but {error}."
     return None if found == checksum else f"{path}: must have the bytes that were saved, but it has others."

@@ -21,10 +21,8 @@ from dshard.errors import CheckpointError
 from dshard.layout import ShardLayout
 from dshard.optimizer.replace import repoint_optimizer
 from dshard.tensor import ShardedTensor
-from dshard.tensor.extended import exact_values
-from dshard.tensor.inner import full_shape, inner_of
-
-__all__ = ["Contents", "Optimizers", "Part", "check_kept", "dtype_of", "is_extra", "name_of_params", "part_of_tensor"]
+from dshard.tensor.subclass_shards import exact_values
+from dshard.tensor.tp_layout import full_shape, tp_layout_of
 
 _SPLIT_BYTES = 1 << 20  # of a copy that several ranks hold: less than that is written by one of them
 
@@ -78,8 +76,8 @@ def _part_of_sharded(tensor: ShardedTensor) -> Part:
     layout, group = tensor.shard_layout, tensor.shard_group
     offsets, sizes = [0] * tensor.dim(), list(full_shape(layout))
     num_copies, copy = 1, 0
-    inner = inner_of(layout)
-    cuts = [(p.dim if isinstance(p, Shard) else None, g.num_ranks, g.rank) for p, g in inner.axes] if inner else []
+    tp = tp_layout_of(layout)
+    cuts = [(p.dim if isinstance(p, Shard) else None, g.num_ranks, g.rank) for p, g in tp.axes] if tp else []
     cuts.append((layout.dim, group.num_ranks, group.rank))
     for dim, num_ranks, rank in cuts:
         if dim is None:

@@ -5,30 +5,22 @@ process's umask; after a rename the directory is synced too, without which the n
 """
 
 import ctypes
+import fcntl
 import os
 import secrets
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dshard.errors import CheckpointError
 
-__all__ = [
-    "create",
-    "make_folder",
-    "open_regular",
-    "partial_name",
-    "read_exactly",
-    "read_padded",
-    "sync_folder",
-    "write_all",
-    "write_whole",
-]
-
 PARTIAL = ".partial"
 _LARGE_BYTES = 1 << 20
+_LOCK_TIMEOUT_S = 60.0  # for another save to put its files in their places, which are a few renames
+_POLL_S = 0.02
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE, of sync_file_range(2)
 _SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
 
@@ -57,12 +49,49 @@ def make_folder(folder: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Have the names in a folder survive a crash, on file systems that can say so."""
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with closing(_open_folder(folder)) as opened, suppress(OSError):  # some network file systems sync by themselves
+        os.fsync(opened)
+
+
+def _open_folder(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+@contextmanager
+def closing(opened: int) -> Iterator[int]:
+    """A file descriptor that is closed at the end."""
     try:
-        with suppress(OSError):  # some network file systems refuse it, and sync by themselves
-            os.fsync(opened)
+        yield opened
     finally:
         os.close(opened)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Wait until no other save puts its files into a folder; gives False where there are no locks.
+
+    Raises:
+        CheckpointError: Another one does for too long.
+    """
+    with closing(_open_folder(folder)) as opened:
+        yield _lock(opened, folder)
+
+
+def _lock(opened: int, folder: Path) -> bool:
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except (BlockingIOError, PermissionError) as error:  # both are said of a lock that another process holds
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{folder}: one save at a time may put its files there, but another has been at it for "
+                    f"{_LOCK_TIMEOUT_S:.0f} s. Wait for it, or pass another path."
+                ) from error
+            time.sleep(_POLL_S)
+        except OSError:
+            return False
 
 
 @contextmanager
@@ -73,13 +102,11 @@ def create(path: Path) -> Iterator[int]:
         FileExistsError: Something, if only a link, has that name.
         OSError: It cannot be made or synced.
     """
-    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        try:
+        with closing(made) as opened:
             yield opened
             os.fsync(opened)
-        finally:
-            os.close(opened)
     except BaseException:
         with suppress(OSError):
             path.unlink()
@@ -144,13 +171,8 @@ def read_padded(opened: int, into: memoryview, offset: int) -> None:
     Raises:
         OSError: It cannot be read.
     """
-    rest = into.cast("B")
-    while rest:
-        num_read = os.preadv(opened, [rest], offset)
-        if not num_read:
-            rest[:] = bytes(len(rest))
-            return
-        rest, offset = rest[num_read:], offset + num_read
+    rest = _unread(opened, into, offset)
+    rest[:] = bytes(len(rest))
 
 
 def read_exactly(opened: int, into: memoryview, offset: int) -> None:
@@ -160,9 +182,17 @@ def read_exactly(opened: int, into: memoryview, offset: int) -> None:
         EOFError: The file ends before.
         OSError: It cannot be read.
     """
+    rest = _unread(opened, into, offset)
+    if rest:
+        raise EOFError(f"it ends {len(rest)} bytes early")
+
+
+def _unread(opened: int, into: memoryview, offset: int) -> memoryview:
+    """Fill a buffer with a file's bytes from `offset` on; gives what lies beyond the file's end."""
     rest = into.cast("B")
     while rest:
         num_read = os.preadv(opened, [rest], offset)
         if not num_read:
-            raise EOFError(f"it ends {len(rest)} bytes early")
+            break
         rest, offset = rest[num_read:], offset + num_read
+    return rest

@@ -14,20 +14,8 @@ from typing import Any
 
 import torch
 
-from dshard.checkpoint.disk import open_regular, read_exactly
+from dshard.checkpoint.disk import closing, open_regular, read_exactly
 from dshard.errors import CheckpointError
-
-__all__ = [
-    "Entry",
-    "Source",
-    "dtype_name",
-    "dtype_named",
-    "file_header",
-    "parse_json",
-    "read_entries",
-    "read_text",
-    "shown",
-]
 
 _ALIGN_BYTES = 8
 _LENGTH_BYTES = 8
@@ -60,7 +48,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class FileVersion:
     """One file as it was when it was opened.
 
     Args:
@@ -74,8 +62,8 @@ class Source:
     num_bytes: int
 
     @classmethod
-    def opened(cls, path: Path, opened: int) -> "Source":
-        """Of a file descriptor."""
+    def opened(cls, path: Path, opened: int) -> "FileVersion":
+        """The file behind a file descriptor, as it is now."""
         found = os.fstat(opened)
         return cls(path, (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size), found.st_size)
 
@@ -196,16 +184,20 @@ def parse_json(text: bytes) -> Any:
     return found
 
 
-def read_text(file: Path, max_bytes: int) -> tuple[Source, bytes]:
+def read_text(file: Path, max_bytes: int, *, follow: bool = True) -> tuple[FileVersion, bytes]:
     """A small file's bytes.
+
+    Args:
+        file: Where it is.
+        max_bytes: Most bytes that it may have.
+        follow: Whether a link in its place is followed.
 
     Raises:
         CheckpointError: It is no file, or a larger one.
         OSError: It cannot be read.
     """
-    opened = open_regular(file, follow=True)
-    try:
-        source = Source.opened(file, opened)
+    with closing(open_regular(file, follow=follow)) as opened:
+        source = FileVersion.opened(file, opened)
         if source.num_bytes > max_bytes:
             raise CheckpointError(
                 f"{file}: must have at most {max_bytes} bytes, but it has {source.num_bytes}. It is damaged; use "
@@ -214,8 +206,6 @@ def read_text(file: Path, max_bytes: int) -> tuple[Source, bytes]:
         text = bytearray(source.num_bytes)
         _read(file, opened, memoryview(text), 0)
         return source, bytes(text)
-    finally:
-        os.close(opened)
 
 
 def _read(file: Path, opened: int, into: memoryview, offset: int) -> None:
@@ -225,23 +215,23 @@ def _read(file: Path, opened: int, into: memoryview, offset: int) -> None:
         raise CheckpointError(f"{file}: must not change while it is read, but {error}. Load it again.") from None
 
 
-def read_entries(file: Path) -> tuple[Source, list[Entry]]:
+def read_entries(file: Path) -> tuple[FileVersion, list[Entry]]:
     """What a file holds, from its header alone.
 
     Raises:
         CheckpointError: It is no such file, or not whole.
         OSError: It cannot be read.
     """
-    opened = open_regular(file, follow=True)
     try:
-        source = Source.opened(file, opened)
-        prefix = bytearray(min(_LENGTH_BYTES, source.num_bytes))
-        _read(file, opened, memoryview(prefix), 0)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < _LENGTH_BYTES or length > min(source.num_bytes - _LENGTH_BYTES, _MAX_HEADER_BYTES):
-            raise ValueError(f"the file has {source.num_bytes} bytes and says that its header has {length}")
-        text = bytearray(length)
-        _read(file, opened, memoryview(text), _LENGTH_BYTES)
+        with closing(open_regular(file, follow=True)) as opened:
+            source = FileVersion.opened(file, opened)
+            prefix = bytearray(min(_LENGTH_BYTES, source.num_bytes))
+            _read(file, opened, memoryview(prefix), 0)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < _LENGTH_BYTES or length > min(source.num_bytes - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+                raise ValueError(f"the file has {source.num_bytes} bytes and says that its header has {length}")
+            text = bytearray(length)
+            _read(file, opened, memoryview(text), _LENGTH_BYTES)
         if not text.startswith(b"{"):
             raise ValueError("its header does not begin with '{'")
         return source, _entries(parse_json(bytes(text)), source, _LENGTH_BYTES + length)
@@ -249,11 +239,9 @@ def read_entries(file: Path) -> tuple[Source, list[Entry]]:
         raise CheckpointError(
             f"{file}: must be a whole safetensors file, but {error}. It is damaged or still being written; use another."
         ) from error
-    finally:
-        os.close(opened)
 
 
-def _entries(header: dict[str, Any], source: Source, data_start: int) -> list[Entry]:
+def _entries(header: dict[str, Any], source: FileVersion, data_start: int) -> list[Entry]:
     """The tensors of a header, which cover the bytes behind it, each once."""
     metadata = header.pop(_METADATA, None)
     if metadata is not None and not (

@@ -10,17 +10,14 @@ import json
 import os
 import re
 import secrets
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-from dshard.checkpoint.disk import make_folder, partial_name, sync_folder
+from dshard.checkpoint.disk import closing, locked, make_folder, partial_name, sync_folder
 from dshard.checkpoint.manifest import MANIFEST, Manifest, is_checkpoint, read_manifest
 from dshard.checkpoint.parity import group_around
 from dshard.errors import CheckpointError
-
-__all__ = ["Draft", "check_target", "checkpoints_in", "discard", "find", "is_complete", "part_name", "prune"]
 
 _WRITER = "dshard.writer.json"
 _IN_PLACE = (
@@ -29,8 +26,6 @@ _IN_PLACE = (
 )
 _OURS = re.compile(_IN_PLACE + r"|dshard\.json|(part|row)-\d{5,}\.json")
 _OUTDATED = re.compile(_IN_PLACE)  # unless the manifest names it
-_LOCK_TIMEOUT_S = 60.0
-_POLL_S = 0.02
 _NONE = f"must be a checkpoint, which is a folder with a {MANIFEST}, or a folder of checkpoints, but there is none"
 _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|removed)")
 
@@ -236,7 +231,7 @@ class Draft:
         sync_folder(self.folder)
         check_target(self.target, thoroughly=True)
         if _manifest_of(self.target) is not None or not self._rename():  # perhaps another save was faster
-            with _locked(self.target) as is_locked:
+            with locked(self.target) as is_locked:
                 self._replace(read_manifest(self.target), is_alone=is_locked)
         self.close()
 
@@ -282,37 +277,6 @@ class Draft:
             self._lock = -1
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Wait until no other save changes a folder; gives False where there are no locks.
-
-    Raises:
-        CheckpointError: Another one does for too long.
-    """
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield _lock(opened, folder)
-    finally:
-        os.close(opened)
-
-
-def _lock(opened: int, folder: Path) -> bool:
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
-    while True:
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"{folder}: one save at a time may put its files there, but another has been at it for "
-                    f"{_LOCK_TIMEOUT_S:.0f} s. Wait for it, or pass another path."
-                ) from error
-            time.sleep(_POLL_S)
-        except OSError:
-            return False
-
-
 def _remove_own(folder: Path) -> None:
     """Remove a hidden folder with what a save puts into one, and nothing else."""
     with suppress(OSError):
@@ -344,9 +308,7 @@ def _remove_leftovers(parent: Path) -> None:
             with suppress(OSError):
                 folder.rmdir()  # a save that was killed between its first two operations left it empty
             with suppress(OSError):
-                opened = os.open(folder / _WRITER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-                try:
+                flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                with closing(os.open(folder / _WRITER, flags)) as opened:
                     fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its writer lives
                     _remove_own(folder)
-                finally:
-                    os.close(opened)

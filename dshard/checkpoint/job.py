@@ -14,17 +14,15 @@ from typing import Any
 from torch import nn
 
 from dshard import collectives
-from dshard.checkpoint.disk import open_regular, read_padded, write_whole
-from dshard.checkpoint.file_format import dtype_name
+from dshard.checkpoint.disk import closing, open_regular, read_padded, write_whole
+from dshard.checkpoint.file_format import dtype_name, read_text
 from dshard.checkpoint.folders import Draft, part_name, prune
-from dshard.checkpoint.manifest import MANIFEST, Manifest, read_bytes
+from dshard.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from dshard.checkpoint.parity import Row, group_around, write_row
 from dshard.checkpoint.shard_file import Piece, write_shard_file
 from dshard.checkpoint.stored import Chunk, StoredFile, StoredTensor
 from dshard.collectives.lost import found_dead
 from dshard.errors import CheckpointError
-
-__all__ = ["Job", "Lineage", "lineage_of"]
 
 _POLL_S = 0.02
 _LOOK_S = 1.0  # how often to look whether the ranks that are waited for live
@@ -113,9 +111,7 @@ class Job:
         members = group_around(self.rank, self.num_ranks)
         files = [StoredFile.from_json(self._part_of(rank, timeout_s)["file"]) for rank in members]
         with ExitStack() as stack:
-            opened = [open_regular(self.folder / file.name) for file in files]
-            for each in opened:
-                stack.callback(os.close, each)
+            opened = [stack.enter_context(closing(open_regular(self.folder / file.name))) for file in files]
             path = self.folder / self._name("parity", "bin")
             sizes = [file.size for file in files]
             row = write_row(
@@ -186,7 +182,7 @@ class Job:
         return self._check(rank, self._part(rank, kind))
 
     def _check(self, rank: int, path: Path) -> dict[str, Any]:
-        content = read_bytes(path)
+        _, content = read_text(path, MAX_MANIFEST_BYTES, follow=False)
         part: dict[str, Any] = (
             json.loads(content) if content else {"error": "it could not say why, perhaps for lack of space"}
         )

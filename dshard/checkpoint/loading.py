@@ -6,8 +6,9 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,6 @@ from dshard.errors import CheckpointError
 from dshard.optimizer.moves import allocate
 from dshard.tensor import ShardedTensor
 from dshard.tensor.strides import bytes_of
-
-__all__ = ["finish", "load", "prepared"]
 
 _LOG = logging.getLogger("dshard")
 
@@ -73,32 +72,29 @@ def load(
     group = group_of(model)
     finish_pending(group)
     what = f"{directory}: reading the checkpoint failed"
-    chosen: list[str] = []
-    known: list[Manifest] = []  # on the first rank
 
-    def choose() -> None:
+    def choose() -> tuple[str, Manifest | None]:
         read("checkpoint.load", {"directory": directory})
-        if group.world_rank == 0:
-            path, manifest, passed_over = find(Path(directory))
-            known.append(manifest)
-            chosen.append(f"{manifest.facts['token']}/{path.name if path != Path(directory) else ''}")
-            for why in passed_over:
-                warnings.warn(f"checkpoint.load: a newer checkpoint was passed over: {why}", stacklevel=4)
+        if group.world_rank:
+            return "", None
+        path, manifest, passed_over = find(Path(directory))
+        for why in passed_over:
+            warnings.warn(f"checkpoint.load: a newer checkpoint was passed over: {why}", stacklevel=4)
+        return f"{manifest.facts['token']}/{path.name if path != Path(directory) else ''}", manifest
 
-    together(group, choose, what)
-    token, _, name = share(group, chosen[0] if chosen else "").partition("/")
+    chosen, known = together(group, choose, what)
+    token, _, name = share(group, chosen).partition("/")
     folder = Path(directory) / name if name else Path(directory)
-    jobs: list[Load] = []
-    together(group, lambda: jobs.append(_read_all(folder, token, known, model, optimizer, group)), what)
-    finish(jobs[0], model, optimizer, group)
-    return jobs[0].extra
+    job = together(group, lambda: _read_all(folder, token, known, model, optimizer, group), what)
+    finish(job, model, optimizer, group)
+    return job.extra
 
 
 def _read_all(
-    folder: Path, token: str, known: Sequence[Manifest], model: nn.Module, optimizer: Any, group: ShardGroup
+    folder: Path, token: str, known: Manifest | None, model: nn.Module, optimizer: Any, group: ShardGroup
 ) -> Load:
     """Read and check all that this rank needs of a checkpoint, whose manifest it may know."""
-    manifest = known[0] if known else read_manifest(folder)
+    manifest = known or read_manifest(folder)
     if manifest.facts["token"] != token:
         raise CheckpointError(
             f"{folder}: all ranks must read one checkpoint, but another save has replaced it meanwhile. Load it again."
@@ -152,13 +148,13 @@ def finish(job: Load, model: nn.Module, optimizer: Any, group: ShardGroup) -> No
 def _count_alike(model: nn.Module, optimizer: Any, group: ShardGroup) -> None:
     """Have all ranks count the writes from one number on: ranks may have had other pasts, of which nothing is left."""
     states = [v for _, each in Optimizers(optimizer) for state in each.state.values() for v in _values(state)]
-    cells = [
+    storages = [
         v.shard_storage for v in (*model.state_dict(keep_vars=True).values(), *states) if isinstance(v, ShardedTensor)
     ]
-    most = torch.tensor([max((c.num_writes for c in cells), default=0)], device=group.device_type)
+    most = torch.tensor([max((c.num_writes for c in storages), default=0)], device=group.device_type)
     most = collectives.all_reduce([most], group, ReduceOp.MAX, label="checkpoint", everywhere=True).wait()[0]
-    for cell in cells:
-        cell.tag, cell.num_writes = 0, int(most.item()) + 1
+    for storage in storages:
+        storage.tag, storage.num_writes = 0, int(most.item()) + 1
 
 
 def _values(state: Any) -> list[Any]:
@@ -185,7 +181,7 @@ def _prepare_model(source: Source, model: nn.Module, job: Load) -> None:
         read[id(tensor)] = name, values
         if tensor.is_meta:
             job.on_meta.append(name)
-            job.commits.append(_writer_by_name(model, name, values))
+            job.commits.append(partial(_write_by_name, model, name, values))
         else:
             job.commits.append(writer(tensor, values))
     _prepare_extra_state(source, model, set(state) - set(tensors), job)
@@ -199,13 +195,9 @@ def _check_tie(source: Source, name: str, values: Tensor, other: str, known: Ten
         )
 
 
-def _writer_by_name(model: nn.Module, name: str, values: Tensor) -> Callable[[], None]:
-    """Put values into a tensor that gets its memory first."""
-
-    def write() -> None:
-        writer(model.state_dict(keep_vars=True)[name], values)()
-
-    return write
+def _write_by_name(model: nn.Module, name: str, values: Tensor) -> None:
+    """Put values into a tensor that has got its memory."""
+    writer(model.state_dict(keep_vars=True)[name], values)()
 
 
 def _prepare_extra_state(source: Source, model: nn.Module, names: set[str], job: Load) -> None:

@@ -6,27 +6,18 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dshard.checkpoint.disk import open_regular, read_exactly
+from dshard.checkpoint.file_format import read_text
 from dshard.checkpoint.parity import Row, Stripes, group_around
 from dshard.checkpoint.stored import DamageError, StoredFile, StoredTensor, are_counts, as_list, num_blocks, own_name
 from dshard.errors import CheckpointError
 
-__all__ = [
-    "MANIFEST",
-    "Manifest",
-    "is_checkpoint",
-    "read_bytes",
-    "read_copy",
-    "read_manifest",
-]
-
 MANIFEST = "dshard.json"
 _FORMAT = 2
-_MAX_BYTES = 1 << 30  # of a manifest
+MAX_MANIFEST_BYTES = 1 << 30
 _COPY_NAME = re.compile(r"dshard-[0-9a-f]{8}\.json")
 _SUM_BYTES = 4
 
@@ -69,10 +60,6 @@ class Manifest:
     def step(self) -> int:
         """What was passed to `save`."""
         return int(self.facts["step"])
-
-    def without_rows(self) -> "Manifest":
-        """The same, as if there were no parity."""
-        return replace(self, rows=())
 
     def stored(self, name: str) -> StoredTensor | None:
         """A tensor by any of its names."""
@@ -155,7 +142,7 @@ def read_copy(folder: Path, name: str, manifest: Manifest) -> bool:
 def _read(file: Path, folder: Path) -> Manifest:
     """The manifest in a file."""
     try:
-        content = read_bytes(file)
+        _, content = read_text(file, MAX_MANIFEST_BYTES, follow=False)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder}: a checkpoint is a folder with a {MANIFEST}, but there is none. Check the path."
@@ -182,27 +169,6 @@ def _read(file: Path, folder: Path) -> Manifest:
             f"{file}: must be JSON as save wrote it, but {type(error).__name__}: {str(error)[:200]}. The checkpoint is "
             "damaged; use another."
         ) from error
-
-
-def read_bytes(file: Path) -> bytes:
-    """A small file's content.
-
-    Raises:
-        CheckpointError: It is no file, or not small.
-        OSError: There is none, or it cannot be read.
-    """
-    opened = open_regular(file)
-    try:
-        size = os.fstat(opened).st_size
-        if size > _MAX_BYTES:
-            raise CheckpointError(f"{file}: may have {_MAX_BYTES} bytes, but it has {size}. It is damaged.")
-        content = bytearray(size)
-        read_exactly(opened, memoryview(content), 0)
-        return bytes(content)
-    except EOFError as error:
-        raise CheckpointError(f"{file}: must stay as it is while it is read, but {error}. Read it again.") from error
-    finally:
-        os.close(opened)
 
 
 def _checked(value: Any) -> Manifest:

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dshard.checkpoint.file_format import Entry, Source, parse_json, read_entries, read_text, shown
+from dshard.checkpoint.file_format import Entry, FileVersion, parse_json, read_entries, read_text, shown
 from dshard.errors import CheckpointError
-
-__all__ = ["INDEX_NAME", "MAX_INDEX_BYTES", "SINGLE_NAME", "WRITER", "Found", "find", "is_plain", "names_in"]
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -25,7 +23,7 @@ class Found:
         entries: Their tensors.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[FileVersion, ...]
     entries: tuple[Entry, ...]
 
 

@@ -16,10 +16,8 @@ from dshard.checkpoint.stored import StoredTensor
 from dshard.checkpoint.trees import same_kind
 from dshard.errors import CheckpointError
 from dshard.tensor import ShardedTensor
-from dshard.tensor.extended import is_extended
 from dshard.tensor.shard_storage import ShardStorage
-
-__all__ = ["prepare_optimizers"]
+from dshard.tensor.subclass_shards import subclass_gathers
 
 
 def prepare_optimizers(source: Source, model: nn.Module, optimizers: Optimizers, job: Load) -> None:
@@ -191,5 +189,5 @@ class _Home:
         if not isinstance(old, ShardedTensor) or old.is_view or self.num_holders[id(old.shard_storage)] > 1:
             return False
         shard = old.shard_storage.resolve()
-        is_plain = not is_extended(shard) and shard.is_contiguous() and not shard.is_pinned()
+        is_plain = not subclass_gathers(shard) and shard.is_contiguous() and not shard.is_pinned()
         return is_plain and shard.device == values.device

@@ -15,8 +15,6 @@ from dshard.checkpoint.stored import own_name
 from dshard.checkpoint.trees import encode
 from dshard.collectives import ShardGroup
 
-__all__ = ["OWN", "own_piece", "random_states", "set_random_states", "virtual_name", "virtual_pieces"]
-
 OWN = "own"
 
 

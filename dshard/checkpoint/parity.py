@@ -18,8 +18,6 @@ import numpy as np
 
 from dshard.checkpoint.disk import create, write_all
 
-__all__ = ["MAX_GROUP", "Row", "Stripes", "group_around", "write_row"]
-
 MAX_GROUP = 16  # files: of more, several may be lost at a time
 _STEP_BYTES = 1 << 24  # of each file that are in memory at a time
 _ROW_NAME = re.compile(r"parity-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.bin")
@@ -42,7 +40,7 @@ class Row:
     checksum: int
 
     def to_json(self) -> list[Any]:
-        """As the manifest has it."""
+        """The list that stands for it in the manifest."""
         return [self.name, self.size, self.checksum]
 
     @classmethod

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,40 +9,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dshard.checkpoint.disk import open_regular, read_exactly
-from dshard.checkpoint.file_format import Entry, Source
+from dshard.checkpoint.disk import closing, open_regular, read_exactly
+from dshard.checkpoint.file_format import Entry, FileVersion
 from dshard.errors import CheckpointError
-
-__all__ = ["read_part", "unchanged"]
 
 _PIECE_BYTES = 1 << 24  # of rows that are read for their columns
 
 
 @contextmanager
-def unchanged(source: Source) -> Iterator[int]:
+def unchanged(source: FileVersion) -> Iterator[int]:
     """A file descriptor of a file that is as it was, when it is opened and when it has been read.
 
     Raises:
         CheckpointError: Somebody has written to it, or put another in its place.
         OSError: It cannot be read.
     """
-    opened = open_regular(source.path, follow=True)
     try:
-        is_same = Source.opened(source.path, opened) == source
-        if is_same:
-            yield opened
-            is_same = Source.opened(source.path, opened) == source
-        if not is_same:
-            raise CheckpointError(
-                f"{source.path}: must not change while it is read, but it is not the file that it was. Load it again "
-                "when nobody saves there."
-            )
+        with closing(open_regular(source.path, follow=True)) as opened:
+            is_same = FileVersion.opened(source.path, opened) == source
+            if is_same:
+                yield opened
+                is_same = FileVersion.opened(source.path, opened) == source
+            if not is_same:
+                raise EOFError("it is not the file that it was")
     except EOFError as error:
         raise CheckpointError(
             f"{source.path}: must not change while it is read, but {error}. Load it again when nobody saves there."
         ) from None
-    finally:
-        os.close(opened)
 
 
 def read_part(opened: int, entry: Entry, part: Tensor) -> Tensor:

@@ -27,8 +27,6 @@ from dshard.checkpoint.trees import encode
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import CheckpointError
 
-__all__ = ["PeerSnapshots"]
-
 _LABEL = "peer snapshot"
 _STEP_BYTES = 1 << 24  # of each stripe that travel at a time
 _LENGTH_BYTES = 8
@@ -92,14 +90,11 @@ class PeerSnapshots:
         if self._num_calls % self._every:
             return False
         states = virtual_pieces(self._model)
-        images: list[Tensor] = []
-        together(
-            self._group, lambda: images.append(self._taken(step, extra, states)), "PeerSnapshots: taking it failed"
-        )
-        sizes = self._all_sizes(images[0].numel())
-        row = self._exchanged(images[0], sizes)
+        image = together(self._group, lambda: self._taken(step, extra, states), "PeerSnapshots: taking it failed")
+        sizes = self._all_sizes(image.numel())
+        row = self._exchanged(image, sizes)
         agree(self._group, None, "PeerSnapshots: exchanging it failed")
-        self._image, self._row, self._sizes = images[0], row, sizes
+        self._image, self._row, self._sizes = image, row, sizes
         return True
 
     def forget(self) -> None:
@@ -139,16 +134,16 @@ class PeerSnapshots:
             rebuilt = self._rebuilt(lost[0])
             image = rebuilt if rebuilt is not None else image
         assert image is not None
-        jobs: list[Any] = []
-        together(
+        whole = group_of(self._model)
+        job = together(
             group,
-            lambda: jobs.append(prepared(_source_of(image, group_of(self._model)), self._model, self._optimizer)),
+            lambda: prepared(_source_of(image, whole), self._model, self._optimizer),
             "PeerSnapshots: restoring failed",
         )
         if lost:
             self._image, self._row = image, self._exchanged(image, self._sizes)
-        finish(jobs[0], self._model, self._optimizer, group_of(self._model))
-        return jobs[0].extra
+        finish(job, self._model, self._optimizer, whole)
+        return job.extra
 
     def _taken(self, step: int, extra: Any, states: Sequence[Piece]) -> Tensor:
         """This rank's part of a snapshot: a description, and the bytes of everything that it holds."""

@@ -9,8 +9,6 @@ from dshard.checkpoint.agreement import agree
 from dshard.collectives import ShardGroup
 from dshard.errors import CheckpointError
 
-__all__ = ["PendingSave", "finish_pending", "settle_pending"]
-
 _LOG = logging.getLogger("dshard")
 _PENDING: "dict[str, PendingSave]" = {}  # by the name of the ranks' group
 

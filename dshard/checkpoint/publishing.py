@@ -6,28 +6,20 @@ index goes. Names of parts that are in use are never used again, and what is not
 the other of the two, and the parts that the older index named. Nothing else in the folder is touched.
 """
 
-import errno
-import fcntl
 import json
-import os
 import re
 import secrets
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from dshard.checkpoint.disk import create, sync_folder, write_whole
+from dshard.checkpoint.disk import create, locked, sync_folder, write_whole
 from dshard.checkpoint.file_format import parse_json, read_text
 from dshard.checkpoint.model_files import INDEX_NAME, MAX_INDEX_BYTES, SINGLE_NAME, WRITER, names_in
 from dshard.errors import CheckpointError
 
-__all__ = ["check_room", "replace_by_one", "replace_by_several", "replace_file"]
-
 _PART = re.compile(r"model-([0-9a-f]{16}-)?\d{5}-of-\d{5}\.safetensors")
 _TOKEN_BYTES = 8
-_WAIT_S = 60.0  # for another save to put its files in their places, which are a few renames
-_PAUSE_S = 0.02
 
 
 def check_room(path: Path) -> None:
@@ -57,7 +49,7 @@ def replace_by_one(folder: Path, draft: Path) -> None:
         CheckpointError: Another save does not come to its end.
         OSError: A name cannot be had or freed; if the new model is in its place by then, it is whole.
     """
-    with _alone_in(folder):
+    with locked(folder):
         older = _parts_by(folder / INDEX_NAME)
         replace_file(draft, folder / SINGLE_NAME)
         (folder / INDEX_NAME).unlink(missing_ok=True)
@@ -78,7 +70,7 @@ def replace_by_several(folder: Path, drafts: Mapping[str, Path], weight_map: Map
         OSError: A name cannot be had or freed; if the new model is in its place by then, it is whole.
     """
     index, single = folder / INDEX_NAME, folder / SINGLE_NAME
-    with _alone_in(folder):
+    with locked(folder):
         older, names = _parts_by(index), dict[str, str]()
         try:
             for name, draft in drafts.items():
@@ -141,34 +133,3 @@ def _remove(folder: Path, names: set[str]) -> None:
     for name in names:
         with suppress(OSError):
             (folder / name).unlink()
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep other saves from putting files there; on a file system without locks their names alone do not meet.
-
-    Raises:
-        CheckpointError: Another one does not come to its end.
-    """
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    deadline = time.monotonic() + _WAIT_S
-    try:
-        while not _lock(opened):
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"{folder}: one save at a time can put its files there, but another one has been at it for "
-                    f"{_WAIT_S:.0f} s. End it, or pass another folder."
-                )
-            time.sleep(_PAUSE_S)
-        yield
-    finally:
-        os.close(opened)
-
-
-def _lock(opened: int) -> bool:
-    """Whether this save may go on; the lock ends with the file descriptor, or the process."""
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)  # else there are no locks here
-    return True

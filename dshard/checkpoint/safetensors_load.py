@@ -21,9 +21,7 @@ from dshard.checkpoint.parts import read_part, unchanged
 from dshard.errors import CheckpointError
 from dshard.optimizer.moves import allocate, convert
 from dshard.tensor import ShardedTensor
-from dshard.tensor.inner import part_of
-
-__all__ = ["IncompatibleKeys", "load_safetensors"]
+from dshard.tensor.tp_layout import part_of
 
 _MAX_NAMED = 5  # in an error
 
@@ -85,36 +83,37 @@ def load_safetensors(
     read("load_safetensors", {"module": module})
     group = group_of(module)
     given: dict[str, Any] = {"path_or_dir": path_or_dir, "strict": strict, "rename": rename}
-    matches, staged = list[_Match](), dict[str, Tensor]()
     what = f"{path_or_dir}: loading needs safetensors files that can be read"
     state: dict[str, Any] = module.state_dict(keep_vars=True)
 
-    def match() -> None:
+    def match() -> _Match:
         given.update(read("load_safetensors", given))
         target = given["target"] = Path(path_or_dir)
         found = find(target)
         renamed = _renamed(target, found.entries, rename)
-        matches.append(_match(target, found, renamed, state, strict=given["strict"]))
-        _refuse_unwritable(matches[0].entries, state)
-        check_kept("load_safetensors", module, {name: state[name] for name in matches[0].entries})
+        matched = _match(target, found, renamed, state, strict=given["strict"])
+        _refuse_unwritable(matched.entries, state)
+        check_kept("load_safetensors", module, {name: state[name] for name in matched.entries})
+        return matched
 
-    def stage() -> None:  # which begins when every rank has looked: what is put there later is noticed by one that had
+    def stage() -> dict[str, Tensor]:
+        # It begins when every rank has looked: what is put there later is noticed by one that had.
         target = given["target"]
-        if find(target).sources != matches[0].found.sources:
+        if find(target).sources != matched.found.sources:
             raise CheckpointError(
                 f"{target}: files must not change while they are read, but others are in their place. Load again when "
                 "nobody saves there."
             )
-        staged.update(_read_all(matches[0], state))
+        return _read_all(matched, state)
 
-    together(group, match, what)
-    together(group, stage, what)
+    matched = together(group, match, what)
+    staged = together(group, stage, what)
     _allocate(module, dict.fromkeys(staged, torch.device(group.device_type)))
     state = module.state_dict(keep_vars=True)
     with outside_autograd():
         for name in list(staged):
             _put(state[name], staged.pop(name))
-    return matches[0].keys
+    return matched.keys
 
 
 def _renamed(target: Path, entries: Sequence[Entry], rename: Any) -> dict[str, Entry]:

@@ -26,8 +26,6 @@ from dshard.gathering.full_values import full_values, refuse_meta
 from dshard.tensor import ShardedTensor
 from dshard.tensor.strides import bytes_of
 
-__all__ = ["save_safetensors"]
-
 _DEFAULT_SHARD_BYTES = 5_000_000_000
 _WRITE_BYTES = 1 << 26  # that are converted and copied to the host at a time
 
@@ -164,7 +162,7 @@ def _items_of(
 
 
 def _identity(name: str, value: Tensor) -> Any:
-    """Equal for names of one tensor."""
+    """A key that is equal for all names of one tensor."""
     if isinstance(value, ShardedTensor):
         return name if value.is_view else id(value.shard_storage)
     if not value.numel() or type(value).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:

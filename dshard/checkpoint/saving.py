@@ -5,7 +5,6 @@ import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,6 @@ from dshard.collectives import ReduceOp, ShardGroup, timeout_of
 from dshard.errors import CheckpointError, DivergenceError
 from dshard.gathering.full_values import refuse_meta
 from dshard.tensor.strides import bytes_of
-
-__all__ = ["facts_of", "save"]
 
 _VISIBLE_S = 30.0  # for a file of another rank, on network file systems
 _TIMEOUT_S = 1800.0  # where a backend does not say its own
@@ -87,26 +84,26 @@ def save(
     read("checkpoint.save", {"model": model, "optimizer": optimizer})
     group = group_of(model)
     states = virtual_pieces(model)
-    plan, error = _Plan((directory, step, keep, asynchronous, parity)), None
+    prepared, error = _Prepared((directory, step, keep, asynchronous, parity)), None
     try:
         settle_pending(group)
-        plan.prepare(group, model, optimizer, extra)
+        prepared.prepare(group, model, optimizer, extra)
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
     try:
-        are_alike, token = plan.agree(group, error)
+        are_alike, token = prepared.agree(group, error)
     except Exception:
-        plan.close()
+        prepared.close()
         raise
     pieces, failed = states, list[Exception]()
     try:
-        pieces = [*plan.pieces(group), *states]
+        pieces = [*prepared.pieces(group), *states]
     except Exception as caught:  # told with what comes of writing
         failed.append(caught)
-    target, contents = plan.target, plan.contents
-    draft = plan.draft
-    own_extra = plan.extra
-    _, step, keep, asynchronous, parity = plan.arguments
+    target, contents = prepared.target, prepared.contents
+    draft = prepared.draft
+    own_extra = prepared.extra
+    _, step, keep, asynchronous, parity = prepared.arguments
     facts = {**facts_of(contents, step), "extra": own_extra if are_alike else None, "are_alike": are_alike}
     places = group.world_rank, group.world_size
     named = contents.aliases, contents.without_values()
@@ -142,7 +139,7 @@ def _failed(target: Path) -> str:
 _LABELS = ("directory", "step", "keep", "asynchronous", "parity", "tensors", "optimizer")
 
 
-class _Plan:
+class _Prepared:
     """What a save is to write: found by each rank alone, and then compared by all in one message.
 
     Args:
@@ -253,7 +250,6 @@ def _crc(value: Any) -> int:
     return zlib.crc32(repr(value).encode(errors="surrogatepass"))
 
 
-@cache
 def _own_version() -> str:
     try:
         return version("dshard")

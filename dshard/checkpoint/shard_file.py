@@ -30,8 +30,6 @@ from dshard.checkpoint.stored import BLOCK_BYTES, Chunk, StoredFile, StoredTenso
 from dshard.errors import CheckpointError
 from dshard.tensor.strides import bytes_of
 
-__all__ = ["Piece", "ShardReader", "host_bytes", "write_shard_file"]
-
 _SUMS = "dshard.block_sums"
 _SUM_BYTES = 4
 _REMEDY = "use another checkpoint"
@@ -60,7 +58,7 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Of the box."""
+        """Bytes of the box."""
         return self.values.numel() * self.values.dtype.itemsize
 
 

@@ -20,8 +20,6 @@ from dshard.checkpoint.shard_file import Piece
 from dshard.errors import CheckpointError
 from dshard.optimizer.step_hooks import before_steps
 
-__all__ = ["Snapshot"]
-
 _SLACK_BYTES = 1 << 16  # random states do not always take as many bytes
 _NICENESS = 10  # of the thread when it writes: training goes first
 _OPEN: "weakref.WeakSet[Snapshot]" = weakref.WeakSet()  # whose copies are being made
@@ -117,6 +115,6 @@ def _cut(memory: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
 
 
 def _wait_for_copies(_: Any) -> None:
-    """Ahead of every optimizer's step."""
+    """Wait, ahead of an optimizer's step, for the copies that are being made."""
     for snapshot in list(_OPEN):
         snapshot.wait()

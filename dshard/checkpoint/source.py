@@ -16,9 +16,7 @@ from dshard.checkpoint.trees import decode
 from dshard.collectives import ShardGroup
 from dshard.errors import CheckpointError
 from dshard.tensor import ShardedTensor
-from dshard.tensor.extended import is_extended
-
-__all__ = ["Load", "Source", "decoded", "writer"]
+from dshard.tensor.subclass_shards import subclass_gathers
 
 
 @dataclass(slots=True)
@@ -148,7 +146,7 @@ def writer(tensor: Tensor, values: Tensor) -> Callable[[], None]:
 
     def write() -> None:
         if isinstance(tensor, ShardedTensor) and not tensor.is_view:
-            if is_extended(tensor.shard_storage.resolve()):
+            if subclass_gathers(tensor.shard_storage.resolve()):
                 tensor.copy_(tensor.like(values.to(tensor.storage_device)))
             else:
                 tensor.overwrite_shard(values)

@@ -12,8 +12,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dshard.tensor import ShardedTensor
 
-__all__ = ["stage_shards"]
-
 
 def stage_shards() -> None:
     """Have torch's stager copy this rank's shard of a sharded tensor, and make a DTensor of it, for files alone."""

@@ -11,18 +11,6 @@ import torch
 
 from dshard.checkpoint.file_format import dtype_name, dtype_named
 
-__all__ = [
-    "BLOCK_BYTES",
-    "Chunk",
-    "DamageError",
-    "StoredFile",
-    "StoredTensor",
-    "are_counts",
-    "as_list",
-    "num_blocks",
-    "own_name",
-]
-
 BLOCK_BYTES = 1 << 18  # what one sum is of: a reader of a part of a chunk reads at most two of them too many
 _FILE_NAME = re.compile(r"shard-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.safetensors")
 
@@ -50,7 +38,7 @@ class StoredFile:
     sums_start: int
 
     def to_json(self) -> list[Any]:
-        """As the manifest has it."""
+        """The list that stands for it in the manifest."""
         return [self.name, self.size, self.data_start, self.header_sum, self.sums_start]
 
     @classmethod
@@ -96,7 +84,7 @@ class Chunk:
         return math.prod(self.sizes)
 
     def to_json(self) -> list[Any]:
-        """As the manifest has it."""
+        """The list that stands for it in the manifest."""
         return [self.file, list(self.offsets), list(self.sizes), self.start, self.first_sum, self.checksum]
 
     @classmethod
@@ -127,11 +115,11 @@ class StoredTensor:
     chunks: tuple[Chunk, ...]
 
     def num_bytes(self, chunk: Chunk) -> int:
-        """Of one of its chunks."""
+        """Bytes of one of its chunks."""
         return chunk.numel * self.dtype.itemsize
 
     def to_json(self) -> list[Any]:
-        """As the manifest has it."""
+        """The list that stands for it in the manifest."""
         return [dtype_name("checkpoint", self.dtype), list(self.shape), [chunk.to_json() for chunk in self.chunks]]
 
     @classmethod
@@ -170,7 +158,7 @@ def _check_cover(tensor: StoredTensor) -> None:
 
 
 def num_blocks(num_bytes: int) -> int:
-    """Of a chunk."""
+    """The number of blocks of a chunk."""
     return -(-num_bytes // BLOCK_BYTES)
 
 

@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 from dshard.errors import CheckpointError
 from dshard.tensor.strides import bytes_of
 
-__all__ = ["decode", "encode", "same_kind"]
-
 _MAX_DEPTH = 100
 _MAX_INT_BITS = 1 << 13  # what Python reads back
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

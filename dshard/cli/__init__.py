@@ -30,7 +30,7 @@ def _parser() -> CommandParser:
 
 
 def _joined(words: Sequence[str]) -> list[str]:
-    """With values such as -3GiB in one word with their options: alone argparse takes them for options."""
+    """Join values such as -3GiB with their options into one word: alone argparse takes them for options."""
     found: list[str] = []
     for word in words:
         if re.match(r"-\d", word) and found and found[-1].startswith("--") and "=" not in found[-1]:

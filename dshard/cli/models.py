@@ -16,8 +16,6 @@ from dshard.cli.presets import PRESETS, checkpoint_blocks, meta_model
 from dshard.cli.usage import UsageError
 from dshard.cli.writable import read_whole
 
-__all__ = ["Sampled", "build_model"]
-
 _SEQUENCE = 512
 
 

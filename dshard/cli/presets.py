@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dshard.cli.gpt import GPT, GPTConfig
 
-__all__ = ["PRESETS", "T5", "Preset", "T5Config", "checkpoint_blocks", "meta_model"]
-
 
 def checkpoint_blocks(model: nn.Module) -> int:
     """Have each element of a model's outermost lists keep its inputs alone, and compute its forward again in backward.

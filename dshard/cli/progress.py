@@ -12,8 +12,6 @@ from dshard.cli.usage import speaks
 if TYPE_CHECKING:
     from dshard.planner.progress import Progress
 
-__all__ = ["open_progress"]
-
 EVERY_S = 10.0  # from one line to the next
 REFRESHES_PER_S = 10.0  # of a bar
 _ALMOST = 0.999

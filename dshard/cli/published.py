@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from dshard.planner import Plan
     from dshard.planner.progress import Progress
 
-__all__ = ["ROWS", "Row", "published", "run"]
-
 _PAPER = "Zhao et al., PyTorch FSDP, VLDB 2023, 5.4"
 _BLOG = "PyTorch blog, 14 March 2022"
 

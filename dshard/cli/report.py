@@ -29,7 +29,7 @@ class Progress(Protocol):
     """Takes the events of a run."""
 
     def step(self, num_done: int, loss: float, *, tokens_per_s: float, memory: StateBytes) -> None:
-        """One more step is done."""
+        """Tell that one more step is done."""
 
     def validation(self, num_done: int, loss: float) -> None:
         """The validation loss was measured."""

@@ -106,7 +106,7 @@ def target_of(args: argparse.Namespace) -> Target:
     from dshard.errors import DShardError
     from dshard.planner import Training
     from dshard.planner.devices import find_device
-    from dshard.planning.plan import parse_bytes
+    from dshard.planner.texts import parse_bytes
 
     batch = _batch(args.batch)
     for name in ("sequence", "ranks_per_host", "hosts"):

@@ -9,8 +9,10 @@ import hashlib
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Callable, Hashable
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch._C._distributed_c10d import AllgatherOptions as _AllGatherOptions
 from torch._C._distributed_c10d import ReduceScatterOptions as _ReduceScatterOptions
 
 ProcessGroup = dist.ProcessGroup
+T = TypeVar("T")
 Work = Any  # torch's Work; None where the backend finished at once
 
 
@@ -40,13 +43,33 @@ _OPS: dict[ReduceOp, Any] = {
 
 
 def torchs_op(op: ReduceOp) -> Any:
-    """The same operation in torch's own terms."""
+    """Torch's own value for an operation."""
     return _OPS[op]
 
 
 HEADERS = 0x44530000  # tags that keep our point-to-point messages apart from the user's; payloads lie below
 
-_TWINS: "dict[str, tuple[weakref.ref[ProcessGroup], ProcessGroup]]" = {}
+# By the identity of a group: each collective looks here, and a WeakKeyDictionary makes a weak reference at each look.
+_KEPT: "dict[int, tuple[weakref.ref[ProcessGroup], dict[Any, Any]]]" = {}
+
+
+def _forget(kept: dict[int, Any], number: int, gone: "weakref.ref[ProcessGroup]") -> None:
+    """Let go of what was made for a group that is no more; names of this module may be gone by then."""
+    known = kept.get(number)
+    if known is not None and known[0] is gone:
+        del kept[number]
+
+
+def kept_for(group: ProcessGroup, key: Hashable, make: Callable[[], T]) -> T:
+    """What `key` names among the things that are made once for a process group, and go with it."""
+    known = _KEPT.get(id(group))
+    if known is None or known[0]() is not group:
+        known = _KEPT[id(group)] = weakref.ref(group, partial(_forget, _KEPT, id(group))), {}
+    kept = known[1]
+    if key not in kept:
+        kept[key] = make()
+    found: T = kept[key]
+    return found
 
 
 def is_initialized() -> bool:
@@ -103,12 +126,7 @@ def replicas_in_group(group: ProcessGroup, num_ranks: int) -> ProcessGroup:
 
 def twin_of_group(group: ProcessGroup) -> ProcessGroup:
     """Another group of the ranks of `group`, made once; all of them must call this."""
-    name = name_of(group)
-    known = _TWINS.get(name)
-    if known is None or known[0]() is not group:
-        ranks = dist.get_process_group_ranks(group)
-        known = _TWINS[name] = weakref.ref(group), _new_group(group, ranks, "twin")
-    return known[1]
+    return kept_for(group, "twin", lambda: _new_group(group, dist.get_process_group_ranks(group), "twin"))
 
 
 _MADE: Counter[tuple[str, str, str]] = Counter()  # groups of a parent, by the parent's name, the ranks, and what for

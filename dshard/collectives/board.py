@@ -17,15 +17,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["STORE_S", "Board", "End", "Home", "ends_within", "state_of"]
-
 STORE_S = 1.5  # for the store to answer at all
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
-    """Where a rank runs.
+class RankProcess:
+    """The process of a rank, and where it runs.
 
     Args:
         host: Its host's name.
@@ -40,8 +38,8 @@ class Home:
     started: str
 
     @classmethod
-    def own(cls) -> "Home":
-        """Of this process."""
+    def own(cls) -> "RankProcess":
+        """Where this process runs."""
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             place = f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -133,9 +131,9 @@ class Board:
         values = self._store.multi_get(list(keys.values())) if keys else []
         return {rank: json.loads(value) for rank, value in zip(keys, values, strict=True)}
 
-    def homes(self, ranks: Iterable[int]) -> dict[int, Home]:
+    def processes(self, ranks: Iterable[int]) -> dict[int, RankProcess]:
         """Where ranks run, as far as they have said."""
-        return {rank: Home(**facts) for rank, facts in self.read("home", ranks).items()}
+        return {rank: RankProcess(**facts) for rank, facts in self.read("process", ranks).items()}
 
     def note_end(self, how: str, text: str, ranks: tuple[int, ...] = ()) -> None:
         """Write how this rank ended, or what it found."""

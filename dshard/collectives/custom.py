@@ -12,8 +12,6 @@ from dshard.collectives.group import ShardGroup
 from dshard.collectives.memory import Buffer, BufferPool
 from dshard.collectives.stalls import making
 
-__all__ = ["Comms", "with_comms"]
-
 
 @dataclass(frozen=True, slots=True)
 class Comms:
@@ -33,12 +31,10 @@ class Comms:
 class _CustomGroup(ShardGroup):
     """A ShardGroup with other collectives; flat ones, on every backend."""
 
-    __slots__ = ("_comms", "_reduce_group")
-
     def __init__(self, base: ShardGroup, comms: Comms, reduce_group: ProcessGroup) -> None:
         super().__init__(base.process_group, torch.device(base.device_type), base.replicas)
         self.is_direct = False
-        self._comms, self._reduce_group = comms, reduce_group
+        self._comms, self.reduce_group = comms, reduce_group
 
     def rows_for_gather(
         self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool
@@ -57,12 +53,9 @@ class _CustomGroup(ShardGroup):
     def reduce_scatter(self, rows: Tensor, out: Tensor, op: ReduceOp) -> list[Work]:
         comm = self._comms.reduce_scatter
         if comm is None:
-            return self._reduce_scatter(rows, out, op, self._reduce_group)
+            return super().reduce_scatter(rows, out, op)
         memory: Tensor = comm.allocate((rows.numel(),), dtype=rows.dtype, device=rows.device)
-        return _works(comm(out, memory.copy_(rows.view(-1)), self._reduce_group, _c10d.torchs_op(op), async_op=True))
-
-    def all_to_all(self, out: Tensor, buffer: Tensor, out_sizes: list[int], sizes: list[int]) -> list[Work]:
-        return [_c10d.all_to_all_flat(out, buffer, out_sizes, sizes, self._reduce_group)]
+        return _works(comm(out, memory.copy_(rows.view(-1)), self.reduce_group, _c10d.torchs_op(op), async_op=True))
 
 
 def _works(work: Any) -> list[Work]:

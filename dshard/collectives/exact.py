@@ -9,8 +9,6 @@ from torch import Tensor
 from dshard.collectives._c10d import ReduceOp
 from dshard.collectives.group import ShardGroup
 
-__all__ = ["exact_norm"]
-
 _BITS = 40  # of a number that one integer takes, beside as many elements of a chunk as there are bits left
 _CHUNK = 1 << 20
 _LIMB = 30

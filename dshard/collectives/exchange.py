@@ -19,8 +19,6 @@ from dshard.collectives.stalls import failure
 from dshard.collectives.whys import Why, told_by
 from dshard.errors import DivergenceError, RankLostError
 
-__all__ = ["Exchange"]
-
 
 class Exchange:
     """All messages of one collective between this rank and its peers.
@@ -39,22 +37,6 @@ class Exchange:
         tag: A number that must be equal on all ranks.
         sizes: What else tells the messages apart: everything that their sizes depend on.
     """
-
-    __slots__ = (
-        "_channel",
-        "_group",
-        "_kind",
-        "_label",
-        "_line",
-        "_works",
-        "beyond",
-        "heard",
-        "is_heard",
-        "number",
-        "own",
-        "place",
-        "sent",
-    )
 
     def __init__(self, group: ShardGroup, kind: Kind, label: str, tag: int, sizes: int) -> None:
         self._group, self._kind, self._label = group, kind, label
@@ -161,7 +143,7 @@ class Exchange:
         raise AssertionError("ranks are apart whose headers are equal")
 
     def _left(self, peer: int, row: Tensor) -> tuple[DivergenceError, Why]:
-        """Of a peer that is in a later step."""
+        """What to raise, and to tell, of a peer that is in a later step."""
         heard = read(row)
         is_end = heard.kind == Kind.GAVE_UP and heard.tag <= self.number
         rank, why = told_by(peer, self._group.process_group, heard.number if is_end else -1)

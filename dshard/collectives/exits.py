@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing import util as processes
 from types import TracebackType
@@ -13,14 +14,13 @@ from dshard.collectives.board import STORE_S, ends_within
 from dshard.collectives.lost import arrive, board, find, is_symptom, names
 from dshard.errors import DivergenceError, DShardError
 
-__all__ = ["watch_end"]
-
 _TEXT_CHARS = 600  # of what was raised
+_READ_S = 0.5  # for the others to read it, where the store is gone as soon as this process is
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 class _State:
-    """Of this process; `pid` tells it from forks of it."""
+    """Whether this process has told of its end; `pid` tells it from forks of it."""
 
     pid = 0
     has_said = False
@@ -90,3 +90,11 @@ def _say(how: str, text: str, ranks: tuple[int, ...] = ()) -> None:
     if _State.pid == os.getpid() and not _State.has_said:
         _State.has_said = True
         ends_within(STORE_S, lambda: board().note_end(how, text[:_TEXT_CHARS], ranks))
+        if how != "left" and _holds_store():
+            time.sleep(_READ_S)
+
+
+def _holds_store() -> bool:
+    """Whether the store, and with it what ranks have written there, goes with this process."""
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    return not is_alone and dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -17,8 +17,6 @@ from dshard.collectives.plan import GatherPlan, shard_of
 from dshard.collectives.trace import record
 from dshard.layout import HEADER_BYTES, ShardLayout
 
-__all__ = ["Gathered", "all_gather"]
-
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
@@ -51,7 +49,7 @@ class _Places:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them that share the memory."""
+        """All tensors that share the memory."""
         return tuple(t for t in (*self.fulls, *self.slots, self.values, self.rows) if t is not None)
 
 
@@ -211,7 +209,7 @@ def _gather_flat(
     pool: BufferPool,
     row: Tensor | None,
 ) -> Handle[Gathered]:
-    """By the backend's own all-gather, of one row per rank."""
+    """Gather by the backend's own all-gather, of one row per rank."""
     dtype, device = plan.dtype, shards[0].device
     if row is None:
         row = torch.empty(plan.row_numel, dtype=dtype, device=device)

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -19,15 +18,12 @@ from dshard.collectives.stalls import begin_wait, end_wait, failure, making, use
 from dshard.collectives.trace import start_wait
 from dshard.errors import DivergenceError
 
-__all__ = ["Handle", "Messages", "ShardGroup"]
-
 T = TypeVar("T")
 _ON_EVERY_BACKEND = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_NEIGHBOURS: "dict[tuple[str, int, bool], tuple[weakref.ref[ProcessGroup], ShardGroup]]" = {}
 
 
 class Messages(Protocol):
-    """Those of a collective, between ranks."""
+    """The messages of one collective, between ranks."""
 
     def wait(self) -> None:
         """Wait for all of them; raises a DivergenceError where the peers mean something else."""
@@ -92,7 +88,8 @@ class Handle(Generic[T]):
             except RuntimeError as error:
                 if self._group is None:
                     raise
-                self._error = failure(f"{self.label}{_where()}", error, self._group)
+                line = users_line(sys._getframe())
+                self._error = failure(f"{self.label}{f', used in {line}' if line else ''}", error, self._group)
                 raise self._error from error
         if self._finish is not None:
             finish, self._finish = self._finish, None
@@ -128,12 +125,6 @@ class Handle(Generic[T]):
                 waiting.end()
 
 
-def _where() -> str:
-    """The line of the caller's own program, for a message."""
-    line = users_line(sys._getframe(1))
-    return f", used in {line}" if line else ""
-
-
 def _with_index(device: torch.device) -> torch.device:
     """A device by its number: the current one of its kind, if it has none."""
     if device.type in ("cpu", "meta") or device.index is not None:
@@ -154,21 +145,8 @@ class ShardGroup:
         replicas: The ranks that hold the same shard as this one, where the shards exist more than once.
     """
 
-    __slots__ = (
-        "backend",
-        "device",
-        "device_type",
-        "is_direct",
-        "is_virtual",
-        "name",
-        "num_ranks",
-        "process_group",
-        "rank",
-        "replicas",
-    )
-
     def __init__(self, group: ProcessGroup, device: torch.device, replicas: "ShardGroup | None" = None) -> None:
-        self.process_group = group
+        self.process_group = self.reduce_group = group  # the latter for reduce-scatters
         self.replicas = replicas
         self.name = _c10d.name_of(group)
         self.rank = _c10d.rank_in(group)
@@ -203,15 +181,15 @@ class ShardGroup:
         Communicates:
             The first time, as the making of a process group does; all ranks must call this alike.
         """
-        key = self.name, num_ranks, self.is_direct
-        pages = _NEIGHBOURS.get(key)
-        if pages is None or pages[0]() is not self.process_group:
-            with making(f"the making of groups of {num_ranks} ranks", self.process_group):
-                neighbours = _c10d.part_of_group(self.process_group, num_ranks)
-            part = ShardGroup(neighbours, torch.device(self.device_type))
-            part.is_direct = self.is_direct
-            pages = _NEIGHBOURS[key] = weakref.ref(self.process_group), part
-        return pages[1]
+        key = "neighbours", self.name, num_ranks, self.is_direct
+        return _c10d.kept_for(self.process_group, key, lambda: self._make_neighbours(num_ranks))
+
+    def _make_neighbours(self, num_ranks: int) -> "ShardGroup":
+        with making(f"the making of groups of {num_ranks} ranks", self.process_group):
+            neighbours = _c10d.part_of_group(self.process_group, num_ranks)
+        part = ShardGroup(neighbours, torch.device(self.device_type))
+        part.is_direct = self.is_direct
+        return part
 
     def apart(self, num_ranks: int) -> tuple[ProcessGroup, ProcessGroup]:
         """The replicas of what `num_ranks` neighbours share, and those neighbours.
@@ -258,15 +236,12 @@ class ShardGroup:
 
     def reduce_scatter(self, rows: Tensor, out: Tensor, op: ReduceOp) -> list[Work]:
         """Start the backend's own reduce-scatter of `rows`, shape (num_ranks, row), into `out`, shape (row,)."""
-        return self._reduce_scatter(rows, out, op, self.process_group)
-
-    def _reduce_scatter(self, rows: Tensor, out: Tensor, op: ReduceOp, group: ProcessGroup) -> list[Work]:
         wire_rows, wire_out = (torch.view_as_real(t) if t.is_complex() else t for t in (rows, out))
-        return [_c10d.reduce_scatter_flat(wire_out.reshape(-1), wire_rows.reshape(-1), op, group)]
+        return [_c10d.reduce_scatter_flat(wire_out.reshape(-1), wire_rows.reshape(-1), op, self.reduce_group)]
 
     def all_to_all(self, out: Tensor, buffer: Tensor, out_sizes: list[int], sizes: list[int]) -> list[Work]:
         """Start to send each rank its part of the flat `buffer`, and to receive those of all ranks into `out`."""
-        return [_c10d.all_to_all_flat(out, buffer, out_sizes, sizes, self.process_group)]
+        return [_c10d.all_to_all_flat(out, buffer, out_sizes, sizes, self.reduce_group)]
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp) -> list[Work]:
         """Start the backend's own all-reduce, in place."""

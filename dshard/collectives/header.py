@@ -10,8 +10,6 @@ from torch import Tensor
 
 from dshard.errors import DivergenceError
 
-__all__ = ["Heard", "Kind", "check_headers", "header", "read"]
-
 _FORMAT = "<qqQB39s"  # a checksum of kind and label, a tag, the number of the step, the kind, and the end of the label
 
 
@@ -25,7 +23,7 @@ class Kind(enum.IntEnum):
 
     @property
     def text(self) -> str:
-        """For messages."""
+        """Its words in an error message."""
         return ("the gather of", "the reduction of gradients of", "the combination of", "the end of")[self]
 
 
@@ -47,7 +45,7 @@ class Heard(NamedTuple):
 
     @property
     def what(self) -> str:
-        """For messages: the kind, and of which unit."""
+        """Its words in an error message: the kind, and of which unit."""
         return f"{Kind(self.kind).text} '{self.text}'"
 
     @property

@@ -4,7 +4,6 @@ On a direct backend a header goes ahead of every collective. In the buffers of t
 from the device for each; so the ranks write down what they did and compare checksums when a backward ends.
 """
 
-import weakref
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dshard.collectives._c10d import ProcessGroup
+from dshard.collectives._c10d import kept_for
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.header import Kind, check_headers, header
 from dshard.collectives.lines import line_of
@@ -20,8 +19,6 @@ from dshard.collectives.stalls import watch_event
 from dshard.collectives.trace import record
 from dshard.errors import DivergenceError, RankLostError
 from dshard.layout import HEADER_BYTES
-
-__all__ = ["note", "num_noted", "settle"]
 
 _Entry = tuple[Kind, str, int, int]  # the last one is the number of the step
 _MAX_ENTRIES = 1 << 14  # of a group that nobody settles
@@ -44,21 +41,14 @@ class _Comparison:
 
 @dataclass
 class _Page:
-    """Of one process group, which it does not keep alive."""
+    """What a process group has in the ledger."""
 
-    process_group: "weakref.ref[ProcessGroup]"
     entries: list[_Entry] = field(default_factory=list)
     pending: _Comparison | None = None
 
 
-_PAGES: dict[str, _Page] = {}
-
-
 def _page(group: ShardGroup) -> _Page:
-    page = _PAGES.get(group.name)
-    if page is None or page.process_group() is not group.process_group:
-        page = _PAGES[group.name] = _Page(weakref.ref(group.process_group))
-    return page
+    return kept_for(group.process_group, ("ledger", group.name), _Page)
 
 
 def note(group: ShardGroup, kind: Kind, label: str, tag: int) -> None:

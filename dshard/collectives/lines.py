@@ -23,21 +23,6 @@ from dshard.layout import HEADER_BYTES
 
 _EPOCH = 1 << 32  # numbers of steps, from one that was left to the next
 
-__all__ = [
-    "Line",
-    "Said",
-    "TimesLeft",
-    "announce",
-    "begin",
-    "end",
-    "follow",
-    "give_up",
-    "is_torn",
-    "line_of",
-    "times_left",
-    "withdraw",
-]
-
 
 class Said(Protocol):
     """A collective that was announced to the peers, and waits for what they say."""
@@ -51,7 +36,7 @@ class Said(Protocol):
     beyond: int  # the number of the step to go on to, where a peer has left this one
 
     def note_heard(self) -> None:
-        """All peers were heard."""
+        """Take in that all peers were heard."""
 
 
 class _World:
@@ -61,6 +46,7 @@ class _World:
         self.epoch = 0  # how often a step was left for a new beginning
         self.num_left = 0  # how often one was left at all
         self.is_fresh = True  # whether nothing was begun since
+        self.lines: dict[str, Line] = {}  # of each process group, by its name
 
 
 class TimesLeft(NamedTuple):
@@ -116,7 +102,8 @@ class Line:
     def note(self) -> int:
         """A collective starts; gives the number of the step."""
         if self._is_due:
-            begin(self.companions)
+            for name in self.companions:
+                self.world.lines[name].begin()
         self._is_fresh = self.world.is_fresh = False
         self._num_started += 1
         return self.number
@@ -195,16 +182,14 @@ class Line:
         self.leave(self.number + 1)
 
 
-_LINES: dict[str, Line] = {}
-_WORLDS: "weakref.WeakKeyDictionary[ProcessGroup, _World]" = weakref.WeakKeyDictionary()
-
-
 def line_of(group: ShardGroup) -> Line:
-    """That of a process group."""
-    line = _LINES.get(group.name)
-    if line is None or line.process_group() is not group.process_group:
-        world = _WORLDS.setdefault(_c10d.world_of(group.process_group), _World())
-        line = _LINES[group.name] = Line(group, world)
+    """The line of a process group."""
+    return _c10d.kept_for(group.process_group, ("line", group.name), lambda: _make_line(group))
+
+
+def _make_line(group: ShardGroup) -> Line:
+    world = _c10d.kept_for(_c10d.world_of(group.process_group), "world", _World)
+    line = world.lines[group.name] = Line(group, world)
     return line
 
 
@@ -222,10 +207,10 @@ def announce(groups: Sequence[ShardGroup]) -> None:
         line_of(group).announce(names)
 
 
-def begin(names: Iterable[str]) -> None:
+def begin(groups: Iterable[ShardGroup]) -> None:
     """A step of some groups begins."""
-    for name in names:
-        _LINES[name].begin()
+    for group in groups:
+        line_of(group).begin()
 
 
 def withdraw(groups: Sequence[ShardGroup]) -> bool:
@@ -282,7 +267,8 @@ def follow(line: Line, towards: int, why: Why) -> None:
     if towards // _EPOCH > epoch or towards <= line.number:
         _leave(line.world, why, max(towards // _EPOCH, epoch + 1))
     else:
-        lines = {name: _LINES[name] for name in line.companions if _LINES[name].process_group() is not None}
+        known = line.world.lines
+        lines = {name: known[name] for name in line.companions if known[name].process_group() is not None}
         line.world.is_fresh = True
         line.world.num_left += 1
         tell_why(why, {name: each.number + 1 for name, each in lines.items()})
@@ -303,7 +289,7 @@ def _leave(world: _World, why: Why, epoch: int) -> None:
     """Leave the step in all groups."""
     world.epoch, world.is_fresh = epoch, True
     world.num_left += 1
-    lines = {name: each for name, each in _LINES.items() if each.world is world and each.process_group() is not None}
+    lines = {name: each for name, each in world.lines.items() if each.process_group() is not None}
     tell_why(why, dict.fromkeys(lines, epoch * _EPOCH))
     for each in lines.values():
         each.is_torn = False

@@ -12,24 +12,8 @@ from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
 
-from dshard.collectives.board import STORE_S, Board, End, Home, ends_within, state_of
+from dshard.collectives.board import STORE_S, Board, End, RankProcess, ends_within, state_of
 from dshard.errors import RankLostError
-
-__all__ = [
-    "Verdict",
-    "arrive",
-    "backends_words",
-    "board",
-    "ended",
-    "find",
-    "found_dead",
-    "is_symptom",
-    "last_verdict",
-    "looked_into",
-    "names",
-    "note_done",
-    "whereabouts",
-]
 
 PATIENCE_S = 2.5  # for the peers to be found dead, or to say where they are
 _ASK_AFTER_S = 0.2
@@ -57,12 +41,12 @@ class Verdict:
 
 
 class _State:
-    """Of this process."""
+    """What this process knows of the others."""
 
     board = Board()
-    own: Home | None = None
-    num_wanted = 0  # homes
-    homes: dict[int, Home] = {}  # noqa: RUF012 -- of the ranks of the world, as far as they were read
+    own: RankProcess | None = None
+    num_wanted = 0  # processes
+    processes: dict[int, RankProcess] = {}  # noqa: RUF012 -- of the ranks of the world, as far as they were read
     done: dict[int, tuple[str, float]] = {}  # noqa: RUF012 -- the last collective of each group that ended well
     found: Verdict | None = None  # whom this rank has told its program of
 
@@ -75,18 +59,18 @@ def board() -> Board:
 def arrive() -> None:
     """Say where this rank runs, in each new process group; and read where the others do."""
     if _State.board.open():
-        _State.own, _State.homes, _State.done, _State.found = Home.own(), {}, {}, None
-        _State.board.post("home", asdict(_State.own))
+        _State.own, _State.processes, _State.done, _State.found = RankProcess.own(), {}, {}, None
+        _State.board.post("process", asdict(_State.own))
     elif _State.board.is_open and dist.is_initialized():
-        missing = [rank for rank in _world([]) if rank not in _State.homes]
-        _State.num_wanted = len(_State.homes) + len(missing)
+        missing = [rank for rank in _world([]) if rank not in _State.processes]
+        _State.num_wanted = len(_State.processes) + len(missing)
         if missing:
-            _State.homes |= _State.board.homes(missing)
+            _State.processes |= _State.board.processes(missing)
 
 
-def knows_homes() -> bool:
+def knows_processes() -> bool:
     """Whether all ranks of the world have been read."""
-    return bool(_State.homes) and len(_State.homes) >= _State.num_wanted
+    return bool(_State.processes) and len(_State.processes) >= _State.num_wanted
 
 
 def note_done(label: str, group: dist.ProcessGroup) -> None:
@@ -177,12 +161,13 @@ def ended(rank: int, known: Verdict | None = None) -> RankLostError | None:
 
 def found_dead(ranks: Sequence[int]) -> Verdict | None:
     """Ranks on this host whose processes are gone without a word."""
-    case = _Case(list(ranks), list(ranks), dist.get_rank(), dict(_State.homes))
-    return case.by_death(_State.board.ends()) if case.by_death([]) is not None else None
+    case = _Case(list(ranks), list(ranks), dist.get_rank(), dict(_State.processes))
+    gone = case.gone()
+    return case.by_death(gone, _State.board.ends()) if gone else None
 
 
 def _solve(ranks: Sequence[int]) -> tuple[Verdict | None, dict[int, dict[str, str]]]:
-    case = _Case(list(ranks), _world(ranks), dist.get_rank(), dict(_State.homes))
+    case = _Case(list(ranks), _world(ranks), dist.get_rank(), dict(_State.processes))
     verdict = ends_within(PATIENCE_S + STORE_S, case.solve)
     if verdict is None and not case.is_solved:
         return case.by_death_soon() or case.stopped(ranks) or case.without_store(), {}
@@ -208,13 +193,13 @@ class _Case:
         group: The ranks that were waited for.
         world: All that are looked at.
         own: This rank.
-        homes: Where they run.
+        processes: Where they run.
     """
 
     group: list[int]
     world: list[int]
     own: int
-    homes: dict[int, Home]
+    processes: dict[int, RankProcess]
     is_solved: bool = False
     answers: dict[int, dict[str, str]] = field(default_factory=dict)
 
@@ -222,11 +207,10 @@ class _Case:
         """Look until somebody is to blame, or all have answered."""
         board, question, began = _State.board, 0, time.monotonic()
         others = [rank for rank in self.world if rank != self.own]  # a chain of groups may lead to the one to blame
-        self.homes |= board.homes([rank for rank in self.world if rank not in self.homes])
+        self.processes |= board.processes([rank for rank in self.world if rank not in self.processes])
         verdict = None
         while verdict is None and time.monotonic() - began < PATIENCE_S:
-            ends = [end for end in board.ends() if end.rank != self.own]
-            verdict = _by_word(ends) or self.by_death(ends) or _by_finding(ends)
+            verdict = self._of_ends()
             if verdict is None and time.monotonic() - began >= _ASK_AFTER_S:
                 question = question or board.ask()
                 self.answers |= board.answers(question, [rank for rank in others if rank not in self.answers])
@@ -237,10 +221,20 @@ class _Case:
         self.is_solved = True
         return verdict
 
-    def by_death(self, ends: Sequence[End]) -> Verdict | None:
-        """Processes on this host that are gone, without having written why."""
+    def _of_ends(self) -> Verdict | None:
+        """What words of ends, and ends without a word, say now."""
+        gone = self.gone()  # looked at first: what ends between the two looks has written its word by the second
+        ends = [end for end in _State.board.ends() if end.rank != self.own]
+        return _by_word(ends) or self.by_death(gone, ends) or _by_finding(ends)
+
+    def gone(self) -> list[int]:
+        """Ranks whose processes on this host have ended."""
+        return [rank for rank in self.world if rank != self.own and self._is_dead(rank)]
+
+    def by_death(self, gone: Sequence[int], ends: Sequence[End]) -> Verdict | None:
+        """Processes that are gone, without having written why."""
         spoke = {end.rank for end in ends if end.how != "found"}
-        dead = [rank for rank in self.world if rank not in spoke and rank != self.own and self._is_dead(rank)]
+        dead = [rank for rank in gone if rank not in spoke]
         if not dead:
             return None
         what = "were killed, or ended" if len(dead) > 1 else "was killed, or ended"
@@ -249,37 +243,37 @@ class _Case:
     def by_death_soon(self) -> Verdict | None:
         """The same without the store, whose end may be seen ahead of that of the process that held it."""
         for _ in range(25):
-            verdict = self.by_death([])
+            verdict = self.by_death(self.gone(), [])
             if verdict is not None:
                 return verdict
             time.sleep(0.02)
         return None
 
     def _is_here(self, rank: int) -> bool:
-        home, own = self.homes.get(rank), _State.own
-        return home is not None and own is not None and home.place == own.place != ""
+        process, own = self.processes.get(rank), _State.own
+        return process is not None and own is not None and process.place == own.place != ""
 
     def _is_dead(self, rank: int) -> bool:
         if not self._is_here(rank):
             return False
-        state, started = state_of(self.homes[rank].pid)
-        return state in ("", "Z", "X") or started != self.homes[rank].started
+        state, started = state_of(self.processes[rank].pid)
+        return state in ("", "Z", "X") or started != self.processes[rank].started
 
     def stopped(self, ranks: Sequence[int]) -> Verdict | None:
         """Processes on this host that do not run."""
-        found = [rank for rank in ranks if self._is_here(rank) and state_of(self.homes[rank].pid)[0] in ("T", "t")]
+        found = [rank for rank in ranks if self._is_here(rank) and state_of(self.processes[rank].pid)[0] in ("T", "t")]
         if not found:
             return None
         return Verdict(tuple(found), f"{self._described(found)} {_be(found)} stopped, by a signal or a debugger")
 
     def _by_silence(self, silent: list[int]) -> Verdict | None:
-        """Those that do not answer."""
+        """Blame ranks that do not answer."""
         if not silent:
             return None
         stopped = self.stopped(silent)
         if stopped is not None:
             return stopped
-        new = [rank for rank in silent if rank not in self.homes]
+        new = [rank for rank in silent if rank not in self.processes]
         if new:
             what = f"{names(new)} never came to a collective or process group of dshard"
             why = "was killed, or ended without a word, is out of reach, or does something else yet"
@@ -309,8 +303,8 @@ class _Case:
     def _described(self, ranks: Sequence[int]) -> str:
         parts = []
         for rank in ranks[:8]:
-            home = self.homes.get(rank)
-            parts.append(f"rank {rank}" + (f" (pid {home.pid} on {home.host})" if home is not None else ""))
+            process = self.processes.get(rank)
+            parts.append(f"rank {rank}" + (f" (pid {process.pid} on {process.host})" if process is not None else ""))
         return ", ".join(parts) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 

@@ -8,14 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Buffer", "BufferPool", "is_storage_held"]
-
 _OWN_PAGES_BYTES = 1 << 20  # smaller buffers come from the heap
 _USES_OF = Tensor._use_count  # type: ignore[attr-defined]
 
 
 def _references(tensor: Tensor) -> tuple[int, int]:
-    """To the storage of a tensor: Python's, and all."""
+    """References to the storage of a tensor: Python's, and all."""
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
 
@@ -30,11 +28,11 @@ def is_storage_held(tensor: Tensor, *, num_tensors: int = 1) -> bool:
 
 
 class _Cut(Protocol):
-    """Into which tensors a buffer is cut."""
+    """The tensors into which a buffer is cut."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them that share its memory."""
+        """All tensors that share its memory."""
 
 
 class _InUse:
@@ -126,16 +124,11 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._kept: list[Buffer] = []  # the longest unused first
-        self._kept_bytes = 0
+        self.kept_bytes = 0  # that wait to be used again
         self._lent: list[Buffer] = []  # to somebody who will not give them back
         self._in_use = _InUse()
         self._peak_bytes = 0  # most in use at one time since the last `mark`
         self._last_peak_bytes = 0
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that wait to be used again."""
-        return self._kept_bytes
 
     @property
     def out_bytes(self) -> int:
@@ -161,7 +154,7 @@ class BufferPool:
         """The buffer of this size that was used last."""
         for i in range(len(self._kept) - 1, -1, -1):
             if self._kept[i].memory.numel() == num_bytes:
-                self._kept_bytes -= num_bytes
+                self.kept_bytes -= num_bytes
                 return self._kept.pop(i)
         return None
 
@@ -174,7 +167,7 @@ class BufferPool:
         if buffer.is_held():
             return
         self._kept.append(buffer)
-        self._kept_bytes += memory.numel()
+        self.kept_bytes += memory.numel()
         self._trim()
 
     def lend(self, buffer: Buffer) -> None:
@@ -206,9 +199,9 @@ class BufferPool:
     def clear(self) -> None:
         """Let all memory go that waits to be used again."""
         self._kept.clear()
-        self._kept_bytes = 0
+        self.kept_bytes = 0
 
     def _trim(self, num_more: int = 0) -> None:
         limit = max(self._peak_bytes, self._last_peak_bytes)
-        while self._kept and self._kept_bytes + self.out_bytes + num_more > limit:
-            self._kept_bytes -= self._kept.pop(0).memory.numel()
+        while self._kept and self.kept_bytes + self.out_bytes + num_more > limit:
+            self.kept_bytes -= self._kept.pop(0).memory.numel()

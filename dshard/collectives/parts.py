@@ -9,8 +9,6 @@ from dshard.collectives import _c10d
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.trace import record
 
-__all__ = ["all_to_all"]
-
 
 def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: ShardGroup, *, label: str) -> Handle[list[Tensor]]:
     """Send a part to each rank of a group, and receive one of each, by the backend's own all-to-all.

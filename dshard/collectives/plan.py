@@ -13,8 +13,6 @@ from torch import Tensor
 from dshard.collectives.group import ShardGroup
 from dshard.layout import ALIGN_NUMEL, MIN_DIRECT_BYTES, BucketLayout, ShardLayout
 
-__all__ = ["GatherPlan", "SendRow", "real_numel", "shard_of"]
-
 _ALIGN_BYTES = 16  # of a row, for copies in wide words; a multiple of every element size
 
 

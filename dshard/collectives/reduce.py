@@ -20,8 +20,6 @@ from dshard.collectives.trace import record
 from dshard.errors import StateError
 from dshard.layout import HEADER_BYTES, SMALL_GRAD_BYTES, BucketLayout, flags_numel
 
-__all__ = ["ReduceBucket", "ReducePlan", "Reduced"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReducePlan:
@@ -93,7 +91,7 @@ class ReduceBucket:
     def __init__(
         self, plan: ReducePlan, *, dtype: torch.dtype, device: torch.device, label: str, pool: BufferPool | None = None
     ) -> None:
-        self._plan, self._group, self._label = plan, plan.group, label
+        self._plan, self.group, self._label = plan, plan.group, label
         self._pool = pool or BufferPool()
         self._memory: Buffer | None = None
         self._rows: Tensor | None = None
@@ -104,7 +102,7 @@ class ReduceBucket:
 
     def _take_rows(self, dtype: torch.dtype, device: torch.device) -> None:
         """Memory for the gradients."""
-        num_ranks, row_numel = self._group.num_ranks, self._plan.row_numel
+        num_ranks, row_numel = self.group.num_ranks, self._plan.row_numel
         self._memory = self._pool.take(num_ranks * row_numel * dtype.itemsize, device)
         self._rows = self._memory.memory.view(dtype).view(num_ranks, row_numel)
 
@@ -195,11 +193,6 @@ class ReduceBucket:
                 rows[:, index].zero_()
         self._slots = ()
 
-    @property
-    def group(self) -> ShardGroup:
-        """The ranks that it is reduced over."""
-        return self._group
-
     def launch(self, *, mean: bool) -> Handle["Reduced"]:
         """Start the reduce-scatter. The bucket takes no more gradients.
 
@@ -217,17 +210,17 @@ class ReduceBucket:
         self._fill_rows(self._rows)
         rows, self._rows = self._rows, None
         self._record(rows.element_size())
-        if self._group.num_ranks == 1:  # the row becomes the gradients
+        if self.group.num_ranks == 1:  # the row becomes the gradients
             assert self._memory is not None
             row = rows[0]
             self._pool.lend(self._memory)
             return Handle(self._label, [], lambda: Reduced(row, self._plan))
-        launch = self._launch_direct if self._group.is_direct else self._launch_flat
+        launch = self._launch_direct if self.group.is_direct else self._launch_flat
         return launch(rows, mean)
 
     def _launch_direct(self, rows: Tensor, mean: bool) -> Handle["Reduced"]:
         """Every rank gets its row of all peers, and adds them in a fixed order."""
-        group = self._group
+        group = self.group
         size = rows.shape[1]
         memory = self._pool.take(len(group.peers) * size * rows.element_size(), rows.device)
         received = dict(zip(group.peers, memory.memory.view(rows.dtype).view(-1, size), strict=True))
@@ -249,34 +242,34 @@ class ReduceBucket:
         return Handle(f"reduce-scatter of '{self._label}'", exchange, finish, group=group)
 
     def _launch_flat(self, rows: Tensor, mean: bool) -> Handle["Reduced"]:
-        """By the backend's own reduce-scatter."""
-        ledger.note(self._group, Kind.REDUCE, self._label, 0)
+        """Reduce by the backend's own reduce-scatter."""
+        ledger.note(self.group, Kind.REDUCE, self._label, 0)
         is_half = rows.dtype == torch.float16
-        native_mean = mean and self._group.backend == "nccl" and not is_half
-        divisor: float = self._group.num_ranks if mean and not native_mean else 1
+        native_mean = mean and self.group.backend == "nccl" and not is_half
+        divisor: float = self.group.num_ranks if mean and not native_mean else 1
         if is_half and mean:  # a sum of large gradients would be infinite, a mean of small ones zero: half ahead of it
             ahead = 2 ** (int(math.log2(divisor)) // 2)
             rows.div_(ahead)
             divisor /= ahead
         out = rows.new_empty(rows.shape[1])
-        works: list[Work] = self._group.reduce_scatter(rows, out, ReduceOp.MEAN if native_mean else ReduceOp.SUM)
+        works: list[Work] = self.group.reduce_scatter(rows, out, ReduceOp.MEAN if native_mean else ReduceOp.SUM)
         del rows
 
         def finish() -> Reduced:
             self._give_back()
             return Reduced(out if divisor == 1 else out.div_(divisor), self._plan)
 
-        return Handle(f"reduce-scatter of '{self._label}'", works, finish, group=self._group)
+        return Handle(f"reduce-scatter of '{self._label}'", works, finish, group=self.group)
 
     def _record(self, item: int) -> None:
-        peers = self._group.num_ranks - 1
+        peers = self.group.num_ranks - 1
         if not peers:
             return
         plan = self._plan
         flags, real = peers * plan.num_flags * item, plan.real_numel * item
-        header = flags + (peers * HEADER_BYTES if self._group.is_direct else 0)
+        header = flags + (peers * HEADER_BYTES if self.group.is_direct else 0)
         padding = peers * plan.row_numel * item - real - flags
-        record("reduce_scatter", self._label, self._group.num_ranks, real, padding, header)
+        record("reduce_scatter", self._label, self.group.num_ranks, real, padding, header)
 
     def _give_back(self) -> None:
         memory, self._memory = self._memory, None

@@ -15,8 +15,6 @@ from dshard.collectives.memory import BufferPool
 from dshard.collectives.trace import record
 from dshard.layout import HEADER_BYTES
 
-__all__ = ["all_reduce_row", "sum_in_pairs"]
-
 _Steps = Generator[Handle[None], None, None]
 
 
@@ -53,7 +51,7 @@ def all_reduce_row(
 
 
 def _all_reduce_flat(row: Tensor, replicas: ShardGroup, mean: bool, label: str, tag: int, num_flags: int) -> _Steps:
-    """By the backend's own all-reduce."""
+    """Reduce by the backend's own all-reduce."""
     num_bytes, num_ranks = row.numel() * row.element_size(), replicas.num_ranks
     sent, flags = 2 * num_bytes * (num_ranks - 1) // num_ranks, _bytes_of_flags(num_flags, row, replicas)
     record("all_reduce", label, num_ranks, sent - flags, 0, flags)

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["meet_anew"]
-
 
 def meet_anew() -> None:
     """Where this process is a restart on one host, have process groups use keys of this start alone."""

@@ -1,7 +1,6 @@
 """Collectives over a few small tensors: the results of reductions, checks, random states."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,8 +13,6 @@ from dshard.collectives.header import Kind
 from dshard.collectives.replicas import sum_in_pairs
 from dshard.collectives.trace import record
 from dshard.layout import HEADER_BYTES
-
-__all__ = ["all_reduce", "broadcast"]
 
 
 def all_reduce(
@@ -60,14 +57,9 @@ def all_reduce(
     flat = _on_wire(torch.cat([t.reshape(-1) for t in tensors]), group)
     num_bytes = flat.numel() * flat.element_size()
     if group.is_direct:
-        exchange = _exchange_small(flat, group, label + arguments)
+        rows, exchange = _exchange_small(flat, group, label + arguments)
         _record(label, group, num_bytes * len(group.peers), HEADER_BYTES * len(group.peers), is_check=is_check)
-        return Handle(
-            label,
-            exchange.messages,
-            lambda: _split(_combine(exchange.rows, op), sizes, shapes, home),
-            group=group,
-        )
+        return Handle(label, exchange, lambda: _split(_combine(rows, op), sizes, shapes, home), group=group)
     if arguments:
         ledger.note(group, Kind.COMBINE, label + arguments, 0)
     works = group.all_reduce(flat, op)
@@ -80,21 +72,8 @@ def _record(label: str, group: ShardGroup, num_bytes: int, header_bytes: int, *,
     record(kind, label, group.num_ranks, payload, 0, header + header_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """The values of all ranks, on their way.
-
-    Args:
-        rows: One per rank.
-        messages: Theirs.
-    """
-
-    rows: Tensor
-    messages: Exchange
-
-
-def _exchange_small(flat: Tensor, group: ShardGroup, label: str) -> _Sent:
-    """All-reduce by sending the values to every peer, behind a header that names what is reduced."""
+def _exchange_small(flat: Tensor, group: ShardGroup, label: str) -> tuple[Tensor, Exchange]:
+    """Send the values to every peer, behind a header that names what is reduced; gives one row per rank to come."""
     num_bytes = flat.numel() * flat.element_size()
     rows = flat.new_empty((group.num_ranks, flat.numel()))
     rows[group.rank] = flat
@@ -102,7 +81,7 @@ def _exchange_small(flat: Tensor, group: ShardGroup, label: str) -> _Sent:
     for peer in group.peers if num_bytes else ():
         exchange.receive(rows[peer], peer)
         exchange.send(rows[group.rank], peer)
-    return _Sent(rows, exchange)
+    return rows, exchange
 
 
 def _combine(rows: Tensor, op: ReduceOp) -> Tensor:

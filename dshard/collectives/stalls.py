@@ -33,15 +33,13 @@ from dshard.collectives.lost import (
     board,
     found_dead,
     is_symptom,
-    knows_homes,
+    knows_processes,
     looked_into,
     names,
     note_done,
     whereabouts,
 )
 from dshard.errors import DivergenceError, RankLostError
-
-__all__ = ["begin_wait", "end_wait", "failure", "making", "users_line", "watch_event"]
 
 log = logging.getLogger("dshard")
 
@@ -65,7 +63,7 @@ class _Wait:
 
 
 class _State:
-    """Of this process."""
+    """What this process waits for, and the thread that watches it."""
 
     after_s = float(os.environ.get("DSHARD_STALL_S", "30")) or math.inf
     waits: dict[Any, _Wait] = {}  # noqa: RUF012 -- by thread, or by group where the host does not wait itself
@@ -87,7 +85,7 @@ def begin_wait(label: str, group: ProcessGroup | None) -> None:
 
 
 def end_wait(label: str, group: ProcessGroup | None, *, is_well: bool) -> None:
-    """They came, or an error did."""
+    """This thread waits no longer: the peers came, or an error did."""
     if group is not None:
         _State.waits.pop(threading.get_ident(), None)
         _State.last = label, time.monotonic()
@@ -156,7 +154,7 @@ def _end() -> None:
 
 def _run() -> None:
     told = _Doubling()
-    while not _State.stop.wait(_POLL_S if knows_homes() else _FIRST_POLL_S):
+    while not _State.stop.wait(_POLL_S if knows_processes() else _FIRST_POLL_S):
         try:
             arrive()
             _look(told)
@@ -214,7 +212,7 @@ def _answer() -> None:
 
 
 def _post_answer(question: int, place: dict[str, str]) -> None:
-    """To all questions up to one."""
+    """Answer all questions up to one."""
     board().post("answer", {"question": question, "at": place})
 
 
@@ -271,15 +269,12 @@ def _main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
-def _is_pythons(file: str) -> bool:
-    return file.startswith(_PYTHONS_FOLDER) and "site-packages" not in file
-
-
 def users_line(frame: FrameType | None) -> str:
     """Where a stack leaves the user's own program, as file:line; empty if nowhere."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_OWN_FOLDERS) and "<" not in file and not _is_pythons(file):
+        is_pythons = file.startswith(_PYTHONS_FOLDER) and "site-packages" not in file
+        if not file.startswith(_OWN_FOLDERS) and "<" not in file and not is_pythons:
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -5,8 +5,6 @@ from typing import Any, Generic, TypeVar
 
 from dshard.collectives.group import Handle
 
-__all__ = ["Steps"]
-
 T = TypeVar("T")
 
 

@@ -10,8 +10,6 @@ import torch
 
 from dshard.arguments import checked
 
-__all__ = ["CommRecord", "CommTrace", "Wait", "record", "start_wait"]
-
 
 @dataclass(frozen=True, slots=True)
 class CommRecord:

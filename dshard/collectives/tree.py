@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["Node", "TreeSum", "nodes_between"]
-
 T = TypeVar("T")
 
 

@@ -16,8 +16,6 @@ from dshard.collectives.trace import record
 from dshard.collectives.tree import Node, TreeSum, nodes_between
 from dshard.layout import HEADER_BYTES
 
-__all__ = ["Played", "VirtualBucket"]
-
 _Sum = TreeSum[Tensor]
 
 
@@ -28,7 +26,7 @@ class Played(Protocol):
 
     @property
     def ranks(self) -> range:
-        """Those of this process."""
+        """The virtual ranks of this process."""
 
     @property
     def at(self) -> int:
@@ -124,7 +122,7 @@ class VirtualBucket(ReduceBucket):
         if self._rows is not None and self._memory is not None:  # of a virtual rank without any
             self._rows, memory, self._memory = None, self._memory, None
             self._pool.give(memory)
-        group, width = self._group, len(self._played.ranks)
+        group, width = self.group, len(self._played.ranks)
         held = [Node(n.start, n.size, n.value) for n in self._sum.nodes]
         self._sum.nodes.clear()
         if group.num_ranks == 1:
@@ -152,7 +150,7 @@ class VirtualBucket(ReduceBucket):
 
     def _scatter(self, held: Sequence[Node[_Rows]], width: int) -> Generator[Handle[Any], None, list[Node[Tensor]]]:
         """Send each rank its row of every node; gives the nodes of this rank's row."""
-        group, shape = self._group, (self._group.num_ranks, self._plan.row_numel)
+        group, shape = self.group, (self.group.num_ranks, self._plan.row_numel)
         rows = [
             n.value.values if n.value is not None else torch.zeros(shape, dtype=self._dtype, device=self._device)
             for n in held
@@ -169,7 +167,7 @@ class VirtualBucket(ReduceBucket):
         return sums
 
     def _record_nodes(self, num_nodes: int) -> None:
-        group, plan = self._group, self._plan
+        group, plan = self.group, self._plan
         peers, item = group.num_ranks - 1, self._dtype.itemsize * num_nodes
         flags, real = peers * plan.num_flags * item, plan.real_numel * item
         header = flags + (peers * HEADER_BYTES if group.is_direct else 0)
@@ -225,7 +223,7 @@ class _Swap:
         return exchange
 
     def handle(self, what: str) -> Handle[None]:
-        """To wait for."""
+        """A handle to wait for the parts by."""
         return Handle(what, self._works, lambda: None, group=self._group)
 
     def sums(self) -> list[Node[Tensor]]:

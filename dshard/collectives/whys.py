@@ -10,8 +10,6 @@ from dshard.collectives._c10d import ProcessGroup
 from dshard.collectives.board import STORE_S, ends_within
 from dshard.collectives.lost import Verdict, board, last_verdict
 
-__all__ = ["Why", "tell_why", "told_by"]
-
 _MAX_LENGTH = 500
 
 

@@ -8,9 +8,7 @@ from torch.distributed.tensor import DTensor
 from dshard.autograd.modes import outside_autograd
 from dshard.errors import StateError
 from dshard.tensor import ShardedTensor
-from dshard.tensor.inner import whole
-
-__all__ = ["full_values", "refuse_meta"]
+from dshard.tensor.tp_layout import whole
 
 _SLACK_BYTES = 1 << 12  # of memory beyond a full value that is not worth a copy
 

@@ -12,12 +12,11 @@ from dshard.autograd.modes import outside_autograd
 from dshard.errors import StateError
 from dshard.gathering.full_values import full_values, refuse_meta
 from dshard.gathering.writeback import Drafts, full_gradient, refuse_writes
-from dshard.runtime.module import FSDPModule, own_units
+from dshard.runtime.module import FSDPModule
+from dshard.runtime.runtime import own_units
 from dshard.tensor import ShardedTensor
-from dshard.tensor.inner import joined_group
+from dshard.tensor.tp_layout import joined_group
 from dshard.units.unit import Unit
-
-__all__ = ["gathered", "iter_full"]
 
 
 @checked
@@ -81,7 +80,7 @@ def gathered(
         raise StateError("gathered: needs sharded parameters, but got none. Call fully_shard first.")
     for param in params.values():
         if isinstance(param.gather_source, Unit):
-            param.gather_source.observer.before_use()
+            param.gather_source.model.before_use()
     scope: AbstractContextManager[dict[str, Tensor]]
     if writeback or rank0_only or offload_to_cpu:
         drafts = Drafts(params, keeps=writeback, rank0_only=rank0_only, on_cpu=offload_to_cpu, with_grads=with_grads)
@@ -99,7 +98,7 @@ def _held(params: dict[str, ShardedTensor], *, with_grads: bool) -> Iterator[dic
     try:
         for unit in units:
             unit.num_pins += 1
-            (unit.copies if unit.observer.num_running else unit.exact).gather()
+            (unit.copies if unit.is_running else unit.exact).gather()
         with outside_autograd():
             fulls = {name: _apart(p, p.materialize().detach()) for name, p in params.items()}
             for name, full in fulls.items() if with_grads else ():

@@ -14,11 +14,9 @@ from dshard.autograd.modes import outside_autograd
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import DivergenceError, DShardError, StateError
 from dshard.tensor import ShardedTensor
-from dshard.tensor.inner import groups_of, inner_of, joined_group
 from dshard.tensor.shard_storage import ShardStorage
+from dshard.tensor.tp_layout import groups_of, joined_group, tp_layout_of
 from dshard.units.unit import Unit
-
-__all__ = ["Drafts", "full_gradient", "refuse_writes"]
 
 _UNTOUCHED, _WRITTEN, _WRITTEN_TWICE, _REPLACED = range(4)
 
@@ -30,7 +28,7 @@ class _Draft:
     Args:
         param: The parameter.
         name: For messages.
-        cell: The memory of what would take over a write; None for a gradient that is not there.
+        storage: The memory of what would take over a write; None for a gradient that is not there.
         version: Of that.
         copy: What the user writes to; None where this rank yields none.
         owner: The value whose `.grad` the copy is, for a gradient.
@@ -40,7 +38,7 @@ class _Draft:
 
     param: ShardedTensor
     name: str
-    cell: ShardStorage | None
+    storage: ShardStorage | None
     version: int
     copy: Tensor | None
     owner: Tensor | None
@@ -50,17 +48,17 @@ class _Draft:
     @classmethod
     def of_value(cls, param: ShardedTensor, name: str, copy: Tensor | None) -> "_Draft":
         """The draft of a parameter's value."""
-        cell = param.shard_storage
-        return cls(param, name, cell, cell.version, copy, None, _content(copy), is_grad=False)
+        storage = param.shard_storage
+        return cls(param, name, storage, storage.version, copy, None, _content(copy), is_grad=False)
 
     @classmethod
     def of_gradient(cls, param: ShardedTensor, name: str, owner: Tensor | None) -> "_Draft":
         """The draft of a parameter's gradient."""
-        copy, cell = None if owner is None else owner.grad, None
+        copy, storage = None if owner is None else owner.grad, None
         if isinstance(param.grad, ShardedTensor):
-            cell = param.grad.shard_storage
-        version = 0 if cell is None else cell.version
-        return cls(param, f"{name}.grad", cell, version, copy, owner, _content(copy), is_grad=True)
+            storage = param.grad.shard_storage
+        version = 0 if storage is None else storage.version
+        return cls(param, f"{name}.grad", storage, version, copy, owner, _content(copy), is_grad=True)
 
     @property
     def param_name(self) -> str:
@@ -82,7 +80,7 @@ class _Draft:
             return _UNTOUCHED, content
         target = self.target
         has_moved = (
-            target is None or target.shard_storage is not self.cell or target.shard_storage.version != self.version
+            target is None or target.shard_storage is not self.storage or target.shard_storage.version != self.version
         )
         return _WRITTEN_TWICE if has_moved else _WRITTEN, content
 
@@ -111,7 +109,7 @@ class Drafts:
         self._groups = {name: joined_group(p) for name, p in params.items()}
         inner = {g.full_name: g for p in params.values() for g in groups_of(p)[1:]}
         for name, param in params.items():  # which are equal over the meshes of DTensors, too
-            for group in inner.values() if inner_of(param.shard_layout) is None else ():
+            for group in inner.values() if tp_layout_of(param.shard_layout) is None else ():
                 device = torch.device(group.device_type)
                 self._groups[name] = ShardGroup(group.process_group, device, self._groups[name])
 

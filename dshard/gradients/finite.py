@@ -1,18 +1,14 @@
 """Where NaN and infinity come from: which rank's own gradient had them first, ahead of the sum that hides it."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dshard import collectives
 from dshard.agreement.same import of_all_ranks
-from dshard.arguments import checked
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import DivergenceError
-
-__all__ = ["FiniteCheck", "GradientChecks"]
 
 
 class FiniteCheck:
@@ -56,23 +52,3 @@ class FiniteCheck:
                 f"{', '.join(dict.fromkeys(texts[:4]))}{more}, before any sum over the ranks. Look at the batch and "
                 "the loss there; the optimizer has not stepped."
             )
-
-
-class GradientChecks:
-    """For sharded modules: whether their gradients are looked at."""
-
-    @checked
-    def set_check_gradients(self: Any, enable: bool = True) -> None:
-        """Look for NaN and infinity in each rank's own gradients, ahead of their reduction; for the whole model.
-
-        A backward then raises, on every rank alike, and names the rank and the parameter where they came up first.
-        Weights that are used in slices (`split(q)`) are not looked at.
-
-        Args:
-            enable: Whether to look. Off by default: it reads every gradient once, and waits for the device when a
-                backward ends.
-
-        Communicates:
-            Nothing now; at the end of each backward an all-reduce of 8 bytes.
-        """
-        self._runtime().reducer.check = FiniteCheck() if enable else None

@@ -13,14 +13,13 @@ from dshard.autograd.grad_dtype import keep_own_dtype
 from dshard.autograd.modes import outside_autograd
 from dshard.collectives import ReduceOp
 from dshard.errors import DivergenceError, UnsupportedOpError
+from dshard.gradients.backward import Backward
 from dshard.gradients.reducer import Reducer
 from dshard.tensor import ShardedTensor
-from dshard.tensor.inner import InnerLayout
-from dshard.tensor.nested import local_gradient
 from dshard.tensor.sharded_tensor import REQUIRES_GRAD
+from dshard.tensor.tp_layout import TPShardLayout
+from dshard.tensor.tp_params import local_gradient
 from dshard.units.unit import Unit
-
-__all__ = ["hook_gradient"]
 
 _OWN_REFS = 4  # Python's to a gradient in its hook: the hook's arguments, its name there, the call that counts
 _OWN_USES = 2  # autograd's and Python's
@@ -75,14 +74,16 @@ def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
         _check_one_way(param, unit)
     # Autograd and this call alone: nobody else can write to it before it is packed.
     is_alone = sys.getrefcount(grad) <= _OWN_REFS and grad._use_count() <= _OWN_USES  # type: ignore[attr-defined]
-    reducer = unit.observer.start_backward()
+    backward = unit.model.get(Backward)
+    backward.notice()
+    reducer = backward.reducer
     meta: Any = param._spec.tensor_meta  # reading a subclass's own attributes takes several times as long
     if grad.shape != meta.shape:
         raise DivergenceError(
             f"{param.name}: a gradient must have the parameter's shape {tuple(param.shape)}, but it is "
             f"{tuple(grad.shape)}. Look at the backward of custom autograd functions."
         )
-    if type(grad) is DTensor or type(param.shard_storage.layout) is InnerLayout:
+    if type(grad) is DTensor or type(param.shard_storage.layout) is TPShardLayout:
         if torch.is_grad_enabled() and grad.requires_grad:
             raise UnsupportedOpError(
                 f"{param.name}: create_graph=True needs plain gradients, but this parameter or its gradient is a "

@@ -8,8 +8,6 @@ from dshard import collectives
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import StateError
 
-__all__ = ["check_same_gradients"]
-
 
 def check_same_gradients(presence: Sequence[tuple[ShardGroup, list[tuple[str, bool]]]], what: str, way: str) -> None:
     """Raise, on every rank alike, unless all ranks have gradients of the same parameters.

@@ -1,22 +1,22 @@
 """All reductions of a model: which are open, when they leave, and how many may be in flight."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from torch import Tensor
 
 from dshard.collectives import ShardGroup
 from dshard.errors import StateError, UnsupportedOpError
+from dshard.gradients.arrivals import Arrivals, ReductionKey
+from dshard.gradients.deferral import Deferral
 from dshard.gradients.finite import FiniteCheck
 from dshard.gradients.owed import check_same_gradients
 from dshard.gradients.reduction import GradReduction, accumulates
 from dshard.tensor import ShardedTensor
-from dshard.units.buckets import Bucket
+from dshard.units.context import ModelContext
 from dshard.units.unit import Unit
 from dshard.units.virtual_ranks import VirtualRanks
-
-__all__ = ["Reducer"]
 
 _OWED = "all-reduce over replicas", "Call set_requires_all_reduce(True) ahead of the last backward of a step."
 _DEFERRED = (
@@ -29,21 +29,46 @@ class Reducer:
     """All reductions of a model: which are open, and how many may be in flight.
 
     Args:
-        max_in_flight: Reduce-scatters whose send buffers may live at the same time, besides the one that fills; as many
-            all-reduces between replicas may be in each of their steps.
+        context: Of the model.
     """
 
-    def __init__(self, max_in_flight: int = 1) -> None:
-        self.max_in_flight = max_in_flight
+    def __init__(self, context: ModelContext) -> None:
+        self._context = context
+        self.on_arrival: Callable[[Unit], object] = lambda _: None  # called with a unit at its first gradient
         self.check: FiniteCheck | None = None
-        self._open: dict[_Key, tuple[Unit, GradReduction]] = {}
+        self._open: dict[ReductionKey, tuple[Unit, GradReduction]] = {}
         self._in_flight: list[GradReduction] = []
-        self._before: frozenset[_Key] = frozenset()  # that were open when the backward began
+        self._before: frozenset[ReductionKey] = frozenset()  # that were open when the backward began
         self._sent_before: list[GradReduction] = []  # that were in flight then
         self._incomplete: list[GradReduction] = []  # that left in the backward that is running
-        self._early: dict[Unit, set[_Key]] = {}  # that left because a gradient was read, ahead of the rest of the unit
-        self._arrivals: dict[Unit, _Arrivals] = {}
+        self._early: dict[Unit, set[ReductionKey]] = {}  # that left ahead of the rest of the unit, for they were read
+        self._arrivals: dict[Unit, Arrivals] = {}
         self._slice: _OfSlices | None = None  # the last one to send, whose last slice may be in flight
+        self._deferrals: dict[Unit, Deferral] = {}  # of those that put reductions off
+
+    @property
+    def max_in_flight(self) -> int:
+        """Reduce-scatters whose send buffers may live at the same time, besides the one that fills.
+
+        As many all-reduces between replicas may be in each of their steps.
+        """
+        return self._context.settings.max_input_buffers or 1
+
+    def _deferral_of(self, unit: Unit) -> Deferral | None:
+        """The deferral of a unit that puts reductions off, else None."""
+        return self._deferrals.setdefault(unit, Deferral()) if unit.settings.strategy == "zero1" else None
+
+    def reduces_now(self, unit: Unit) -> bool:
+        """Whether the backward that runs reduces the gradients of a unit, rather than add them up."""
+        virtual = self._context.virtual
+        if virtual is not None:
+            return unit.settings.requires_sync and virtual.is_last
+        deferral = self._deferral_of(unit)
+        return unit.settings.requires_sync and (deferral is None or deferral.is_due)
+
+    def forget_deferrals(self) -> None:
+        """Forget how many backwards make a step."""
+        self._deferrals.clear()
 
     def receive(self, unit: Unit, slot: int, grad: Tensor, *, may_wait: bool = False) -> ShardedTensor:
         """Take the full gradient of a parameter; gives the reduced one, which may still be in flight.
@@ -54,14 +79,15 @@ class Reducer:
             grad: The gradient.
             may_wait: Whether nobody else can write to `grad`, so that it may be packed later.
         """
-        if unit.observer.virtual is not None:
-            self._check_virtual(unit.observer.virtual, unit, unit.params[slot])
+        if self._context.virtual is not None:
+            self._check_virtual(self._context.virtual, unit, unit.params[slot])
         arrivals = self._arrivals.get(unit)
         if arrivals is None:
-            arrivals = self._arrivals[unit] = _Arrivals.of(unit)
-            if unit.deferral is not None and unit.settings.requires_sync:
-                unit.deferral.note_backward(is_first=all(p.grad is None for p in unit.params))
-            unit.observer.on_arrival(unit)
+            arrivals = self._arrivals[unit] = Arrivals.of(unit)
+            deferral = self._deferral_of(unit)
+            if deferral is not None and unit.settings.requires_sync:
+                deferral.note_backward(is_first=all(p.grad is None for p in unit.params))
+            self.on_arrival(unit)
         param = unit.params[slot]
         if self.check is not None:
             self.check.note(param.name, grad)
@@ -71,20 +97,20 @@ class Reducer:
         out = reduction.receive(param, grad, may_wait=may_wait)
         arrivals.arrived.add(slot)
         if len(arrivals.arrived) == len(unit.params):  # a frozen one may be used still
-            unit.observer.on_backward_done(unit)
+            self._context.eviction.after_backward(unit)
         return out
 
-    def _reduction_for(self, unit: Unit, param: ShardedTensor, arrivals: "_Arrivals") -> GradReduction:
+    def _reduction_for(self, unit: Unit, param: ShardedTensor, arrivals: Arrivals) -> GradReduction:
         """The open reduction that a gradient belongs to, or a new one."""
         slot = param.gather_slot
         bucket = arrivals.buckets[slot]
-        key = _Key(id(unit), bucket.slots, is_captured=False)
+        key = ReductionKey(id(unit), bucket.slots, is_captured=False)
         entry = self._open.get(key)
         is_old = entry is not None and (entry[1].holds(slot) or entry[1].owes)
         if (is_old or not unit.settings.requires_sync or not unit.settings.requires_all_reduce) and not accumulates(
             param
         ):
-            key = _Key(id(unit), bucket.slots, is_captured=True)
+            key = ReductionKey(id(unit), bucket.slots, is_captured=True)
             entry = self._open.get(key)
         is_apart = key.is_captured or param.grad is None or len(param._backward_hooks or ()) > 1
         if entry is not None and entry[1].holds(slot) and is_apart:
@@ -93,12 +119,12 @@ class Reducer:
             self._launch(key, joins=False)
             entry = None
         if entry is None:
-            entry = self._open[key] = (unit, GradReduction(unit, bucket, mean=unit.settings.averages))
+            entry = self._open[key] = (unit, GradReduction(unit, bucket, weakref.ref(self)))
         if not key.is_captured:
             arrivals.open.update(dict.fromkeys(bucket.slots, entry[1]))
         return entry[1]
 
-    def _launch(self, key: "_Key", *, owes: bool = False, joins: bool = True) -> None:
+    def _launch(self, key: ReductionKey, *, owes: bool = False, joins: bool = True) -> None:
         """Start a reduction; the arguments are those of `GradReduction.launch`."""
         _, reduction = self._open[key]
         if not owes:
@@ -134,10 +160,10 @@ class Reducer:
         They leave here, or else when the backward ends, and not when the last one arrives: which parameters a rank uses
         may be its own matter, but when its collectives start must not be.
         """
-        virtual = unit.observer.virtual
+        virtual = self._context.virtual
         if virtual is not None and unit.settings.requires_sync and self._keys_of(unit):
             virtual.closed.add(unit)
-        if unit.reduces_now:
+        if self.reduces_now(unit):
             self._launch_all(unit, owes=not unit.settings.requires_all_reduce)
 
     def _check_virtual(self, virtual: VirtualRanks, unit: Unit, param: ShardedTensor) -> None:
@@ -189,20 +215,20 @@ class Reducer:
         known = {*keys, *(early or ())}
         for is_captured in {key.is_captured for key in known}:
             for bucket in buckets:
-                key = _Key(id(unit), bucket.slots, is_captured=is_captured)
+                key = ReductionKey(id(unit), bucket.slots, is_captured=is_captured)
                 if key not in known:
-                    self._open[key] = (unit, GradReduction(unit, bucket, mean=unit.settings.averages))
+                    self._open[key] = (unit, GradReduction(unit, bucket, weakref.ref(self)))
                     keys.append(key)
-        for key in sorted(keys, key=lambda k: k.place):
+        for key in sorted(keys, key=lambda k: k.order):
             self._launch(key, owes=owes and self._may_owe(key))
 
-    def _keys_of(self, unit: Unit) -> list["_Key"]:
+    def _keys_of(self, unit: Unit) -> list[ReductionKey]:
         return [key for key, (other, _) in self._open.items() if other is unit]
 
-    def _is_filling(self, keys: Iterable["_Key"]) -> bool:
+    def _is_filling(self, keys: Iterable[ReductionKey]) -> bool:
         return any(self._open[key][1].is_filling for key in keys)
 
-    def _may_owe(self, key: "_Key") -> bool:
+    def _may_owe(self, key: ReductionKey) -> bool:
         """Whether an all-reduce over replicas can be put off: `.grad` takes the result, and no hook is given it."""
         unit, reduction = self._open[key]
         hooks = (unit.params[slot]._backward_hooks or () for slot in key.slots)
@@ -232,9 +258,10 @@ class Reducer:
         self._incomplete.clear()
         self._slice = None
 
-    def forget_in_flight(self) -> None:
+    def forget_step(self) -> None:
         """Wait no more for what is in flight, ahead of what leaves later: peers may never have sent theirs."""
         self._in_flight.clear()
+        self.forget_deferrals()
 
     def forget(self, unit: Unit) -> None:
         """Drop what a unit has begun, whose gradients all are here or were dropped: it is to have other parameters."""
@@ -257,7 +284,7 @@ class Reducer:
         self._incomplete.clear()
         self._slice = None
         for key, (unit, reduction) in list(self._open.items()):
-            if not reduction.owes and (unit.reduces_now or key not in self._before):
+            if not reduction.owes and (self.reduces_now(unit) or key not in self._before):
                 del self._open[key]
         for reduction in [r for r in self._in_flight if r not in self._sent_before]:
             self._in_flight.remove(reduction)
@@ -270,7 +297,7 @@ class Reducer:
 
     def end_backward(self) -> None:
         """Reduce what has not left, unit by unit."""
-        for unit in sorted({*self._early, *(unit for unit, _ in self._open.values())}, key=lambda u: u.place):
+        for unit in sorted({*self._early, *(unit for unit, _ in self._open.values())}, key=lambda u: u.number):
             self.reduce(unit)
         self._arrivals.clear()
         self._end_together()
@@ -279,15 +306,15 @@ class Reducer:
         self._slice = None  # the last one may stay in flight until somebody reads the gradient
 
     def _await_others(self) -> None:
-        """Of units that are not reduced yet, have all gradients that are there await what other ranks may add up."""
+        """Have all gradients of units that are not reduced yet await what other ranks may add up."""
         for unit in dict.fromkeys(unit for key, (unit, _) in self._open.items() if not key.is_captured):
             buckets = unit.buckets(unit.trainable, unit.reduce_dtypes)
-            keys = [_Key(id(unit), bucket.slots, is_captured=False) for bucket in buckets]
+            keys = [ReductionKey(id(unit), bucket.slots, is_captured=False) for bucket in buckets]
             if not self._is_filling(key for key in keys if key in self._open):
                 continue
             for key, bucket in zip(keys, buckets, strict=True):
                 if key not in self._open and any(unit.params[slot].grad is not None for slot in bucket.slots):
-                    self._open[key] = (unit, GradReduction(unit, bucket, mean=unit.settings.averages))
+                    self._open[key] = (unit, GradReduction(unit, bucket, weakref.ref(self)))
                 if key in self._open:
                     self._open[key][1].await_missing()
 
@@ -300,16 +327,19 @@ class Reducer:
     def on_read(self, reduction: GradReduction) -> None:
         """A gradient is read outside of a backward before it has left: all of its unit leave, to be read alike.
 
-        If all-reduces are owed, those of the whole model: a rank's first gradient may be in another unit.
+        If all-reduces are owed, those of the whole model: a rank's first gradient may be in another unit. Within a
+        backward, its end does it.
         """
+        if self._context.backward_task != -1:
+            return
         found = next((key for key, (_, other) in self._open.items() if other is reduction), None)
         if found is None:
             return
         unit = self._open[found][0]
-        if unit.observer.virtual is not None and unit.observer.virtual.is_open:
-            raise unit.observer.virtual.read_early(unit.label)
+        if self._context.virtual is not None and self._context.virtual.is_open:
+            raise self._context.virtual.read_early(unit.label)
         if found.is_captured:  # `.grad` is no part of it, and may wait on
-            for key in sorted((key for key in self._keys_of(unit) if key.is_captured), key=lambda k: k.place):
+            for key in sorted((key for key in self._keys_of(unit) if key.is_captured), key=lambda k: k.order):
                 self._launch(key)
             self._end_together()
             return
@@ -317,12 +347,12 @@ class Reducer:
         units = {unit}
         if any(other is unit for other, _ in owing.values()):
             units = {other for other, _ in owing.values()}
-            places = sorted(owing, key=lambda key: (owing[key][0].place, key.place))
-            presence = [(owing[key][1].group, owing[key][1].presence()) for key in places]
+            ordered = sorted(owing, key=lambda key: (owing[key][0].number, key.order))
+            presence = [(owing[key][1].group, owing[key][1].presence()) for key in ordered]
             check_same_gradients(presence, *_OWED)
-        elif unit.deferral is not None and unit.settings.requires_sync:
+        elif self._deferral_of(unit) is not None and unit.settings.requires_sync:
             check_same_gradients(self._presence(unit), *_DEFERRED)
-        for other in sorted(units, key=lambda u: u.place):
+        for other in sorted(units, key=lambda u: u.number):
             self._launch_unread(other)
         self._end_together()
         self.adopt_missing()
@@ -334,7 +364,7 @@ class Reducer:
         return [(b.group, [(unit.params[slot].name, slot in held) for slot in b.slots]) for b in buckets]
 
     def _launch_unread(self, unit: Unit) -> None:
-        keys = sorted(self._keys_of(unit), key=lambda k: k.place)
+        keys = sorted(self._keys_of(unit), key=lambda k: k.order)
         if self._is_filling(keys):
             self._launch_all(unit, owes=False)
         else:  # they owe an all-reduce, and nothing else
@@ -353,46 +383,3 @@ class _OfSlices(Protocol):
 
     def settle(self) -> None:
         """Wait for what is in flight."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrivals:
-    """Which gradients of a unit have arrived in the backward that is running.
-
-    Args:
-        all_buckets: Of the parameters that take a gradient.
-        buckets: For each of those parameters, its bucket.
-        arrived: Those whose gradients are here.
-        open: For each parameter, the reduction that took the last gradient of its bucket.
-    """
-
-    all_buckets: list[Bucket]
-    buckets: dict[int, Bucket]
-    arrived: set[int]
-    open: dict[int, GradReduction]
-
-    @classmethod
-    def of(cls, unit: Unit) -> "_Arrivals":
-        """None so far."""
-        buckets = unit.buckets(unit.trainable, unit.reduce_dtypes)
-        return cls(buckets, {slot: bucket for bucket in buckets for slot in bucket.slots}, set(), {})
-
-
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """Which reduction a gradient belongs to.
-
-    Args:
-        unit_id: Identity of the unit.
-        slots: The bucket's parameters.
-        is_captured: Whether `autograd.grad` takes the result, rather than `.grad`.
-    """
-
-    unit_id: int
-    slots: tuple[int, ...]
-    is_captured: bool
-
-    @property
-    def place(self) -> tuple[tuple[int, ...], bool]:
-        """Orders the reductions of one unit, on all ranks alike."""
-        return self.slots, self.is_captured

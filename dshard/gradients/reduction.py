@@ -4,7 +4,7 @@ import sys
 import weakref
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,14 +18,22 @@ from dshard.tensor.shard_storage import ShardStorage
 from dshard.units.buckets import Bucket
 from dshard.units.unit import Unit
 
-__all__ = ["GradReduction", "accumulates", "told_label"]
-
 _Started = Generator[Handle[Any], None, None]
 
 
 def told_label(label: str, divisor: float | None) -> str:
     """The label of a reduction, by which the ranks compare what its sums are divided by, if that was chosen."""
     return label if divisor is None else f"{label}(divide_factor={divisor})"
+
+
+class _Owner(Protocol):
+    """Who keeps the reductions of a model, and is told of them."""
+
+    def on_read(self, reduction: "GradReduction") -> None:
+        """A gradient is read, whose reduction may not have started."""
+
+    def on_finished(self, reduction: "GradReduction") -> None:
+        """A reduction ended, or rests until its all-reduce."""
 
 
 class GradReduction:
@@ -37,20 +45,20 @@ class GradReduction:
     Args:
         unit: Whose gradients they are.
         bucket: Which of its parameters.
-        mean: Whether to average over the ranks, rather than add.
+        reducer: Where it is kept.
     """
 
-    def __init__(self, unit: Unit, bucket: Bucket, *, mean: bool) -> None:
+    def __init__(self, unit: Unit, bucket: Bucket, reducer: "weakref.ref[_Owner]") -> None:
         # Weak, for a gradient that nobody reads must not keep the model alive.
-        self._unit, self._slots = weakref.ref(unit), bucket.slots
+        self._unit, self._reducer, self._slots = weakref.ref(unit), reducer, bucket.slots
         self._hook = unit.settings.reduce_hook
         divisor = unit.settings.divisor
-        self._mean, self._divisor = mean and divisor is None, divisor
+        self._mean, self._divisor = unit.settings.averages and divisor is None, divisor
         first = unit.params[bucket.slots[0]]
-        self._plan, self._pool, offload = bucket.reduce_plan, unit.observer.pool, bucket.offload
+        self._plan, self._pool, offload = bucket.reduce_plan, unit.model.pool, bucket.offload
         device = offload.compute if offload is not None else first.device
-        self._copy_stream = unit.observer.copy_stream(offload, inward=False) if offload is not None else None
-        self._virtual = unit.observer.virtual
+        self._copy_stream = unit.model.copy_stream(offload, inward=False) if offload is not None else None
+        self._virtual = unit.model.virtual
         kind: Any = ReduceBucket if self._virtual is None else partial(VirtualBucket, played=self._virtual)
         self._new_bucket: Callable[[], ReduceBucket] = partial(
             kind,
@@ -65,7 +73,7 @@ class GradReduction:
             first.storage_dtype,
             told_label(unit.label, divisor),
         )  # the dtype of what `.grad` will hold
-        self._cells: dict[int, weakref.ref[ShardStorage]] = {}
+        self._storages: dict[int, weakref.ref[ShardStorage]] = {}
         self._steps: Steps[Reduced] | None = None  # that have started
         self._reduced: Reduced | None = None  # this rank's part of the result, or of what owes its all-reduce
         self._arrival: Any = None  # of reduced shards that are on their way home
@@ -81,7 +89,7 @@ class GradReduction:
     @property
     def is_complete(self) -> bool:
         """Whether this rank has had a gradient of every parameter."""
-        return len(self._cells) == len(self._slots)
+        return len(self._storages) == len(self._slots)
 
     @property
     def group(self) -> ShardGroup:
@@ -101,30 +109,30 @@ class GradReduction:
         if bucket is None:
             self.rest()
             bucket = self._bucket = self._new_bucket()
-        known = self._cells.get(slot)
-        cell = known() if known is not None else None
-        is_added = cell is not None
-        if cell is None:
+        known = self._storages.get(slot)
+        storage = known() if known is not None else None
+        is_added = storage is not None
+        if storage is None:
             if known is not None:  # nobody took the gradient that is there
                 self._forget(slot)
-            cell = self._make_cell(param)
+            storage = self._make_storage(param)
         bucket.add(index, grad, may_wait=may_wait)
-        out = param.like(cell)
+        out = param.like(storage)
         if is_added:
             out.is_added_up = True
         if grad.dtype == self._dtype:
             return out
         return standing_for(out, grad.dtype, is_seen=len(param._backward_hooks or ()) > 1 or not accumulates(param))
 
-    def _make_cell(self, param: ShardedTensor) -> ShardStorage:
+    def _make_storage(self, param: ShardedTensor) -> ShardStorage:
         """What the reduced gradient of a parameter will be in."""
-        cell = ShardStorage(None, param.shard_storage.layout, self, is_shared=True)
-        self._cells[param.gather_slot] = weakref.ref(cell)
-        return cell
+        storage = ShardStorage(None, param.shard_storage.layout, self, is_shared=True)
+        self._storages[param.gather_slot] = weakref.ref(storage)
+        return storage
 
     def holds(self, slot: int) -> bool:
         """Whether it holds a gradient of parameter `slot` that somebody still refers to."""
-        return slot in self._cells and self._cells[slot]() is not None
+        return slot in self._storages and self._storages[slot]() is not None
 
     def presence(self) -> list[tuple[str, bool]]:
         """The name of each parameter, and whether it holds a gradient of it."""
@@ -133,18 +141,18 @@ class GradReduction:
 
     def awaits(self, slot: int) -> bool:
         """Whether it has not left, and has had no gradient of parameter `slot`."""
-        return self._bucket is not None and slot not in self._cells
+        return self._bucket is not None and slot not in self._storages
 
     def forget_dropped(self) -> None:
         """Forget the gradients that nobody refers to any more, ahead of a new backward."""
-        for slot in [slot for slot, ref in self._cells.items() if ref() is None]:
+        for slot in [slot for slot, ref in self._storages.items() if ref() is None]:
             self.rest()
             self._forget(slot)
 
     def _forget(self, slot: int) -> None:
         if self._virtual is not None and self._virtual.is_open:
             raise self._virtual.dropped(self._label)
-        del self._cells[slot]
+        del self._storages[slot]
         if self._bucket is not None:
             self._bucket.discard(self._slots.index(slot))
         if self._reduced is not None:
@@ -153,7 +161,7 @@ class GradReduction:
     def take_back(self) -> None:
         """Have the parameters have no gradients where those are what it was to reduce."""
         unit = self._unit()
-        for slot, ref in self._cells.items() if unit is not None else ():
+        for slot, ref in self._storages.items() if unit is not None else ():
             grad: Any = unit.params[slot].grad  # type: ignore[union-attr]
             if isinstance(grad, ShardedTensor) and grad.shard_storage is ref():
                 unit.params[slot].grad = None  # type: ignore[union-attr]
@@ -181,7 +189,7 @@ class GradReduction:
             if isinstance(bucket, VirtualBucket):
                 self._steps = Steps(bucket.steps(mean=self._mean, tag=self._signature()))
             else:
-                self._steps = Steps(_reduce(bucket, before, all_reduce, hook, mean=self._mean))
+                self._steps = Steps(reduce_steps(bucket, before, all_reduce, hook, mean=self._mean))
 
     def _signature(self) -> int:
         """Stands for what the shards were written with."""
@@ -201,16 +209,16 @@ class GradReduction:
             num_flags=self._plan.num_flags,
         )
 
-    def __call__(self, cell: ShardStorage) -> None:
-        """The reduced gradient of `cell` is used; a bound method in its place would be a cycle of references."""
+    def __call__(self, storage: ShardStorage) -> None:
+        """The reduced gradient of `storage` is used; a bound method in its place would be a cycle of references."""
         if self.is_abandoned:
             raise StateError(
                 f"'{self._label}': a gradient is the sum over all virtual ranks, but the loop over them ended early. "
                 "Call zero_grad(), and run the step again."
             )
-        unit = self._unit()
-        if unit is not None:
-            unit.observer.on_read(self)
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.on_read(self)
         self.finish()
 
     @property
@@ -242,9 +250,9 @@ class GradReduction:
             self._reduced = reduced if self._copy_stream is None else reduced.mapped(self._send_home)
             if self._arrival is None:
                 self._deliver(self._reduced)
-        unit = self._unit()
-        if unit is not None:
-            unit.observer.on_reduced(self)
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.on_finished(self)
 
     def rest(self) -> None:
         """Wait for a reduce-scatter behind which the all-reduce was put off."""
@@ -268,10 +276,10 @@ class GradReduction:
         return self._reduced
 
     def _deliver(self, reduced: Reduced) -> None:
-        for slot, ref in self._cells.items():
-            cell = ref()
-            if cell is not None:
-                cell.deliver(reduced.shards[self._slots.index(slot)])
+        for slot, ref in self._storages.items():
+            storage = ref()
+            if storage is not None:
+                storage.deliver(reduced.shards[self._slots.index(slot)])
 
     def await_missing(self) -> None:
         """Have gradients that are there await what other ranks may add up unreduced, of parameters unused on this one.
@@ -279,11 +287,11 @@ class GradReduction:
         Without it, a write to one of them here would come ahead of a part of it.
         """
         unit = self._unit()
-        missing = [slot for slot in self._slots if slot not in self._cells]
+        missing = [slot for slot in self._slots if slot not in self._storages]
         for slot in missing if unit is not None and self.is_filling else ():
             param = unit.params[slot]  # type: ignore[union-attr]
             if isinstance(param.grad, ShardedTensor):
-                param.grad.shard_storage.add_later(self._make_cell(param))
+                param.grad.shard_storage.add_later(self._make_storage(param))
 
     def adopt_missing(self) -> None:
         """Give a gradient to parameters that this rank did not use but another did; waits for the reduction.
@@ -291,7 +299,7 @@ class GradReduction:
         Where the all-reduce is owed, it is known of the ranks of this replica alone whether they did. A gradient that
         is there already awaits what the others may add.
         """
-        missing = [slot for slot in self._slots if slot not in self._cells]
+        missing = [slot for slot in self._slots if slot not in self._storages]
         unit = self._unit()
         if not missing or unit is None:
             return
@@ -303,17 +311,17 @@ class GradReduction:
             grad: Any = param.grad
             if not (self.owes and grad is not None) and not reduced.anywhere(index):
                 continue
-            owed = self._make_cell(param) if self.owes else None
-            cell = owed or ShardStorage(reduced.shards[index], param.shard_layout, is_shared=True)
+            owed = self._make_storage(param) if self.owes else None
+            storage = owed or ShardStorage(reduced.shards[index], param.shard_layout, is_shared=True)
             if grad is None:
                 with torch.no_grad():
-                    param.grad = param.like(cell)
+                    param.grad = param.like(storage)
             else:
                 # As autograd adds on the ranks that used it: no write to be compared.
-                grad.shard_storage.add_later(cell)
+                grad.shard_storage.add_later(storage)
 
 
-def _reduce(
+def reduce_steps(
     bucket: ReduceBucket | None,
     before: Reduced | None,
     all_reduce: Callable[[Tensor], _Started] | None,

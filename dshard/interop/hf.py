@@ -15,8 +15,6 @@ from dshard.gathering.scope import iter_full
 from dshard.runtime.module import FSDPModule
 from dshard.setup.fully_shard import fully_shard
 
-__all__ = ["ShardedTrainerMixin", "full_state_dict"]
-
 _FOLDER, _SCHEDULER = "dshard", "scheduler.pt"  # in a checkpoint of the trainer's
 
 

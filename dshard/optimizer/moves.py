@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from dshard.errors import StateError
 from dshard.gradients.hook import hook_gradient
+from dshard.gradients.reducer import Reducer
 from dshard.tensor import MixedShardedTensor, OffloadedShardedTensor, ShardedTensor
 from dshard.units.unit import Unit
-
-__all__ = ["allocate", "convert", "forget_flat_weights"]
 
 
 def forget_flat_weights(module: nn.Module) -> list[nn.RNNBase]:
@@ -63,7 +62,7 @@ def convert(param: ShardedTensor, fn: Callable[[Tensor], Tensor]) -> None:
         _follow_dtype(param)
         unit = param.gather_source
         if isinstance(unit, Unit):
-            unit.observer.on_converted(unit)
+            unit.model.get(Reducer).forget(unit)
         if isinstance(grad, ShardedTensor) and grad_shard is not None:
             param.grad = grad.like(fn(grad_shard).contiguous(), stride=stride)
             param.grad.shard_storage.is_shared = True
@@ -82,7 +81,7 @@ def _follow_dtype(param: ShardedTensor) -> None:
         param.__class__ = ShardedTensor if changed.compute is None else MixedShardedTensor
     if isinstance(param.gather_source, Unit):
         param.gather_source.restart()
-        param.gather_source.observer.on_dtypes()
+        param.gather_source.model.forwards.on_dtypes()
 
 
 def _at_home(param: ShardedTensor, shard: Tensor) -> Tensor:

@@ -14,12 +14,10 @@ from dshard.collectives import GatherPlan, shard_of
 from dshard.errors import StateError
 from dshard.layout import BucketLayout
 from dshard.tensor import ShardedTensor
-from dshard.tensor.inner import gathered_stride, inner_of
 from dshard.tensor.meshes import group_of, placements_of
 from dshard.tensor.shard_storage import ShardStorage
+from dshard.tensor.tp_layout import gathered_stride, tp_layout_of
 from dshard.units.placing import Place
-
-__all__ = ["Move", "place_of", "relocate"]
 
 _MAX_BYTES = 16 << 20  # of full tensors that are there at the same time, as long as one is as large as they
 
@@ -38,7 +36,7 @@ class Move:
 
     @property
     def num_bytes(self) -> int:
-        """Of the full tensor, or for a DTensor of the local one."""
+        """Bytes of the full tensor, or for a DTensor of the local one."""
         return int(self.tensor.shard_layout.numel * self.tensor.storage_dtype.itemsize)
 
     @property
@@ -49,8 +47,8 @@ class Move:
 
 
 def place_of(tensor: ShardedTensor) -> Place:
-    """Where a sharded tensor is."""
-    inner = inner_of(tensor.shard_layout)
+    """The place of a sharded tensor."""
+    inner = tp_layout_of(tensor.shard_layout)
     return Place(tensor._spec.mesh if inner is None else inner.data_mesh, tensor.shard_layout.dim)
 
 
@@ -72,7 +70,7 @@ def _relocate(moves: Sequence[Move]) -> None:
 
 
 def _chunks(moves: Sequence[Move]) -> Iterator[list[Move]]:
-    """Those that can be gathered together, in an order that is the same on all ranks."""
+    """Moves that can be gathered together, in an order that is the same on all ranks."""
     kinds: dict[Any, list[Move]] = {}
     for move in moves:
         tensor = move.tensor
@@ -110,16 +108,16 @@ def _fulls(tensors: Sequence[ShardedTensor]) -> list[Tensor]:
 def _put(move: Move, full: Tensor) -> None:
     """Give a tensor its part of the full value."""
     tensor, place, old = move.tensor, move.place, move.tensor.shard_storage
-    group, inner = group_of(place.mesh), inner_of(tensor.shard_layout)
+    group, inner = group_of(place.mesh), tp_layout_of(tensor.shard_layout)
     layout = replace(old.layout, dim=place.dim, num_ranks=group.num_ranks)
     part = shard_of(full, layout, group.rank)
     shard = torch.empty(part.shape, dtype=tensor.storage_dtype, device=tensor.storage_device).copy_(part)
-    cell = ShardStorage(shard, layout, is_shared=True)
-    cell.tag, cell.num_writes = old.signature
+    storage = ShardStorage(shard, layout, is_shared=True)
+    storage.tag, storage.num_writes = old.signature
     placements = placements_of(place.dim, place.mesh) if inner is None else inner.over_both(place.dim)
     mesh = place.mesh if inner is None else tensor._spec.mesh
     tensor._spec = DTensorSpec(mesh, placements, tensor_meta=tensor._spec.tensor_meta)
-    tensor.shard_storage, tensor.shard_group, tensor.origin, tensor.known_views = cell, group, None, None
+    tensor.shard_storage, tensor.shard_group, tensor.origin, tensor.known_views = storage, group, None, None
     old.retire(
         StateError(
             f"{tensor.name}: set_strategy has moved its shards to other ranks, but an alias or a view from before is "

@@ -14,23 +14,10 @@ from dshard.collectives import ReduceBucket, ReducePlan
 from dshard.layout import BucketLayout
 from dshard.optimizer.relocate import Move, place_of, relocate
 from dshard.tensor import ShardedTensor
-from dshard.tensor.extended import is_extended
-from dshard.tensor.inner import inner_of
-from dshard.tensor.nested import local_gradient, shard_like
 from dshard.tensor.shard_storage import ShardStorage
-
-__all__ = [
-    "ParameterHooks",
-    "Replaced",
-    "ReplacedDTensor",
-    "ReplacedParameter",
-    "hooks_of",
-    "inherit",
-    "move_states",
-    "note_moves",
-    "repoint_optimizer",
-    "retire",
-]
+from dshard.tensor.subclass_shards import subclass_gathers
+from dshard.tensor.tp_layout import tp_layout_of
+from dshard.tensor.tp_params import local_gradient, shard_like
 
 _ACCESSORS = frozenset(["__get__", "__set__", "__delete__"])  # of properties such as `grad`
 
@@ -119,7 +106,7 @@ def retire(old: Any, new: ShardedTensor) -> None:
     if isinstance(old, DTensor):
         old._local_tensor = empty
         old.__class__ = ReplacedDTensor
-    elif is_extended(old):
+    elif subclass_gathers(old):
         old.__dict__.clear()  # the tensors that it is made of
         old.__class__ = ReplacedParameter
     else:
@@ -232,7 +219,7 @@ def _shard_state(state: Any, param: ShardedTensor) -> Any:
                 ShardStorage(value.to_local(), param.shard_layout, is_shared=True)
             )  # cut alike: by torch.chunk
         full = value.full_tensor() if isinstance(value, DTensor) else value
-        if inner_of(param.shard_layout) is not None and full.dim():
+        if tp_layout_of(param.shard_layout) is not None and full.dim():
             return shard_like(full, param)
         return ShardedTensor.shard(full, mesh, dim, name=param.name) if full.dim() else full
 

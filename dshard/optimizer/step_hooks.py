@@ -14,8 +14,6 @@ from dshard.optimizer.replace import repoint_optimizer
 from dshard.optimizer.swap import begin_swap, check_interrupted, check_kernels, end_swap
 from dshard.tensor import stepping
 
-__all__ = ["after_steps", "before_steps", "num_listeners", "watch_steps"]
-
 Listener = Callable[[Optimizer], object]
 
 

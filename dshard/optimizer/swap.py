@@ -32,11 +32,9 @@ from torch.optim import optimizer as torch_optimizer
 
 from dshard.errors import StateError, UnsupportedOpError
 from dshard.tensor import ShardedTensor
-from dshard.tensor.extended import is_extended
 from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sharded_tensor import SHARDED
-
-__all__ = ["begin_swap", "check_interrupted", "check_kernels", "end_swap"]
+from dshard.tensor.subclass_shards import subclass_gathers
 
 _OWN_HOOKS = 1, 1  # of all optimizers, ahead of steps and after them
 _ELEMENTWISE = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
@@ -53,7 +51,7 @@ class _Swap:
         swapped: The sharded parameters.
         shards: What stands in for each of them.
         versions: Version counters of those shards at the start.
-        state_cells: Cells of the states that are sharded.
+        state_storages: Cells of the states that are sharded.
         state_values: All values of the states that the optimizer sees, in order.
     """
 
@@ -63,7 +61,7 @@ class _Swap:
     swapped: list[ShardedTensor]
     shards: list[Tensor]
     versions: list[int]
-    state_cells: list[ShardStorage]
+    state_storages: list[ShardStorage]
     state_values: list[Any]
 
 
@@ -93,21 +91,21 @@ def _may_swap(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
 
 def _standin(param: ShardedTensor) -> Tensor | None:
     """The shard of a parameter, with that of its gradient; None if the two do not lie alike, or it is no plain one."""
-    cell, grad = param.shard_storage, param.grad
-    shard = cell.standin
-    if cell.is_pending or shard is None:
-        if is_extended(cell.resolve()):
+    storage, grad = param.shard_storage, param.grad
+    shard = storage.standin
+    if storage.is_pending or shard is None:
+        if subclass_gathers(storage.resolve()):
             return None  # it may write by putting other tensors in itself, of which an alias would not know
-        shard = cell.standin = cell.resolve().detach()  # an object of its own, for the key and the gradient
+        shard = storage.standin = storage.resolve().detach()  # an object of its own, for the key and the gradient
     if grad is None:
         shard.grad = None
         return shard
     if not isinstance(grad, ShardedTensor) or grad.is_view or param.is_view:
         return None
-    grad_cell = grad.shard_storage
-    if grad_cell.layout is not cell.layout and grad_cell.layout != cell.layout:
+    grad_storage = grad.shard_storage
+    if grad_storage.layout is not storage.layout and grad_storage.layout != storage.layout:
         return None
-    shard.grad = grad_cell.tensor if not grad_cell.is_pending else grad_cell.resolve()
+    shard.grad = grad_storage.tensor if not grad_storage.is_pending else grad_storage.resolve()
     return shard
 
 
@@ -160,8 +158,8 @@ def _swap(optimizer: Optimizer, groups: list[list[Tensor]], swapped: list[Sharde
     """Give an optimizer groups and states of shards; the hash of a tensor is its id, so ids serve as keys here."""
     of_param = dict(zip(map(id, swapped), shards, strict=True))
     values = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
-    cells = [value.shard_storage for value in values if type(value) in SHARDED]
-    resolved = iter([cell.tensor if not cell.is_pending else cell.resolve() for cell in cells])
+    storages = [value.shard_storage for value in values if type(value) in SHARDED]
+    resolved = iter([storage.tensor if not storage.is_pending else storage.resolve() for storage in storages])
     seen = [next(resolved) if type(value) in SHARDED else value for value in values]
     rest = iter(seen)
     state: Any = defaultdict(dict)
@@ -169,7 +167,7 @@ def _swap(optimizer: Optimizer, groups: list[list[Tensor]], swapped: list[Sharde
         state[of_param.get(id(param), param)] = dict(zip(named, rest, strict=False))  # takes as many as there are names
     params = [group["params"] for group in optimizer.param_groups]
     versions = [shard._version for shard in shards]
-    _Current.swap = _Swap(optimizer, params, optimizer.state, swapped, shards, versions, cells, seen)
+    _Current.swap = _Swap(optimizer, params, optimizer.state, swapped, shards, versions, storages, seen)
     for group, standins in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = standins
     optimizer.state = state
@@ -194,8 +192,8 @@ def _restore(swap: _Swap) -> None:
         group["params"] = params
     seen = list(chain.from_iterable(map(dict.values, swap.optimizer.state.values())))
     if len(seen) == len(swap.state_values) and all(map(is_, seen, swap.state_values)):
-        for cell in swap.state_cells:
-            cell.num_writes += 1
+        for storage in swap.state_storages:
+            storage.num_writes += 1
     else:
         _wrap_states(swap)
     swap.optimizer.state = swap.state
@@ -228,10 +226,10 @@ def _wrap_states(swap: _Swap) -> None:
 def _wrapped(old: Any, value: Any, param: ShardedTensor, shape: torch.Size) -> Any:
     """A state's value as it is kept between steps."""
     if type(old) in SHARDED:
-        cell = old.shard_storage
-        if cell.tensor is not value:
-            cell.deliver(value)
-        cell.num_writes += 1
+        storage = old.shard_storage
+        if storage.tensor is not value:
+            storage.deliver(value)
+        storage.num_writes += 1
         return old
     if isinstance(value, Tensor) and value.dim() and value.shape == shape:
         return param.like(ShardStorage(value, param.shard_layout, is_shared=True), dtype=value.dtype)

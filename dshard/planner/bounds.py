@@ -12,8 +12,6 @@ import numpy as np
 from dshard.planner.chain import Chain, Floats
 from dshard.planner.memory import Ints
 
-__all__ = ["Incumbent", "Relaxation", "following"]
-
 _MAX_STEPS = 40
 _MAX_SWAPS = 200
 _NUM_TRIED = 16
@@ -165,7 +163,7 @@ class Relaxation:
         self._alone.append(0.0)
 
     def new_of(self, rows: Sequence[int]) -> list[int]:
-        """Those that do not count yet."""
+        """Constraints that do not count yet."""
         return [row for row in rows if row not in self.rows]
 
     @property
@@ -214,7 +212,7 @@ class Relaxation:
         return _Line(chosen, self._chain.cost(chosen) + float(rest @ over), float(over[k]))
 
     def _line_at(self, price: float, prices: Floats, k: int) -> "_Line":
-        """That of the cheapest choice at a price of row `k`, which is set in `prices`."""
+        """The line of the cheapest choice at a price of row `k`, which is set in `prices`."""
         prices[k] = price
         return self._line(self._evaluate(prices), prices, k)
 
@@ -302,7 +300,7 @@ class Relaxation:
         self.ascend()
 
     def _through(self) -> Floats:
-        """For each option of each unit, a bound for all choices that have it."""
+        """Bound, for each option of each unit, all choices that have it."""
         chain, prices = self._chain, self.known_prices
         penalties = np.tensordot(prices, self.terms, axes=1)
         follow = following(chain.costs, penalties)

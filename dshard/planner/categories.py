@@ -10,8 +10,6 @@ from dshard.planner.memory import MemoryRows
 from dshard.planner.options import Option, options_of
 from dshard.policies import Strategy
 
-__all__ = ["PeakParts", "parts_of_peak"]
-
 
 @dataclass(frozen=True, slots=True)
 class PeakParts:
@@ -67,7 +65,7 @@ def parts_of_peak(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cl
 
 @dataclass(frozen=True, slots=True)
 class _Shards:
-    """Of a unit, what a rank holds all the time, and the reduced gradients of what is split."""
+    """What a rank holds of a unit all the time, and the reduced gradients of what is split."""
 
     params: int
     states: int

@@ -12,8 +12,6 @@ from dshard.planner.memory import Ints, MemoryRows
 from dshard.planner.options import Option, options_of_unit
 from dshard.policies import Strategy
 
-__all__ = ["Chain", "Floats"]
-
 Floats = npt.NDArray[np.float64]
 
 
@@ -56,7 +54,7 @@ class Chain:
 
     @property
     def num_units(self) -> int:
-        """Of the model."""
+        """Number of units of the model."""
         return self.costs.shape[0]
 
     @property
@@ -80,7 +78,7 @@ class Chain:
         self.costs[np.broadcast_to(closes[:, None, :, None], self.costs.shape)] = np.inf
 
     def classes(self) -> Ints:
-        """For each unit, and option of the unit before it, the first option there that costs it just the same."""
+        """The first option that costs a unit just the same, for each option of the unit before it."""
         num, size = self.num_units, self.num_options
         found = np.tile(np.arange(size), (num, 1))
         for a in range(size - 1, 0, -1):
@@ -116,7 +114,7 @@ def _content(unit: UnitCosts) -> tuple[object, ...]:
 
 
 def _worth_having(options: Sequence[Sequence[Option]], rows: MemoryRows, *, again: bool) -> npt.NDArray[np.bool_]:
-    """For each option of each unit, whether no other costs less or the same in every row and in every time."""
+    """Whether, for each option of each unit, no other costs less or the same in every row and in every time."""
     names = [field.name for field in fields(Option) if field.name.endswith("_s")]
     names = [name for name in names if again or name not in ("gather_again_s", "reduce_early_s")]
     times = np.array([[[getattr(o, name) for name in names] for o in own] for own in options])

@@ -6,8 +6,6 @@ from functools import cached_property
 from dshard.arguments import checked
 from dshard.errors import ArgumentError, PlanError
 
-__all__ = ["COUNTER_BYTES", "Cluster", "Link", "Links", "ModelCosts", "ParamCosts", "UnitCosts"]
-
 COUNTER_BYTES = 4  # of steps, which an optimizer with states keeps per parameter
 
 
@@ -73,6 +71,7 @@ class UnitCosts:
         is_used_in_backward: Whether its backward uses its parameters. That of an embedding does not, nor that of a
             first linear layer, whose input takes no gradient: they are not gathered for it.
         source: Where the figures come from: a measured step, or FLOPs and a device description.
+        modules: Names of the modules in whose forward it is in use; of the model itself "".
     """
 
     name: str
@@ -88,6 +87,7 @@ class UnitCosts:
     slice_overhead_s: float = 0.0
     is_used_in_backward: bool = True
     source: str = "given"
+    modules: tuple[str, ...] = ("",)
 
     def __post_init__(self) -> None:
         if self.gradients_transient_bytes is not None and self.activation_bytes + self.gradients_transient_bytes < 0:

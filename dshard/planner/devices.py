@@ -11,8 +11,6 @@ from dshard.errors import ArgumentError, StateError
 from dshard.kinds import nearest
 from dshard.planner.flops import Op
 
-__all__ = ["DEVICES", "EFFICIENCY", "Device", "Efficiency", "Wire", "device_named", "find_device"]
-
 _GIB = 2**30
 
 

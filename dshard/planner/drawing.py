@@ -10,8 +10,6 @@ from dshard.planner.files import write_picture
 from dshard.planner.texts import bytes_text, number_text
 from dshard.planner.timeline import Timeline
 
-__all__ = ["Scaled", "draw_scaling", "draw_timeline", "scaling_figure"]
-
 _COLORS = {"forward": "C0", "backward": "C3", "step": "C7", "gather": "C2", "slices": "C8", "reduce": "C1"}
 _ROWS = {"compute": 1, "comm": 0}
 _STREAMS = {"compute": "computation", "comm": "communication"}

@@ -10,8 +10,6 @@ from typing import Any
 
 from dshard.errors import PlanError
 
-__all__ = ["read_text", "write_file", "write_picture", "write_text"]
-
 _WAY_OUT = "Pass what Plan.save or dshard plan --out wrote."
 
 

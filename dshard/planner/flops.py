@@ -9,8 +9,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-__all__ = ["Op", "cost_of"]
-
 aten = torch.ops.aten
 
 
@@ -81,5 +79,5 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Of the elements of a tensor, or of its storage where that is smaller: an expanded one."""
+    """Bytes of the elements of a tensor, or of its storage where that is smaller: an expanded one."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -10,8 +10,6 @@ from dshard.planner.chain import Chain, Floats
 from dshard.planner.memory import Ints
 from dshard.planner.progress import SILENT, Progress
 
-__all__ = ["TOLERANCE", "Search", "promising", "search"]
-
 TOLERANCE = 1e-12  # relative: a choice that is better by less is no better
 _BLOCK = 1024
 _NUM_EARLY, _EARLY_LABELS = 8, 4000  # stages whose decisions tell rows apart

@@ -19,8 +19,6 @@ from dshard.planner.profiles import UnitTimes
 from dshard.planner.steps import run_step, swapped, tensors
 from dshard.planner.traces import Part
 
-__all__ = ["measure", "measure_step", "optimizer_seconds_per_byte"]
-
 _MIN_S, _MAX_STEPS = 1.5, 100
 _NUM_PARAMS, _NUMEL = 16, 1 << 17
 _ADAMW_BYTES = 28  # per element: reads a parameter, its gradient and two states, and writes all but the gradient
@@ -73,7 +71,7 @@ def measure(
 
 
 def optimizer_seconds_per_byte(device: torch.device) -> float:
-    """Of what AdamW reads and writes, by stepping parameters of half a megabyte each.
+    """Seconds per byte that AdamW reads and writes, measured by stepping parameters of half a megabyte each.
 
     They hold random values: of zeros a step takes twice as long on CPU.
     """
@@ -143,7 +141,7 @@ def measure_step(step: Callable[[], object], device: torch.device | str = "cpu",
 
 
 def _living_bytes() -> int:
-    """Of all plain tensors of this process, each storage once."""
+    """Bytes of all plain tensors of this process, each storage once."""
     storages = {}
     for each in gc.get_objects():
         if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu":

@@ -11,8 +11,6 @@ from dshard.planner.costs import Cluster, ModelCosts
 from dshard.planner.options import Option, options_of
 from dshard.policies import Strategy
 
-__all__ = ["MemoryRows", "Moment", "moments", "peak_bytes"]
-
 Ints = npt.NDArray[np.int64]
 
 
@@ -98,7 +96,7 @@ class MemoryRows:
 
     @property
     def num_units(self) -> int:
-        """Of the model."""
+        """Number of units of the model."""
         return self.phases[0][0].shape[0]
 
     def name(self, row: int) -> tuple[str, int]:

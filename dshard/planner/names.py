@@ -1,7 +1,5 @@
 """Names of parameters as a model has them without the wrappers that torch puts around modules."""
 
-__all__ = ["plain_name"]
-
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of checkpoint_wrapper, and of torch.compile
 
 

@@ -7,8 +7,6 @@ from dshard.layout import ALIGN_NUMEL, HEADER_BYTES, MIN_DIRECT_BYTES, SMALL_GRA
 from dshard.planner.costs import COUNTER_BYTES, Cluster, ModelCosts, ParamCosts, UnitCosts, ceil_div
 from dshard.policies import Strategy
 
-__all__ = ["Option", "options_of", "options_of_unit"]
-
 
 @dataclass(frozen=True, slots=True)
 class Option:

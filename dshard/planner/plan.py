@@ -22,9 +22,7 @@ from dshard.planner.ties import MEASURED
 from dshard.planner.timeline import Timeline, simulate, step_time
 from dshard.policies import Strategy
 
-__all__ = ["Comparison", "Measured", "Plan"]
-
-SCHEMA = 2
+SCHEMA = 3
 _SINGLES = ("ddp", "zero1", "zero2", "keep", "full")
 
 
@@ -51,7 +49,7 @@ class Comparison:
 
     @property
     def step_error(self) -> float:
-        """By which part of the measured time the prediction is too long; negative if it is too short."""
+        """The part of the measured time by which the prediction is too long; negative if it is too short."""
         return self.predicted.step_s / self.measured.step_s - 1
 
     @property
@@ -125,7 +123,7 @@ class Plan:
 
     @property
     def exposed_s(self) -> float:
-        """Of the step, how long it waits for communication."""
+        """Seconds of the step that wait for communication."""
         return self.timeline.exposed_s
 
     @property
@@ -135,17 +133,17 @@ class Plan:
 
     @property
     def samples_per_s(self) -> float:
-        """Of all ranks together."""
+        """Samples per second of all ranks together."""
         return self.model.batch_size * self.cluster.num_ranks / self.step_s
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all ranks together; None where nobody said how many a sample has."""
+        """Tokens per second of all ranks together; None where nobody said how many a sample has."""
         return self.samples_per_s * self.model.tokens_per_sample if self.model.tokens_per_sample else None
 
     @cached_property
     def memory_at_peak(self) -> PeakParts:
-        """When the peak is, and what its bytes are."""
+        """The moment of the peak, and what its bytes are."""
         return parts_of_peak(self.model, self.strategies, self.cluster)
 
     @property

@@ -13,8 +13,6 @@ from dshard.planner.costs import Cluster, Link, Links, ModelCosts, ParamCosts, U
 from dshard.planner.devices import Device, find_device
 from dshard.planner.traces import Trace
 
-__all__ = ["Overhead", "Training", "UnitTimes", "cluster_of", "costs_of"]
-
 _START_S = 6.6e-6  # of a collective: torch/distributed/tensor/_collective_utils.py
 
 
@@ -44,7 +42,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class UnitTimes:
-    """Of one unit, in seconds."""
+    """Times of one unit, in seconds."""
 
     forward_s: float
     backward_s: float
@@ -99,11 +97,10 @@ def costs_of(
             raise PlanError("plan: must know a device, or measured times, but has neither. Pass device='a100-80g'.")
         times = _times_of(trace, device)
         optimizer_s_per_byte = 1 / (device.memory_bytes_per_s * device.efficiency.memory)
-    memory = _memory_of(trace)
     params = dict(model.named_parameters())
     splittable = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding))}
-    units = []
-    for place, i in enumerate(trace.order):
+    units, names = [], {module: name for name, module in model.named_modules()}
+    for i, memory in zip(trace.order, _memory_of(trace), strict=True):
         own = [_param_costs(name, params[name], training, splittable) for name in trace.parts[i].params]
         num_trained = sum(1 for p in own if p.grad_itemsize)
         units.append(
@@ -112,15 +109,16 @@ def costs_of(
                 params=tuple(own),
                 forward_s=times[i].forward_s + overhead.forward_s * len(own),
                 backward_s=times[i].backward_s + overhead.backward_s * num_trained,
-                activation_bytes=memory[place].kept,
-                forward_transient_bytes=memory[place].forward,
-                backward_transient_bytes=memory[place].backward,
-                gradients_transient_bytes=memory[place].gradients,
+                activation_bytes=memory.kept,
+                forward_transient_bytes=memory.forward,
+                backward_transient_bytes=memory.backward,
+                gradients_transient_bytes=memory.gradients,
                 optimizer_s=_touched_bytes(own) * optimizer_s_per_byte,
                 optimizer_start_s=overhead.optimizer_s * num_trained,
                 slice_overhead_s=device.efficiency.kernel_s if device is not None else 2e-5,
                 is_used_in_backward=i not in trace.unused_in_backward,
                 source="measured" if device is None else f"traced, {device.name}",
+                modules=tuple(names[module] for module in trace.parts[i].modules),
             )
         )
     return ModelCosts(
@@ -152,7 +150,7 @@ def _times_of(trace: Trace, device: Device) -> list[UnitTimes]:
 
 @dataclass(slots=True)
 class _Memory:
-    """Of the unit at one place: what it keeps for backward, and what more it needs while it runs."""
+    """Memory of the unit at one place: what it keeps for backward, and what more it needs while it runs."""
 
     kept: int = 0
     forward: int = 0
@@ -161,7 +159,7 @@ class _Memory:
 
 
 def _memory_of(trace: Trace) -> list[_Memory]:
-    """For each place in the order of units.
+    """Memory of the unit at each place in the order.
 
     A part may run several times: a phase counts at the last place that forward has reached by then, and in backward at
     the furthest place that is yet to run.

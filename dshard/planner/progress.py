@@ -4,8 +4,6 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-__all__ = ["SILENT", "Progress", "Stretch", "Throttled"]
-
 
 class Progress(Protocol):
     """Hears what planning is at."""

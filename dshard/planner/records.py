@@ -8,8 +8,6 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from dshard.errors import PlanError
 from dshard.policies import Strategy
 
-__all__ = ["of_record", "to_record"]
-
 _T = TypeVar("_T")
 
 

@@ -9,8 +9,6 @@ from dshard.planner.chain import Chain
 from dshard.planner.labels import search
 from dshard.planner.memory import Ints
 
-__all__ = ["Smallest", "smallest_peak"]
-
 _MAX_ROUNDS = 20
 _MAX_SEARCHES = 200
 _MAX_LABELS = 10_000

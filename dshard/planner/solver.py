@@ -19,8 +19,6 @@ from dshard.planner.ties import at_rest, simplest
 from dshard.planner.timeline import step_time
 from dshard.policies import Strategy
 
-__all__ = ["BatchSolution", "Certificate", "Solution", "solve", "solve_batch"]
-
 _MAX_LABELS = 600_000
 _NARROW = 100
 _NUM_VIOLATED = 2
@@ -57,7 +55,7 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """By which part of its step the choice may be improved at most; 0 if it is the best."""
+        """The part of its step by which the choice may be improved at most; 0 if it is the best."""
         return 1 - self.lower_bound_s / self.step_s if self.step_s > 0 else 0.0
 
     @property
@@ -67,7 +65,7 @@ class Certificate:
 
     @property
     def slower_by(self) -> float:
-        """By which part of the fastest step that was found this one is longer; 0 unless a simpler was preferred."""
+        """The part of the fastest step that was found by which this one is longer; 0 unless a simpler was preferred."""
         return self.step_s / self.fastest_s - 1 if self.fastest_s > 0 else 0.0
 
     @property
@@ -186,7 +184,7 @@ def solve(
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
-    """From the search, and from the relaxation alone; and the size of the search."""
+    """Bounds from the search and from the relaxation alone, and the size of the search."""
 
     proven: float
     relaxed: float
@@ -266,7 +264,7 @@ def _violated(chain: Chain, chosen: Ints, limit_bytes: int) -> list[int]:
 
 
 def _does_not_fit(model: ModelCosts, chain: Chain, known: Sequence[Strategy], limit_bytes: int) -> PlanError:
-    """By how many bytes, at which moment, and which units hold most then."""
+    """Tell by how many bytes, at which moment, and which units hold most then."""
     smallest = smallest_peak(chain, is_exact=True)
     row = int(chain.rows.values(smallest.chosen).argmax())
     phase, unit = chain.rows.name(row)

@@ -9,12 +9,10 @@ from torch.utils._pytree import tree_iter
 
 from dshard.errors import StateError
 
-__all__ = ["arguments", "loss_in", "run_step", "swapped", "tensors"]
-
 
 @contextmanager
 def swapped(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[dict[int, Tensor]]:
-    """Within the block all parameters and buffers are others; shared ones stay shared, shared modules too.
+    """Swap all parameters and buffers for others within the block; shared ones stay shared, shared modules too.
 
     Not `torch.func.functional_call`: of a module that has several names it puts back what it swapped in.
 

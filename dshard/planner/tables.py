@@ -14,8 +14,6 @@ from dshard.planner.texts import bytes_text, number_text, seconds_text
 from dshard.planner.timeline import step_time
 from dshard.policies import Strategy
 
-__all__ = ["choice_table", "mix_text", "peak_text", "unit_table"]
-
 _MAX_RUNS = 40  # of units that are told one by one
 _MAX_NAME = 48
 _MAX_WIDTH = 110
@@ -75,7 +73,7 @@ class _Outcome:
 
     @classmethod
     def of(cls, model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster) -> "_Outcome":
-        """Of one choice."""
+        """The row of one choice."""
         options = options_of(model, strategies, cluster)
         compute_s = model.num_backwards * sum(o.forward_s + o.backward_s for o in options)
         step_s = step_time(model, strategies, cluster)
@@ -133,7 +131,7 @@ def choice_table(
 
 
 def peak_text(parts: PeakParts, units: Sequence[UnitCosts]) -> list[str]:
-    """When the peak is, and what it holds, on as few lines as it takes."""
+    """The moment of the peak, and what it holds, on as few lines as it takes."""
     lines = [f"  in the {parts.phase} of {_short(units[parts.unit].name)}:"]
     for name, num in parts.by_category.items():
         entry = f"{name} {bytes_text(num)}"

@@ -3,8 +3,6 @@
 from dshard.errors import PlanError
 from dshard.policies import read_bytes
 
-__all__ = ["bytes_text", "number_text", "parse_bytes", "seconds_text"]
-
 
 def seconds_text(value: float) -> str:
     """Seconds, in the largest unit of which there is one."""

@@ -8,8 +8,6 @@ from dshard.planner.memory import peak_bytes
 from dshard.planner.timeline import step_time
 from dshard.policies import Strategy
 
-__all__ = ["DATASHEET", "MEASURED", "at_rest", "simplest"]
-
 _TOLERANCE = 1e-9
 # Of a step: two plans that are predicted to be closer than that cannot be told apart.
 MEASURED = 0.02
@@ -22,7 +20,7 @@ DATASHEET = 0.03
 def simplest(
     model: ModelCosts, cluster: Cluster, known: Sequence[Strategy], limit_bytes: int, most_s: float
 ) -> tuple[Strategy, ...] | None:
-    """Of the single strategies whose step takes no longer than `most_s`, that of least memory; None if none fits.
+    """The single strategy of least memory whose step takes no longer than `most_s`; None if none fits.
 
     One with slices, as few as can be, is taken if no other is left: their times rest on the model of costs more than
     the rest.

@@ -10,8 +10,6 @@ from dshard.planner.memory import moments
 from dshard.planner.options import Option, options_of
 from dshard.policies import Strategy
 
-__all__ = ["MemoryEvent", "Segment", "Timeline", "simulate", "step_time"]
-
 _Together = Callable[[float, float], float]
 
 

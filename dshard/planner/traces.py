@@ -7,8 +7,6 @@ from torch import nn
 
 from dshard.planner.flops import Op
 
-__all__ = ["Part", "Phase", "Trace"]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

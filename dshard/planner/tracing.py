@@ -21,8 +21,6 @@ from dshard.planner.progress import SILENT, Progress
 from dshard.planner.steps import run_step, swapped, tensors
 from dshard.planner.traces import Part, Phase, Trace
 
-__all__ = ["trace"]
-
 
 def trace(
     model: nn.Module,
@@ -85,7 +83,7 @@ def _fake(value: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 @dataclass(slots=True)
 class _Life:
-    """Of one storage: the operation that made it, that after which it was gone, and whether it holds a gradient."""
+    """The life of a storage: what made it, after which operation it was gone, and whether it holds a gradient."""
 
     num_bytes: int
     born: int
@@ -173,7 +171,7 @@ class _Recorder(TorchDispatchMode):
         self._is_backward = True
 
     def _current_part(self) -> int | None:
-        """That whose module runs, or ran last: what a model does between its parts belongs to the one before."""
+        """The part whose module runs, or ran last: what a model does between its parts belongs to the one before."""
         node = torch._C._current_autograd_node()
         if node is None:
             return self._stack[-1] if self._stack else self._last

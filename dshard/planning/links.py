@@ -25,8 +25,6 @@ from dshard.planner import Cluster, Link, Links
 from dshard.planner.files import read_text, write_text
 from dshard.tensor.meshes import default_mesh, group_of, mesh_within
 
-__all__ = ["Sample", "fit", "measure_links"]
-
 SIZES = (1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)  # bytes of the full tensor
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _NUM_TENSORS = 4
@@ -244,7 +242,7 @@ def _all_reduce(group: ShardGroup, grads: Tensor, pool: BufferPool, meanwhile: _
 
 
 def _nothing() -> None:
-    """Where collectives are timed alone."""
+    """Do nothing: collectives are timed alone."""
 
 
 def _alone_s(run: Callable[[_Work], None], everyone: ShardGroup, num_rounds: int) -> float:
@@ -260,7 +258,7 @@ def _alone_s(run: Callable[[_Work], None], everyone: ShardGroup, num_rounds: int
 
 
 def _beside_computation_s(run: Callable[[_Work], None], everyone: ShardGroup, num_rounds: int) -> float:
-    """By how much a run makes computation longer that runs while each of its steps is under way; both are medians."""
+    """Seconds by which a run makes computation longer that runs during each of its steps; both are medians."""
     scratch, a, b = torch.zeros(_SCRATCH_NUMEL), torch.ones(_WIDTH, _WIDTH), torch.ones(_WIDTH, 4 * _WIDTH)
     num_calls = 0
 

@@ -13,8 +13,6 @@ from dshard.runtime.module import FSDPModule
 from dshard.setup.fully_shard import fully_shard
 from dshard.tensor.meshes import group_of
 
-__all__ = ["measure_overhead"]
-
 _NUM_LAYERS, _WIDTH = 32, 8  # small enough for nothing but the host to count
 _NUM_STEPS = 9
 
@@ -66,7 +64,7 @@ def _medians(model: nn.Module) -> list[float]:
 
 
 def _step_s(mesh: DeviceMesh) -> float:
-    """Of an optimizer on such a chain, cut over the ranks."""
+    """Seconds of an optimizer's step on such a chain, cut over the ranks."""
     with torch.random.fork_rng(devices=[]):
         model = fully_shard(_chain(), mesh=mesh, sync=None)
     model(torch.ones(2, _WIDTH)).sum().backward()

@@ -30,8 +30,6 @@ from dshard.policies import Strategy
 from dshard.setup.auto_units import find_units
 from dshard.tensor.meshes import group_of
 
-__all__ = ["Profile", "parse_bytes", "parts_of", "plan", "strategies_for"]
-
 log = logging.getLogger("dshard")
 
 _EVERY_S = 5.0  # from one line of the logger to the next

@@ -10,8 +10,6 @@ from dshard import collectives
 from dshard.collectives import ReduceOp
 from dshard.units.unit import Unit
 
-__all__ = ["agreed_free_bytes"]
-
 _SHARE = 0.8  # of the free memory: the rest is for what a later step needs more
 
 

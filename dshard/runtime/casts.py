@@ -12,8 +12,6 @@ from torch.distributed.utils import _apply_to_tensors
 from dshard.policies import Precision, PrecisionRules
 from dshard.tensor import ShardedTensor
 
-__all__ = ["Casts", "cast_at"]
-
 _ATTRIBUTE = "_dshard_casts"
 
 
@@ -31,7 +29,7 @@ class Casts:
 
     @classmethod
     def of(cls, module: nn.Module) -> "Casts | None":
-        """Those of a module, if it has any."""
+        """The casts of a module, if it has any."""
         found: Casts | None = module.__dict__.get(_ATTRIBUTE)
         return found
 

@@ -10,8 +10,6 @@ from torch._guards import TracingContext
 
 from dshard.tensor import ShardedTensor
 
-__all__ = ["AcceptedHints", "DataParallelNames", "keep_generation_in_step"]
-
 
 class _ManagedModule:
     """True to whoever asks whether a module is managed by FSDP, except to dynamo.

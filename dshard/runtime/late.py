@@ -9,26 +9,32 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from dshard.optimizer.replace import Replaced, replacement_of
 from dshard.tensor import ShardedTensor
+from dshard.units.context import ModelContext
 
-__all__ = ["LateParameters"]
+TakeIn = Callable[[ModelContext, list[tuple[str, nn.Parameter]]], None]
 
 
 class LateParameters:
-    """Finds trainable parameters that came after `fully_shard`: nothing would reduce their gradients."""
+    """Finds trainable parameters that came after `fully_shard`: nothing would reduce their gradients.
 
-    def __init__(self) -> None:
+    Args:
+        context: Of the model.
+    """
+
+    def __init__(self, context: ModelContext) -> None:
         _Registrations.watch()
+        self._context = context
         self._num_registrations = -1
-        self._take_in: Callable[[list[tuple[str, nn.Parameter]]], None] | None = None
+        self._take_in: TakeIn | None = None
         self.tops: list[nn.Module] = []  # what the outermost call was given
         self._known: dict[int, nn.Parameter] = {}
 
-    def note(self, modules: Sequence[nn.Module], take_in: Callable[[list[tuple[str, nn.Parameter]]], None]) -> None:
+    def note(self, modules: Sequence[nn.Module], take_in: TakeIn) -> None:
         """Remember the plain parameters that are meant to be there: those to ignore, and not yet sharded ones.
 
         Args:
             modules: What was sharded.
-            take_in: Shards those that come later.
+            take_in: Shards those that come later, given the model's context and their names.
         """
         self.tops = list(modules)
         self._take_in = take_in
@@ -36,10 +42,11 @@ class LateParameters:
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles take along: all but what was counted in this process."""
-        return {"tops": self.tops, "known": list(self._known.values()), "take_in": self._take_in}
+        known = list(self._known.values())
+        return {"context": self._context, "tops": self.tops, "known": known, "take_in": self._take_in}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
+        self.__init__(state["context"])  # type: ignore[misc]
         self.tops, self._take_in = state["tops"], state["take_in"]
         self._known = {id(p): p for p in state["known"]}
 
@@ -47,7 +54,7 @@ class LateParameters:
         """Shard what came since the last call; costs nothing where no module was given a parameter."""
         found = self._find()
         if found and self._take_in is not None and not _in_functional_call():
-            self._take_in(list(found.values()))
+            self._take_in(self._context, list(found.values()))
 
     def is_waiting(self) -> bool:
         """Whether `take_in` would shard something."""

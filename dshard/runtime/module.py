@@ -4,21 +4,21 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 
 from dshard.arguments import checked
-from dshard.gradients.finite import GradientChecks
+from dshard.gradients.finite import FiniteCheck
+from dshard.gradients.reducer import Reducer
 from dshard.optimizer.moves import allocate, convert, forget_flat_weights
 from dshard.runtime.companions import AcceptedHints, DataParallelNames
 from dshard.runtime.module_hooks import FORWARD_METHODS, as_forward
-from dshard.runtime.runtime import Runtime
+from dshard.runtime.runtime import context_of, own_units, runtime_of, units_of
 from dshard.tensor import ShardedTensor
+from dshard.units.context import ModelContext
 from dshard.units.unit import Unit
-
-__all__ = ["FSDPModule", "UnshardHandle", "own_units", "runtime_of", "sharded_class", "units_of"]
 
 
 class UnshardHandle:
@@ -33,25 +33,7 @@ class UnshardHandle:
             unit.wait()
 
 
-def runtime_of(module: nn.Module) -> Runtime:
-    """The runtime of a sharded module; forms units, if that was left to the first use."""
-    return cast(FSDPModule, module)._runtime()
-
-
-def own_units(module: nn.Module) -> list[Unit]:
-    """What the call of `fully_shard` on this very module took: one unit, or those that the first use formed of it."""
-    return cast(FSDPModule, module)._own_units()
-
-
-def units_of(module: nn.Module) -> list[Unit]:
-    """Units whose modules are `module` or lie inside of it, in order of registration."""
-    found: dict[Unit, None] = {}
-    for child in module.modules():
-        found.update(dict.fromkeys(child.__dict__.get("_dshard_units", ())))
-    return list(found)
-
-
-class FSDPModule(DataParallelNames, GradientChecks, AcceptedHints, _TorchFSDPModule, nn.Module):
+class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
     """Mixed into the class of every module that `fully_shard` was called on. Not to be constructed.
 
     It is a subclass of torch's `FSDPModule`, so that programs that ask for one find one. Every method of that class is
@@ -67,10 +49,8 @@ class FSDPModule(DataParallelNames, GradientChecks, AcceptedHints, _TorchFSDPMod
         module.__init__(*args, **kwargs)
         return module
 
-    def _runtime(self) -> Runtime:
-        runtime = cast(Runtime, self._dshard_units[0].observer)
-        runtime.before_use()
-        return runtime
+    def _context(self) -> ModelContext:
+        return context_of(self)
 
     @checked
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
@@ -98,9 +78,7 @@ class FSDPModule(DataParallelNames, GradientChecks, AcceptedHints, _TorchFSDPMod
             unit.free()
 
     def _own_units(self) -> list[Unit]:
-        """What the call on this module took: one unit, or those that the first use formed of it."""
-        self._runtime()
-        return list(dict.fromkeys([*self._dshard_units, *self.__dict__.get("_dshard_formed", ())]))
+        return own_units(self)
 
     def _units(self, *, recurse: bool) -> list[Unit]:
         """Units of this module and all below, or its own alone."""
@@ -182,6 +160,22 @@ class FSDPModule(DataParallelNames, GradientChecks, AcceptedHints, _TorchFSDPMod
             unit.change(divisor=factor)
 
     @checked
+    def set_check_gradients(self, enable: bool = True) -> None:
+        """Look for NaN and infinity in each rank's own gradients, ahead of their reduction; for the whole model.
+
+        A backward then raises, on every rank alike, and names the rank and the parameter where they came up first.
+        Weights that are used in slices (`split(q)`) are not looked at.
+
+        Args:
+            enable: Whether to look. Off by default: it reads every gradient once, and waits for the device when a
+                backward ends.
+
+        Communicates:
+            Nothing now; at the end of each backward an all-reduce of 8 bytes.
+        """
+        self._context().get(Reducer).check = FiniteCheck() if enable else None
+
+    @checked
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reduce-scatters may hold their send buffers while another fills; for the whole model.
 
@@ -192,7 +186,7 @@ class FSDPModule(DataParallelNames, GradientChecks, AcceptedHints, _TorchFSDPMod
         Raises:
             ArgumentError: It is no integer, or less than 1.
         """
-        self._runtime().change(max_input_buffers=max_input_buffers)
+        self._context().change(max_input_buffers=max_input_buffers)
 
     @checked
     def set_prefetch(self, depth: int) -> None:
@@ -207,7 +201,7 @@ class FSDPModule(DataParallelNames, GradientChecks, AcceptedHints, _TorchFSDPMod
         Raises:
             ArgumentError: It is no integer, or below 0.
         """
-        self._runtime().change(prefetch=depth)
+        self._context().change(prefetch=depth)
 
     @checked
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
@@ -295,7 +289,7 @@ class FSDPModule(DataParallelNames, GradientChecks, AcceptedHints, _TorchFSDPMod
 
     def reset_iter_state(self) -> None:
         """Forget a forward or backward that an exception ended. Gradients that had not left yet are lost."""
-        self._runtime().reset()
+        runtime_of(self).reset()
 
     @checked
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -316,7 +310,7 @@ class FSDPModule(DataParallelNames, GradientChecks, AcceptedHints, _TorchFSDPMod
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDPModule":
         """`to`, `half`, `to_empty` and their kind: convert the shards, in place of whole parameters."""
-        self._runtime()
+        self._context()
         for unit in units_of(self):
             unit.free()
         recurrent = forget_flat_weights(self)
@@ -342,7 +336,7 @@ class FSDPModule(DataParallelNames, GradientChecks, AcceptedHints, _TorchFSDPMod
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Each rank pickles its own shards; to be loaded in a world of the same size."""
-        self._runtime()
+        self._context()
         own_methods = self.__dict__.get(FORWARD_METHODS, ())  # which pickle takes for the class's
         left = {"_compiled_call_impl", *own_methods}
         state = {key: value for key, value in self.__dict__.items() if key not in left}
@@ -356,7 +350,7 @@ class FSDPModule(DataParallelNames, GradientChecks, AcceptedHints, _TorchFSDPMod
     def __deepcopy__(self, memo: dict[int, Any]) -> "FSDPModule":
         new = object.__new__(type(self))
         memo[id(self)] = new
-        self._runtime()
+        self._context()
         for key, value in self.__dict__.items():
             if key != "_compiled_call_impl":  # it calls this module; torch leaves it behind too
                 new.__dict__[key] = copy.deepcopy(value, memo)

@@ -17,12 +17,11 @@ from dshard.runtime.casts import Casts
 from dshard.runtime.runtime import Runtime
 from dshard.tensor import ShardedTensor
 from dshard.tensor.mixed import is_in_mixed_forward
-from dshard.tensor.sources import return_home
+from dshard.tensor.sources import rejoin_source
 from dshard.tensor.traced import is_traced, refuse_export
 from dshard.tensor.traced_meta import note_forward_in_graph
+from dshard.units.context import ModelContext
 from dshard.units.unit import Unit
-
-__all__ = ["FORWARD_METHODS", "adopt_leaf", "as_forward", "attach", "watch"]
 
 _frames = torch._C._dynamo.eval_frame
 _HOOK_ID = -1  # torch counts from 0
@@ -38,12 +37,12 @@ def adopt_leaf(param: ShardedTensor) -> None:
     if is_traced(param):
         return  # the graph hands gradients to the real one
     param.shard_storage.is_shared = True
-    if param.swapped_home is not None:
-        return_home(param)
+    if param.swapped_source is not None:
+        rejoin_source(param)
     source = param.gather_source
     if not isinstance(source, Unit) or source.params[param.gather_slot] is not param:
-        unit = Unit([param], [], label=param.name, observer=Runtime())
-        unit.observer.adopt(unit)  # type: ignore[attr-defined]
+        context = ModelContext()
+        context.get(Runtime).adopt(Unit([param], [], label=param.name, model=context))
     hook_gradient(param)
 
 
@@ -109,22 +108,23 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """A forward of a module starts."""
     units = _units_at(module)
     if units:
-        observer = units[0].observer
-        if observer.split is not None:
-            observer.before_use()
+        model = units[0].model
+        if model.split is not None:
+            model.before_use()
             units = _units_at(module)
-        observer.note_running(1)
+        model.forwards.note_running(1)
     casts = Casts.of(module)
     if casts is not None:
         args, kwargs = casts.cast_inputs(args, kwargs)
     for unit in units:
-        unit.observer.enter_forward(unit)
-        unit.observer.watches.watch(unit, module, (args, kwargs))
+        runtime = unit.model.get(Runtime)
+        runtime.enter_forward(unit)
+        runtime.backward.watches.watch(unit, module, (args, kwargs))
     return None if casts is None else (args, kwargs)
 
 
 def _in_graph(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Within a graph hooks do nothing but cast."""
+    """Cast the inputs: within a graph hooks do nothing else."""
     _note_in_graph()
     casts = Casts.of(module)
     return None if casts is None else casts.cast_inputs(args, kwargs)
@@ -162,9 +162,9 @@ def _exit(module: nn.Module, output: Any) -> Any:
     """A forward of a module ended, by a result or an exception."""
     units = _units_at(module)
     if units:
-        units[0].observer.note_running(-1)
+        units[0].model.forwards.note_running(-1)
     for unit in units:
-        unit.observer.exit_forward(unit, module)
+        unit.model.get(Runtime).exit_forward(unit, module)
     return _cast_result(module, output)
 
 

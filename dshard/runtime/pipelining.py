@@ -6,17 +6,16 @@ registry says that they are sharded.
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import fully_shard as _torchs_fully_shard
 
-from dshard.runtime.module import units_of
-from dshard.runtime.runtime import Runtime
+from dshard.gradients.backward import Backward
+from dshard.gradients.reducer import Reducer
+from dshard.runtime.runtime import units_of
 from dshard.units.unit import Unit
-
-__all__ = ["answer_as_fsdp2"]
 
 _KEY: Any = _torchs_fully_shard.__wrapped__  # type: ignore[attr-defined]  # what torch looks the state up by
 
@@ -69,13 +68,13 @@ class _State:
 
     @property
     def all_states(self) -> list["_State"]:
-        """One that stands for all below."""
+        """A state that stands for all below."""
         return [self]
 
     def _root_post_backward_final_callback(self) -> None:
         """All gradients have left: wait for what has to be, and free what is gathered. As after a backward."""
-        for runtime in dict.fromkeys(cast(Runtime, unit.observer) for unit in self._units):
-            runtime.end_backward()
+        for model in dict.fromkeys(unit.model for unit in self._units):
+            model.get(Backward).end()
 
 
 class _Group:
@@ -86,4 +85,4 @@ class _Group:
 
     def post_backward(self) -> None:
         """Reduce the gradients that were added up. Communicates a reduce-scatter, unless none have."""
-        cast(Runtime, self._unit.observer).reducer.reduce(self._unit)
+        self._unit.model.get(Reducer).reduce(self._unit)

@@ -10,9 +10,8 @@ from dshard import collectives
 from dshard.collectives import GatherPlan, ShardGroup
 from dshard.errors import UnsupportedOpError
 from dshard.layout import BucketLayout, ShardLayout
+from dshard.runtime.runtime import Runtime
 from dshard.units.unit import Unit
-
-__all__ = ["gather"]
 
 
 class _Places:
@@ -57,13 +56,13 @@ def gather(
         As a touch of the parameter: at most one all-gather per bucket of its unit.
     """
     found = _Places.find(shard)
-    if found is not None and found[0].observer.split is not None:
-        found[0].observer.before_use()
+    if found is not None and found[0].model.split is not None:
+        found[0].model.before_use()
         found = _Places.find(shard)
     if found is None:
         return _gathered_alone(shard, shape, stride, dim, group, dtype)
     unit, slot = found
-    layout, observer = unit.params[slot].shard_layout, unit.observer
+    layout, model = unit.params[slot].shard_layout, unit.model
     if layout.shape != tuple(shape) or layout.dim != (dim if dim >= 0 else None):
         raise UnsupportedOpError(
             f"{unit.params[slot].name}: a compiled graph was given a view of a sharded tensor (shape {tuple(shape)}). "
@@ -71,17 +70,13 @@ def gather(
         )
     task = torch._C._current_graph_task_id()
     if task != -1:
-        # Within a graph no gradient tells that backward has passed a unit: all of them come when the graph ends.
-        last_task, last = observer.used_in_graph
-        if last is not None and last is not unit and last_task == task and not last.num_active:
-            observer.on_backward_done(last)
-        observer.used_in_graph = task, unit
+        model.eviction.use_in_graph(unit, task)
     else:
         _check_dtype(unit, slot, dtype)
-        if not observer.num_running:
+        if not unit.is_running:
             _check_start(unit)
         else:
-            observer.enter_graph(unit)
+            model.eviction.keep_for_backward(unit)
     full = unit.full_of_dtype(slot, dtype)
     is_the_shard = full.untyped_storage()._cdata == shard.untyped_storage()._cdata  # of one rank; ops return no inputs
     return full.clone() if is_own or is_the_shard else full
@@ -100,8 +95,7 @@ def _check_dtype(unit: Unit, slot: int, dtype: torch.dtype) -> None:
 
 def _check_start(unit: Unit) -> None:
     """Raise for what is due at the start of an eager forward, in a forward that is one graph."""
-    observer = unit.observer
-    if not observer.is_start_due():
+    if not unit.model.get(Runtime).is_start_due():
         return
     raise UnsupportedOpError(
         f"{unit.label}: torch.compile of a function that calls the model runs the model's start within the graph, but "

@@ -8,8 +8,6 @@ from typing import Generic, TypeVar
 
 from torch import Tensor, nn
 
-__all__ = ["WRAPPED", "UnitPlan", "find_units"]
-
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 WRAPPED = "_checkpoint_wrapped_module"  # what torch's checkpoint_wrapper calls the module inside
 _ROUTING = (nn.AdaptiveLogSoftmaxWithLoss,)  # they run those of their parts that the data of a rank needs
@@ -23,7 +21,7 @@ _P = TypeVar("_P", bound=Tensor)
 
 
 @dataclass(frozen=True, slots=True)
-class UnitPlan(Generic[_P]):
+class FoundUnit(Generic[_P]):
     """A unit to be, of parameters that are sharded already, or not yet.
 
     Args:
@@ -38,16 +36,16 @@ class UnitPlan(Generic[_P]):
 
     @property
     def num_bytes(self) -> int:
-        """Of its full parameters."""
+        """Bytes of its full parameters."""
         return sum(p.numel() * p.element_size() for p in self.params)
 
-    def joined(self, other: "UnitPlan[_P]") -> "UnitPlan[_P]":
+    def joined(self, other: "FoundUnit[_P]") -> "FoundUnit[_P]":
         """Both as one."""
         label = f"{self.label.partition('..')[0]}..{other.label.rpartition('..')[2]}"
-        return UnitPlan(label, self.modules + other.modules, self.params + other.params)
+        return FoundUnit(label, self.modules + other.modules, self.params + other.params)
 
 
-def find_units(root: nn.Module, params: Sequence[_P], name: str) -> list[UnitPlan[_P]]:
+def find_units(root: nn.Module, params: Sequence[_P], name: str) -> list[FoundUnit[_P]]:
     """Cut the parameters of a model into units, by its structure and sizes alone, so that all ranks find the same.
 
     1. Into parts, in the order in which modules are registered: the elements of the outermost lists, and outside of
@@ -74,7 +72,7 @@ def find_units(root: nn.Module, params: Sequence[_P], name: str) -> list[UnitPla
         plans = []
     taken = {id(p) for plan in plans for p in plan.params}
     rest = tuple(p for p in params if id(p) not in taken)
-    return [*plans, UnitPlan(name, (root,), rest)] if rest else plans
+    return [*plans, FoundUnit(name, (root,), rest)] if rest else plans
 
 
 def _largest_block(root: nn.Module, wanted: Container[int]) -> int:
@@ -122,7 +120,7 @@ def _parts(module: nn.Module, prefix: str, wanted: Container[int], limit: int) -
             yield from _parts(child, f"{prefix}{name}.", wanted, limit)
 
 
-def _with_own_params(root: nn.Module, parts: Mapping[nn.Module, str], wanted: Mapping[int, _P]) -> list[UnitPlan[_P]]:
+def _with_own_params(root: nn.Module, parts: Mapping[nn.Module, str], wanted: Mapping[int, _P]) -> list[FoundUnit[_P]]:
     """Each part with the parameters that nothing outside of it holds; those that have any."""
     inside = {id(m) for part in parts for m in part.modules()}
     holders = [*(part.parameters() for part in parts)]
@@ -132,7 +130,7 @@ def _with_own_params(root: nn.Module, parts: Mapping[nn.Module, str], wanted: Ma
     for part, label in parts.items():
         mine = [wanted[id(p)] for p in part.parameters() if id(p) in wanted and uses[id(p)] == 1]
         if mine:
-            plans.append(UnitPlan(label, (part,), tuple(mine)))
+            plans.append(FoundUnit(label, (part,), tuple(mine)))
     return plans
 
 
@@ -140,7 +138,7 @@ def _num_bytes(module: nn.Module, wanted: Container[int]) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters() if id(p) in wanted)
 
 
-def _merge(parts: Sequence[UnitPlan[_P]]) -> list[UnitPlan[_P]]:
+def _merge(parts: Sequence[FoundUnit[_P]]) -> list[FoundUnit[_P]]:
     """Put neighbours together until a unit is worth a collective."""
     sizes = [part.num_bytes for part in parts]
     enough = min(_ENOUGH_BYTES, sum(sizes) // _NUM_SMALL)
@@ -148,7 +146,7 @@ def _merge(parts: Sequence[UnitPlan[_P]]) -> list[UnitPlan[_P]]:
     large = [size for size in sizes if size >= dust]
     room = max([2 * enough, *sizes, *(a + b for a, b in pairwise(large))])
     room += room // _SLACK
-    plans: list[UnitPlan[_P]] = []
+    plans: list[FoundUnit[_P]] = []
     filled: list[int] = []
     for i, (part, size) in enumerate(zip(parts, sizes, strict=True)):
         before = next((f for f in reversed(filled[:-1]) if f >= dust), 0)

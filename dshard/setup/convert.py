@@ -14,26 +14,16 @@ from dshard.errors import StateError, UnsupportedOpError
 from dshard.optimizer.replace import ParameterHooks, Replaced, hooks_of, replacement_of, retire
 from dshard.setup.specs import ParamSpec
 from dshard.tensor import MixedShardedTensor, OffloadedShardedTensor, ShardedTensor
-from dshard.tensor.extended import is_extended
-from dshard.tensor.nested import shard_over
+from dshard.tensor.subclass_shards import subclass_gathers
+from dshard.tensor.tp_params import shard_over
 from dshard.units.placing import Place
-
-__all__ = [
-    "Inherited",
-    "check_offload",
-    "device_of",
-    "follow_replaced",
-    "move_buffers",
-    "own_parameters",
-    "replace_all",
-]
 
 _EXTENSION = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 Inherited = tuple[ShardedTensor, ParameterHooks, Tensor | None]
 
 
 def follow_replaced(modules: Sequence[nn.Module]) -> None:
-    """Where a tied parameter was replaced by an earlier call, take what it became."""
+    """Take what a tied parameter became that an earlier call has replaced."""
     for root in modules:
         for module in root.modules():
             for name, param in module._parameters.items():
@@ -86,31 +76,26 @@ def _check_kind(name: str, param: nn.Parameter) -> None:
         )
 
 
-def check_offload(spec: ParamSpec) -> None:
-    """Raise if a parameter that is to be offloaded says itself how it is gathered."""
-    if is_extended(spec.param) and spec.precision is not None and spec.precision.offload is not None:
-        raise UnsupportedOpError(
-            f"{spec.name}: a tensor subclass with fsdp_pre_all_gather is gathered from where its shards are kept, but "
-            "offload_policy keeps them elsewhere. Leave out offload_policy for the module that holds it."
-        )
-
-
-def replace_all(
+def convert(
     modules: Sequence[nn.Module], specs: Sequence[ParamSpec], places: Sequence[Place]
-) -> tuple[list[ShardedTensor], list[Inherited]]:
-    """Put a ShardedTensor in every place of each parameter; the old memory goes one parameter at a time."""
+) -> tuple[dict[int, ShardedTensor], list[Inherited]]:
+    """Put a ShardedTensor in every place of each parameter; the old memory goes one parameter at a time.
+
+    Returns:
+        By the identity of each parameter what it has become, and what that has yet to be given of the old one.
+    """
     homes: dict[int, list[tuple[nn.Module, str]]] = {}
     for root in modules:
         for module in root.modules():
             for name, param in module._parameters.items():
                 if param is not None:
                     homes.setdefault(id(param), []).append((module, name))
-    made: list[ShardedTensor] = []
+    made: dict[int, ShardedTensor] = {}
     inherited: list[Inherited] = []
     for spec, place in zip(specs, places, strict=True):
         old: Any = spec.param
         with torch.no_grad():
-            has_fields = is_extended(old)
+            has_fields = subclass_gathers(old)
             dtypes = spec.precision
             offload = dtypes.offload if dtypes is not None else None
             device = device_of(place.mesh) if offload is None else offload.home
@@ -120,6 +105,8 @@ def replace_all(
             new.wire_precision = dtypes
             torch.Tensor.requires_grad_(new, old.requires_grad)
             new._is_param = True
+        if spec.strategy is not None:
+            new.base_place = spec.base.mesh, spec.base.dim
         if not has_fields:
             for key, value in old.__dict__.items():
                 new.__dict__.setdefault(key, value)
@@ -130,7 +117,7 @@ def replace_all(
             if isinstance(module, nn.RNNBase):
                 module._init_flat_weights()  # a list of its own, which a copy or pickle would take along
         retire(old, new)
-        made.append(new)
+        made[id(old)] = new
         inherited.append((new, hooks, grad))
     return made, inherited
 

@@ -1,7 +1,7 @@
 """`fully_shard` and its companions."""
 
 import os
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar
@@ -19,22 +19,19 @@ from dshard.policies import Precision, PrecisionRules, StrategyRules, reshard_ch
 from dshard.runtime import Runtime
 from dshard.runtime.casts import cast_at
 from dshard.runtime.module_hooks import watch
-from dshard.setup.auto_units import UnitPlan
-from dshard.setup.convert import follow_replaced, move_buffers, own_parameters
+from dshard.setup.convert import convert, follow_replaced, move_buffers, own_parameters
 from dshard.setup.initial import compare_parameters
-from dshard.setup.install import Conversion, install, joined_runtime, take_in
+from dshard.setup.install import Wrapping, modules_that_run, take_in, wrap
 from dshard.setup.options import Options, checked_modules
 from dshard.setup.plan_report import PlanReport
 from dshard.setup.planned_units import Followed, choices, follow, read_plan
-from dshard.setup.specs import ParamSpec, described, settle
+from dshard.setup.specs import ParamSpec, Resolver, described, settle
 from dshard.setup.wrap import AutoWrapPolicy, chosen_modules
 from dshard.slices.layers import check_sliced, is_sliced, set_slices
 from dshard.tensor.meshes import data_parallel_mesh, default_mesh, group_of
-from dshard.units.placing import PlacementFn, check_mesh
+from dshard.units.context import ModelContext
+from dshard.units.placing import Place, PlacementFn, check_mesh
 from dshard.units.settings import BufferSync
-
-__all__ = ["fully_shard"]
-
 
 M = TypeVar("M", bound="nn.Module | list[Any] | tuple[Any, ...]")
 
@@ -136,21 +133,15 @@ def fully_shard(
     with refused_together("fully_shard", _Call.FACTS, _group_to_ask(mesh)):
         given = arguments.read("fully_shard", given)
         call = _Call.resolved(given.pop("module"), Options(**given))
-    check_same("fully_shard", call.facts(), call.conversion.group)
+    check_same("fully_shard", call.facts(), call.resolver.group)
     places = settle(call.specs)
-    compare_parameters(call.modules, call.specs, places, call.conversion.group, sync)
-    for child, child_reshards in call.children.items():
-        call.convert([child], child_reshards if child_reshards is not None else call.reshard)
-    for unit in call.followed.units:
-        call.convert(unit.modules, None, shared=_shared(unit))
-    runtime = call.convert(call.modules, call.reshard)
-    if memory_budget is not None:
-        runtime.change(memory_budget=call.options.budget)
+    compare_parameters(call.modules, call.specs, places, call.resolver.group, sync)
+    runtime = call.apply(places)
+    runtime.context.change(**call.options.of_model)
     if call.options.virtual_ranks is not None:
-        runtime.change(virtual_ranks=call.options.virtual_ranks)
-        for param in (param for unit in runtime.units for param in unit.params):
+        for param in (param for unit in runtime.context.units for param in unit.params):
             param.shard_group.is_virtual = True
-    _handle_buffers(call.modules, call.conversion.mesh, runtime, buffers)
+    _handle_buffers(call.modules, call.resolver.mesh, runtime.context, buffers)
     followed = call.followed.plan
     runtime.plan_report = PlanReport(call.modules[0], runtime, followed) if followed is not None else None
     return module
@@ -163,20 +154,20 @@ class _Call:
     Args:
         modules: That it was given.
         options: The same.
-        conversion: How parameters become sharded.
+        resolver: How parameters are resolved.
         specs: What becomes of each parameter.
         children: Modules below that become units of their own, and whether each is freed after forward.
         followed: What a plan says, and the strategies.
-        reshard: When units are freed, as far as no strategy says that.
+        wrappings: The units to be, of modules below and last of the given ones.
     """
 
     modules: list[nn.Module]
     options: Options
-    conversion: Conversion
+    resolver: Resolver
     specs: list[ParamSpec]
     children: dict[nn.Module, bool | None]
     followed: Followed
-    reshard: bool | int | None
+    wrappings: list[Wrapping]
 
     FACTS: ClassVar[tuple[str, ...]] = tuple(  # in the order in which they are named: causes first
         dict.fromkeys(
@@ -208,22 +199,25 @@ class _Call:
         if plan is not None:
             followed = follow(plan, modules, found, group_of(mesh).num_ranks, precision)
         averages = options.grad_reduce == "mean"
-        conversion = Conversion(mesh, options.placement_fn, averages, precision, followed.strategies)
+        resolver = Resolver(mesh, options.placement_fn, averages, precision, followed.strategies)
         followed.strategies.check_names("fully_shard", [name for name, _ in found])
         children = chosen_modules(modules, options.auto_wrap_policy, options.ignored)
-        specs = conversion.resolve(found)
+        specs = resolver.params(found)
         for spec in specs:
             if is_sliced(spec.param, spec.num_slices):
                 offload = spec.precision.offload if spec.precision is not None else None
                 check_sliced(modules, spec.name, spec.param, dim=spec.base.dim, offload=offload)
-        return cls(modules, options, conversion, specs, children, followed, reshard)
+        groups: list[_Group] = [((child,), reshard if own is None else own, None) for child, own in children.items()]
+        groups += [(unit.modules, None, set(map(id, unit.params))) for unit in followed.units]
+        wrappings = _wrappings([*groups, (tuple(modules), reshard, None)], specs, resolver, options.ignored)
+        return cls(modules, options, resolver, specs, children, followed, wrappings)
 
     def facts(self) -> dict[str, Fact]:
         """What all ranks of the mesh must ask for alike, by the names of the arguments."""
-        options, own = self.options, [spec for spec in self.specs if spec.base.mesh == self.conversion.mesh]
+        options, own = self.options, [spec for spec in self.specs if spec.base.mesh == self.resolver.mesh]
         names = {module: name for root in self.modules for name, module in root.named_modules()}
         ignored = {id(param) for param in options.ignored}
-        mesh = self.conversion.mesh
+        mesh = self.resolver.mesh
         facts: dict[str, Fact] = {each.name: repr(getattr(options, each.name)) for each in fields(Options)}
         facts |= {
             VERSIONS: versions(),
@@ -232,32 +226,55 @@ class _Call:
             "ignored_params": [n for root in self.modules for n, p in root.named_parameters() if id(p) in ignored],
             "parameters": described(own),
             "shard_placement_fn": [f"{s.name}: {s.base.dim}" for s in own],
-            "mp_policy": [repr(self.conversion.precision.rules), *(f"{s.name}: {_dtypes(s.precision)}" for s in own)],
+            "mp_policy": [repr(self.resolver.precision.rules), *(f"{s.name}: {_dtypes(s.precision)}" for s in own)],
             "offload_policy": type(options.offload_policy).__name__,
             "auto_wrap_policy": [f"{names[child]}: {reshard}" for child, reshard in self.children.items()],
-            "strategy": [repr(self.conversion.strategies.rules), *(f"{s.name}: {s.strategy}" for s in own)],
+            "strategy": [repr(self.resolver.strategies.rules), *(f"{s.name}: {s.strategy}" for s in own)],
             "plan": choices(self.followed.plan) if self.followed.plan is not None else "None",
         }
         return {name: facts[name] for name in self.FACTS}
 
-    def convert(
-        self, modules: Sequence[nn.Module], reshard: bool | int | None, shared: Container[nn.Parameter] = ()
-    ) -> Runtime:
-        """Make one unit of the parameters of some modules that no earlier call has taken."""
-        follow_replaced(modules)
-        by_param = {id(spec.param): spec for spec in self.specs}
-        own = [param for _, param in own_parameters(modules, self.options.ignored) if param not in shared]
-        specs = [by_param[id(param)] for param in own]
-        converted = self.conversion.replace(modules, specs)
-        move_buffers(modules, self.conversion.mesh)
-        runtime = joined_runtime(modules)
-        install(modules, converted.parts, runtime, reshard)
-        set_slices(modules, converted.slices)
-        for heir in converted.inherited:
-            inherit(*heir, mean=self.conversion.averages)
-        runtime.late.note(modules, partial(take_in, runtime, self.conversion))
-        cast_at(modules, self.conversion.precision, watch)
+    def apply(self, places: Sequence[Place]) -> Runtime:
+        """Do it: convert the parameters, make the units, and remember how, for what is added later."""
+        sharded, inherited = convert(self.modules, self.specs, places)
+        move_buffers(self.modules, self.resolver.mesh)
+        runtime = wrap(self.wrappings, self.modules, sharded, may_split=self.followed.plan is None)
+        set_slices(self.modules, {sharded[id(spec.param)]: spec.num_slices for spec in self.specs})
+        for heir in inherited:
+            inherit(*heir, mean=self.resolver.averages)
+        runtime.late.note(self.modules, partial(take_in, self.resolver))
+        for wrapping in self.wrappings:
+            cast_at(wrapping.modules, self.resolver.precision, watch)
         return runtime
+
+
+# Modules, when their units are freed after forward, and the identities of what they may take; None for all.
+_Group = tuple[tuple[nn.Module, ...], bool | int | None, set[int] | None]
+
+
+def _wrappings(
+    groups: Sequence[_Group],
+    specs: Sequence[ParamSpec],
+    resolver: Resolver,
+    ignored: set[nn.Parameter],
+) -> list[Wrapping]:
+    """The units of modules below one another, innermost first: each takes of its parameters what is left.
+
+    Args:
+        groups: Modules that are wrapped together.
+        specs: What becomes of the parameters.
+        resolver: Makes units of them.
+        ignored: Parameters to leave alone.
+    """
+    left = {id(spec.param): spec for spec in specs}
+    found = []
+    for modules, reshard, wanted in groups:
+        params = (id(param) for _, param in own_parameters(modules, ignored))
+        own = [left.pop(key) for key in params if key in left and (wanted is None or key in wanted)]
+        label = type(modules[0]).__name__
+        units = resolver.units(own, modules_that_run(modules), label=label, reshard=reshard)
+        found.append(Wrapping(modules, tuple(units)))
+    return found
 
 
 def _dtypes(precision: Precision | None) -> str:
@@ -274,17 +291,11 @@ def _group_to_ask(mesh: Any) -> ShardGroup | None:
         return None
 
 
-def _shared(unit: UnitPlan[nn.Parameter]) -> set[nn.Parameter]:
-    """What the modules of a planned unit hold, but not the unit."""
-    wanted = {id(param) for param in unit.params}
-    return {param for module in unit.modules for param in module.parameters() if id(param) not in wanted}
-
-
-def _handle_buffers(modules: Sequence[nn.Module], mesh: DeviceMesh, runtime: Runtime, choice: str) -> None:
+def _handle_buffers(modules: Sequence[nn.Module], mesh: DeviceMesh, context: ModelContext, choice: str) -> None:
     """Compare the buffers of the ranks, or take those of rank 0 now and before each training forward."""
     group = group_of(mesh)
     if choice == "check":
         check_buffers(modules, group)
     elif choice == "broadcast":
         broadcast_buffers(modules, group)
-        runtime.change(buffers=(*runtime.settings.buffers, BufferSync(tuple(modules), mesh)))
+        context.change(buffers=(*context.settings.buffers, BufferSync(tuple(modules), mesh)))

@@ -10,12 +10,10 @@ from dshard.agreement.weights import broadcast_weights, check_same_structure, ch
 from dshard.collectives import ShardGroup
 from dshard.setup.specs import ParamSpec
 from dshard.tensor import ShardedTensor
-from dshard.tensor.inner import Inner, inner_of
 from dshard.tensor.meshes import group_of
-from dshard.tensor.nested import local_of
+from dshard.tensor.tp_layout import TPLayout, tp_layout_of
+from dshard.tensor.tp_params import local_of
 from dshard.units.placing import Place
-
-__all__ = ["compare_parameters"]
 
 _Named = list[tuple[str, Tensor]]
 _Found = tuple[str, nn.Parameter]
@@ -71,22 +69,22 @@ def _compared(param: Tensor) -> Tensor:
     return local_of(param).requires_grad_(param.requires_grad)
 
 
-def _inner_meshes(modules: Sequence[nn.Module], found: Sequence[_Found], places: Sequence[Place]) -> list[Inner]:
+def _inner_meshes(modules: Sequence[nn.Module], found: Sequence[_Found], places: Sequence[Place]) -> list[TPLayout]:
     """One description for each mesh over which DTensors of some modules lie, sharded by now or not."""
-    inners: dict[object, Inner] = {}
+    inners: dict[object, TPLayout] = {}
     meshes = {id(p): place.mesh for (_, p), place in zip(found, places, strict=True)}
     for param in [p for module in modules for p in module.parameters()]:
         inner = None
         if isinstance(param, ShardedTensor):
-            inner = inner_of(param.shard_layout)
+            inner = tp_layout_of(param.shard_layout)
         elif isinstance(param, DTensor) and id(param) in meshes:
-            inner = Inner(param.device_mesh, tuple(param.placements), tuple(param.shape), meshes[id(param)])
+            inner = TPLayout(param.device_mesh, tuple(param.placements), tuple(param.shape), meshes[id(param)])
         if inner is not None:
             inners.setdefault(inner.mesh, inner)
     return list(inners.values())
 
 
-def _is_replicated(param: Tensor, inner: Inner, axis: int) -> bool:
+def _is_replicated(param: Tensor, inner: TPLayout, axis: int) -> bool:
     """Whether ranks along a dim of a DTensors' mesh hold the same of a parameter."""
     if not isinstance(param, DTensor):
         return True

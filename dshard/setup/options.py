@@ -15,8 +15,6 @@ from dshard.runtime.module import FSDPModule
 from dshard.setup.convert import device_of
 from dshard.units.placing import PlacementFn, replicated
 
-__all__ = ["Options", "checked_modules"]
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -86,9 +84,11 @@ class Options:
         return set(self.ignored_params or ())
 
     @property
-    def budget(self) -> int | str | None:
-        """Bytes of gathered copies that may stay until backward; or "auto", or None."""
-        return self.memory_budget if self.memory_budget in (None, "auto") else read_bytes(self.memory_budget)
+    def of_model(self) -> dict[str, Any]:
+        """What is chosen for the whole model, by the names of `ModelSettings`; what is None stays as it was."""
+        budget = self.memory_budget if self.memory_budget in (None, "auto") else read_bytes(self.memory_budget)
+        chosen = {"memory_budget": budget, "virtual_ranks": self.virtual_ranks}
+        return {name: value for name, value in chosen.items() if value is not None}
 
     @property
     def placement_fn(self) -> PlacementFn | None:

@@ -12,9 +12,8 @@ from dshard.arguments import checked
 from dshard.optimizer.step_hooks import after_steps
 from dshard.planner import Comparison, Measured, Plan
 from dshard.runtime import Runtime
-from dshard.runtime.module import FSDPModule, runtime_of
-
-__all__ = ["PlanReport", "plan_report"]
+from dshard.runtime.module import FSDPModule
+from dshard.runtime.runtime import runtime_of
 
 _MAX_STEPS = 8  # of the optimizer; a model that a compiled function calls never says when it starts: there is no report
 
@@ -87,7 +86,7 @@ class PlanReport:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where it is now; a plan may have been given to it on meta."""
+    """The device of the model now; a plan may have been given to it on meta."""
     return next(model.parameters()).device
 
 

@@ -12,9 +12,7 @@ from dshard.errors import DShardError, PlanError
 from dshard.planner import Plan
 from dshard.planner.names import plain_name
 from dshard.policies import Precision, PrecisionRules, Strategy, StrategyRules
-from dshard.setup.auto_units import UnitPlan, find_units
-
-__all__ = ["Followed", "choices", "follow", "read_plan"]
+from dshard.setup.auto_units import FoundUnit
 
 _ALIKE = 0.02  # norms and biases may compute in a dtype of their own; a plan has one for all
 
@@ -31,7 +29,7 @@ class Followed:
 
     strategies: StrategyRules
     plan: Plan | None = None
-    units: tuple[UnitPlan[nn.Parameter], ...] = ()
+    units: tuple[FoundUnit[nn.Parameter], ...] = ()
 
 
 def read_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
@@ -95,31 +93,56 @@ def _is_strategy(text: Any) -> bool:
 
 def _units_of(
     plan: Plan, modules: Sequence[nn.Module], found: Sequence[tuple[str, nn.Parameter]], num_ranks: int
-) -> list[UnitPlan[nn.Parameter]]:
+) -> list[FoundUnit[nn.Parameter]]:
     """The units of a plan in a model that is to be sharded, but for that of the root."""
     if len(modules) != 1 or plan.cluster.num_ranks != num_ranks:
         raise PlanError(
             f"fully_shard: a plan is for one model on the ranks that it was made for ({plan.cluster.num_ranks}), but "
             f"these are {len(modules)} modules on {num_ranks} ranks. Plan again."
         )
-    units = find_units(modules[0], [param for _, param in found], "root")
-    names = {id(param): plain_name(name) for name, param in found}
-    here = {
-        tuple(names[id(p)] for p in unit.params): tuple((p.shape[0] if p.ndim else 1, p.numel()) for p in unit.params)
-        for unit in units
-    }
-    planned = {
-        tuple(map(plain_name, unit.param_names)): tuple((p.length, p.numel) for p in unit.params)
-        for unit in plan.model.units
-    }
-    if here != planned:
-        wrong = next(key for key in (*here, *planned) if here.get(key) != planned.get(key))
-        which = wrong[0] if wrong else "a unit without parameters"
+    params = {plain_name(name): param for name, param in found}
+    runs: dict[str, nn.Module] = {}
+    for name, module in modules[0].named_modules():
+        runs.setdefault(_plain_module(name), module)
+    here = {name: (param.shape[0] if param.ndim else 1, param.numel()) for name, param in params.items()}
+    costs = [param for unit in plan.model.units for param in unit.params]
+    planned = {plain_name(param.name): (param.length, param.numel) for param in costs}
+    wrong = [name for name in (*here, *planned) if here.get(name) != planned.get(name)]
+    wrong += [name for unit in plan.model.units for name in unit.modules if _plain_module(name) not in runs]
+    if wrong:
         raise PlanError(
-            f"fully_shard: a plan is for the model that it was made for, but the unit of {which} is another. Plan "
+            f"fully_shard: a plan is for the model that it was made for, but the unit of {wrong[0]} is another. Plan "
             "again, with this model."
         )
+    units = [
+        FoundUnit(
+            unit.name,
+            tuple(runs[_plain_module(name)] for name in unit.modules),
+            tuple(params[plain_name(name)] for name in unit.param_names),
+        )
+        for unit in plan.model.units
+    ]
+    of_root = [unit.label for unit in units if modules[0] in unit.modules]
+    apart = [unit.label for unit in units if not _holds_its_own(unit)]
+    if len(of_root) > 1 or apart or len(costs) > len(planned):
+        which = ", ".join([*apart, *of_root][:4])
+        raise PlanError(
+            "fully_shard: each unit of a plan has parameters of its own modules, each parameter once, and one unit at "
+            f"most is that of the model itself, but this plan has others ({which}). Make it with dshard.plan, or say "
+            "in UnitCosts which modules use each unit."
+        )
     return [unit for unit in units if modules[0] not in unit.modules]
+
+
+def _plain_module(name: str) -> str:
+    """The name of a module without wrappers; that of the model is empty."""
+    return plain_name(f"{name}.")[:-1]
+
+
+def _holds_its_own(unit: FoundUnit[nn.Parameter]) -> bool:
+    """Whether all parameters of a unit lie in its modules."""
+    held = {id(param) for module in unit.modules for param in module.parameters()}
+    return all(id(param) in held for param in unit.params)
 
 
 def _check_bytes(plan: Plan, found: Sequence[tuple[str, nn.Parameter]], precision: PrecisionRules) -> None:

@@ -5,26 +5,25 @@ from typing import Any
 
 from torch import nn
 
-from dshard.runtime.runtime import Runtime
+from dshard.gradients.backward import Backward
 from dshard.tensor import ShardedTensor
+from dshard.units.context import ModelContext
 from dshard.units.settings import UnitSettings
 from dshard.units.unit import Unit
-
-__all__ = ["regroup"]
 
 _LISTS = ("_dshard_units", "_dshard_formed")
 
 
-def regroup(tops: Sequence[nn.Module], runtime: Runtime, bases: Mapping[int, str]) -> None:
+def regroup(tops: Sequence[nn.Module], context: ModelContext, bases: Mapping[int, str]) -> None:
     """Sort the parameters of units that have the same modules by their strategies; one unit for each.
 
     Args:
         tops: The outermost modules of the units.
-        runtime: Theirs.
+        context: Theirs.
         bases: By the identity of a parameter, the base of its new strategy; others keep what they have.
     """
     families: dict[Any, list[Unit]] = {}
-    for unit in runtime.units:
+    for unit in context.units:
         key = tuple(map(id, unit.modules)), unit.settings.but_lifetime
         families.setdefault(key, []).append(unit)
     changed = {}
@@ -42,11 +41,10 @@ def regroup(tops: Sequence[nn.Module], runtime: Runtime, bases: Mapping[int, str
             for name in _LISTS:
                 if name in module.__dict__:
                     module.__dict__[name] = _replaced(module.__dict__[name], changed)
-    runtime.units = _replaced(runtime.units, changed)
-    for place, unit in enumerate(runtime.units):
-        unit.place = place
+    context.reorder(_replaced(context.units, changed))
+    for unit in context.units:
         unit.restart()
-    runtime.on_regrouped()
+    context.get(Backward).on_regrouped()
 
 
 def _parts(family: Sequence[Unit], bases: Mapping[int, str]) -> dict[UnitSettings, list[ShardedTensor]]:
@@ -61,7 +59,7 @@ def _parts(family: Sequence[Unit], bases: Mapping[int, str]) -> dict[UnitSetting
 
 def _unit_like(old: Unit, params: list[ShardedTensor], settings: UnitSettings) -> Unit:
     """A unit of other parameters, but of the same modules."""
-    return Unit(params, old.modules, label=old.label, observer=old.observer, settings=settings)
+    return Unit(params, old.modules, label=old.label, model=old.model, settings=settings)
 
 
 def _replaced(units: Sequence[Unit], changed: Mapping[Unit, Sequence[Unit]]) -> list[Unit]:

@@ -9,21 +9,20 @@ from torch.optim.optimizer import Optimizer
 
 from dshard import arguments
 from dshard.agreement.same import check_same, refused_together
-from dshard.autograd.watches import in_backward
+from dshard.autograd.modes import in_backward
 from dshard.errors import StateError, UnsupportedOpError
 from dshard.optimizer.relocate import Move, place_of, relocate
 from dshard.optimizer.replace import move_states, note_moves
 from dshard.policies import StrategyRules
-from dshard.runtime import Runtime
-from dshard.runtime.module import runtime_of
+from dshard.runtime.late import LateParameters
+from dshard.runtime.runtime import context_of
 from dshard.setup.regroup import regroup
 from dshard.slices.layers import check_sliced, is_sliced, set_slices
 from dshard.tensor import ShardedTensor
-from dshard.tensor.extended import is_extended
-from dshard.tensor.inner import inner_of
+from dshard.tensor.subclass_shards import subclass_gathers
+from dshard.tensor.tp_layout import tp_layout_of
+from dshard.units.context import ModelContext
 from dshard.units.placing import Place, placed_by
-
-__all__ = ["set_strategy"]
 
 
 def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
@@ -49,8 +48,8 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
         An all-reduce of 32 bytes; an all-gather of each parameter, gradient and state that is cut otherwise than
         before, and nothing for what was whole. With `hybrid(k)`, the making of process groups, the first time.
     """
-    runtime = _runtime_at_rest(arguments.read("set_strategy", {"module": module})["module"])
-    groups = list({p.shard_group.full_name: p.shard_group for unit in runtime.units for p in unit.params[:1]}.values())
+    context = _context_at_rest(arguments.read("set_strategy", {"module": module})["module"])
+    groups = list({p.shard_group.full_name: p.shard_group for unit in context.units for p in unit.params[:1]}.values())
     with refused_together("set_strategy", ["strategy"], next(iter(groups), None)):
         given = arguments.read("set_strategy", {"strategy": strategy, "optimizer": optimizer})
         rules = StrategyRules.of(given["strategy"])
@@ -61,6 +60,7 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
             "set_strategy", {"strategy": [*asked, *(f"{name}: {rules.strategy_of(name)}" for name in names)]}, group
         )
     rules.check_names("set_strategy", names)
+    tops = context.get(LateParameters).tops
     places: dict[ShardedTensor, Place] = {}
     bases: dict[int, str] = {}
     slices: dict[ShardedTensor, int] = {}
@@ -73,13 +73,13 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
         bases[id(param)] = chosen.on(own.num_ranks).base
         slices[param] = chosen.num_slices
         if is_sliced(param, chosen.num_slices):
-            check_sliced(runtime.late.tops, name, param, dim=places[param].dim)
+            check_sliced(tops, name, param, dim=places[param].dim)
     for param in places:
         if isinstance(param.grad, ShardedTensor):
             param.grad.shard_storage.resolve()
-    for unit in runtime.units:
+    for unit in context.units:
         unit.free()
-    runtime.pool.clear()  # for copies of other sizes
+    context.pool.clear()  # for copies of other sizes
     for param in places:
         param.base_place = param.base_place or _pair(place_of(param))
     relocate([Move(param, place) for param, place in places.items()])
@@ -87,10 +87,10 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
     note_moves()
     for each in given["optimizer"] or ():
         move_states(each)
-    regroup(runtime.late.tops, runtime, bases)
-    set_slices(runtime.late.tops, slices)
-    if module is runtime.root:
-        runtime.change(strategies=rules.over(runtime.settings.strategies))
+    regroup(tops, context, bases)
+    set_slices(tops, slices)
+    if module is context.root:
+        context.change(strategies=rules.over(context.settings.strategies))
 
 
 def _sharded(module: nn.Module) -> list[tuple[str, ShardedTensor]]:
@@ -102,30 +102,30 @@ def _pair(place: Place) -> tuple[Any, int | None]:
     return place.mesh, place.dim
 
 
-def _runtime_at_rest(module: Any) -> Runtime:
-    """The runtime of a sharded module at rest."""
-    runtime: Runtime = runtime_of(module)
-    pinned = next((unit for unit in runtime.units if unit.num_pins), None)
-    running = "a backward" if in_backward() else "a forward" if runtime.num_running else None
+def _context_at_rest(module: Any) -> ModelContext:
+    """The context of a sharded module at rest."""
+    context = context_of(module)
+    pinned = next((unit for unit in context.units if unit.num_pins), None)
+    running = "a backward" if in_backward() else "a forward" if context.forwards.num_running else None
     if running is not None or pinned is not None:
         raise StateError(
             f"set_strategy: strategies change between two steps, but {running or 'a gathered() scope'} is open. Call "
             "it after optimizer.step()."
         )
-    return runtime
+    return context
 
 
 def _new_place(name: str, param: ShardedTensor, own: Place, rules: StrategyRules) -> Place:
-    """Where a parameter goes."""
+    """The place that a parameter goes to."""
     strategy = rules.strategy_of(name)
     place = placed_by(name, param, own, strategy)
     is_moved = Move(param, place).is_needed
-    if is_moved and is_extended(param.shard_storage.resolve()):
+    if is_moved and subclass_gathers(param.shard_storage.resolve()):
         raise UnsupportedOpError(
             f"{name}: shards of a {type(param.shard_storage.resolve()).__name__} stay on the ranks that they were made "
             f"for, but {strategy} is to move them. Choose among 'full', 'keep', 'zero1' and 'zero2'."
         )
-    if inner_of(param.shard_layout) is not None and place.mesh is not own.mesh:
+    if tp_layout_of(param.shard_layout) is not None and place.mesh is not own.mesh:
         raise UnsupportedOpError(
             f"{name}: {strategy} needs a mesh of its own, which that of a {DTensor.__name__} is not part of. Choose "
             "among 'ddp', 'full', 'keep', 'zero1' and 'zero2'."

@@ -11,8 +11,6 @@ from dshard.errors import StateError, UnsupportedOpError
 from dshard.runtime.module import FSDPModule
 from dshard.tensor import ShardedTensor
 
-__all__ = ["AutoWrapPolicy", "chosen_modules"]
-
 AutoWrapPolicy = Callable[..., Any] | Collection[type[nn.Module]]
 
 _RESHARDS = {ShardingStrategy.FULL_SHARD: True, ShardingStrategy.SHARD_GRAD_OP: False}

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from dshard.errors import StateError, UnsupportedOpError
+from dshard.gradients.backward import Backward
 from dshard.gradients.reducer import Reducer
 from dshard.policies import Offload
 from dshard.runtime.module import FSDPModule
@@ -19,12 +20,10 @@ from dshard.runtime.module_hooks import attach
 from dshard.runtime.runtime import Runtime
 from dshard.slices.slices import Rows, SliceReduction, for_each_slice, slices_of
 from dshard.tensor import ShardedTensor
-from dshard.tensor.extended import is_extended
-from dshard.tensor.inner import InnerLayout
-from dshard.tensor.sources import return_home
+from dshard.tensor.sources import rejoin_source
+from dshard.tensor.subclass_shards import subclass_gathers
+from dshard.tensor.tp_layout import TPShardLayout
 from dshard.units.unit import Unit
-
-__all__ = ["SlicedForward", "check_sliced", "gather_whole", "is_sliced", "set_slices", "slice_weight"]
 
 _frames = torch._C._dynamo.eval_frame
 _FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
@@ -76,18 +75,18 @@ def _unit_of(weight: Any, value: Any) -> Unit | None:
     """The unit through which a layer computes slice by slice; None where it computes with the whole weight."""
     if not isinstance(weight, ShardedTensor) or type(value) not in (Tensor, nn.Parameter):
         return None
-    if weight.swapped_home is not None:
-        return_home(weight)
+    if weight.swapped_source is not None:
+        rejoin_source(weight)
     if weight.grad_hook_handle is None and torch.is_grad_enabled():
         weight.adopt_if_leaf()
     unit = weight.gather_source
-    if not isinstance(unit, Unit) or unit.settings.num_slices == 1 or not weight.belongs_to_source():
+    if not isinstance(unit, Unit) or unit.settings.num_slices == 1 or weight.own_source is None:
         return None
     if weight.shard_layout.dim != 0:
         return None  # it was moved since: every rank holds it whole
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return None  # for transforms and forward mode, a custom function would need rules of its own
-    unit.observer.before_use()
+    unit.model.before_use()
     return unit
 
 
@@ -133,9 +132,10 @@ def _begin_backward(unit: Unit) -> Reducer:
             f"{unit.params[0].name}: a weight that is gathered in slices has first derivatives alone, but the backward "
             "was called with create_graph=True. Give the weight the strategy 'full'."
         )
-    reducer: Reducer = unit.observer.start_backward()
+    backward = unit.model.get(Backward)
+    backward.notice()
     unit.sliced_in = torch._C._current_graph_task_id()
-    return reducer
+    return backward.reducer
 
 
 class _Linear(torch.autograd.Function):
@@ -272,11 +272,11 @@ def _more_than_plain(weight: Tensor, dim: int | None, offload: Offload | None) -
         values, offload, is_nested = (
             weight.shard_storage.resolve(),
             weight.offload,
-            type(weight.shard_layout) is InnerLayout,
+            type(weight.shard_layout) is TPShardLayout,
         )
     if is_nested:
         return "a DTensor of its own"
-    if is_extended(values):
+    if subclass_gathers(values):
         return f"a {type(values).__name__}"
     if offload is not None:
         return "offloaded"
@@ -284,7 +284,7 @@ def _more_than_plain(weight: Tensor, dim: int | None, offload: Offload | None) -
 
 
 def slice_weight(modules: Sequence[nn.Module], weight: ShardedTensor, num_slices: int) -> Unit:
-    """From now on gather and use the weight of a layer in slices, between two steps.
+    """Gather and use the weight of a layer in slices from now on, between two steps.
 
     It leaves the unit that it was in and becomes one of its own; its value, gradient and optimizer state stay what they
     are.
@@ -306,7 +306,7 @@ def slice_weight(modules: Sequence[nn.Module], weight: ShardedTensor, num_slices
     """
     holders = check_sliced(modules, weight.name, weight, dim=weight.shard_layout.dim)
     old = weight.gather_source
-    if not isinstance(old, Unit) or not isinstance(old.observer, Runtime):
+    if not isinstance(old, Unit):
         raise StateError(f"{weight.name}: only a parameter of a sharded model can be sliced. Call fully_shard first.")
     is_apart = old.params == [weight] and old.modules == holders
     unit = old if is_apart else _unit_of_its_own(modules, old, weight, holders)
@@ -348,19 +348,17 @@ def is_sliced(param: Tensor, num_slices: int) -> bool:
 
 def _unit_of_its_own(modules: Sequence[nn.Module], old: Unit, weight: ShardedTensor, holders: list[nn.Module]) -> Unit:
     """Take a weight out of a unit, and make it one; calls on a sharded module that were for the one are for both."""
-    runtime = old.observer
-    assert isinstance(runtime, Runtime)
     for param in old.params:
         if isinstance(param.grad, ShardedTensor):
             param.grad.shard_storage.resolve()  # what is on its way belongs to the unit as it was
-    runtime.reducer.forget(old)
+    old.model.get(Reducer).forget(old)
     old.free()
     old.params = [param for param in old.params if param is not weight]
     old.restart()
     label = weight.name.rpartition(".")[0] or type(holders[0]).__name__
     settings = replace(old.settings, reshard_after_forward=True, reshard_after_backward=True)
-    unit = Unit([weight], holders, label=label, observer=runtime, settings=settings)
-    runtime.adopt(unit)
+    unit = Unit([weight], holders, label=label, model=old.model, settings=settings)
+    old.model.get(Runtime).adopt(unit)
     for module in holders:
         attach(module, unit)
     for owner in dict.fromkeys(m for root in modules for m in root.modules() if isinstance(m, FSDPModule)):
@@ -370,7 +368,7 @@ def _unit_of_its_own(modules: Sequence[nn.Module], old: Unit, weight: ShardedTen
 
 
 def gather_whole(unit: Unit) -> None:
-    """From now on gather the weight of a unit that was sliced at once, between two steps. Communicates nothing."""
+    """Gather the weight of a unit that was sliced at once from now on, between two steps. Communicates nothing."""
     unit.change(num_slices=1)
     for module in unit.modules:
         if isinstance(module.__dict__.get("forward"), SlicedForward):

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,13 +28,12 @@ from dshard.collectives import (
     with_comms,
 )
 from dshard.gradients.reducer import Reducer
-from dshard.gradients.reduction import told_label
+from dshard.gradients.reduction import reduce_steps, told_label
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.tensor import ShardedTensor
 from dshard.tensor.shard_storage import ShardStorage
+from dshard.units.buckets import Bucket
 from dshard.units.unit import Unit
-
-__all__ = ["FirstSlice", "Rows", "SliceReduction", "cut_rows", "for_each_slice", "slices_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,48 +118,39 @@ def cut_rows(layout: ShardLayout, num_slices: int) -> list[Rows]:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """How one slice travels.
+class Slice(Bucket):
+    """One slice of a weight, which travels as any bucket of its unit would.
 
     Args:
         rows: Which rows it has.
         label: For messages, and for the check that all ranks are at the same one.
-        plan: How it is gathered.
-        reduce_plan: How its gradient is reduced.
-        is_meta: Whether the weight has no memory yet.
     """
 
     rows: Rows
     label: str
-    plan: GatherPlan
-    reduce_plan: ReducePlan
-    is_meta: bool
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its values."""
-        return self.rows.sliced_layout.numel * self.plan.dtype.itemsize
+        return self.rows.sliced_layout.numel * self.dtype.itemsize
 
 
 def slices_of(unit: Unit, dtype: torch.dtype) -> Sequence[Slice]:
     """The slices of the weight that a unit consists of, as they travel in a dtype."""
-    make: Any = partial(_make, unit, dtype)
-    found: Any = unit.known_buckets(("slices", unit.settings.num_slices, unit.label, dtype), make)
-    return list[Slice](found)
+    key = "slices", unit.settings.num_slices, unit.label, dtype
+    return unit.known_buckets(key, partial(_make, unit, dtype))
 
 
-def _make(unit: Unit, dtype: torch.dtype) -> Any:
-    param = unit.params[0]
-    group, parts = (
-        with_comms(param.shard_group, unit.settings.comms),
-        cut_rows(param.shard_layout, unit.settings.num_slices),
-    )
+def _make(unit: Unit, dtype: torch.dtype) -> list[Slice]:
+    param, num_slices = unit.params[0], unit.settings.num_slices
+    group, parts = with_comms(param.shard_group, unit.settings.comms), cut_rows(param.shard_layout, num_slices)
     slices = []
     for number, rows in enumerate(parts, 1):
         layout = BucketLayout.of([rows.sliced_layout])
         plan = GatherPlan.of(layout, [(max(1, param.shape[1]), 1)], dtype, group)
-        label = f"{unit.label}, slice {number} of {len(parts)}"
-        slices.append(Slice(rows, label, plan, ReducePlan.of(layout, group), param.is_meta))
+        label, is_cast = f"{unit.label}, slice {number} of {len(parts)}", dtype != param.storage_dtype
+        reduce_plan = ReducePlan.of(layout, group)
+        slices.append(Slice((0,), dtype, is_cast, plan, reduce_plan, group, param.is_meta, None, rows, label))
     return slices
 
 
@@ -187,7 +176,7 @@ def for_each_slice(unit: Unit, dtype: torch.dtype, use: Callable[[Rows, Tensor],
         for rows in cut_rows(unit.params[0].shard_layout, 1):
             use(rows, whole)
         return
-    unit.observer.on_touch(unit)
+    unit.model.eviction.before_touch(unit)
     slices = slices_of(unit, dtype)
     handle = ahead.take(dtype)
     unit.free()  # what is there is stale
@@ -200,7 +189,7 @@ def for_each_slice(unit: Unit, dtype: torch.dtype, use: Callable[[Rows, Tensor],
                 gathered = handle.wait()
             handle = _start(unit, slices[number]) if number < len(slices) else None
             if handle is None:
-                unit.observer.on_touched(unit)
+                unit.model.eviction.after_touch(unit)
             values, memory = gathered.tensors[0], gathered.memory
             del gathered
             try:
@@ -209,13 +198,13 @@ def for_each_slice(unit: Unit, dtype: torch.dtype, use: Callable[[Rows, Tensor],
                 del values  # the pool takes back what nobody refers to
                 unit.slice_bytes -= part.num_bytes
                 if memory is not None:
-                    unit.observer.pool.give(memory)
+                    unit.model.pool.give(memory)
                 memory = None
     finally:
         if not ahead.is_there:
             unit.slice_bytes = 0
             if not unit.is_gathered:
-                unit.observer.on_free(unit)
+                unit.model.eviction.note_free(unit)
 
 
 class FirstSlice:
@@ -269,25 +258,24 @@ class FirstSlice:
         memory = gathered.memory if gathered is not None else None
         del gathered, handle
         if memory is not None:
-            self._unit.observer.pool.give(memory)
+            self._unit.model.pool.give(memory)
 
 
 def _start(unit: Unit, part: Slice) -> Handle[Gathered]:
     """Start to gather a slice."""
     param = unit.params[0]
-    group = part.reduce_plan.group
     unit.slice_bytes += part.num_bytes
-    unit.observer.on_gather(unit)
+    unit.model.eviction.note_gather(unit)
     with outside_autograd(), profiled("gather", part.label):
-        shard = part.rows.of_shard(param.shard_storage.resolve(), group.rank)
-        is_row = not group.is_direct and shard.dtype == part.plan.dtype and shard.numel() == part.plan.row_numel
+        shard = part.rows.of_shard(param.shard_storage.resolve(), part.group.rank)
+        is_row = not (part.group.is_direct or part.is_cast) and shard.numel() == part.plan.row_numel
         return collectives.all_gather(
             [shard],
             part.plan,
-            group,
+            part.group,
             label=part.label,
             tag=hash(param.shard_storage.signature),
-            pool=unit.observer.pool,
+            pool=unit.model.pool,
             row=shard.reshape(-1) if is_row else None,
         )
 
@@ -309,12 +297,12 @@ class SliceReduction:
         self._reducer, self._unit = weakref.ref(reducer), weakref.ref(unit)
         param = unit.params[0]
         self._replicas, self._tag = param.shard_group.replicas, hash(param.shard_storage.signature)
-        self._pool, self._hook = unit.observer.pool, unit.settings.reduce_hook
+        self._pool, self._hook = unit.model.pool, unit.settings.reduce_hook
         divisor = unit.settings.divisor
         self._mean, self._divisor = unit.settings.averages and divisor is None, divisor
         self._dtype = unit.reduce_dtypes[0] or param.storage_dtype
         self._shard = torch.zeros_like(param.shard_storage.resolve(), memory_format=torch.contiguous_format)
-        self._in_flight: tuple[Slice, Handle[Reduced]] | None = None
+        self._in_flight: tuple[Slice, Steps[Reduced]] | None = None
 
     def add(self, part: Slice, grad: Tensor) -> None:
         """Start to reduce the gradient of a slice, once the one before it is here.
@@ -328,37 +316,32 @@ class SliceReduction:
             if reducer is not None:
                 reducer.make_room_for_slice(self)
             self.settle()
-            bucket = ReduceBucket(
-                part.reduce_plan,
-                dtype=self._dtype,
-                device=grad.device,
-                label=told_label(part.label, self._divisor),
-                pool=self._pool,
-            )
+            label = told_label(part.label, self._divisor)
+            plan = part.reduce_plan
+            bucket = ReduceBucket(plan, dtype=self._dtype, device=grad.device, label=label, pool=self._pool)
             bucket.add(0, grad)
-            self._in_flight = part, bucket.launch(mean=self._mean)
+            all_reduce = None
+            if self._replicas is not None:
+                all_reduce = partial(
+                    all_reduce_row,
+                    replicas=self._replicas,
+                    mean=self._mean,
+                    label=label,
+                    tag=self._tag,
+                    pool=self._pool,
+                    num_flags=plan.num_flags,
+                )
+            self._in_flight = part, Steps(reduce_steps(bucket, None, all_reduce, self._hook, mean=self._mean))
 
     def settle(self) -> None:
         """Wait for the slice that is in flight, if one is, and put it in its place."""
         if self._in_flight is None:
             return
-        part, handle = self._in_flight
+        part, steps = self._in_flight
         with outside_autograd(), profiled("reduce_wait", part.label):
-            reduced, self._in_flight = handle.wait(), None
-            if self._replicas is not None:
-                steps = all_reduce_row(
-                    reduced.row,
-                    self._replicas,
-                    mean=self._mean,
-                    label=told_label(part.label, self._divisor),
-                    tag=self._tag,
-                    pool=self._pool,
-                    num_flags=part.reduce_plan.num_flags,
-                )
-                Steps(steps).advance(sys.maxsize)
-            if self._hook is not None:
-                self._hook(reduced.row)
-            own = part.rows.of_shard(self._shard, part.reduce_plan.group.rank).copy_(reduced.shards[0])
+            steps.advance(sys.maxsize)  # raises again, if it is called again
+            self._in_flight = None
+            own = part.rows.of_shard(self._shard, part.group.rank).copy_(steps.result.shards[0])
             if self._divisor is not None:
                 own.div_(self._divisor)
 
@@ -371,11 +354,11 @@ class SliceReduction:
             self.settle()  # what follows is started by all ranks at one point of the program
         pending = self if self._in_flight is not None else None
         shard = None if pending is not None else self._shard
-        cell = ShardStorage(shard, param.shard_storage.layout, pending, is_shared=True)
-        cell.is_reduced = True
-        return param.like(cell)
+        storage = ShardStorage(shard, param.shard_storage.layout, pending, is_shared=True)
+        storage.is_reduced = True
+        return param.like(storage)
 
-    def __call__(self, cell: ShardStorage) -> None:
-        """The gradient in `cell` is used."""
+    def __call__(self, storage: ShardStorage) -> None:
+        """The gradient in `storage` is used."""
         self.settle()
-        cell.deliver(self._shard)
+        storage.deliver(self._shard)

@@ -19,7 +19,7 @@ from dshard.tensor.traced import unflatten
 __all__ = ["GatherSource", "MixedShardedTensor", "OffloadedShardedTensor", "OpClass", "ShardedTensor", "classify"]
 
 ShardedTensor._dispatch = staticmethod(dispatch)
-ShardedTensor._unflatten = staticmethod(unflatten)
+ShardedTensor.__tensor_unflatten__ = classmethod(unflatten)  # type: ignore[assignment, method-assign]
 if not asks_subclasses():
     ask_the_class(ShardedTensor)
 

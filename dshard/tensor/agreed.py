@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["AgreedTensor"]
-
 
 class AgreedTensor(Tensor):
     """A plain tensor that is equal on all ranks, made by a reduction over sharded tensors.
@@ -26,7 +24,7 @@ class AgreedTensor(Tensor):
         return self.as_subclass(Tensor)
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
-        """The same: every rank holds all of it. Communicates nothing."""
+        """The value, all of which every rank holds. Communicates nothing."""
         return self.as_subclass(Tensor)
 
     def __format__(self, format_spec: str) -> str:
@@ -49,13 +47,11 @@ class AgreedTensor(Tensor):
 def _are_agreed(values: Any) -> bool:
     """Whether all tensors in some arguments are equal on all ranks."""
     return all(
-        _are_agreed(value) if isinstance(value, (list, tuple)) else not isinstance(value, Tensor) or _is_agreed(value)
+        _are_agreed(value)
+        if isinstance(value, (list, tuple))
+        else isinstance(value, AgreedTensor) or not isinstance(value, Tensor)
         for value in values
     )
-
-
-def _is_agreed(value: Tensor) -> bool:
-    return isinstance(value, AgreedTensor)
 
 
 def _plain(value: Any) -> Any:

@@ -1,24 +1,18 @@
 """Where every operation on a ShardedTensor arrives."""
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.distributed.tensor import Placement
 
 from dshard.tensor import shardwise, step_ops, writes
 from dshard.tensor.homes import apart, once_per_home
 from dshard.tensor.sharded_tensor import ShardedTensor
 from dshard.tensor.stepping import is_stepping
-from dshard.tensor.table import OpClass, classify
+from dshard.tensor.table import Args, Handler, Kwargs, OpClass, classify
 from dshard.tensor.views import ViewStep, view_metas
-
-__all__ = ["dispatch"]
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-Handler = Callable[[OpOverload, Args, Kwargs], Any]
-
 
 _MAX_REMEMBERED = 64  # views of one tensor, and of views of it
 
@@ -48,22 +42,22 @@ def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if known is None:
         if len(cache) >= _MAX_REMEMBERED:
             cache.clear()
-        known = cache[key] = _described(source, func, args[1:], kwargs, computes)
+        precision = source.wire_precision if computes else None  # of a view, its own dtype is that of its use
+        dtype = (precision.compute if precision is not None else None) or source.storage_dtype
+        known = cache[key] = described(source, dtype, ViewStep(func, args[1:], kwargs))
     if not isinstance(known, list):
         steps, spec = known
         return source.lazy_view(steps, spec, key, computes=computes)
     return [source.lazy_view(steps, spec, (*key, i), computes=computes) for i, (steps, spec) in enumerate(known)]
 
 
-def _described(source: ShardedTensor, func: OpOverload, args: Args, kwargs: Kwargs, computes: bool) -> Any:
-    """Steps from the base, and DTensor's description, of a view or of each of several."""
-    steps = () if source._view is None else source._view.steps
-    precision = source.wire_precision if computes else None  # of a view, its own dtype is that of its use
-    dtype = (precision.compute if precision is not None else None) or source.storage_dtype
-    metas = view_metas(source, dtype, func, args, kwargs)
+def described(source: ShardedTensor, dtype: torch.dtype, step: ViewStep, lie: Placement | None = None) -> Any:
+    """Steps from the base, and DTensor's description, of a view of a tensor in some dtype, or of each of several."""
+    metas = view_metas(source, dtype, step)
     if not isinstance(metas, list):
-        return (*steps, ViewStep(func, args, kwargs)), source.view_spec(metas)
-    return [((*steps, ViewStep(func, args, kwargs, i)), source.view_spec(meta)) for i, meta in enumerate(metas)]
+        return (*source.view_steps, step), source.view_spec(metas, lie)
+    steps = [replace(step, index=i) for i in range(len(metas))]
+    return [((*source.view_steps, one), source.view_spec(meta, lie)) for one, meta in zip(steps, metas, strict=True)]
 
 
 def _frozen(value: Any) -> Any:

@@ -1,18 +1,12 @@
 """Lists of tensors of which some are kept elsewhere than others: operations over lists run once for each device."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch._ops import OpOverload
 
 from dshard.tensor.offloaded import OffloadedShardedTensor
 from dshard.tensor.sharded_tensor import ShardedTensor
-
-__all__ = ["apart", "once_per_home"]
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-Handler = Callable[[OpOverload, Args, Kwargs], Any]
+from dshard.tensor.table import Args, Handler, Kwargs
 
 
 def _homes(args: Args) -> list[Any]:

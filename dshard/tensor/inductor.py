@@ -9,13 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-
-__all__ = ["lower_gathers"]
-
-_done: list[Any] = []  # the module of which the table of lowerings has ours
 
 
 def lower_gathers(gather: OpOverload) -> None:
@@ -25,9 +20,9 @@ def lower_gathers(gather: OpOverload) -> None:
         gather: The operation; its last argument says whether the result is memory of the graph's own.
     """
     lowering: Any = sys.modules.get("torch._inductor.lowering")
-    if lowering is None or lowering in _done:
+    if lowering is None or getattr(lowering, "_has_dshards", False):
         return
-    _done.append(lowering)
+    lowering._has_dshards = True
     run: Callable[..., Any] = lowering.fallback_handler(gather)
 
     def lower(*args: Any) -> Any:
@@ -56,9 +51,5 @@ def _only_reads(user: fx.Node, source: fx.Node) -> bool:
     if isinstance(given, Tensor) and isinstance(taken, Tensor) and given.dtype != taken.dtype:
         return True  # a cast
     # What has one operand may be lowered to nothing; what has several is computed.
-    tensors = [arg for arg in (*user.args, *user.kwargs.values()) if isinstance(arg, fx.Node) and _is_tensor(arg)]
-    return len(tensors) > 1
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
+    nodes = [arg for arg in (*user.args, *user.kwargs.values()) if isinstance(arg, fx.Node)]
+    return sum(isinstance(node.meta.get("val"), Tensor) for node in nodes) > 1

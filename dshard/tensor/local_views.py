@@ -8,10 +8,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dshard.errors import UnsupportedOpError
-from dshard.tensor.inner import gathered_stride, inner_of
+from dshard.tensor.tp_layout import gathered_stride, tp_layout_of
 from dshard.tensor.views import View, ViewMeta, ViewStep
-
-__all__ = ["LocalTensor", "is_in_forward", "is_local"]
 
 
 def _take_local(operand: Tensor) -> Tensor:
@@ -36,7 +34,7 @@ def is_local(view: View | None) -> bool:
 def is_in_forward(tensor: Any) -> bool:
     """Whether a forward runs of a module whose unit holds this DTensor parameter."""
     source = tensor.gather_source
-    return inner_of(tensor.shard_storage.layout) is not None and source is not None and source.num_active > 0
+    return tp_layout_of(tensor.shard_storage.layout) is not None and source is not None and source.num_active > 0
 
 
 class LocalTensor(torch.autograd.Function):
@@ -46,11 +44,11 @@ class LocalTensor(torch.autograd.Function):
     def forward(ctx: Any, tensor: Any, grad_placements: Any) -> Tensor:
         """Remember it; nothing is gathered before its use."""
         layout = tensor.shard_storage.layout
-        inner = inner_of(layout)
-        assert inner is not None
+        tp = tp_layout_of(layout)
+        assert tp is not None
         meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-        placements = tuple(grad_placements) if grad_placements is not None else inner.placements
-        ctx.spec = DTensorSpec(inner.mesh, placements, tensor_meta=meta)
+        placements = tuple(grad_placements) if grad_placements is not None else tp.placements
+        ctx.spec = DTensorSpec(tp.mesh, placements, tensor_meta=meta)
         local = ViewMeta(torch.Size(layout.shape), gathered_stride(layout, tensor.stride()), tensor.dtype)
         computes = tensor.computes()
         key = computes, "to_local"

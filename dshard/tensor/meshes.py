@@ -13,17 +13,6 @@ from dshard import collectives
 from dshard.collectives import ShardGroup
 from dshard.errors import StateError
 
-__all__ = [
-    "data_parallel_mesh",
-    "default_mesh",
-    "group_of",
-    "is_mesh_within",
-    "mesh_within",
-    "note_groups",
-    "placements_of",
-    "shared_dims",
-]
-
 
 def default_mesh() -> DeviceMesh:
     """The mesh of all ranks.

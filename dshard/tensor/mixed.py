@@ -10,8 +10,6 @@ from torch import Tensor
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.traced_meta import GRAD
 
-__all__ = ["MixedShardedTensor", "is_in_mixed_forward", "note_forward"]
-
 _OFF: Any = torch._C._disabled_torch_function_impl
 _ABOUT_THE_OBJECT = frozenset(
     {

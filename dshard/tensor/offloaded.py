@@ -1,6 +1,6 @@
 """Parameters that are not kept where they are used, and what descends from them."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -11,8 +11,6 @@ from dshard.tensor.mixed import MixedShardedTensor
 from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sharded_tensor import KIN, SHARDED, ShardedTensor
 from dshard.tensor.views import empty_of
-
-__all__ = ["OffloadedShardedTensor"]
 
 _DEVICE: Any = torch.Tensor.device  # descriptor; autograd and torch's own code go by it
 
@@ -32,30 +30,30 @@ class OffloadedShardedTensor(MixedShardedTensor):
     @classmethod
     def wrap(
         cls,
-        cell: ShardStorage,
+        storage: ShardStorage,
         spec: DTensorSpec,
         group: ShardGroup,
         *,
         name: str = "",
         prototype: Tensor | None = None,
         requires_grad: bool = False,
-    ) -> ShardedTensor:
-        """As of any sharded tensor; `prototype` is one at home."""
-        local = prototype if prototype is not None else cell.resolve()
+    ) -> Self:
+        """Make one around a shard; `prototype` is a plain tensor at home."""
+        local = prototype if prototype is not None else storage.resolve()
         away = local if local.is_meta else empty_of(local.dtype, group.device)
-        out = super().wrap(cell, spec, group, name=name, prototype=away, requires_grad=requires_grad)
+        out = super().wrap(storage, spec, group, name=name, prototype=away, requires_grad=requires_grad)
         out.__dict__["_home_device"] = local.device
         OffloadedShardedTensor.num_made += 1
         return out
 
     @property
     def storage_device(self) -> torch.device:
-        """Of its shard: its home."""
+        """The device of its shard: its home."""
         shard = self.shard_storage.tensor
         return self._home_device if shard is None else shard.device
 
     def _device_here(self) -> torch.device:
-        """Of its value where it is used now."""
+        """The device of its value where it is used now."""
         source: Any = self.gather_source
         is_away = source is not None and source.is_running
         found: torch.device = _DEVICE.__get__(self) if is_away else self.storage_device

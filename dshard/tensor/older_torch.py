@@ -11,8 +11,6 @@ import torch
 from torch._library import simple_registry
 from torch.distributed.tensor import DTensor
 
-__all__ = ["ask_the_class", "asks_subclasses"]
-
 
 def asks_subclasses() -> bool:
     """Whether this torch calls the `__torch_dispatch__` of a subclass of DTensor."""
@@ -27,7 +25,7 @@ def ask_the_class(tensor_class: type[DTensor]) -> None:
     def rule(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return tensor_class.__torch_dispatch__(func, types, args, kwargs)
 
-    def find_or_ask(self: Any, torch_dispatch_class: type) -> Callable[..., Any] | None:
-        return rule if issubclass(torch_dispatch_class, tensor_class) else find(self, torch_dispatch_class)
+    def find_or_ask(rules: Any, torch_dispatch_class: type) -> Callable[..., Any] | None:
+        return rule if issubclass(torch_dispatch_class, tensor_class) else find(rules, torch_dispatch_class)
 
     holder.find = find_or_ask

@@ -9,29 +9,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dshard.tensor.agreed import AgreedTensor
-from dshard.tensor.inner import full_shape, part_of
 from dshard.tensor.sharded_tensor import ShardedTensor
 from dshard.tensor.stepping import is_stepping
 from dshard.tensor.strides import bytes_of
+from dshard.tensor.tp_layout import full_shape, part_of
 
 _SMALL = 1024  # elements of an operand of a write that ranks compare
 
-__all__ = [
-    "beside",
-    "common_layout",
-    "cut_to",
-    "is_recorded",
-    "lies_like",
-    "map_tensors",
-    "materialize",
-    "numbers_in",
-    "takes_own_data",
-    "unwrap_result",
-]
-
 
 def map_tensors(value: Any, change: Callable[[ShardedTensor], Any]) -> Any:
-    """`value` with every ShardedTensor in it, also in lists and tuples, replaced by `change` of it.
+    """`value` with every ShardedTensor in it, also in lists, tuples and dicts, replaced by `change` of it.
 
     Other DTensors, as torch's distributed state dicts bring them, give their full values.
     """
@@ -41,6 +28,8 @@ def map_tensors(value: Any, change: Callable[[ShardedTensor], Any]) -> Any:
         return value.full_tensor()
     if isinstance(value, (list, tuple)):
         return type(value)([map_tensors(v, change) for v in value])
+    if isinstance(value, dict):
+        return {name: map_tensors(v, change) for name, v in value.items()}
     return value
 
 
@@ -88,7 +77,7 @@ def common_layout(values: Sequence[Any]) -> ShardedTensor | None:
 
 def takes_own_data(target: ShardedTensor, operands: Sequence[Any]) -> bool:
     """Whether a write puts data of this rank alone into a temporary, which then has to be whole."""
-    base = target if target._view is None else target._view.base
+    base = target.base
     if base.shard_storage.is_shared or base.shard_layout.dim is None or is_stepping():
         return False
     return is_recorded(target, *operands) or any(_has_plain(v) for v in operands)

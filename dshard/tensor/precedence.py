@@ -12,17 +12,15 @@ from torch import Tensor
 
 from dshard.tensor.sharded_tensor import SHARDED, VIEWS, ShardedTensor
 
-__all__ = ["asked_before", "give_precedence"]
-
 
 def _absent(name: str) -> Any:
-    def get(self: Any) -> Any:
+    def get(self: ShardedTensor) -> Any:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     return property(get)
 
 
-def _of_gathered(self: Any, name: str) -> Any:
+def _of_gathered(self: ShardedTensor, name: str) -> Any:
     """An attribute that it has none of: in a forward, that of what it is there."""
     view = self._view
     is_in_forward = self.compute_dtype() is not None if view is None else view.computes

@@ -3,6 +3,7 @@
 import sys
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,57 +11,29 @@ from torch import Tensor
 from dshard.collectives import is_storage_held
 from dshard.layout import ShardLayout
 
-__all__ = ["BURST", "OPERANDS", "ShardStorage"]
 
-
-# The operation whose operands are being gathered, if one is. Nobody writes to a shard meanwhile.
-BURST: list[object | None] = [None]
-OPERANDS: list[tuple[object, ...]] = [()]  # its arguments
-
-
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class ShardStorage:
     """Holds one shard; shared by a ShardedTensor and its detached aliases.
 
     Args:
         tensor: The shard, or None while it is in flight.
         layout: How the full tensor is cut. A temporary that is written with this rank's own data becomes whole.
-        pending: Called with the cell at the first use; must leave a tensor in it.
+        _pending: Called with this storage at the first use; must leave a tensor in it.
         is_shared: Whether it belongs to a parameter, a gradient or an optimizer's state, to which all ranks write the
             same values; else to a temporary, which a rank may fill with data of its own.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_awaited",
-        "_pending",
-        "is_reduced",
-        "is_retired",
-        "is_shared",
-        "layout",
-        "num_writes",
-        "standin",
-        "tag",
-        "tensor",
-    )
-
-    def __init__(
-        self,
-        tensor: Tensor | None,
-        layout: ShardLayout,
-        pending: Callable[["ShardStorage"], None] | None = None,
-        *,
-        is_shared: bool = False,
-    ) -> None:
-        self.tensor = tensor
-        self.standin: Tensor | None = None  # the shard as an optimizer sees it, while the cell holds that shard
-        self.layout = layout
-        self.is_shared = is_shared
-        self.is_retired = False  # the shard is elsewhere now
-        self.is_reduced = False  # it is a gradient, or a sum of some, that all ranks have added up, on its way
-        self.tag = 0
-        self.num_writes = 0
-        self._pending = pending
-        self._awaited: tuple[ShardStorage, ...] = ()
+    tensor: Tensor | None
+    layout: ShardLayout
+    _pending: "Callable[[ShardStorage], None] | None" = None
+    is_shared: bool = field(default=False, kw_only=True)
+    standin: Tensor | None = field(default=None, init=False)  # the shard as an optimizer sees it, while it is held here
+    is_retired: bool = field(default=False, init=False)  # the shard is elsewhere now
+    is_reduced: bool = field(default=False, init=False)  # it is a gradient that all ranks have added up, on its way
+    tag: int = field(default=0, init=False)
+    num_writes: int = field(default=0, init=False)
+    _awaited: "tuple[ShardStorage, ...]" = field(default=(), init=False)
 
     @property
     def is_pending(self) -> bool:
@@ -81,7 +54,7 @@ class ShardStorage:
         """Take part in the tag what the shard was written with, for ranks to compare at the next gather.
 
         Args:
-            facts: Numbers and indices, and tags of other cells; nothing is signed where all are empty or zero.
+            facts: Numbers and indices, and tags of other storages; nothing is signed where all are empty or zero.
         """
         if any(facts):
             self.tag = zlib.crc32(repr((self.tag, facts)).encode())
@@ -108,12 +81,12 @@ class ShardStorage:
         """Whether somebody else refers to the shard or its memory, who would not follow it to another place.
 
         Args:
-            own_refs: References to the tensor that the caller knows of, besides the cell's.
+            own_refs: References to the tensor that the caller knows of, besides the storage's.
             storage_refs: References to its memory that the caller knows of.
         """
         tensor, self.standin = self.resolve(), None
         return (
-            sys.getrefcount(tensor) > own_refs + 3  # the cell, this name, the call
+            sys.getrefcount(tensor) > own_refs + 3  # the storage, this name, the call
             or tensor._use_count() > 1  # type: ignore[attr-defined]
             or is_storage_held(tensor, num_tensors=storage_refs)
         )
@@ -127,7 +100,7 @@ class ShardStorage:
     def retire(self, why: Exception) -> None:
         """Let go of the shard, which is elsewhere now; every later use raises."""
 
-        def refuse(cell: "ShardStorage") -> None:
+        def refuse(storage: "ShardStorage") -> None:
             raise why
 
         self.tensor = self.standin = None
@@ -136,19 +109,19 @@ class ShardStorage:
 
     def awaits(self, other: "ShardStorage") -> bool:
         """Whether the shard of `other` is this one, or will be added to it."""
-        return other is self or any(other is cell for cell in self._awaited)
+        return other is self or any(other is storage for storage in self._awaited)
 
     def add_later(self, other: "ShardStorage") -> None:
         """Add a shard that is in flight, once one of the two is used."""
         before = self._pending
 
-        def add(cell: ShardStorage) -> None:
+        def add(storage: ShardStorage) -> None:
             added = other.resolve()  # ahead of all else: if it raises, nothing has happened
             if before is not None:
-                before(cell)
-            assert cell.tensor is not None
-            cell.tensor.add_(added)
-            torch.autograd.graph.increment_version(cell.tensor)
+                before(storage)
+            assert storage.tensor is not None
+            storage.tensor.add_(added)
+            torch.autograd.graph.increment_version(storage.tensor)
 
         self._pending = add
         self._awaited = (*self._awaited, other)

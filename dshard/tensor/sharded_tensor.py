@@ -1,5 +1,6 @@
 """ShardedTensor: a tensor whose storage is sharded over the ranks, and which always means its full value."""
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,34 +9,28 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dshard import collectives
-from dshard.collectives import GatherPlan, ShardGroup, shard_of
-from dshard.errors import PlacementError
+from dshard.collectives import GatherPlan, shard_of
+from dshard.errors import PlacementError, StateError
 from dshard.layout import BucketLayout, ShardLayout
-from dshard.policies import Precision
-from dshard.tensor.compute_dtype import ComputeDtype
-from dshard.tensor.copying import Copying
-from dshard.tensor.exports import Exports
-from dshard.tensor.extended import exact_values
-from dshard.tensor.inner import gathered_stride, inner_of, lie_of, on_mesh, part_of, viewed, whole
+from dshard.tensor.copying import rebuild
 from dshard.tensor.meshes import group_of, placements_of
 from dshard.tensor.shard_storage import ShardStorage
-from dshard.tensor.sources import GatherSource, Origin, is_used_away, return_home
+from dshard.tensor.sharded_base import ShardedBase
+from dshard.tensor.sources import Origin, Use, is_used_away, rejoin_source
 from dshard.tensor.stepping import is_stepping
 from dshard.tensor.strides import dense_stride, restrided
-from dshard.tensor.views import View, ViewMeta, ViewStep, empty_of
+from dshard.tensor.subclass_shards import exact_values
+from dshard.tensor.tp_layout import gathered_stride, part_of, tp_layout_of, tp_operand, viewed, whole
+from dshard.tensor.views import View, ViewStep, empty_of
 
-_NEW: Any = torch.Tensor._dtensor__new__
 _DATA: Any = torch.Tensor.data  # descriptors
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
-__all__ = ["KIN", "REQUIRES_GRAD", "SHARDED", "VIEWS", "ShardedTensor", "View"]
 
-
-class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
+class ShardedTensor(ShardedBase):
     """A tensor of which every rank holds a shard, and which means its full value wherever it is used.
 
     An operation that can be computed on the shards runs on the shards; views are lazy; every other operation gathers,
@@ -47,58 +42,11 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
     know it; its dispatch is its own.
     """
 
-    shard_storage: ShardStorage
-    shard_group: ShardGroup
-    given_name: str
-    gather_source: GatherSource | None = None
-    gather_slot: int = -1
-    _view: View | None = None
-    origin: Origin | None = None
-    known_views: dict[Any, Any] | None = None
-    swapped_home: tuple[GatherSource, int] | None = None  # where it belongs if a swap puts it in its origin's place
-    is_added_up: bool = False  # as a gradient: already part of the buffer that `.grad` awaits
-    grad_hook_handle: Any = None
-    stands_for: "ShardedTensor | None" = None  # of a gradient that names another dtype, the one with the right name
-    wire_precision: Precision | None = None  # of a parameter, in which dtypes it travels
-
-    # `swap_tensors` swaps slots after dicts; `_local_tensor` lives in the dict's cell and must not be swapped back.
+    # `swap_tensors` swaps slots after dicts; what `_local_tensor` reads lies in the dict, and must not be swapped back.
     __slotnames__: ClassVar[list[str]] = ["_spec"]
 
     _dispatch: ClassVar[Callable[..., Any]]  # bound by dshard.tensor, which knows both the class and the op table
-    _unflatten: ClassVar[Callable[..., Any]]  # the same
     adopt: ClassVar[Callable[["ShardedTensor"], None] | None] = None  # bound by dshard.runtime
-
-    @classmethod
-    def wrap(
-        cls,
-        cell: ShardStorage,
-        spec: DTensorSpec,
-        group: ShardGroup,
-        *,
-        name: str = "",
-        prototype: Tensor | None = None,
-        requires_grad: bool = False,
-    ) -> "ShardedTensor":
-        """Make a ShardedTensor around a shard.
-
-        Args:
-            cell: The shard and how it is cut.
-            spec: DTensor's description: mesh, placements, and the shape, strides and dtype of the full tensor.
-            group: The ranks that hold it.
-            name: For messages.
-            prototype: Plain tensor of the dtype and device; needed while the shard is in flight.
-            requires_grad: As of any tensor.
-
-        Communicates:
-            Nothing.
-        """
-        local = prototype if prototype is not None else cell.resolve()
-        if local.storage_offset():  # which would become this one's: torch.compile takes apart only what starts at 0
-            local = empty_of(local.dtype, local.device)
-        self: ShardedTensor = _NEW(cls, local, spec, requires_grad=requires_grad)  # what DTensor's own __new__ calls
-        self._spec = spec
-        self.shard_storage, self.shard_group, self.given_name = cell, group, name
-        return self
 
     @classmethod
     def shard(
@@ -129,62 +77,41 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
     def like(
         self, shard: Tensor | ShardStorage, *, dtype: torch.dtype | None = None, stride: tuple[int, ...] | None = None
     ) -> "ShardedTensor":
-        """A ShardedTensor of this one's layout around another shard; `dtype`, `stride` where they differ from its."""
+        """A ShardedTensor of this one's layout around another shard, which may be in flight.
+
+        Args:
+            shard: The other shard.
+            dtype: Of the tensor; by default the shard's, or where that is in flight this one's.
+            stride: Of the full tensor; by default this one's.
+        """
         layout, is_shared = self.shard_layout, is_stepping()
-        cell = shard if isinstance(shard, ShardStorage) else ShardStorage(shard, layout, is_shared=is_shared)
-        spec = self._spec
-        if dtype is None and not cell.is_pending:
-            dtype = cell.resolve().dtype
+        storage = shard if isinstance(shard, ShardStorage) else ShardStorage(shard, layout, is_shared=is_shared)
+        spec, prototype = self._spec, None
         meta = spec.tensor_meta
         assert meta is not None
+        if dtype is not None or storage.is_pending:
+            device = self.storage_device if storage.tensor is None else storage.tensor.device
+            prototype = empty_of(dtype or meta.dtype, device)
+        else:
+            dtype = storage.resolve().dtype
         if dtype not in (None, meta.dtype) or stride not in (None, meta.stride):
             new_meta = TensorMeta(meta.shape, stride or meta.stride, dtype or meta.dtype)
             spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=new_meta)
-        prototype = self.shard_storage.resolve() if cell.is_pending else None
-        return KIN[type(self)].wrap(cell, spec, self.shard_group, name=self.given_name, prototype=prototype)
+        return KIN[type(self)].wrap(storage, spec, self.shard_group, name=self.given_name, prototype=prototype)
 
     def derived(self, shard: Tensor) -> "ShardedTensor":
         """A cast or copy of this tensor: its gathers go through this one's unit while neither is written to."""
         out = self.like(shard)
         if self.gather_source is not None:
-            out.swapped_home = (self.gather_source, self.gather_slot)
+            out.swapped_source = (self.gather_source, self.gather_slot)
         out.origin = Origin(self, self.shard_storage, self.shard_storage.version, out.shard_storage.version)
         return out
-
-    def alias(self) -> "ShardedTensor":
-        """Another tensor object over the same shard, as `detach()` gives."""
-        cell, prototype = self.shard_storage, self._prototype()
-        out = type(self).wrap(cell, self._spec, self.shard_group, name=self.given_name, prototype=prototype)
-        if self.gather_source is not None:
-            out.gather_source, out.gather_slot = self.gather_source, self.gather_slot
-            if self.has_compute_dtype:
-                out.has_compute_dtype, out.wire_precision = True, self.wire_precision
-        if self._view is not None:
-            out._view = self._view
-        if self.origin is not None:
-            out.origin = self.origin
-        if self.swapped_home is not None:
-            out.swapped_home = self.swapped_home
-        if self.is_added_up:
-            out.is_added_up = True
-        if self.stands_for is not None:
-            out.stands_for = self.stands_for
-        return out
-
-    def of_dtype(self, dtype: torch.dtype, cell: ShardStorage) -> "ShardedTensor":
-        """A ShardedTensor of this one's layout, in another dtype, around a shard that may be in flight."""
-        meta = self._spec.tensor_meta
-        assert meta is not None
-        new_meta = TensorMeta(meta.shape, meta.stride, dtype)
-        spec = DTensorSpec(self._spec.mesh, self._spec.placements, tensor_meta=new_meta)
-        prototype = empty_of(dtype, self.storage_device)
-        return KIN[type(self)].wrap(cell, spec, self.shard_group, name=self.given_name, prototype=prototype)
 
     def lazy_view(
         self, steps: tuple[ViewStep, ...], spec: DTensorSpec, key: tuple[Any, ...], *, computes: bool = False
     ) -> "ShardedTensor":
         """The view of this tensor's base that `steps` give; `spec` describes it, `key` tells its chain apart."""
-        base = self if self._view is None else self._view.base
+        base = self.base
         prototype, meta = self._prototype(), spec.tensor_meta
         if meta is not None and prototype.dtype != meta.dtype:
             prototype = empty_of(meta.dtype, prototype.device)
@@ -192,47 +119,6 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         out = kind.wrap(base.shard_storage, spec, base.shard_group, name=self.given_name, prototype=prototype)
         out._view = View(base, steps, key, computes)
         return out
-
-    def view_spec(self, meta: ViewMeta) -> DTensorSpec:
-        """DTensor's description of a view."""
-        mesh, tensor_meta = self._spec.mesh, TensorMeta(meta.shape, meta.stride, meta.dtype)
-        return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=tensor_meta)
-
-    def _prototype(self) -> Tensor:
-        """A plain tensor of this one's dtype and device, without waiting for a shard in flight."""
-        tensor, meta = self.shard_storage.tensor, self._spec.tensor_meta
-        assert meta is not None
-        if tensor is not None and tensor.dtype == meta.dtype:
-            return tensor
-        return empty_of(meta.dtype, self.storage_device)
-
-    @property
-    def name(self) -> str:
-        """Name for messages: the parameter's, or that of the one it descends from."""
-        return self.given_name or "a ShardedTensor"
-
-    @property
-    def shard_layout(self) -> ShardLayout:
-        """How the tensor, or for a view its base, is cut."""
-        return self.shard_storage.layout
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """How the tensor, or for a view its base, lies over each dim of the mesh."""
-        return lie_of(self.shard_storage.layout, self._spec.mesh)
-
-    is_view: Any = property(lambda self: self._view is not None, doc="Whether it is a lazy view of another one.")
-
-    # DTensor's slot; reading it waits for a shard in flight, so that nobody reads memory that has not arrived.
-    @property
-    def _local_tensor(self) -> Tensor:
-        return self.shard_storage.resolve()
-
-    @_local_tensor.setter
-    def _local_tensor(self, value: Tensor) -> None:
-        cell = self.__dict__.get("shard_storage")
-        if cell is not None:  # else torch's constructor, ahead of `wrap`
-            cell.deliver(value)
 
     @property
     def data(self) -> "ShardedTensor":
@@ -248,7 +134,7 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         is_sharded = isinstance(value, ShardedTensor) and value._view is None
         takes_any_shape = self.shard_layout.dim is None and not self.shard_storage.is_shared and is_sharded
         is_resized = value.shape != self.shape and not takes_any_shape
-        takes_no_size = value.dim() != self.dim() or inner_of(self.shard_layout) is not None
+        takes_no_size = value.dim() != self.dim() or tp_layout_of(self.shard_layout) is not None
         if self._view is not None or (is_resized and takes_no_size):
             raise PlacementError(
                 f"{self.name}: .data of a sharded tensor can be set to a tensor of as many dims as its own shape "
@@ -262,12 +148,12 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
             layout = replace(self.shard_layout, shape=tuple(full.shape)) if is_resized else self.shard_layout
             with torch.inference_mode(mode=False):  # whose tensors have no version
                 own = part_of(full, layout, self.shard_group.rank).clone()
-                cell = ShardStorage(own, layout, is_shared=is_stepping())
-                new = self.like(cell)
+                storage = ShardStorage(own, layout, is_shared=is_stepping())
+                new = self.like(storage)
                 if is_resized:  # an embedding of more tokens, say
                     meta = TensorMeta(full.shape, dense_stride(full), full.dtype)
                     spec = DTensorSpec(self._spec.mesh, self._spec.placements, tensor_meta=meta)
-                    new = self.wrap(cell, spec, self.shard_group, name=self.given_name)
+                    new = self.wrap(storage, spec, self.shard_group, name=self.given_name)
         elif new.shard_storage.resolve().is_inference():
             with torch.inference_mode(mode=False):
                 new = self.like(new.shard_storage.resolve().clone())
@@ -297,50 +183,54 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
             assert ShardedTensor.adopt is not None
             ShardedTensor.adopt(self)
 
-    def materialize(self) -> Tensor:
+    def materialize(self, use: Use | None = None) -> Tensor:
         """The full value as a plain tensor that the caller must neither write to nor keep.
 
         Communicates:
             As `operand`; for a DTensor parameter also an all-gather over its own mesh.
         """
-        return whole(self.operand())
+        return whole(self.operand(use))
 
-    def operand(self) -> Tensor:
+    def operand(self, use: Use | None = None) -> Tensor:
         """The full value as it takes part in an operation: a plain tensor, or for a DTensor parameter a DTensor.
+
+        Args:
+            use: The operation, where it is one.
 
         Communicates:
             An all-gather of the unit, or of this tensor where it belongs to none, unless a fresh copy is at hand.
         """
         view = self._view
         base = self if view is None else view.base
-        if base.swapped_home is not None:
-            return_home(base)
+        if base.swapped_source is not None:
+            rejoin_source(base)
         # A use in backward that autograd does not record gives no gradient: of what a checkpoint saved again, for one.
         if base.grad_hook_handle is None and (torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1):
             base.adopt_if_leaf()
         source = base.gather_source
         if source is not None and source.params[base.gather_slot].shard_storage is base.shard_storage:
-            return source.full(base.gather_slot, view)
-        full = base.gathered_alone()
+            return source.full(base.gather_slot, view, use)
+        full = base.gathered_alone(use)
         return full if view is None else viewed(full, view.steps)
 
-    def full_in(self, dtype: torch.dtype | None = None) -> Tensor:
+    def full_in(self, dtype: torch.dtype | None = None, use: Use | None = None) -> Tensor:
         """As `operand`, in a given dtype, converted from the one it is kept in; by default that. Of no view."""
-        if self.gather_source is not None and self.belongs_to_source():
-            return self.gather_source.full_in(self.gather_slot, dtype or self.storage_dtype)
-        full = self.gathered_alone()
+        source = self.own_source
+        if source is not None:
+            return source.full_in(self.gather_slot, dtype or self.storage_dtype, use)
+        full = self.gathered_alone(use)
         return full if dtype is None else full.to(dtype)
 
-    def gathered_alone(self) -> Tensor:
+    def gathered_alone(self, use: Use | None = None) -> Tensor:
         """The full value of a tensor that no unit gathers, as an operand."""
         origin = self.origin
         if origin is not None and origin.holds_for(self):
-            full = origin.tensor.full_in(self.storage_dtype)
-            return full if type(self) is ShardedTensor else self._placed(full)
+            full = origin.tensor.full_in(self.storage_dtype, use)
+            return full if type(self) is ShardedTensor else self._placed(full, use)
         shard, layout = exact_values(self.shard_storage.resolve(), self.name), self.shard_layout
         stride = gathered_stride(layout, self.stride())
         if layout.dim is None:
-            return on_mesh(shard if shard.stride() == stride else restrided(shard, stride), self)
+            return tp_operand(shard if shard.stride() == stride else restrided(shard, stride), self)
         device = shard.device
         if device.type != self.shard_group.device_type and not shard.is_meta:
             shard = shard.to(self.shard_group.device_type)
@@ -348,11 +238,11 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
         tag = hash(self.shard_storage.signature)
         handle = collectives.all_gather([shard], plan, self.shard_group, label=self.given_name, tag=tag)
         full = handle.wait().tensors[0]
-        return on_mesh(full if full.device == device else self._placed(full), self)
+        return tp_operand(full if full.device == device else self._placed(full, use), self)
 
-    def _placed(self, full: Tensor) -> Tensor:
+    def _placed(self, full: Tensor, use: Use | None) -> Tensor:
         """A full value where it is to be used, as far as that may be elsewhere than its shards."""
-        if type(full) is not Tensor or is_used_away(full.device):
+        if type(full) is not Tensor or is_used_away(full.device, use):
             return full
         return full.to(self.storage_device)
 
@@ -367,22 +257,48 @@ class ShardedTensor(Exports, Copying, ComputeDtype, DTensor):
     def become_whole(self) -> None:
         """Hold the full value on every rank from now on, for each rank to write data of its own to."""
         full = restrided(whole(self.full_in()).to(self.storage_device), self.stride())
-        cell = self.shard_storage
-        cell.layout = ShardLayout(tuple(self.shape), None, cell.layout.num_ranks)
-        cell.deliver(full)
-        cell.tag, self.origin = 0, None
+        storage = self.shard_storage
+        storage.layout = ShardLayout(tuple(self.shape), None, storage.layout.num_ranks)
+        storage.deliver(full)
+        storage.tag, self.origin = 0, None
 
-    def pinned_copy(self) -> Tensor | None:
-        """The gathered copy that an open scope holds, if one does."""
-        source = self.gather_source
-        return source.pinned(self.gather_slot) if source is not None and self._view is None else None
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if self._view is not None or not self.is_leaf:
+            raise StateError(
+                f"{self.name}: only leaves that are no views can be deep-copied, as in PyTorch. Use clone()."
+            )
+        tag, num_writes = self.shard_storage.signature
+        with torch.no_grad():
+            storage = ShardStorage(self.shard_storage.resolve().clone(), self.shard_layout)
+            out = type(self).wrap(storage, self._spec, self.shard_group, name=self.given_name)
+            storage.is_shared, storage.tag, storage.num_writes = self.shard_storage.is_shared, tag, num_writes
+            out.wire_precision, out.base_place = self.wire_precision, self.base_place
+            out.requires_grad_(self.requires_grad)
+        memo[id(self)] = out
+        if getattr(self, "_is_param", False):
+            out._is_param = True  # and no gradient, as of any nn.Parameter
+        elif self.grad is not None:
+            out.grad = copy.deepcopy(self.grad, memo)
+        return out
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        kind = "view, " if self._view is not None else ""
-        where = "whole on" if self.shard_layout.dim is None else f"dim {self.shard_layout.dim} over"
-        return (
-            f"ShardedTensor({self.given_name!r}, {kind}shape={tuple(self.shape)}, dtype={self.dtype}, {where} "
-            f"{self.shard_layout.num_ranks} ranks, device='{self.device}', requires_grad={self.requires_grad})"
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        is_param = getattr(self, "_is_param", False)
+        if self._view is not None:
+            raise StateError(f"{self.name}: a lazy view cannot be pickled. Pickle full_tensor(), or the base.")
+        shard = self.shard_storage.resolve()
+        shard = shard if shard.untyped_storage().nbytes() == shard.nbytes else shard.clone()
+        return rebuild, (
+            type(self)._kind or type(self),
+            shard,
+            self._spec,
+            self.shard_layout,
+            self.given_name,
+            self.requires_grad,
+            is_param,
+            self.wire_precision,
+            self.base_place,
         )
 
     @classmethod

@@ -13,10 +13,7 @@ from dshard import collectives
 from dshard.collectives import ReduceOp, ShardGroup, shard_of
 from dshard.layout import ShardLayout
 from dshard.tensor.agreed import AgreedTensor
-from dshard.tensor.extended import exact_values
-from dshard.tensor.inner import InnerLayout, distinct_groups, groups_of, inner_of, whole
 from dshard.tensor.meshes import is_mesh_within
-from dshard.tensor.on_mesh import compute_on_mesh, meets_mesh
 from dshard.tensor.operands import (
     common_layout,
     cut_to,
@@ -26,24 +23,13 @@ from dshard.tensor.operands import (
     numbers_in,
     unwrap_result,
 )
-from dshard.tensor.shard_storage import BURST, OPERANDS
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
+from dshard.tensor.sources import Use
+from dshard.tensor.subclass_shards import exact_values
+from dshard.tensor.table import Args, Kwargs
+from dshard.tensor.tp_layout import TPShardLayout, distinct_groups, groups_of, tp_layout_of, whole
+from dshard.tensor.tp_ops import meets_tp, tp_compute
 
-__all__ = [
-    "cast",
-    "clone",
-    "equal",
-    "factory",
-    "foreach",
-    "foreach_norm",
-    "layout_only",
-    "new_tensor",
-    "pointwise",
-    "reduction",
-]
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _NORMS = (aten.linalg_vector_norm.default, aten.norm.Scalar)
@@ -52,30 +38,28 @@ _PLAIN = (Tensor, int, float, bool, type(None))  # arguments with no ShardedTens
 
 def compute(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation on full values; its results are plain tensors of this rank."""
-    BURST[0], OPERANDS[0] = object(), args
+    use = Use(args)
     try:
-        values = [a.operand() if type(a) in SHARDED else a if type(a) in _PLAIN else _operand(a) for a in args]
-        values_by_name = {k: _operand(v) for k, v in kwargs.items()} if kwargs else kwargs
-    except _MeetsMeshError:
+        values = [a.operand(use) if type(a) in SHARDED else a if type(a) in _PLAIN else _operand(a, use) for a in args]
+        values_by_name = {k: _operand(v, use) for k, v in kwargs.items()} if kwargs else kwargs
+    except _MeetsTPError:
         values = None
-    finally:
-        BURST[0], OPERANDS[0] = None, ()
-    if values is None or (InnerLayout.num_made and meets_mesh(args)):
-        return compute_on_mesh(func, args, kwargs)
+    if values is None or (TPShardLayout.num_made and meets_tp(args)):
+        return tp_compute(func, args, kwargs)
     return func(*values, **values_by_name)
 
 
-class _MeetsMeshError(Exception):
+class _MeetsTPError(Exception):
     """An operand is a DTensor, or is to be one."""
 
 
-def _operand(value: Any) -> Any:
+def _operand(value: Any, use: Use) -> Any:
     """Any operand's full value."""
     if type(value) is list and value and type(value[0]) is int:  # a shape
         return value
-    if meets_mesh((value,)):
-        raise _MeetsMeshError
-    return materialize(value)
+    if meets_tp((value,)):
+        raise _MeetsTPError
+    return map_tensors(value, lambda tensor: tensor.materialize(use))
 
 
 def pointwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -114,7 +98,7 @@ def foreach(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
             return materialize(arg)
         return [materialize(x) if r is None else cut_to(x, r) for x, r in zip(arg, refs, strict=True)]
 
-    results = func(*[local(a) for a in args], **{k: materialize(v) for k, v in kwargs.items()})
+    results = func(*[local(a) for a in args], **materialize(kwargs))
     facts = numbers_in([x for a in (*args, *kwargs.values()) for x in (a if isinstance(a, (list, tuple)) else [a])])
     return [out if ref is None else _signed(ref, out, facts) for out, ref in zip(results, refs, strict=True)]
 
@@ -130,7 +114,7 @@ def factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         kwargs["dtype"] = source.dtype
     out = source.like(func(source.shard_storage.resolve(), *args[1:], **kwargs))
     if source.gather_source is not None:
-        out.swapped_home = (source.gather_source, source.gather_slot)
+        out.swapped_source = (source.gather_source, source.gather_slot)
     return out
 
 
@@ -150,11 +134,11 @@ def new_tensor(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     plain = func(torch.empty(0, dtype=source.dtype, device=source.device), *args[1:], **kwargs)
     if func is not aten.new_empty.default or not source.shard_storage.is_shared or not _called_by_init():
         return plain
-    inner = inner_of(source.shard_layout)
-    mesh = source.device_mesh if inner is None else inner.data_mesh
+    tp = tp_layout_of(source.shard_layout)
+    mesh = source.device_mesh if tp is None else tp.data_mesh
     buffer = ShardedTensor.shard(plain, mesh, None, name=source.name)  # `orthogonal_` fills it at random
     buffer.shard_storage.is_shared = False
-    if inner is not None:
+    if tp is not None:
         buffer.__dict__["_draws_like"] = source
     return buffer
 
@@ -339,7 +323,7 @@ def _own_part(tensor: ShardedTensor) -> tuple[Tensor, list[ShardGroup]]:
     """This rank's part of a tensor, and the groups over which the parts make up the whole."""
     shard, group = exact_values(tensor.shard_storage.resolve(), tensor.name), tensor.shard_group
     groups, layout = distinct_groups(tensor), tensor.shard_layout
-    if inner_of(layout) is not None or not shard.dim():
+    if tp_layout_of(layout) is not None or not shard.dim():
         return shard, groups
     if layout.dim is None and group.num_ranks > 1:
         return shard_of(shard, ShardLayout(tuple(shard.shape), 0, group.num_ranks), group.rank), [group]

@@ -11,26 +11,22 @@ from torch._ops import OpOverload
 from torch.autograd.graph import increment_version
 
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
-
-__all__ = ["step_foreach_inplace", "step_pointwise", "step_pointwise_inplace"]
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
+from dshard.tensor.table import Args, Kwargs
 
 
 def _shard_like(value: ShardedTensor, target: ShardedTensor) -> Tensor | None:
     """The shard of `value` if it lies as `target` does and is at hand, else None."""
-    cell, own = value.shard_storage, target.shard_storage
-    if value._view is not None or cell.is_pending:
+    storage, own = value.shard_storage, target.shard_storage
+    if value._view is not None or storage.is_pending:
         return None
-    if cell.layout is not own.layout and cell.layout != own.layout:
+    if storage.layout is not own.layout and storage.layout != own.layout:
         return None
     if (
         value.shard_group is not target.shard_group
         and value.shard_group.process_group is not target.shard_group.process_group
     ):
         return None
-    return cell.tensor
+    return storage.tensor
 
 
 def _local_arguments(args: Args, target: ShardedTensor) -> list[Any] | None:

@@ -6,8 +6,6 @@ from typing import ClassVar
 
 import torch
 
-__all__ = ["begin", "end", "is_stepping"]
-
 
 class _Step:
     """The frame in which the step of an optimizer runs, if one does.
@@ -26,7 +24,7 @@ def begin(frame: FrameType) -> None:
 
 
 def end() -> None:
-    """It has stepped."""
+    """The optimizer has stepped."""
     _Step.frame = None
 
 

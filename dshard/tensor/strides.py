@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["bytes_of", "dense_stride", "restrided"]
-
 
 def restrided(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """A copy of a plain tensor, with other strides."""

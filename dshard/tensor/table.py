@@ -1,13 +1,16 @@
 """The op table: which class an operation falls into. The class decides how it runs on sharded tensors."""
 
 import enum
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-__all__ = ["OpClass", "classify", "mutated_arguments"]
-
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Handler = Callable[[OpOverload, Args, Kwargs], Any]  # of an operation, by its class
 aten = torch.ops.aten
 
 

@@ -17,21 +17,17 @@ from torch.utils.checkpoint import CheckpointPolicy
 from dshard.errors import UnsupportedOpError
 from dshard.layout import ShardLayout
 from dshard.tensor import shardwise
-from dshard.tensor.dispatch import dispatch
+from dshard.tensor.dispatch import described, dispatch
 from dshard.tensor.inductor import lower_gathers
-from dshard.tensor.inner import viewed
 from dshard.tensor.meshes import group_of
 from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
+from dshard.tensor.sources import Use
 from dshard.tensor.strides import restrided
-from dshard.tensor.table import OpClass, classify, mutated_arguments
+from dshard.tensor.table import Args, Kwargs, OpClass, classify, mutated_arguments
+from dshard.tensor.tp_layout import viewed
 from dshard.tensor.traced_meta import GRAD, dtype_in_graph
-from dshard.tensor.views import View, ViewMeta, ViewStep, empty_of, view_metas
-
-__all__ = ["TracedGather", "is_traced", "refuse_export", "unflatten"]
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
+from dshard.tensor.views import View, ViewStep, empty_of
 
 
 class TracedGather:
@@ -81,7 +77,7 @@ class TracedSource:
         self.params = [tensor]
         self._fulls: dict[int | None, tuple[Any, Tensor]] = {}  # by the graph, which is kept alive with its number
 
-    def full(self, slot: int, view: View | None = None) -> Tensor:
+    def full(self, slot: int, view: View | None = None, use: Use | None = None) -> Tensor:
         """The full value, or a view of it."""
         mode = get_proxy_mode()
         graph: Any = mode.tracer.graph if mode is not None else None
@@ -109,7 +105,7 @@ class TracedSource:
         )
         return gathered
 
-    def full_in(self, slot: int, dtype: torch.dtype) -> Tensor:
+    def full_in(self, slot: int, dtype: torch.dtype, use: Use | None = None) -> Tensor:
         """The full value in a given dtype."""
         return self.full(slot).to(dtype)
 
@@ -122,7 +118,7 @@ class TracedSource:
         """None: it is used in the dtype that it is kept in."""
         return None
 
-    def computes(self, slot: int) -> bool:
+    def computes(self, slot: int, use: Use | None = None) -> bool:
         """Whether a use means its value in another dtype: never."""
         return False
 
@@ -141,8 +137,7 @@ def refuse_export() -> NoReturn:
 
 def is_traced(tensor: ShardedTensor) -> bool:
     """Whether a tensor belongs to a graph that is being traced."""
-    base = tensor if tensor._view is None else tensor._view.base
-    return type(base.gather_source) is TracedSource
+    return type(tensor.base.gather_source) is TracedSource
 
 
 def unflatten(
@@ -223,16 +218,8 @@ def _dispatch_traced(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 def _view(source: ShardedTensor, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     with _disable_current_modes():
-        metas = view_metas(source, source.storage_dtype, func, args, kwargs)
-    steps = () if source._view is None else source._view.steps
-    if not isinstance(metas, list):
-        return source.lazy_view((*steps, ViewStep(func, args, kwargs)), _view_spec(source, metas), ())
-    return [
-        source.lazy_view((*steps, ViewStep(func, args, kwargs, i)), _view_spec(source, meta), ())
-        for i, meta in enumerate(metas)
-    ]
-
-
-def _view_spec(source: ShardedTensor, meta: ViewMeta) -> DTensorSpec:
-    mesh = source._spec.mesh
-    return DTensorSpec(mesh, (OfView(),) * mesh.ndim, tensor_meta=TensorMeta(meta.shape, meta.stride, meta.dtype))
+        known = described(source, source.storage_dtype, ViewStep(func, args, kwargs), OfView())
+    if not isinstance(known, list):
+        steps, spec = known
+        return source.lazy_view(steps, spec, ())
+    return [source.lazy_view(steps, spec, ()) for steps, spec in known]

@@ -9,8 +9,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dshard.errors import StateError
 
-__all__ = ["GRAD", "dtype_in_graph", "note_exact_use", "note_forward_in_graph", "telling"]
-
 _EXACT, _FORWARD = "_dshard_exact_use", "_dshard_forward"  # of a context of tracing: a parameter's name; whether
 
 

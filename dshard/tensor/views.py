@@ -9,9 +9,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["View", "ViewMeta", "ViewStep", "apply_steps", "empty_of", "view_metas"]
-
-
 _ALIAS = torch.ops.aten.alias.default
 
 
@@ -75,12 +72,10 @@ def apply_steps(full: Tensor, steps: tuple[ViewStep, ...]) -> Tensor:
     return full
 
 
-def view_metas(
-    source: Tensor, dtype: torch.dtype, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[ViewMeta] | ViewMeta:
-    """Metadata of what `func` gives for a tensor of `dtype` that lies like `source`, without touching its data."""
+def view_metas(source: Tensor, dtype: torch.dtype, step: ViewStep) -> list[ViewMeta] | ViewMeta:
+    """Metadata of what a step gives for a tensor of `dtype` that lies like `source`, without touching its data."""
     meta = torch.empty_strided(source.shape, source.stride(), dtype=dtype, device="meta")
-    out = func(meta, *args, **kwargs)
+    out = step.func(meta, *step.args, **step.kwargs)
     if isinstance(out, Tensor):
         return ViewMeta(out.shape, out.stride(), out.dtype)
     return [ViewMeta(o.shape, o.stride(), o.dtype) for o in out]

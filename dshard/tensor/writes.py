@@ -1,6 +1,7 @@
 """Operations that write: each rank writes what it owns, through any chain of views."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,26 +12,13 @@ from torch.autograd.graph import increment_version
 from dshard import collectives
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import UnsupportedOpError
-from dshard.tensor.inner import groups_of, inner_of, joined_group, part_of, whole
 from dshard.tensor.operands import beside, cut_to, lies_like, map_tensors, materialize, numbers_in, takes_own_data
 from dshard.tensor.sharded_tensor import ShardedTensor
 from dshard.tensor.stepping import is_stepping
-from dshard.tensor.table import mutated_arguments
+from dshard.tensor.table import Args, Kwargs, mutated_arguments
+from dshard.tensor.tp_layout import groups_of, joined_group, part_of, tp_layout_of, whole
 from dshard.tensor.views import apply_steps
 
-__all__ = [
-    "foreach_inplace",
-    "pointwise_inplace",
-    "random_factory",
-    "random_inplace",
-    "refuse",
-    "renorm",
-    "unscale",
-    "write",
-]
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 aten = torch.ops.aten
 _TRANSPOSING = {aten.t_.default: aten.t.default, aten.transpose_.default: aten.transpose.int}
 _OVERWRITES = frozenset({aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor})
@@ -40,15 +28,15 @@ def pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """An elementwise operation in place: on this rank's shard, with the other operands cut to it."""
     target = args[0]
     if not isinstance(target, ShardedTensor):
-        return func(target, *materialize(args[1:]), **_materialize_kwargs(kwargs))
+        return func(target, *materialize(args[1:]), **materialize(kwargs))
     if func is aten.add_.Tensor and _accumulate(target, args[1], kwargs):
         return target
     operands = (*args[1:], *kwargs.values())
     if takes_own_data(target, operands):
-        _base_of(target).become_whole()
+        target.base.become_whole()
     _sign(func, target, operands)
     if target._view is not None:
-        _write_through(target, lambda view: func(view, *materialize(args[1:]), **_materialize_kwargs(kwargs)))
+        _write_through(target, lambda view: func(view, *materialize(args[1:]), **materialize(kwargs)))
         return target
     shard = target.shard_storage.resolve()
     func(shard, *[cut_to(a, target) for a in args[1:]], **{k: cut_to(v, target) for k, v in kwargs.items()})
@@ -56,22 +44,12 @@ def pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return target
 
 
-def _materialize_kwargs(kwargs: Kwargs) -> Kwargs:
-    """`kwargs` with full values in the place of ShardedTensors."""
-    return {k: materialize(v) for k, v in kwargs.items()}
-
-
-def _base_of(tensor: ShardedTensor) -> ShardedTensor:
-    """What a view views, or the tensor itself."""
-    return tensor if tensor._view is None else tensor._view.base
-
-
 def _sign(func: OpOverload, target: ShardedTensor, operands: Sequence[Any]) -> None:
     """Have the next gather compare the numbers and indices that a write was given on each rank."""
     if func in _OVERWRITES and target._view is None:
         target.shard_storage.tag = 0
     facts = numbers_in(operands)
-    steps = () if target._view is None or is_stepping() else tuple(repr(s.args) for s in target._view.steps)
+    steps = () if target._view is None or is_stepping() else tuple(repr(s.args) for s in target.view_steps)
     if facts or steps:
         target.shard_storage.sign(*facts, *steps)
 
@@ -96,12 +74,12 @@ def _write_through(target: ShardedTensor, change: Callable[[Tensor], Any]) -> No
         change: Writes to the plain counterpart of `target`, each element from itself and its operands alone: the buffer
             holds no elements of other ranks.
     """
-    base = _base_of(target)
+    base = target.base
     shard = base.shard_storage.resolve()
     buffer = torch.empty_strided(base.shape, base.stride(), dtype=base.storage_dtype, device=base.storage_device)
     own = part_of(buffer.zero_(), base.shard_layout, base.shard_group.rank)
     own.copy_(shard)
-    change(buffer if target._view is None else apply_steps(buffer, target._view.steps))
+    change(apply_steps(buffer, target.view_steps))
     shard.copy_(own)
     base.shard_storage.note_write()
 
@@ -115,7 +93,7 @@ def write(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
     def private(tensor: ShardedTensor) -> Tensor:
         increment_version(tensor)  # autograd does not count writes to lists
-        base = _base_of(tensor)
+        base = tensor.base
         if takes_own_data(tensor, operands):
             base.become_whole()
         _sign(func, tensor, operands)
@@ -126,7 +104,7 @@ def write(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
             buffer.copy_(whole(base.full_in()))
             targets[id(base.shard_storage)] = (base, buffer)
         _, buffer = targets[id(base.shard_storage)]
-        return buffer if tensor._view is None else apply_steps(buffer, tensor._view.steps)
+        return apply_steps(buffer, tensor.view_steps)
 
     new_args = [map_tensors(a, private) if i in mutated else materialize(a) for i, a in enumerate(args)]
     new_kwargs = {k: map_tensors(v, private) if k in mutated else materialize(v) for k, v in kwargs.items()}
@@ -225,7 +203,7 @@ def renorm(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     target, indices, *options = args
     if not isinstance(target, ShardedTensor):
         return func(target, materialize(indices), *options)
-    if inner_of(target.shard_layout) is not None:
+    if tp_layout_of(target.shard_layout) is not None:
         raise UnsupportedOpError(
             f"{target.name}: Embedding(max_norm=...) renormalizes whole rows, but this weight is a DTensor with "
             f"placements {target.placements}. Leave max_norm out, or leave the embedding out of parallelize_module."
@@ -243,9 +221,9 @@ def random_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """`normal_` and its kind: every rank draws what the unsharded tensor would get, and keeps its part."""
     target = args[0]
     if not isinstance(target, ShardedTensor):
-        return func(target, *materialize(args[1:]), **_materialize_kwargs(kwargs))
-    with _AgreedGenerator(_drawers(target), target.device, kwargs.get("generator")):
-        _write_through(target, lambda view: func(view, *materialize(args[1:]), **_materialize_kwargs(kwargs)))
+        return func(target, *materialize(args[1:]), **materialize(kwargs))
+    with _agreed_generator(_drawers(target), target.device, kwargs.get("generator")):
+        _write_through(target, lambda view: func(view, *materialize(args[1:]), **materialize(kwargs)))
     return target
 
 
@@ -253,7 +231,7 @@ def random_factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """`rand_like` and its kind: a tensor of the same layout that holds what the unsharded tensor would get."""
     source = args[0]
     plain = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=source.device)
-    with _AgreedGenerator(_drawers(source), source.device, kwargs.get("generator")):
+    with _agreed_generator(_drawers(source), source.device, kwargs.get("generator")):
         full = func(plain, *materialize(args[1:]), **kwargs)
     if source._view is not None:
         return full
@@ -265,8 +243,9 @@ def _drawers(tensor: ShardedTensor) -> ShardGroup:
     return joined_group(tensor.__dict__.get("_draws_like", tensor))
 
 
-class _AgreedGenerator:
-    """Lets every rank draw from the random state of the group's rank 0.
+@contextmanager
+def _agreed_generator(group: ShardGroup, device: torch.device, generator: torch.Generator | None) -> Iterator[None]:
+    """Let every rank draw from the random state of the group's rank 0.
 
     A rank whose own state differed (a seed per rank, for dropout) gets it back afterwards; one whose state was the same
     goes on from where the draw ended, as the unsharded program does.
@@ -274,25 +253,21 @@ class _AgreedGenerator:
     Communicates:
         A broadcast of the generator's state, about 5 KB on CPU and 16 bytes on CUDA.
     """
-
-    def __init__(self, group: ShardGroup, device: torch.device, generator: torch.Generator | None) -> None:
-        self.shard_group = group
-        self._generator = generator if generator is not None else _default_generator(device)
-        self._own: Tensor | None = None
-
-    def __enter__(self) -> None:
-        if self._generator is None or self.shard_group.world_size == 1:
-            return
-        own = self._generator.get_state()
-        wire = own.to(self.shard_group.device_type)
-        agreed = collectives.broadcast([wire], self.shard_group, label="random state", everywhere=True).wait()[0].cpu()
-        if not torch.equal(agreed, own):
-            self._own = own
-            self._generator.set_state(agreed)
-
-    def __exit__(self, *_: object) -> None:
-        if self._own is not None and self._generator is not None:
-            self._generator.set_state(self._own)
+    generator = generator if generator is not None else _default_generator(device)
+    if generator is None or group.world_size == 1:
+        yield
+        return
+    own = generator.get_state()
+    wire = own.to(group.device_type)
+    agreed = collectives.broadcast([wire], group, label="random state", everywhere=True).wait()[0].cpu()
+    is_own = torch.equal(agreed, own)
+    if not is_own:
+        generator.set_state(agreed)
+    try:
+        yield
+    finally:
+        if not is_own:
+            generator.set_state(own)
 
 
 def _default_generator(device: torch.device) -> torch.Generator | None:

@@ -14,8 +14,6 @@ from dshard.collectives import Buffer, BufferPool
 from dshard.tensor import ShardedTensor
 from dshard.units.unit import Unit
 
-__all__ = ["CountedPeak", "counted_peak"]
-
 
 class CountedPeak(TorchDispatchMode):
     """The bytes that are alive, and the most that were at one time.
@@ -66,7 +64,7 @@ class CountedPeak(TorchDispatchMode):
 
 def _idle() -> set[int]:
     """The storages that pools keep, or may take back."""
-    pools = {id(unit.observer.pool): unit.observer.pool for unit in Unit.alive}.values()
+    pools = {id(unit.model.pool): unit.model.pool for unit in Unit.alive}.values()
     return {memory.untyped_storage()._cdata for pool in pools for memory in pool.idle()}
 
 

@@ -9,8 +9,6 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 from dshard.arguments import checked
 
-__all__ = ["fake_world"]
-
 
 def _create_group(common_options: Any, backend_options: Any) -> Any:
     group_type: Any = FakeProcessGroup  # its stub lacks the third parameter

@@ -8,20 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "AdamWState",
-    "AdamWStep",
-    "adamw_step",
-    "chunk_extents",
-    "mean_in_pairs",
-    "shard",
-    "sum_in_pairs",
-    "unshard",
-    "wire_bytes_all_gather",
-    "wire_bytes_all_reduce",
-    "wire_bytes_reduce_scatter",
-]
-
 Array = NDArray[Any]
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-__all__ = ["DTYPES", "FLOAT_DTYPES", "TensorCase", "dims", "dtypes", "shapes", "tensor_cases", "world_sizes"]
-
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DTYPES = (*FLOAT_DTYPES, torch.int64, torch.bool, torch.complex64)
 

@@ -2,7 +2,7 @@
 
 Hypothesis draws in the parent, every rank gets the same example, and because a failure on a rank raises an
 `AssertionError` in the parent, shrinking works as usual. Ranks are forked by Python's fork server, which has imported
-torch and nothing else: a new world then costs tens of milliseconds where a spawned one costs seconds, and shrinking
+torch and dshard: a new world then costs tens of milliseconds where a spawned one costs seconds, and shrinking
 starts one per failing example. The ranks' environment variables are those of the moment when the first world started.
 """
 
@@ -10,9 +10,11 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -24,15 +26,13 @@ import torch.distributed as dist
 from dshard.arguments import checked
 from dshard.testing._rank import Raised, Ready, Returned, Silent, pack_call, rank_main
 
-__all__ = ["RemoteRankError", "World", "WorldPool", "expect_error"]
-
 T = TypeVar("T")
 _Reply = Returned | Raised | Silent
 
 _START_TIMEOUT_S = 180.0  # importing torch on a busy machine
-# What the fork server imports, once. Nothing of dshard: its own imports must not start threads or read settings early.
-# The first step of an optimizer imports torch._dynamo.
+# What the fork server imports, once. The first step of an optimizer imports torch._dynamo.
 _PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "numpy"]
+_OF_TESTS = ["pytest", "hypothesis"]  # which the modules import that most functions come from
 
 
 class RemoteRankError(AssertionError):
@@ -91,7 +91,9 @@ class World:
         if self._processes:
             return
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload(
+            [*_PRELOAD, *_own_package(), *(name for name in _OF_TESTS if name in sys.modules)]
+        )
         self._scratch = tempfile.TemporaryDirectory(prefix="dshard-world-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.num_ranks):
@@ -207,7 +209,7 @@ class World:
             reply: _Reply | Ready = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             process = self._processes[rank]
-            process.join(1.0)
+            process.join(10.0)  # the fork server says how it ended, as soon as it runs itself
             return Silent(rank, f"died with exit code {process.exitcode}", "")
         return reply
 
@@ -326,6 +328,17 @@ def expect_error(
     if not all(isinstance(reply, Returned) for reply in world._call(dist.barrier, (), {}, 1.0, 0.0)):
         world.close()
     return [(reply.type_name, reply.message) for reply in raised]
+
+
+def _own_package() -> list[str]:
+    """Dshard, which takes each rank half a second to import, if the fork server finds the same one as this process.
+
+    It looks where a new interpreter does, for what was done to `sys.path` reaches the ranks alone.
+    """
+    places = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    found = PathFinder.find_spec("dshard", places)
+    ours = Path(__file__).parents[1] / "__init__.py"
+    return ["dshard"] if found is not None and found.origin is not None and Path(found.origin) == ours else []
 
 
 def _name(fn: Callable[..., object]) -> str:

@@ -1,17 +1,18 @@
 """The parameters of a unit, sorted by what can travel in one buffer."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from dshard.collectives import Comms, GatherPlan, ReducePlan, ShardGroup, with_comms
+from dshard.collectives import Comms, GatherPlan, ReducePlan, SendRow, ShardGroup, with_comms
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.policies import Offload
 from dshard.tensor import ShardedTensor
-from dshard.tensor.inner import gathered_stride
-
-__all__ = ["Bucket", "are_whole", "is_whole", "make_buckets", "make_part_buckets", "part_layout"]
+from dshard.tensor.shard_storage import ShardStorage
+from dshard.tensor.tp_layout import gathered_stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +144,52 @@ def _make_bucket(params: Sequence[ShardedTensor], slots: tuple[int, ...], kind: 
     plan = GatherPlan.of(layout, [gathered_stride(p.shard_layout, p.stride()) for p in members], kind.dtype, group)
     is_meta, is_cast = members[0].is_meta, kind.dtype != kind.own
     return Bucket(slots, kind.dtype, is_cast, plan, ReducePlan.of(layout, group), group, is_meta, kind.offload)
+
+
+class SendRows:
+    """The memory that shards lie in as they travel: of those of a unit that nobody would miss elsewhere.
+
+    Args:
+        params: Of the unit.
+    """
+
+    def __init__(self, params: Sequence[ShardedTensor]) -> None:
+        self._params = params
+        self._known: dict[tuple[int, ...], tuple[Bucket, SendRow]] = {}  # of each bucket, by its slots
+
+    def of(self, buckets: Sequence[Bucket]) -> list[Tensor | None]:
+        """A row for each bucket; shards are moved there. Those made for other buckets are let go of.
+
+        None where they travel in another dtype, where the backend takes them from where they are, and where somebody
+        holds one of them (`to_local()`). Shards that are copied to another device first travel there in a row always.
+        """
+        for slots in [slots for slots, (bucket, _) in self._known.items() if bucket not in buckets]:
+            del self._known[slots]  # shards that still lie in it keep its memory
+        return [self._row_of(bucket) for bucket in buckets]
+
+    def _row_of(self, bucket: Bucket) -> Tensor | None:
+        if bucket.offload is None and (bucket.group.is_direct or bucket.group.num_ranks == 1 or bucket.is_cast):
+            return None
+        storages = [self._params[slot].shard_storage for slot in bucket.slots]
+        _, known = self._known.get(bucket.slots, (None, None))
+        if known is not None and known.holds([storage.tensor for storage in storages]):
+            return known.row
+        in_row = {id(shard) for shard in known.shards} if known is not None else set()
+        sharing = Counter(_memory_of(param.shard_storage) for param in self._params)  # in a row that was forgotten
+        for storage in storages:
+            moved = id(storage.tensor) in in_row
+            if storage.is_held(
+                own_refs=int(moved), storage_refs=1 + len(in_row) if moved else sharing[_memory_of(storage)]
+            ):
+                return None
+        pins = bucket.offload is not None and bucket.offload.pins
+        row = SendRow([storage.resolve() for storage in storages], bucket.plan, pins=pins)
+        self._known[bucket.slots] = bucket, row
+        for storage, shard in zip(storages, row.shards, strict=True):
+            storage.deliver(shard)
+        return row.row
+
+
+def _memory_of(storage: ShardStorage) -> int:
+    """Tells the memory of shards apart."""
+    return storage.resolve().untyped_storage()._cdata

@@ -1,35 +1,50 @@
 """Gathered copies: the full values of a unit's parameters, which come and go together."""
 
-from collections import Counter
+import enum
 from collections.abc import Sequence
 from operator import attrgetter, is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dshard import collectives
 from dshard.autograd.modes import outside_autograd, profiled
-from dshard.collectives import Buffer, Gathered, Handle, SendRow, shard_of
+from dshard.collectives import Buffer, Gathered, Handle, shard_of
 from dshard.errors import StateError
-from dshard.tensor.extended import exact_values
-from dshard.tensor.inner import InnerLayout, on_mesh, viewed
-from dshard.tensor.nested import local_of
-from dshard.tensor.shard_storage import BURST, ShardStorage
+from dshard.tensor.sources import Use
+from dshard.tensor.subclass_shards import exact_values
+from dshard.tensor.tp_layout import TPShardLayout, tp_operand, viewed
+from dshard.tensor.tp_params import local_of
 from dshard.tensor.views import View
-from dshard.units.buckets import Bucket, is_whole, part_layout
+from dshard.units.buckets import Bucket, SendRows, is_whole, part_layout
 from dshard.units.extensions import Extensions
 
-__all__ = ["Copies"]
+if TYPE_CHECKING:
+    from dshard.units.unit import Unit
 
 _SHARD_OF = attrgetter("shard_storage.tensor")
 _VERSION_OF = attrgetter("_version")
 _MAX_VIEWS = 64  # of gathered copies that are remembered
 
 
-def _storage_of(cell: ShardStorage) -> int:
-    """Tells the memory of shards apart."""
-    return cell.resolve().untyped_storage()._cdata
+class Residency(enum.Enum):
+    """What of a unit's full values is on this rank, besides the shards."""
+
+    SHARDED = "sharded"  # nothing
+    IN_FLIGHT = "in flight"  # messages are under way
+    GATHERED = "gathered"  # all, fresh or stale
+    IN_PARTS = "in parts"  # what as few neighbours as `reshard_after_forward` says need from each other
+
+    __hash__ = object.__hash__  # Enum's own is a function of Python
+
+
+TRANSITIONS: dict[Residency, frozenset[Residency]] = {
+    Residency.SHARDED: frozenset({Residency.IN_FLIGHT}),
+    Residency.IN_FLIGHT: frozenset({Residency.GATHERED, Residency.SHARDED}),
+    Residency.GATHERED: frozenset({Residency.SHARDED, Residency.IN_PARTS}),
+    Residency.IN_PARTS: frozenset({Residency.IN_FLIGHT, Residency.SHARDED}),
+}
 
 
 class Copies:
@@ -46,14 +61,13 @@ class Copies:
 
     __slots__ = (
         "_arrivals",
-        "_checked_in",
         "_extensions",
         "_full_views",
         "_fulls",
         "_in_flight",
         "_joined_in",
         "_parts",
-        "_send_rows",
+        "_rows",
         "_shards",
         "_slots",
         "_touched_in",
@@ -61,43 +75,45 @@ class Copies:
         "dtypes",
         "is_primary",
         "memories",
+        "residency",
         "unit",
     )
 
-    def __init__(self, unit: Any, dtypes: Sequence[torch.dtype | None], *, is_primary: bool) -> None:
+    def __init__(self, unit: "Unit", dtypes: Sequence[torch.dtype | None], *, is_primary: bool) -> None:
         self.unit = unit
         self.dtypes = tuple(dtypes)
         self.is_primary = is_primary
+        self.residency = Residency.SHARDED
         self._extensions: Extensions | None = unit.extensions if is_primary else None
         apart = self._extensions.slots if self._extensions is not None else ()
         self._slots = tuple(slot for slot in range(len(self.dtypes)) if slot not in apart)
         self._fulls: list[Tensor] | None = None
         self._full_views: dict[Any, Tensor] = {}  # of the gathered copies
         self.memories: list[Buffer] = []  # what the gathered copies lie in
-        self._in_flight: list[tuple[tuple[int, ...], Handle[Gathered]]] | None = None
+        self._in_flight: Sequence[tuple[tuple[int, ...], Handle[Gathered]]] = ()
         self._arrivals: list[Any] = []  # of shards that are copied from their home to where they are gathered
-        self._parts: tuple[list[Tensor], list[Bucket]] | None = None  # in their place, from forward to backward
+        self._parts: tuple[list[Tensor], list[Bucket]] | None = None  # in their place, until they are gathered again
         self._shards: list[Tensor] = []  # what was gathered, and how often it had been written to
         self._versions: list[int] = []
         self._joined_in = -1  # the phase in which they were gathered because other ranks may use them
         self._touched_in = -1  # the phase in which they were touched, if they were since they were gathered
-        self._checked_in: object | None = None  # the operation for which they were last found fresh
-        self._send_rows: dict[tuple[int, ...], tuple[Bucket, SendRow]] = {}  # of each bucket, by its slots
+        self._rows = SendRows(unit.params)
+
+    def _become(self, residency: Residency) -> None:
+        """Take a state, by one of `TRANSITIONS`."""
+        if residency not in TRANSITIONS[self.residency]:
+            raise AssertionError(f"{self.unit.label}: copies that are {self.residency} cannot become {residency}")
+        self.residency = residency
 
     @property
     def are_there(self) -> bool:
         """Whether they are gathered or under way, fresh or not."""
-        return self._fulls is not None or self._in_flight is not None
+        return self.residency is Residency.GATHERED or self.residency is Residency.IN_FLIGHT
 
     @property
     def is_current(self) -> bool:
         """Whether they are gathered or under way, and there is no need to do so again, unless somebody writes."""
-        return self.are_there and (not self.unit.stays or self._are_fresh())
-
-    @property
-    def have_parts(self) -> bool:
-        """Whether a part of them was kept, fresh or not."""
-        return self._parts is not None
+        return self.are_there and (not self.unit.stays or self.are_fresh())
 
     @property
     def num_bytes(self) -> int:
@@ -109,31 +125,30 @@ class Copies:
     @property
     def buckets(self) -> list[Bucket]:
         """How they are gathered."""
-        found: list[Bucket] = self.unit.buckets(self._slots, self.dtypes)
-        return found
+        return self.unit.buckets(self._slots, self.dtypes)
 
-    def full(self, slot: int, view: View | None = None) -> Tensor:
+    def full(self, slot: int, view: View | None = None, use: Use | None = None) -> Tensor:
         """Parameter `slot`, or a view of it, as an operand; gathers the unit if there is no fresh copy.
 
         Communicates:
             At most one all-gather per bucket; or those of units that are expected next.
         """
-        if self._fulls is None or self._checked_in is not BURST[0] or BURST[0] is None:
-            observer = self.unit.observer
-            if observer.split is not None:
-                observer.before_use()
+        if self._fulls is None or use is None or use.fresh is not self:
+            model = self.unit.model
+            if model.split is not None:
+                model.before_use()
                 owner, own_slot = self.unit.params[slot].gather_source, self.unit.params[slot].gather_slot
                 if owner is not self.unit and owner is not None:  # the first use split this unit
-                    moved: Tensor = owner.full(own_slot, view)
-                    return moved
+                    return owner.full(own_slot, view, use)
             is_known = (
-                self._touched_in == observer.schedule.serial
-                and torch._C._current_graph_task_id() == observer.backward_task
+                self._touched_in == model.schedule.serial
+                and torch._C._current_graph_task_id() == model.backward_task
                 and self._fulls is not None
             )
-            if not is_known or not self._are_fresh():
+            if not is_known or not self.are_fresh():
                 self._touch()
-            self._checked_in = BURST[0]
+            if use is not None:
+                use.fresh = self
         assert self._fulls is not None
         return self._fulls[slot] if view is None else self._full_view(slot, view)
 
@@ -150,7 +165,7 @@ class Copies:
 
     def at_hand(self, slot: int) -> Tensor | None:
         """Parameter `slot`, if a fresh copy is there or under way; no use that the schedule notes."""
-        if not self.are_there or not self._are_fresh():
+        if not self.are_there or not self.are_fresh():
             return None
         self.wait()
         assert self._fulls is not None
@@ -158,14 +173,14 @@ class Copies:
 
     def _touch(self) -> None:
         """The first use in a phase, or since they were gathered."""
-        observer = self.unit.observer
+        model = self.unit.model
         if not self.unit.is_whole:
-            observer.on_touch(self.unit)
+            model.eviction.before_touch(self.unit)
         self.gather()
         self.wait()
-        self._touched_in = observer.schedule.serial
+        self._touched_in = model.schedule.serial
         if self.is_primary and self._joined_in != self._touched_in:
-            observer.on_touched(self.unit)
+            model.eviction.after_touch(self.unit)
 
     def join(self, *, gathers: bool) -> None:
         """Use them because other ranks may: for the schedule that is a use, though nothing here waits for it.
@@ -173,30 +188,27 @@ class Copies:
         Args:
             gathers: Whether to start to gather.
         """
-        observer = self.unit.observer
         if gathers:
             self.gather()
-        self._joined_in = observer.schedule.serial
-        observer.on_touched(self.unit)
+        self._joined_in = self.unit.model.schedule.serial
+        self.unit.model.eviction.after_touch(self.unit)
 
     def gather(self) -> None:
         """Start to gather; a no-op while fresh copies are there or under way."""
-        if self.are_there and self._are_fresh():
-            return
-        if self._parts is not None and not self.are_there and self._are_fresh():
-            self._gather_parts()
+        if self.residency is not Residency.SHARDED and self.are_fresh():
+            if self.residency is Residency.IN_PARTS:
+                self._gather_parts()
             return
         self.discard()
         if self.is_primary:
             self.dtypes = self.unit.dtypes_to_gather()
         params, buckets = self.unit.params, self.buckets
         self.refuse_meta()
-        self.unit.observer.on_gather(self.unit)
+        self.unit.model.eviction.note_gather(self.unit)
         self._touched_in = -1
         in_flight: list[tuple[tuple[int, ...], Handle[Gathered]]] = []
         with outside_autograd(), profiled("gather", self.unit.label):
-            self._forget_rows(buckets)
-            rows = [self._row_of(bucket) for bucket in buckets]
+            rows = self._rows.of(buckets) if self.is_primary else [None] * len(buckets)
             self._shards = [p.shard_storage.resolve() for p in params]
             self._versions = list(map(_VERSION_OF, self._shards))
             shards = self._shards if self.unit.extensions is None else self._exact_shards()
@@ -205,7 +217,7 @@ class Copies:
                 if bucket.offload is None:
                     in_flight.append((bucket.slots, self._start(bucket, parts, row)))
                     continue
-                stream = self.unit.observer.copy_stream(bucket.offload, inward=True)
+                stream = self.unit.model.copy_stream(bucket.offload, inward=True)
                 with stream.open():
                     staged = stream.copy_in(parts, row, bucket.plan)
                     self._arrivals.append(staged.arrival)
@@ -213,8 +225,9 @@ class Copies:
                     row = staged.row if is_sent_as_it_is else None
                     in_flight.append((bucket.slots, self._start(bucket, staged.shards, row)))
             if self._extensions is not None:
-                in_flight += self._extensions.start(self.unit.observer.pool)
+                in_flight += self._extensions.start(self.unit.model.pool)
         self._in_flight = in_flight
+        self._become(Residency.IN_FLIGHT)
 
     def _start(self, bucket: Bucket, shards: Sequence[Tensor], row: Tensor | None) -> Handle[Gathered]:
         """Start to gather a bucket."""
@@ -225,13 +238,14 @@ class Copies:
             bucket.group,
             label=self.unit.label if self.is_primary else f"{self.unit.label}, in its own dtype",
             tag=hash(tuple(params[slot].shard_storage.signature for slot in bucket.slots)),
-            pool=self.unit.observer.pool,
+            pool=self.unit.model.pool,
             row=row,
         )
 
     def _exact_shards(self) -> list[Tensor]:
         """The shards; as plain tensors, but for those that say here how they are gathered."""
-        apart = self.unit.extensions.slots if self._extensions is None else ()
+        extensions = self.unit.extensions if self._extensions is None else None
+        apart = extensions.slots if extensions is not None else ()
         return [
             exact_values(shard, self.unit.params[slot].name) if slot in apart else shard
             for slot, shard in enumerate(self._shards)
@@ -239,7 +253,7 @@ class Copies:
 
     def keep_parts(self, num_ranks: int) -> None:
         """Let go of them but for a part, of which as many neighbouring ranks hold all: enough for the next gather."""
-        if not self.are_there or not self._are_fresh():
+        if not self.are_there or not self.are_fresh():
             return
         self.wait()
         assert self._fulls is not None
@@ -251,15 +265,15 @@ class Copies:
                 shard_of(local_of(full), part_layout(p, num_ranks), ranks[slot]).contiguous().clone()
                 for slot, (p, full) in enumerate(zip(params, self._fulls, strict=True))
             ]
-        shards, versions = self._shards, self._versions
-        self.drop()
-        self._parts, self._shards, self._versions = (parts, buckets), shards, versions
+        self._let_go()
+        self._parts = parts, buckets
+        self._become(Residency.IN_PARTS)
 
     def _gather_parts(self) -> None:
         """Start to gather what `keep_parts` has left."""
         assert self._parts is not None
         parts, buckets = self._parts
-        self.unit.observer.on_gather(self.unit)
+        self.unit.model.eviction.note_gather(self.unit)
         self._touched_in = -1
         with outside_autograd(), profiled("gather", self.unit.label):
             self._in_flight = [
@@ -270,43 +284,12 @@ class Copies:
                         bucket.plan,
                         bucket.group,
                         label=f"{self.unit.label}, among {bucket.group.num_ranks}",
-                        pool=self.unit.observer.pool,
+                        pool=self.unit.model.pool,
                     ),
                 )
                 for bucket in buckets
             ]
-
-    def _forget_rows(self, buckets: Sequence[Bucket]) -> None:
-        """Let go of rows that were made for other dtypes or strides; shards that still lie in one keep its memory."""
-        for slots in [slots for slots, (bucket, _) in self._send_rows.items() if bucket not in buckets]:
-            del self._send_rows[slots]
-
-    def _row_of(self, bucket: Bucket) -> Tensor | None:
-        """The memory that the shards of a bucket lie in as they travel; they are moved there if nobody would miss them.
-
-        None where they travel in another dtype, where the backend takes them from where they are, and where somebody
-        holds one of them (`to_local()`). Shards that are copied to another device first travel there in a row always.
-        """
-        if not self.is_primary:
-            return None
-        if bucket.offload is None and (bucket.group.is_direct or bucket.group.num_ranks == 1 or bucket.is_cast):
-            return None
-        cells = [self.unit.params[slot].shard_storage for slot in bucket.slots]
-        _, known = self._send_rows.get(bucket.slots, (None, None))
-        if known is not None and known.holds([cell.tensor for cell in cells]):
-            return known.row
-        in_row = {id(shard) for shard in known.shards} if known is not None else set()
-        sharing = Counter(_storage_of(param.shard_storage) for param in self.unit.params)  # in a row that was forgotten
-        for cell in cells:
-            moved = id(cell.tensor) in in_row
-            if cell.is_held(own_refs=int(moved), storage_refs=1 + len(in_row) if moved else sharing[_storage_of(cell)]):
-                return None
-        pins = bucket.offload is not None and bucket.offload.pins
-        row = SendRow([cell.resolve() for cell in cells], bucket.plan, pins=pins)
-        self._send_rows[bucket.slots] = bucket, row
-        for cell, shard in zip(cells, row.shards, strict=True):
-            cell.deliver(shard)
-        return row.row
+        self._become(Residency.IN_FLIGHT)
 
     def on_meta(self, buckets: Sequence[Bucket]) -> list[str]:
         """Names of parameters that have no memory yet; those of `buckets`, and what is gathered apart."""
@@ -327,22 +310,29 @@ class Copies:
 
     def wait(self) -> None:
         """Wait for the gather that is under way, if one is."""
-        if self._in_flight is None:
+        if self.residency is not Residency.IN_FLIGHT:
             return
-        in_flight, self._in_flight = self._in_flight, None
+        in_flight, self._in_flight = self._in_flight, ()
         fulls: list[Any] = [None] * len(self.unit.params)
-        with outside_autograd(), profiled("gather_wait", self.unit.label):
-            while self._arrivals:
-                self._arrivals.pop().synchronize()  # from now on shards at home may be written to
-            for slots, handle in in_flight:
-                gathered = handle.wait()
-                for slot, full in zip(slots, gathered.tensors, strict=True):
-                    fulls[slot] = full
-                if gathered.memory is not None:
-                    self.memories.append(gathered.memory)
-        self._fulls = list(map(on_mesh, fulls, self.unit.params)) if InnerLayout.num_made else fulls
+        try:
+            with outside_autograd(), profiled("gather_wait", self.unit.label):
+                while self._arrivals:
+                    self._arrivals.pop().synchronize()  # from now on shards at home may be written to
+                for slots, handle in in_flight:
+                    gathered = handle.wait()
+                    for slot, full in zip(slots, gathered.tensors, strict=True):
+                        fulls[slot] = full
+                    if gathered.memory is not None:
+                        self.memories.append(gathered.memory)
+        except BaseException:
+            self._parts = None
+            self._become(Residency.SHARDED)
+            raise
+        self._fulls = list(map(tp_operand, fulls, self.unit.params)) if TPShardLayout.num_made else fulls
+        self._parts = None
+        self._become(Residency.GATHERED)
 
-    def _are_fresh(self) -> bool:
+    def are_fresh(self) -> bool:
         """Whether no shard was written to since the gather.
 
         All shards are looked at, whichever parameter is used: what a rank uses may be its own matter, but when the unit
@@ -354,7 +344,7 @@ class Copies:
 
     def discard(self) -> None:
         """`drop`, also of a gather that is under way: the peers may want its messages, or be elsewhere by now."""
-        in_flight, self._in_flight = self._in_flight or (), None
+        in_flight, self._in_flight = self._in_flight, ()
         while self._arrivals:
             self._arrivals.pop().synchronize()
         with outside_autograd():
@@ -367,10 +357,17 @@ class Copies:
         self.drop()
 
     def drop(self) -> None:
-        """Let go of them and hand back their memory."""
-        self._fulls = self._parts = None
-        self._full_views.clear()
+        """Let go of them, and of parts, and hand back their memory."""
+        self._parts = None
         self._shards, self._versions = [], []
+        self._let_go()
+        if self.residency is not Residency.SHARDED:
+            self._become(Residency.SHARDED)
+
+    def _let_go(self) -> None:
+        """Hand back the memory of the full values."""
+        self._fulls = None
+        self._full_views.clear()
         memories, self.memories = self.memories, []
         while memories:
-            self.unit.observer.pool.give(memories.pop())
+            self.unit.model.pool.give(memories.pop())

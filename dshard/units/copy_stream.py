@@ -16,8 +16,6 @@ from torch import Tensor
 from dshard.collectives import GatherPlan
 from dshard.policies import Offload
 
-__all__ = ["CopyStream"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Staged:

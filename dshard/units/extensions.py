@@ -9,7 +9,7 @@ import inspect
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,11 @@ from dshard.collectives import BufferPool, Gathered, GatherPlan, Handle, ReduceO
 from dshard.errors import DivergenceError, StateError, UnsupportedOpError
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.tensor import ShardedTensor
-from dshard.tensor.extended import is_extended
 from dshard.tensor.precedence import give_precedence
+from dshard.tensor.subclass_shards import subclass_gathers
 
-__all__ = ["Extensions"]
+if TYPE_CHECKING:
+    from dshard.units.unit import Unit
 
 # Classes with these leave their operations to __torch_dispatch__.
 _PLAIN_FUNCTIONS = (torch._C._disabled_torch_function_impl, getattr(Tensor.__torch_function__, "__func__", None))
@@ -59,7 +60,7 @@ class Extensions:
         slots: Their numbers in it.
     """
 
-    unit: Any
+    unit: "Unit"
     slots: tuple[int, ...]
     _agreed: dict[int, Any] = field(default_factory=dict)  # what each sent when the ranks last compared
     _plans: dict[Any, GatherPlan] = field(default_factory=dict)
@@ -102,7 +103,7 @@ class Extensions:
         """What a parameter's `fsdp_pre_all_gather` gives."""
         param: ShardedTensor = self.unit.params[slot]
         shard: Any = param.shard_storage.resolve()
-        if not is_extended(shard):
+        if not subclass_gathers(shard):
             raise StateError(
                 f"{param.name}: the shard must stay of the class that says how it is gathered, but it became a "
                 f"{type(shard).__name__}. Let the conversion that was made (.data, .to()) give that class."
@@ -142,7 +143,7 @@ class Extensions:
                 names, kind = mesh.mesh_dim_names, mesh.device_type
                 mesh = mesh[names[-1]] if names else DeviceMesh.from_group(mesh.get_group(mesh.ndim - 1), kind)
             modules = [m for top in self.unit.modules for m in top.modules()]
-            module = next(m for m in modules if any(p is param for p in m._parameters.values()))
+            module = next(m for m in modules if id(param) in map(id, m._parameters.values()))
             known = self._contexts[slot] = mesh, module
         return known
 

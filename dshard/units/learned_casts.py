@@ -2,8 +2,6 @@
 
 import torch
 
-__all__ = ["LearnedCasts"]
-
 
 class LearnedCasts:
     """What autocast does to the parameters of a unit.
@@ -30,5 +28,5 @@ class LearnedCasts:
 
     @property
     def dtypes(self) -> tuple[torch.dtype | None, ...]:
-        """For each parameter the dtype to gather it in, under autocast; None for its own."""
+        """The dtype to gather each parameter in, under autocast; None for its own."""
         return tuple(self._dtypes)

@@ -11,11 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dshard.errors import PlacementError, UnsupportedOpError
 from dshard.policies import Strategy
 from dshard.tensor import ShardedTensor
-from dshard.tensor.extended import is_extended
 from dshard.tensor.meshes import mesh_within
-from dshard.tensor.nested import check_dtensor
-
-__all__ = ["Place", "PlacementFn", "check_mesh", "placed_by", "places_of", "replicated"]
+from dshard.tensor.subclass_shards import subclass_gathers
+from dshard.tensor.tp_params import check_dtensor
 
 # Gives a Placement, None, or torch's ShardPlacementResult, which has a mesh, too.
 PlacementFn = Callable[[nn.Parameter], Any]
@@ -23,7 +21,7 @@ PlacementFn = Callable[[nn.Parameter], Any]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one parameter goes.
+    """The place of one parameter.
 
     Args:
         mesh: Of one dim, to shard over, or two, to replicate over and to shard over.
@@ -42,7 +40,7 @@ class Place:
 def places_of(
     found: Sequence[tuple[str, nn.Parameter]], mesh: DeviceMesh, shard_placement_fn: PlacementFn | None
 ) -> list[Place]:
-    """Where each of some parameters goes.
+    """The place that each of some parameters goes to.
 
     Args:
         found: Parameters by name, plain ones and DTensors.
@@ -67,7 +65,7 @@ def places_of(
             place = _place_of(name, param, asked, info)
         if isinstance(param, DTensor):
             check_dtensor(name, param, place.mesh)
-        if is_extended(param) and place.dim != 0:
+        if subclass_gathers(param) and place.dim != 0:
             raise PlacementError(
                 f"{name}: a tensor subclass with fsdp_pre_all_gather must be cut along dim 0, but this "
                 f"{type(param).__name__} of shape {tuple(param.shape)} is to be "
@@ -107,7 +105,7 @@ def _dim_of(name: str, param: nn.Parameter, placement: Any) -> int | None:
 
 
 def placed_by(name: str, param: Tensor, place: Place, strategy: Strategy | None) -> Place:
-    """Where a parameter goes that follows a strategy, if it would go to `place` without one.
+    """The place of a parameter that follows a strategy, if it would go to `place` without one.
 
     Raises:
         PlacementError: The ranks that are to share it do not divide those of the mesh, or are replicated already. On
@@ -142,12 +140,12 @@ def placed_by(name: str, param: Tensor, place: Place, strategy: Strategy | None)
 def _is_gathered_itself(name: str, param: Tensor, place: Place) -> bool:
     """Whether a parameter on one rank is one that says how it is gathered; on several such a one cannot be whole."""
     value = param.shard_storage.resolve() if isinstance(param, ShardedTensor) else param
-    if is_extended(value) and place.num_ranks > 1:
+    if subclass_gathers(value) and place.num_ranks > 1:
         raise UnsupportedOpError(
             f"{name}: a {type(value).__name__} says how it is gathered from shards, but under ddp every rank is to "
             "hold it whole. Choose among 'full', 'keep', 'zero1' and 'zero2'."
         )
-    return is_extended(value)
+    return subclass_gathers(value)
 
 
 def replicated(param: nn.Parameter) -> Replicate:

@@ -5,8 +5,6 @@ import math
 from collections.abc import Callable, Container, Sequence
 from typing import Generic, TypeVar
 
-__all__ = ["Phase", "Schedule", "to_drop"]
-
 U = TypeVar("U")
 
 _MAX_PASSED = 4  # units that nothing has to be done for, between one and the next that is foretold

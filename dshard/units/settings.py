@@ -2,7 +2,9 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
+from itertools import chain
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -10,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dshard.collectives import Comms
 from dshard.policies import StrategyRules
-
-__all__ = ["BufferSync", "ModelSettings", "UnitSettings"]
 
 _LIFETIMES: dict[str, tuple[bool, bool]] = {  # whether gathered copies are freed after forward, and after backward
     "ddp": (True, True),
@@ -59,9 +59,17 @@ class UnitSettings:
         )
 
     @property
+    def changed(self) -> list[str]:
+        """Names of what is not as it is by default."""
+        return [each.name for each in fields(self) if getattr(self, each.name) != getattr(_DEFAULT, each.name)]
+
+    @property
     def but_lifetime(self) -> "UnitSettings":
         """The same without what strategies say."""
         return replace(self, strategy=None, reshard_after_forward=None, reshard_after_backward=True)
+
+
+_DEFAULT = UnitSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +88,27 @@ class BufferSync:
         return BufferSync(copy.deepcopy(self.modules, memo), self.mesh)
 
 
+def _largest(values: Sequence[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _first(values: Sequence[Any]) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _over_one_another(values: Sequence[StrategyRules]) -> StrategyRules:
+    return reduce(StrategyRules.over, values)
+
+
+def _each_once(values: Sequence[tuple[BufferSync, ...]]) -> tuple[BufferSync, ...]:
+    return tuple(dict.fromkeys(chain.from_iterable(values)))
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     """What is chosen for a model; None and empty where nothing was.
+
+    Each field says how that of a model and those of its parts become one.
 
     Args:
         prefetch: How many units are gathered ahead.
@@ -93,32 +119,18 @@ class ModelSettings:
         virtual_ranks: Whose gradients are added up, whatever the number of processes.
     """
 
-    prefetch: int | None = None
-    max_input_buffers: int | None = None
-    memory_budget: int | Literal["auto"] | None = None
-    strategies: StrategyRules = field(default_factory=StrategyRules)
-    buffers: tuple[BufferSync, ...] = ()
-    virtual_ranks: int | None = None
+    prefetch: int | None = field(default=None, metadata={"joined": _largest})
+    max_input_buffers: int | None = field(default=None, metadata={"joined": _largest})
+    memory_budget: int | Literal["auto"] | None = field(default=None, metadata={"joined": _first})
+    strategies: StrategyRules = field(default_factory=StrategyRules, metadata={"joined": _over_one_another})
+    buffers: tuple[BufferSync, ...] = field(default=(), metadata={"joined": _each_once})
+    virtual_ranks: int | None = field(default=None, metadata={"joined": _largest})
 
     def joined(self, others: Sequence["ModelSettings"]) -> "ModelSettings":
         """These with those of models that become parts of this one: what was chosen for the whole stays so.
 
-        Where several parts differ, the larger number holds, and the first budget.
+        Where several parts differ, each field says which holds: the largest number, the first budget.
         """
         every = [self, *others]
-        budgets = [each.memory_budget for each in every if each.memory_budget is not None]
-        strategies = self.strategies
-        for each in others:
-            strategies = strategies.over(each.strategies)
-        return ModelSettings(
-            prefetch=_largest(each.prefetch for each in every),
-            max_input_buffers=_largest(each.max_input_buffers for each in every),
-            memory_budget=budgets[0] if budgets else None,
-            strategies=strategies,
-            buffers=tuple(dict.fromkeys(sync for each in every for sync in each.buffers)),
-            virtual_ranks=_largest(each.virtual_ranks for each in every),
-        )
-
-
-def _largest(numbers: Any) -> int | None:
-    return max((number for number in numbers if number is not None), default=None)
+        own = {each.name: [getattr(settings, each.name) for settings in every] for each in fields(self)}
+        return replace(self, **{each.name: each.metadata["joined"](own[each.name]) for each in fields(self)})

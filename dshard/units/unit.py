@@ -4,31 +4,30 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter, is_
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dshard.autograd.modes import in_backward
 from dshard.autograd.recompute import note_exact_use, ran_in_forward
 from dshard.collectives import ShardGroup
 from dshard.errors import UnsupportedOpError
 from dshard.policies import reshard_choice
 from dshard.tensor import ShardedTensor
-from dshard.tensor.extended import is_extended
-from dshard.tensor.shard_storage import OPERANDS
 from dshard.tensor.sharded_tensor import REQUIRES_GRAD
-from dshard.tensor.sources import is_used_away
+from dshard.tensor.sources import Use, is_used_away
+from dshard.tensor.subclass_shards import subclass_gathers
 from dshard.tensor.views import View
 from dshard.units.buckets import Bucket, are_whole, make_buckets, make_part_buckets
-from dshard.units.copies import Copies
-from dshard.units.deferral import Deferral
+from dshard.units.context import ModelContext
+from dshard.units.copies import Copies, Residency
 from dshard.units.extensions import Extensions
 from dshard.units.learned_casts import LearnedCasts
-from dshard.units.observer import UnitObserver
 from dshard.units.settings import UnitSettings
 
-__all__ = ["Unit", "groups_of"]
+B = TypeVar("B", bound=Bucket)
 
 _SPEC_OF = attrgetter("_spec")
 
@@ -43,11 +42,10 @@ class Unit:
         params: The parameters; each gets this unit as its source.
         modules: Modules in whose forward the unit is in use.
         label: Name for messages, counts, and for the check that all ranks gather the same unit.
-        observer: The runtime.
+        model: What it shares with the other units of its model.
         settings: What is chosen for it.
     """
 
-    full: Callable[..., Tensor]
     alive: ClassVar["weakref.WeakSet[Unit]"] = weakref.WeakSet()  # all of this process
 
     def __init__(
@@ -56,42 +54,38 @@ class Unit:
         modules: Sequence[nn.Module],
         *,
         label: str,
-        observer: UnitObserver,
+        model: ModelContext,
         settings: UnitSettings | None = None,
     ) -> None:
         self.params = list(params)
         self.modules = list(modules)
         self.label = label
-        self.observer = observer
+        self.model = model
         self.settings = settings or UnitSettings()
-        self.place = 0  # among the units of a model
+        self.number = 0  # among the units of a model
         self._start()
 
     def _start(self) -> None:
         """Nothing is gathered, and no module runs."""
         Unit.alive.add(self)
-        self.deferral = _deferral_of(self.settings)  # of reductions, until the last of several backwards
         self.num_active = 0  # forwards of its modules that are running
         self.num_pins = 0  # open `gathered` scopes
         self.is_requested = False  # by `unshard`, to stay until it was used
         self.was_quiet = False  # since the last forward began, without synchronization for some time
-        self.num_watched = 0  # inputs of its modules whose gradients will tell that backward has passed
-        self.is_unwatched = False  # whether a module of it ran without such an input
         self.first_slice: Any = None  # of its parameter, which may be gathered ahead
         self.slice_bytes = 0  # of slices of its parameter that are gathered or under way
         self.sliced_in = -1  # autograd's number of the backward that last computed a gradient of it in slices
-        self._buckets: dict[Any, tuple[list[Any], list[Bucket]]] = {}
+        self._buckets: dict[Any, tuple[list[Any], list[Any]]] = {}
         precisions = [param.wire_precision for param in self.params]
         computes = tuple(p.compute if p is not None else None for p in precisions)
         self.reduce_dtypes = tuple(p.reduce if p is not None else None for p in precisions)
-        extended = tuple(slot for slot, param in enumerate(self.params) if is_extended(param.shard_storage.tensor))
+        extended = tuple(slot for slot, param in enumerate(self.params) if subclass_gathers(param.shard_storage.tensor))
         self.extensions = Extensions(self, extended) if extended else None
         self.copies = Copies(self, computes, is_primary=True)
         self.exact = Copies(self, (None,) * len(computes), is_primary=False) if any(computes) else self.copies
         self._offloads = tuple(param.offload for param in self.params)
-        self.full = self._full_mixed if any(computes) else self.copies.full
-        self.full = self._full_offloaded if any(self._offloads) else self.full
         self.is_mixed = any(computes)
+        self._is_plain = not self.is_mixed and not any(self._offloads)  # whether there is one full value of each
         self.is_whole = are_whole(self.params)
         self._learned: LearnedCasts | None = None
         self._groups: list[ShardGroup] | None = None
@@ -130,32 +124,36 @@ class Unit:
         """Numbers of the parameters that take a gradient."""
         return [slot for slot, takes in enumerate(map(REQUIRES_GRAD.__get__, self.params)) if takes]
 
-    def _full_mixed(self, slot: int, view: View | None = None) -> Tensor:
-        """`full` under mixed precision: in the dtype that the parameter has where it is used."""
-        computes = self.computes(slot) if view is None else view.computes
-        return (self.copies if computes or self.copies.dtypes[slot] is None else self.exact).full(slot, view)
+    def full(self, slot: int, view: View | None = None, use: Use | None = None) -> Tensor:
+        """Parameter `slot`, or a view of it, as an operand: in the dtype, and on the device, that it has there.
 
-    def _full_offloaded(self, slot: int, view: View | None = None) -> Tensor:
-        """`full` where some parameters are not kept where they are used: there, or at home."""
-        full = self._full_mixed(slot, view)
+        Communicates:
+            At most one all-gather per bucket, if there is no fresh copy.
+        """
+        if self._is_plain:
+            return self.copies.full(slot, view, use)
+        if self._learned is not None:
+            full = self._full_beside_casts(self._learned, slot, view, use)
+        else:
+            computes = self.computes(slot, use) if view is None else view.computes
+            full = (self.copies if computes or self.copies.dtypes[slot] is None else self.exact).full(slot, view, use)
         offload = self._offloads[slot]
-        is_away = self.num_pins or self.observer.num_running or torch._C._current_graph_task_id() != -1
-        if offload is None or is_away or type(full) is DTensor or is_used_away(offload.compute):
+        if offload is None or type(full) is DTensor:
             return full
-        return full.to(offload.home)
+        is_away = self.num_pins or self.is_running or in_backward() or is_used_away(offload.compute, use)
+        return full if is_away else full.to(offload.home)
+
+    def _full_beside_casts(self, learned: LearnedCasts, slot: int, view: View | None, use: Use | None) -> Tensor:
+        """`full` where autocast casts some of the parameters: as they are kept."""
+        if self.model.forwards.is_autocasting:
+            learned.note_use(slot)
+        full = self.copies.full(slot, view, use)  # which may gather in other dtypes than before
+        return full if self.copies.dtypes[slot] is None else self.exact.full(slot, view, use)
 
     @property
     def is_running(self) -> bool:
         """Whether a forward of the model runs."""
-        return self.observer.num_running > 0
-
-    def _full_autocast(self, slot: int, view: View | None = None) -> Tensor:
-        """`full` where autocast casts some of the parameters: as they are kept."""
-        assert self._learned is not None
-        if self.observer.is_autocasting:
-            self._learned.note_use(slot)
-        full = self.copies.full(slot, view)
-        return full if self.copies.dtypes[slot] is None else self.exact.full(slot, view)
+        return self.model.forwards.num_running > 0
 
     def full_of_dtype(self, slot: int, dtype: torch.dtype) -> Tensor:
         """The full value of parameter `slot` in its compute dtype, or in the one that it is kept in."""
@@ -164,33 +162,32 @@ class Unit:
         full = self.copies.full(slot)
         return full if full.dtype == dtype else self.exact.full(slot)  # autocast casts the unit's parameters elsewhere
 
-    def full_in(self, slot: int, dtype: torch.dtype) -> Tensor:
+    def full_in(self, slot: int, dtype: torch.dtype, use: Use | None = None) -> Tensor:
         """The full value of parameter `slot` in a given dtype, converted from the one that it is kept in."""
         if self.extensions is not None and slot in self.extensions.slots:
-            return self.exact.full(slot).to(dtype)
-        if self.observer.is_autocasting and not self.is_mixed and dtype != self.params[slot].storage_dtype:
+            return self.exact.full(slot, use=use).to(dtype)
+        if self.model.forwards.is_autocasting and not self.is_mixed and dtype != self.params[slot].storage_dtype:
             if self._learned is None:
-                self._learned, self.full = LearnedCasts(len(self.params)), self._full_autocast
+                self._learned, self._is_plain = LearnedCasts(len(self.params)), False
                 self.exact = Copies(self, self.copies.dtypes, is_primary=False)
             self._learned.note_cast(slot, dtype)
-        full = self.copies.full(slot)
-        return full.to(dtype) if self.copies.dtypes[slot] in (None, dtype) else self.exact.full(slot).to(dtype)
+        full = self.copies.full(slot, use=use)
+        return full.to(dtype) if self.copies.dtypes[slot] in (None, dtype) else self.exact.full(slot, use=use).to(dtype)
 
     def dtypes_to_gather(self) -> tuple[torch.dtype | None, ...]:
-        """For each parameter the dtype in which forward and backward use it next; None for its own."""
-        in_backward = torch._C._current_graph_task_id() != -1 and not self.observer.num_running
-        if self._learned is None or in_backward:  # whose casts were made in the forward
+        """The dtypes in which forward and backward use the parameters next; None for their own."""
+        if self._learned is None or (in_backward() and not self.is_running):  # whose casts were made in the forward
             return self.copies.dtypes
-        return self._learned.dtypes if self.observer.is_autocasting else self.exact.dtypes
+        return self._learned.dtypes if self.model.forwards.is_autocasting else self.exact.dtypes
 
     def compute_dtype(self, slot: int) -> torch.dtype | None:
         """The dtype of parameter `slot` in the forward that is running, if one is; else None."""
-        if not self.observer.num_running:
+        if not self.model.forwards.num_running:
             return None
-        self.observer.regions.note_use(self.observer)
+        self.model.forwards.regions.note_use(self.model.forwards)
         return self.copies.dtypes[slot]
 
-    def computes(self, slot: int) -> bool:
+    def computes(self, slot: int, use: Use | None = None) -> bool:
         """Whether a use of parameter `slot` itself, not of a view, means its value in the compute dtype.
 
         In a forward it does, outside of one it does not. Autograd saves uses in forward as views, which know; what a
@@ -200,20 +197,21 @@ class Unit:
         param, compute = self.params[slot], self.copies.dtypes[slot]
         if compute is None:
             return False
-        if self.observer.num_running:
-            self.observer.regions.note_use(self.observer)
+        if self.model.forwards.num_running:
+            self.model.forwards.regions.note_use(self.model.forwards)
             param.is_used_in_functions |= not torch.is_grad_enabled()
             return True
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             if torch.is_grad_enabled():
                 param.is_used_exactly = True
             else:
-                note_exact_use(self.observer)
+                note_exact_use(self.model.forwards)
             return False
-        known = ran_in_forward(self.observer)
+        known = ran_in_forward(self.model.forwards)
         if known is not None:
             return known
-        others = [x for x in OPERANDS[0] if isinstance(x, Tensor) and not isinstance(x, ShardedTensor)]
+        given = use.operands if use is not None else ()
+        others = [x for x in given if isinstance(x, Tensor) and not isinstance(x, ShardedTensor)]
         if others and compute != param.storage_dtype:
             return any(x.dtype == compute for x in others)
         return param.is_used_in_functions and not param.is_used_exactly
@@ -245,25 +243,13 @@ class Unit:
         """Drop the gathered copies, unless a `gathered` scope holds them."""
         if self.first_slice is not None:
             self.first_slice.drop()
-        if self.num_pins or not (self.is_gathered or self.copies.have_parts):
+        if self.num_pins or all(copies.residency is Residency.SHARDED for copies in (self.copies, self.exact)):
             return
         self.copies.discard()
         if self.exact is not self.copies:
             self.exact.discard()
         self.is_requested = False
-        self.observer.on_free(self)
-
-    def restart_deferral(self) -> None:
-        """Forget how many backwards make a step."""
-        self.deferral = _deferral_of(self.settings)
-
-    @property
-    def reduces_now(self) -> bool:
-        """Whether the backward that runs reduces its gradients, rather than add them up."""
-        virtual = self.observer.virtual
-        if virtual is not None:
-            return self.settings.requires_sync and virtual.is_last
-        return self.settings.requires_sync and (self.deferral is None or self.deferral.is_due)
+        self.model.eviction.note_free(self)
 
     @property
     def stays(self) -> bool:
@@ -280,8 +266,6 @@ class Unit:
         """Choose otherwise, by the names of `UnitSettings`; what a strategy or other collectives need is made anew."""
         before, self.settings = self.settings, replace(self.settings, **changes)
         self.was_quiet |= self.settings.requires_sync and not before.requires_sync
-        if before.strategy != self.settings.strategy:
-            self.deferral = _deferral_of(self.settings)
         if before.comms != self.settings.comms:
             self.free()
             self._buckets.clear()
@@ -319,7 +303,7 @@ class Unit:
         elif not self.num_pins:
             self.copies.keep_parts(num_ranks)
             if self.exact is not self.copies:
-                self.exact.drop()
+                self.exact.discard()
 
     def buckets(self, slots: Sequence[int], dtypes: tuple[torch.dtype | None, ...]) -> list[Bucket]:
         """The buckets of some of the parameters, as `make_buckets` tells."""
@@ -330,7 +314,7 @@ class Unit:
         """The buckets of parts that few ranks hold, as `make_part_buckets` tells."""
         return self.known_buckets((num_ranks, dtypes), lambda: make_part_buckets(self.params, dtypes, num_ranks))
 
-    def known_buckets(self, key: Any, make: Callable[[], list[Bucket]]) -> list[Bucket]:
+    def known_buckets(self, key: Any, make: Callable[[], list[B]]) -> list[B]:
         """Buckets that are made once, until a parameter has another dtype, other strides or another device."""
         known = self._buckets.get(key)
         specs = list(map(_SPEC_OF, self.params))  # another one after a change of dtype, strides or device
@@ -342,7 +326,7 @@ class Unit:
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles take along: no gathered copies."""
-        names = ("params", "modules", "label", "observer", "settings", "place")
+        names = ("params", "modules", "label", "model", "settings", "number")
         return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -352,10 +336,6 @@ class Unit:
     def __repr__(self) -> str:
         state = "gathered" if self.is_gathered else "sharded"
         return f"Unit({self.label!r}, {len(self.params)} parameters, {self.full_bytes:,} bytes, {state})"
-
-
-def _deferral_of(settings: UnitSettings) -> Deferral | None:
-    return Deferral() if settings.strategy == "zero1" else None
 
 
 def groups_of(units: Sequence[Unit]) -> list[ShardGroup]:

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from dshard.errors import StateError
 from dshard.tensor.strides import bytes_of
 
-__all__ = ["BufferCopies", "RandomStates", "State", "VirtualRanks"]
-
 
 class VirtualRanks:
     """The virtual ranks of a model, and which of them this process plays, one after the other.
@@ -41,7 +39,7 @@ class VirtualRanks:
 
     @staticmethod
     def num_threads(device_type: str) -> int:
-        """On which bits depend: those of a CPU's operations; 0 elsewhere."""
+        """Number of threads of a CPU's operations, on which bits depend; 0 elsewhere."""
         return torch.get_num_threads() if device_type == "cpu" else 0
 
     def check_open(self, who: str, what: str) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dshard
-from dshard.runtime import Runtime
 from dshard.testing import WorldPool, fake_world
+from dshard.units.eviction import Eviction
 from dshard.units.unit import Unit
 
 WIDTH, VOCAB = 32, 96
@@ -144,7 +144,7 @@ def units_of(build: Callable[[], nn.Module]) -> list[Unit]:
     with fake_world(0, 2):
         model: Any = dshard.fully_shard(build())
         names = {id(p): name for name, p in model.named_parameters()}
-        units = [unit for unit in model._runtime().units if unit.params]
+        units = [unit for unit in model._context().units if unit.params]
         assert sorted(names[id(p)] for unit in units for p in unit.params) == sorted(names.values())
         return units
 
@@ -295,15 +295,15 @@ def cost_of(name: str, by_hand: bool) -> tuple[int, int, int, float]:
     for part in units(model) if by_hand else ():
         dshard.fully_shard(part)
     dshard.fully_shard(model)
-    peak, on_gather = 0, Runtime.on_gather
+    peak, on_gather = 0, Eviction.note_gather
 
-    def watched(self: Runtime, unit: Unit) -> None:
+    def watched(self: Eviction, unit: Unit) -> None:
         nonlocal peak
         on_gather(self, unit)
-        peak = max(peak, self.gathered_bytes)
+        peak = max(peak, self.num_bytes)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    Runtime.on_gather = watched  # type: ignore[method-assign]
+    Eviction.note_gather = watched  # type: ignore[method-assign]
     try:
         for _ in range(3):
             peak = 0
@@ -314,7 +314,7 @@ def cost_of(name: str, by_hand: bool) -> tuple[int, int, int, float]:
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        Runtime.on_gather = on_gather  # type: ignore[method-assign]
+        Eviction.note_gather = on_gather  # type: ignore[method-assign]
     return peak, trace.calls("all_gather"), trace.calls("reduce_scatter"), loss.item()
 
 

@@ -157,7 +157,7 @@ def trained(name: str | None) -> list[Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return [[unit.label for unit in model._runtime().units], losses, trace.calls("all_gather")]
+    return [[unit.label for unit in model._context().units], losses, trace.calls("all_gather")]
 
 
 def test_a_policy_trains_as_the_same_units_made_by_hand(worlds: WorldPool):

@@ -106,7 +106,7 @@ def compare(case: Case, path: str) -> tuple[list[int], list[str], int]:
     _, expected, _, _ = train(case, path, faults=False)
     for value, other in zip(values, expected, strict=True):
         assert torch.equal(value, other), (dist.get_rank(), skipped, texts)
-    return skipped, texts, model._runtime().gathered_bytes
+    return skipped, texts, model._context().gathered_bytes
 
 
 def check(worlds: WorldPool, num_ranks: int, case: Case) -> list[list[str]]:

@@ -105,9 +105,9 @@ def test_gathers_and_reductions_go_through_objects_of_torchs_interfaces(worlds: 
 def with_a_group() -> list[Any]:
     net, plain = make(), make()
     net.set_separate_reduce_scatter_group()
-    units = [u for u in net._runtime().units if u.params]
+    units = [u for u in net._context().units if u.params]
     buckets = [b for u in units for b in u.buckets(u.trainable, u.reduce_dtypes)]
-    apart = {b.group._reduce_group.group_name for b in buckets} & {b.group.name for b in buckets}
+    apart = {b.group.reduce_group.group_name for b in buckets} & {b.group.name for b in buckets}
     first = [torch.allclose(a, b, rtol=1e-6) for a, b in zip(train(net), train(plain), strict=True)]
     net.set_separate_reduce_scatter_group(False)
     second = [torch.allclose(a, b, rtol=1e-6) for a, b in zip(train(net), train(plain), strict=True)]

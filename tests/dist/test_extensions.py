@@ -345,7 +345,7 @@ def memory_of_what_travelled(kind: Any, policy: Any) -> tuple[int, bool]:
     net = shard(make(kind, bias=False), policy)
     net[0].unshard()
     unit: Any = net[0].weight.gather_source
-    return len(unit.copies.memories), unit.observer.pool.kept_bytes > 0
+    return len(unit.copies.memories), unit.model.pool.kept_bytes > 0
 
 
 def test_memory_of_what_travelled_is_free_where_the_full_values_are_copies_of_it(worlds: WorldPool):

@@ -32,7 +32,7 @@ def model() -> Any:
 
 
 def gathered_units(net: nn.Module) -> int:
-    return sum(unit.is_gathered for unit in net._dshard_units[0].observer.units)
+    return sum(unit.is_gathered for unit in net._dshard_units[0].model.units)
 
 
 def test_every_public_method_of_torchs_class_is_defined_by_ours():
@@ -149,7 +149,7 @@ def kept_after_forward(recurse: bool) -> list[bool]:
     net: Any = dshard.fully_shard(nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]), sync="broadcast")
     net.set_reshard_after_forward(False, recurse=recurse)
     net(torch.ones(1, 8))
-    return [unit.is_gathered for unit in net._runtime().units if unit.params]
+    return [unit.is_gathered for unit in net._context().units if unit.params]
 
 
 @pytest.mark.parametrize("recurse", [True, False])
@@ -383,7 +383,7 @@ def test_reset_iter_state_recovers_from_an_exception_in_forward(worlds: WorldPoo
 def unshard_of_root_alone() -> tuple[int, int, int]:
     model: Any = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
     dshard.fully_shard(model, sync="broadcast")
-    runtime = model._runtime()
+    runtime = model._context()
     model.unshard()
     everything = runtime.gathered_bytes
     model.reshard()

@@ -265,7 +265,7 @@ def held(options: dict[str, bool]) -> list[int]:
     net = sharded()
     with dshard.CommTrace() as trace, dshard.gathered(net, **options):
         at_start = trace.calls("all_gather")
-        units = sum(unit.is_gathered for unit in net._runtime().units)
+        units = sum(unit.is_gathered for unit in net._context().units)
         with torch.no_grad():
             net(batch(0))
         return [units, at_start, trace.calls("all_gather") - at_start]

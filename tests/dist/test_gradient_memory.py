@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dshard
+from dshard.gradients.reducer import Reducer
 from dshard.testing import WorldPool
 
 pytestmark = pytest.mark.slow
@@ -83,7 +84,7 @@ def memory_of_dropped_gradients() -> list[bool]:
     model.set_requires_gradient_sync(False)
     model(torch.ones(1, 4)).sum().backward()
     buffers = [
-        weakref.ref(reduction._bucket._memory.memory) for _, reduction in model._runtime().reducer._open.values()
+        weakref.ref(reduction._bucket._memory.memory) for _, reduction in model._context().get(Reducer)._open.values()
     ]
     gc.disable()
     try:

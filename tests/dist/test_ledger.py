@@ -97,7 +97,7 @@ def copies_after_an_error() -> tuple[str, int]:
         try:
             loss.backward()
         except dshard.DivergenceError as error:
-            return str(error).partition(",")[0], model._runtime().gathered_bytes
+            return str(error).partition(",")[0], model._context().gathered_bytes
         return "", -1
 
 

@@ -218,7 +218,7 @@ class Pair:
         self.all_sharded()
 
     def all_sharded(self):
-        runtime = self.model._dshard_units[0].observer
+        runtime = self.model._dshard_units[0].model
         assert [u.label for u in runtime.units if u.is_gathered] == []
         assert [u.label for u in runtime.units if u.num_active or u.num_pins] == []
         assert runtime.gathered_bytes == 0
@@ -395,7 +395,7 @@ def backward_that_raises(then: str) -> list[Any]:
     x = torch.ones(1, 3, dtype=model[0].weight.dtype)
     model(x).sum().backward()
     grads = [p.grad for p in model.parameters() if p.requires_grad]
-    return [all(g.dtype == x.dtype for g in grads), len(grads), model._runtime().gathered_bytes]
+    return [all(g.dtype == x.dtype for g in grads), len(grads), model._context().gathered_bytes]
 
 
 @pytest.mark.parametrize(("then", "num_grads"), [("cast", 5), ("thaw", 6), ("nothing", 5)])

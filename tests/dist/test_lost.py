@@ -3,6 +3,7 @@
 import os
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import dshard
-from dshard.collectives import _c10d, lost
-from dshard.collectives.board import Board, End, Home, ends_within, state_of
+from dshard.collectives import _c10d, exits, lost
+from dshard.collectives.board import Board, End, RankProcess, ends_within, state_of
 from dshard.testing import World, WorldPool, expect_error
 
 
@@ -136,8 +137,42 @@ def test_what_takes_longer_than_a_store_may_is_given_up():
 
 
 def test_a_process_is_known_by_its_number_and_its_beginning():
-    own = Home.own()
+    own = RankProcess.own()
     assert own.pid == os.getpid()
     assert state_of(own.pid)[1] == own.started
     assert state_of(2**22 + 1) == ("", "")
     assert not Board().is_open
+
+
+def test_a_rank_that_writes_its_word_while_it_is_looked_at_has_not_ended_without_one(monkeypatch):
+    end = End(1, "raised", "ValueError: of its own", time.time(), ())
+    written: list[End] = []
+    gone = RankProcess("here", 1, "a host", "never")  # process 1 began at another time
+    is_dead = lost._Case._is_dead
+
+    def looked_at(case: Any, rank: int) -> bool:
+        known = is_dead(case, rank)
+        written[:] = [end]  # it comes when the process has just been looked at
+        return known
+
+    monkeypatch.setattr(lost._Case, "_is_dead", looked_at)
+    monkeypatch.setattr(lost._State, "own", RankProcess("here", os.getpid(), "a host", "now"))
+    monkeypatch.setattr(lost._State, "board", SimpleNamespace(ends=lambda: list(written)))
+    verdict = lost._Case([0, 1], [0, 1], 0, {1: gone})._of_ends()
+    assert verdict is not None
+    assert "rank 1 raised ValueError: of its own" in verdict.text
+
+
+@pytest.mark.parametrize(("rank", "agent", "waits"), [(0, "False", True), (1, "False", False), (0, "True", False)])
+def test_a_failing_rank_stays_for_the_others_to_read_it_where_the_store_goes_with_it(monkeypatch, rank, agent, waits):
+    slept: list[float] = []
+    monkeypatch.setattr(exits, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(exits, "ends_within", lambda *_: None)
+    world = {"is_initialized": lambda: True, "get_world_size": lambda: 2, "get_rank": lambda: rank}
+    monkeypatch.setattr(exits, "dist", SimpleNamespace(**world))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
+    for how, expected in (("left", []), ("raised", [exits._READ_S] * waits)):
+        monkeypatch.setattr(exits._State, "pid", os.getpid())
+        monkeypatch.setattr(exits._State, "has_said", False)
+        exits._say(how, "text")
+        assert slept == expected

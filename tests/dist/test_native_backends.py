@@ -90,7 +90,7 @@ def bytes_after_steps(is_native: bool) -> list[int]:
     with native() if is_native else contextlib.nullcontext():
         torch.manual_seed(0)
         model: Any = dshard.fully_shard(nn.Linear(8, 8))
-        pool, found = model._runtime().pool, []
+        pool, found = model._context().pool, []
         for _ in range(3):
             model(torch.ones(1, 8)).sum().backward()
             model.weight.grad.full_tensor()

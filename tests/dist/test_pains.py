@@ -1393,7 +1393,7 @@ def after_an_exception(where: str, reset: bool) -> int:
             m.reset_iter_state()
         m.zero_grad()
         train(m, 2)
-    gathered: int = sharded._runtime().gathered_bytes
+    gathered: int = sharded._context().gathered_bytes
     same_weights(plain, sharded)
     return gathered
 
@@ -1490,7 +1490,7 @@ def test_gradient_accumulation_gives_the_plain_gradients_and_sends_when_told(wor
 def export(kind: str) -> tuple[dict[str, int], int, int]:
     """The weights one by one, as for an inference engine: gathers by unit, and gathered bytes at their peak."""
     plain, sharded = twins(shard=shard_blocks)
-    runtime = sharded._runtime()
+    runtime = sharded._context()
     peak, expected = 0, dict(plain.named_parameters())
     with dshard.CommTrace() as trace, torch.no_grad():
         items = sharded.state_dict().items() if kind == "state_dict" else sharded.named_parameters()
@@ -1585,7 +1585,7 @@ def test_a_head_that_is_replaced_after_sharding_trains_as_in_a_plain_model(world
 def units_of_a_root() -> list[str]:
     _, sharded = twins(lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]), shard_root)
     sharded(data(2, 64)).sum().backward()
-    units: list[Unit] = sharded._runtime().units
+    units: list[Unit] = sharded._context().units
     return [unit.label for unit in units]
 
 

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 from torch.nn import functional as F
 
 import dshard
-from dshard.runtime.module import units_of
+from dshard.runtime.runtime import units_of
 from dshard.testing import WorldPool
 
 pytestmark = pytest.mark.slow

@@ -24,6 +24,7 @@ from dshard.optimizer.step_hooks import num_listeners
 from dshard.planner import DEVICES, Training, cluster_of
 from dshard.planning.plan import Profile
 from dshard.policies import Strategy
+from dshard.runtime.runtime import runtime_of
 from dshard.testing import WorldPool
 
 TITAN = DEVICES["titan-rtx"]
@@ -57,6 +58,7 @@ def train(strategies, **kind):
     dshard.fully_shard(model, plan=dshard.Plan.from_json(plan.to_json()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
+    assert model._dshard_units[0].model.split is None  # no units are looked for: they are the plan's
     for step in range(3):
         x = tokens(10 * step + dist.get_rank())
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
@@ -189,7 +191,7 @@ def train_from_file(path):
             losses.append(loss.item())
         units = [unit for m in model.modules() for unit in vars(m).get("_dshard_units", ()) if unit.params]
         kinds = {str(unit.settings.strategy) for unit in units}
-        found.append((losses, kinds, model._runtime().plan_report is not None))
+        found.append((losses, kinds, runtime_of(model).plan_report is not None))
     return found
 
 
@@ -269,6 +271,15 @@ def test_ranks_with_different_plans_are_told(worlds: WorldPool):
         assert is_untouched
 
 
+UNITS_OF_NO_MODEL = {
+    "all of the root": lambda units: tuple(replace(unit, modules=("",)) for unit in units),
+    "modules of another unit": lambda units: tuple(
+        replace(unit, modules=other.modules) for unit, other in zip(units, (*units[1:], units[0]), strict=True)
+    ),
+    "a parameter twice": lambda units: (replace(units[0], params=units[0].params * 2), *units[1:]),
+}
+
+
 def refused(kind):
     """What fully_shard says to a plan that does not fit."""
     model = build()
@@ -280,6 +291,11 @@ def refused(kind):
         plan = replace(plan, cluster=cluster_of(TITAN, 8))
     elif kind == "strategy":
         options["strategy"] = "ddp"
+    elif kind == "no such module":
+        first, *rest = plan.model.units
+        plan = replace(plan, model=replace(plan.model, units=(replace(first, modules=("lost",)), *rest)))
+    elif kind in UNITS_OF_NO_MODEL:
+        plan = replace(plan, model=replace(plan.model, units=UNITS_OF_NO_MODEL[kind](plan.model.units)))
     elif kind == "as a strategy":
         options["strategy"], plan = plan, None
     elif kind == "budget":
@@ -319,6 +335,14 @@ def refused(kind):
         (
             "as a strategy",
             "ArgumentError: fully_shard: strategy must be one of ",
+        ),
+        *(
+            (kind, "PlanError: fully_shard: each unit of a plan has parameters of its own")
+            for kind in UNITS_OF_NO_MODEL
+        ),
+        (
+            "no such module",
+            "PlanError: fully_shard: a plan is for the model that it was made for, but the unit of lost",
         ),
         ("dtype", "PlanError: fully_shard: a plan is for the dtypes that it was made for, but all parameters gathered"),
         ("stored", "PlanError: fully_shard: a plan is for the dtypes that it was made for, but all parameters stored"),

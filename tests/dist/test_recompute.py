@@ -237,7 +237,9 @@ def autocast() -> Any:
 @pytest.mark.parametrize("kind", WRAPPERS)
 @pytest.mark.parametrize("how", [wrap_then_shard, inside_of_blocks_root_alone], ids=lambda how: how.__name__)
 @pytest.mark.parametrize(
-    "options", [{"num_batches": 2}, {"context": autocast}, {"freezes": "up"}, {"freezes": "layers.0"}], ids=str
+    "options",
+    [{"num_batches": 2}, {"context": autocast}, {"freezes": "up"}, {"freezes": "layers.0"}],
+    ids=["num_batches", "context", "freezes up", "freezes layers.0"],
 )
 def test_regions_beside_accumulation_autocast_and_frozen_parts(worlds: WorldPool, how, kind, options):
     assert worlds.run(2, partial(beside_fsdp2, how, kind, **options)) == [(True, [])] * 2

@@ -144,7 +144,7 @@ def peak_of_buffers(num_units: int, max_in_flight: int) -> list[int]:
     net.set_reduce_scatter_max_input_buffers(max_in_flight)
     for _ in range(2):  # the second one gathers nothing
         loss = net(inputs(dist.get_rank())).square().sum()
-        pool = net._runtime().pool
+        pool = net._context().pool
         before = pool._peak_bytes = pool.out_bytes
         loss.backward()
     return [pool._peak_bytes - before, pool.out_bytes - before]

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard.testing import WorldPool
+from dshard.units.copies import Residency
 
 WIDTH = 24
 
@@ -120,15 +121,15 @@ def test_backward_sends_its_bytes_among_the_few(worlds: WorldPool):
 def kept_bytes() -> list[Any]:
     """What a rank holds between forward and backward, and after."""
     net = shard(make(), 2)
-    units = [unit for unit in net._runtime().units if unit.params]
+    units = [unit for unit in net._context().units if unit.params]
     loss = net(batch(0, dist.get_rank())).sum()
     parts = [sum(p.nbytes for p in unit.copies._parts[0]) for unit in units]
     gathered = [unit.is_gathered for unit in units]
     loss.backward()
-    after = [unit.copies.have_parts or unit.is_gathered for unit in units]
+    after = [unit.copies.residency is Residency.IN_PARTS or unit.is_gathered for unit in units]
     with torch.no_grad():
         net(batch(0, 0))
-    return [parts, gathered, after, [unit.copies.have_parts for unit in units]]
+    return [parts, gathered, after, [unit.copies.residency is Residency.IN_PARTS for unit in units]]
 
 
 def test_half_of_a_unit_is_kept_for_backward_and_nothing_after_it_or_without_autograd(worlds: WorldPool):

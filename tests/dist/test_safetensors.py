@@ -525,7 +525,7 @@ def test_a_save_leaves_no_files_of_an_older_one_that_readers_would_take(worlds: 
 
 def walk() -> None:
     model, plain = shard_parts(make()), make()
-    runtime = model._runtime()
+    runtime = model._context()
     expected = plain.state_dict()
     model(torch.arange(4)).sum().backward()
     expected = {n: b for n, b in model.state_dict().items() if "running" in n or "tracked" in n} | {

@@ -123,7 +123,7 @@ def rows_after_double(num_converted: int) -> tuple[bool, int]:
     with native(), torch.no_grad():
         layers = nn.Linear(8, 8), nn.LayerNorm(8)
         unit = unit_of(*layers)
-        ((_, row),) = unit.copies._send_rows.values()
+        ((_, row),) = unit.copies._rows._known.values()
         old = StorageWeakRef(row.row.untyped_storage())
         del row
         for layer in layers[2 - num_converted :]:
@@ -150,7 +150,7 @@ def rows_after_a_child_was_converted(takes_gradients: bool) -> tuple[bool, int]:
         )
         model(torch.ones(1, 32))
         unit: Unit = model[0].weight.gather_source
-        ((_, row),) = unit.copies._send_rows.values()
+        ((_, row),) = unit.copies._rows._known.values()
         old = StorageWeakRef(row.row.untyped_storage())
         del row
         model[1].double()
@@ -178,7 +178,7 @@ def rows_beside_frozen_ones() -> list[tuple[int, int]]:
         found = []
         for _ in range(3):
             layers[1](layers[0](torch.ones(1, 8))).sum().backward()
-            found.append((len(unit.copies._send_rows), num_storages(unit)))
+            found.append((len(unit.copies._rows._known), num_storages(unit)))
         return found
 
 

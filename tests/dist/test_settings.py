@@ -4,8 +4,9 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 import dshard
+import dshard.setup.specs
+import dshard.units.context
 from dshard.collectives import Comms
+from dshard.gradients.reducer import Reducer
 from dshard.policies import StrategyRules
-from dshard.runtime.module import units_of
+from dshard.runtime.runtime import units_of
 from dshard.testing import WorldPool
 from dshard.units.settings import BufferSync, ModelSettings, UnitSettings
 
@@ -107,14 +111,14 @@ class Net(nn.Sequential):
 def walked(way: str) -> list[str]:
     torch.manual_seed(0)
     model: Any = dshard.fully_shard(Net())
-    runtime = model._dshard_units[0].observer
+    context = model._dshard_units[0].model
     for unit in units_of(model):  # the one that the first use splits
         unit.settings = replace(unit.settings, **UNIT)
     sync = BufferSync((model[2],), init_device_mesh("cpu", (dist.get_world_size(),)))
-    runtime.change(**{**MODEL, "buffers": (sync,)})
+    context.change(**{**MODEL, "buffers": (sync,)})
     model = WAYS[way](model)
-    runtime = model._dshard_units[0].observer
-    runtime.before_use()
+    context = model._dshard_units[0].model
+    context.before_use()
     wrong = []
     for unit in units_of(model):
         if unit.params and all(p.shape[0] == 4 and unit in model._own_units() for p in unit.params):
@@ -123,7 +127,7 @@ def walked(way: str) -> list[str]:
                 if getattr(unit.settings, name) != expected and not is_switched:
                     wrong.append(f"{unit.label}: {name} is {getattr(unit.settings, name)}")
     for name, expected in MODEL.items():
-        found = getattr(runtime.settings, name)
+        found = getattr(context.settings, name)
         if name == "buffers":
             if [b.modules for b in found] != [(model[2],)]:
                 wrong.append(f"buffers are {found}")
@@ -132,9 +136,52 @@ def walked(way: str) -> list[str]:
                 wrong.append(f"strategies are {found}")
         elif found != expected:
             wrong.append(f"{name} is {found}")
-    if runtime.schedule.depth != 3 or runtime.reducer.max_in_flight != 4:
-        wrong.append(f"in force are {runtime.schedule.depth} and {runtime.reducer.max_in_flight}")
+    if context.schedule.depth != 3 or context.get(Reducer).max_in_flight != 4:
+        wrong.append(f"in force are {context.schedule.depth} and {context.get(Reducer).max_in_flight}")
     return wrong
+
+
+@dataclass(frozen=True, slots=True)
+class MoreOfUnit(UnitSettings):
+    """With a field that no line of dshard knows."""
+
+    added: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MoreOfModel(ModelSettings):
+    """The same; it has to say how it is joined, as every field."""
+
+    added: int = field(default=0, metadata={"joined": max})
+
+
+def added_later(way: str) -> tuple[set[int], int]:
+    """What is left of a setting that is added to dshard, and set on a model."""
+    with (
+        mock.patch.object(dshard.setup.specs, "UnitSettings", MoreOfUnit),
+        mock.patch.object(dshard.units.context, "ModelSettings", MoreOfModel),
+    ):
+        torch.manual_seed(0)
+        model: Any = dshard.fully_shard(Net())
+        for unit in units_of(model):
+            unit.change(added=7)
+        units_of(model)[0].model.change(added=8)
+        model = WAYS[way](model)
+        context = model._dshard_units[0].model
+        context.before_use()
+        own = [unit for unit in units_of(model) if unit.params]
+        return {unit.settings.added for unit in own}, context.settings.added
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_setting_that_is_added_is_not_forgotten(worlds: WorldPool, way):
+    assert worlds.run(2, added_later, way) == [({7}, 8)] * 2
+
+
+def test_a_setting_of_models_must_say_how_it_is_joined():
+    unsaid: Any = make_dataclass("Unsaid", [("added", int, 0)], bases=(ModelSettings,), frozen=True)
+    with pytest.raises(KeyError, match="joined"):
+        unsaid().joined([unsaid()])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -149,8 +196,8 @@ def set_on_a_block() -> tuple[int, int]:
         block.set_prefetch(i + 1)
     model[1].set_reduce_scatter_max_input_buffers(4)
     dshard.fully_shard(model)
-    runtime = model._dshard_units[0].observer
-    return runtime.schedule.depth, runtime.reducer.max_in_flight
+    context = model._dshard_units[0].model
+    return context.schedule.depth, context.get(Reducer).max_in_flight
 
 
 def test_what_is_set_on_blocks_holds_for_the_model_and_the_largest_of_several(worlds: WorldPool):

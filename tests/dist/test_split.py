@@ -369,7 +369,7 @@ def peaks(kind: str, num_slices: int) -> tuple[int, int, int]:
         layer.reshard()
         with counting(layer.weight.to_local()) as backward:
             out.backward(torch.ones(1).expand_as(out))
-    assert layer._runtime().gathered_bytes == 0
+    assert layer._context().gathered_bytes == 0
     return forward.peak_bytes, backward.peak_bytes, counted.num_bytes
 
 
@@ -677,7 +677,7 @@ def other_passes() -> dict[str, bool]:
         "jacobians": torch.allclose(jacobian, weight),
         "forward mode": torch.allclose(tangent, weight @ slope, atol=1e-5),
         "hooks": len(seen) == 1 and torch.allclose(seen[0], sliced.head.weight.grad.full_tensor()),
-        "nothing is left": sliced._runtime().gathered_bytes == 0,
+        "nothing is left": sliced._context().gathered_bytes == 0,
     }
 
 

@@ -292,7 +292,7 @@ def full(state: Any, prefix: str = "") -> dict[str, Tensor]:
         ({"mesh": True}, 4),
         ({"strategy": "zero1"}, 2),
     ],
-    ids=str,
+    ids=["full-2", "ddp-2", "placed-3", "mesh-4", "zero1-2"],
 )
 @pytest.mark.parametrize("num_staged", [0, 1, 2])
 def test_torchs_asynchronous_saves_hold_the_values_of_their_moment(

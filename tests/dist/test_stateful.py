@@ -139,7 +139,7 @@ class Pair:
         for module in model.modules():
             if isinstance(module, dshard.FSDPModule):
                 module.reshard()
-        runtime = model._runtime()
+        runtime = model._context()
         busy = [u.label for u in runtime.units if u.is_gathered or u.num_active or u.num_pins]
         assert not busy, f"gathered copies of {busy} are left"
         assert runtime.gathered_bytes == 0

@@ -326,7 +326,7 @@ def persistent_bytes(before: str, after: str) -> dict[str, int]:
         "parameters": bytes_of(model.parameters()),
         "gradients": bytes_of(p.grad for p in model.parameters()),
         "states": bytes_of(states),
-        "gathered": model._runtime().gathered_bytes,
+        "gathered": model._context().gathered_bytes,
     }
 
 
@@ -392,7 +392,7 @@ def under_way_at_the_start(strategy: str) -> list[list[bool]]:
 
         def look(layer: Any, args: Any, seen: list[bool] = seen) -> None:
             (unit,) = layer._dshard_units
-            seen.append(unit.copies.are_there and unit.copies._are_fresh())
+            seen.append(unit.copies.are_there and unit.copies.are_fresh())
 
         handles = [layer.register_forward_pre_hook(look) for layer in model]
         model(rows(step)).square().sum().backward()

@@ -119,8 +119,8 @@ def num_hooks(*models: nn.Module) -> dict[str, int]:
 
 
 def pooled(model: nn.Module) -> dict[str, int]:
-    pools: list[BufferPool] = list({id(u.observer.pool): u.observer.pool for u in Unit.alive}.values())
-    own = model._runtime()
+    pools: list[BufferPool] = list({id(u.model.pool): u.model.pool for u in Unit.alive}.values())
+    own = model._context()
     return {
         "pools": len(pools),
         "bytes kept": sum(pool.kept_bytes for pool in pools),
@@ -134,6 +134,7 @@ def pooled(model: nn.Module) -> dict[str, int]:
 
 def census(model: nn.Module, folder: Path) -> dict[str, int]:
     """Name to number, of everything that must not grow; to be called at rest."""
+    gc.unfreeze()  # what a rank found imported may hold more, too
     gc.collect()
     gc.collect()
     with warnings.catch_warnings():

@@ -338,7 +338,7 @@ class Run:
         self.rest()
         self.switch("ddp")  # so that the units of "full" are new ones
         self.switch("full")
-        pool = self.model._runtime().pool
+        pool = self.model._context().pool
         pool.mark()  # it takes back what it has lent
         pool.clear()
         dist.barrier()  # for the folder is looked at, too

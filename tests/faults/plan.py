@@ -178,6 +178,7 @@ def start(folder: Path, injection: Injection, fault: Fault | None, *, lane: int 
         doomed=doomed,
         server=("dshard", f"json#{lane}"),
         agent_store=not injection.rank_0_has_store,
+        linger_s=0.3,  # of a rank that is gone at once after its last word, others may say that it had none
     )
 
 

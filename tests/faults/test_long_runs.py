@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dshard.collectives import ledger
 from dshard.optimizer.step_hooks import before_steps
+from dshard.tensor import meshes
 from dshard.testing import WorldPool
 from tests.faults.census import census
 from tests.faults.long_plan import BEGINNING, plan, survivors
@@ -200,10 +200,10 @@ def leak_everything(folder):
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait, daemon=True)
     thread.start()
-    kept = [torch.zeros(1 << 10), (path / "left").open("w"), run.model._runtime().pool.take(64, torch.device("cpu"))]
+    kept = [torch.zeros(1 << 10), (path / "left").open("w"), run.model._context().pool.take(64, torch.device("cpu"))]
     handle = run.model.head.register_forward_hook(lambda *_: None)
     leave = before_steps(lambda _: None)
-    ledger._PAGES["leaked"] = None
+    meshes._WITHIN["leaked"] = None
     try:
         return grown([first, census(run.model, path)])
     finally:
@@ -212,7 +212,7 @@ def leak_everything(folder):
         kept[1].close()
         handle.remove()
         leave()
-        del ledger._PAGES["leaked"]
+        del meshes._WITHIN["leaked"]
 
 
 def test_each_kind_of_leak_would_be_seen(worlds: WorldPool, tmp_path):
@@ -220,7 +220,7 @@ def test_each_kind_of_leak_would_be_seen(worlds: WorldPool, tmp_path):
     kinds = {"tensor bytes", "threads", "file handles", "files", "hooks of modules", "hooks ahead of steps"}
     kinds |= {
         "pool bytes out",
-        "in dshard.collectives.ledger._PAGES",
+        "in dshard.tensor.meshes._WITHIN",
         "type threading.Thread",
         "type builtins.function",
     }

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dshard
-from dshard.checkpoint import publishing
+from dshard.checkpoint import disk, publishing
 from dshard.checkpoint.disk import partial_name
 from dshard.checkpoint.file_format import file_header
 from dshard.checkpoint.model_files import find
@@ -289,8 +289,8 @@ def test_of_two_saves_at_once_one_is_there_whole(tmp_path):
 
 
 def test_a_save_that_hangs_while_it_puts_files_in_place_is_not_waited_for_without_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(publishing, "_WAIT_S", 0.1)
-    with publishing._alone_in(tmp_path), pytest.raises(dshard.CheckpointError, match="one save at a time"):
+    monkeypatch.setattr(disk, "_LOCK_TIMEOUT_S", 0.1)
+    with disk.locked(tmp_path), pytest.raises(dshard.CheckpointError, match="one save at a time"):
         put(tmp_path, 1, 1)
 
 

@@ -194,6 +194,10 @@ def main() -> None:
         send = _c10d.send
         _c10d.send = lambda *args: (striker.count(), send(*args))[1]
     dist.init_process_group("gloo", timeout=timedelta(seconds=config["timeout_s"]))
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"joined {rank}", "")
+    if striker.fault is not None:  # what others raise while they are within torch's own start, dshard cannot see
+        store.wait([f"joined {each}" for each in range(dist.get_world_size())])
     report = run(config, striker, rank)
     if rank == 0:
         Path(config["report"]).write_text(json.dumps(report))

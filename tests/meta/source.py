@@ -67,6 +67,12 @@ def resolve(name: str, known: dict[str, Module]) -> str | None:
     return None
 
 
+def imported_for_types(module: Module) -> set[int]:
+    """Lines of the imports that only type checkers read: what a class is that holds this one."""
+    blocks = [n for n in ast.walk(module.tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    return {inner.lineno for block in blocks for inner in ast.walk(block) if isinstance(inner, ast.ImportFrom)}
+
+
 def import_graph(known: dict[str, Module]) -> dict[str, dict[str, int]]:
     """For each module, the modules of the package that it imports and the line where it does."""
     graph: dict[str, dict[str, int]] = {}

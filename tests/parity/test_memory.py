@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 import dshard
 from dshard.collectives import BufferPool
-from dshard.runtime import Runtime
 from dshard.testing import WorldPool
-from dshard.units.copies import Copies
+from dshard.units.copies import Copies, Residency
+from dshard.units.eviction import Eviction
 from dshard.units.unit import Unit
 from tests.parity.models import CASES, GPT, batch, build, shard
 from tests.parity.test_wire_bytes import chunked_loss
@@ -37,7 +37,7 @@ class Watch:
     """Every gathered copy that was made, by its storage, and what was alive whenever a unit was gathered."""
 
     copies: list[tuple[StorageWeakRef, int]] = field(default_factory=list)
-    peak_counted_bytes: int = 0  # by Runtime.gathered_bytes
+    peak_counted_bytes: int = 0  # by Eviction.num_bytes
     peak_alive_bytes: int = 0  # by the storages themselves
 
     def alive_bytes(self) -> int:
@@ -53,28 +53,28 @@ class Watch:
 
 @contextmanager
 def watching() -> Iterator[Watch]:
-    """Look into `Copies` and `Runtime` while gathers happen; memory that waits for another use is let go."""
+    """Look into `Copies` and `Eviction` while gathers happen; memory that waits for another use is let go."""
     watch = Watch()
-    wait, on_gather, trim = Copies.wait, Runtime.on_gather, BufferPool._trim
+    wait, on_gather, trim = Copies.wait, Eviction.note_gather, BufferPool._trim
 
     def wait_watched(self: Copies) -> None:
-        arrives = self._in_flight is not None
+        arrives = self.residency is Residency.IN_FLIGHT
         wait(self)
         for full in (self._fulls or ()) if arrives else ():
             if full.numel():
                 watch.copies.append((StorageWeakRef(full.untyped_storage()), full.numel() * full.element_size()))
         watch.peak_alive_bytes = max(watch.peak_alive_bytes, watch.alive_bytes())
 
-    def on_gather_watched(self: Runtime, unit: Unit) -> None:
+    def on_gather_watched(self: Eviction, unit: Unit) -> None:
         on_gather(self, unit)
-        watch.peak_counted_bytes = max(watch.peak_counted_bytes, self.gathered_bytes)
+        watch.peak_counted_bytes = max(watch.peak_counted_bytes, self.num_bytes)
 
-    Copies.wait, Runtime.on_gather = wait_watched, on_gather_watched  # type: ignore[method-assign]
+    Copies.wait, Eviction.note_gather = wait_watched, on_gather_watched  # type: ignore[method-assign]
     BufferPool._trim = lambda self, *_: self.clear()  # type: ignore[method-assign]
     try:
         yield watch
     finally:
-        Copies.wait, Runtime.on_gather = wait, on_gather  # type: ignore[method-assign]
+        Copies.wait, Eviction.note_gather = wait, on_gather  # type: ignore[method-assign]
         BufferPool._trim = trim  # type: ignore[method-assign]
 
 
@@ -117,7 +117,7 @@ def forward_only(name: str, manual: bool, reshard: bool | None) -> dict[str, Any
         "after_forward": after_forward,
         "root_copies": root_copies,
         "after_backward": backward.num_alive() + watch.num_alive(),
-        "counted_after_backward": model._runtime().gathered_bytes,  # type: ignore[operator,union-attr]
+        "counted_after_backward": model._context().gathered_bytes,  # type: ignore[operator,union-attr]
     }
 
 

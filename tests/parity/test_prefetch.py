@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard.planning.plan import parse_bytes
-from dshard.runtime import Runtime
 from dshard.testing import WorldPool
+from dshard.units.eviction import Eviction
 from dshard.units.unit import Unit
 from tests.parity.test_memory import units_of
 
@@ -102,13 +102,13 @@ def train(model: Any, steps: list[tuple[Any, ...]]) -> Counts:
     """AdamW steps; each of `steps` is what is passed to the forward."""
     counts = Counts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    on_gather = Runtime.on_gather
+    on_gather = Eviction.note_gather
 
-    def watched(self: Runtime, unit: Unit) -> None:
+    def watched(self: Eviction, unit: Unit) -> None:
         on_gather(self, unit)
-        counts.peak_bytes = max(counts.peak_bytes, self.gathered_bytes)
+        counts.peak_bytes = max(counts.peak_bytes, self.num_bytes)
 
-    Runtime.on_gather = watched  # type: ignore[method-assign]
+    Eviction.note_gather = watched  # type: ignore[method-assign]
     try:
         for step, args in enumerate(steps):
             counts.peak_bytes = 0
@@ -120,8 +120,8 @@ def train(model: Any, steps: list[tuple[Any, ...]]) -> Counts:
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        Runtime.on_gather = on_gather  # type: ignore[method-assign]
-    counts.left_bytes = model._runtime().gathered_bytes
+        Eviction.note_gather = on_gather  # type: ignore[method-assign]
+    counts.left_bytes = model._context().gathered_bytes
     counts.weights = [p.full_tensor().detach() for p in model.parameters()]
     return counts
 
@@ -177,7 +177,7 @@ def budget_after_two_calls(budget: int | str) -> Any:
     model: Any = Chain()
     dshard.fully_shard(model.blocks[0], memory_budget=budget)
     dshard.fully_shard(model)
-    return units_of(model)[0].observer.settings.memory_budget
+    return units_of(model)[0].model.settings.memory_budget
 
 
 def test_units_that_were_told_are_no_matter_of_the_budget(worlds: WorldPool):
@@ -233,7 +233,7 @@ def interleaved() -> tuple[list[int], int]:
             loss_of(model, step, (3, 1, 2))
             loss_of(model, step, (3, 1, 2))
         gathers.append(trace.calls("all_gather"))
-    return gathers, model._runtime().gathered_bytes
+    return gathers, model._context().gathered_bytes
 
 
 def test_evaluation_between_steps_has_an_order_of_its_own(worlds: WorldPool):
@@ -249,7 +249,7 @@ def broken_forward() -> int:
     with dshard.CommTrace() as trace:
         loss_of(model, 3).backward()
     assert len(units_of(model)) >= NUM_BLOCKS
-    assert model._runtime().gathered_bytes == 0
+    assert model._context().gathered_bytes == 0
     return trace.calls("all_gather")
 
 

@@ -160,7 +160,7 @@ def pooled() -> list[int]:
     """Bytes that are counted while a buffer is out, once it is back, and with two of them out."""
     model = nn.Linear(8, 8, bias=False)
     dshard.fully_shard(model)
-    pool: BufferPool = model._runtime().pool  # type: ignore[operator]
+    pool: BufferPool = model._context().pool  # type: ignore[operator]
     with counted_peak(model) as counted:
         start = counted.alive_bytes()
         first, cpu = pool.take(1000, torch.device("cpu")), torch.device("cpu")

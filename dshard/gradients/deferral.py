@@ -1,7 +1,5 @@
 """Gradients that are reduced once for several backwards, with the last of them."""
 
-__all__ = ["Deferral"]
-
 
 class Deferral:
     """When a unit reduces whose gradients stay whole until the optimizer's step (`zero1`).

@@ -12,15 +12,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from dshard.collectives import shard_of
 from dshard.errors import PlacementError, UnsupportedOpError
 from dshard.layout import ShardLayout
-from dshard.tensor.extended import cut_extended, is_extended
-from dshard.tensor.inner import Inner, InnerLayout, inner_of, part_of
 from dshard.tensor.meshes import group_of, placements_of, shared_dims
 from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sharded_tensor import ShardedTensor
 from dshard.tensor.strides import dense_stride
+from dshard.tensor.subclass_shards import cut_subclass, subclass_gathers
+from dshard.tensor.tp_layout import TPLayout, TPShardLayout, part_of, tp_layout_of
 from dshard.tensor.views import empty_of
-
-__all__ = ["check_dtensor", "local_gradient", "local_of", "shard_like", "shard_over"]
 
 
 def shard_over(
@@ -44,13 +42,13 @@ def shard_over(
         kind: Class of the result.
 
     Raises:
-        PlacementError, UnsupportedOpError: As `check_dtensor`, and `cut_extended`.
+        PlacementError, UnsupportedOpError: As `check_dtensor`, and `cut_subclass`.
 
     Communicates:
         Nothing.
     """
-    if is_extended(full):
-        return _shard_extended(full, mesh, name, device or full.device, kind)
+    if subclass_gathers(full):
+        return _shard_subclass(full, mesh, name, device or full.device, kind)
     if not isinstance(full, DTensor):
         return kind.shard(full, mesh, dim, name=name, device=device)
     both = check_dtensor(name, full, mesh)
@@ -58,27 +56,27 @@ def shard_over(
     device = local.device if device is None or local.is_meta else device
     dim = None if full.dim() == 0 else dim
     group = group_of(mesh)
-    inner = Inner(full.device_mesh, tuple(full.placements), tuple(full.shape), mesh)
-    layout = InnerLayout(tuple(local.shape), dim, group.num_ranks, inner)
+    tp = TPLayout(full.device_mesh, tuple(full.placements), tuple(full.shape), mesh)
+    layout = TPShardLayout(tuple(local.shape), dim, group.num_ranks, tp)
     meta = TensorMeta(
         full.shape, dense_stride(torch.empty_strided(full.shape, full.stride(), device="meta")), full.dtype
     )
-    spec = DTensorSpec(both, inner.over_both(dim), tensor_meta=meta)
+    spec = DTensorSpec(both, tp.over_both(dim), tensor_meta=meta)
     shard = torch.empty(layout.local_shape(group.rank), dtype=full.dtype, device=device)
     shard.copy_(shard_of(local, layout, group.rank))
     return kind.wrap(ShardStorage(shard, layout, is_shared=True), spec, group, name=name)
 
 
-def _shard_extended(
+def _shard_subclass(
     full: Tensor, mesh: DeviceMesh, name: str, device: torch.device, kind: type[ShardedTensor]
 ) -> ShardedTensor:
     group = group_of(mesh)
     layout = ShardLayout(tuple(full.shape), 0, group.num_ranks)
     meta = TensorMeta(full.shape, torch.empty(full.shape, device="meta").stride(), full.dtype)
     spec = DTensorSpec(mesh, placements_of(0, mesh), tensor_meta=meta)
-    shard = cut_extended(name, full, layout, group.rank, device)
-    cell = ShardStorage(shard, layout, is_shared=True)
-    return kind.wrap(cell, spec, group, name=name, prototype=empty_of(full.dtype, shard.device))
+    shard = cut_subclass(name, full, layout, group.rank, device)
+    storage = ShardStorage(shard, layout, is_shared=True)
+    return kind.wrap(storage, spec, group, name=name, prototype=empty_of(full.dtype, shard.device))
 
 
 def check_dtensor(name: str, param: DTensor, mesh: DeviceMesh) -> DeviceMesh:
@@ -125,10 +123,7 @@ def check_dtensor(name: str, param: DTensor, mesh: DeviceMesh) -> DeviceMesh:
 def local_of(tensor: Tensor) -> Tensor:
     """What data parallelism cuts: the local tensor of a DTensor, a plain tensor itself."""
     local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return _arrived(local.detach())
-
-
-def _arrived(local: Tensor) -> Tensor:
+    local = local.detach()
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
@@ -152,19 +147,19 @@ def local_gradient(param: ShardedTensor, grad: Tensor) -> Tensor:
         What DTensor does to give a DTensor gradient the parameter's placements: an all-reduce where it was partial
         over other dims than those of data parallelism, which reduces over its own.
     """
-    inner = inner_of(param.shard_layout)
+    tp = tp_layout_of(param.shard_layout)
     if isinstance(grad, ShardedTensor):
         grad = grad.materialize()
     if not isinstance(grad, DTensor):
-        return grad if inner is None else inner.cut(grad)
+        return grad if tp is None else tp.cut(grad)
     mesh = grad.device_mesh
-    if inner is not None and mesh != inner.mesh:
+    if tp is not None and mesh != tp.mesh:
         raise UnsupportedOpError(
-            f"{param.name}: the gradient must lie over the mesh of the parameter, {inner.mesh}, but it lies over "
+            f"{param.name}: the gradient must lie over the mesh of the parameter, {tp.mesh}, but it lies over "
             f"{mesh}. Redistribute the activations, or use full_tensor() of the parameter."
         )
-    placements: list[Placement] = [Replicate()] * mesh.ndim if inner is None else list(inner.placements)
-    for dim in (shared_dims(mesh, param._spec.mesh) or ()) if inner is None else inner.data_dims:
+    placements: list[Placement] = [Replicate()] * mesh.ndim if tp is None else list(tp.placements)
+    for dim in (shared_dims(mesh, param._spec.mesh) or ()) if tp is None else tp.data_dims:
         if grad.placements[dim] == Partial():
             placements[dim] = grad.placements[dim]
     return local_of(grad.redistribute(mesh, placements))

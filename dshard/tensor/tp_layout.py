@@ -1,7 +1,7 @@
 """Sharded tensors that are cut over another mesh, too: DTensor parameters (tensor parallelism) below data parallelism.
 
-The *inner* mesh is the DTensor's own. Data parallelism cuts and gathers the DTensor's local tensor; what it gathers is
-put back into a DTensor over the inner mesh, and DTensor's own rules take over from there.
+The mesh of tensor parallelism (`tp_*`) is the DTensor's own. Data parallelism cuts and gathers the DTensor's local
+tensor; what it gathers is put back into a DTensor over that mesh, and DTensor's own rules take over from there.
 """
 
 import math
@@ -21,26 +21,9 @@ from dshard.layout import ShardLayout
 from dshard.tensor.meshes import placements_of, shared_dims
 from dshard.tensor.views import ViewStep, apply_steps
 
-__all__ = [
-    "Inner",
-    "InnerLayout",
-    "distinct_groups",
-    "full_shape",
-    "gathered_stride",
-    "groups_of",
-    "inner_of",
-    "joined_group",
-    "lie_of",
-    "on_mesh",
-    "part_of",
-    "replicated",
-    "viewed",
-    "whole",
-]
-
 
 @dataclass(frozen=True, slots=True)
-class Inner:
+class TPLayout:
     """How tensors lie over another mesh than the one that data parallelism cuts and gathers them over.
 
     Args:
@@ -71,7 +54,7 @@ class Inner:
         object.__setattr__(self, "axes", axes)
 
     def __reduce__(self) -> Any:
-        return Inner, (self.mesh, self.placements, self.shape, self.data_mesh)
+        return TPLayout, (self.mesh, self.placements, self.shape, self.data_mesh)
 
     def cut(self, full: Tensor) -> Tensor:
         """The view of a full tensor that is this rank's local one, before data parallelism cuts it."""
@@ -87,53 +70,53 @@ class Inner:
         cuts = [
             group.num_ranks for placement, group in self.axes if isinstance(placement, Shard) and placement.dim == dim
         ]
-        if dim is not None and math.prod(cuts) > 1:  # the inner cut comes first, though its mesh comes last
+        if dim is not None and math.prod(cuts) > 1:  # the DTensor's own cut comes first, though its mesh comes last
             outer[-1] = _StridedShard(dim, split_factor=math.prod(cuts))
         return (*outer, *(placement for placement, _ in self.axes))
 
 
 @dataclass(frozen=True, slots=True)
-class InnerLayout(ShardLayout):
+class TPShardLayout(ShardLayout):
     """How data parallelism cuts local tensors of a DTensor; `shape` is that of the local tensor.
 
     Args:
-        inner: How the DTensor lies.
+        tp: How the DTensor lies.
     """
 
     num_made: ClassVar[int] = 0  # in this process: programs without tensor parallelism need not look for it
-    inner: Inner
+    tp: TPLayout
 
     def __post_init__(self) -> None:
         ShardLayout.__post_init__(self)
-        InnerLayout.num_made += 1
+        TPShardLayout.num_made += 1
 
     def __reduce__(self) -> Any:
-        return InnerLayout, (self.shape, self.dim, self.num_ranks, self.inner)
+        return TPShardLayout, (self.shape, self.dim, self.num_ranks, self.tp)
 
 
-def inner_of(layout: ShardLayout) -> Inner | None:
+def tp_layout_of(layout: ShardLayout) -> TPLayout | None:
     """How the tensors that are cut lie over another mesh; None if over no other."""
-    return layout.inner if type(layout) is InnerLayout else None
+    return layout.tp if type(layout) is TPShardLayout else None
 
 
 def full_shape(layout: ShardLayout) -> tuple[int, ...]:
     """Shape of the full tensor, over all meshes."""
-    return layout.inner.shape if type(layout) is InnerLayout else layout.shape
+    return layout.tp.shape if type(layout) is TPShardLayout else layout.shape
 
 
 def lie_of(layout: ShardLayout, mesh: DeviceMesh) -> tuple[Placement, ...]:
     """DTensor's placements of a sharded tensor over the dims of its mesh, or of both of its meshes."""
-    return layout.inner.over_both(layout.dim) if type(layout) is InnerLayout else placements_of(layout.dim, mesh)
+    return layout.tp.over_both(layout.dim) if type(layout) is TPShardLayout else placements_of(layout.dim, mesh)
 
 
 def part_of(full: Tensor, layout: ShardLayout, rank: int) -> Tensor:
     """The view of a full tensor, over all meshes, that this rank holds; `rank` is its number in data parallelism."""
-    return shard_of(layout.inner.cut(full) if type(layout) is InnerLayout else full, layout, rank)
+    return shard_of(layout.tp.cut(full) if type(layout) is TPShardLayout else full, layout, rank)
 
 
 def gathered_stride(layout: ShardLayout, stride: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of what data parallelism gathers, for a full tensor of strides `stride`."""
-    if type(layout) is not InnerLayout or layout.shape == layout.inner.shape:
+    if type(layout) is not TPShardLayout or layout.shape == layout.tp.shape:
         return stride
     strides = [0] * len(stride)
     step = 1
@@ -145,8 +128,8 @@ def gathered_stride(layout: ShardLayout, stride: tuple[int, ...]) -> tuple[int, 
 
 def groups_of(tensor: Any) -> list[ShardGroup]:
     """The ranks that a ShardedTensor lies on: of data parallelism, then along each dim of the other mesh."""
-    inner = inner_of(tensor.shard_storage.layout)
-    return [tensor.shard_group, *(group for _, group in (inner.axes if inner is not None else ()))]
+    tp = tp_layout_of(tensor.shard_storage.layout)
+    return [tensor.shard_group, *(group for _, group in (tp.axes if tp is not None else ()))]
 
 
 def joined_group(tensor: Any) -> ShardGroup:
@@ -161,20 +144,20 @@ def distinct_groups(tensor: Any) -> list[ShardGroup]:
     """Those of `groups_of` whose ranks hold different parts; what parts give adds up over one after the other."""
     layout = tensor.shard_storage.layout
     groups = [tensor.shard_group] if layout.dim is not None else []
-    inner = inner_of(layout)
-    if inner is not None:
-        groups += [group for placement, group in inner.axes if isinstance(placement, Shard)]
+    tp = tp_layout_of(layout)
+    if tp is not None:
+        groups += [group for placement, group in tp.axes if isinstance(placement, Shard)]
     return groups
 
 
-def on_mesh(local: Tensor, tensor: Any) -> Tensor:
+def tp_operand(local: Tensor, tensor: Any) -> Tensor:
     """What data parallelism has gathered of a ShardedTensor, as an operand: a DTensor, if it lies over another mesh."""
     layout = tensor.shard_storage.layout
-    if type(layout) is not InnerLayout:
+    if type(layout) is not TPShardLayout:
         return local
-    inner = layout.inner
-    meta = TensorMeta(torch.Size(inner.shape), tensor.stride(), local.dtype)
-    return _dtensor(local, DTensorSpec(inner.mesh, inner.placements, tensor_meta=meta))
+    tp = layout.tp
+    meta = TensorMeta(torch.Size(tp.shape), tensor.stride(), local.dtype)
+    return _dtensor(local, DTensorSpec(tp.mesh, tp.placements, tensor_meta=meta))
 
 
 def replicated(full: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -193,7 +176,7 @@ def whole(value: Tensor) -> Tensor:
     """An operand as a plain tensor: the full value, over all meshes.
 
     Communicates:
-        DTensor's own all-gather over the inner mesh, for a DTensor.
+        DTensor's own all-gather over the mesh of tensor parallelism, for a DTensor.
     """
     if type(value) is not DTensor:
         return value
@@ -206,7 +189,7 @@ def viewed(value: Tensor, steps: tuple[ViewStep, ...]) -> Tensor:
     """A chain of views of an operand; where DTensor has no rule for one, of its full value.
 
     Communicates:
-        Nothing; in the latter case an all-gather over the inner mesh.
+        Nothing; in the latter case an all-gather over the mesh of tensor parallelism.
     """
     if type(value) is not DTensor or not isinstance(steps[0].func, OpOverload):  # the latter: a local tensor's
         return apply_steps(value, steps)

@@ -14,15 +14,19 @@ from torch import nn
 from dshard import collectives
 from dshard.collectives import ShardGroup, TimesLeft
 from dshard.errors import DivergenceError
-from dshard.units.unit import Unit, groups_of
-
-__all__ = ["Iteration"]
+from dshard.units.context import ModelContext
+from dshard.units.unit import groups_of
 
 
 class Iteration:
-    """Of one model."""
+    """The step that one model is in.
 
-    def __init__(self) -> None:
+    Args:
+        context: Of the model.
+    """
+
+    def __init__(self, context: ModelContext) -> None:
+        self._context = context
         self._groups: Sequence[ShardGroup] = ()
         self._left: TimesLeft | None = None  # how often this rank had left a step when the last forward began
         self._is_training = False
@@ -35,7 +39,7 @@ class Iteration:
         self._is_local = False  # whether a backward would gather nothing
         self._handled = 0  # identity of the exception that the program was handling when the forward began
 
-    def begin(self, root: nn.Module, units: Sequence[Unit]) -> bool:
+    def begin(self, root: nn.Module) -> bool:
         """A forward begins; gives whether a step was left since the last one began.
 
         A forward that no backward followed may mean an exception in between, of which nothing is known here: a loss.
@@ -44,6 +48,7 @@ class Iteration:
         Raises:
             DivergenceError: This rank has left a step for one that peers are in, where it could not follow them.
         """
+        units = self._context.units
         groups = self._groups = groups_of(units)
         self._check_whole(type(root).__name__, groups)
         was_quiet, is_quiet, is_pinned = self._is_quiet, False, False
@@ -56,7 +61,7 @@ class Iteration:
         self._num_forwards += int(self._awaits_backward)
         is_first = self._awaits_backward and self._num_forwards > self._num_expected
         if is_first and _are_everyone(groups) and not (was_quiet and self._is_local):
-            self.leave("no backward followed a forward: an exception in a loss, or a branch on rank-local data", units)
+            self.leave("no backward followed a forward: an exception in a loss, or a branch on rank-local data")
         before, self._left = self._left, collectives.times_left(groups)
         self._is_training = root.training and torch.is_grad_enabled() and not is_pinned
         self._is_quiet, self._is_pending, self._awaits_backward = is_quiet, False, False
@@ -73,7 +78,7 @@ class Iteration:
     def _check_whole(self, who: str, groups: Sequence[ShardGroup]) -> None:
         """Give up a step that others have begun, where this rank was torn out of the one before: all lose one more."""
         if collectives.is_torn(groups):
-            collectives.begin(group.name for group in groups)
+            collectives.begin(groups)
             collectives.give_up("it was within a forward or backward when others began the next", groups)
             error = DivergenceError(
                 f"{who}: all ranks must begin a forward alike, but this one was within the forward or backward before "
@@ -83,15 +88,15 @@ class Iteration:
             error.left_step = True
             raise error
 
-    def end_forward(self, units: Sequence[Unit]) -> None:
+    def end_forward(self) -> None:
         """It ended, by a result or an exception."""
         error = sys.exc_info()[1]
         was_idle = collectives.withdraw(self._groups)
-        sharded = [unit for unit in units if unit.params and not unit.is_whole]
+        sharded = [unit for unit in self._context.units if unit.params and not unit.is_whole]
         if error is not None and id(error) != self._handled:
             if self._is_training or not was_idle or not all(unit.copies.is_current for unit in sharded):
                 self._is_pending = was_idle
-                self.leave(error, units)
+                self.leave(error)
         elif self._is_training:
             self._is_pending, self._awaits_backward = was_idle, bool(sharded)
             self._is_local = all(unit.is_gathered for unit in sharded)
@@ -114,20 +119,19 @@ class Iteration:
         self._num_seen, self._num_forwards = self._num_forwards, 0
         self._awaits_backward = False
 
-    def leave(self, error: BaseException | str, units: Sequence[Unit]) -> None:
+    def leave(self, error: BaseException | str) -> None:
         """Give the step up, because of an exception.
 
         Args:
             error: The exception, or what is known of it.
-            units: Of the model.
 
         Communicates:
             A header to each peer; nobody waits.
         """
-        groups = self._groups or groups_of(units)
+        groups = self._groups or groups_of(self._context.units)
         self._drop_left(groups)
         if collectives.withdraw(groups) or self._is_pending:  # of a step that the others are in, or come to
-            collectives.begin(group.name for group in groups)
+            collectives.begin(groups)
         self._is_pending = self._awaits_backward = False
         collectives.give_up(error if isinstance(error, str) else f"{type(error).__name__}: {error}", groups)
 

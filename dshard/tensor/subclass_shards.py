@@ -11,10 +11,8 @@ from torch import Tensor
 from dshard.errors import UnsupportedOpError
 from dshard.layout import ShardLayout
 
-__all__ = ["cut_extended", "exact_values", "is_extended"]
 
-
-def is_extended(tensor: object) -> bool:
+def subclass_gathers(tensor: object) -> bool:
     """Whether a tensor says itself how it is gathered."""
     return type(tensor) is not Tensor and hasattr(tensor, "fsdp_post_all_gather")
 
@@ -28,7 +26,7 @@ def exact_values(shard: Tensor, name: str) -> Tensor:
     Communicates:
         Nothing.
     """
-    if not is_extended(shard):
+    if not subclass_gathers(shard):
         return shard
     plain = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -42,7 +40,7 @@ def exact_values(shard: Tensor, name: str) -> Tensor:
     return plain
 
 
-def cut_extended(name: str, full: Tensor, layout: ShardLayout, rank: int, device: torch.device) -> Tensor:
+def cut_subclass(name: str, full: Tensor, layout: ShardLayout, rank: int, device: torch.device) -> Tensor:
     """This rank's shard, of the same class, by the operations that FSDP2 asks of a subclass.
 
     These are `split` along dim 0, `new_zeros`, `copy_`, where the dim is uneven `slice`, and `_to_copy` to go to
@@ -69,7 +67,7 @@ def cut_extended(name: str, full: Tensor, layout: ShardLayout, rank: int, device
                 f"{type(error).__name__}: {error}. Let its __torch_dispatch__ take aten.split.Tensor, "
                 "aten.new_zeros, aten.slice.Tensor and aten.copy_."
             ) from error
-    if not is_extended(shard) or tuple(shard.shape) != shape:
+    if not subclass_gathers(shard) or tuple(shard.shape) != shape:
         raise UnsupportedOpError(
             f"{name}: split, new_zeros and slice of a {kind.__name__} must give one of shape {shape}, but gave a "
             f"{type(shard).__name__} of shape {tuple(shard.shape)}. Let its __torch_dispatch__ wrap their results."

@@ -9,32 +9,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dshard.errors import UnsupportedOpError
-from dshard.tensor.inner import Inner, InnerLayout, inner_of, replicated
 from dshard.tensor.local_views import is_local
 from dshard.tensor.operands import is_recorded, materialize
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.stepping import is_stepping
+from dshard.tensor.table import Args, Kwargs
+from dshard.tensor.tp_layout import TPLayout, TPShardLayout, replicated, tp_layout_of
 
-__all__ = ["compute_on_mesh", "meets_mesh"]
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 _PLAIN = (Tensor, int, float, bool, type(None))
 
 
-def meets_mesh(args: Sequence[Any]) -> bool:
+def meets_tp(args: Sequence[Any]) -> bool:
     """Whether an operand is a DTensor of torch's own, or lies over another mesh than that of data parallelism."""
     for value in args:
         kind = type(value)
         if kind in SHARDED:
-            if type(value.shard_storage.layout) is InnerLayout and not is_local(value._view):
+            if type(value.shard_storage.layout) is TPShardLayout and not is_local(value._view):
                 return True
-        elif kind is DTensor or (kind not in _PLAIN and isinstance(value, (list, tuple)) and meets_mesh(value)):
+        elif kind is DTensor or (kind not in _PLAIN and isinstance(value, (list, tuple)) and meets_tp(value)):
             return True
     return False
 
 
-def compute_on_mesh(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def tp_compute(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation by DTensor's rules, on what data parallelism gathers; gives DTensors.
 
     A parameter that lies over no other mesh counts as replicated over that of the other operands. Full values on every
@@ -51,12 +48,12 @@ def compute_on_mesh(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     has_plain = any(map(_is_plain, tensors))
     recorded = is_recorded(*sharded)
     meshes = [o.device_mesh for o in others]
-    meshes += [i.mesh for s in sharded if (i := _inner_of(s)) is not None]
+    meshes += [i.mesh for s in sharded if (i := _tp_layout_of(s)) is not None]
     same_mesh = any(o.device_mesh == s.device_mesh for o in others for s in sharded)
     if not recorded and (has_plain or same_mesh or is_stepping()):
-        return func(*materialize(args), **{k: materialize(v) for k, v in kwargs.items()})
+        return func(*materialize(args), **materialize(kwargs))
     mesh = meshes[0]
-    named = next((s for s in sharded if _inner_of(s) is not None), sharded[0])
+    named = next((s for s in sharded if _tp_layout_of(s) is not None), sharded[0])
     if has_plain:
         raise UnsupportedOpError(_mixed(func, named, mesh, tensors))
     different = next((m for m in meshes if m != mesh), None)
@@ -71,9 +68,9 @@ def compute_on_mesh(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     )
 
 
-def _inner_of(tensor: ShardedTensor) -> Inner | None:
+def _tp_layout_of(tensor: ShardedTensor) -> TPLayout | None:
     """How a tensor lies over another mesh; None for a local tensor that `to_local` gave."""
-    return None if is_local(tensor._view) else inner_of(tensor.shard_storage.layout)
+    return None if is_local(tensor._view) else tp_layout_of(tensor.shard_storage.layout)
 
 
 def _is_plain(tensor: Tensor) -> bool:

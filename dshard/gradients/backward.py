@@ -1,0 +1,164 @@
+"""The backward of a model that runs: noticed where it uses a unit first, and ended when autograd ends it."""
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
+
+import torch
+
+from dshard.collectives import num_noted, settle
+from dshard.gradients.iteration import Iteration
+from dshard.gradients.needs import Needs
+from dshard.gradients.reducer import Reducer
+from dshard.gradients.watches import InputWatches
+from dshard.units.context import ModelContext
+from dshard.units.schedule import Phase
+from dshard.units.unit import Unit, groups_of
+
+
+class Backward:
+    """Begins and ends the backwards of a model, and tells what has passed in them.
+
+    Args:
+        context: Of the model.
+    """
+
+    def __init__(self, context: ModelContext) -> None:
+        self._context = context
+        self.reducer = context.get(Reducer)
+        self.iteration = context.get(Iteration)
+        self.needs = Needs(context.eviction)
+        self.watches = InputWatches(self._on_passed, context.eviction.after_backward)
+        self._end: Callable[[], _End | None] = lambda: None  # of the backward that runs
+        self._nested: set[Unit] = set()  # whose first gradient came in a backward within the one that runs
+        self._noted: dict[str, int] = {}  # of each group, entries of the ledger when the backward began
+        context.on_backward = self.notice
+        self.reducer.on_arrival = self._on_arrival
+
+    def notice(self) -> None:
+        """Have `end` called when the backward that is running ends, or the one that it is nested in."""
+        context, task = self._context, torch._C._current_graph_task_id()
+        if task in (-1, context.backward_task):
+            return
+        outer = self._end()
+        if context.backward_task == -1 or outer is None:
+            end = _End(self, task)
+            self.forget_failed()
+            self._end = weakref.ref(end, partial(_on_gone, weakref.ref(self)))
+            if context.announce is not None:
+                context.announce(Phase.BACKWARD)
+            context.begin(Phase.BACKWARD)
+            context.eviction.begin_backward()
+            self.iteration.begin_backward()
+            self.reducer.begin_backward()
+            self.needs.begin_backward()
+            self._noted = {group.name: num_noted(group) for group in groups_of(context.units)}
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+        elif task != outer.task:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_nested)
+        context.backward_task = task
+
+    def _on_arrival(self, unit: Unit) -> None:
+        """Gather a unit of which the first gradient has arrived, if other ranks may need it; or note that they did."""
+        outer = self._end()
+        if outer is not None and outer.task != self._context.backward_task:
+            self._nested.add(unit)
+        if self.needs.meet(unit):
+            self._context.eviction.make_way(unit)
+            unit.copies.join(gathers=not self.needs.was_gathered(unit))
+
+    def _on_passed(self, unit: Unit, is_unwatched: bool) -> None:
+        """Free a unit whose modules' inputs have their gradients, and let its own leave, unless some may come still."""
+        self._context.eviction.after_backward(unit)
+        if not is_unwatched:
+            self.reducer.reduce(unit)
+
+    def _end_nested(self) -> None:
+        """A backward within another one ends: that of a region that is checkpointed reentrantly, most likely."""
+        nested, self._nested = sorted(self._nested, key=attrgetter("number")), set()
+        for unit in nested:
+            if not self.watches.is_watched(unit):
+                self._context.eviction.after_backward(unit)
+                self.reducer.reduce(unit)
+
+    def _leave(self) -> None:
+        """No backward runs any more."""
+        self._context.backward_task = -1
+        self._context.eviction.forget_backward()
+        self.watches.forget()
+
+    def end(self) -> None:
+        """Reduce what is incomplete and free everything."""
+        context, units = self._context, self._context.units
+        self._leave()
+        context.schedule.end()
+        complete = self.reducer.complete
+        try:
+            self.reducer.end_backward()
+            spared = self.needs.learn(complete, self.reducer.reduces_now)
+            if spared:
+                context.schedule.leave_out(Phase.BACKWARD, spared)
+            # Only what this backward did: ranks may differ in how many backwards without communication they run.
+            settle([group for group in groups_of(units) if num_noted(group) > self._noted.get(group.name, 0)])
+            if self.reducer.check is not None:
+                own = {p.shard_group.full_name: p.shard_group for unit in units for p in unit.params}
+                self.reducer.check.settle(list(own.values()))
+            self.iteration.end_backward()
+        except BaseException as error:
+            self.iteration.leave(error)
+            self.reducer.forget_backward()
+            raise
+        finally:
+            context.eviction.end_backward()
+
+    def forget_failed(self) -> None:
+        """Forget a backward that has not come to its end."""
+        self._nested.clear()
+        if self._context.backward_task != -1:
+            self._leave()
+            self.reducer.forget_backward()
+            virtual = self._context.virtual
+            if virtual is not None:
+                virtual.has_failed = virtual.is_open
+
+    def on_failed(self) -> None:
+        """A backward has ended with an exception: leave the step."""
+        if self._context.backward_task != -1:
+            self.iteration.leave("an exception in its backward")
+            self.forget_failed()
+
+    def forget(self) -> None:
+        """Begin as the first step did: how far the last one came may differ between ranks."""
+        self.needs.forget()
+        self.watches.forget()
+        self.reducer.forget_step()
+
+    def on_regrouped(self) -> None:
+        """Units are others now: what was learned of them says nothing."""
+        self._context.schedule.forget()
+        self.needs.forget()
+        self.reducer.forget_deferrals()
+
+    def reset(self) -> None:
+        """Leave a step that an exception ended; gradients that are under way are dropped."""
+        self._leave()
+        self._context.schedule.end()
+        self.reducer.reset()
+
+
+def _on_gone(backward: "weakref.ref[Backward]", _: object) -> None:
+    """Autograd has let go of what it was to call at the end of a backward."""
+    known = backward()
+    if known is not None:
+        known.on_failed()
+
+
+class _End:
+    """What autograd calls at the end of a backward; it drops this as soon as the backward has ended, or raised."""
+
+    def __init__(self, backward: Backward, task: int) -> None:
+        self._backward, self.task = backward, task
+
+    def __call__(self) -> None:
+        self._backward.end()
