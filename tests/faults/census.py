@@ -139,10 +139,10 @@ def census(model: nn.Module, folder: Path) -> dict[str, int]:
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # looking at objects of all types
+        found = {"tensor bytes": tensor_bytes(gc.get_objects())}  # which makes the Python objects of storages: first
         objects = gc.get_objects()
         types = type_counts(objects)
-        found = {
-            "tensor bytes": tensor_bytes(objects),
+        found |= {
             "objects": len(objects),
             "entries": num_entries(objects),
         }
