@@ -6,12 +6,15 @@ from functools import partial
 from operator import attrgetter
 
 import torch
+from torch import Tensor
 
 from dshard.collectives import num_noted, settle
 from dshard.gradients.iteration import Iteration
 from dshard.gradients.needs import Needs
+from dshard.gradients.of_unit import UnitGradients
 from dshard.gradients.reducer import Reducer
 from dshard.gradients.watches import InputWatches
+from dshard.tensor import ShardedTensor
 from dshard.units.context import ModelContext
 from dshard.units.schedule import Phase
 from dshard.units.unit import Unit, groups_of
@@ -34,7 +37,6 @@ class Backward:
         self._nested: set[Unit] = set()  # whose first gradient came in a backward within the one that runs
         self._noted: dict[str, int] = {}  # of each group, entries of the ledger when the backward began
         context.on_backward = self.notice
-        self.reducer.on_arrival = self._on_arrival
 
     def notice(self) -> None:
         """Have `end` called when the backward that is running ends, or the one that it is nested in."""
@@ -59,7 +61,28 @@ class Backward:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_nested)
         context.backward_task = task
 
-    def _on_arrival(self, unit: Unit) -> None:
+    def receive(self, unit: Unit, slot: int, grad: Tensor, *, may_wait: bool = False) -> ShardedTensor:
+        """Take the full gradient of a parameter; gives the reduced one, which may still be in flight.
+
+        Args:
+            unit: The parameter's.
+            slot: Its number there.
+            grad: The gradient.
+            may_wait: Whether nobody else can write to `grad`, so that it may be packed later.
+        """
+        own, virtual, check = self.reducer.units.get(unit), self._context.virtual, self.reducer.check
+        if own is None:
+            own = self.reducer.units[unit] = UnitGradients(unit, self.reducer)
+        if virtual is not None:
+            own.check_virtual(virtual, slot)
+        if not own.is_begun:
+            own.begin()
+            self._on_first(unit)
+        if check is not None:
+            check.note(unit.params[slot].name, grad)
+        return own.receive(slot, grad, may_wait=may_wait)
+
+    def _on_first(self, unit: Unit) -> None:
         """Gather a unit of which the first gradient has arrived, if other ranks may need it; or note that they did."""
         outer = self._end()
         if outer is not None and outer.task != self._context.backward_task:

@@ -14,7 +14,6 @@ from dshard.autograd.modes import outside_autograd
 from dshard.collectives import ReduceOp
 from dshard.errors import DivergenceError, UnsupportedOpError
 from dshard.gradients.backward import Backward
-from dshard.gradients.reducer import Reducer
 from dshard.tensor import ShardedTensor
 from dshard.tensor.sharded_tensor import REQUIRES_GRAD
 from dshard.tensor.tp_layout import TPShardLayout
@@ -29,12 +28,12 @@ class _ReduceGrad(torch.autograd.Function):
     """A reduction that autograd records, for `create_graph`."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, unit: Unit, slot: int, reducer: Reducer) -> ShardedTensor:
+    def forward(ctx: Any, grad: Tensor, unit: Unit, slot: int, backward: Backward) -> ShardedTensor:
         ctx.unit = unit
         ctx.group = unit.params[slot].shard_group
         settings = unit.settings
         ctx.divisor = settings.divisor or (ctx.group.world_size if settings.averages else 1)
-        return reducer.receive(unit, slot, _plain(grad))
+        return backward.receive(unit, slot, _plain(grad))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -74,9 +73,8 @@ def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
         _check_one_way(param, unit)
     # Autograd and this call alone: nobody else can write to it before it is packed.
     is_alone = sys.getrefcount(grad) <= _OWN_REFS and grad._use_count() <= _OWN_USES  # type: ignore[attr-defined]
-    backward = unit.model.get(Backward)
+    backward: Backward = unit.model.services[Backward]
     backward.notice()
-    reducer = backward.reducer
     meta: Any = param._spec.tensor_meta  # reading a subclass's own attributes takes several times as long
     if grad.shape != meta.shape:
         raise DivergenceError(
@@ -90,14 +88,14 @@ def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
                 "DTensor. Take the second derivative of a model without tensor parallelism."
             )
         with outside_autograd():
-            return reducer.receive(unit, param.gather_slot, local_gradient(param, grad))
+            return backward.receive(unit, param.gather_slot, local_gradient(param, grad))
     if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():  # as in every ordinary backward
-        return reducer.receive(unit, param.gather_slot, _plain(grad), may_wait=is_alone)
+        return backward.receive(unit, param.gather_slot, _plain(grad), may_wait=is_alone)
     if torch.is_grad_enabled() and grad.requires_grad:
-        out: Tensor = _ReduceGrad.apply(grad, unit, param.gather_slot, reducer)
+        out: Tensor = _ReduceGrad.apply(grad, unit, param.gather_slot, backward)
         return out
     with outside_autograd():
-        return reducer.receive(unit, param.gather_slot, _plain(grad), may_wait=is_alone)
+        return backward.receive(unit, param.gather_slot, _plain(grad), may_wait=is_alone)
 
 
 def _check_one_way(param: ShardedTensor, unit: Unit) -> None:

@@ -27,7 +27,9 @@ def told_label(label: str, divisor: float | None) -> str:
 
 
 class _Owner(Protocol):
-    """Who keeps the reductions of a model, and is told of them."""
+    """Who keeps the reductions of a unit, and is told of them."""
+
+    unit: Unit
 
     def on_read(self, reduction: "GradReduction") -> None:
         """A gradient is read, whose reduction may not have started."""
@@ -43,14 +45,13 @@ class GradReduction:
     the replicas once, with the last of them or when it is read.
 
     Args:
-        unit: Whose gradients they are.
-        bucket: Which of its parameters.
-        reducer: Where it is kept.
+        owner: Where it is kept; weak, for a gradient that nobody reads must not keep the model alive.
+        bucket: Which of the unit's parameters.
+        unit: The owner's.
     """
 
-    def __init__(self, unit: Unit, bucket: Bucket, reducer: "weakref.ref[_Owner]") -> None:
-        # Weak, for a gradient that nobody reads must not keep the model alive.
-        self._unit, self._reducer, self._slots = weakref.ref(unit), reducer, bucket.slots
+    def __init__(self, owner: "weakref.ref[_Owner]", bucket: Bucket, unit: Unit) -> None:
+        self.owner, self._slots = owner, bucket.slots
         self._hook = unit.settings.reduce_hook
         divisor = unit.settings.divisor
         self._mean, self._divisor = unit.settings.averages and divisor is None, divisor
@@ -69,10 +70,7 @@ class GradReduction:
             pool=self._pool,
         )
         self._bucket: ReduceBucket | None = self._new_bucket()  # that fills
-        self._dtype, self._label = (
-            first.storage_dtype,
-            told_label(unit.label, divisor),
-        )  # the dtype of what `.grad` will hold
+        self._dtype, self._label = first.storage_dtype, told_label(unit.label, divisor)  # of what `.grad` will hold
         self._storages: dict[int, weakref.ref[ShardStorage]] = {}
         self._steps: Steps[Reduced] | None = None  # that have started
         self._reduced: Reduced | None = None  # this rank's part of the result, or of what owes its all-reduce
@@ -117,7 +115,7 @@ class GradReduction:
                 self._forget(slot)
             storage = self._make_storage(param)
         bucket.add(index, grad, may_wait=may_wait)
-        out = param.like(storage)
+        out = param.awaiting(storage)
         if is_added:
             out.is_added_up = True
         if grad.dtype == self._dtype:
@@ -136,8 +134,12 @@ class GradReduction:
 
     def presence(self) -> list[tuple[str, bool]]:
         """The name of each parameter, and whether it holds a gradient of it."""
-        unit = self._unit()
-        return [(unit.params[slot].name, self.holds(slot)) for slot in self._slots] if unit is not None else []
+        return [(param.name, self.holds(slot)) for slot, param in zip(self._slots, self._params(), strict=False)]
+
+    def _params(self) -> list[ShardedTensor]:
+        """The parameters of its slots; none where the model is gone."""
+        owner = self.owner()
+        return [owner.unit.params[slot] for slot in self._slots] if owner is not None else []
 
     def awaits(self, slot: int) -> bool:
         """Whether it has not left, and has had no gradient of parameter `slot`."""
@@ -160,11 +162,11 @@ class GradReduction:
 
     def take_back(self) -> None:
         """Have the parameters have no gradients where those are what it was to reduce."""
-        unit = self._unit()
-        for slot, ref in self._storages.items() if unit is not None else ():
-            grad: Any = unit.params[slot].grad  # type: ignore[union-attr]
-            if isinstance(grad, ShardedTensor) and grad.shard_storage is ref():
-                unit.params[slot].grad = None  # type: ignore[union-attr]
+        for slot, param in zip(self._slots, self._params(), strict=False):
+            grad: Any = param.grad
+            ref = self._storages.get(slot)
+            if ref is not None and isinstance(grad, ShardedTensor) and grad.shard_storage is ref():
+                param.grad = None
 
     def launch(self, *, owes: bool = False, joins: bool = True) -> None:
         """Start the reduce-scatter, once; what owes its all-reduce may be launched again.
@@ -193,9 +195,7 @@ class GradReduction:
 
     def _signature(self) -> int:
         """Stands for what the shards were written with."""
-        unit = self._unit()
-        storages = [unit.params[slot].shard_storage for slot in self._slots] if unit is not None else []
-        return hash(tuple(storage.signature for storage in storages))
+        return hash(tuple(param.shard_storage.signature for param in self._params()))
 
     def _all_reduce(self, replicas: ShardGroup) -> Callable[[Tensor], _Started]:
         """How a row is reduced over the replicas."""
@@ -216,9 +216,9 @@ class GradReduction:
                 f"'{self._label}': a gradient is the sum over all virtual ranks, but the loop over them ended early. "
                 "Call zero_grad(), and run the step again."
             )
-        reducer = self._reducer()
-        if reducer is not None:
-            reducer.on_read(self)
+        owner = self.owner()
+        if owner is not None:
+            owner.on_read(self)
         self.finish()
 
     @property
@@ -250,9 +250,9 @@ class GradReduction:
             self._reduced = reduced if self._copy_stream is None else reduced.mapped(self._send_home)
             if self._arrival is None:
                 self._deliver(self._reduced)
-        reducer = self._reducer()
-        if reducer is not None:
-            reducer.on_finished(self)
+        owner = self.owner()
+        if owner is not None:
+            owner.on_finished(self)
 
     def rest(self) -> None:
         """Wait for a reduce-scatter behind which the all-reduce was put off."""
@@ -286,11 +286,8 @@ class GradReduction:
 
         Without it, a write to one of them here would come ahead of a part of it.
         """
-        unit = self._unit()
-        missing = [slot for slot in self._slots if slot not in self._storages]
-        for slot in missing if unit is not None and self.is_filling else ():
-            param = unit.params[slot]  # type: ignore[union-attr]
-            if isinstance(param.grad, ShardedTensor):
+        for slot, param in zip(self._slots, self._params() if self.is_filling else (), strict=False):
+            if slot not in self._storages and isinstance(param.grad, ShardedTensor):
                 param.grad.shard_storage.add_later(self._make_storage(param))
 
     def adopt_missing(self) -> None:
@@ -299,15 +296,14 @@ class GradReduction:
         Where the all-reduce is owed, it is known of the ranks of this replica alone whether they did. A gradient that
         is there already awaits what the others may add.
         """
-        missing = [slot for slot in self._slots if slot not in self._storages]
-        unit = self._unit()
-        if not missing or unit is None:
+        missing = [param for param in self._params() if param.gather_slot not in self._storages]
+        if not missing:
             return
         self.rest() if self.owes else self.finish()
         reduced = self._reduced
         assert reduced is not None
-        for slot in missing:
-            param, index = unit.params[slot], self._slots.index(slot)
+        for param in missing:
+            index = self._slots.index(param.gather_slot)
             grad: Any = param.grad
             if not (self.owes and grad is not None) and not reduced.anywhere(index):
                 continue

@@ -9,7 +9,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from dshard.collectives import ShardGroup
 from dshard.tensor.mixed import MixedShardedTensor
 from dshard.tensor.shard_storage import ShardStorage
-from dshard.tensor.sharded_tensor import KIN, SHARDED, ShardedTensor
+from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.views import empty_of
 
 _DEVICE: Any = torch.Tensor.device  # descriptor; autograd and torch's own code go by it
@@ -64,5 +64,5 @@ class OffloadedShardedTensor(MixedShardedTensor):
     is_cpu: Any = property(lambda self: self.device.type == "cpu")
 
 
-KIN[OffloadedShardedTensor] = OffloadedShardedTensor
+OffloadedShardedTensor.kin = OffloadedShardedTensor
 SHARDED.add(OffloadedShardedTensor)

@@ -48,6 +48,7 @@ def asked_before(kind: type[ShardedTensor], other: type[Tensor]) -> type[Sharded
         "__module__": __name__,
         "__slotnames__": kind.__slotnames__,
         "_kind": kind,
+        "kin": ShardedTensor,
     }
     name = f"{kind.__name__}Before{other.__name__}"
     try:

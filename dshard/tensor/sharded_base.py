@@ -1,6 +1,6 @@
 """What a ShardedTensor holds, and what it tells: its fields and dtypes, and how other programs see its value."""
 
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from dshard.tensor.tp_layout import lie_of
 from dshard.tensor.traced_meta import note_exact_use, telling
 from dshard.tensor.views import View, ViewMeta, ViewStep, empty_of
 
+if TYPE_CHECKING:
+    from dshard.tensor.sharded_tensor import ShardedTensor
+
 _NEW: Any = torch.Tensor._dtensor__new__
 _DTYPE: Any = torch.Tensor.dtype  # descriptor; autograd and torch's own code go by it
 _TRACING = 3  # changes with the rules by which graphs are traced, which torch keeps on disk
@@ -30,6 +33,7 @@ _TRACING = 3  # changes with the rules by which graphs are traced, which torch k
 class ShardedBase(DTensor):
     """What every ShardedTensor holds and tells; how it is made of others, gathered and written to is in that class."""
 
+    kin: ClassVar["type[ShardedTensor]"]  # what descends from one of this class: gradients, states, copies
     shard_storage: ShardStorage
     shard_group: ShardGroup
     given_name: str
@@ -100,6 +104,13 @@ class ShardedBase(DTensor):
         if self.stands_for is not None:
             out.stands_for = self.stands_for
         return out
+
+    def awaiting(self, storage: ShardStorage) -> "ShardedTensor":
+        """A tensor of this one's layout around a shard that is in flight, as a gradient is."""
+        meta = self._spec.tensor_meta
+        assert meta is not None
+        prototype = empty_of(meta.dtype, self.storage_device)
+        return self.kin.wrap(storage, self._spec, self.shard_group, name=self.given_name, prototype=prototype)
 
     def view_spec(self, meta: ViewMeta, lie: Placement | None = None) -> DTensorSpec:
         """DTensor's description of a view, which lies so along each dim of the mesh; by default it is replicated."""

@@ -1,7 +1,6 @@
 """ShardedTensor: a tensor whose storage is sharded over the ranks, and which always means its full value."""
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -84,8 +83,10 @@ class ShardedTensor(ShardedBase):
             dtype: Of the tensor; by default the shard's, or where that is in flight this one's.
             stride: Of the full tensor; by default this one's.
         """
-        layout, is_shared = self.shard_layout, is_stepping()
-        storage = shard if isinstance(shard, ShardStorage) else ShardStorage(shard, layout, is_shared=is_shared)
+        if isinstance(shard, ShardStorage):
+            storage = shard
+        else:
+            storage = ShardStorage(shard, self.shard_layout, is_shared=is_stepping())
         spec, prototype = self._spec, None
         meta = spec.tensor_meta
         assert meta is not None
@@ -97,7 +98,7 @@ class ShardedTensor(ShardedBase):
         if dtype not in (None, meta.dtype) or stride not in (None, meta.stride):
             new_meta = TensorMeta(meta.shape, stride or meta.stride, dtype or meta.dtype)
             spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=new_meta)
-        return KIN[type(self)].wrap(storage, spec, self.shard_group, name=self.given_name, prototype=prototype)
+        return self.kin.wrap(storage, spec, self.shard_group, name=self.given_name, prototype=prototype)
 
     def derived(self, shard: Tensor) -> "ShardedTensor":
         """A cast or copy of this tensor: its gathers go through this one's unit while neither is written to."""
@@ -115,7 +116,7 @@ class ShardedTensor(ShardedBase):
         prototype, meta = self._prototype(), spec.tensor_meta
         if meta is not None and prototype.dtype != meta.dtype:
             prototype = empty_of(meta.dtype, prototype.device)
-        kind = VIEWS.get(type(base)) or KIN[type(base)]
+        kind = VIEWS.get(type(base)) or base.kin
         out = kind.wrap(base.shard_storage, spec, base.shard_group, name=self.given_name, prototype=prototype)
         out._view = View(base, steps, key, computes)
         return out
@@ -310,4 +311,4 @@ class ShardedTensor(ShardedBase):
 
 SHARDED: set[type] = {ShardedTensor}  # for a quick look at exact types
 VIEWS: dict[type, type[ShardedTensor]] = {}  # of a class made for precedence, what its views are
-KIN: defaultdict[type, type[ShardedTensor]] = defaultdict(lambda: ShardedTensor)  # what descends from one of a type
+ShardedTensor.kin = ShardedTensor

@@ -91,15 +91,15 @@ class ModelContext:
         self.split: Callable[[], None] | None = None  # forms units at the first use; set for a root that has just one
         self.announce: Callable[[Phase], None] | None = None  # called ahead of each phase
         self.on_backward: Callable[[], object] = lambda: None  # called where a backward is found to use a unit
-        self._services: dict[type, Any] = {}
+        self.services: dict[type, Any] = {}  # by their class, as `get` makes them
         self._copy_streams: dict[tuple[Offload, bool], CopyStream] = {}
 
     def get(self, kind: type[S]) -> S:
         """The object of a class that is made once for each model, with this as its argument."""
-        known: S | None = self._services.get(kind)
+        known: S | None = self.services.get(kind)
         if known is None:
             make: Any = kind
-            known = self._services[kind] = make(self)
+            known = self.services[kind] = make(self)
         return known
 
     @property
@@ -150,14 +150,14 @@ class ModelContext:
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles take along: units and switches, nothing that is under way."""
         self.before_use()
-        kept = {kind: known if "__getstate__" in vars(kind) else None for kind, known in self._services.items()}
-        return {"units": self.units, "root": self.root, "settings": self.settings, "_services": kept}
+        kept = {kind: known if "__getstate__" in vars(kind) else None for kind, known in self.services.items()}
+        return {"units": self.units, "root": self.root, "settings": self.settings, "services": kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
-        kept = state.pop("_services")
+        kept = state.pop("services")
         self.__dict__.update(state)
         self.change()
-        self._services.update((kind, known) for kind, known in kept.items() if known is not None)
+        self.services.update((kind, known) for kind, known in kept.items() if known is not None)
         for kind in kept:
             self.get(kind)

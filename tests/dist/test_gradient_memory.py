@@ -83,9 +83,7 @@ def memory_of_dropped_gradients() -> list[bool]:
     model: Any = dshard.fully_shard(nn.Linear(4, 4))
     model.set_requires_gradient_sync(False)
     model(torch.ones(1, 4)).sum().backward()
-    buffers = [
-        weakref.ref(reduction._bucket._memory.memory) for _, reduction in model._context().get(Reducer)._open.values()
-    ]
+    buffers = [weakref.ref(reduction._bucket._memory.memory) for reduction in model._context().get(Reducer).open]
     gc.disable()
     try:
         model.zero_grad()

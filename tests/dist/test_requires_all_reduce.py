@@ -246,7 +246,7 @@ def run_between(kind: str, model: Any, plain: Any, optimizers: list[torch.optim.
 
 def owed_on_some(model: Any) -> bool:
     """Whether some ranks alone have gradients whose all-reduce was put off."""
-    mine = sorted(one for _, r in model._context().get(Reducer)._open.values() if r.owes for one in r.presence())
+    mine = sorted(one for r in model._context().get(Reducer).open if r.owes for one in r.presence())
     every: list[Any] = [None] * NUM_RANKS
     dist.all_gather_object(every, mine)
     return any(other != mine for other in every)
@@ -439,7 +439,7 @@ def over_one_dim() -> tuple[int, int]:
     model.set_requires_all_reduce(False)
     with dshard.CommTrace() as trace:
         backward(model, plain, 0)
-    num_owed = len(model._context().get(Reducer)._open)
+    num_owed = len(model._context().get(Reducer).open)
     check(model, plain)
     return trace.calls("reduce_scatter"), num_owed
 
