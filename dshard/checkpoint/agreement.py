@@ -66,13 +66,12 @@ def agree(group: ShardGroup, error: Exception | None, what: str) -> None:
     if first == group.world_size:
         return
     text = _text(error, what).encode(errors="replace")[:_MAX_TEXT_BYTES] if group.world_rank == first else b""
-    sent = torch.tensor(list(text.ljust(_MAX_TEXT_BYTES, b"\0")), dtype=torch.uint8, device=group.device_type)
-    received = collectives.all_reduce([sent], group, ReduceOp.MAX, label=_LABEL, everywhere=True).wait()[0]
+    received = _only_text(group, text)
     if isinstance(error, DShardError):
         raise error
     if error is not None:
         raise CheckpointError(_text(error, what)) from error
-    raise CheckpointError(bytes(received.tolist()).rstrip(b"\0").decode(errors="replace") + f" (Rank {first}.)")
+    raise CheckpointError(received.decode(errors="replace") + f" (Rank {first}.)")
 
 
 def share(group: ShardGroup, text: str) -> str:
@@ -81,10 +80,14 @@ def share(group: ShardGroup, text: str) -> str:
     Communicates:
         An all-reduce of 2 KiB.
     """
-    raw = os.fsencode(text).ljust(_MAX_TEXT_BYTES, b"\0")
-    sent = torch.tensor(list(raw), dtype=torch.uint8, device=group.device_type)
+    return os.fsdecode(_only_text(group, os.fsencode(text)))
+
+
+def _only_text(group: ShardGroup, text: bytes) -> bytes:
+    """What one rank passes, on every rank; the others pass nothing."""
+    sent = torch.tensor(list(text.ljust(_MAX_TEXT_BYTES, b"\0")), dtype=torch.uint8, device=group.device_type)
     received = collectives.all_reduce([sent], group, ReduceOp.MAX, label=_LABEL, everywhere=True).wait()[0]
-    return os.fsdecode(bytes(received.tolist()).rstrip(b"\0"))
+    return bytes(received.tolist()).rstrip(b"\0")
 
 
 def _text(error: Exception | None, what: str) -> str:

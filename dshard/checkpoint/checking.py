@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dshard.arguments import TABLE
 from dshard.checkpoint.disk import (
+    buffers,
     closing,
     create,
     open_regular,
@@ -24,8 +25,6 @@ from dshard.checkpoint.parity import group_around
 from dshard.checkpoint.shard_file import ShardReader
 from dshard.errors import CheckpointError
 from dshard.kinds import checked_by
-
-_STEP_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +143,7 @@ def _problem_of_row(path: Path, size: int, checksum: int) -> str | None:
             found = 0
             if os.fstat(opened).st_size != size:
                 return f"{path}: must have the {size} bytes that were saved, but has {os.fstat(opened).st_size}."
-            for offset in range(0, size, _STEP_BYTES):
-                part = memoryview(bytearray(min(_STEP_BYTES, size - offset)))
+            for offset, part in buffers(size):
                 read_exactly(opened, part, offset)
                 found = zlib.crc32(part, found)
     except (OSError, EOFError, CheckpointError) as error:
@@ -178,8 +176,7 @@ def _write_anew(folder: Path, manifest: Manifest, name: str) -> Path:
     size = manifest.files[index].size if is_shard else manifest.rows[index].size
     try:
         with ShardReader(folder, manifest) as reader, create(draft) as opened:
-            for offset in range(0, size, _STEP_BYTES):
-                part = memoryview(bytearray(min(_STEP_BYTES, size - offset)))
+            for offset, part in buffers(size):
                 (reader.rebuild if is_shard else reader.row)(index, part, offset)
                 write_all(opened, part)
         if is_shard:

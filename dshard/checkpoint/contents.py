@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +45,11 @@ class Part:
     num_copies: int = 1
     copy: int = 0
 
+    @classmethod
+    def whole(cls, shape: Sequence[int], num_copies: int = 1, copy: int = 0) -> "Part":
+        """All of a tensor, which as many ranks hold."""
+        return cls(tuple(shape), (0,) * len(shape), tuple(shape), num_copies, copy)
+
     def written_here(self, name: str, itemsize: int) -> tuple[slice, ...] | None:
         """What of the box this rank writes, for every copy to be written once; None if nothing."""
         everything = tuple(slice(0, size) for size in self.sizes)
@@ -63,13 +68,12 @@ class Part:
 
 def part_of_tensor(tensor: Tensor) -> Part:
     """The box that this rank holds of a tensor; of a plain one all of it."""
-    shape = tuple(tensor.shape)
-    if isinstance(tensor, ShardedTensor) and not tensor.is_view:
-        return _part_of_sharded(tensor)
-    if isinstance(tensor, DTensor) and not isinstance(tensor, ShardedTensor):
+    if isinstance(tensor, ShardedTensor):
+        return Part.whole(tensor.shape) if tensor.is_view else _part_of_sharded(tensor)
+    if isinstance(tensor, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        return Part(shape, tuple(offsets), tuple(sizes))
-    return Part(shape, (0,) * len(shape), shape)
+        return Part(tuple(tensor.shape), tuple(offsets), tuple(sizes))
+    return Part.whole(tensor.shape)
 
 
 def _part_of_sharded(tensor: ShardedTensor) -> Part:
@@ -91,7 +95,7 @@ def _part_of_sharded(tensor: ShardedTensor) -> Part:
     return Part(tuple(full_shape(layout)), tuple(offsets), tuple(sizes), num_copies, copy)
 
 
-class Optimizers:
+def optimizers_by_prefix(given: Any) -> dict[str, Optimizer]:
     """The optimizers that were passed, by the prefix that their tensors are stored under.
 
     Args:
@@ -100,35 +104,29 @@ class Optimizers:
     Raises:
         CheckpointError: It is something else.
     """
-
-    def __init__(self, given: Any) -> None:
-        several = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
-        wrong = next((each for each in several if not isinstance(each, Optimizer)), None)
-        if wrong is not None:
+    if isinstance(given, (list, tuple)):
+        found = {f"optimizer{i}": each for i, each in enumerate(given)}
+    else:
+        found = {} if given is None else {"optimizer": given}
+    for each in found.values():
+        if not isinstance(each, Optimizer):
             raise CheckpointError(
                 f"checkpoint: optimizer must be an optimizer of torch.optim, or a list of those, but it is "
-                f"{wrong!r:.80}. Leave it out to save or load the model alone."
+                f"{each!r:.80}. Leave it out to save or load the model alone."
             )
-        is_single = not isinstance(given, (list, tuple))
-        self.items = [("optimizer" if is_single else f"optimizer{i}", each) for i, each in enumerate(several)]
-        for _, each in self.items:
-            repoint_optimizer(each)
-
-    def __iter__(self) -> Iterator[tuple[str, Optimizer]]:
-        return iter(self.items)
-
-    def __len__(self) -> int:
-        return len(self.items)
+    for each in found.values():
+        repoint_optimizer(each)
+    return found
 
 
-def name_of_params(model: nn.Module, optimizers: Optimizers) -> dict[int, str]:
+def name_of_params(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[int, str]:
     """The names of a model's parameters, by identity.
 
     Raises:
         CheckpointError: An optimizer holds others.
     """
     names = {id(param): name for name, param in model.named_parameters()}
-    for _, optimizer in optimizers:
+    for optimizer in optimizers.values():
         held = [p for group in optimizer.param_groups for p in group["params"]] + list(optimizer.state)
         foreign = next((p for p in held if isinstance(p, Tensor) and id(p) not in names), None)
         if foreign is not None:
@@ -145,10 +143,10 @@ class Contents:
 
     Args:
         model: A sharded module.
-        optimizers: Those that train it.
+        optimizers: Those that train it, by the prefix of their tensors.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Optimizers) -> None:
+    def __init__(self, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self.extra_state: dict[str, Any] = {}
@@ -161,7 +159,7 @@ class Contents:
             else:
                 self.extra_state[name] = encode(value, f"extra.{name}", self._keep)
         names = name_of_params(model, optimizers)
-        self.optimizers = [self._optimizer(prefix, each, names) for prefix, each in optimizers]
+        self.optimizers = [self._optimizer(prefix, each, names) for prefix, each in optimizers.items()]
 
     def _keep(self, value: Tensor, name: str) -> str:
         """Store a tensor under a name, once."""
@@ -267,9 +265,9 @@ class Contents:
         found, own = [], set(differing)
         for name, tensor in self.tensors.items():
             if name in own:
-                found.append(_piece(own_name(rank, name), _local(name, tensor), Part(*_whole(tensor))))
+                found.append(_piece(own_name(rank, name), _local(name, tensor), Part.whole(tensor.shape)))
                 continue
-            part = part_of_tensor(tensor) if _is_cut(tensor) else Part(*_whole(tensor), num_ranks, rank)
+            part = part_of_tensor(tensor) if _is_cut(tensor) else Part.whole(tensor.shape, num_ranks, rank)
             found.append(_piece(name, _local(name, tensor), part, _is_cut(tensor)))
         return sorted((p for p in found if p is not None), key=lambda p: -p.values.dtype.itemsize)
 
@@ -339,11 +337,6 @@ def dtype_of(tensor: Tensor) -> torch.dtype:
 
 def _is_cut(tensor: Tensor) -> bool:
     return isinstance(tensor, ShardedTensor) and not tensor.is_view
-
-
-def _whole(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    shape = tuple(tensor.shape)
-    return shape, (0,) * len(shape), shape
 
 
 def _local(name: str, tensor: Tensor) -> Tensor:

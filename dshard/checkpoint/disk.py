@@ -19,6 +19,7 @@ from dshard.errors import CheckpointError
 
 PARTIAL = ".partial"
 _LARGE_BYTES = 1 << 20
+_STEP_BYTES = 1 << 24  # of a file that are in memory at a time
 _LOCK_TIMEOUT_S = 60.0  # for another save to put its files in their places, which are a few renames
 _POLL_S = 0.02
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE, of sync_file_range(2)
@@ -163,6 +164,12 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
         kind = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "no regular file"
         raise CheckpointError(f"{path}: must be a file, but it is {kind}. Put the file back, or use another path.")
     return opened
+
+
+def buffers(size: int) -> Iterator[tuple[int, memoryview]]:
+    """Where each bounded part of some bytes starts, with memory for it."""
+    for offset in range(0, size, _STEP_BYTES):
+        yield offset, memoryview(bytearray(min(_STEP_BYTES, size - offset)))
 
 
 def read_padded(opened: int, into: memoryview, offset: int) -> None:

@@ -24,7 +24,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_INT = 2**63 - 1  # of a size or an offset
 _MAX_SHOWN = 100  # letters of what a file says
 _FACTS = {"dtype", "shape", "data_offsets"}
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -44,7 +44,7 @@ _DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +110,6 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
             "first."
         )
     return _NAMES[dtype]
-
-
-def dtype_named(name: str) -> torch.dtype | None:
-    """The dtype that the format calls so; None if there is none."""
-    return _DTYPES.get(name)
 
 
 def file_header(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
@@ -267,18 +262,18 @@ def _entry(name: str, facts: Any, file: Path, data_start: int) -> Entry:
     if not isinstance(facts, dict) or facts.keys() != _FACTS:
         raise ValueError(f"{shown(name)} does not have {', '.join(sorted(_FACTS))}, and no more")
     dtype, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise ValueError(f"{shown(name)} has the dtype {shown(dtype)}, which is none of {', '.join(_DTYPES)}")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{shown(name)} has the dtype {shown(dtype)}, which is none of {', '.join(DTYPES)}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(f"{shown(name)} has a shape {shown(shape)} and offsets {shown(offsets)} that are no sizes")
-    size = _DTYPES[dtype].itemsize
+    size = DTYPES[dtype].itemsize
     for each in shape:
         size *= each
         if size > _MAX_INT:
             raise ValueError(f"{shown(name)} has a shape {shown(shape)} that no memory can hold")
     if offsets[1] - offsets[0] != size:
         raise ValueError(f"{shown(name)} (shape {shown(shape)}, {dtype}) lies at bytes {offsets[0]} to {offsets[1]}")
-    return Entry(name, file, _DTYPES[dtype], tuple(shape), data_start + offsets[0])
+    return Entry(name, file, DTYPES[dtype], tuple(shape), data_start + offsets[0])
 
 
 def _are_sizes(value: Any) -> bool:

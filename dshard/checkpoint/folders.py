@@ -10,29 +10,21 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from dshard.checkpoint.disk import closing, locked, make_folder, partial_name, sync_folder
-from dshard.checkpoint.manifest import MANIFEST, Manifest, is_checkpoint, read_manifest
-from dshard.checkpoint.parity import group_around
+from dshard.checkpoint.manifest import COPY_NAME, MANIFEST, Manifest, is_checkpoint, read_manifest
+from dshard.checkpoint.parity import ROW_NAME, group_around
+from dshard.checkpoint.stored import FILE_NAME
 from dshard.errors import CheckpointError
 
 _WRITER = "dshard.writer.json"
-_IN_PLACE = (
-    r"dshard-[0-9a-f]{8}\.json|shard-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.safetensors|"
-    r"parity-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.bin|" + re.escape(_WRITER)
-)
+_IN_PLACE = "|".join((COPY_NAME.pattern, FILE_NAME.pattern, ROW_NAME.pattern, re.escape(_WRITER)))
 _OURS = re.compile(_IN_PLACE + r"|dshard\.json|(part|row)-\d{5,}\.json")
 _OUTDATED = re.compile(_IN_PLACE)  # unless the manifest names it
 _NONE = f"must be a checkpoint, which is a folder with a {MANIFEST}, or a folder of checkpoints, but there is none"
 _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|removed)")
-
-
-def part_name(rank: int, kind: str = "part") -> str:
-    """The file in which a rank says what it has written, while the checkpoint is being made."""
-    return f"{kind}-{rank:05d}.json"
 
 
 def check_target(target: Path, *, thoroughly: bool) -> None:
@@ -281,28 +273,20 @@ def _remove_own(folder: Path) -> None:
     """Remove a hidden folder with what a save puts into one, and nothing else."""
     with suppress(OSError):
         for child in sorted(folder.iterdir(), key=lambda c: c.name == _WRITER):
-            if _OURS.fullmatch(child.name) or _is_draft(child):
+            draft = _HIDDEN.fullmatch(child.name)
+            if _OURS.fullmatch(child.name if draft is None else draft[1]):
                 child.unlink(missing_ok=True)
         folder.rmdir()
-
-
-def _is_draft(path: Path) -> bool:
-    found = _HIDDEN.fullmatch(path.name)
-    return found is not None and bool(_OURS.fullmatch(found[1]))
-
-
-def _leftovers(parent: Path) -> Iterator[tuple[Path, str]]:
-    for child in parent.iterdir():
-        found = _HIDDEN.fullmatch(child.name)
-        if found is not None and child.is_dir() and not child.is_symlink():
-            yield child, found[2]
 
 
 def _remove_leftovers(parent: Path) -> None:
     """Remove what killed saves left beside a place, as far as nobody holds its lock."""
     with suppress(OSError):
-        for folder, kind in list(_leftovers(parent)):
-            if kind == "removed":
+        for folder in list(parent.iterdir()):
+            found = _HIDDEN.fullmatch(folder.name)
+            if found is None or folder.is_symlink() or not folder.is_dir():
+                continue
+            if found[2] == "removed":
                 _remove_own(folder)
                 continue
             with suppress(OSError):

@@ -16,7 +16,7 @@ from torch import nn
 from dshard import collectives
 from dshard.checkpoint.disk import closing, open_regular, read_padded, write_whole
 from dshard.checkpoint.file_format import dtype_name, read_text
-from dshard.checkpoint.folders import Draft, part_name, prune
+from dshard.checkpoint.folders import Draft, prune
 from dshard.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from dshard.checkpoint.parity import Row, group_around, write_row
 from dshard.checkpoint.shard_file import Piece, write_shard_file
@@ -156,7 +156,8 @@ class Job:
             prune(draft.target, self.lineage.run, self.keep)
 
     def _part(self, rank: int, kind: str = "part") -> Path:
-        return self.folder / part_name(rank, kind)
+        """The file in which a rank says what it has written, while the checkpoint is being made."""
+        return self.folder / f"{kind}-{rank:05d}.json"
 
     def _part_of(self, rank: int, timeout_s: float, kind: str = "part") -> dict[str, Any]:
         """What a rank says that it has written; on network file systems that may become visible late."""

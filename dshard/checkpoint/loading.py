@@ -21,13 +21,13 @@ from dshard import collectives, virtual
 from dshard.arguments import read
 from dshard.autograd.modes import outside_autograd
 from dshard.checkpoint.agreement import group_of, share, together
-from dshard.checkpoint.contents import Optimizers, check_kept, dtype_of, is_extra, part_of_tensor
+from dshard.checkpoint.contents import check_kept, dtype_of, is_extra, optimizers_by_prefix, part_of_tensor
 from dshard.checkpoint.folders import find
 from dshard.checkpoint.job import lineage_of
 from dshard.checkpoint.manifest import Manifest, read_manifest
 from dshard.checkpoint.optimizers import prepare_optimizers
 from dshard.checkpoint.own import OWN, set_random_states, virtual_name
-from dshard.checkpoint.pending import finish_pending
+from dshard.checkpoint.pending import pending_save
 from dshard.checkpoint.shard_file import ShardReader
 from dshard.checkpoint.source import Load, Source, decoded, writer
 from dshard.checkpoint.stored import own_name
@@ -70,7 +70,8 @@ def load(
     """
     read("checkpoint.load", {"model": model, "optimizer": optimizer})
     group = group_of(model)
-    finish_pending(group)
+    if (earlier := pending_save(group)) is not None:
+        earlier.result()
     what = f"{directory}: reading the checkpoint failed"
 
     def choose() -> tuple[str, Manifest | None]:
@@ -116,7 +117,7 @@ def prepared(source: Source, model: nn.Module, optimizer: Any) -> Load:
     Raises:
         CheckpointError: It is of others, or damaged.
     """
-    optimizers = Optimizers(optimizer)
+    optimizers = optimizers_by_prefix(optimizer)
     job = Load(source.manifest)
     source = replace(source, own=_read_own(source))
     _prepare_model(source, model, job)
@@ -147,18 +148,14 @@ def finish(job: Load, model: nn.Module, optimizer: Any, group: ShardGroup) -> No
 
 def _count_alike(model: nn.Module, optimizer: Any, group: ShardGroup) -> None:
     """Have all ranks count the writes from one number on: ranks may have had other pasts, of which nothing is left."""
-    states = [v for _, each in Optimizers(optimizer) for state in each.state.values() for v in _values(state)]
-    storages = [
-        v.shard_storage for v in (*model.state_dict(keep_vars=True).values(), *states) if isinstance(v, ShardedTensor)
-    ]
+    held = list(model.state_dict(keep_vars=True).values())
+    for each in optimizers_by_prefix(optimizer).values():
+        held += [value for state in each.state.values() if isinstance(state, dict) for value in state.values()]
+    storages = [value.shard_storage for value in held if isinstance(value, ShardedTensor)]
     most = torch.tensor([max((c.num_writes for c in storages), default=0)], device=group.device_type)
     most = collectives.all_reduce([most], group, ReduceOp.MAX, label="checkpoint", everywhere=True).wait()[0]
     for storage in storages:
         storage.tag, storage.num_writes = 0, int(most.item()) + 1
-
-
-def _values(state: Any) -> list[Any]:
-    return list(state.values()) if isinstance(state, dict) else []
 
 
 def _prepare_model(source: Source, model: nn.Module, job: Load) -> None:
@@ -255,9 +252,9 @@ def _read_own(source: Source) -> Mapping[str, Any]:
     found = source.manifest.tensors.get(name)
     if found is None:
         raise CheckpointError(f"{source.folder}: '{name}' must be stored, but it is not. Use another checkpoint.")
-    raw: Any = source.reader.read(name, found, (0,), found.shape).numpy()
+    values = source.reader.read(name, found, (0,), found.shape)
     try:
-        own = json.loads(raw.tobytes())
+        own = json.loads(values.numpy().tobytes())
         facts = own.get("facts") or {"optimizers": [], "extra_state": {}}
         if not isinstance(facts["optimizers"], list) or not isinstance(facts["extra_state"], dict):
             raise TypeError(f"its facts are {facts!r:.40}")

@@ -18,7 +18,7 @@ from dshard.errors import CheckpointError
 MANIFEST = "dshard.json"
 _FORMAT = 2
 MAX_MANIFEST_BYTES = 1 << 30
-_COPY_NAME = re.compile(r"dshard-[0-9a-f]{8}\.json")
+COPY_NAME = re.compile(r"dshard-[0-9a-f]{8}\.json")
 _SUM_BYTES = 4
 
 
@@ -107,7 +107,7 @@ def is_checkpoint(folder: Path) -> bool:
 def _copies(folder: Path) -> list[Path]:
     """Copies of the manifest, which parity has; two, for a moment, when one checkpoint replaces another."""
     try:
-        return sorted(child for child in folder.iterdir() if _COPY_NAME.fullmatch(child.name))
+        return sorted(child for child in folder.iterdir() if COPY_NAME.fullmatch(child.name))
     except OSError:
         return []
 

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dshard.checkpoint.contents import Optimizers, Part, dtype_of, name_of_params, part_of_tensor
+from dshard.checkpoint.contents import Part, dtype_of, name_of_params, part_of_tensor
 from dshard.checkpoint.source import Load, Source, decoded, writer
 from dshard.checkpoint.stored import StoredTensor
 from dshard.checkpoint.trees import same_kind
@@ -20,7 +20,7 @@ from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.subclass_shards import subclass_gathers
 
 
-def prepare_optimizers(source: Source, model: nn.Module, optimizers: Optimizers, job: Load) -> None:
+def prepare_optimizers(source: Source, model: nn.Module, optimizers: Mapping[str, Optimizer], job: Load) -> None:
     """Read and check the states of all optimizers that were passed, as many as the checkpoint has, or none.
 
     Raises:
@@ -33,7 +33,7 @@ def prepare_optimizers(source: Source, model: nn.Module, optimizers: Optimizers,
             "were passed. Pass those that were saved, in their order, or none to load the model alone."
         )
     names = name_of_params(model, optimizers)
-    for (_, optimizer), facts in zip(optimizers, saved, strict=False):
+    for optimizer, facts in zip(optimizers.values(), saved, strict=False):
         _check_optimizer(source, optimizer, facts)
         _prepare_groups(source, optimizer, facts["groups"], names, job)
         _prepare_state(source, optimizer, facts, names, job)
@@ -180,7 +180,7 @@ class _Home:
         if shape and shape == tuple(param.shape) and isinstance(param, ShardedTensor) and name not in self.whole:
             shard = self.source.read(name, part_of_tensor(param), stored.dtype).to(home)
             return param.like(ShardStorage(shard, param.shard_layout, is_shared=True), dtype=stored.dtype)
-        values = self.source.read(name, Part(shape, (0,) * len(shape), shape), stored.dtype)
+        values = self.source.read(name, Part.whole(shape), stored.dtype)
         is_on_host = key == "step" and not (self.options.get("capturable") or self.options.get("fused"))
         return values if is_on_host else values.to(home)  # as torch's own load_state_dict places them
 

@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from dshard.checkpoint.disk import create, write_all
+from dshard.checkpoint.disk import buffers, create, write_all
 
 MAX_GROUP = 16  # files: of more, several may be lost at a time
-_STEP_BYTES = 1 << 24  # of each file that are in memory at a time
-_ROW_NAME = re.compile(r"parity-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.bin")
+ROW_NAME = re.compile(r"parity-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.bin")
 
 Read = Callable[[int, memoryview, int], None]  # bytes of a member from an offset on; zeros beyond its end
 
@@ -52,7 +51,7 @@ class Row:
         """
         if not isinstance(value, list) or [type(item) for item in value] != [str, int, int]:
             raise ValueError(f"a row must be a name and two numbers, but is {str(value)[:80]}")
-        if not _ROW_NAME.fullmatch(value[0]):
+        if not ROW_NAME.fullmatch(value[0]):
             raise ValueError(f"a row must be named as one is, in this folder, but one is {value[0]!r:.80}")
         return cls(*value)
 
@@ -136,8 +135,7 @@ def write_row(path: Path, row: int, sizes: Sequence[int], read: Read) -> Row:
     """
     stripes, checksum = Stripes(tuple(sizes)), 0
     with create(path) as opened:
-        for offset in range(0, stripes.length, _STEP_BYTES):
-            part = memoryview(bytearray(min(_STEP_BYTES, stripes.length - offset)))
+        for offset, part in buffers(stripes.length):
             stripes.row_bytes(row, read, part, offset)
             checksum = zlib.crc32(part, checksum)
             write_all(opened, part)

@@ -83,17 +83,17 @@ class _Rows:
     def read(self, opened: int, into: Tensor) -> None:
         """Read the stretches; `into` is uint8, (number, num_own_bytes)."""
         if self.num_bytes == self.num_own_bytes:
-            read_exactly(opened, _memory(into), self.start)
+            read_exactly(opened, memory_of(into), self.start)
         elif self.number == 1 or self.num_bytes > _PIECE_BYTES:
             for i, own in enumerate(into):
-                read_exactly(opened, _memory(own), self.start + i * self.num_bytes + self.own_start)
+                read_exactly(opened, memory_of(own), self.start + i * self.num_bytes + self.own_start)
         else:
             pieces = into.split(_PIECE_BYTES // self.num_bytes)
             buffer = torch.empty(len(pieces[0]), self.num_bytes, dtype=torch.uint8, device="cpu")
             at = self.start
             for piece in pieces:
                 rows = buffer[: len(piece)]
-                read_exactly(opened, _memory(rows), at)
+                read_exactly(opened, memory_of(rows), at)
                 piece.copy_(rows[:, self.own_start : self.own_start + self.num_own_bytes])
                 at += rows.numel()
 
@@ -121,5 +121,6 @@ def _rows_of(entry: Entry, part: Tensor) -> Iterator[_Rows]:
         yield _Rows(entry.start + at, number, row, own_start, own)
 
 
-def _memory(raw: Tensor) -> memoryview:
+def memory_of(raw: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of uint8 on the host."""
     return memoryview(raw.numpy())  # type: ignore[arg-type]

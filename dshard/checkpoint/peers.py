@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from dshard import collectives
 from dshard.arguments import checked
 from dshard.checkpoint.agreement import agree, group_of, together
-from dshard.checkpoint.contents import Contents, Optimizers
-from dshard.checkpoint.file_format import dtype_name, dtype_named
+from dshard.checkpoint.contents import Contents, optimizers_by_prefix
+from dshard.checkpoint.file_format import DTYPES, dtype_name
 from dshard.checkpoint.job import lineage_of
 from dshard.checkpoint.loading import finish, prepared
 from dshard.checkpoint.manifest import Manifest
@@ -117,10 +117,8 @@ class PeerSnapshots:
             rank, and of the rows again.
         """
         group = self._group
-        held = torch.zeros(group.num_ranks, dtype=torch.int64, device=group.device_type)
-        held[group.rank] = 0 if self._image is None else self._image.numel()
-        held = collectives.all_reduce([held], group, ReduceOp.MAX, label=_LABEL).wait()[0]
-        lost = [rank for rank, size in enumerate(held.tolist()) if not size]
+        held = self._all_sizes(0 if self._image is None else self._image.numel())
+        lost = [rank for rank, size in enumerate(held) if not size]
         sizes = torch.tensor(self._sizes or (0,) * group.num_ranks, dtype=torch.int64, device=group.device_type)
         sizes = collectives.all_reduce([sizes], group, ReduceOp.MAX, label=_LABEL).wait()[0]
         self._sizes = tuple(sizes.tolist())
@@ -129,10 +127,8 @@ class PeerSnapshots:
                 f"PeerSnapshots: of the ranks that share the model one may have lost its snapshot, but ranks {lost} of "
                 f"{group.num_ranks} have none. Load a checkpoint from disk."
             )
-        image = self._image
-        if lost:
-            rebuilt = self._rebuilt(lost[0])
-            image = rebuilt if rebuilt is not None else image
+        rebuilt = self._rebuilt(lost[0]) if lost else None
+        image = self._image if rebuilt is None else rebuilt
         assert image is not None
         whole = group_of(self._model)
         job = together(
@@ -147,7 +143,7 @@ class PeerSnapshots:
 
     def _taken(self, step: int, extra: Any, states: Sequence[Piece]) -> Tensor:
         """This rank's part of a snapshot: a description, and the bytes of everything that it holds."""
-        contents = Contents(self._model, Optimizers(self._optimizer))
+        contents = Contents(self._model, optimizers_by_prefix(self._optimizer))
         whole = group_of(self._model)
         own = {"random": random_states(whole), "extra": encode(extra, "extra")}
         pieces = [*contents.held(), own_piece(whole, own), *states]
@@ -185,25 +181,22 @@ class PeerSnapshots:
 
     def _rebuilt(self, lost: int) -> Tensor | None:
         """The lost rank's part, on that rank; the others send what they have of each of its stripes."""
-        group, stripes = self._group, Stripes(self._sizes)
-        out = (
-            torch.zeros(stripes.length * (group.num_ranks - 1), dtype=torch.uint8, device="cpu")
-            if group.rank == lost
-            else None
-        )
+        group, stripes, is_lost = self._group, Stripes(self._sizes), self._group.rank == lost
+        num_bytes = stripes.length * (group.num_ranks - 1) if is_lost else 0
+        out = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         for stripe in range(group.num_ranks - 1):
             row = stripe if stripe < lost else stripe + 1
             for start in range(0, stripes.length, _STEP_BYTES):
                 size = min(_STEP_BYTES, stripes.length - start)
                 sent = [torch.empty(0, dtype=torch.uint8, device="cpu")] * group.num_ranks
-                if group.rank != lost:
+                if not is_lost:
                     sent[lost] = self._part_of_row(stripes, row, start, size)
-                counts = [size if group.rank == lost and other != lost else 0 for other in range(group.num_ranks)]
+                counts = [size if is_lost and other != lost else 0 for other in range(group.num_ranks)]
                 got = collectives.all_to_all(sent, counts, group, label=_LABEL).wait()
-                for part in got if out is not None else ():
-                    if out is not None and part.numel():
+                for part in got:
+                    if part.numel():
                         out[stripe * stripes.length + start :][:size] ^= part
-        return None if out is None else out[: self._sizes[lost]].clone()
+        return out[: self._sizes[lost]].clone() if is_lost else None
 
     def _part_of_row(self, stripes: Stripes, row: int, start: int, size: int) -> Tensor:
         """What this rank has of a row: the row itself, or its own stripe in it."""
@@ -259,9 +252,8 @@ class _ImageReader:
         Raises:
             CheckpointError: It is another box than the one that is there.
         """
-        chunk = stored.chunks[0] if stored.chunks else None
-        is_there = chunk is not None and (tuple(offsets), tuple(sizes)) == (chunk.offsets, chunk.sizes)
-        if chunk is None or not is_there:
+        chunk = next(iter(stored.chunks), None)
+        if chunk is None or (tuple(offsets), tuple(sizes)) != (chunk.offsets, chunk.sizes):
             if 0 in sizes:
                 return torch.empty(tuple(sizes), dtype=stored.dtype, device="cpu")
             raise CheckpointError(
@@ -273,25 +265,16 @@ class _ImageReader:
         return raw.view(stored.dtype).view(chunk.sizes)
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = dtype_named(name)
-    assert found is not None
-    return found
-
-
 def _source_of(image: Tensor, group: ShardGroup) -> Source:
     """What `load` reads of a checkpoint, out of an image."""
-    raw: Any = image[:_LENGTH_BYTES].numpy()
-    length = int.from_bytes(raw.tobytes(), "little")
-    text: Any = image[_LENGTH_BYTES : _LENGTH_BYTES + length].numpy()
-    described = json.loads(text.tobytes())
+    length = int.from_bytes(image[:_LENGTH_BYTES].numpy().tobytes(), "little")
+    described = json.loads(image[_LENGTH_BYTES : _LENGTH_BYTES + length].numpy().tobytes())
     tensors = {
-        name: StoredTensor(_dtype(dtype), tuple(shape), ()) for name, (dtype, shape, _) in described["empty"].items()
+        name: StoredTensor(DTYPES[dtype], tuple(shape), ()) for name, (dtype, shape, _) in described["empty"].items()
     }
     for name, (dtype, shape, offsets, sizes, start) in described["tensors"].items():
-        tensors[name] = StoredTensor(
-            _dtype(dtype), tuple(shape), (Chunk(0, tuple(offsets), tuple(sizes), start, 0, 0),)
-        )
+        chunk = Chunk(0, tuple(offsets), tuple(sizes), start, 0, 0)
+        tensors[name] = StoredTensor(DTYPES[dtype], tuple(shape), (chunk,))
     files = tuple(StoredFile("", 0, 0, "", 0) for _ in range(group.world_size))
     manifest = Manifest(described["facts"], files, tensors, described["aliases"])
     return Source(_WHERE, manifest, _ImageReader(image, _LENGTH_BYTES + length), group)

@@ -69,7 +69,7 @@ class PendingSave:
         return self.path
 
     def settle(self) -> None:
-        """Wait for this rank's part, and raise what went wrong with it."""
+        """As `result`, without telling the other ranks: the caller tells them what went wrong on this one."""
         self._end()
         if self._error is not None:
             raise self._error
@@ -81,19 +81,6 @@ class PendingSave:
             del _PENDING[self._group.full_name]
 
 
-def finish_pending(group: ShardGroup) -> None:
-    """Wait for the asynchronous save of some ranks, if there is one, and raise what went wrong with it."""
-    earlier = _PENDING.get(group.full_name)
-    if earlier is not None:
-        earlier.result()
-
-
-def settle_pending(group: ShardGroup) -> None:
-    """As `finish_pending`, without telling the other ranks: the caller tells them.
-
-    Raises:
-        Exception: What went wrong on this rank.
-    """
-    earlier = _PENDING.get(group.full_name)
-    if earlier is not None:
-        earlier.settle()
+def pending_save(group: ShardGroup) -> PendingSave | None:
+    """The asynchronous save of some ranks that nobody has waited for yet, if there is one."""
+    return _PENDING.get(group.full_name)

@@ -7,6 +7,7 @@ the other of the two, and the parts that the older index named. Nothing else in 
 """
 
 import json
+import os
 import re
 import secrets
 from collections.abc import Mapping
@@ -82,7 +83,7 @@ def replace_by_several(folder: Path, drafts: Mapping[str, Path], weight_map: Map
                 "weight_map": {name: names[file] for name, file in sorted(weight_map.items())},
             }
             write_whole(index, (json.dumps(said, indent=2) + "\n").encode())
-            if _is_there(single):
+            if os.path.lexists(single):
                 single.unlink()
                 sync_folder(folder)
         except BaseException:
@@ -108,15 +109,11 @@ def _take_back(folder: Path, names: set[str]) -> None:
     """After an error: remove what was put there, unless it is by now what readers take."""
     with suppress(OSError):
         is_named = not names.isdisjoint(_parts_by(folder / INDEX_NAME))
-        if is_named and not _is_there(folder / SINGLE_NAME):
+        if is_named and not os.path.lexists(folder / SINGLE_NAME):
             return
         if is_named:
             (folder / INDEX_NAME).unlink()
         _remove(folder, names)
-
-
-def _is_there(path: Path) -> bool:
-    return path.is_symlink() or path.exists()
 
 
 def _parts_by(index: Path) -> set[str]:

@@ -20,6 +20,7 @@ from dshard.checkpoint.agreement import agree, group_of, together
 from dshard.checkpoint.disk import create, make_folder, partial_name, write_all
 from dshard.checkpoint.file_format import file_header
 from dshard.checkpoint.model_files import INDEX_NAME, SINGLE_NAME
+from dshard.checkpoint.parts import memory_of
 from dshard.checkpoint.publishing import check_room, replace_by_one, replace_by_several, replace_file
 from dshard.errors import CheckpointError
 from dshard.gathering.full_values import full_values, refuse_meta
@@ -235,8 +236,7 @@ class _Writer:
             for chunk in full.reshape(-1).split(max(1, _WRITE_BYTES // full.element_size())):
                 host = chunk.resolve_conj().to(device="cpu", dtype=dtype).contiguous()
                 if host.numel():
-                    raw: Any = bytes_of(host).numpy()
-                    write_all(self._opened, memoryview(raw))
+                    write_all(self._opened, memory_of(bytes_of(host)))
         except Exception as error:
             self._error = error
 

@@ -18,12 +18,12 @@ from dshard import collectives
 from dshard.agreement.weights import agree as equal_on_ranks
 from dshard.arguments import read
 from dshard.checkpoint.agreement import agree, group_of, together
-from dshard.checkpoint.contents import Contents, Optimizers
+from dshard.checkpoint.contents import Contents, optimizers_by_prefix
 from dshard.checkpoint.disk import partial_name
 from dshard.checkpoint.folders import Draft
 from dshard.checkpoint.job import Job, lineage_of
 from dshard.checkpoint.own import own_piece, random_states, virtual_pieces
-from dshard.checkpoint.pending import PendingSave, settle_pending
+from dshard.checkpoint.pending import PendingSave, pending_save
 from dshard.checkpoint.shard_file import Piece
 from dshard.checkpoint.snapshot import Snapshot
 from dshard.checkpoint.trees import encode
@@ -86,7 +86,8 @@ def save(
     states = virtual_pieces(model)
     prepared, error = _Prepared((directory, step, keep, asynchronous, parity)), None
     try:
-        settle_pending(group)
+        if (earlier := pending_save(group)) is not None:
+            earlier.settle()
         prepared.prepare(group, model, optimizer, extra)
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
@@ -100,11 +101,9 @@ def save(
         pieces = [*prepared.pieces(group), *states]
     except Exception as caught:  # told with what comes of writing
         failed.append(caught)
-    target, contents = prepared.target, prepared.contents
-    draft = prepared.draft
-    own_extra = prepared.extra
+    target, contents, draft = prepared.target, prepared.contents, prepared.draft
     _, step, keep, asynchronous, parity = prepared.arguments
-    facts = {**facts_of(contents, step), "extra": own_extra if are_alike else None, "are_alike": are_alike}
+    facts = {**facts_of(contents, step), "extra": prepared.extra if are_alike else None, "are_alike": are_alike}
     places = group.world_rank, group.world_size
     named = contents.aliases, contents.without_values()
     folder = partial_name(target, token)
@@ -116,8 +115,7 @@ def save(
         together(group, lambda: job.write_row(_VISIBLE_S), _failed(target))
         together(group, lambda: _publish(job, draft), f"{target}: putting it in its place failed")
     finally:
-        for each in draft:
-            each.close()
+        prepared.close()
     return None
 
 
@@ -169,7 +167,7 @@ class _Prepared:
                 "out."
             )
         self.target = Path(self.arguments[0]).absolute()
-        self.contents = Contents(model, Optimizers(optimizer))
+        self.contents = Contents(model, optimizers_by_prefix(optimizer))
         refuse_meta("checkpoint.save", list(self.contents.tensors.items()))
         self.extra = encode(extra, "extra")
         self._sums = _sums_of([self.contents.tensors[name] for name in self.contents.plain_names()])

@@ -26,6 +26,7 @@ from dshard.checkpoint.disk import create, open_regular, read_exactly, write_all
 from dshard.checkpoint.file_format import dtype_name, file_header
 from dshard.checkpoint.manifest import Manifest
 from dshard.checkpoint.parity import Stripes, group_around
+from dshard.checkpoint.parts import memory_of
 from dshard.checkpoint.stored import BLOCK_BYTES, Chunk, StoredFile, StoredTensor, num_blocks
 from dshard.errors import CheckpointError
 from dshard.tensor.strides import bytes_of
@@ -85,7 +86,7 @@ def write_shard_file(path: Path, pieces: Sequence[Piece], index: int) -> tuple[S
         for piece in pieces:
             own = bytearray()
             for part in host_bytes(piece.values):
-                view = _bytes_of(part)
+                view = memory_of(part)
                 for begin in range(0, len(view), BLOCK_BYTES):
                     own += zlib.crc32(view[begin : begin + BLOCK_BYTES]).to_bytes(_SUM_BYTES, "little")
                 write_all(opened, view)
@@ -226,8 +227,7 @@ class ShardReader:
 
     def _read_range(self, name: str, stored: StoredTensor, chunk: Chunk, begin: int, into: Tensor) -> None:
         """Fill a contiguous tensor with a chunk's bytes from `begin` on."""
-        raw = torch.view_as_real(into) if into.is_complex() else into
-        view = _bytes_of(raw.view(-1).view(torch.uint8) if raw.dim() else raw.view(1).view(torch.uint8))
+        view = memory_of(bytes_of(into))
         size, end = stored.num_bytes(chunk), begin + len(view)
         self._check_entry(name, stored, chunk)
         sums = self._sums(name, chunk, num_blocks(size))
@@ -363,9 +363,3 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _has_sum(content: memoryview, wanted: int) -> bool:
     return zlib.crc32(content) == wanted
-
-
-def _bytes_of(raw: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of uint8 on the host."""
-    array: Any = raw.numpy()
-    return memoryview(array)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dshard.checkpoint.file_format import dtype_name, dtype_named
+from dshard.checkpoint.file_format import DTYPES, dtype_name
 
 BLOCK_BYTES = 1 << 18  # what one sum is of: a reader of a part of a chunk reads at most two of them too many
-_FILE_NAME = re.compile(r"shard-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.safetensors")
+FILE_NAME = re.compile(r"shard-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.safetensors")
 
 
 class DamageError(ValueError):
@@ -49,7 +49,7 @@ class StoredFile:
             DamageError: It is no such thing, or points elsewhere.
         """
         name, size, data_start, header_sum, sums_start = as_list(value, 5)
-        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+        if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
             raise DamageError(f"a file must be named as a shard is, in this folder, but one is {name!r}")
         if not are_counts(size, data_start, sums_start) or not data_start <= sums_start <= size:
             raise DamageError(f"'{name}' must begin with its header and end with its sums, but has {value[1:]}")
@@ -130,11 +130,11 @@ class StoredTensor:
             DamageError: It is no such thing, or its chunks do not cover it once.
         """
         name, shape, chunks = as_list(value, 3)
-        if not isinstance(name, str) or (dtype := dtype_named(name)) is None:
+        if not isinstance(name, str) or name not in DTYPES:
             raise DamageError(f"a dtype must be one that safetensors has, but is {name!r}")
         if not are_counts(*as_list(shape)):
             raise DamageError(f"a shape must be a list of counts, but is {shape}")
-        found = cls(dtype, tuple(shape), tuple(Chunk.from_json(chunk) for chunk in as_list(chunks)))
+        found = cls(DTYPES[name], tuple(shape), tuple(Chunk.from_json(chunk) for chunk in as_list(chunks)))
         _check_cover(found)
         return found
 

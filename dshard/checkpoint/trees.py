@@ -21,7 +21,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).val
 _KINDS = ("$tuple", "$items", "$bytes", "$tensor", "$named")
 
 
-def encode(value: Any, where: str, keep: Callable[[Tensor, str], str] | None = None) -> Any:
+def encode(value: Any, where: str, keep: Callable[[Tensor, str], str] | None = None, depth: int = _MAX_DEPTH) -> Any:
     """A value as JSON holds it.
 
     Args:
@@ -29,14 +29,11 @@ def encode(value: Any, where: str, keep: Callable[[Tensor, str], str] | None = N
         where: What it is, for an error.
         keep: Takes a tensor, and what it is, and gives the name under which it is stored elsewhere; by default the
             JSON holds its values.
+        depth: How deep it may be nested.
 
     Raises:
         CheckpointError: There is something else in it; names it.
     """
-    return _encode(value, where, keep, _MAX_DEPTH)
-
-
-def _encode(value: Any, where: str, keep: Callable[[Tensor, str], str] | None, depth: int) -> Any:
     if not depth:
         raise CheckpointError(f"{where}: may be nested {_MAX_DEPTH} deep, but is nested deeper. Does it hold itself?")
     if value is None or isinstance(value, (bool, str)):
@@ -52,13 +49,13 @@ def _encode(value: Any, where: str, keep: Callable[[Tensor, str], str] | None, d
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, (list, tuple)):
-        items = [_encode(item, f"{where}[{i}]", keep, depth - 1) for i, item in enumerate(value)]
+        items = [encode(item, f"{where}[{i}]", keep, depth - 1) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, Mapping):
-        items = [(key, _encode(item, f"{where}[{key!r}]", keep, depth - 1)) for key, item in value.items()]
+        items = [(key, encode(item, f"{where}[{key!r}]", keep, depth - 1)) for key, item in value.items()]
         if all(isinstance(key, str) for key, _ in items) and not (len(items) == 1 and items[0][0].startswith("$")):
             return dict(items)
-        return {"$items": [[_encode(key, f"{where}'s key", None, depth - 1), item] for key, item in items]}
+        return {"$items": [[encode(key, f"{where}'s key", None, depth - 1), item] for key, item in items]}
     raise CheckpointError(
         f"{where}: a checkpoint holds None, truth values, numbers, texts, bytes, tensors, and lists, tuples and dicts "
         f"of these, but this is a {type(value).__name__}. Convert it, or leave it out."
