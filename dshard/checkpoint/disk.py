@@ -173,11 +173,7 @@ def buffers(size: int) -> Iterator[tuple[int, memoryview]]:
 
 
 def read_padded(opened: int, into: memoryview, offset: int) -> None:
-    """Fill a buffer with a file's bytes from `offset` on, and with zeros beyond its end.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Fill a buffer with a file's bytes from `offset` on, and with zeros beyond its end."""
     rest = _unread(opened, into, offset)
     rest[:] = bytes(len(rest))
 

@@ -68,6 +68,7 @@ class Job:
         lineage: The run.
         keep: As of `save`.
         has_parity: As of `save`.
+        draft: On the first rank, the folder that it puts in its place.
     """
 
     rank: int
@@ -79,6 +80,7 @@ class Job:
     lineage: Lineage
     keep: int | None
     has_parity: bool
+    draft: Draft | None
 
     def write(self, pieces: Sequence[Piece]) -> None:
         """Write this rank's file, and beside it what it holds.
@@ -127,16 +129,17 @@ class Job:
     def _name(self, kind: str, suffix: str) -> str:
         return f"{kind}-{self.rank:05d}-of-{self.num_ranks:05d}.{self._token}.{suffix}"
 
-    def publish(self, draft: Draft, *, timeout_s: float) -> None:
-        """Put together the manifest, and the folder in its place; remove older ones.
+    def publish(self, timeout_s: float) -> None:
+        """On the first rank, put together the manifest, and the folder in its place; remove older ones.
 
         Args:
-            draft: The folder.
             timeout_s: How long to wait for what the others have written.
 
         Raises:
             CheckpointError, OSError: A part is missing or failed, or the folder cannot be put there.
         """
+        if self.draft is None:
+            return
         parts = [self._part_of(rank, timeout_s) for rank in range(self.num_ranks)]
         files = tuple(StoredFile.from_json(part["file"]) for part in parts)
         facts = {**self.facts, "token": self._token, "run": self.lineage.run, "sequence": self.lineage.advance()}
@@ -151,9 +154,9 @@ class Job:
         for rank in range(self.num_ranks):
             for kind in kinds:
                 self._part(rank, kind).unlink()
-        draft.publish()
+        self.draft.publish()
         if self.keep is not None:
-            prune(draft.target, self.lineage.run, self.keep)
+            prune(self.draft.target, self.lineage.run, self.keep)
 
     def _part(self, rank: int, kind: str = "part") -> Path:
         """The file in which a rank says what it has written, while the checkpoint is being made."""

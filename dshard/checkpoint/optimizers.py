@@ -143,21 +143,13 @@ def _prepare_state(
 
 @dataclass(frozen=True, slots=True)
 class _Home:
-    """Where the state of a parameter belongs.
-
-    Args:
-        source: The checkpoint.
-        param: The parameter.
-        options: Of its group.
-        whole: Names of states that are no shards, whatever their shape.
-        num_holders: How many of the optimizer's parameters and states have each shard storage, by its identity.
-    """
+    """Where the state of a parameter belongs."""
 
     source: Source
     param: Tensor
-    options: Mapping[str, Any]
-    whole: Collection[Any]
-    num_holders: Mapping[int, int]
+    options: Mapping[str, Any]  # of its group
+    whole: Collection[Any]  # names of states that are no shards, whatever their shape
+    num_holders: Mapping[int, int]  # how many parameters and states have each shard storage, by its identity
 
     def take(self, key: str, saved: Any, old: Any, what: str) -> tuple[Any, Callable[[], None] | None]:
         """A value, and how to write it if it is a tensor that is there."""

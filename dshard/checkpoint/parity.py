@@ -44,11 +44,7 @@ class Row:
 
     @classmethod
     def from_json(cls, value: Any) -> "Row":
-        """The inverse of `to_json`.
-
-        Raises:
-            ValueError: It is no such thing.
-        """
+        """The inverse of `to_json`; raises ValueError for what is no such thing."""
         if not isinstance(value, list) or [type(item) for item in value] != [str, int, int]:
             raise ValueError(f"a row must be a name and two numbers, but is {str(value)[:80]}")
         if not ROW_NAME.fullmatch(value[0]):

@@ -64,21 +64,13 @@ def read_part(opened: int, entry: Entry, part: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows that follow one another in a file, of each of which one stretch is wanted.
+    """Rows that follow one another in a file, of each of which one stretch is wanted."""
 
-    Args:
-        start: First byte of the first row.
-        number: Of them.
-        num_bytes: Of each.
-        own_start: First byte of the stretch, from the row's start.
-        num_own_bytes: Of the stretch.
-    """
-
-    start: int
-    number: int
-    num_bytes: int
-    own_start: int
-    num_own_bytes: int
+    start: int  # first byte of the first row
+    number: int  # of them
+    num_bytes: int  # of each
+    own_start: int  # first byte of the stretch, from the row's start
+    num_own_bytes: int  # of the stretch
 
     def read(self, opened: int, into: Tensor) -> None:
         """Read the stretches; `into` is uint8, (number, num_own_bytes)."""

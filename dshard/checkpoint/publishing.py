@@ -24,21 +24,13 @@ _TOKEN_BYTES = 8
 
 
 def check_room(path: Path) -> None:
-    """Whether a file can take this name.
-
-    Raises:
-        CheckpointError: A folder has it.
-    """
+    """Raise a CheckpointError where a folder has the name that a file is to take."""
     if path.is_dir() and not path.is_symlink():
         raise CheckpointError(f"{path}: must be free for a file, but it is a folder. Move it, or pass another path.")
 
 
 def replace_file(draft: Path, path: Path) -> None:
-    """Give a whole file its name.
-
-    Raises:
-        OSError: It cannot be had.
-    """
+    """Give a whole file its name."""
     draft.rename(path)
     sync_folder(path.parent)
 

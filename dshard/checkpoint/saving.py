@@ -96,42 +96,34 @@ def save(
     except Exception:
         prepared.close()
         raise
-    pieces, failed = states, list[Exception]()
+    pieces: Sequence[Piece] | Exception
     try:
         pieces = [*prepared.pieces(group), *states]
     except Exception as caught:  # told with what comes of writing
-        failed.append(caught)
-    target, contents, draft = prepared.target, prepared.contents, prepared.draft
+        pieces = caught
+    target, contents = prepared.target, prepared.contents
     _, step, keep, asynchronous, parity = prepared.arguments
     facts = {**facts_of(contents, step), "extra": prepared.extra if are_alike else None, "are_alike": are_alike}
     places = group.world_rank, group.world_size
     named = contents.aliases, contents.without_values()
     folder = partial_name(target, token)
-    job = Job(*places, folder, facts, *named, lineage_of(model), keep, bool(parity))
+    job = Job(*places, folder, facts, *named, lineage_of(model), keep, bool(parity), prepared.draft)
     if asynchronous:
-        return _begin_asynchronous(job, group, target, pieces, draft, failed)
+        return _begin_asynchronous(job, group, target, pieces)
     try:
-        together(group, lambda: _write(job, pieces, failed), _failed(target))
-        together(group, lambda: job.write_row(_VISIBLE_S), _failed(target))
-        together(group, lambda: _publish(job, draft), f"{target}: putting it in its place failed")
+        together(group, lambda: _write(job, pieces), f"{target}: writing the checkpoint failed")
+        together(group, lambda: job.write_row(_VISIBLE_S), f"{target}: writing the checkpoint failed")
+        together(group, lambda: job.publish(_VISIBLE_S), f"{target}: putting it in its place failed")
     finally:
         prepared.close()
     return None
 
 
-def _write(job: Job, pieces: Sequence[Piece], failed: Sequence[Exception]) -> None:
-    for error in failed:
-        raise error
+def _write(job: Job, pieces: Sequence[Piece] | Exception) -> None:
+    """Write what this rank writes, or raise why that is unknown."""
+    if isinstance(pieces, Exception):
+        raise pieces
     job.write(pieces)
-
-
-def _publish(job: Job, draft: Sequence[Draft]) -> None:
-    for each in draft:
-        job.publish(each, timeout_s=_VISIBLE_S)
-
-
-def _failed(target: Path) -> str:
-    return f"{target}: writing the checkpoint failed"
 
 
 _LABELS = ("directory", "step", "keep", "asynchronous", "parity", "tensors", "optimizer")
@@ -151,7 +143,7 @@ class _Prepared:
     def __init__(self, arguments: tuple[Any, ...]) -> None:
         self.arguments = arguments
         self._sums: list[int] = []
-        self.draft: list[Draft] = []
+        self.draft: Draft | None = None
 
     def prepare(self, group: ShardGroup, model: nn.Module, optimizer: Any, extra: Any) -> None:
         """Check the arguments, list the tensors, and on the first rank make the folder.
@@ -172,7 +164,7 @@ class _Prepared:
         self.extra = encode(extra, "extra")
         self._sums = _sums_of([self.contents.tensors[name] for name in self.contents.plain_names()])
         if group.world_rank == 0:
-            self.draft.append(Draft(self.target))
+            self.draft = Draft(self.target)
 
     def agree(self, group: ShardGroup, error: Exception | None) -> tuple[bool, str]:
         """Compare what the ranks are to do.
@@ -194,7 +186,7 @@ class _Prepared:
             held = names, list(self.contents.extra_state)
             known = str(self.target), *self.arguments[1:], held, self.contents.kinds
             facts = (*map(_crc, (*known, self.extra, self.contents.own_facts, self._sums)),)
-        token = int(self.draft[0].token, 16) if self.draft else 0
+        token = 0 if self.draft is None else int(self.draft.token, 16)
         sent = torch.tensor(
             [error is not None, token >> 32, token & 0xFFFFFFFF, *facts], dtype=torch.int64, device="cpu"
         )
@@ -228,9 +220,9 @@ class _Prepared:
         return [*self.contents.pieces(group.world_rank, group.world_size, differing), own_piece(group, own)]
 
     def close(self) -> None:
-        """Remove the folder."""
-        for each in self.draft:
-            each.close()
+        """Remove the folder, unless it is in its place."""
+        if self.draft is not None:
+            self.draft.close()
 
 
 def _sums_of(tensors: Sequence[Tensor]) -> list[int]:
@@ -270,22 +262,14 @@ def facts_of(contents: Contents, step: int) -> dict[str, Any]:
 _MEMORY: dict[str, Tensor] = {}  # of snapshots, by the name of the ranks' group
 
 
-def _begin_asynchronous(
-    job: Job,
-    group: ShardGroup,
-    target: Path,
-    pieces: Sequence[Piece],
-    draft: Sequence[Draft],
-    failed: list[Exception],
-) -> PendingSave:
-    taken: list[Snapshot] = []
+def _begin_asynchronous(job: Job, group: ShardGroup, target: Path, pieces: Sequence[Piece] | Exception) -> PendingSave:
     found = timeout_of(group.process_group)
     timeout_s = found.total_seconds() if found is not None else _TIMEOUT_S
 
     def run() -> None:
         try:
             try:
-                _write(job, taken[0].copy() if not failed else (), failed)
+                _write(job, taken.copy() if isinstance(taken, Snapshot) else taken)
                 job.write_row(timeout_s)
             except Exception as error:
                 with suppress(OSError):
@@ -296,16 +280,17 @@ def _begin_asynchronous(
                         "but it is gone. Look at what rank 0 says, which may have given up, or for what removed it."
                     ) from error
                 raise
-            for each in draft:
-                job.publish(each, timeout_s=timeout_s)
+            job.publish(timeout_s)
         finally:
-            for each in draft:
-                each.close()
+            if job.draft is not None:
+                job.draft.close()
 
-    if not failed:
-        try:
-            taken.append(Snapshot(pieces, _MEMORY.pop(group.full_name, None)))
-            _MEMORY[group.full_name] = taken[0].memory
-        except Exception as error:  # no memory for it, for one; told with the result
-            failed.append(error)
+    taken: Snapshot | Exception
+    try:
+        if isinstance(pieces, Exception):
+            raise pieces
+        taken = Snapshot(pieces, _MEMORY.pop(group.full_name, None))
+        _MEMORY[group.full_name] = taken.memory
+    except Exception as error:  # no memory for it, for one; told with the result
+        taken = error
     return PendingSave(target, group, run)

@@ -155,11 +155,7 @@ class ShardReader:
         return out
 
     def verify(self, name: str, stored: StoredTensor, chunk: Chunk) -> None:
-        """Read a whole chunk, and keep nothing.
-
-        Raises:
-            CheckpointError: As `read`.
-        """
+        """Read a whole chunk, and keep nothing; raises as `read`."""
         size = stored.num_bytes(chunk)
         for begin in range(0, size, _COPY_BYTES):
             buffer = torch.empty(min(_COPY_BYTES, size - begin), dtype=torch.uint8, device="cpu")

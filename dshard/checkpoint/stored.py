@@ -89,11 +89,7 @@ class Chunk:
 
     @classmethod
     def from_json(cls, value: Any) -> "Chunk":
-        """The inverse of `to_json`.
-
-        Raises:
-            DamageError: It is no such thing.
-        """
+        """The inverse of `to_json`; raises DamageError for what is no such thing."""
         file, offsets, sizes, start, first_sum, checksum = as_list(value, 6)
         if not are_counts(file, start, first_sum, checksum, *as_list(offsets), *as_list(sizes)):
             raise DamageError(f"a chunk must be counts and lists of counts, but is {value}")
@@ -163,11 +159,7 @@ def num_blocks(num_bytes: int) -> int:
 
 
 def as_list(value: Any, length: int | None = None) -> Sequence[Any]:
-    """A list of JSON, of some length.
-
-    Raises:
-        DamageError: It is none.
-    """
+    """A list of JSON, of some length; raises DamageError for anything else."""
     if not isinstance(value, list) or length not in (None, len(value)):
         raise DamageError(
             f"a list{'' if length is None else f' of {length}'} is expected, but there is {str(value)[:80]}"
