@@ -1,7 +1,6 @@
 """Collectives over buckets of plain tensors. Nothing here knows a ShardedTensor."""
 
 from dshard.collectives._c10d import (
-    ProcessGroup,
     ReduceOp,
     default_backend,
     group_named,
@@ -24,8 +23,8 @@ from dshard.collectives.restarts import meet_anew
 from dshard.collectives.small import all_reduce, broadcast
 from dshard.collectives.steps import Steps
 from dshard.collectives.trace import CommRecord, CommTrace
-from dshard.collectives.tree import Node, TreeSum, nodes_between
-from dshard.collectives.virtual import Played, VirtualBucket
+from dshard.collectives.tree import TreeSum, nodes_between
+from dshard.collectives.virtual import VirtualBucket
 
 __all__ = [
     "Buffer",
@@ -36,9 +35,6 @@ __all__ = [
     "GatherPlan",
     "Gathered",
     "Handle",
-    "Node",
-    "Played",
-    "ProcessGroup",
     "ReduceBucket",
     "ReduceOp",
     "ReducePlan",

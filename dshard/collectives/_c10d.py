@@ -26,25 +26,12 @@ Work = Any  # torch's Work; None where the backend finished at once
 
 
 class ReduceOp(enum.Enum):
-    """How values of several ranks become one."""
+    """How values of several ranks become one: the value is torch's own."""
 
-    SUM = enum.auto()
-    MEAN = enum.auto()  # the backend's own, which not every backend has
-    MAX = enum.auto()
-    MIN = enum.auto()
-
-
-_OPS: dict[ReduceOp, Any] = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.MEAN: dist.ReduceOp.AVG,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-}
-
-
-def torchs_op(op: ReduceOp) -> Any:
-    """Torch's own value for an operation."""
-    return _OPS[op]
+    SUM = dist.ReduceOp.SUM
+    MEAN = dist.ReduceOp.AVG  # the backend's own, which not every backend has
+    MAX = dist.ReduceOp.MAX
+    MIN = dist.ReduceOp.MIN
 
 
 HEADERS = 0x44530000  # tags that keep our point-to-point messages apart from the user's; payloads lie below
@@ -213,15 +200,15 @@ def all_gather_flat(out: Tensor, segment: Tensor, group: ProcessGroup) -> Work:
 
 def reduce_scatter_flat(out: Tensor, buffer: Tensor, op: ReduceOp, group: ProcessGroup) -> Work:
     """Start the backend's own reduce-scatter of `buffer` into `out`."""
-    options = _ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = _OPS[op], True
+    options: Any = _ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op.value, True
     start = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
     return start(out, buffer, options)
 
 
 def all_reduce_flat(tensor: Tensor, op: ReduceOp, group: ProcessGroup) -> Work:
     """Start the backend's own all-reduce of `tensor`, in place."""
-    return dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)
+    return dist.all_reduce(tensor, op=op.value, group=group, async_op=True)
 
 
 def all_to_all_flat(

@@ -48,18 +48,14 @@ class _CustomGroup(ShardGroup):
         comm = self._comms.all_gather
         if comm is None:
             return super().all_gather(rows, row)
-        return _works(comm(rows.view(-1), row, self.process_group, async_op=True))
+        return [comm(rows.view(-1), row, self.process_group, async_op=True)]
 
     def reduce_scatter(self, rows: Tensor, out: Tensor, op: ReduceOp) -> list[Work]:
         comm = self._comms.reduce_scatter
         if comm is None:
             return super().reduce_scatter(rows, out, op)
         memory: Tensor = comm.allocate((rows.numel(),), dtype=rows.dtype, device=rows.device)
-        return _works(comm(out, memory.copy_(rows.view(-1)), self.reduce_group, _c10d.torchs_op(op), async_op=True))
-
-
-def _works(work: Any) -> list[Work]:
-    return [work] if work is not None else []
+        return [comm(out, memory.copy_(rows.view(-1)), self.reduce_group, op.value, async_op=True)]
 
 
 def with_comms(group: ShardGroup, comms: Comms) -> ShardGroup:

@@ -42,12 +42,14 @@ class Exchange:
         self._group, self._kind, self._label = group, kind, label
         self._works: list[tuple[int, Work]] = []
         self._line = line_of(group)
-        self.number = self._line.note()
+        self.number = self._line.note()  # of the step that it belongs to
         self._channel = zlib.crc32(f"{int(kind)} {label} {sizes} {tag} {self.number}".encode()) & 0x3FFFFFFF
         self.own = header(kind, label, tag, self.number)
-        self.sent: dict[int, Work] = {}
-        self.heard: dict[int, Tensor] = {}
-        self.is_heard, self.place, self.beyond = False, 0, 0
+        self.place = 0  # among all of the line
+        self.sent: dict[int, Work] = {}  # the header's way to each peer
+        self.heard: dict[int, Tensor] = {}  # what each peer is at: another step, if it has left this one
+        self.is_heard = False  # of all of them
+        self.beyond = 0  # the number of the step to go on to, where a peer has left this one
         self._start(lambda: self._line.start(self, group.process_group))
 
     def __del__(self) -> None:
@@ -65,6 +67,13 @@ class Exchange:
         """Start to receive into a contiguous tensor what `peer` sends, in the order of its sends."""
         group = self._group.process_group
         self._works.append((peer, self._start(lambda: _c10d.receive(tensor, peer, self._channel, group))))
+
+    def swap(self, into: Tensor, values: Tensor, peer: int) -> None:
+        """Start to receive from a peer and to send to it, as of `receive` and `send`; what is empty does not travel."""
+        if into.numel():
+            self.receive(into, peer)
+        if values.numel():
+            self.send(values, peer)
 
     def _start(self, start: Callable[[], Work]) -> Work:
         """Start messages; gloo raises at once where the connection is gone."""

@@ -33,19 +33,12 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where a plan puts everything in the memory of a bucket.
+    """Where a plan puts everything in the memory of a bucket."""
 
-    Args:
-        fulls: The full tensors.
-        slots: The place of each packed tensor, shape (num_ranks, slot), where that is its memory; else None.
-        values: All of it, flat; on a direct backend, else None.
-        rows: The packed rows of all ranks, shape (num_ranks, row); on a direct backend, else None.
-    """
-
-    fulls: list[Tensor]
-    slots: list[Any]
-    values: Tensor | None
-    rows: Tensor | None
+    fulls: list[Tensor]  # the full tensors
+    slots: list[Any]  # the place of each packed tensor, shape (num_ranks, slot), where that is its memory; else None
+    values: Tensor | None  # all of it, flat; on a direct backend, else None
+    rows: Tensor | None  # the packed rows of all ranks, shape (num_ranks, row); on a direct backend, else None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -136,22 +129,16 @@ def _gather_direct(
     if own:
         torch._foreach_copy_([_part(values, plan, i, group.rank) for i in plan.direct], own)
     for peer in group.peers:
-        if plan.packed and plan.row.segment_numel:
-            exchange.receive(rows[peer], peer)
-            exchange.send(rows[group.rank], peer)
+        if plan.packed:
+            exchange.swap(rows[peer], rows[group.rank], peer)
         for i, shard in zip(plan.direct, own, strict=True):
-            part = _part(values, plan, i, peer)
-            if part.numel():
-                exchange.receive(part, peer)
-            if shard.numel():
-                exchange.send(shard, peer)
+            exchange.swap(_part(values, plan, i, peer), shard, peer)
 
     def finish() -> Gathered:
         _unpack(rows, places, plan)
         return Gathered(places.fulls, memory)
 
-    what = f"all-gather of '{label}'"
-    return Handle(what, exchange, finish, group=group)
+    return Handle(f"all-gather of '{label}'", exchange, finish, group=group)
 
 
 def _part(values: Tensor, plan: GatherPlan, index: int, rank: int) -> Tensor:

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,18 +18,11 @@ from dshard.collectives.stalls import begin_wait, end_wait, failure, making, use
 from dshard.collectives.trace import start_wait
 from dshard.errors import DivergenceError
 
+if TYPE_CHECKING:
+    from dshard.collectives.exchange import Exchange
+
 T = TypeVar("T")
 _ON_EVERY_BACKEND = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
-class Messages(Protocol):
-    """The messages of one collective, between ranks."""
-
-    def wait(self) -> None:
-        """Wait for all of them; raises a DivergenceError where the peers mean something else."""
-
-    def leave(self) -> bool:
-        """Wait for them though nobody wants them any more, unless the peers are elsewhere; gives whether they came."""
 
 
 class Handle(Generic[T]):
@@ -47,7 +40,7 @@ class Handle(Generic[T]):
     def __init__(
         self,
         label: str,
-        works: "Sequence[Work] | Messages",
+        works: "Sequence[Work] | Exchange",
         finish: Callable[[], T],
         *,
         group: "ShardGroup | None" = None,
@@ -245,8 +238,6 @@ class ShardGroup:
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp) -> list[Work]:
         """Start the backend's own all-reduce, in place."""
-        if self.num_ranks == 1:
-            return []
         return [_c10d.all_reduce_flat(tensor, op, self.process_group)]
 
     def broadcast(self, tensor: Tensor, src: int) -> list[Work]:

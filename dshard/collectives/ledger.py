@@ -26,17 +26,11 @@ _MAX_ENTRIES = 1 << 14  # of a group that nobody settles
 
 @dataclass
 class _Comparison:
-    """Checksums of all ranks, on their way to the host.
+    """Checksums of all ranks, on their way to the host."""
 
-    Args:
-        entries: What this rank's stands for.
-        sums: Shape (num_ranks, 2): checksum and number of entries of each rank.
-        arrived: Event after which `sums` may be read; None at once.
-    """
-
-    entries: list[_Entry]
-    sums: Tensor
-    arrived: torch.cuda.Event | None
+    entries: list[_Entry]  # what this rank's stands for
+    sums: Tensor  # shape (num_ranks, 2): checksum and number of entries of each rank
+    arrived: torch.cuda.Event | None  # event after which `sums` may be read; None at once
 
 
 @dataclass

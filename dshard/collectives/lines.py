@@ -9,7 +9,7 @@ what follows from them.
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,22 +21,10 @@ from dshard.collectives.header import Heard, Kind, header, read
 from dshard.collectives.whys import Why, tell_why
 from dshard.layout import HEADER_BYTES
 
+if TYPE_CHECKING:
+    from dshard.collectives.exchange import Exchange
+
 _EPOCH = 1 << 32  # numbers of steps, from one that was left to the next
-
-
-class Said(Protocol):
-    """A collective that was announced to the peers, and waits for what they say."""
-
-    number: int  # of the step that it belongs to
-    place: int  # among all of the group
-    own: Tensor  # its header
-    sent: dict[int, Work]  # the header's way to each peer
-    heard: dict[int, Tensor]  # what each peer is at: another step, if it has left this one
-    is_heard: bool  # of all of them
-    beyond: int  # the number of the step to go on to, where a peer has left this one
-
-    def note_heard(self) -> None:
-        """Take in that all peers were heard."""
 
 
 class _World:
@@ -75,7 +63,7 @@ class Line:
         self._is_due = False  # whether the next collective is the first of another step
         self._num_started = 0  # collectives so far
         self._is_direct = group.is_direct
-        self._waiting: deque[Said] = deque()  # not heard of yet, in order
+        self._waiting: deque[Exchange] = deque()  # not heard of yet, in order
         self._posted: dict[int, deque[list[Any]]] = {peer: deque() for peer in group.peers}  # header, what to wait for
         self._unread: list[tuple[int, int, Tensor, Work]] = []  # headers on their way, of steps that were left
 
@@ -108,7 +96,7 @@ class Line:
         self._num_started += 1
         return self.number
 
-    def start(self, said: Said, group: ProcessGroup) -> None:
+    def start(self, said: "Exchange", group: ProcessGroup) -> None:
         """Say a header to the peers, and be ready for theirs."""
         said.place = self._num_started
         self._waiting.append(said)
@@ -117,7 +105,7 @@ class Line:
                 self._post(posted, peer, group)
             said.sent[peer] = _c10d.send(said.own, peer, _c10d.HEADERS, group)
 
-    def hear(self, wanted: Said, group: ProcessGroup) -> None:
+    def hear(self, wanted: "Exchange", group: ProcessGroup) -> None:
         """Wait for what the peers say of a collective, and of those before it."""
         while not wanted.is_heard:
             said = self._waiting[0]
@@ -128,7 +116,7 @@ class Line:
             said.is_heard = True
             said.note_heard()
 
-    def note_read(self, peer: int, said: Said) -> None:
+    def note_read(self, peer: int, said: "Exchange") -> None:
         """A peer has read a header, and so those that were sent before it."""
         if self._unread:
             self._unread = [entry for entry in self._unread if entry[0] != peer or entry[1] >= said.place]
@@ -142,7 +130,7 @@ class Line:
         row = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         posted.append([row, _c10d.receive(row, peer, _c10d.HEADERS, group)])
 
-    def _next(self, peer: int, said: Said, group: ProcessGroup) -> Tensor:
+    def _next(self, peer: int, said: "Exchange", group: ProcessGroup) -> Tensor:
         """What a peer says of a collective, or of a later step."""
         posted = self._posted[peer]
         while True:

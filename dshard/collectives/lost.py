@@ -161,13 +161,13 @@ def ended(rank: int, known: Verdict | None = None) -> RankLostError | None:
 
 def found_dead(ranks: Sequence[int]) -> Verdict | None:
     """Ranks on this host whose processes are gone without a word."""
-    case = _Case(list(ranks), list(ranks), dist.get_rank(), dict(_State.processes))
+    case = _Case(list(ranks), dist.get_rank(), dict(_State.processes))
     gone = case.gone()
     return case.by_death(gone, _State.board.ends()) if gone else None
 
 
 def _solve(ranks: Sequence[int]) -> tuple[Verdict | None, dict[int, dict[str, str]]]:
-    case = _Case(list(ranks), _world(ranks), dist.get_rank(), dict(_State.processes))
+    case = _Case(_world(ranks), dist.get_rank(), dict(_State.processes))
     verdict = ends_within(PATIENCE_S + STORE_S, case.solve)
     if verdict is None and not case.is_solved:
         return case.by_death_soon() or case.stopped(ranks) or case.without_store(), {}
@@ -187,19 +187,11 @@ def _elsewhere(places: dict[int, dict[str, str]]) -> Verdict | None:
 
 @dataclass
 class _Case:
-    """What is known of a failure.
+    """What is known of a failure."""
 
-    Args:
-        group: The ranks that were waited for.
-        world: All that are looked at.
-        own: This rank.
-        processes: Where they run.
-    """
-
-    group: list[int]
-    world: list[int]
-    own: int
-    processes: dict[int, RankProcess]
+    world: list[int]  # all ranks that are looked at
+    own: int  # this rank
+    processes: dict[int, RankProcess]  # where they run
     is_solved: bool = False
     answers: dict[int, dict[str, str]] = field(default_factory=dict)
 
@@ -291,10 +283,8 @@ class _Case:
         held_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         holder = "the launcher of the first host" if held_by_launcher else "rank 0"
         away = [rank for rank in self.world if rank != self.own and not self._is_here(rank)]
-        store, why = (
-            f"the store of the process group, which {holder} holds,",
-            "has ended, its host is down, or the link",
-        )
+        store = f"the store of the process group, which {holder} holds,"
+        why = "has ended, its host is down, or the link"
         if not away:
             return Verdict((0,), f"{store} is out of reach: that process {why} to it is cut")
         lost = f"{self._described(away)} {_be(away)} out of reach, and {store} too"

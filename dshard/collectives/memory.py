@@ -3,7 +3,8 @@
 import mmap
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,21 +28,11 @@ def is_storage_held(tensor: Tensor, *, num_tensors: int = 1) -> bool:
     return refs > _ALONE[0] or uses > _ALONE[1] + num_tensors - 1
 
 
-class _Cut(Protocol):
-    """The tensors into which a buffer is cut."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors that share its memory."""
-
-
+@dataclass(slots=True, eq=False)
 class _InUse:
     """How many bytes a pool has handed out: of its own, for a buffer must not keep the pool alive."""
 
-    __slots__ = ("num_bytes",)
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
+    num_bytes: int = 0
 
 
 class Buffer:
@@ -61,10 +52,10 @@ class Buffer:
         self._tensors: tuple[Tensor, ...] = ()
         self._refs = self._references()
 
-    def cut(self, by: object, make: Callable[[Tensor], _Cut]) -> Any:
+    def cut(self, by: object, make: Callable[[Tensor], Any]) -> Any:
         """What `make` gives of the memory, or has given the last time; `by` tells ways of cutting apart.
 
-        Nobody else may refer to the memory while it is cut anew.
+        All tensors that share the memory are its `tensors`. Nobody else may refer to the memory while it is cut anew.
         """
         if self._cut_by is not by:
             self._cut = make(self.memory)

@@ -226,8 +226,7 @@ class ReduceBucket:
         received = dict(zip(group.peers, memory.memory.view(rows.dtype).view(-1, size), strict=True))
         exchange = Exchange(group, Kind.REDUCE, self._label, 0, size * rows.element_size())
         for peer in group.peers:
-            exchange.receive(received[peer], peer)
-            exchange.send(rows[peer], peer)
+            exchange.swap(received[peer], rows[peer], peer)
 
         parts = [rows[r] if r == group.rank else received[r] for r in range(group.num_ranks)]
         del rows, received
@@ -262,6 +261,7 @@ class ReduceBucket:
         return Handle(f"reduce-scatter of '{self._label}'", works, finish, group=self.group)
 
     def _record(self, item: int) -> None:
+        """Tell open traces of it; `item` is the bytes that each element of the bucket takes on the wire."""
         peers = self.group.num_ranks - 1
         if not peers:
             return

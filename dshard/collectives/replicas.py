@@ -77,7 +77,7 @@ def _all_reduce_direct(
 
     scatter = Exchange(replicas, Kind.REDUCE, label, tag, row.nbytes)
     for peer in replicas.peers:
-        _swap(scatter, received[peer], parts[peer], peer)
+        scatter.swap(received[peer], parts[peer], peer)
     yield _handle(scatter, label, replicas)
     received[replicas.rank].copy_(own)
     if own.numel():
@@ -87,20 +87,13 @@ def _all_reduce_direct(
     del buffer
     gather = Exchange(replicas, Kind.GATHER, label, tag, row.nbytes)
     for peer in replicas.peers:
-        _swap(gather, parts[peer], own, peer)
+        gather.swap(parts[peer], own, peer)
     yield _handle(gather, label, replicas)
 
 
 def _bytes_of_flags(num_flags: int, row: Tensor, replicas: ShardGroup) -> int:
     """What a rank sends of them, taken as even."""
     return 2 * num_flags * row.element_size() * (replicas.num_ranks - 1) // replicas.num_ranks
-
-
-def _swap(exchange: Exchange, into: Tensor, values: Tensor, peer: int) -> None:
-    if into.numel():
-        exchange.receive(into, peer)
-    if values.numel():
-        exchange.send(values, peer)
 
 
 def _handle(exchange: Exchange, label: str, group: ShardGroup) -> Handle[None]:

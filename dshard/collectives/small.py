@@ -78,9 +78,8 @@ def _exchange_small(flat: Tensor, group: ShardGroup, label: str) -> tuple[Tensor
     rows = flat.new_empty((group.num_ranks, flat.numel()))
     rows[group.rank] = flat
     exchange = Exchange(group, Kind.COMBINE, label, 0, num_bytes)
-    for peer in group.peers if num_bytes else ():
-        exchange.receive(rows[peer], peer)
-        exchange.send(rows[group.rank], peer)
+    for peer in group.peers:
+        exchange.swap(rows[peer], rows[group.rank], peer)
     return rows, exchange
 
 

@@ -198,7 +198,8 @@ def _own_place() -> dict[str, str]:
     wait = min(_State.waits.values(), key=lambda wait: wait.since_s, default=None)
     if wait is not None:
         return {"waits": wait.label}
-    return {"did": _State.last[0], "line": users_line(_main_frame())}
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    return {"did": _State.last[0], "line": users_line(main)}
 
 
 def _answer() -> None:
@@ -263,10 +264,6 @@ def _message(wait: _Wait, waited_s: float) -> str:
         "the others (wrap the loop in dshard.join(model)), has ended by an error, or works alone, as to save or to "
         "evaluate, keeps them waiting until the process group's timeout."
     )
-
-
-def _main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def users_line(frame: FrameType | None) -> str:

@@ -1,6 +1,7 @@
 """Gradients of virtual ranks: reduced as if each were a rank, whatever the number of processes that play them."""
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -33,13 +34,12 @@ class Played(Protocol):
         """The one that is played; behind the last of them, none is."""
 
 
+@dataclass(slots=True, eq=False)
 class _Rows:
     """Unreduced gradients, shape (num_ranks, row), and the pool's memory that they are in."""
 
-    __slots__ = ("memory", "values")
-
-    def __init__(self, values: Tensor, memory: Buffer) -> None:
-        self.values, self.memory = values, memory
+    values: Tensor
+    memory: Buffer
 
 
 class VirtualBucket(ReduceBucket):
@@ -119,9 +119,9 @@ class VirtualBucket(ReduceBucket):
             What `ReduceBucket.launch` and `all_reduce_row` do, once per node of this process.
         """
         self._turn_to(self._played.ranks.stop)
-        if self._rows is not None and self._memory is not None:  # of a virtual rank without any
-            self._rows, memory, self._memory = None, self._memory, None
-            self._pool.give(memory)
+        if self._rows is not None:  # of a virtual rank without any
+            self._rows = None
+            self._give_back()
         group, width = self.group, len(self._played.ranks)
         held = [Node(n.start, n.size, n.value) for n in self._sum.nodes]
         self._sum.nodes.clear()
@@ -155,7 +155,7 @@ class VirtualBucket(ReduceBucket):
             n.value.values if n.value is not None else torch.zeros(shape, dtype=self._dtype, device=self._device)
             for n in held
         ]
-        self._record_nodes(len(rows))
+        self._record(self._dtype.itemsize * len(rows))
         swap = _Swap(rows, group, width, self._label, 0)
         yield swap.handle(f"reduce-scatter of '{self._label}'")
         sums = swap.sums()
@@ -165,15 +165,6 @@ class VirtualBucket(ReduceBucket):
             if node.value is not None:
                 self._give(node.value)
         return sums
-
-    def _record_nodes(self, num_nodes: int) -> None:
-        group, plan = self.group, self._plan
-        peers, item = group.num_ranks - 1, self._dtype.itemsize * num_nodes
-        flags, real = peers * plan.num_flags * item, plan.real_numel * item
-        header = flags + (peers * HEADER_BYTES if group.is_direct else 0)
-        record(
-            "reduce_scatter", self._label, group.num_ranks, real, peers * plan.row_numel * item - real - flags, header
-        )
 
 
 class _Swap:
@@ -276,8 +267,7 @@ def _all_reduce(
     if group.is_direct:
         works = exchange = Exchange(group, Kind.GATHER, label, tag, everyone.nbytes)
         for peer in group.peers:
-            exchange.receive(everyone[peer], peer)
-            exchange.send(own, peer)
+            exchange.swap(everyone[peer], own, peer)
         everyone[group.rank].copy_(own)
     else:
         ledger.note(group, Kind.GATHER, label, tag)

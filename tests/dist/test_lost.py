@@ -158,7 +158,7 @@ def test_a_rank_that_writes_its_word_while_it_is_looked_at_has_not_ended_without
     monkeypatch.setattr(lost._Case, "_is_dead", looked_at)
     monkeypatch.setattr(lost._State, "own", RankProcess("here", os.getpid(), "a host", "now"))
     monkeypatch.setattr(lost._State, "board", SimpleNamespace(ends=lambda: list(written)))
-    verdict = lost._Case([0, 1], [0, 1], 0, {1: gone})._of_ends()
+    verdict = lost._Case([0, 1], 0, {1: gone})._of_ends()
     assert verdict is not None
     assert "rank 1 raised ValueError: of its own" in verdict.text
 
