@@ -155,7 +155,7 @@ def inherit(new: ShardedTensor, hooks: ParameterHooks, grad: Tensor | None, *, m
     new.grad = new.like(ShardStorage(shard, new.shard_layout, is_shared=True))
 
 
-def repoint_optimizer(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+def repoint_optimizer(optimizer: Optimizer) -> None:
     """Let an optimizer that was made before `fully_shard` hold the sharded parameters, with its state cut to them.
 
     Runs ahead of every step of every optimizer (`optimizer.step_hooks` calls it); does nothing where no replaced
@@ -215,9 +215,8 @@ def _shard_state(state: Any, param: ShardedTensor) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, ShardedTensor) or value.shape != param.shape:
             return value
         if isinstance(value, DTensor) and value.device_mesh == mesh and value.placements == param.placements:
-            return param.like(
-                ShardStorage(value.to_local(), param.shard_layout, is_shared=True)
-            )  # cut alike: by torch.chunk
+            storage = ShardStorage(value.to_local(), param.shard_layout, is_shared=True)  # cut alike: by torch.chunk
+            return param.like(storage)
         full = value.full_tensor() if isinstance(value, DTensor) else value
         if tp_layout_of(param.shard_layout) is not None and full.dim():
             return shard_like(full, param)

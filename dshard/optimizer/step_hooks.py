@@ -34,20 +34,12 @@ def watch_steps() -> None:
 
 
 def before_steps(listener: Listener) -> Callable[[], None]:
-    """Have each optimizer that is about to step told, before shards take the places of its parameters.
-
-    Returns:
-        What ends that.
-    """
+    """Have each optimizer that is about to step told, ahead of `begin_swap`; gives what ends that."""
     return _added(_Steps.before, listener)
 
 
 def after_steps(listener: Listener) -> Callable[[], None]:
-    """Have each optimizer that has stepped told, when its parameters are in their places again.
-
-    Returns:
-        What ends that.
-    """
+    """Have each optimizer that has stepped told, when its parameters are back; gives what ends that."""
     return _added(_Steps.after, listener)
 
 

@@ -13,21 +13,8 @@ from operator import is_
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch import Tensor, optim
+from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from dshard.errors import StateError, UnsupportedOpError
@@ -36,33 +23,22 @@ from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sharded_tensor import SHARDED
 from dshard.tensor.subclass_shards import subclass_gathers
 
-_OWN_HOOKS = 1, 1  # of all optimizers, ahead of steps and after them
-_ELEMENTWISE = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
+_NAMES = ("ASGD", "SGD", "Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "Rprop")
+_ELEMENTWISE = frozenset(getattr(optim, name) for name in _NAMES)
 
 
 @dataclass(frozen=True, slots=True)
 class _Swap:
-    """An optimizer whose parameters are replaced by shards while its step runs.
-
-    Args:
-        optimizer: The optimizer.
-        params: The parameters of each of its groups.
-        state: Its state.
-        swapped: The sharded parameters.
-        shards: What stands in for each of them.
-        versions: Version counters of those shards at the start.
-        state_storages: Cells of the states that are sharded.
-        state_values: All values of the states that the optimizer sees, in order.
-    """
+    """An optimizer whose parameters are replaced by shards while its step runs."""
 
     optimizer: Optimizer
-    params: list[list[Tensor]]
+    params: list[list[Tensor]]  # of each of its groups
     state: Any
-    swapped: list[ShardedTensor]
-    shards: list[Tensor]
-    versions: list[int]
-    state_storages: list[ShardStorage]
-    state_values: list[Any]
+    swapped: list[ShardedTensor]  # the sharded parameters
+    shards: list[Tensor]  # what stands in for each of them
+    versions: list[int]  # version counters of those shards at the start
+    state_storages: list[ShardStorage]  # cells of the states that are sharded
+    state_values: list[Any]  # all values of the states that the optimizer sees, in order
 
 
 class _Current:
@@ -70,10 +46,6 @@ class _Current:
 
     swap: ClassVar[_Swap | None] = None
     untold: ClassVar[_Swap | None] = None
-
-
-def _num_global_hooks() -> tuple[int, int]:
-    return len(torch_optimizer._global_optimizer_pre_hooks), len(torch_optimizer._global_optimizer_post_hooks)
 
 
 def _may_swap(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
@@ -84,7 +56,8 @@ def _may_swap(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
         and closure is None
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks
-        and _num_global_hooks() == _OWN_HOOKS
+        and len(torch_optimizer._global_optimizer_pre_hooks) == 1  # our own
+        and len(torch_optimizer._global_optimizer_post_hooks) == 1
         and not optimizer.defaults.get("differentiable")
     )
 
@@ -110,26 +83,12 @@ def _standin(param: ShardedTensor) -> Tensor | None:
 
 
 def begin_swap(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Let shards stand in for the parameters of an optimizer that is about to step, if nobody else looks at them."""
-    if _may_swap(optimizer, args, kwargs):
-        _swap_parameters(optimizer)
+    """Let shards stand in for the parameters of an optimizer that is about to step.
 
-
-def check_kernels(optimizer: Optimizer) -> None:
-    """Refuse torch's fused steps on a CPU for virtual ranks: they round the last elements of a shard otherwise."""
-    for group in optimizer.param_groups:
-        if not group.get("fused"):
-            continue
-        param = next((p for p in group["params"] if isinstance(p, ShardedTensor) and p.shard_group.is_virtual), None)
-        if param is not None and param.device.type == "cpu":
-            raise UnsupportedOpError(
-                f"{param.name}: with virtual_ranks no bit may depend on how parameters are cut, but those of a step of "
-                f"{type(optimizer).__name__} with fused=True on a CPU do. Pass foreach=True, or neither."
-            )
-
-
-def _swap_parameters(optimizer: Optimizer) -> None:
-    """Let shards stand in for the parameters, if all of them can."""
+    Nothing is done if somebody else may look at them, or one has no shard that can stand in for it.
+    """
+    if not _may_swap(optimizer, args, kwargs):
+        return
     swapped: list[ShardedTensor] = []
     shards: list[Tensor] = []
     groups: list[list[Tensor]] = []
@@ -152,6 +111,19 @@ def _swap_parameters(optimizer: Optimizer) -> None:
         groups.append(params)
     if shards:
         _swap(optimizer, groups, swapped, shards)
+
+
+def check_kernels(optimizer: Optimizer) -> None:
+    """Refuse torch's fused steps on a CPU for virtual ranks: they round the last elements of a shard otherwise."""
+    for group in optimizer.param_groups:
+        if not group.get("fused"):
+            continue
+        param = next((p for p in group["params"] if isinstance(p, ShardedTensor) and p.shard_group.is_virtual), None)
+        if param is not None and param.device.type == "cpu":
+            raise UnsupportedOpError(
+                f"{param.name}: with virtual_ranks no bit may depend on how parameters are cut, but those of a step of "
+                f"{type(optimizer).__name__} with fused=True on a CPU do. Pass foreach=True, or neither."
+            )
 
 
 def _swap(optimizer: Optimizer, groups: list[list[Tensor]], swapped: list[ShardedTensor], shards: list[Tensor]) -> None:

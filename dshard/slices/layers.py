@@ -211,15 +211,10 @@ class _Embedding(torch.autograd.Function):
         flat = flat[flat != ctx.padding] if ctx.padding >= 0 else flat
         reduction = SliceReduction(unit, reducer)
         for part in slices_of(unit, ctx.dtype):
-            reduction.add(part, _rows_gradient(part.rows, flat, flat_grad, ctx.scales))
+            at, rows = part.rows.find(flat)
+            scales, num_rows = ctx.scales, part.rows.num_rows
+            reduction.add(part, torch.ops.aten.embedding_dense_backward(flat_grad[at], rows, num_rows, -1, scales))
         return None, reduction.gradient(), None, None, None, None
-
-
-def _rows_gradient(rows: Rows, values: Tensor, grad: Tensor, scales: bool) -> Tensor:
-    """The gradient of a slice of an embedding."""
-    at, found = rows.find(values)
-    dense: Tensor = torch.ops.aten.embedding_dense_backward(grad[at], found, rows.num_rows, -1, scales)
-    return dense
 
 
 def check_sliced(
@@ -269,11 +264,8 @@ def _more_than_plain(weight: Tensor, dim: int | None, offload: Offload | None) -
     """What a parameter is besides a plain tensor that is cut along dim 0, if it is more."""
     values, is_nested = weight.data, isinstance(weight, DTensor)
     if isinstance(weight, ShardedTensor):
-        values, offload, is_nested = (
-            weight.shard_storage.resolve(),
-            weight.offload,
-            type(weight.shard_layout) is TPShardLayout,
-        )
+        values, offload = weight.shard_storage.resolve(), weight.offload
+        is_nested = type(weight.shard_layout) is TPShardLayout
     if is_nested:
         return "a DTensor of its own"
     if subclass_gathers(values):
