@@ -21,18 +21,15 @@ OWN = "own"
 def random_states(group: ShardGroup) -> dict[str, Any]:
     """The states of all generators that a program uses without naming one."""
     numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the global one is what is to be kept
+    own = {key: v.tolist() if isinstance(v, np.ndarray) else v for key, v in numpy_state["state"].items()}
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": {**numpy_state, "state": {k: _plain(v) for k, v in numpy_state["state"].items()}},
+        "numpy": {**numpy_state, "state": own},
     }
     if group.device_type != "cpu":
         states["device"] = torch.get_device_module(group.device_type).get_rng_state()
     return states
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def virtual_name(rank: int) -> str:

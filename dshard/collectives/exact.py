@@ -13,12 +13,11 @@ _BITS = 40  # of a number that one integer takes, beside as many elements of a c
 _CHUNK = 1 << 20
 _LIMB = 30
 _SMALLEST = -1000  # exponent: powers of two up to its negative are finite
+_Combine = Callable[[Tensor, ShardGroup, ReduceOp], Tensor]
 
 
 def exact_norm(
-    parts: Sequence[tuple[Sequence[ShardGroup], Sequence[Tensor]]],
-    order: float,
-    combine: Callable[[Tensor, ShardGroup, ReduceOp], Tensor],
+    parts: Sequence[tuple[Sequence[ShardGroup], Sequence[Tensor]]], order: float, combine: _Combine
 ) -> float:
     """The norm of all parts together, in bits that do not depend on how they are cut.
 
@@ -53,12 +52,7 @@ def exact_norm(
     return math.ldexp(math.sqrt(total), exponent - _BITS)
 
 
-def _reduced(
-    values: Tensor,
-    groups: Sequence[ShardGroup],
-    op: ReduceOp,
-    combine: Callable[[Tensor, ShardGroup, ReduceOp], Tensor],
-) -> Tensor:
+def _reduced(values: Tensor, groups: Sequence[ShardGroup], op: ReduceOp, combine: _Combine) -> Tensor:
     for group in groups:
         values = combine(values.to(group.device_type), group, op)
     return values
