@@ -12,11 +12,10 @@ from dshard.tensor.mixed import MixedShardedTensor
 from dshard.tensor.offloaded import OffloadedShardedTensor
 from dshard.tensor.older_torch import ask_the_class, asks_subclasses
 from dshard.tensor.sharded_tensor import ShardedTensor
-from dshard.tensor.sources import GatherSource
 from dshard.tensor.table import OpClass, classify
 from dshard.tensor.traced import unflatten
 
-__all__ = ["GatherSource", "MixedShardedTensor", "OffloadedShardedTensor", "OpClass", "ShardedTensor", "classify"]
+__all__ = ["MixedShardedTensor", "OffloadedShardedTensor", "OpClass", "ShardedTensor", "classify"]
 
 ShardedTensor._dispatch = staticmethod(dispatch)
 ShardedTensor.__tensor_unflatten__ = classmethod(unflatten)  # type: ignore[assignment, method-assign]

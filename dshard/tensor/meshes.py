@@ -25,12 +25,10 @@ def default_mesh() -> DeviceMesh:
             "fully_shard: needs a process group, but torch.distributed is not initialized. Start with torchrun, or "
             "call torch.distributed.init_process_group first."
         )
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    if collectives.is_initialized():
-        if collectives.default_backend() == "gloo":
-            device_type = "cpu"
-        return init_device_mesh(device_type, (collectives.world_size(),))
-    return init_device_mesh(device_type, (int(os.environ["WORLD_SIZE"]),))
+    is_gloo = collectives.is_initialized() and collectives.default_backend() == "gloo"
+    device_type = "cuda" if torch.cuda.is_available() and not is_gloo else "cpu"
+    num_ranks = collectives.world_size() if collectives.is_initialized() else int(os.environ["WORLD_SIZE"])
+    return init_device_mesh(device_type, (num_ranks,))
 
 
 _Dims = tuple[int, ...] | None

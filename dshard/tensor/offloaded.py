@@ -34,14 +34,13 @@ class OffloadedShardedTensor(MixedShardedTensor):
         spec: DTensorSpec,
         group: ShardGroup,
         *,
-        name: str = "",
         prototype: Tensor | None = None,
-        requires_grad: bool = False,
+        **options: Any,
     ) -> Self:
         """Make one around a shard; `prototype` is a plain tensor at home."""
         local = prototype if prototype is not None else storage.resolve()
         away = local if local.is_meta else empty_of(local.dtype, group.device)
-        out = super().wrap(storage, spec, group, name=name, prototype=away, requires_grad=requires_grad)
+        out = super().wrap(storage, spec, group, prototype=away, **options)
         out.__dict__["_home_device"] = local.device
         OffloadedShardedTensor.num_made += 1
         return out

@@ -1,5 +1,6 @@
 """Operations that run on the shards: elementwise ones, foreach lists, factories and reductions."""
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -25,22 +26,22 @@ from dshard.tensor.operands import (
 )
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.sources import Use
+from dshard.tensor.strides import empty_as
 from dshard.tensor.subclass_shards import exact_values
 from dshard.tensor.table import Args, Kwargs
 from dshard.tensor.tp_layout import TPShardLayout, distinct_groups, groups_of, tp_layout_of, whole
-from dshard.tensor.tp_ops import meets_tp, tp_compute
+from dshard.tensor.tp_ops import PLAIN, meets_tp, tp_compute
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _NORMS = (aten.linalg_vector_norm.default, aten.norm.Scalar)
-_PLAIN = (Tensor, int, float, bool, type(None))  # arguments with no ShardedTensor in them
 
 
 def compute(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation on full values; its results are plain tensors of this rank."""
     use = Use(args)
     try:
-        values = [a.operand(use) if type(a) in SHARDED else a if type(a) in _PLAIN else _operand(a, use) for a in args]
+        values = [a.operand(use) if type(a) in SHARDED else a if type(a) in PLAIN else _operand(a, use) for a in args]
         values_by_name = {k: _operand(v, use) for k, v in kwargs.items()} if kwargs else kwargs
     except _MeetsTPError:
         values = None
@@ -107,8 +108,7 @@ def factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """`empty_like` and its kind: a new tensor of the same layout; of a view, a plain one."""
     source: ShardedTensor = args[0]
     if source._view is not None:
-        plain = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=source.device)
-        return func(plain, *args[1:], **kwargs)
+        return func(empty_as(source), *args[1:], **kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}  # the full tensor's strides stay its own
     if kwargs.get("dtype") is None:
         kwargs["dtype"] = source.dtype
@@ -145,11 +145,7 @@ def new_tensor(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 def layout_only(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """An operation that looks at shapes and strides alone."""
-
-    def stand_in(value: ShardedTensor) -> Tensor:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-    return func(*map_tensors(args, stand_in), **kwargs)
+    return func(*map_tensors(args, empty_as), **kwargs)
 
 
 def cast(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -216,7 +212,7 @@ def reduction(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return AgreedTensor.of(result) if is_norm else result
     local, combine, op = rule
     shard = exact_values(shard, source.name)
-    part = local(shard.float() if shard.dtype in _HALF else shard)
+    part = local(_widened(shard))
     total = _over_groups(part, groups, op, f"{func._schema.name} of {source.name}")
     result = combine(total).to(kwargs.get("dtype") or _result_dtype(func, source))
     return AgreedTensor.of(result) if is_norm else result
@@ -228,7 +224,7 @@ def _result_dtype(func: OpOverload, source: ShardedTensor) -> torch.dtype:
         return torch.uint8 if source.dtype == torch.uint8 else torch.bool
     if func is aten.sum.default and not (source.is_floating_point() or source.is_complex()):
         return torch.int64
-    if func in (aten.norm.Scalar, aten.linalg_vector_norm.default) and source.is_complex():
+    if func in _NORMS and source.is_complex():
         return torch.empty(0, dtype=source.dtype).abs().dtype
     return source.dtype
 
@@ -266,15 +262,15 @@ def _worst(shard: Tensor, op: ReduceOp) -> Tensor:
     """What an empty shard adds to a maximum or minimum: nothing."""
     if shard.dtype == torch.bool:
         return shard.new_tensor(op != ReduceOp.MAX)
-    info = torch.finfo(shard.dtype) if shard.is_floating_point() else torch.iinfo(shard.dtype)
-    worst = float("-inf" if op == ReduceOp.MAX else "inf") if shard.is_floating_point() else None
-    value = worst if worst is not None else (info.min if op == ReduceOp.MAX else info.max)
-    return shard.new_tensor(value)
+    if shard.is_floating_point():
+        return shard.new_tensor(-math.inf if op == ReduceOp.MAX else math.inf)
+    info = torch.iinfo(shard.dtype)
+    return shard.new_tensor(info.min if op == ReduceOp.MAX else info.max)
 
 
 def _norm_rule(order: float) -> _Rule | None:
     """Vector norms by parts: powers add, extremes compare."""
-    if order == float("inf"):
+    if order == math.inf:
         return (lambda x: x.abs().amax() if x.numel() else x.abs().new_zeros(())), (lambda t: t), ReduceOp.MAX
     if order == 0:
         return (lambda x: (x != 0).sum().to(x.abs().dtype)), (lambda t: t), ReduceOp.SUM
@@ -300,7 +296,7 @@ def foreach_norm(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Tensor]:
     parts_of: dict[int, tuple[Tensor, list[ShardGroup]]] = {}
     for i, tensor in enumerate(tensors):
         on_shards = isinstance(tensor, ShardedTensor) and tensor._view is None and not is_recorded(tensor)
-        depends_on_cut = on_shards and tensor.shard_group.is_virtual and order != float("inf")
+        depends_on_cut = on_shards and tensor.shard_group.is_virtual and order != math.inf
         if not on_shards or depends_on_cut or tensor.shard_storage.tag or rule is None or kwargs:
             results[i] = func([materialize(tensor)], *args[1:], **kwargs)[0]
         else:

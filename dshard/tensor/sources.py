@@ -10,18 +10,17 @@ from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.views import View
 
 
+@dataclass(slots=True, eq=False)
 class Use:
     """The use of full values by one operation. Nobody writes to a shard while its operands are gathered.
 
     Args:
         operands: What the operation was given.
+        fresh: The gathered copies that were last found fresh for it.
     """
 
-    __slots__ = ("fresh", "operands")
-
-    def __init__(self, operands: tuple[Any, ...]) -> None:
-        self.operands = operands
-        self.fresh: object = None  # the gathered copies that were last found fresh for it
+    operands: tuple[Any, ...]
+    fresh: object = None
 
 
 class GatherSource(Protocol):

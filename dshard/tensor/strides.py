@@ -9,6 +9,11 @@ def restrided(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
+def empty_as(tensor: Tensor) -> Tensor:
+    """A plain tensor that lies as a full value does, of any content."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
 def dense_stride(full: Tensor) -> tuple[int, ...]:
     """Strides of `full` if it is dense in some dim order, else row-major ones."""
     return torch.empty_like(full, device="meta", memory_format=torch.preserve_format).stride()

@@ -157,19 +157,13 @@ def tp_operand(local: Tensor, tensor: Any) -> Tensor:
         return local
     tp = layout.tp
     meta = TensorMeta(torch.Size(tp.shape), tensor.stride(), local.dtype)
-    return _dtensor(local, DTensorSpec(tp.mesh, tp.placements, tensor_meta=meta))
+    return DTensor(local, DTensorSpec(tp.mesh, tp.placements, tensor_meta=meta), requires_grad=False)
 
 
 def replicated(full: Tensor, mesh: DeviceMesh) -> Tensor:
     """A full tensor that all ranks of a mesh hold alike, as a DTensor."""
     meta = TensorMeta(full.shape, full.stride(), full.dtype)
-    return _dtensor(full, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta))
-
-
-def _dtensor(local: Tensor, spec: DTensorSpec) -> Tensor:
-    """A DTensor around a tensor that takes no gradient."""
-    out: Tensor = DTensor(local, spec, requires_grad=False)
-    return out
+    return DTensor(full, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta), requires_grad=False)
 
 
 def whole(value: Tensor) -> Tensor:

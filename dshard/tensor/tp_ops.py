@@ -1,12 +1,13 @@
 """Operations in which DTensors meet sharded tensors, or sharded tensors lie over another mesh, too."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from dshard.errors import UnsupportedOpError
 from dshard.tensor.local_views import is_local
@@ -16,7 +17,7 @@ from dshard.tensor.stepping import is_stepping
 from dshard.tensor.table import Args, Kwargs
 from dshard.tensor.tp_layout import TPLayout, TPShardLayout, replicated, tp_layout_of
 
-_PLAIN = (Tensor, int, float, bool, type(None))
+PLAIN = (Tensor, int, float, bool, type(None))  # arguments with no ShardedTensor in them
 
 
 def meets_tp(args: Sequence[Any]) -> bool:
@@ -26,7 +27,7 @@ def meets_tp(args: Sequence[Any]) -> bool:
         if kind in SHARDED:
             if type(value.shard_storage.layout) is TPShardLayout and not is_local(value._view):
                 return True
-        elif kind is DTensor or (kind not in _PLAIN and isinstance(value, (list, tuple)) and meets_tp(value)):
+        elif kind is DTensor or (kind not in PLAIN and isinstance(value, (list, tuple)) and meets_tp(value)):
             return True
     return False
 
@@ -42,7 +43,7 @@ def tp_compute(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         UnsupportedOpError: Autograd records it, and a plain tensor is among the operands, or their meshes differ.
             On every rank alike.
     """
-    tensors = [t for t in _flat((*args, *kwargs.values())) if isinstance(t, Tensor)]
+    tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
     sharded = [t for t in tensors if isinstance(t, ShardedTensor)]
     others = [t for t in tensors if type(t) is DTensor]
     has_plain = any(map(_is_plain, tensors))
@@ -62,10 +63,8 @@ def tp_compute(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
             f"{named.name}: {func} takes operands over one mesh, but some lie over {mesh} and others over {different}. "
             "Redistribute the activations, or use full_tensor() of the parameter."
         )
-    return func(
-        *_mapped(args, lambda t: _operand(t, mesh)),
-        **{k: _mapped(v, lambda t: _operand(t, mesh)) for k, v in kwargs.items()},
-    )
+    args, kwargs = tree_map_only(ShardedTensor, lambda t: _operand(t, mesh), (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _tp_layout_of(tensor: ShardedTensor) -> TPLayout | None:
@@ -77,20 +76,6 @@ def _is_plain(tensor: Tensor) -> bool:
     if isinstance(tensor, ShardedTensor):
         return is_local(tensor._view)
     return tensor.dim() > 0 and not isinstance(tensor, DTensor)
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _flat(item)
-    else:
-        yield value
-
-
-def _mapped(value: Any, change: Callable[[ShardedTensor], Any]) -> Any:
-    if isinstance(value, ShardedTensor):
-        return change(value)
-    return type(value)(_mapped(v, change) for v in value) if isinstance(value, (list, tuple)) else value
 
 
 def _operand(tensor: ShardedTensor, mesh: DeviceMesh) -> Tensor:

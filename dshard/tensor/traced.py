@@ -31,17 +31,12 @@ from dshard.tensor.views import View, ViewStep, empty_of
 
 
 class TracedGather:
-    """The operation that stands for a gather in a graph, and what it does when the graph runs."""
+    """What the operation that stands for a gather in a graph does when the graph runs.
 
-    run: ClassVar[Callable[..., Tensor] | None] = None  # bound by dshard.runtime
+    It gives the full tensor, in memory of the graph's own if that `is_own`; else it must not be written to.
+    """
 
-    @classmethod
-    def of_shard(
-        cls, shard: Tensor, shape: list[int], stride: list[int], dim: int, group: str, dtype: torch.dtype, is_own: bool
-    ) -> Tensor:
-        """The full tensor, in memory of the graph's own if it `is_own`; else it must not be written to."""
-        assert cls.run is not None
-        return cls.run(shard, shape, stride, dim, group, dtype, is_own)
+    run: ClassVar[Callable[..., Tensor]]  # bound by dshard.runtime
 
 
 _LIBRARY = torch.library.Library("dshard", "DEF")
@@ -49,7 +44,7 @@ _LIBRARY.define(
     "gather(Tensor shard, int[] shape, int[] stride, int dim, str group, ScalarType dtype, bool is_own) -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),  # a replay would not look whether a copy is stale
 )
-_LIBRARY.impl("gather", TracedGather.of_shard, "CompositeExplicitAutograd")
+_LIBRARY.impl("gather", lambda *args: TracedGather.run(*args), "CompositeExplicitAutograd")  # noqa: PLW0108 - bound later
 
 
 @torch.library.register_fake("dshard::gather", lib=_LIBRARY)

@@ -15,6 +15,7 @@ from dshard.errors import UnsupportedOpError
 from dshard.tensor.operands import beside, cut_to, lies_like, map_tensors, materialize, numbers_in, takes_own_data
 from dshard.tensor.sharded_tensor import ShardedTensor
 from dshard.tensor.stepping import is_stepping
+from dshard.tensor.strides import empty_as
 from dshard.tensor.table import Args, Kwargs, mutated_arguments
 from dshard.tensor.tp_layout import groups_of, joined_group, part_of, tp_layout_of, whole
 from dshard.tensor.views import apply_steps
@@ -66,6 +67,11 @@ def _accumulate(target: ShardedTensor, other: Any, kwargs: Kwargs) -> bool:
     return True
 
 
+def _buffer_of(base: ShardedTensor) -> Tensor:
+    """Memory for a full value, as it is kept."""
+    return torch.empty_strided(base.shape, base.stride(), dtype=base.storage_dtype, device=base.storage_device)
+
+
 def _write_through(target: ShardedTensor, change: Callable[[Tensor], Any]) -> None:
     """Write through a chain of views, or to a base, by way of a buffer of the base's full shape.
 
@@ -76,8 +82,8 @@ def _write_through(target: ShardedTensor, change: Callable[[Tensor], Any]) -> No
     """
     base = target.base
     shard = base.shard_storage.resolve()
-    buffer = torch.empty_strided(base.shape, base.stride(), dtype=base.storage_dtype, device=base.storage_device)
-    own = part_of(buffer.zero_(), base.shard_layout, base.shard_group.rank)
+    buffer = _buffer_of(base).zero_()
+    own = part_of(buffer, base.shard_layout, base.shard_group.rank)
     own.copy_(shard)
     change(apply_steps(buffer, target.view_steps))
     shard.copy_(own)
@@ -98,11 +104,7 @@ def write(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
             base.become_whole()
         _sign(func, tensor, operands)
         if id(base.shard_storage) not in targets:
-            buffer = torch.empty_strided(
-                base.shape, base.stride(), dtype=base.storage_dtype, device=base.storage_device
-            )
-            buffer.copy_(whole(base.full_in()))
-            targets[id(base.shard_storage)] = (base, buffer)
+            targets[id(base.shard_storage)] = (base, _buffer_of(base).copy_(whole(base.full_in())))
         _, buffer = targets[id(base.shard_storage)]
         return apply_steps(buffer, tensor.view_steps)
 
@@ -230,9 +232,8 @@ def random_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 def random_factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """`rand_like` and its kind: a tensor of the same layout that holds what the unsharded tensor would get."""
     source = args[0]
-    plain = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=source.device)
     with _agreed_generator(_drawers(source), source.device, kwargs.get("generator")):
-        full = func(plain, *materialize(args[1:]), **kwargs)
+        full = func(empty_as(source), *materialize(args[1:]), **kwargs)
     if source._view is not None:
         return full
     return source.like(part_of(full, source.shard_layout, source.shard_group.rank).clone())
