@@ -90,7 +90,7 @@ def fingerprint(value: Any) -> int:
     if value.layout != torch.strided or value.is_conj() or value.is_neg() or value.is_complex():
         return 0
     if value.numel() > _SMALL:
-        return int(torch.hash_tensor(value.detach()).item())
+        return int(hash_bits(value.detach()).item()) if (hash_bits := getattr(torch, "hash_tensor", None)) else 0
     return zlib.crc32(bytes(bytes_of(value).tolist()))
 
 
