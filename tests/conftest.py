@@ -25,13 +25,13 @@ settings.load_profile("dshard")
 LONGEST = (
     *(
         "faults/test_faults",
-        "dist/test_crossings",
-        "dist/test_optimizers",
+        "crossings/test_crossings",
+        "optimizer/test_optimizers",
         "meta/test_docs",
         "planner/test_counted_peak",
     ),
     *("faults/test_fuzz_checkpoint", "faults/test_long_runs", "cli/test_train", "cli/test_bench"),
-    *("parity/test_training", "dist/test_op_table", "dist/test_compile"),
+    *("parity/test_training", "tensor/test_op_table", "runtime/test_compile"),
 )
 
 

@@ -20,7 +20,7 @@ from torch import nn
 import dshard
 from dshard.checkpoint import load, save
 from dshard.testing import WorldPool
-from tests.dist.checkpoints import everything, random_states
+from tests.checkpoint.checkpoints import everything, random_states
 
 HOSTILE = [
     -1, 0, 1, 3, True, None, 1.5, float("nan"), float("inf"), 2**62, 2**63, 2**64, 10**400, "", "x", "../x",

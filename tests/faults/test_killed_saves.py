@@ -17,7 +17,7 @@ from torch import nn
 import dshard
 from dshard.checkpoint import load, save
 from dshard.testing import WorldPool
-from tests.dist.checkpoints import everything
+from tests.checkpoint.checkpoints import everything
 
 OPERATIONS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
 

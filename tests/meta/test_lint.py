@@ -1,4 +1,4 @@
-"""The linter looks at every file: by default ruff leaves out folders named `dist`, and so `tests/dist`."""
+"""The linter looks at every file: by default ruff leaves out folders of some names, `dist` among them."""
 
 import subprocess
 import sys

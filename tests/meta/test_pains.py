@@ -70,10 +70,10 @@ def line(number: int) -> str:
         (
             "test_pains.py::test_a_parameter_used",
             "test_pains.py::test_no_parameter_used",
-            "pain 1: tests/dist/test_pains",
+            "pain 1: tests/runtime/test_pains",
         ),
         (
-            "tests/dist/test_pains.py::test_a_parameter_used",
+            "tests/runtime/test_pains.py::test_a_parameter_used",
             "tests/gone.py::test_a_parameter_used",
             "pain 1: tests/gone",
         ),
