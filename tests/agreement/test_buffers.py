@@ -7,6 +7,7 @@ from torch import nn
 
 import dshard
 from dshard.testing import WorldPool, expect_error
+from tests.twins import data
 
 
 def norm_of_rank() -> nn.Module:
@@ -40,28 +41,37 @@ def test_broadcast_takes_those_of_rank_0_now_and_at_every_training_forward(world
     assert torch.equal(first, second)
 
 
-def test_check_names_the_buffers_that_differ_on_every_rank(worlds: WorldPool):
-    for kind, text in expect_error(worlds.get_world(2), running_mean, "check", 0):
-        assert kind == "DivergenceError"
-        assert "1.running_mean" in text
-
-
-def no_sync_gradient(by_scope: bool) -> torch.Tensor:
+def normed() -> nn.Module:
     torch.manual_seed(0)
-    net = dshard.fully_shard(nn.Linear(3, 2, bias=False))
-    x = torch.full((1, 3), dist.get_rank() + 1.0)
-    with dshard.CommTrace() as trace:
-        if by_scope:
-            with dshard.no_sync(net):
-                net(x).sum().backward()
-        else:
-            net(x).sum().backward()
-        sent = trace.calls("reduce_scatter")
-        net(x).sum().backward()
-    assert sent == (0 if by_scope else 1)
-    return net.weight.grad.full_tensor()
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
 
 
-def test_no_sync_defers_the_reduction_to_the_next_backward(worlds: WorldPool):
-    for by_scope in (True, False):
-        assert all(torch.equal(g, torch.full((2, 3), 3.0)) for g in worlds.run(2, no_sync_gradient, by_scope))
+def statistics_at_forwards(option: str) -> list[list[float]]:
+    """Running means as each of three training forwards finds them."""
+    model = dshard.fully_shard(normed(), buffers=option)
+    seen: list[list[float]] = []
+    model[1].register_forward_pre_hook(lambda module, args: seen.append(module.running_mean.tolist()))
+    for step in range(3):
+        model(data(5, 6, seed=step)).sum().backward()
+    return seen
+
+
+def test_running_statistics_are_each_ranks_own_or_rank_0s_as_told(worlds: WorldPool):
+    own = worlds.run(2, statistics_at_forwards, "leave")
+    assert own[0][0] == own[1][0]
+    assert own[0][1] != own[1][1]
+    assert own[0][2] != own[1][2]
+    assert worlds.run(2, statistics_at_forwards, "broadcast") == [own[0], own[0]]
+
+
+def differing_buffers() -> None:
+    model = normed()
+    model[1].running_var[2] += dist.get_rank()
+    dshard.fully_shard(model, buffers="check")
+
+
+def test_buffers_that_differ_between_ranks_are_named_when_asked(worlds: WorldPool):
+    for kind, text in expect_error(worlds.get_world(2), differing_buffers):
+        assert kind == "DivergenceError"
+        assert "1.running_var" in text
+        assert "running_mean" not in text

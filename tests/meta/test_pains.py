@@ -68,12 +68,12 @@ def line(number: int) -> str:
         ("| fixed |", "| |", "pain 1: status '' is none of"),
         ("| raises |", "| solved |", "pain 2: status 'solved' is none of"),
         (
-            "test_pains.py::test_a_parameter_used",
-            "test_pains.py::test_no_parameter_used",
-            "pain 1: tests/runtime/test_pains",
+            "test_uses.py::test_a_parameter_used",
+            "test_uses.py::test_no_parameter_used",
+            "pain 1: tests/tensor/test_uses",
         ),
         (
-            "tests/runtime/test_pains.py::test_a_parameter_used",
+            "tests/tensor/test_uses.py::test_a_parameter_used",
             "tests/gone.py::test_a_parameter_used",
             "pain 1: tests/gone",
         ),

@@ -1,0 +1,64 @@
+"""State dicts of sharded modules, as they are saved and loaded by hand."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+from dshard.testing import WorldPool
+from tests.models import VOCAB, WIDTH
+from tests.twins import mlp, same_weights, shard_children, twins
+
+
+def load_everything() -> None:
+    plain, sharded = twins()
+    state = {name: torch.full_like(p, 0.5).add_(i) for i, (name, p) in enumerate(plain.state_dict().items())}
+    for m in (plain, sharded):
+        assert not m.load_state_dict(state).missing_keys
+    same_weights(plain, sharded)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        sharded.load_state_dict({"head.weight": state["head.weight"]})
+    kept = list(sharded.parameters())
+    sharded.load_state_dict({name: p * 2 for name, p in state.items()}, assign=True)
+    plain.load_state_dict({name: p * 2 for name, p in state.items()})
+    assert all(p is q for p, q in zip(kept, sharded.parameters(), strict=True))
+    same_weights(plain, sharded)
+    with torch.no_grad():  # the merge of a low-rank adapter
+        for m in (plain, sharded):
+            up, down = torch.ones(WIDTH, 2), torch.ones(2, WIDTH)
+            m.trunk[0].weight += up @ down
+            m.trunk[1].weight.data += (up @ down) * 0.5
+            m.head.weight.copy_(torch.arange(float(VOCAB * WIDTH)).view(VOCAB, WIDTH))
+    same_weights(plain, sharded)
+
+
+def test_full_state_dicts_merges_and_copies_are_taken_as_by_a_plain_module(worlds: WorldPool):
+    worlds.run(2, load_everything)
+
+
+def saved_state(kind: str) -> None:
+    plain, sharded = twins(mlp, shard_children)
+    assert list(plain.state_dict()) == list(sharded.state_dict())
+    file = io.BytesIO()
+    if kind == "sharded":  # each rank's own shards
+        torch.save(sharded.state_dict(), file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+    elif kind == "full":  # loads anywhere
+        torch.save({name: t.full_tensor() for name, t in sharded.state_dict().items()}, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        plain.load_state_dict(loaded)
+    else:
+        loaded = {name: copy.deepcopy(t) for name, t in sharded.state_dict().items()}
+    with torch.no_grad():
+        for p in sharded.parameters():
+            p.zero_()
+    sharded.load_state_dict(loaded)
+    same_weights(plain, sharded)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "deepcopy"])
+def test_a_state_dict_is_saved_and_loaded_sharded_and_full(worlds: WorldPool, kind):
+    worlds.run(2, saved_state, kind)
