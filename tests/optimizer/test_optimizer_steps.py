@@ -68,25 +68,6 @@ def test_an_interrupted_step_is_repaired_and_told_once(worlds: WorldPool):
         assert "zero_grad() again" in told["text"]
 
 
-def refused_step() -> list[object]:
-    """A step that raises ahead of any write, and a reset of gradients right after it."""
-    net = with_gradients(dshard.fully_shard(model()))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    before = [p.full_tensor() for p in net.parameters()]
-    optimizer.param_groups[0]["lr"] = "no number"
-    with pytest.raises(TypeError):
-        optimizer.step()
-    optimizer.zero_grad()
-    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1).step()  # somebody else's
-    net(torch.ones(2, 5))
-    unmoved = all(torch.equal(p.full_tensor(), q) for p, q in zip(net.parameters(), before, strict=True))
-    return [unmoved, [p.grad for p in net.parameters()], type(optimizer.param_groups[0]["params"][0]).__name__]
-
-
-def test_a_step_that_raised_ahead_of_any_write_leaves_nothing_behind(worlds: WorldPool):
-    assert worlds.run(2, refused_step) == [[True, [None] * 4, "ShardedTensor"]] * 2
-
-
 def what_a_hook_sees() -> list[str]:
     net = with_gradients(dshard.fully_shard(model()))
     optimizer = torch.optim.AdamW(net.parameters())
@@ -101,33 +82,6 @@ def test_hooks_and_closures_of_the_user_see_sharded_parameters(worlds: WorldPool
     for seen in worlds.run(2, what_a_hook_sees):
         assert set(seen) == {"ShardedTensor"}
         assert len(seen) == 12
-
-
-def state_between_steps(name: str, options: dict[str, object]) -> bool:
-    net = with_gradients(dshard.fully_shard(model()))
-    twin = with_gradients(model())
-    pairs = []
-    for each in (net, twin):
-        optimizer = getattr(torch.optim, name)(each.parameters(), lr=0.01, **options)
-        for _ in range(3):
-            optimizer.step()
-        pairs.append(optimizer)
-    ours, theirs = pairs
-    for param, plain in zip(net.parameters(), twin.parameters(), strict=True):
-        for key, value in theirs.state[plain].items():
-            mine = ours.state[param][key]
-            if isinstance(value, torch.Tensor) and value.dim():
-                assert isinstance(mine, dshard.ShardedTensor), (name, key, type(mine))
-                mine = mine.full_tensor()
-            assert torch.allclose(torch.as_tensor(mine), torch.as_tensor(value)), (name, key)
-        assert torch.allclose(param.full_tensor(), plain)
-    return True
-
-
-@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}])
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop"])
-def test_states_are_sharded_between_steps_and_equal_the_plain_ones(worlds: WorldPool, name, options):
-    assert all(worlds.run(2, state_between_steps, name, options))
 
 
 def replaced_state() -> bool:
