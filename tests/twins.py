@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import dshard
 from dshard import ShardedTensor
-from tests.models import VOCAB, TokenNet
+from tests.models import ROWS, TokenNet
 
 
 def shard_root(model: nn.Module) -> None:
@@ -48,10 +48,6 @@ def twins(make: Callable[[], Any] = TokenNet, shard: Callable[[Any], None] = sha
     return models[0], models[1]
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 1))
-
-
 def data(*shape: int, seed: int = 0, rank: int | None = None) -> Tensor:
     """Numbers of this rank, or of another."""
     rank = dist.get_rank() if rank is None else rank
@@ -59,7 +55,7 @@ def data(*shape: int, seed: int = 0, rank: int | None = None) -> Tensor:
 
 
 def ids(count: int = 4) -> Tensor:
-    return (torch.arange(2 * count).view(2, count) + 3 * dist.get_rank()) % VOCAB
+    return (torch.arange(2 * count).view(2, count) + 3 * dist.get_rank()) % ROWS
 
 
 def full(tensor: Tensor | None) -> Tensor | None:

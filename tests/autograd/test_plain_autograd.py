@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import dshard
 from dshard import ShardedTensor
 from dshard.testing import WorldPool
-from tests.twins import close, data, full, ids, mean, mlp, quietly, same_grads, shard_blocks, shard_children, twins
+from tests.models import mlp
+from tests.twins import close, data, full, ids, mean, quietly, same_grads, shard_blocks, shard_children, twins
 
 
 def grad_of_loss(subset: bool) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dshard.testing import WorldPool
-from tests.models import VOCAB, WIDTH
-from tests.twins import mlp, same_weights, shard_children, twins
+from tests.models import COLUMNS, ROWS, mlp
+from tests.twins import same_weights, shard_children, twins
 
 
 def load_everything() -> None:
@@ -26,10 +26,10 @@ def load_everything() -> None:
     same_weights(plain, sharded)
     with torch.no_grad():  # the merge of a low-rank adapter
         for m in (plain, sharded):
-            up, down = torch.ones(WIDTH, 2), torch.ones(2, WIDTH)
+            up, down = torch.ones(COLUMNS, 2), torch.ones(2, COLUMNS)
             m.trunk[0].weight += up @ down
             m.trunk[1].weight.data += (up @ down) * 0.5
-            m.head.weight.copy_(torch.arange(float(VOCAB * WIDTH)).view(VOCAB, WIDTH))
+            m.head.weight.copy_(torch.arange(float(ROWS * COLUMNS)).view(ROWS, COLUMNS))
     same_weights(plain, sharded)
 
 

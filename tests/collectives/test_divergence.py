@@ -5,23 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 import dshard
 from dshard.testing import RemoteRankError, World, WorldPool, expect_error
+from tests.models import Experts
 from tests.twins import close, data, full, mean, same_grads, twins
-
-
-class Experts(nn.Module):
-    """A router that sends each rank's batch to an expert of its own."""
-
-    def __init__(self, count: int = 3) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(count)])
-
-    def forward(self, x: Tensor, choice: int | None = None) -> Tensor:
-        return self.experts[dist.get_rank() if choice is None else choice](self.first(x))
 
 
 def shard_experts(model: Experts) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import dshard
 from dshard.testing import WorldPool
-from tests.twins import close, data, full, mlp, same_grads, shard_children, twins
+from tests.models import mlp
+from tests.twins import close, data, full, same_grads, shard_children, twins
 
 
 def token_mean(reduction: str) -> None:

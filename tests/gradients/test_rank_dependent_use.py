@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard.testing import WorldPool, expect_error
+from tests.models import Experts
 
 
 class Spared(nn.Module):
@@ -217,27 +218,14 @@ def test_a_unit_of_which_one_rank_uses_nothing_in_backward_is_named_on_all_ranks
     assert "rank 0 is at 'inner'" in errors[1][1]
 
 
-class Experts(nn.Module):
-    """Two experts in one unit; each rank routes by its own data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
-        self.out = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, choice: int) -> Tensor:
-        return self.out(torch.tanh(self.experts[choice](torch.tanh(self.inner(x)))))
-
-
 def route(num_steps: int) -> list[str]:
     torch.manual_seed(1)
-    plain: Any = Experts()
-    model: Any = Experts()
+    plain: Any = Experts(count=2)
+    model: Any = Experts(count=2)
     model.load_state_dict(plain.state_dict())
-    dshard.fully_shard(model.inner)
+    dshard.fully_shard(model.first)
     dshard.fully_shard(model.experts)
-    dshard.fully_shard(model.out)
+    dshard.fully_shard(model.last)
     dshard.fully_shard(model)
     num_ranks = dist.get_world_size()
     for step in range(num_steps):

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dshard
 from dshard.testing import WorldPool, expect_error
+from tests.models import mlp
 from tests.optimizer.kit import (
     KINDS,
     NUM_STEPS,
@@ -27,7 +28,7 @@ from tests.optimizer.kit import (
     shard,
     weights,
 )
-from tests.twins import close, data, mlp, same_weights, twins
+from tests.twins import close, data, same_weights, twins
 
 
 def two_meshes(name: str, mode: dict[str, Any], clips: str | None) -> Report:

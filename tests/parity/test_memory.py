@@ -22,7 +22,8 @@ from dshard.testing import WorldPool
 from dshard.units.copies import Copies, Residency
 from dshard.units.eviction import Eviction
 from dshard.units.unit import Unit
-from tests.parity.models import CASES, GPT, batch, build, shard
+from tests.models import GPT
+from tests.parity.models import CASES, batch, build, shard
 from tests.parity.test_wire_bytes import chunked_loss
 
 MODELS = [(name, manual) for name in CASES for manual in (True, False)]

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import dshard
 from dshard.testing import WorldPool
-from tests.parity.models import CASES, Block, batch, build, full_weights, shard
+from tests.models import Block
+from tests.parity.models import CASES, batch, build, full_weights, shard
 
 SEED = 7
 

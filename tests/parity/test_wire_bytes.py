@@ -21,7 +21,8 @@ import dshard
 from dshard.bench.peaks import gathered_peak
 from dshard.testing import WorldPool
 from dshard.testing.strategies import world_sizes
-from tests.parity.models import CASES, CONTEXT, GPT, VOCAB, batch, build, shard
+from tests.models import CONTEXT, GPT, VOCAB
+from tests.parity.models import CASES, batch, build, shard
 
 MIN_DIRECT_BYTES = 1 << 16  # of a tensor whose shards travel alone
 MAX_HEADER_BYTES = 64  # ahead of every rank's part of a gather, to check that all ranks mean the same unit

@@ -17,30 +17,10 @@ from dshard.planning.plan import parts_of
 from dshard.policies import Strategy
 from dshard.testing import WorldPool
 from dshard.testing.counted import counted_peak
-from tests.parity.models import Block
+from tests.models import GPT
 
 SINGLE = ("ddp", "zero1", "zero2", "keep", "full", "split(2)", "split(4)")
 WITHIN = ("hybrid(2)", "hybrid(2, keep)")
-VOCAB, CONTEXT = 256, 16
-
-
-class GPT(nn.Module):
-    """Blocks as in the parity tests, wide enough for their weights to count."""
-
-    def __init__(self, width: int = 96, num_layers: int = 5) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCAB, width)
-        self.positions = nn.Embedding(CONTEXT, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(num_layers)])
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCAB, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(CONTEXT))
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.head(self.norm(x))
-        return out
 
 
 def linears(widths: tuple[int, ...]) -> nn.Module:
@@ -64,8 +44,8 @@ CASES = {
         lambda: torch.ones(16, 192),
     ),
     "gpt": Case(
-        GPT,
-        lambda: torch.arange(2 * CONTEXT).view(2, CONTEXT),
+        lambda: GPT(layers=5, vocab=256, context=16, width=96),  # wide enough for its weights to count
+        lambda: torch.arange(32).view(2, 16),
     ),
 }
 

@@ -17,29 +17,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard.runtime.traced import gather
 from dshard.tensor.traced import TracedGather
 from dshard.testing import WorldPool
+from tests.models import LanguageModel, ResidualMlp
 
 WIDTH = 16
 COMPILED = {"backend": "aot_eager", "fullgraph": True}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 BF16_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 TIMEOUT_S = 240.0  # a compiler on a busy machine
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 3 * width)
-        self.down = nn.Linear(3 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Doubled(nn.Linear):
@@ -53,20 +42,9 @@ class Doubled(nn.Linear):
         return self.double(x)
 
 
-class Net(nn.Module):
-    def __init__(self, width: int = WIDTH, *, checkpoints: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(21, width)
-        self.layers = nn.ModuleList(Block(width) for _ in range(2))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 21, bias=False)
-        self.checkpoints = checkpoints
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
-        return self.head(self.norm(x))
+class Net(LanguageModel):
+    def __init__(self, width: int = WIDTH, *, checkpoints: str = "") -> None:
+        super().__init__(lambda: ResidualMlp(width, 3 * width), width, checkpoints=checkpoints)
 
     def generate(self) -> None:
         """That there is one has the module marked for transformers; dynamo must not take the mark for FSDP1's."""
@@ -266,7 +244,7 @@ def test_inductor_copies_what_a_graph_writes_to_or_gives_out_and_nothing_else(wo
 
 def saved_shapes(options: dict[str, Any]) -> tuple[set[tuple[int, ...]], int, list[tuple[str, int]]]:
     fresh()
-    block = dshard.fully_shard(Block(), **options)
+    block = dshard.fully_shard(ResidualMlp(WIDTH, 3 * WIDTH), **options)
     block.compile(**COMPILED)
     saved: list[Tensor] = []
     with (
@@ -281,7 +259,7 @@ def saved_shapes(options: dict[str, Any]) -> tuple[set[tuple[int, ...]], int, li
 
 @pytest.mark.parametrize(("options", "itemsize"), [({}, 4), ({"mp_policy": BF16_FP32}, 2)], ids=["as kept", "bf16"])
 def test_backward_gathers_again_and_no_full_weight_is_saved(worlds: WorldPool, options, itemsize):
-    num_weights = sum(p.numel() for p in Block().parameters())
+    num_weights = sum(p.numel() for p in ResidualMlp(WIDTH, 3 * WIDTH).parameters())
     for shapes, activation_bytes, on_wire in worlds.run(2, saved_shapes, options, timeout_s=TIMEOUT_S):
         assert not shapes & {(WIDTH, 3 * WIDTH), (3 * WIDTH, WIDTH)}  # nor a transpose of one
         # The inputs of norm and of both layers; and the norm's two statistics, in fp32.
@@ -314,7 +292,7 @@ def test_evaluation_sees_the_last_write(worlds: WorldPool, scope):
 
 def with_other_batches() -> tuple[list[bool], int]:
     fresh()
-    block = dshard.fully_shard(Block())
+    block = dshard.fully_shard(ResidualMlp(WIDTH, 3 * WIDTH))
     other = copy.deepcopy(block)
     block.compile(**COMPILED)
     assert copy.deepcopy(block)._compiled_call_impl is None  # it would call this block's
@@ -367,13 +345,13 @@ MODELS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
     "tied": ({}, tied),
     "frozen": ({}, frozen),
     "uneven": ({"width": 7}, uneven),
-    "checkpointed": ({"checkpoints": True}, shard),
+    "checkpointed": ({"checkpoints": "not reentrant"}, shard),
     "units of the first use": ({"width": 32}, dshard.fully_shard),
     "replicas": ({}, over((2, 1))),
     "bf16 gradients": ({}, lambda net: shard(net, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))),
     "bf16, units of the first use": ({"width": 32}, lambda net: dshard.fully_shard(net, mp_policy=BF16)),
     "bf16, tied": ({}, lambda net: tied(net, mp_policy=BF16)),
-    "bf16, checkpointed": ({"checkpoints": True}, lambda net: shard(net, mp_policy=BF16)),
+    "bf16, checkpointed": ({"checkpoints": "not reentrant"}, lambda net: shard(net, mp_policy=BF16)),
     "bf16, replicas": ({}, lambda net: over((2, 1))(net, mp_policy=BF16)),
     "output in fp32": ({}, lambda net: output_in(torch.float32, net)),
     "inputs as they come": ({}, lambda net: shard(net, mp_policy=replace(BF16, cast_forward_inputs=False))),
@@ -591,7 +569,7 @@ def test_a_parameter_has_its_compute_dtype_in_the_graph_of_a_forward_alone(world
 
 def a_copy_by_pickle() -> list[bool]:
     fresh()
-    block = dshard.fully_shard(Block(), mp_policy=BF16)
+    block = dshard.fully_shard(ResidualMlp(WIDTH, 3 * WIDTH), mp_policy=BF16)
     block.compile(**COMPILED)
     out = block(inputs())
     copied = pickle.loads(pickle.dumps(block))
@@ -606,7 +584,8 @@ def a_pickled_copy_over_named_dims() -> bool:
     """Its mesh is one of dims that count as one, of whose group torch's registry of an unpickled mesh has forgotten."""
     fresh()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    block = dshard.fully_shard(Block(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("a", "b")))
+    dims = DataParallelMeshDims(shard=("a", "b"))
+    block = dshard.fully_shard(ResidualMlp(WIDTH, 3 * WIDTH), mesh=mesh, dp_mesh_dims=dims)
     copied = pickle.loads(pickle.dumps(block))
     copied.compile(**COMPILED)
     return torch.equal(copied(inputs()), block(inputs()))

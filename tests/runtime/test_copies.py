@@ -12,7 +12,8 @@ from torch import nn
 import dshard
 from dshard import ShardedTensor
 from dshard.testing import WorldPool
-from tests.twins import mlp, same_weights, shard_children, train, twins
+from tests.models import mlp
+from tests.twins import same_weights, shard_children, train, twins
 
 
 def through_pickle(model: nn.Module) -> nn.Module:

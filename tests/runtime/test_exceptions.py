@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dshard.testing import WorldPool
-from tests.twins import data, mlp, same_weights, shard_children, train, twins
+from tests.models import mlp
+from tests.twins import data, same_weights, shard_children, train, twins
 
 
 class BoomError(Exception):

@@ -16,12 +16,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard.collectives import ReduceBucket
 from dshard.testing import WorldPool
 from tests.collectives.test_native_backends import native
+from tests.models import LanguageModel, ResidualMlp
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 IN_FP32 = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)
@@ -45,27 +45,6 @@ class Block(nn.Module):
         return x + hidden + self.conv(x.transpose(1, 2)).transpose(1, 2)
 
 
-class Net(nn.Module):
-    def __init__(self, *, tied: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(21, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, 21, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-        self.checkpoints = ""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            if self.checkpoints:
-                x = checkpoint(layer, x, use_reentrant=self.checkpoints == "reentrant")
-            else:
-                x = layer(x)
-        return self.head(self.norm(x))
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +58,11 @@ class Recurrent(nn.Module):
 
 def make(name: str = "net") -> Any:
     torch.manual_seed(0)
-    return {"net": Net, "tied": lambda: Net(tied=True), "lstm": Recurrent}[name]()
+    return {
+        "net": lambda: LanguageModel(Block, WIDTH),
+        "tied": lambda: LanguageModel(Block, WIDTH, tied=True),
+        "lstm": Recurrent,
+    }[name]()
 
 
 def batch(step: int, rank: int) -> Tensor:
@@ -657,25 +640,13 @@ def test_a_registered_method_is_a_forward(worlds: WorldPool):
     assert worlds.run(2, registered_method)[0] == [F32, F32, F32, True, F32]
 
 
-class Parallel(nn.Module):
-    """Cut over both meshes by columns and rows, beside a norm that is not cut over the inner one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 def over_two_meshes() -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     losses, nets = [], []
     for call in (dshard.fully_shard, torch_fully_shard):
         torch.manual_seed(0)
-        net = Parallel()
+        net = ResidualMlp(WIDTH, 2 * WIDTH)
+        # By columns and rows, beside a norm that is not cut over the inner mesh.
         parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         call(net, mesh=mesh["dp"], mp_policy=IN_FP32)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
@@ -712,7 +683,7 @@ def refused(what: str) -> bool:
     net = make()
     with pytest.raises(dshard.StateError, match=text):
         dshard.fully_shard(net, mp_policy=policy)
-    return type(net) is Net and all(type(p) is nn.Parameter for p in net.parameters())
+    return type(net) is LanguageModel and all(type(p) is nn.Parameter for p in net.parameters())
 
 
 def converted(dtypes: list[torch.dtype], policy: Any, how: str) -> list[bool]:

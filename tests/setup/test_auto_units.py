@@ -15,26 +15,21 @@ import dshard
 from dshard.testing import WorldPool, fake_world
 from dshard.units.eviction import Eviction
 from dshard.units.unit import Unit
+from tests.models import ResidualMlp
 
 WIDTH, VOCAB = 32, 96
 ENOUGH_BYTES = 4 << 20
 
 
-class Block(nn.Module):
-    """Parameters of a block of some width: 8 * width ** 2, and a norm."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+def make_block() -> nn.Module:
+    """Its parameters: 8 * width ** 2, and a norm."""
+    return ResidualMlp(WIDTH, 4 * WIDTH)
 
 
 class GPT(nn.Module):
     def __init__(self, *, vocab: int = VOCAB, tied: bool = False) -> None:
         super().__init__()
-        self.embed, self.blocks = nn.Embedding(vocab, WIDTH), nn.ModuleList(Block() for _ in range(6))
+        self.embed, self.blocks = nn.Embedding(vocab, WIDTH), nn.ModuleList(make_block() for _ in range(6))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocab, bias=False)
         if tied:
             self.head.weight = self.embed.weight
@@ -62,7 +57,7 @@ class ViT(nn.Module):
         super().__init__()
         self.patches, self.encoder, self.head = nn.Linear(12, WIDTH), nn.Module(), nn.Linear(WIDTH, 10)
         self.encoder.place = nn.Parameter(torch.zeros(4, WIDTH))
-        self.encoder.layers = nn.Sequential(*[Block() for _ in range(6)])
+        self.encoder.layers = nn.Sequential(*[make_block() for _ in range(6)])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.encoder.layers(self.patches(x) + self.encoder.place))
@@ -74,7 +69,7 @@ class NanoGPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         parts = {"wte": nn.Embedding(VOCAB, WIDTH), "wpe": nn.Embedding(4, WIDTH), "drop": nn.Dropout(0.0)}
-        self.transformer = nn.ModuleDict({**parts, "h": nn.ModuleList(Block() for _ in range(6))})
+        self.transformer = nn.ModuleDict({**parts, "h": nn.ModuleList(make_block() for _ in range(6))})
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.transformer["wte"](ids) + self.transformer["wpe"](torch.arange(4))
@@ -115,7 +110,7 @@ class ByAttribute(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         for i in range(9):
-            setattr(self, f"block{i}", Block())
+            setattr(self, f"block{i}", make_block())
         self.attention = nn.MultiheadAttention(WIDTH, 2)
         self.head = nn.Linear(WIDTH, VOCAB)
 
@@ -160,7 +155,7 @@ def numbered(pattern: str, count: int) -> list[str]:
 def adaptive() -> nn.Module:
     return nn.ModuleDict(
         {
-            "blocks": nn.ModuleList(Block() for _ in range(3)),
+            "blocks": nn.ModuleList(make_block() for _ in range(3)),
             "out": nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 5000, [50, 1000]),
         }
     )

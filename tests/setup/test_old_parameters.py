@@ -16,7 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import dshard
 from dshard.testing import WorldPool, expect_error
-from tests.parity.models import CASES, GPT, Optim, batch, build, full_weights, shard
+from tests.models import GPT
+from tests.parity.models import CASES, Optim, batch, build, full_weights, shard
 
 OPTIMIZERS = {
     "adamw": Optim("AdamW", {"lr": 1e-2}),

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from dshard import ShardedTensor
 from dshard.testing import WorldPool
 from dshard.units.unit import Unit
-from tests.twins import average_grads, data, full, mlp, same_weights, shard_children, shard_root, train, twins
+from tests.models import mlp
+from tests.twins import average_grads, data, full, same_weights, shard_children, shard_root, train, twins
 
 
 class Mixed(nn.Module):

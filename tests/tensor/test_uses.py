@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 
 import dshard
 from dshard.testing import WorldPool
-from tests.models import VOCAB, WIDTH
+from tests.models import COLUMNS, ROWS
 from tests.twins import SHARD, close, data, full, ids, quietly, same_grads, shard_blocks, twins
 
 
@@ -48,7 +48,7 @@ def in_a_loss(m: Any) -> list[Tensor]:
 
 
 def submodule_then_root(m: Any) -> list[Tensor]:
-    return [m.trunk[1](data(2, WIDTH)), m(ids())]
+    return [m.trunk[1](data(2, COLUMNS)), m(ids())]
 
 
 def through_a_cached_reference(m: Any) -> list[Tensor]:
@@ -70,7 +70,7 @@ def as_a_regulariser(m: Any) -> list[Tensor]:
 
 
 def before_the_first_forward(m: Any) -> list[Tensor]:
-    first = F.linear(data(2, WIDTH), m.trunk[2].weight, m.trunk[2].bias)
+    first = F.linear(data(2, COLUMNS), m.trunk[2].weight, m.trunk[2].bias)
     return [first, m.tokens.weight[ids()], m(ids())]
 
 
@@ -132,7 +132,7 @@ def in_jacrev_and_jvp(m: Any) -> list[Tensor]:
     def norm(p: Any) -> Tensor:
         return functional_call(m, p, (ids(),)).square().mean((0, 1))
 
-    tangent = {"head.weight": torch.ones(VOCAB, WIDTH)}
+    tangent = {"head.weight": torch.ones(ROWS, COLUMNS)}
     columns = full(jacrev(norm)(weight)["head.weight"])
     curvature = full(quietly(hessian(lambda w: norm({"head.weight": w}).sum()), m.head.weight.detach()))
     return [columns, curvature, quietly(jvp, norm, (weight,), (tangent,))[1], m(ids())]  # type: ignore[list-item]
@@ -151,7 +151,7 @@ def in_a_hook(m: Any) -> list[Tensor]:
 
 
 def in_another_models_forward(m: Any) -> list[Tensor]:
-    outside = nn.Bilinear(WIDTH, WIDTH, 2, bias=False).requires_grad_(False)
+    outside = nn.Bilinear(COLUMNS, COLUMNS, 2, bias=False).requires_grad_(False)
     nn.init.ones_(outside.weight)
     return [outside(m.trunk[0].weight, m.trunk[1].weight), m(ids())]
 
@@ -171,14 +171,14 @@ def in_place_in_the_middle(m: Any) -> list[Tensor]:
     first = m(ids()).detach()
     with torch.no_grad():
         m.trunk[1].weight[2].zero_()
-        m.head.weight.add_(torch.ones(WIDTH))
+        m.head.weight.add_(torch.ones(COLUMNS))
     return [first, m(ids())]
 
 
 USES: dict[str, Callable[[Any], list[Tensor]]] = {
     "another method": lambda m: [m.encode(ids())],
     "loss": in_a_loss,
-    "submodule": lambda m: [m.trunk[1](data(2, WIDTH))],
+    "submodule": lambda m: [m.trunk[1](data(2, COLUMNS))],
     "submodule then root": submodule_then_root,
     "cached reference": through_a_cached_reference,
     "reference cached before": through_a_reference_cached_before,
@@ -232,7 +232,7 @@ def test_every_use_is_right_on_three_ranks_with_uneven_shards_too(worlds: WorldP
 def history_of_a_line() -> list[int]:
     """Calls of the same line ahead of a forward, after it, after a backward and after an eval."""
     plain, sharded = twins(shard=shard_blocks)
-    x, calls = data(2, WIDTH), []
+    x, calls = data(2, COLUMNS), []
     for step in range(4):
         with dshard.CommTrace() as trace:
             found = F.linear(x, sharded.head.weight)
