@@ -16,30 +16,44 @@ import dshard
 from dshard.tensor import ShardedTensor
 
 
+class Block(nn.Linear):
+    """A layer that fails on demand, before or after it used its weight."""
+
+    fails = ""
+
+    def forward(self, x):
+        if self.fails == "before":
+            raise ValueError("on demand")
+        x = torch.tanh(super().forward(x))
+        if self.fails == "after":
+            raise ValueError("on demand")
+        return x
+
+
 class Net(nn.Module):
-    """Uneven sizes, a weight that is tied across units, a frozen one, a 0-d one, one that few forwards use."""
+    """Uneven sizes, a weight tied across units, a module used twice, a frozen weight, a 0-d one, one that few use."""
 
     def __init__(self):
         super().__init__()
         self.enter = nn.Linear(3, 5)
-        self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+        self.blocks = nn.ModuleList([Block(5, 5), Block(5, 5)])
         self.frozen = nn.Linear(5, 5, bias=False).requires_grad_(False)
         self.leave = nn.Linear(5, 5)
         self.leave.weight = self.blocks[0].weight
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.spare = nn.Parameter(torch.linspace(-1, 1, 4))
-        self.fails = ""
+        self.fails_ahead_of = None
 
     def forward(self, x, skip, with_spare):
         x = torch.tanh(self.enter(x))
         for i, block in enumerate(self.blocks):
-            if self.fails == f"before {i}":
+            if self.fails_ahead_of == i:
                 raise ValueError("on demand")
             if i != skip:
-                x = torch.tanh(block(x))
+                x = block(x)
         if self.training:
             x = 1.25 * x
-        out = (self.leave(self.frozen(x)) * self.scale).pow(2).mean()
+        out = (self.leave(self.blocks[0](self.frozen(x))) * self.scale).pow(2).mean()
         return out + self.spare.square().sum() if with_spare else out
 
 
@@ -169,21 +183,36 @@ class Side:
             self.losses.append(total)
         return own
 
-    def failing_forward(self, block):
-        self.model.fails = f"before {block}"
+    def block(self, i):
+        """A block by itself, outside of the root's forward."""
+        self.num_batches += 1
+        generator = torch.Generator().manual_seed(self.num_batches)
+        inputs = torch.randn(dist.get_world_size(), 2, 5, generator=generator).to(self.model.scale.dtype)
+        losses = {rank: self.model.blocks[i](inputs[rank]).sum() for rank in self.ranks}
+        self.losses.append(sum(losses.values()) / len(losses))
+        return losses[dist.get_rank()].detach()
+
+    def direct(self, i):
+        """A parameter in a loss, with no module's forward at all."""
+        self.losses.append(self.param(i).pow(2).sum())
+        return self.losses[-1].detach()
+
+    def failing_forward(self, where, i):
+        self.model.fails_ahead_of, self.model.blocks[i].fails = (i, "") if where == "ahead of" else (None, where)
         with pytest.raises(ValueError, match="on demand"):
             self.loss(-1)
-        self.model.fails = ""
+        self.model.fails_ahead_of, self.model.blocks[i].fails = None, ""
 
     def backward(self, k, how):
-        which = slice(None) if how == "all" else slice(k, k + 1)
+        which = slice(None) if how in ("all", "all twice", "each") else slice(k, k + 1)
         if losses := self.losses[which]:
             if how != "keep":
                 del self.losses[which]
             with self.backward_may_raise():
-                sum(losses).backward(retain_graph=how == "keep")
-                if how == "twice":
-                    sum(losses).backward()
+                for loss in reversed(losses) if how == "each" else [sum(losses)]:
+                    loss.backward(retain_graph=how in ("keep", "all twice"))
+                    if "twice" in how:  # of a graph that was freed, or was kept
+                        loss.backward()
 
     def micro_step(self, skip, lonely=None):
         total, own = self.loss(skip, lonely)

@@ -1,152 +1,14 @@
 """Invariants 6 and 10 for whole programs: any interleaving does to a sharded model what it does to a plain twin."""
 
-import copy
-import functools
-import traceback
-from datetime import timedelta
-
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 
-import dshard
-from dshard.tensor import ShardedTensor
 from dshard.testing import WorldPool
 from dshard.testing.strategies import world_sizes
-from tests.runtime.programs import CALLS, COPIES, GRAD_MODES, HOLDS, NAMES, OPTIMIZERS, READS, SAVES, WRITES, Net, Side
-
-# Why plain PyTorch refuses an interleaving: the sharded model has to refuse it for the same reason.
-REASONS = [
-    *("modified by an inplace operation", "second time", "does not require grad", "a leaf Variable that requires"),
-    "don't support automatic differentiation",
-]
-
-
-@functools.cache
-def world_mesh():
-    return init_device_mesh("cpu", (dist.get_world_size(),))
-
-
-class Pair:
-    """A sharded model on this rank's batches, and a plain twin on those of all ranks; every action is done to both."""
-
-    def __init__(self, units, reshard, dim, optimizer, depth=1, budget=None):
-        torch.manual_seed(0)
-        plain = Net().double()
-        model = copy.deepcopy(plain)
-        options = {"mesh": world_mesh(), "reshard_after_forward": reshard}
-        options["shard_placement_fn"] = lambda p: Shard(min(dim, p.dim() - 1)) if p.dim() else None
-        inner = {"blocks": [model.enter, *model.blocks], "list": [list(model.blocks)], "root": []}
-        for module in (*inner[units], model):
-            dshard.fully_shard(module, **options, memory_budget=budget if module is model else None)
-        model.set_prefetch(depth)
-        self.ours = Side(model, [dist.get_rank()], optimizer)
-        self.twin = Side(plain, list(range(dist.get_world_size())), optimizer)
-        self.addresses = self.find_addresses()
-        self.is_exact = True  # weights are the same bits, until a gradient or a 32-bit number went into them
-        self.rtol = 1e-9
-        self.done = []
-
-    def run(self, actions):
-        for action in actions:
-            self.do(action)
-        self.finish()
-
-    def do(self, action):
-        name, *args = action
-        self.done.append(action)
-        if name in ("gathered", "no_sync"):
-            return self.inside(name, args[0])
-        if name == "micro_step" and not self.may_be_lonely():
-            args[1:] = []
-        self.is_exact &= name not in ("step", "cast")
-        self.rtol = 1e-4 if name == "cast" else self.rtol
-        function = CALLS.get(name) or getattr(Side, name)
-        try:
-            want = function(self.twin, *args)
-        except RuntimeError as error:
-            reason = next((r for r in REASONS if r in str(error)), f"one of REASONS, and not: {error}")
-            with pytest.raises(RuntimeError, match=reason):
-                function(self.ours, *args)
-            return None
-        got = function(self.ours, *args)
-        if name not in CALLS:
-            self.same(got, want, name, exact=self.is_exact and name == "forward")
-        if name in ("cast", "copy") or "set data" in args:
-            self.addresses = self.find_addresses()
-        return None
-
-    def may_be_lonely(self):
-        """Outside of autograd a reduction communicates; without sync, gradients are a rank's own; so are hooks."""
-        is_hooked = any(name == "spare" for name, _ in self.twin.hooks)
-        return torch.is_grad_enabled() and self.ours.model._dshard_units[0].settings.requires_sync and not is_hooked
-
-    def inside(self, scope, actions):
-        with getattr(dshard, scope)(self.ours.model) as full:
-            for name, value in (full or {}).items():
-                self.same(value, self.twin.model.get_parameter(name), name, exact=self.is_exact)
-            for action in actions:
-                self.do(action)
-
-    def find_addresses(self):
-        return [p.to_local().data_ptr() for p in self.ours.model.parameters()]
-
-    def same(self, ours, theirs, what, *, exact=False):
-        if isinstance(theirs, list):
-            for pair in zip(ours, theirs, strict=True):
-                self.same(*pair, what, exact=exact)
-            return
-        assert (ours is None) == (theirs is None), f"{what}: one of the two is None"
-        if theirs is not None:
-            ours = ours.full_tensor() if isinstance(ours, ShardedTensor) else ours
-            pair = [v.detach() if isinstance(v, torch.Tensor) else v for v in (ours, theirs)]
-            rtol, atol = (0, 0) if exact else (self.rtol, self.rtol / 100)
-            torch.testing.assert_close(*pair, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
-
-    def models(self):
-        return zip([*self.ours.former, self.ours.model], [*self.twin.former, self.twin.model], strict=True)
-
-    def compare(self):
-        for model, twin in self.models():
-            for (name, p), (_, q) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
-                assert p.requires_grad == q.requires_grad, name
-                self.same(p, q, name, exact=self.is_exact)
-                self.same(p.grad, q.grad, f"gradient of {name}")
-        for p, q in zip(self.ours.model.parameters(), self.twin.model.parameters(), strict=True):
-            ours, theirs = self.ours.optimizer.state[p], self.twin.optimizer.state[q]
-            assert set(ours) == set(theirs), p.name
-            for key, value in theirs.items():
-                self.same(ours[key], value, f"{key} of {p.name}")
-        self.same(self.ours.held, self.twin.held, "kept views")
-
-    def finish(self):
-        """Everything is as in the twin, also after one more step, and then nothing but shards is left."""
-        self.compare()
-        torch.set_grad_enabled(True)
-        for action in [("drop",), ("call", "set_requires_gradient_sync", True), ("micro_step", 1), ("step",)]:
-            self.do(action)
-        self.compare()
-        self.do(("forward", -1, "no_grad"))
-        for model, _ in self.models():
-            self.only_shards(model)
-        assert self.addresses == self.find_addresses(), "addresses of shards have changed"
-
-    def only_shards(self, model):
-        for module in model.modules():
-            if isinstance(module, dshard.FSDPModule):
-                module.reshard()
-        runtime = model._context()
-        busy = [u.label for u in runtime.units if u.is_gathered or u.num_active or u.num_pins]
-        assert not busy, f"gathered copies of {busy} are left"
-        assert runtime.gathered_bytes == 0
-        for name, param in model.named_parameters():
-            shard = param.to_local()
-            assert shard.untyped_storage().nbytes() == shard.nbytes, name
-            assert dist.get_world_size() == 1 or not param.dim() or shard.numel() < param.numel(), name
+from tests.runtime.machine import Pair, run_program
+from tests.runtime.programs import COPIES, GRAD_MODES, HOLDS, NAMES, OPTIMIZERS, READS, SAVES, WRITES
 
 
 def pick(*options):
@@ -157,14 +19,17 @@ def command(name, *args, weight=1):
     return [st.tuples(st.just(name), *args) for _ in range(weight)]
 
 
-INDEX, FLAG, SKIP = st.integers(0, len(NAMES) - 1), st.booleans(), st.integers(-1, 1)
+INDEX, FLAG, SKIP, BLOCK = st.integers(0, len(NAMES) - 1), st.booleans(), st.integers(-1, 1), st.integers(0, 1)
+WHERE = pick("ahead of", "before", "after")
 SIMPLE = st.one_of(
     *command("forward", SKIP, pick("grad", *GRAD_MODES), weight=3),
     *command("micro_step", SKIP, weight=2),
     *command("micro_step", SKIP, st.integers(0, 2)),
-    *command("failing_forward", pick(0, 1)),
+    *command("block", BLOCK),
+    *command("direct", INDEX),
+    *command("failing_forward", WHERE, BLOCK),
     *command("failing_backward", INDEX),
-    *command("backward", pick(0, 0, 1), pick("free", "free", "keep", "all", "twice"), weight=4),
+    *command("backward", pick(0, 0, 1), pick("free", "free", "keep", "all", "twice", "all twice", "each"), weight=4),
     *command("grad_of", FLAG),
     *command("drop"),
     *command("step", weight=3),
@@ -185,6 +50,7 @@ SIMPLE = st.one_of(
     *command("cast", pick(torch.float32, torch.float64)),
     *command("copy", pick(*COPIES)),
     *command("call", pick("unshard", "reshard", "unshard_block")),
+    *command("call", st.just("unshard"), FLAG),
     *command("call", st.just("set_reshard_after_forward"), FLAG),
     *command("call", st.just("set_reshard_after_backward"), FLAG),
     *command("call", st.just("set_requires_gradient_sync"), FLAG),
@@ -202,18 +68,9 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-def run_program(options, actions):
-    """Empty text, or what went wrong; ranks that fail apart from each other raise, so that their world is replaced."""
-    with torch.enable_grad():
-        pair = None
-        try:
-            pair = Pair(**options)
-            pair.run(actions)
-        except (Exception, pytest.fail.Exception):
-            problem = f"after {pair and pair.done}: {traceback.format_exc(limit=-6)}"
-            dist.monitored_barrier(timeout=timedelta(seconds=2))
-            return problem
-    return ""
+def run(worlds, num_ranks, options, actions):
+    problems = worlds.run(num_ranks, run_program, options, actions)
+    assert not any(problems), max(problems)
 
 
 BLOCKS = {"units": "blocks", "reshard": None, "dim": 1, "optimizer": "fused", "depth": 1, "budget": None}
@@ -226,8 +83,86 @@ BLOCKS = {"units": "blocks", "reshard": None, "dim": 1, "optimizer": "fused", "d
 def test_any_program_does_to_a_sharded_model_what_it_does_to_a_plain_twin(
     worlds: WorldPool, num_ranks, options, actions
 ):
-    problems = worlds.run(num_ranks, run_program, options, actions)
-    assert not any(problems), max(problems)
+    run(worlds, num_ranks, options, actions)
+
+
+# Calls alone that gather, free, reduce and drop, close to one another.
+MOVES = [("call", "unshard"), ("call", "unshard", True), ("call", "reshard")]
+MOVES += [("call", "set_reshard_after_forward", on) for on in (True, False)]
+FORWARDS = [
+    *command("forward", SKIP, st.just("grad"), weight=2),
+    *command("forward", SKIP, pick("no_grad", "inference")),
+    *command("block", BLOCK),
+    *command("direct", INDEX),
+    *command("failing_forward", WHERE, BLOCK),
+]
+BACKWARDS = [
+    *command("backward", st.just(0), pick("all", "all twice", "each"), weight=3),
+    *command("failing_backward", INDEX),
+]
+UPDATES = [
+    *command("step"),
+    *command("clip", FLAG, st.just(2.0)),
+    *command("zero", FLAG),
+    *command("call", st.just("set_requires_gradient_sync"), FLAG),
+    *command("compare"),
+    *command("drop"),
+]
+SCOPES = st.tuples(st.just("gathered"), st.lists(st.one_of(*FORWARDS, *BACKWARDS, pick(*MOVES)), max_size=3))
+CYCLE = st.one_of(*FORWARDS, *FORWARDS, *BACKWARDS, *UPDATES, pick(*MOVES), SCOPES)
+CYCLES = {"units": "blocks", "reshard": None, "dim": 0, "optimizer": "sgd", "depth": 1, "budget": None}
+
+
+@settings(max_examples=50)
+@given(
+    num_ranks=world_sizes(),
+    options=st.fixed_dictionaries({"units": pick("blocks", "root", "list"), "reshard": pick(None, True, False)}),
+    actions=st.lists(CYCLE, min_size=1, max_size=10),
+)
+def test_any_sequence_of_calls_ends_sharded_with_the_gradients_of_a_plain_twin(
+    worlds: WorldPool, num_ranks, options, actions
+):
+    run(worlds, num_ranks, CYCLES | options, actions)
+
+
+FORWARD, BACKWARD = ("forward", -1, "grad"), ("backward", 0, "all")
+EVAL, INFERENCE = ("forward", -1, "no_grad"), ("forward", -1, "inference")
+NO_SYNC, SYNC = (("call", "set_requires_gradient_sync", on) for on in (False, True))
+UNSHARD, ASYNC, RESHARD, FREES, KEEPS = MOVES
+FAILING_BACKWARD = ("failing_backward", NAMES.index("blocks.1.weight"))
+HEAD = ("direct", NAMES.index("leave.bias"))
+SEQUENCES = {
+    "a plain step": [FORWARD, BACKWARD, ("step",)],
+    "several forwards before one backward": [FORWARD, ("forward", 1, "grad"), FORWARD, BACKWARD],
+    "several forwards, a backward of each": [FORWARD, FORWARD, ("backward", 0, "each")],
+    "a graph that is kept and used twice": [FORWARD, ("backward", 0, "all twice")],
+    "a backward that never comes": [FORWARD, ("drop",), FORWARD, ("drop",)],
+    "an exception in forward": [("failing_forward", "after", 1), ("failing_forward", "before", 0)],
+    "an exception in backward": [FAILING_BACKWARD, FORWARD, BACKWARD],
+    "an exception inside of gathered": [("gathered", [("failing_forward", "after", 1), FAILING_BACKWARD])],
+    "accumulation without sync": [NO_SYNC, FORWARD, BACKWARD, FORWARD, BACKWARD],
+    "accumulation, then zeros": [NO_SYNC, FORWARD, BACKWARD, ("zero", False)],
+    "accumulation, then None": [NO_SYNC, FORWARD, BACKWARD, ("zero", True)],
+    "a gradient read without sync": [NO_SYNC, FORWARD, BACKWARD, ("compare",), FORWARD, BACKWARD, ("compare",)],
+    "a step without sync": [NO_SYNC, FORWARD, BACKWARD, ("step",), FORWARD, BACKWARD],
+    "clipping before sync": [NO_SYNC, FORWARD, BACKWARD, ("clip", True, 2.0), SYNC],
+    "accumulation onto zeros": [FORWARD, BACKWARD, ("zero", False), FORWARD, BACKWARD],
+    "a skipped block": [("forward", 0, "grad"), BACKWARD, ("compare",), ("forward", 1, "grad"), BACKWARD],
+    "frees while a graph waits": [FORWARD, RESHARD, FREES, BACKWARD],
+    "gathers while a graph waits": [FORWARD, UNSHARD, KEEPS, BACKWARD],
+    "a gather that nobody waits for": [ASYNC, RESHARD, ASYNC, FORWARD],
+    "gathered around everything": [("gathered", [FORWARD, BACKWARD, UNSHARD, RESHARD, EVAL])],
+    "blocks by themselves": [("block", 1), ("block", 0), BACKWARD],
+    "parameters by themselves": [HEAD, HEAD, BACKWARD],
+    "eval between forward and backward": [FORWARD, EVAL, INFERENCE, BACKWARD],
+}
+
+
+@pytest.mark.parametrize("units", ["blocks", "root", "list"])
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_known_sequences_end_sharded_with_the_gradients_of_a_plain_twin(worlds: WorldPool, name, units):
+    for num_ranks, reshard in ((2, None), (3, False)):
+        run(worlds, num_ranks, CYCLES | {"units": units, "reshard": reshard}, SEQUENCES[name])
 
 
 def drift(tensor):
@@ -248,7 +183,7 @@ SPOILED = {
     "a kept view": (lambda side: drift(side.held[0]), "kept views: Tensor-likes"),
     "a loss": (lambda side: side.model.eval(), "micro_step: Scalars"),
     "an error that does not come": (lambda side: side.losses.clear(), "DID NOT RAISE"),
-    "a unit that stays gathered": (lambda side: setattr(side.model._dshard_units[0], "num_pins", 1), "are left"),
+    "a unit that stays gathered": (lambda side: setattr(side.model._dshard_units[0], "num_pins", 1), "stayed gathered"),
     "a shard that is another": (lambda side: setattr(side.param(2), "data", side.param(2).data * 1), "addresses"),
 }
 
@@ -266,3 +201,18 @@ def spoiled(what):
 @pytest.mark.parametrize("what", SPOILED)
 def test_what_is_wrong_on_the_sharded_side_alone_would_be_seen(worlds: WorldPool, what):
     worlds.run(2, spoiled, what)
+
+
+def left_gathered():
+    pair = Pair("blocks", None, 0, "sgd")
+    pair.nothing_is_gathered()
+    pair.ours.model.unshard()
+    with pytest.raises(AssertionError, match="stayed gathered"):
+        pair.nothing_is_gathered()
+    pair.ours.model._dshard_units[0].num_pins = 1  # as of a model that was copied, which is told to free all
+    with pytest.raises(AssertionError, match="are left"):
+        pair.only_shards(pair.ours.model)
+
+
+def test_a_unit_left_gathered_would_be_seen(worlds: WorldPool):
+    worlds.run(2, left_gathered)
