@@ -1,7 +1,7 @@
 """The one table: what each argument of each public function may be.
 
 Keys are functions as messages name them, `Class.method` for methods but those of sharded modules. Where `read` and
-`checked` do not stand, the test of the table says why (tests/unit/test_arguments.py).
+`checked` do not stand, the test of the table says why (tests/arguments/test_arguments.py).
 """
 
 from collections.abc import Mapping
