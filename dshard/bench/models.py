@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,7 @@ class GPT(nn.Module):
 
 KINDS = ("unsharded", "DDP", "FSDP2", "dshard", "FSDP2, no reshard", "dshard, no reshard")
 ROOT_ALONE = "dshard, root alone"
+SHARED = ", through memory"  # at the end of a kind: by `DSHARD_TRANSPORT=memory`
 COMPILED = ", compiled"  # at the end of a kind: each block, by inductor
 _SHARD: dict[str, Any] = {"dshard": dshard.fully_shard, "FSDP2": torch_fully_shard}
 
@@ -75,6 +77,19 @@ _SHARD: dict[str, Any] = {"dshard": dshard.fully_shard, "FSDP2": torch_fully_sha
 def mesh_of(device: torch.device) -> DeviceMesh:
     """All ranks, with tensors on `device`'s type: said, for both libraries would else take a GPU that is there."""
     return init_device_mesh(device.type, (dist.get_world_size(),))
+
+
+def sharing_mesh() -> DeviceMesh:
+    """The same for the CPU, of a new process group that goes through memory."""
+    before = os.environ.get("DSHARD_TRANSPORT")
+    os.environ["DSHARD_TRANSPORT"] = "memory"
+    try:
+        group: Any = dist.new_group()
+        dshard.fully_shard(nn.Linear(1, 1), mesh=DeviceMesh.from_group(group, "cpu"))  # so the way is found
+        return DeviceMesh.from_group(group, "cpu")
+    finally:
+        os.environ.pop("DSHARD_TRANSPORT")
+        os.environ.update({"DSHARD_TRANSPORT": before} if before is not None else {})
 
 
 def shard(
@@ -86,7 +101,7 @@ def shard(
     library = _SHARD.get(kind.split(",")[0])
     if library is None:
         return model
-    mesh = mesh_of(device)
+    mesh = sharing_mesh() if kind.endswith(SHARED) else mesh_of(device)
     if kind == ROOT_ALONE:
         return library(model, mesh=mesh)
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": "no reshard" not in kind}
@@ -131,9 +146,10 @@ def step_of(kind: str, size: Size, batch: int, tokens: int, *, policy: MixedPrec
 
 
 def overheads(rows: dict[str, Summary]) -> dict[str, float]:
-    """What dshard adds to the unsharded step, over what FSDP2 adds; by the suffix of the kind."""
+    """What dshard adds to the unsharded step, over what FSDP2 adds; by the suffix of dshard's kind."""
 
     def added(kind: str) -> float:
         return (rows[kind]["median_ms"] or 0.0) - (rows["unsharded"]["median_ms"] or 0.0)
 
-    return {suffix: added("dshard" + suffix) / added("FSDP2" + suffix) for suffix in ("", ", no reshard")}
+    pairs = [(way + own, way) for way in ("", ", no reshard") for own in ("", SHARED) if f"dshard{way}{own}" in rows]
+    return {suffix: added(f"dshard{suffix}") / added(f"FSDP2{way}") for suffix, way in pairs}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 from dshard.bench.common import WORLD_TIMEOUT_S, Summary, gloo_world, interleave, summary
-from dshard.bench.models import KINDS, ROOT_ALONE, Size, overheads, step_of
+from dshard.bench.models import KINDS, ROOT_ALONE, SHARED, Size, overheads, step_of
 from dshard.bench.output import Output, timing_table
 from dshard.bench.plots import Bars
 
@@ -13,7 +15,8 @@ _NUM_WARMUPS = 3
 
 def _measure(size: Size, batch: int, tokens: int, num_rounds: int) -> dict[str, Summary]:
     """Time all variants on this rank."""
-    variants = {kind: step_of(kind, size, batch, tokens) for kind in (*KINDS, ROOT_ALONE)}
+    shared = ("dshard" + SHARED, "dshard, no reshard" + SHARED) if dist.get_world_size() > 1 else ()
+    variants = {kind: step_of(kind, size, batch, tokens) for kind in (*KINDS, ROOT_ALONE, *shared)}
     samples = interleave(variants, num_rounds=num_rounds, num_warmups=_NUM_WARMUPS)
     return {kind: summary(some) for kind, some in samples.items()}
 

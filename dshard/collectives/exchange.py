@@ -3,7 +3,10 @@
 import contextlib
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,24 +14,72 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import Work
+from dshard.collectives.arena import Arena
 from dshard.collectives.group import ShardGroup
 from dshard.collectives.header import Kind, check_headers, header, read
 from dshard.collectives.lines import follow, line_of
 from dshard.collectives.lost import ended, is_symptom
+from dshard.collectives.memory import Buffer, BufferPool, Readers
+from dshard.collectives.rings import Offer
 from dshard.collectives.stalls import failure
+from dshard.collectives.transport import Sent, Transport
 from dshard.collectives.whys import Why, told_by
 from dshard.errors import DivergenceError, RankLostError
 
+T = TypeVar("T")
+_ALIGN_BYTES = 16  # of each tensor among those that lie one behind the other
+
+
+@dataclass(slots=True)
+class _Rows:
+    """What every peer is to send.
+
+    Args:
+        numel: Elements of each row.
+        dtype: Of the elements.
+        pool: Where memory comes from.
+        buffer: The memory, where rows are messages.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    pool: BufferPool
+    buffer: Buffer | None = None
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def _cut(memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Memory as tensors like these, one behind the other."""
+    found, start = [], 0
+    for tensor in like:
+        found.append(memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        start += _aligned(tensor.nbytes)
+    return found
+
+
+def _same_places(memory: Tensor, like: Sequence[Tensor], own: Tensor) -> list[Tensor]:
+    """The parts of a peer's memory that lie where these tensors do in one's own."""
+    found = []
+    for tensor in like:
+        start = tensor.data_ptr() - own.data_ptr()
+        found.append(memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+    return found
+
 
 class Exchange:
-    """All messages of one collective between this rank and its peers.
+    """All values of one collective between this rank and its peers, behind a header.
 
-    Headers have one size and one tag. The messages behind them have tags of their own, made of what they belong to:
-    gloo ends the process when a message of more bytes arrives than was asked for, so messages of different things must
-    never meet. Ranks that are apart learn it from the headers.
+    As messages: headers have one size and one tag. The messages behind them have tags of their own, made of what they
+    belong to: gloo ends the process when a message of more bytes arrives than was asked for, so messages of different
+    things must never meet. Ranks that are apart learn it from the headers. A message for which both sides are ready
+    must arrive before its memory goes, or gloo waits for ever; one for which the peer never gets ready may go at any
+    time. The headers tell the two apart.
 
-    A message for which both sides are ready must arrive before its memory goes, or gloo waits for ever; one for which
-    the peer never gets ready may go at any time. The headers tell the two apart.
+    Through memory: the header says where this rank's values lie. Those that lie elsewhere are copied there first, so
+    that nobody waits for a peer to read them.
 
     Args:
         group: Ranks that take part.
@@ -40,43 +91,129 @@ class Exchange:
 
     def __init__(self, group: ShardGroup, kind: Kind, label: str, tag: int, sizes: int) -> None:
         self._group, self._kind, self._label = group, kind, label
+        self.offers: dict[int, Offer] = {}
         self._works: list[tuple[int, Work]] = []
+        self._outward: dict[int, list[Tensor]] = {peer: [] for peer in group.peers}
+        self._inward: dict[int, list[Tensor]] = {peer: [] for peer in group.peers}
+        self._rows: _Rows | None = None
+        self._mirrored: Buffer | None = None
+        self._is_wanted = True
         self._line = line_of(group)
-        self.number = self._line.note()  # of the step that it belongs to
+        self._transport: Transport = self._try(lambda: self._line.transport(group))
+        self._readers = Readers(self._transport.collect)
+        self.number = self._line.note()
         self._channel = zlib.crc32(f"{int(kind)} {label} {sizes} {tag} {self.number}".encode()) & 0x3FFFFFFF
         self.own = header(kind, label, tag, self.number)
-        self.place = 0  # among all of the line
-        self.sent: dict[int, Work] = {}  # the header's way to each peer
-        self.heard: dict[int, Tensor] = {}  # what each peer is at: another step, if it has left this one
-        self.is_heard = False  # of all of them
-        self.beyond = 0  # the number of the step to go on to, where a peer has left this one
-        self._start(lambda: self._line.start(self, group.process_group))
+        self.sent: dict[int, Work] = {}
+        self.values: dict[int, Sent] = {}
+        self.heard: dict[int, Tensor] = {}
+        self.is_heard, self.place, self.beyond = False, 0, 0
 
     def __del__(self) -> None:
         """What both sides are ready for must arrive; the line keeps this until that is known."""
         if self._works and self.is_heard and not sys.is_finalizing():
             with contextlib.suppress(RuntimeError), _disable_current_modes():
                 self._end()
+        self.end_reading()
 
     def send(self, tensor: Tensor, peer: int) -> None:
-        """Start to send a contiguous tensor, which must not change until the end."""
-        group = self._group.process_group
-        self._works.append((peer, self._start(lambda: _c10d.send(tensor, peer, self._channel, group))))
+        """Have a contiguous tensor sent, which must not change until the end."""
+        self._outward[peer].append(tensor)
 
     def receive(self, tensor: Tensor, peer: int) -> None:
-        """Start to receive into a contiguous tensor what `peer` sends, in the order of its sends."""
-        group = self._group.process_group
-        self._works.append((peer, self._start(lambda: _c10d.receive(tensor, peer, self._channel, group))))
+        """Have a contiguous tensor filled with what `peer` sends, in the order of its sends."""
+        self._inward[peer].append(tensor)
 
     def swap(self, into: Tensor, values: Tensor, peer: int) -> None:
-        """Start to receive from a peer and to send to it, as of `receive` and `send`; what is empty does not travel."""
+        """`receive` from a peer and `send` to it; what is empty does not travel."""
         if into.numel():
             self.receive(into, peer)
         if values.numel():
             self.send(values, peer)
 
-    def _start(self, start: Callable[[], Work]) -> Work:
-        """Start messages; gloo raises at once where the connection is gone."""
+    def lies_in(self, buffer: Buffer, *, mirrored: bool = False) -> None:
+        """What is sent lies in a buffer, which its pool gets back when nobody reads it any more.
+
+        Args:
+            buffer: If it is shared memory, peers read it where it is.
+            mirrored: Whether all ranks have such a buffer, and each part is received to where it was sent from.
+        """
+        if buffer.arena is not None and buffer.arena is self._transport.arena:
+            self._readers.held.append(buffer)
+            buffer.readers = self._readers
+            self._mirrored = buffer if mirrored else None
+
+    def expect(self, numel: int, dtype: torch.dtype, pool: BufferPool) -> None:
+        """Have every peer send a row of as many elements, and nothing else; `received` gives it."""
+        self._rows = _Rows(numel, dtype, pool)
+        if self._transport.arena is None:
+            buffer = self._rows.buffer = pool.take(len(self._group.peers) * numel * dtype.itemsize, torch.device("cpu"))
+            rows = buffer.memory.view(dtype).view(-1, numel)
+            for peer, row in zip(self._group.peers, rows, strict=True):
+                self.receive(row, peer)
+
+    def received(self, peer: int) -> Tensor:
+        """The row that a peer sent, once all were waited for; until `end_reading`, and not to be written to."""
+        assert self._rows is not None
+        if self._transport.arena is None:
+            return self._inward[peer][0]
+        return self.offers[peer].values().view(self._rows.dtype)
+
+    def end_reading(self) -> None:
+        """What was received is not needed any more."""
+        offers, self.offers = self.offers, {}
+        for offer in offers.values():
+            offer.release()
+        if self._rows is not None and self._rows.buffer is not None:
+            self._inward.clear()  # the pool takes back what nobody refers to
+            buffer, self._rows.buffer = self._rows.buffer, None
+            self._rows.pool.give(buffer)
+
+    def start(self) -> None:
+        """Send what was given, and be ready for what the peers do."""
+        if self._transport.arena is not None:
+            self._put_out(self._transport, self._transport.arena)
+        self._try(lambda: self._line.start(self))
+        if self._transport.arena is not None:
+            return
+        group = self._group.process_group
+        for peer in self._group.peers:
+            for tensor in self._inward[peer]:
+                self._works.append((peer, self._try(partial(_c10d.receive, tensor, peer, self._channel, group))))
+            for tensor in self._outward[peer]:
+                self._works.append((peer, self._try(partial(_c10d.send, tensor, peer, self._channel, group))))
+
+    def _put_out(self, transport: Transport, arena: Arena) -> None:
+        """Have what is sent lie in shared memory: as one run of bytes for each peer, or for those that get the same."""
+        transport.collect()
+        places: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._readers.num_left = len(self._outward)
+        for peer, tensors in self._outward.items():
+            key = tuple(map(id, tensors)) if self._mirrored is None else ()
+            if key not in places:
+                places[key] = self._place_of(tensors, transport, arena)
+            self.values[peer] = Sent(*places[key], self._channel, self._readers.leave)
+        self._outward.clear()
+
+    def _place_of(self, tensors: list[Tensor], transport: Transport, arena: Arena) -> tuple[int, int]:
+        """Where in shared memory some tensors lie, one behind the other, and how many bytes they take."""
+        if self._mirrored is not None:
+            tensors = [self._mirrored.memory]
+        known = arena.offset_of(tensors[0]) if len(tensors) == 1 and self._readers.held else None
+        if known is not None:
+            return known, tensors[0].nbytes
+        num_bytes = sum(_aligned(tensor.nbytes) for tensor in tensors)
+        if not num_bytes:
+            return 0, 0
+        buffer = transport.pool.take(num_bytes, torch.device("cpu"), arena)
+        torch._foreach_copy_(_cut(buffer.memory, tensors), tensors)
+        self._readers.afterwards(partial(transport.pool.give, buffer))
+        offset = arena.offset_of(buffer.memory)
+        assert offset is not None
+        return offset, num_bytes
+
+    def _try(self, start: Callable[[], T]) -> T:
+        """Start something; gloo raises at once where the connection is gone."""
         try:
             return start()
         except RuntimeError as error:
@@ -89,6 +226,9 @@ class Exchange:
         if not self._is_together():
             with contextlib.suppress(RuntimeError):
                 self._end()
+            self.end_reading()
+        elif not self._is_wanted:
+            self.end_reading()
 
     def wait(self) -> None:
         """Wait for all messages.
@@ -111,6 +251,7 @@ class Exchange:
         Of a step that was left nobody waits: what follows in the same group hears of it.
         """
         if self.number != self._line.number:
+            self._is_wanted = False
             return False
         self._line.hear(self, self._group.process_group)
         self._end()
@@ -131,13 +272,40 @@ class Exchange:
         limit = _c10d.limit_of(self._group.process_group)
         for peer, work in sent.items():
             if peer in ready:
-                work.wait(*limit)
+                if work is not None:
+                    work.wait(*limit)
                 self._line.note_read(peer, self)
             else:
                 self._line.keep(peer, self.place, self.own, work)
         for peer, work in works:
             if peer in ready:
                 work.wait(*limit)
+        if self._transport.arena is not None:
+            for peer in ready & set(self.offers):
+                self._take_in(peer)
+
+    def _take_in(self, peer: int) -> None:
+        """Copy what a peer has put out, or see that it is what was expected."""
+        offer, tensors = self.offers[peer], self._inward[peer]
+        if self._mirrored is not None:
+            expected = self._mirrored.memory.nbytes
+        elif self._rows is not None:
+            expected = self._rows.numel * self._rows.dtype.itemsize
+        else:
+            expected = sum(_aligned(tensor.nbytes) for tensor in tensors)
+        if offer.channel != self._channel or _aligned(offer.num_bytes) != _aligned(expected):
+            raise DivergenceError(
+                f"'{self._label}': all ranks must exchange values of the same shapes and dtypes, but rank {peer} sends "
+                f"{offer.num_bytes:,} bytes, and this one waits for {expected:,}. Make every rank build the same model."
+            )
+        if self._rows is None:
+            if tensors:
+                values = offer.values()
+                own = self._mirrored
+                sources = _cut(values, tensors) if own is None else _same_places(values, tensors, own.memory)
+                torch._foreach_copy_(tensors, sources)
+            del self.offers[peer]
+            offer.release()
 
     def _explained(self) -> tuple[DivergenceError, Why]:
         """What to raise where ranks are apart, and what to tell those that wait for this one."""
@@ -172,3 +340,12 @@ class Exchange:
         error = DivergenceError(what, (rank,) if why.text else ())
         error.left_step = True
         return error, why if why.text else Why(f"rank {rank} was at another forward")
+
+
+def shared_memory_of(group: ShardGroup) -> Arena | None:
+    """Where to put what is sent to the ranks of a group, if they read it there; what they have read is taken back."""
+    if not group.is_direct or group.num_ranks == 1:
+        return None
+    transport = line_of(group).transport(group)
+    transport.collect()
+    return transport.arena

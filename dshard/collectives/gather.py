@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dshard.collectives import ledger
-from dshard.collectives.exchange import Exchange
+from dshard.collectives.exchange import Exchange, shared_memory_of
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.header import Kind
 from dshard.collectives.memory import Buffer, BufferPool
@@ -118,7 +118,7 @@ def _gather_direct(
 ) -> Handle[Gathered]:
     """Every rank sends its shards to each peer."""
     dtype, shards = plan.dtype, _converted(shards, plan.dtype)
-    memory = pool.take(plan.total_numel * dtype.itemsize, shards[0].device)
+    memory = pool.take(plan.total_numel * dtype.itemsize, shards[0].device, shared_memory_of(group))
     places: _Places = memory.cut(plan, partial(_places, plan))
     values, rows = places.values, places.rows
     assert values is not None
@@ -128,11 +128,14 @@ def _gather_direct(
     own = [shards[i].reshape(-1) for i in plan.direct]  # dense, so this copies nothing but shards of unusual strides
     if own:
         torch._foreach_copy_([_part(values, plan, i, group.rank) for i in plan.direct], own)
+    exchange.lies_in(memory, mirrored=True)
+    packed = rows[group.rank]
     for peer in group.peers:
         if plan.packed:
-            exchange.swap(rows[peer], rows[group.rank], peer)
+            exchange.swap(rows[peer], packed, peer)
         for i, shard in zip(plan.direct, own, strict=True):
             exchange.swap(_part(values, plan, i, peer), shard, peer)
+    exchange.start()
 
     def finish() -> Gathered:
         _unpack(rows, places, plan)

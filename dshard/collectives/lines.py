@@ -9,7 +9,8 @@ what follows from them.
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup, Work
 from dshard.collectives.group import ShardGroup
 from dshard.collectives.header import Heard, Kind, header, read
+from dshard.collectives.transport import Coming, Transport, transport_of
 from dshard.collectives.whys import Why, tell_why
 from dshard.layout import HEADER_BYTES
 
@@ -35,6 +37,21 @@ class _World:
         self.num_left = 0  # how often one was left at all
         self.is_fresh = True  # whether nothing was begun since
         self.lines: dict[str, Line] = {}  # of each process group, by its name
+
+
+@dataclass(slots=True)
+class _Posted:
+    """A header that is awaited, or was not taken yet.
+
+    Args:
+        row: The header.
+        coming: What to wait for.
+        is_here: Whether that was done.
+    """
+
+    row: Tensor
+    coming: Coming
+    is_here: bool = False
 
 
 class TimesLeft(NamedTuple):
@@ -62,9 +79,9 @@ class Line:
         self._is_open = False  # whether it has, and its forward or backward has not ended
         self._is_due = False  # whether the next collective is the first of another step
         self._num_started = 0  # collectives so far
-        self._is_direct = group.is_direct
         self._waiting: deque[Exchange] = deque()  # not heard of yet, in order
-        self._posted: dict[int, deque[list[Any]]] = {peer: deque() for peer in group.peers}  # header, what to wait for
+        self._transport: Transport | None = None  # until the first collective
+        self._posted: dict[int, deque[_Posted]] = {peer: deque() for peer in group.peers}
         self._unread: list[tuple[int, int, Tensor, Work]] = []  # headers on their way, of steps that were left
 
     def announce(self, companions: frozenset[str]) -> None:
@@ -96,14 +113,21 @@ class Line:
         self._num_started += 1
         return self.number
 
-    def start(self, said: "Exchange", group: ProcessGroup) -> None:
+    def transport(self, group: ShardGroup) -> Transport:
+        """The way to the peers; the first time they must all come to find it."""
+        if self._transport is None:
+            self._transport = transport_of(group)
+        return self._transport
+
+    def start(self, said: "Exchange") -> None:
         """Say a header to the peers, and be ready for theirs."""
+        assert self._transport is not None
         said.place = self._num_started
         self._waiting.append(said)
         for peer, posted in self._posted.items():
             if len(posted) < len(self._waiting):
-                self._post(posted, peer, group)
-            said.sent[peer] = _c10d.send(said.own, peer, _c10d.HEADERS, group)
+                self._post(posted, peer)
+            said.sent[peer] = self._transport.say(said.own, peer, said.values.get(peer))
 
     def hear(self, wanted: "Exchange", group: ProcessGroup) -> None:
         """Wait for what the peers say of a collective, and of those before it."""
@@ -125,29 +149,34 @@ class Line:
         """A header is on its way to a peer that will read it when it comes to this group again."""
         self._unread.append((peer, place, sent, work))
 
-    @staticmethod
-    def _post(posted: deque[list[Any]], peer: int, group: ProcessGroup) -> None:
+    def _post(self, posted: "deque[_Posted]", peer: int) -> None:
+        assert self._transport is not None
         row = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
-        posted.append([row, _c10d.receive(row, peer, _c10d.HEADERS, group)])
+        posted.append(_Posted(row, self._transport.listen(row, peer)))
 
     def _next(self, peer: int, said: "Exchange", group: ProcessGroup) -> Tensor:
         """What a peer says of a collective, or of a later step."""
         posted = self._posted[peer]
         while True:
             if not posted:
-                self._post(posted, peer, group)
-            row, work = posted[0]
-            if work is not None:
-                work.wait(*_c10d.limit_of(group))
-                posted[0][1] = None
+                self._post(posted, peer)
+            head = posted[0]
+            if not head.is_here:
+                head.coming.wait(*_c10d.limit_of(group))
+                head.is_here = True
+            row, offer = head.row, head.coming.offer
             if torch.equal(row, said.own):
                 posted.popleft()
+                if offer is not None:
+                    said.offers[peer] = offer
                 return row
             heard = read(row)
             if heard.number > said.number:  # it stays, for a later collective of this rank
                 said.beyond = max(said.beyond, _goal(heard, said.number))
                 return row
             posted.popleft()
+            if offer is not None:
+                offer.release()
             if heard.number == said.number and heard.kind != Kind.GAVE_UP:
                 return row
 
@@ -156,11 +185,11 @@ class Line:
         group, left = self.process_group(), self.number
         self.number = number
         self._is_fresh, self._is_open, self._is_due = True, False, False
-        if self._is_direct and group is not None:
+        if self._transport is not None and group is not None:
             said = header(Kind.GAVE_UP, "", left, number)
             try:
                 for peer in self._posted:
-                    self.keep(peer, self._num_started, said, _c10d.send(said, peer, _c10d.HEADERS, group))
+                    self.keep(peer, self._num_started, said, self._transport.say(said, peer))
             except RuntimeError:  # the connections are closed, as after a timeout: the peers know
                 return
 

@@ -4,10 +4,13 @@ import mmap
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from dshard.collectives.arena import Arena
 
 _OWN_PAGES_BYTES = 1 << 20  # smaller buffers come from the heap
 _USES_OF = Tensor._use_count  # type: ignore[attr-defined]
@@ -35,16 +38,52 @@ class _InUse:
     num_bytes: int = 0
 
 
+class Readers:
+    """The peers that have still to read what was sent through memory.
+
+    Args:
+        look: Has those counted that have read by now.
+    """
+
+    __slots__ = ("_then", "held", "look", "num_left")
+
+    def __init__(self, look: Callable[[], object]) -> None:
+        self.look = look
+        self.num_left = 0
+        self.held: list[Any] = []  # what they read
+        self._then: list[Callable[[], object]] = []
+
+    def afterwards(self, call: Callable[[], object]) -> None:
+        """Call something as soon as nobody reads any more."""
+        self._then.append(call)
+        self._call()
+
+    def leave(self) -> None:
+        """One of them has read."""
+        self.num_left -= 1
+        self._call()
+
+    def _call(self) -> None:
+        if self.num_left <= 0:
+            self.held.clear()
+            then, self._then = self._then, []
+            for call in then:
+                call()
+
+
 class Buffer:
     """Flat bytes, and the tensors that they were cut into: who cuts them alike the next time takes the same ones.
 
     Args:
         memory: Shape (bytes,), uint8.
+        arena: In which it lies, if in one.
     """
 
-    __slots__ = ("_cut", "_cut_by", "_in_use", "_refs", "_tensors", "memory")
+    __slots__ = ("_cut", "_cut_by", "_in_use", "_refs", "_tensors", "arena", "memory", "readers")
 
-    def __init__(self, memory: Tensor) -> None:
+    def __init__(self, memory: Tensor, arena: Arena | None = None) -> None:
+        self.arena = arena
+        self.readers: Readers | None = None  # who may read it through shared memory
         self._in_use: _InUse | None = None
         self.memory = memory
         self._cut: Any = None
@@ -86,12 +125,14 @@ class Buffer:
         return self._references() != self._refs
 
 
-def _fresh(num_bytes: int, device: torch.device) -> Buffer:
-    """New memory: `num_bytes` of uint8.
+def _fresh(num_bytes: int, device: torch.device, arena: Arena | None = None) -> Buffer:
+    """New memory: `num_bytes` of uint8, in an arena if one is given.
 
     Large buffers on the CPU get pages of their own: they come and go while activations fill the heap, and would leave
     holes in it that nothing else fits into.
     """
+    if arena is not None:
+        return _as_uninitialized(Buffer(arena.take(num_bytes)[0], arena))
     if device.type != "cpu" or num_bytes < _OWN_PAGES_BYTES:
         return Buffer(torch.empty(num_bytes, dtype=torch.uint8, device=device))
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -126,31 +167,37 @@ class BufferPool:
         """Bytes that are in use."""
         return self._in_use.num_bytes
 
-    def take(self, num_bytes: int, device: torch.device) -> Buffer:
-        """A buffer of `num_bytes` bytes with any content; give it back when done."""
+    def take(self, num_bytes: int, device: torch.device, arena: Arena | None = None) -> Buffer:
+        """A buffer of `num_bytes` bytes with any content, in an arena if one is given; give it back when done."""
         if device.type != "cpu":
             return _fresh(num_bytes, device)
         self._peak_bytes = max(self._peak_bytes, self.out_bytes + num_bytes)
         self._collect()
-        buffer = self._find(num_bytes)
+        buffer = self._find(num_bytes, arena)
         if buffer is None:
             self._trim(num_bytes)
-            buffer = _fresh(num_bytes, device)
+            buffer = _fresh(num_bytes, device, arena)
         else:
             _as_uninitialized(buffer)
         buffer.hand_out(self._in_use)
         return buffer
 
-    def _find(self, num_bytes: int) -> Buffer | None:
+    def _find(self, num_bytes: int, arena: Arena | None) -> Buffer | None:
         """The buffer of this size that was used last."""
         for i in range(len(self._kept) - 1, -1, -1):
-            if self._kept[i].memory.numel() == num_bytes:
+            if self._kept[i].memory.numel() == num_bytes and self._kept[i].arena is arena:
                 self.kept_bytes -= num_bytes
                 return self._kept.pop(i)
         return None
 
     def give(self, buffer: Buffer) -> None:
-        """Take a buffer back; one whose memory somebody still refers to is left to them."""
+        """Take a buffer back, once no peer reads it; one whose memory somebody still refers to is left to them."""
+        readers, buffer.readers = buffer.readers, None
+        if readers is not None and readers.num_left > 0:
+            readers.look()
+            if readers.num_left > 0:
+                readers.afterwards(partial(self.give, buffer))
+                return
         memory = buffer.memory
         if memory.device.type != "cpu":
             return

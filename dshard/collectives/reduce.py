@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dshard.collectives import ledger
 from dshard.collectives._c10d import ReduceOp, Work
-from dshard.collectives.exchange import Exchange
+from dshard.collectives.exchange import Exchange, shared_memory_of
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.header import Kind
 from dshard.collectives.memory import Buffer, BufferPool
@@ -103,7 +103,7 @@ class ReduceBucket:
     def _take_rows(self, dtype: torch.dtype, device: torch.device) -> None:
         """Memory for the gradients."""
         num_ranks, row_numel = self.group.num_ranks, self._plan.row_numel
-        self._memory = self._pool.take(num_ranks * row_numel * dtype.itemsize, device)
+        self._memory = self._pool.take(num_ranks * row_numel * dtype.itemsize, device, shared_memory_of(self.group))
         self._rows = self._memory.memory.view(dtype).view(num_ranks, row_numel)
 
     @property
@@ -222,19 +222,22 @@ class ReduceBucket:
         """Every rank gets its row of all peers, and adds them in a fixed order."""
         group = self.group
         size = rows.shape[1]
-        memory = self._pool.take(len(group.peers) * size * rows.element_size(), rows.device)
-        received = dict(zip(group.peers, memory.memory.view(rows.dtype).view(-1, size), strict=True))
         exchange = Exchange(group, Kind.REDUCE, self._label, 0, size * rows.element_size())
+        exchange.expect(size, rows.dtype, self._pool)
+        if self._memory is not None:
+            exchange.lies_in(self._memory)
         for peer in group.peers:
-            exchange.swap(received[peer], rows[peer], peer)
-
-        parts = [rows[r] if r == group.rank else received[r] for r in range(group.num_ranks)]
-        del rows, received
+            exchange.send(rows[peer], peer)
+        exchange.start()
+        own = [rows[group.rank]]
+        del rows
 
         def finish() -> Reduced:
+            parts = [own[0] if rank == group.rank else exchange.received(rank) for rank in range(group.num_ranks)]
             row = sum_in_pairs(parts, mean=mean)
-            parts.clear()  # the pool takes back what nobody refers to
-            self._pool.give(memory)
+            own.clear()  # the pool takes back what nobody refers to
+            del parts
+            exchange.end_reading()
             self._give_back()
             return Reduced(row, self._plan)
 

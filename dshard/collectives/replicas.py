@@ -78,6 +78,7 @@ def _all_reduce_direct(
     scatter = Exchange(replicas, Kind.REDUCE, label, tag, row.nbytes)
     for peer in replicas.peers:
         scatter.swap(received[peer], parts[peer], peer)
+    scatter.start()
     yield _handle(scatter, label, replicas)
     received[replicas.rank].copy_(own)
     if own.numel():
@@ -88,6 +89,7 @@ def _all_reduce_direct(
     gather = Exchange(replicas, Kind.GATHER, label, tag, row.nbytes)
     for peer in replicas.peers:
         gather.swap(parts[peer], own, peer)
+    gather.start()
     yield _handle(gather, label, replicas)
 
 

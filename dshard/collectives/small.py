@@ -79,7 +79,8 @@ def _exchange_small(flat: Tensor, group: ShardGroup, label: str) -> tuple[Tensor
     rows[group.rank] = flat
     exchange = Exchange(group, Kind.COMBINE, label, 0, num_bytes)
     for peer in group.peers:
-        exchange.swap(rows[peer], rows[group.rank], peer)
+        exchange.swap(rows[peer], flat, peer)
+    exchange.start()
     return rows, exchange
 
 

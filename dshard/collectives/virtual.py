@@ -209,6 +209,7 @@ class _Swap:
                 exchange.receive(part, peer)
             for node in nodes:
                 exchange.send(node[peer], peer)
+        exchange.start()
         for part, node in zip(self._parts[rank], nodes, strict=True):
             part.copy_(node[rank])
         return exchange
@@ -268,6 +269,7 @@ def _all_reduce(
         works = exchange = Exchange(group, Kind.GATHER, label, tag, everyone.nbytes)
         for peer in group.peers:
             exchange.swap(everyone[peer], own, peer)
+        exchange.start()
         everyone[group.rank].copy_(own)
     else:
         ledger.note(group, Kind.GATHER, label, tag)

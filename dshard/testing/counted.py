@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from dshard.collectives import Buffer, BufferPool
+from dshard.collectives.arena import Arena
 from dshard.tensor import ShardedTensor
 from dshard.units.unit import Unit
 
@@ -83,8 +84,8 @@ def counted_peak(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
     """
     counted, take = CountedPeak(), BufferPool.take
 
-    def take_counted(self: BufferPool, num_bytes: int, device: torch.device) -> Buffer:
-        buffer = take(self, num_bytes, device)
+    def take_counted(self: BufferPool, num_bytes: int, device: torch.device, arena: Arena | None = None) -> Buffer:
+        buffer = take(self, num_bytes, device, arena)
         counted.note(buffer.memory, is_new=True)
         counted.sample()
         return buffer

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import dshard
 from dshard.bench.peaks import gathered_peak
 from dshard.collectives import Buffer, BufferPool, memory
+from dshard.collectives.arena import Arena
 from dshard.slices.layers import slice_weight
 from dshard.testing import WorldPool, expect_error
 from tests.collectives.test_native_backends import native
@@ -337,8 +338,8 @@ def counting(known: Tensor) -> Iterator[Allocations]:
     """Every byte that is made: by torch, also below operations on sharded tensors, and by pools, which keep none."""
     fresh, trim, mode = memory._fresh, BufferPool._trim, Fresh(known)
 
-    def noted(num_bytes: int, device: torch.device) -> Buffer:
-        buffer = fresh(num_bytes, device)
+    def noted(num_bytes: int, device: torch.device, arena: Arena | None = None) -> Buffer:
+        buffer = fresh(num_bytes, device, arena)
         mode.note(buffer.memory)
         mode.alive = {key: entry for key, entry in mode.alive.items() if not entry[0].expired()}
         mode.peak_bytes = max(mode.peak_bytes, sum(size for _, size in mode.alive.values()))

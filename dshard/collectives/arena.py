@@ -1,0 +1,151 @@
+"""Memory of this process that the other ranks of its host can read, and theirs.
+
+One file without a name (`memfd`), which goes with the last process that has it, however that ends. Others open it as
+`/proc/PID/fd/N`, and know by a number in it that it is the one that was meant. Pages come as they are first written to.
+"""
+
+import ctypes
+import mmap
+import os
+import secrets
+import threading
+import weakref
+from bisect import bisect
+from collections import deque
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PAGE = mmap.PAGESIZE
+_ALIGN = 4096
+_LARGE_BYTES = 1 << 20  # freed blocks from this size on give their pages back
+_PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Mapped:
+    """A file of memory in this process.
+
+    Args:
+        fd: The file.
+        num_bytes: Its size.
+    """
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        self.map = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
+        self.map.madvise(mmap.MADV_DONTFORK)  # a worker of a DataLoader has nothing to do with it
+        self.num_bytes = num_bytes
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        self._bytes = np.frombuffer(self.map, dtype=np.uint8)
+
+    def view(self, offset: int, num_bytes: int) -> memoryview:
+        """Some of it, as bytes."""
+        return memoryview(self.map)[offset : offset + num_bytes]
+
+    def array(self, offset: int, num_bytes: int) -> np.ndarray:
+        """Some of it, as an array of its own: what holds it keeps the mapping."""
+        return self._bytes[offset : offset + num_bytes]
+
+    def tensor(self, offset: int, num_bytes: int) -> Tensor:
+        """Some of it, as a tensor: uint8, shape (bytes,)."""
+        return torch.from_numpy(self.array(offset, num_bytes))
+
+
+class Arena(Mapped):
+    """The memory that this process shares."""
+
+    def __init__(self) -> None:
+        num_bytes = os.sysconf("SC_PHYS_PAGES") * PAGE  # of addresses: pages come as they are written to
+        self.fd = os.memfd_create("dshard", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, num_bytes)
+        super().__init__(self.fd, num_bytes)
+        self.pid = os.getpid()
+        self.nonce = secrets.token_bytes(16)
+        self.view(0, 16)[:] = self.nonce
+        self._lock = threading.Lock()
+        self._free: list[tuple[int, int]] = [(PAGE, num_bytes - PAGE)]  # offset and size, in order
+        self._given: deque[tuple[int, int]] = deque()  # and not free yet
+        self.used_bytes = 0
+
+    def take(self, num_bytes: int) -> tuple[Tensor, int]:
+        """Memory, uint8 of shape (bytes,), and where it lies; free once nobody refers to it."""
+        size = -(-max(num_bytes, 1) // _ALIGN) * _ALIGN
+        with self._lock:
+            self._take_back()
+            at = next((i for i, (_, room) in enumerate(self._free) if room >= size), None)
+            if at is None:
+                raise MemoryError(f"all {self.num_bytes:,} bytes of shared memory are in use")
+            offset, room = self._free[at]
+            if room > size:
+                self._free[at] = offset + size, room - size
+            else:
+                del self._free[at]
+            self.used_bytes += size
+        block = self.array(offset, num_bytes)
+        weakref.finalize(block, self._give, offset, size).atexit = False
+        return torch.from_numpy(block), offset
+
+    def _give(self, offset: int, size: int) -> None:
+        """Nobody refers to a block any more: told wherever that was, even within `take`."""
+        if os.getpid() != self.pid:
+            return  # a forked process has let go of it
+        if size >= _LARGE_BYTES:
+            _LIBC.fallocate(self.fd, _PUNCH, ctypes.c_long(offset), ctypes.c_long(size))
+        self._given.append((offset, size))
+
+    def _take_back(self) -> None:
+        while self._given:
+            offset, size = self._given.popleft()
+            self.used_bytes -= size
+            at = bisect(self._free, (offset, size))
+            if at < len(self._free) and self._free[at][0] == offset + size:
+                size += self._free.pop(at)[1]
+            if at and sum(self._free[at - 1]) == offset:
+                before = self._free[at - 1]
+                self._free[at - 1] = before[0], before[1] + size
+            else:
+                self._free.insert(at, (offset, size))
+
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Where the memory of a tensor lies in it; None if elsewhere."""
+        offset = tensor.data_ptr() - self.address
+        return offset if 0 <= offset < self.num_bytes else None
+
+
+class _Known:
+    """What this process has mapped."""
+
+    own: Arena | None = None
+    others: ClassVar["weakref.WeakValueDictionary[bytes, Mapped]"] = weakref.WeakValueDictionary()  # by their number
+    lock = threading.Lock()
+
+
+def own_arena() -> Arena:
+    """That of this process, made at its first use; a forked process has one of its own."""
+    with _Known.lock:
+        if _Known.own is None or _Known.own.pid != os.getpid():
+            _Known.own = Arena()
+        return _Known.own
+
+
+def map_others(pid: int, fd: int, nonce: bytes, num_bytes: int) -> Mapped:
+    """Map the arena of another process.
+
+    Raises:
+        OSError: It cannot be opened or mapped.
+        ValueError: It is another file: the process runs where numbers of processes mean others.
+    """
+    with _Known.lock:
+        known = _Known.others.get(nonce)
+        if known is None:
+            handle = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if os.fstat(handle).st_size != num_bytes or os.pread(handle, 16, 0) != nonce:
+                    raise ValueError(f"/proc/{pid}/fd/{fd} is another file than was meant")
+                known = Mapped(handle, num_bytes)
+            finally:
+                os.close(handle)
+            _Known.others[nonce] = known
+        return known

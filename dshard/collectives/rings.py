@@ -1,0 +1,252 @@
+"""What one rank says to another one of its host, through shared memory: headers, and where values lie."""
+
+import os
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+from torch import Tensor
+
+from dshard.collectives.arena import Arena, Mapped
+from dshard.collectives.futex import Peer, Word
+from dshard.layout import HEADER_BYTES
+
+_NUM_RECORDS = 256  # that are not read yet
+_NUM_FLAGS = 1 << 14  # of records whose values are read still: a byte each
+_PAUSE_S = 0.001  # between two looks for room
+_RECORD_BYTES = 128
+# It begins with how many records were written; then how many read, whether it is closed, and whether it is abandoned.
+_READ, _CLOSED, _ABANDONED = slice(8, 12), 16, 17
+_FLAGS, _START = 64, 64 + _NUM_FLAGS
+_OFFER = struct.Struct("<QQQ")  # where the values lie, how many bytes, and a number that tells messages apart
+RING_BYTES = _START + _NUM_RECORDS * _RECORD_BYTES
+
+
+class Offer:
+    """Values of a peer that lie in its memory, until this rank says that it has read them.
+
+    Args:
+        memory: The peer's.
+        offset: Where they lie.
+        num_bytes: How many.
+        channel: Tells messages apart.
+        done: The byte in which to say so.
+    """
+
+    __slots__ = ("_done", "_memory", "_offset", "_pid", "channel", "num_bytes")
+
+    def __init__(self, memory: Mapped, offset: int, num_bytes: int, channel: int, done: memoryview) -> None:
+        self._memory, self._offset, self.num_bytes, self.channel = memory, offset, num_bytes, channel
+        self._done: memoryview | None = done
+        self._pid = os.getpid()
+
+    def values(self) -> Tensor:
+        """The bytes, uint8; to be read, and not to be kept."""
+        return self._memory.tensor(self._offset, self.num_bytes)
+
+    def release(self) -> None:
+        """They have been read, or nobody wants them."""
+        if self._done is not None and os.getpid() == self._pid:  # else of a forked process, which has no such memory
+            self._done[0], self._done = 1, None
+
+
+class Ring:
+    """Records from one rank to another; it lies in the memory of the one that writes.
+
+    Args:
+        memory: That of the writer.
+        offset: Where it lies.
+        peer: The process at the other end.
+    """
+
+    def __init__(self, memory: Mapped, offset: int, peer: Peer) -> None:
+        self._memory, self._peer = memory, peer
+        self._view = memory.view(offset, RING_BYTES)
+        self._tail = Word(self._view[:4], memory.address + offset)
+        self._read = self._view[_READ].cast("I")
+        self._count = 0  # of the records that this side has written, or awaits
+
+    def _record(self, number: int) -> memoryview:
+        start = _START + number % _NUM_RECORDS * _RECORD_BYTES
+        return self._view[start : start + _RECORD_BYTES]
+
+    def _flag(self, number: int) -> memoryview:
+        """Set by the one that reads when it needs the values no more."""
+        at = _FLAGS + number % _NUM_FLAGS
+        return self._view[at : at + 1]
+
+    def _check(self) -> None:
+        """Raise where the other end is gone."""
+        if self._peer.has_ended():
+            raise RuntimeError(f"connection closed by peer: process {self._peer.pid} has ended")
+
+
+class OutRing(Ring):
+    """The end that writes.
+
+    Args:
+        arena: Of this process.
+        place: The ring's memory, and where it lies.
+        peer: The process that reads.
+    """
+
+    def __init__(self, arena: Arena, place: tuple[Tensor, int], peer: Peer) -> None:
+        super().__init__(arena, place[1], peer)
+        self._held = place[0]
+        self._unread: deque[tuple[memoryview, Callable[[], object] | None]] = deque()
+
+    def write(
+        self,
+        header: Tensor,
+        offer: tuple[int, int, int],
+        on_read: Callable[[], object] | None,
+        *,
+        limit_s: float | None,
+        pump: Callable[[], object],
+    ) -> None:
+        """Say something.
+
+        Args:
+            header: uint8, shape (HEADER_BYTES,).
+            offer: Where values lie, how many bytes, and their channel; bytes may be none.
+            on_read: Called some time after the peer has read them.
+            limit_s: How long to wait for room.
+            pump: Called while waiting for room: the peer may wait for it, too.
+        """
+        self.collect()
+        if self._is_full():
+            self._make_room(limit_s, pump)
+        record, flag = self._record(self._count), self._flag(self._count)
+        record[:HEADER_BYTES] = header.numpy().data
+        _OFFER.pack_into(record, HEADER_BYTES, *offer)
+        flag[0] = 0
+        self._unread.append((flag, on_read))
+        self._count += 1
+        self._tail.publish(self._count)
+
+    def _is_full(self) -> bool:
+        return (self._count - self._read[0]) & 0xFFFFFFFF >= _NUM_RECORDS or len(self._unread) >= _NUM_FLAGS
+
+    def _make_room(self, limit_s: float | None, pump: Callable[[], object]) -> None:
+        until = None if limit_s is None else time.monotonic() + limit_s
+        while self._is_full():
+            self._check()
+            if until is not None and time.monotonic() > until:
+                raise RuntimeError(f"{_timed_out(limit_s)} for process {self._peer.pid} to read what it was sent")
+            time.sleep(_PAUSE_S)
+            pump()
+            self.collect()
+
+    def collect(self) -> None:
+        """Take back what the peer has read."""
+        unread = self._unread
+        while unread and unread[0][0][0]:
+            on_read = unread.popleft()[1]
+            if on_read is not None:
+                on_read()
+
+    def close(self) -> None:
+        """Nothing more will be said; what was is kept until the peer has read it, or will not."""
+        self._view[_CLOSED] = 1
+        self._tail.publish(self._count)
+
+    def is_abandoned(self) -> bool:
+        """Whether the peer reads no more."""
+        return bool(self._view[_ABANDONED]) or self._peer.has_ended()
+
+
+class InRing(Ring):
+    """The end that reads.
+
+    Args:
+        memory: That of the writer.
+        offset: Where it lies.
+        peer: The process that writes.
+    """
+
+    def __init__(self, memory: Mapped, offset: int, peer: Peer) -> None:
+        super().__init__(memory, offset, peer)
+        self._num_read = 0
+        self._records: dict[int, tuple[bytes, Offer]] = {}  # that were read, and not asked for yet
+
+    def listen(self, row: Tensor) -> "Listening":
+        """Be ready for the next record, whose header goes into `row`."""
+        self._count += 1
+        return Listening(self, self._count, row)
+
+    def pump(self) -> None:
+        """Read what is there, so that the peer can go on."""
+        while not self._is_behind(self._num_read + 1):
+            record = self._record(self._num_read)
+            offset, num_bytes, channel = _OFFER.unpack_from(record, HEADER_BYTES)
+            offer = Offer(self._memory, offset, num_bytes, channel, self._flag(self._num_read))
+            self._num_read += 1
+            self._records[self._num_read] = bytes(record[:HEADER_BYTES]), offer
+            self._read[0] = self._num_read & 0xFFFFFFFF
+
+    def take(self, number: int, row: Tensor, limit_s: float | None) -> Offer:
+        """Wait for a record.
+
+        Raises:
+            RuntimeError: The peer has ended or closed its end, or did not say anything in time.
+        """
+        while number not in self._records:
+            seen = self._tail.value
+            self.pump()
+            if number in self._records:
+                break
+            self._check_for(number)
+            if not self._tail.wait_while(seen, limit_s, partial(self._check_for, number)):
+                raise RuntimeError(f"{_timed_out(limit_s)} for process {self._peer.pid}")
+        header, offer = self._records.pop(number)
+        row.numpy()[:] = memoryview(header)
+        return offer
+
+    def close(self) -> None:
+        """Nothing more will be read."""
+        self._view[_ABANDONED] = 1
+
+    def _is_behind(self, number: int) -> bool:
+        """Whether a record is not there yet."""
+        return ((self._tail.value - number) & 0xFFFFFFFF) >= 1 << 31
+
+    def _check_for(self, number: int) -> None:
+        """Raise where a record is not there, and will not come."""
+        is_closed, has_ended = self._view[_CLOSED], self._peer.has_ended()
+        if self._is_behind(number) and (is_closed or has_ended):
+            what = "has ended" if has_ended else "has closed the process group"
+            raise RuntimeError(f"connection closed by peer: process {self._peer.pid} {what}")
+
+
+def _timed_out(limit_s: float | None) -> str:
+    return f"Timed out waiting {round((limit_s or 0) * 1000)}ms"
+
+
+class Listening:
+    """A record that is to come.
+
+    Args:
+        ring: Where.
+        number: Its place there, from 1 on.
+        row: For its header.
+    """
+
+    __slots__ = ("_number", "_ring", "_row", "offer")
+
+    def __init__(self, ring: InRing, number: int, row: Tensor) -> None:
+        self._ring, self._number, self._row = ring, number, row
+        self.offer: Offer | None = None
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Wait for it, at most as long."""
+        self.offer = self._ring.take(self._number, self._row, limit.total_seconds() if limit is not None else None)
+
+
+def fresh_ring(arena: Arena) -> tuple[Tensor, int]:
+    """Memory for a ring, and where it lies."""
+    memory, offset = arena.take(RING_BYTES)
+    memory[:_START].zero_()
+    return memory, offset
