@@ -16,6 +16,7 @@ from dshard.errors import DivergenceError, DShardError
 
 _TEXT_CHARS = 600  # of what was raised
 _READ_S = 0.5  # for the others to read it, where the store is gone as soon as this process is
+_FINISH_S = 5.0  # for the others to come to what this rank has begun
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -24,6 +25,7 @@ class _State:
 
     pid = 0
     has_said = False
+    finish: Callable[[], object] | None = None  # what this rank has begun
 
 
 def watch_end() -> None:
@@ -43,6 +45,11 @@ def watch_end() -> None:
     atexit.register(_on_exit)
 
 
+def finish_at_end(call: Callable[[], object]) -> None:
+    """Have a process that ends do something first, for at most some seconds: what peers will wait for must arrive."""
+    _State.finish = call
+
+
 def _on_exit() -> None:
     """The interpreter ends: by what a child of multiprocessing raised, or what no hook of ours was shown, or well."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
@@ -50,7 +57,9 @@ def _on_exit() -> None:
         error = error.__context__
     if error is not None and not isinstance(error, SystemExit):
         _say_raised(error)
-    else:
+    elif _State.pid == os.getpid() and not _State.has_said:
+        if _State.finish is not None:
+            ends_within(_FINISH_S, _State.finish)
         _say("left", "its program has come to an end, or called sys.exit")
 
 

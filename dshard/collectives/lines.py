@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup, Work
+from dshard.collectives.exits import finish_at_end
 from dshard.collectives.group import ShardGroup
 from dshard.collectives.header import Heard, Kind, header, read
 from dshard.collectives.transport import Coming, Transport, transport_of
@@ -37,6 +38,11 @@ class _World:
         self.num_left = 0  # how often one was left at all
         self.is_fresh = True  # whether nothing was begun since
         self.lines: dict[str, Line] = {}  # of each process group, by its name
+
+    def finish(self) -> None:
+        """Have what this rank has begun arrive at peers that come to it later, as a reduction that nobody has read."""
+        for line in list(self.lines.values()):
+            line.finish()
 
 
 @dataclass(slots=True)
@@ -140,6 +146,11 @@ class Line:
             said.is_heard = True
             said.note_heard()
 
+    def finish(self) -> None:
+        """Wait for what has begun, whether anybody here wants it or not."""
+        for said in list(self._waiting):
+            said.leave()
+
     def note_read(self, peer: int, said: "Exchange") -> None:
         """A peer has read a header, and so those that were sent before it."""
         if self._unread:
@@ -206,6 +217,7 @@ def line_of(group: ShardGroup) -> Line:
 
 def _make_line(group: ShardGroup) -> Line:
     world = _c10d.kept_for(_c10d.world_of(group.process_group), "world", _World)
+    finish_at_end(world.finish)
     line = world.lines[group.name] = Line(group, world)
     return line
 

@@ -40,10 +40,38 @@ dist.destroy_process_group()
 }
 
 
+LATE = """
+import time
+
+import torch
+import torch.distributed as dist
+
+import dshard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+layer = dshard.fully_shard(torch.nn.Linear(64, 64, bias=False), reshard_after_forward=False)
+with dshard.CommTrace() as trace:
+    loss = layer(torch.ones(4, 64, requires_grad=True)).sum()
+    if dist.get_rank() == 0:
+        time.sleep(2)
+    loss.backward()
+dist.destroy_process_group()
+"""
+
+
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_program_ends_without_a_word_whatever_is_under_way(tmp_path: Path, ending: str):
-    script = tmp_path / "program.py"
-    script.write_text(START + ENDINGS[ending])
+    ends_quietly(tmp_path, START + ENDINGS[ending])
+
+
+def test_a_rank_that_ends_behind_its_last_backward_leaves_no_other_without_its_gradients(tmp_path: Path):
+    ends_quietly(tmp_path, LATE)
+
+
+def ends_quietly(folder: Path, program: str) -> None:
+    script = folder / "program.py"
+    script.write_text(program)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     # Not by tests/warm.py, which lets go of a program's objects ahead of the interpreter's end.
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script]
