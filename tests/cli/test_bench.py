@@ -18,6 +18,7 @@ from tests.cli.launch import RANK_VARIABLES, REPO
 
 KINDS = {"unsharded", "DDP", "FSDP2", "dshard", "FSDP2, no reshard", "dshard, no reshard"}
 ROOT_ALONE = "dshard, root alone"
+SHARED = {"dshard, through memory", "dshard, no reshard, through memory"}
 BATCHES = {"batch 4 x 128 tokens", "batch 1 x 16 tokens"}
 TIMES = {"median_ms", "q1_ms", "q3_ms", "rounds"}
 TINY = ("--layers", "1", "--width", "32")
@@ -58,10 +59,11 @@ def test_step_writes_every_kind_and_its_exposed_time(bench):
     result, printed = bench("step", *TINY, "--rounds", 2, file="step_gloo_2")
     assert set(result["rows"]) == BATCHES
     for rows in result["rows"].values():
-        assert set(rows) == {*KINDS, ROOT_ALONE}
+        assert set(rows) == {*KINDS, ROOT_ALONE, *SHARED}
         assert all(set(row) >= TIMES and row["rounds"] == 2 for row in rows.values())
         assert {kind for kind, row in rows.items() if row.get("exposed_ms", 0) > 0} == {*rows} - {"unsharded"}
-    assert "overhead over unsharded, no reshard" in printed
+    for way in ("", ", no reshard", ", through memory", ", no reshard, through memory"):
+        assert f"overhead over unsharded{way}: " in printed
     assert result["header"]["num_ranks"] == 2
 
 
@@ -244,7 +246,8 @@ STEP = {
         "dshard": 1360.0,
         "FSDP2, no reshard": 1426.0,
     },
-    "batch 1 x 16": {"unsharded": 0.0412, "dshard": 3.14159, "dshard, no reshard": 307.0, "dshard, root alone": 99.5},
+    "batch 1 x 16": {"unsharded": 0.0412, "dshard": 3.14159, "dshard, no reshard": 307.0, "dshard, root alone": 99.5}
+    | {"dshard, through memory": 2.5, "dshard, no reshard, through memory": 250.0},
 }
 TWO_HOSTS = (
     "full",
