@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from dshard.collectives.exchange import Exchange
 
 _EPOCH = 1 << 32  # numbers of steps, from one that was left to the next
+_MAX_LEFT = 64  # steps that a peer has left, each known by itself, in a group that this rank does not use
 
 
 class _World:
@@ -58,6 +60,27 @@ class _Posted:
     row: Tensor
     coming: Coming
     is_here: bool = False
+
+    def wait(self, limit: tuple[timedelta, ...] = ()) -> None:
+        """Wait for it."""
+        if not self.is_here:
+            self.coming.wait(*limit)
+            self.is_here = True
+
+    def has_come(self) -> bool:
+        """Whether it is here; then it was waited for."""
+        if self.coming.is_here:
+            self.wait()
+        return self.is_here
+
+
+def _merge(posted: deque[_Posted]) -> None:
+    """Make one of the last two headers, if both say that their rank has left a step: from the first to the last."""
+    before, last = posted[-2], posted[-1]
+    said, then = read(before.row), read(last.row)
+    if said.kind == then.kind == Kind.GAVE_UP:
+        last.row = header(Kind.GAVE_UP, "", said.tag, then.number)
+        del posted[-2]
 
 
 class TimesLeft(NamedTuple):
@@ -172,9 +195,7 @@ class Line:
             if not posted:
                 self._post(posted, peer)
             head = posted[0]
-            if not head.is_here:
-                head.coming.wait(*_c10d.limit_of(group))
-                head.is_here = True
+            head.wait(_c10d.limit_of(group))
             row, offer = head.row, head.coming.offer
             if torch.equal(row, said.own):
                 posted.popleft()
@@ -199,10 +220,21 @@ class Line:
         if self._transport is not None and group is not None:
             said = header(Kind.GAVE_UP, "", left, number)
             try:
+                self._read_on()
                 for peer in self._posted:
                     self.keep(peer, self._num_started, said, self._transport.say(said, peer))
             except RuntimeError:  # the connections are closed, as after a timeout: the peers know
                 return
+
+    def _read_on(self) -> None:
+        """Take in which steps peers have left, as far as that is here: an idle group hears of it nowhere else."""
+        if self._transport is None or self._transport.arena is None:
+            return  # what has come as a message nobody knows who does not wait
+        for peer, posted in self._posted.items():
+            while not posted or posted[-1].has_come():
+                if len(posted) > _MAX_LEFT:
+                    _merge(posted)
+                self._post(posted, peer)
 
     def go_on_to_next(self) -> None:
         """Leave the step for the next one, in which a peer was met."""

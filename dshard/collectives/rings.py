@@ -2,7 +2,9 @@
 
 import os
 import struct
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -105,7 +107,6 @@ class OutRing(Ring):
         on_read: Callable[[], object] | None,
         *,
         limit_s: float | None,
-        pump: Callable[[], object],
     ) -> None:
         """Say something.
 
@@ -114,11 +115,10 @@ class OutRing(Ring):
             offer: Where values lie, how many bytes, and their channel; bytes may be none.
             on_read: Called some time after the peer has read them.
             limit_s: How long to wait for room.
-            pump: Called while waiting for room: the peer may wait for it, too.
         """
         self.collect()
         if self._is_full():
-            self._make_room(limit_s, pump)
+            self._make_room(limit_s)
         record, flag = self._record(self._count), self._flag(self._count)
         record[:HEADER_BYTES] = header.numpy().data
         _OFFER.pack_into(record, HEADER_BYTES, *offer)
@@ -130,14 +130,14 @@ class OutRing(Ring):
     def _is_full(self) -> bool:
         return (self._count - self._read[0]) & 0xFFFFFFFF >= _NUM_RECORDS or len(self._unread) >= _NUM_FLAGS
 
-    def _make_room(self, limit_s: float | None, pump: Callable[[], object]) -> None:
+    def _make_room(self, limit_s: float | None) -> None:
         until = None if limit_s is None else time.monotonic() + limit_s
         while self._is_full():
             self._check()
             if until is not None and time.monotonic() > until:
                 raise RuntimeError(f"{_timed_out(limit_s)} for process {self._peer.pid} to read what it was sent")
             time.sleep(_PAUSE_S)
-            pump()
+            _pump_all()
             self.collect()
 
     def collect(self) -> None:
@@ -170,6 +170,8 @@ class InRing(Ring):
     def __init__(self, memory: Mapped, offset: int, peer: Peer) -> None:
         super().__init__(memory, offset, peer)
         self._num_read = 0
+        self._lock = threading.Lock()  # another thread may wait in another group
+        _LISTENING.add(self)
         self._records: dict[int, tuple[bytes, Offer]] = {}  # that were read, and not asked for yet
 
     def listen(self, row: Tensor) -> "Listening":
@@ -179,13 +181,21 @@ class InRing(Ring):
 
     def pump(self) -> None:
         """Read what is there, so that the peer can go on."""
-        while not self._is_behind(self._num_read + 1):
-            record = self._record(self._num_read)
-            offset, num_bytes, channel = _OFFER.unpack_from(record, HEADER_BYTES)
-            offer = Offer(self._memory, offset, num_bytes, channel, self._flag(self._num_read))
-            self._num_read += 1
-            self._records[self._num_read] = bytes(record[:HEADER_BYTES]), offer
-            self._read[0] = self._num_read & 0xFFFFFFFF
+        with self._lock:
+            while not self._is_behind(self._num_read + 1):
+                record = self._record(self._num_read)
+                offset, num_bytes, channel = _OFFER.unpack_from(record, HEADER_BYTES)
+                offer = Offer(self._memory, offset, num_bytes, channel, self._flag(self._num_read))
+                if not num_bytes:
+                    offer.release()
+                self._num_read += 1
+                self._records[self._num_read] = bytes(record[:HEADER_BYTES]), offer
+                self._read[0] = self._num_read & 0xFFFFFFFF
+
+    def has(self, number: int) -> bool:
+        """Whether a record is there that was not taken."""
+        self.pump()
+        return number in self._records
 
     def take(self, number: int, row: Tensor, limit_s: float | None) -> Offer:
         """Wait for a record.
@@ -214,11 +224,21 @@ class InRing(Ring):
         return ((self._tail.value - number) & 0xFFFFFFFF) >= 1 << 31
 
     def _check_for(self, number: int) -> None:
-        """Raise where a record is not there, and will not come."""
+        """Raise where a record is not there, and will not come; peers may wait for room in other rings meanwhile."""
+        _pump_all()
         is_closed, has_ended = self._view[_CLOSED], self._peer.has_ended()
         if self._is_behind(number) and (is_closed or has_ended):
             what = "has ended" if has_ended else "has closed the process group"
             raise RuntimeError(f"connection closed by peer: process {self._peer.pid} {what}")
+
+
+_LISTENING: "weakref.WeakSet[InRing]" = weakref.WeakSet()
+
+
+def _pump_all() -> None:
+    """Read what is there in all rings: whoever waits in one must not hold up a peer that waits for room in another."""
+    for ring in list(_LISTENING):
+        ring.pump()
 
 
 def _timed_out(limit_s: float | None) -> str:
@@ -239,6 +259,11 @@ class Listening:
     def __init__(self, ring: InRing, number: int, row: Tensor) -> None:
         self._ring, self._number, self._row = ring, number, row
         self.offer: Offer | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether `wait` need not wait."""
+        return self.offer is not None or self._ring.has(self._number)
 
     def wait(self, limit: timedelta | None = None) -> None:
         """Wait for it, at most as long."""

@@ -38,6 +38,10 @@ class Coming(Protocol):
     def offer(self) -> Offer | None:
         """Once it is there, where the values behind it lie, unless they come as messages."""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it is known that `wait` need not wait."""
+
     def wait(self, limit: timedelta | None = None) -> None:
         """Wait for it."""
 
@@ -80,10 +84,10 @@ class Sent:
 class _Message:
     """A header that comes as a message."""
 
-    __slots__ = ("_work", "offer")
+    __slots__ = ("_work", "is_here", "offer")
 
     def __init__(self, work: Any) -> None:
-        self._work, self.offer = work, None
+        self._work, self.is_here, self.offer = work, False, None
 
     def wait(self, limit: timedelta | None = None) -> None:
         """Wait for it."""
@@ -138,11 +142,7 @@ class ThroughMemory:
         offer = (values.offset, values.num_bytes, values.channel) if values is not None else (0, 0, 0)
         limit_s = self._limit.total_seconds() if self._limit is not None else None
         on_read = values.on_read if values is not None else None
-        self._rings[peer][0].write(header, offer, on_read, limit_s=limit_s, pump=self._pump)
-
-    def _pump(self) -> None:
-        for _, back in self._rings.values():
-            back.pump()
+        self._rings[peer][0].write(header, offer, on_read, limit_s=limit_s)
 
     def listen(self, row: Tensor, peer: int) -> Coming:
         """Be ready for the next header of a peer."""

@@ -186,6 +186,26 @@ def test_rings_go_round_and_hold_back_a_rank_that_is_ahead(worlds: WorldPool):
     assert worlds.run(2, runs_ahead, 700) == [0, 0]  # of 256 records
 
 
+def leaves_often(num_times: int) -> int:
+    """Leave so many steps of a group in which nothing happens any more, and then use it again."""
+    idle, busy = fresh_group("memory"), fresh_group("memory")
+    rank = dist.get_rank()
+    for group in (idle, busy):
+        collectives.all_reduce([values_of(0, 0, rank, 5)], group, ReduceOp.SUM, label="first").wait()
+    for _ in range(num_times):
+        collectives.begin([busy])
+        collectives.give_up("a reason", [busy])
+    (total,) = collectives.all_reduce([values_of(0, 1, rank, 5)], idle, ReduceOp.SUM, label="last").wait()
+    rings = transport_of(idle)._rings[1 - rank]  # type: ignore[attr-defined]
+    assert torch.equal(total, sum(values_of(0, 1, r, 5) for r in range(2)))
+    return max(len(rings[0]._unread), len(rings[1]._records))
+
+
+def test_steps_that_are_left_fill_no_ring_of_an_idle_group(worlds: WorldPool):
+    most = worlds.run(2, leaves_often, 20_000, timeout_s=60)  # of 256 records and 16,384 flags
+    assert max(most) < 300
+
+
 def forks() -> list[bool]:
     """Whether memory is as it was after a forked process, as a worker of a DataLoader, has dropped all that it got."""
     group, rank = fresh_group("memory"), dist.get_rank()

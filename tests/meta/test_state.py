@@ -15,6 +15,7 @@ ALLOWED: dict[str, str] = {
     "dshard.collectives._c10d._MADE": "numbers in the names of process groups, which torch's store never forgets",
     "dshard.collectives.arena._Known": "a process shares one memory, and maps that of each other one once",
     "dshard.collectives.transport._CLOSED": "what was said in a group that is gone stays until peers have read it",
+    "dshard.collectives.rings._LISTENING": "a rank that waits in one ring reads all that it has, or peers wait for it",
     "dshard.collectives.exits._State": "a process ends once, and says so once",
     "dshard.collectives.lost._State": "a process has one board, and may find out once who was lost",
     "dshard.collectives.stalls._State": "one thread watches all that a process waits for",
