@@ -1,11 +1,11 @@
 """What one rank says to another one of its host, through shared memory: headers, and where values lie."""
 
+import gc
 import os
 import struct
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -17,13 +17,13 @@ from dshard.collectives.futex import Peer, Word
 from dshard.layout import HEADER_BYTES
 
 _NUM_RECORDS = 256  # that are not read yet
-_NUM_FLAGS = 1 << 14  # of records whose values are read still: a byte each
+_NUM_FLAGS = 1 << 14  # of values that are not read yet: a byte each
 _PAUSE_S = 0.001  # between two looks for room
 _RECORD_BYTES = 128
 # It begins with how many records were written; then how many read, whether it is closed, and whether it is abandoned.
 _READ, _CLOSED, _ABANDONED = slice(8, 12), 16, 17
 _FLAGS, _START = 64, 64 + _NUM_FLAGS
-_OFFER = struct.Struct("<QQQ")  # where the values lie, how many bytes, and a number that tells messages apart
+_OFFER = struct.Struct("<QQQI")  # where values lie, how many bytes, a number that tells messages apart, which flag
 RING_BYTES = _START + _NUM_RECORDS * _RECORD_BYTES
 
 
@@ -35,14 +35,14 @@ class Offer:
         offset: Where they lie.
         num_bytes: How many.
         channel: Tells messages apart.
-        done: The byte in which to say so.
+        done: The byte in which to say so; none where there are no values.
     """
 
     __slots__ = ("_done", "_memory", "_offset", "_pid", "channel", "num_bytes")
 
-    def __init__(self, memory: Mapped, offset: int, num_bytes: int, channel: int, done: memoryview) -> None:
+    def __init__(self, memory: Mapped, offset: int, num_bytes: int, channel: int, done: memoryview | None) -> None:
         self._memory, self._offset, self.num_bytes, self.channel = memory, offset, num_bytes, channel
-        self._done: memoryview | None = done
+        self._done = done
         self._pid = os.getpid()
 
     def values(self) -> Tensor:
@@ -67,6 +67,7 @@ class Ring:
     def __init__(self, memory: Mapped, offset: int, peer: Peer) -> None:
         self._memory, self._peer = memory, peer
         self._view = memory.view(offset, RING_BYTES)
+        self._flags = self._view[_FLAGS:_START]  # set by the one that reads when it needs the values no more
         self._tail = Word(self._view[:4], memory.address + offset)
         self._read = self._view[_READ].cast("I")
         self._count = 0  # of the records that this side has written, or awaits
@@ -74,11 +75,6 @@ class Ring:
     def _record(self, number: int) -> memoryview:
         start = _START + number % _NUM_RECORDS * _RECORD_BYTES
         return self._view[start : start + _RECORD_BYTES]
-
-    def _flag(self, number: int) -> memoryview:
-        """Set by the one that reads when it needs the values no more."""
-        at = _FLAGS + number % _NUM_FLAGS
-        return self._view[at : at + 1]
 
     def _check(self) -> None:
         """Raise where the other end is gone."""
@@ -98,7 +94,9 @@ class OutRing(Ring):
     def __init__(self, arena: Arena, place: tuple[Tensor, int], peer: Peer) -> None:
         super().__init__(arena, place[1], peer)
         self._held = place[0]
-        self._unread: deque[tuple[memoryview, Callable[[], object] | None]] = deque()
+        self._unread: dict[int, Callable[[], object] | None] = {}  # by flag
+        self._free = list(range(_NUM_FLAGS))[::-1]
+        self._num_used = 0  # flags, from the first one on
 
     def write(
         self,
@@ -119,19 +117,24 @@ class OutRing(Ring):
         self.collect()
         if self._is_full():
             self._make_room(limit_s)
-        record, flag = self._record(self._count), self._flag(self._count)
+        flag, has_values = 0, offer[1] > 0
+        if has_values:
+            flag = self._free.pop()
+            self._unread[flag], self._num_used = on_read, max(self._num_used, flag + 1)
+        record = self._record(self._count)
         record[:HEADER_BYTES] = header.numpy().data
-        _OFFER.pack_into(record, HEADER_BYTES, *offer)
-        flag[0] = 0
-        self._unread.append((flag, on_read))
+        _OFFER.pack_into(record, HEADER_BYTES, *offer, flag)
         self._count += 1
         self._tail.publish(self._count)
+        if not has_values and on_read is not None:
+            on_read()
 
     def _is_full(self) -> bool:
-        return (self._count - self._read[0]) & 0xFFFFFFFF >= _NUM_RECORDS or len(self._unread) >= _NUM_FLAGS
+        return (self._count - self._read[0]) & 0xFFFFFFFF >= _NUM_RECORDS or not self._free
 
     def _make_room(self, limit_s: float | None) -> None:
         until = None if limit_s is None else time.monotonic() + limit_s
+        gc.collect()  # what nobody waits for any more may hold up the peer, which does the same
         while self._is_full():
             self._check()
             if until is not None and time.monotonic() > until:
@@ -141,12 +144,17 @@ class OutRing(Ring):
             self.collect()
 
     def collect(self) -> None:
-        """Take back what the peer has read."""
-        unread = self._unread
-        while unread and unread[0][0][0]:
-            on_read = unread.popleft()[1]
-            if on_read is not None:
-                on_read()
+        """Take back what the peer has read, in whatever order it did."""
+        flags = bytes(self._flags[: self._num_used])
+        at = flags.find(1)
+        while at >= 0:
+            self._flags[at] = 0
+            if at in self._unread:  # else taken back by what a call below has called
+                on_read = self._unread.pop(at)
+                self._free.append(at)
+                if on_read is not None:
+                    on_read()
+            at = flags.find(1, at + 1)
 
     def close(self) -> None:
         """Nothing more will be said; what was is kept until the peer has read it, or will not."""
@@ -184,10 +192,9 @@ class InRing(Ring):
         with self._lock:
             while not self._is_behind(self._num_read + 1):
                 record = self._record(self._num_read)
-                offset, num_bytes, channel = _OFFER.unpack_from(record, HEADER_BYTES)
-                offer = Offer(self._memory, offset, num_bytes, channel, self._flag(self._num_read))
-                if not num_bytes:
-                    offer.release()
+                offset, num_bytes, channel, flag = _OFFER.unpack_from(record, HEADER_BYTES)
+                done = self._flags[flag : flag + 1] if num_bytes else None
+                offer = Offer(self._memory, offset, num_bytes, channel, done)
                 self._num_read += 1
                 self._records[self._num_read] = bytes(record[:HEADER_BYTES]), offer
                 self._read[0] = self._num_read & 0xFFFFFFFF

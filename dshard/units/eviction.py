@@ -17,10 +17,11 @@ class Eviction:
     """Frees the units of a model: nothing else does, but programs that ask for it.
 
     A unit whose module runs is in use from the start of that module's forward to its end; then it goes, unless its
-    settings, the budget, or the order of the last backward say that it stays. A unit that is touched outside of any
-    forward of its own (another method, a loss) stays until another such unit is touched. In backward a unit goes when
-    all its gradients have arrived or the backward has passed its modules, a frozen one when another is touched, and
-    everything at the end. What was gathered ahead and is not what comes next goes at once.
+    settings, the budget, or the order of the last backward say that it stays; without gradients, unless its settings or
+    the budget do: decoding token by token would gather it each time. A unit that is touched outside of any forward of
+    its own (another method, a loss) stays until another such unit is touched. In backward a unit goes when all its
+    gradients have arrived or the backward has passed its modules, a frozen one when another is touched, and everything
+    at the end. What was gathered ahead and is not what comes next goes at once.
 
     Args:
         context: Of the model.
@@ -109,11 +110,25 @@ class Eviction:
             if candidate.num_active or (candidate is unit and module is not unit.modules[-1]):
                 continue
             if not torch.is_grad_enabled():
-                candidate.release()
+                if not self._outlives_evaluation(candidate):
+                    candidate.release()
             elif self._reshards(candidate) and not self._is_next(candidate):
                 candidate.reshard()
-        if isinstance(context.settings.memory_budget, int) and torch.is_grad_enabled():
+        if isinstance(context.settings.memory_budget, int):
             self._fit_into(context.settings.memory_budget)
+
+    def _outlives_evaluation(self, unit: "Unit") -> bool:
+        """Whether `unit` is kept by a forward without gradients, for the next one: until it is written, or trained.
+
+        What stays with the root is, if all else is: no backward follows that would use it at once.
+        """
+        told = unit.settings.reshard_after_forward
+        if told is not None:
+            return told is False
+        if isinstance(self._context.settings.memory_budget, int):
+            return True
+        others = [other.settings.reshard_after_forward for other in self._context.units if other is not unit]
+        return not self._reshards(unit) and bool(others) and all(other is False for other in others)
 
     def _reshards(self, unit: "Unit") -> bool:
         """Whether `unit` is freed when its forward ends; by default all but the root's own unit are.
@@ -138,9 +153,14 @@ class Eviction:
         return schedule.distance(unit) == 0 and unit in formed
 
     def _fit_into(self, budget_bytes: int) -> None:
-        """Drop the copies that the backward uses last, of units that were not told, until the others fit."""
+        """Drop the copies that are used last, of units that were not told, until the others fit.
+
+        The use that counts is that of the backward, or of the forwards themselves where no gradient is recorded.
+        """
+        schedule = self._context.schedule
+        known = None if torch.is_grad_enabled() else schedule.in_forwards()
         kept = [
-            (unit, unit.full_bytes, self._context.schedule.distance(unit))
+            (unit, unit.full_bytes, schedule.distance(unit) if known is None else known.get(unit, 2 * len(known)))
             for unit in self.gathered
             if unit.settings.reshard_after_forward is None and not unit.is_requested
             if not unit.num_active and unit not in self._ahead

@@ -132,6 +132,15 @@ class Schedule(Generic[U]):
                 self._distances.setdefault(touched, position)
         return self._distances.get(unit, math.inf)
 
+    def in_forwards(self) -> dict[U, int]:
+        """How far ahead forwards touch each unit: in this one, as the last one did, or in the next one."""
+        touched = set(self._record)
+        order = self._known.get(self._phase, self._record) if self._phase is not None else self._record
+        found: dict[U, int] = {}
+        for position, unit in enumerate(order):
+            found.setdefault(unit, position + (len(order) if unit in touched else 0))
+        return found
+
 
 def to_drop(kept: Sequence[tuple[U, int, float]], budget_bytes: int) -> list[U]:
     """Which copies to drop so that the others fit into a budget: those whose next use is furthest ahead.

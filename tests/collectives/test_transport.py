@@ -25,6 +25,7 @@ from dshard import collectives
 from dshard.collectives import ReduceOp, ShardGroup, transport
 from dshard.collectives.arena import Arena
 from dshard.collectives.futex import why_not
+from dshard.collectives.rings import _NUM_FLAGS
 from dshard.collectives.transport import ByMessages, ThroughMemory, transport_of
 from dshard.testing import World, WorldPool, expect_error
 
@@ -198,12 +199,29 @@ def leaves_often(num_times: int) -> int:
     (total,) = collectives.all_reduce([values_of(0, 1, rank, 5)], idle, ReduceOp.SUM, label="last").wait()
     rings = transport_of(idle)._rings[1 - rank]  # type: ignore[attr-defined]
     assert torch.equal(total, sum(values_of(0, 1, r, 5) for r in range(2)))
-    return max(len(rings[0]._unread), len(rings[1]._records))
+    return max(_NUM_FLAGS - len(rings[0]._free), len(rings[1]._records))
 
 
 def test_steps_that_are_left_fill_no_ring_of_an_idle_group(worlds: WorldPool):
     most = worlds.run(2, leaves_often, 20_000, timeout_s=60)  # of 256 records and 16,384 flags
     assert max(most) < 300
+
+
+def nobody_waits(num_steps: int) -> list[bool]:
+    """A sum that nobody waits for, ahead of many others: what it holds, and whether it has its values in the end."""
+    group, rank = fresh_group("memory"), dist.get_rank()
+    late = collectives.all_reduce([values_of(0, 0, rank, 5)], group, ReduceOp.SUM, label="late")
+    for step in range(num_steps):
+        collectives.all_reduce([values_of(0, step, rank, 5)], group, ReduceOp.SUM, label="a sum").wait()
+    out = transport_of(group)._rings[1 - rank][0]  # type: ignore[attr-defined]
+    out.collect()
+    num_held = _NUM_FLAGS - len(out._free)
+    return [num_held < 5, torch.equal(late.wait()[0], sum(values_of(0, 0, r, 5) for r in range(2)))]
+
+
+def test_a_collective_that_nobody_waits_for_holds_up_no_other(worlds: WorldPool):
+    # Found: one that lay in a cycle of garbage, until nothing went on.
+    assert worlds.run(2, nobody_waits, 2000) == [[True, True]] * 2
 
 
 def forks() -> list[bool]:

@@ -44,9 +44,13 @@ class Expected:
     def write(self) -> None:
         self.is_stale = self.state is not SHARDED
 
+    def release(self) -> None:
+        if self.leaves or self.reshards:
+            self.free()
+
     def end_forward(self, *, is_recorded: bool) -> None:
         if not is_recorded:
-            if self.leaves or self.reshards:
+            if self.reshards is not False:
                 self.free()
         elif self.reshards is True:
             self.free()
@@ -108,7 +112,7 @@ class Both:
         else:
             self.scopes[i].__exit__(None, None, None)
             self.scopes[i], self.expected[i].is_pinned = None, False
-            self.expected[i].end_forward(is_recorded=False)  # as then: all but what is to stay
+            self.expected[i].release()
 
     def after_forward(self, i: int, choice: bool | int) -> None:
         self.net[i].set_reshard_after_forward(choice)
