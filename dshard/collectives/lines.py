@@ -21,6 +21,7 @@ from dshard.collectives._c10d import ProcessGroup, Work
 from dshard.collectives.exits import finish_at_end
 from dshard.collectives.group import ShardGroup
 from dshard.collectives.header import Heard, Kind, header, read
+from dshard.collectives.lost import is_symptom
 from dshard.collectives.transport import Coming, Transport, transport_of
 from dshard.collectives.whys import Why, tell_why
 from dshard.layout import HEADER_BYTES
@@ -185,7 +186,7 @@ class Line:
 
     def _post(self, posted: "deque[_Posted]", peer: int) -> None:
         assert self._transport is not None
-        row = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
+        row = torch.frombuffer(bytearray(HEADER_BYTES), dtype=torch.uint8)  # no transform of torch.func wraps it
         posted.append(_Posted(row, self._transport.listen(row, peer)))
 
     def _next(self, peer: int, said: "Exchange", group: ProcessGroup) -> Tensor:
@@ -223,8 +224,10 @@ class Line:
                 self._read_on()
                 for peer in self._posted:
                     self.keep(peer, self._num_started, said, self._transport.say(said, peer))
-            except RuntimeError:  # the connections are closed, as after a timeout: the peers know
-                return
+            except RuntimeError as error:
+                if not is_symptom(error):
+                    raise
+                return  # the connections are closed, as after a timeout: the peers know
 
     def _read_on(self) -> None:
         """Take in which steps peers have left, as far as that is here: an idle group hears of it nowhere else."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dshard import collectives
+from dshard.autograd.modes import outside_autograd
 from dshard.collectives import ShardGroup, TimesLeft
 from dshard.errors import DivergenceError
 from dshard.units.context import ModelContext
@@ -79,7 +80,8 @@ class Iteration:
         """Give up a step that others have begun, where this rank was torn out of the one before: all lose one more."""
         if collectives.is_torn(groups):
             collectives.begin(groups)
-            collectives.give_up("it was within a forward or backward when others began the next", groups)
+            with outside_autograd():
+                collectives.give_up("it was within a forward or backward when others began the next", groups)
             error = DivergenceError(
                 f"{who}: all ranks must begin a forward alike, but this one was within the forward or backward before "
                 "it when others had begun it. Catch this error, call zero_grad() and go on with the next batch, as "
@@ -133,7 +135,8 @@ class Iteration:
         if collectives.withdraw(groups) or self._is_pending:  # of a step that the others are in, or come to
             collectives.begin(groups)
         self._is_pending = self._awaits_backward = False
-        collectives.give_up(error if isinstance(error, str) else f"{type(error).__name__}: {error}", groups)
+        with outside_autograd():
+            collectives.give_up(error if isinstance(error, str) else f"{type(error).__name__}: {error}", groups)
 
 
 def _are_everyone(groups: Sequence[ShardGroup]) -> bool:

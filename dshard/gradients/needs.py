@@ -10,6 +10,7 @@ from collections.abc import Callable, Container
 import torch
 
 from dshard import collectives
+from dshard.autograd.modes import outside_autograd
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.units.eviction import Eviction
 from dshard.units.unit import Unit
@@ -84,6 +85,7 @@ def _may_differ(unit: Unit) -> bool:
 
 def _any_of(flags: list[bool], group: ShardGroup) -> list[bool]:
     """Which flags are set on any rank."""
-    own = torch.tensor(flags, dtype=torch.uint8, device=group.device_type)
-    handle = collectives.all_reduce([own], group, ReduceOp.MAX, label=_LABEL, is_check=True)
-    return [bool(flag) for flag in handle.wait()[0].tolist()]
+    with outside_autograd():
+        own = torch.tensor(flags, dtype=torch.uint8, device=group.device_type)
+        handle = collectives.all_reduce([own], group, ReduceOp.MAX, label=_LABEL, is_check=True)
+        return [bool(flag) for flag in handle.wait()[0].tolist()]

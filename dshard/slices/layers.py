@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -84,7 +85,7 @@ def _unit_of(weight: Any, value: Any) -> Unit | None:
         return None
     if weight.shard_layout.dim != 0:
         return None  # it was moved since: every rank holds it whole
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+    if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return None  # for transforms and forward mode, a custom function would need rules of its own
     unit.model.before_use()
     return unit

@@ -28,6 +28,7 @@ from dshard.collectives.futex import why_not
 from dshard.collectives.rings import _NUM_FLAGS
 from dshard.collectives.transport import ByMessages, ThroughMemory, transport_of
 from dshard.testing import World, WorldPool, expect_error
+from tests.tensor.test_uses import USES, used_as_plain
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 CPU = torch.device("cpu")
@@ -129,6 +130,21 @@ def test_a_training_has_the_same_bits_through_memory_as_by_messages(worlds, shar
     for (numbers, values), (other_numbers, other_values) in zip(by_messages, through_memory, strict=True):
         assert numbers == other_numbers
         assert all(map(torch.equal, values, other_values))
+
+
+def used_through_memory() -> list[bool]:
+    os.environ["DSHARD_TRANSPORT"] = "memory"
+    try:
+        for use in USES:
+            used_as_plain(use, "blocks")
+        return [isinstance(transport_of(ShardGroup(dist.group.WORLD, CPU)), ThroughMemory)]  # type: ignore[arg-type]
+    finally:
+        del os.environ["DSHARD_TRANSPORT"]
+
+
+def test_every_use_of_a_parameter_is_right_through_memory_too(sharing: WorldPool):
+    # Found: under transforms of torch.func a header was lost, and ranks waited for each other until the timeout.
+    assert sharing.run(3, used_through_memory) == [[True]] * 3
 
 
 # --- nobody reads what somebody writes -------------------------------------------------------------------------------
