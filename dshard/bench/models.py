@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,9 +93,22 @@ def sharing_mesh() -> DeviceMesh:
 
 
 def shard(
-    kind: str, model: nn.Module, device: torch.device, *, policy: MixedPrecisionPolicy | None = None
+    kind: str,
+    model: nn.Module,
+    device: torch.device,
+    *,
+    policy: MixedPrecisionPolicy | None = None,
+    inner: Callable[[Any], Sequence[nn.Module]] = lambda _: (),
 ) -> nn.Module:
-    """Shard a model whose blocks are in ``model.blocks``, in the way that `kind` says; plain kinds are left alone."""
+    """Shard a model whose blocks are in ``model.blocks``, in the way that `kind` says; plain kinds are left alone.
+
+    Args:
+        kind: Of `KINDS`, or made of one.
+        model: Changed in place, but by DDP, which wraps it.
+        device: Of the mesh.
+        policy: Dtypes to compute and to reduce in.
+        inner: Modules of a block that are units of their own.
+    """
     if kind == "DDP":
         return DistributedDataParallel(model)
     library = _SHARD.get(kind.split(",")[0])
@@ -109,7 +122,8 @@ def shard(
         options["mp_policy"] = policy
     assert isinstance(model.blocks, nn.ModuleList)
     for block in model.blocks:
-        library(block, **options)
+        for module in (*inner(block), block):
+            library(module, **options)
     return library(model, **options)
 
 

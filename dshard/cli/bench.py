@@ -97,6 +97,8 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     if name in _WORLD_SIZES:
         sizes = _WORLD_SIZES[name]
         parser.add_argument("--world-sizes", type=int, nargs="+", default=sizes, metavar="RANKS", help=_spaced(sizes))
+    if name == "step":
+        parser.add_argument("--family", action="store_true", help="nine other kinds of work in the place of the GPT's")
     if name == "scale":
         parser.add_argument("--units", type=int, nargs="+", default=_UNITS, help=f"two or more ({_spaced(_UNITS)})")
     if name == "collectives":
@@ -245,7 +247,8 @@ def _measure_gpt(args: argparse.Namespace, output: Any) -> None:
     size = Size(layers=args.layers, width=args.width)
     narrow = Size(layers=args.layers, width=args.width, vocab=256, heads=4)  # where the host is what is measured
     if args.benchmark == "step":
-        step.run(output, num_ranks=args.ranks, num_rounds=args.rounds, size=size)
+        measure = step.run_family if args.family else step.run
+        measure(output, num_ranks=args.ranks, num_rounds=args.rounds, size=size)
     elif args.benchmark == "compile":
         compiled.run(output, num_ranks=args.ranks, num_rounds=args.rounds, size=size)
     elif args.benchmark == "memory":

@@ -127,8 +127,10 @@ class Eviction:
             return told is False
         if isinstance(self._context.settings.memory_budget, int):
             return True
+        if self._reshards(unit):
+            return False
         others = [other.settings.reshard_after_forward for other in self._context.units if other is not unit]
-        return not self._reshards(unit) and bool(others) and all(other is False for other in others)
+        return bool(others) and all(other is False for other in others)
 
     def _reshards(self, unit: "Unit") -> bool:
         """Whether `unit` is freed when its forward ends; by default all but the root's own unit are.
@@ -155,10 +157,10 @@ class Eviction:
     def _fit_into(self, budget_bytes: int) -> None:
         """Drop the copies that are used last, of units that were not told, until the others fit.
 
-        The use that counts is that of the backward, or of the forwards themselves where no gradient is recorded.
+        The use that counts is that of the backward; in evaluation that of this forward, or of the next one.
         """
         schedule = self._context.schedule
-        known = None if torch.is_grad_enabled() else schedule.in_forwards()
+        known = schedule.in_forwards() if schedule.phase is Phase.EVAL else None
         kept = [
             (unit, unit.full_bytes, schedule.distance(unit) if known is None else known.get(unit, 2 * len(known)))
             for unit in self.gathered

@@ -4,6 +4,9 @@ import json
 import re
 import subprocess
 import sys
+import warnings
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +14,12 @@ import torch.distributed as dist
 
 from dshard.bench import output as output_module
 from dshard.bench.families import FAMILIES, stack
+from dshard.bench.models import Size
 from dshard.bench.plots import Bars, Lines, draw, figure_of
 from dshard.bench.scale import fit
+from dshard.bench.workloads import WORKLOADS
 from dshard.cli import main
+from dshard.testing import WorldPool
 from tests.cli.launch import RANK_VARIABLES, REPO
 
 KINDS = {"unsharded", "DDP", "FSDP2", "dshard", "FSDP2, no reshard", "dshard, no reshard"}
@@ -55,6 +61,26 @@ def bench(tmp_path, capsys):
     return run
 
 
+def values_after_steps(name: str) -> list[list[torch.Tensor]]:
+    """Parameters after three steps of a workload on equal batches: as it is, by FSDP2 and by dshard."""
+    work, size, found = WORKLOADS[name], Size(layers=1, width=32), []
+    for kind in ("unsharded", "FSDP2", "dshard", "FSDP2, no reshard", "dshard, no reshard"):
+        models: list[Any] = []
+
+        def made(size: Size, models: list[Any] = models) -> Any:
+            models.append(work.build(size))
+            return models[-1]
+
+        step = replace(work, build=made).step_of(kind, size)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # FSDP2 warns of results that are views
+            for _ in range(3):
+                step()
+        fulls = [param.full_tensor() if hasattr(param, "full_tensor") else param for param in models[0].parameters()]
+        found.append([full.detach().float() for full in fulls])
+    return found
+
+
 def test_step_writes_every_kind_and_its_exposed_time(bench):
     result, printed = bench("step", *TINY, "--rounds", 2, file="step_gloo_2")
     assert set(result["rows"]) == BATCHES
@@ -65,6 +91,24 @@ def test_step_writes_every_kind_and_its_exposed_time(bench):
     for way in ("", ", no reshard", ", through memory", ", no reshard, through memory"):
         assert f"overhead over unsharded{way}: " in printed
     assert result["header"]["num_ranks"] == 2
+
+
+@pytest.mark.slow
+def test_the_family_of_step_writes_every_kind_of_work(bench):
+    result, printed = bench("step", "--family", *TINY, "--rounds", 2, file="step_family_gloo_2")
+    assert set(result["rows"]) == set(WORKLOADS)
+    for name, rows in result["rows"].items():
+        assert set(rows) == (KINDS if name != "bf16" else KINDS - {"DDP"}) | SHARED
+        assert all(set(row) >= TIMES and row["rounds"] == 2 for row in rows.values())
+    assert printed.count("overhead over unsharded: ") == len(WORKLOADS)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_is_the_same_work_in_each_library(worlds: WorldPool, name):
+    for unsharded, *others in worlds.run(2, values_after_steps, name):
+        for values in others:
+            for found, expected in zip(values, unsharded, strict=True):
+                torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.slow
