@@ -328,12 +328,13 @@ def inference(how: str, num_calls_made: int, reshard: bool | None) -> Wire:
             model.eval()
             for _ in range(num_calls_made):
                 model(x)
-    assert not any(unit.is_gathered for m in model.modules() for unit in vars(m).get("_dshard_units", ()))
+    kept = [unit.is_gathered for m in model.modules() for unit in vars(m).get("_dshard_units", ())]
+    assert (all if reshard is False else any)(kept) == (reshard is False)
     return Wire.of(trace)
 
 
 @pytest.mark.parametrize("reshard", [True, False, None])
-def test_an_eval_forward_sends_each_weight_once_and_keeps_nothing(worlds: WorldPool, reshard):
+def test_an_eval_forward_sends_each_weight_once_and_keeps_nothing_that_is_resharded(worlds: WorldPool, reshard):
     wires = worlds.run(3, inference, "eval", 1, reshard)
     assert payload(wires) == 2 * P_LAYERED
     assert num_calls(wires) == num_calls(wires, "all_gather") == 3
