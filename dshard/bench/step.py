@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch.distributed as dist
 
-from dshard.bench.common import WORLD_TIMEOUT_S, Summary, gloo_world, interleave, summary
+from dshard.bench.common import WORLD_TIMEOUT_S, Step, Summary, gloo_world, interleave, summary
 from dshard.bench.models import KINDS, ROOT_ALONE, SHARED, Size, overheads, step_of
 from dshard.bench.output import Output, timing_table
 from dshard.bench.plots import Bars
@@ -18,8 +20,19 @@ def _measure(size: Size, batch: int, tokens: int, num_rounds: int) -> dict[str, 
     """Time all variants on this rank."""
     shared = ("dshard" + SHARED, "dshard, no reshard" + SHARED) if dist.get_world_size() > 1 else ()
     variants = {kind: step_of(kind, size, batch, tokens) for kind in (*KINDS, ROOT_ALONE, *shared)}
+    return _timed(variants, num_rounds)
+
+
+def _timed(variants: Mapping[str, Step], num_rounds: int) -> dict[str, Summary]:
     samples = interleave(variants, num_rounds=num_rounds, num_warmups=_NUM_WARMUPS)
     return {kind: summary(some) for kind, some in samples.items()}
+
+
+def _print(title: str, rows: dict[str, Summary], num_ranks: int) -> None:
+    print(f"\n{title}, {num_ranks} gloo ranks\n{timing_table(rows, with_exposed=True)}", flush=True)
+    if num_ranks > 1:
+        for suffix, share in overheads(rows).items():
+            print(f"overhead over unsharded{suffix}: {share:.2f} of FSDP2's", flush=True)
 
 
 def _measure_work(name: str, size: Size, num_rounds: int) -> dict[str, Summary]:
@@ -27,10 +40,7 @@ def _measure_work(name: str, size: Size, num_rounds: int) -> dict[str, Summary]:
     work = WORKLOADS[name]
     kinds = [kind for kind in KINDS if kind != "DDP" or work.policy is None]  # which knows no dtypes of this kind
     kinds += [kind + SHARED for kind in kinds if kind.startswith("dshard") and dist.get_world_size() > 1]
-    samples = interleave(
-        {kind: work.step_of(kind, size) for kind in kinds}, num_rounds=num_rounds, num_warmups=_NUM_WARMUPS
-    )
-    return {kind: summary(some) for kind, some in samples.items()}
+    return _timed({kind: work.step_of(kind, size) for kind in kinds}, num_rounds)
 
 
 def run_family(output: Output, *, num_ranks: int, num_rounds: int, size: Size) -> None:
@@ -39,10 +49,7 @@ def run_family(output: Output, *, num_ranks: int, num_rounds: int, size: Size) -
     for name in WORKLOADS:
         with gloo_world(num_ranks) as world:
             results[name] = world.run(_measure_work, name, size, num_rounds, timeout_s=WORLD_TIMEOUT_S)[0]
-        print(f"\n{name}, {num_ranks} gloo ranks\n{timing_table(results[name], with_exposed=True)}", flush=True)
-        if num_ranks > 1:
-            for suffix, share in overheads(results[name]).items():
-                print(f"overhead over unsharded{suffix}: {share:.2f} of FSDP2's", flush=True)
+        _print(name, results[name], num_ranks)
     bars = {name: {kind: row["median_ms"] for kind, row in rows.items()} for name, rows in results.items()}
     header = output.header(num_ranks=num_ranks)
     output.write(f"step_family_gloo_{num_ranks}", {"header": header, "rows": results}, [Bars("a step", "ms", bars)])
@@ -55,10 +62,7 @@ def run(output: Output, *, num_ranks: int, num_rounds: int, size: Size) -> None:
         for row, (batch, tokens) in _ROWS.items():
             rows = world.run(_measure, size, batch, tokens, num_rounds, timeout_s=WORLD_TIMEOUT_S)[0]
             results[row] = rows
-            print(f"\n{row}, {num_ranks} gloo ranks\n{timing_table(rows, with_exposed=True)}", flush=True)
-            if num_ranks > 1:
-                for suffix, share in overheads(rows).items():
-                    print(f"overhead over unsharded{suffix}: {share:.2f} of FSDP2's", flush=True)
+            _print(row, rows, num_ranks)
     panels = [
         Bars(title, "ms, median", {row: {k: r.get(key) for k, r in rows.items()} for row, rows in results.items()})
         for title, key in (("a training step", "median_ms"), ("of it, waiting for peers", "exposed_ms"))

@@ -186,7 +186,7 @@ class Line:
 
     def _post(self, posted: "deque[_Posted]", peer: int) -> None:
         assert self._transport is not None
-        row = torch.frombuffer(bytearray(HEADER_BYTES), dtype=torch.uint8)  # no transform of torch.func wraps it
+        row = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         posted.append(_Posted(row, self._transport.listen(row, peer)))
 
     def _next(self, peer: int, said: "Exchange", group: ProcessGroup) -> Tensor:

@@ -95,8 +95,8 @@ class OutRing(Ring):
         super().__init__(arena, place[1], peer)
         self._held = place[0]
         self._unread: dict[int, Callable[[], object] | None] = {}  # by flag
-        self._free = list(range(_NUM_FLAGS))[::-1]
-        self._num_used = 0  # flags, from the first one on
+        self._free: list[int] = []  # flags that were used, and are not now
+        self._num_used = 0  # at some time, from the first one on
 
     def write(
         self,
@@ -119,7 +119,7 @@ class OutRing(Ring):
             self._make_room(limit_s)
         flag, has_values = 0, offer[1] > 0
         if has_values:
-            flag = self._free.pop()
+            flag = self._free.pop() if self._free else self._num_used
             self._unread[flag], self._num_used = on_read, max(self._num_used, flag + 1)
         record = self._record(self._count)
         record[:HEADER_BYTES] = header.numpy().data
@@ -130,7 +130,7 @@ class OutRing(Ring):
             on_read()
 
     def _is_full(self) -> bool:
-        return (self._count - self._read[0]) & 0xFFFFFFFF >= _NUM_RECORDS or not self._free
+        return (self._count - self._read[0]) & 0xFFFFFFFF >= _NUM_RECORDS or len(self._unread) >= _NUM_FLAGS
 
     def _make_room(self, limit_s: float | None) -> None:
         until = None if limit_s is None else time.monotonic() + limit_s
@@ -148,8 +148,8 @@ class OutRing(Ring):
         flags = bytes(self._flags[: self._num_used])
         at = flags.find(1)
         while at >= 0:
-            self._flags[at] = 0
-            if at in self._unread:  # else taken back by what a call below has called
+            if self._flags[at]:  # else taken back within a call below
+                self._flags[at] = 0
                 on_read = self._unread.pop(at)
                 self._free.append(at)
                 if on_read is not None:
@@ -216,7 +216,7 @@ class InRing(Ring):
             if number in self._records:
                 break
             self._check_for(number)
-            if not self._tail.wait_while(seen, limit_s, partial(self._check_for, number)):
+            if not self._tail.wait_while(seen, limit_s, partial(self._look, number)):
                 raise RuntimeError(f"{_timed_out(limit_s)} for process {self._peer.pid}")
         header, offer = self._records.pop(number)
         row.numpy()[:] = memoryview(header)
@@ -231,12 +231,16 @@ class InRing(Ring):
         return ((self._tail.value - number) & 0xFFFFFFFF) >= 1 << 31
 
     def _check_for(self, number: int) -> None:
-        """Raise where a record is not there, and will not come; peers may wait for room in other rings meanwhile."""
-        _pump_all()
+        """Raise where a record is not there, and will not come."""
         is_closed, has_ended = self._view[_CLOSED], self._peer.has_ended()
         if self._is_behind(number) and (is_closed or has_ended):
             what = "has ended" if has_ended else "has closed the process group"
             raise RuntimeError(f"connection closed by peer: process {self._peer.pid} {what}")
+
+    def _look(self, number: int) -> None:
+        """`_check_for`, while waiting: peers may wait for room in other rings."""
+        _pump_all()
+        self._check_for(number)
 
 
 _LISTENING: "weakref.WeakSet[InRing]" = weakref.WeakSet()

@@ -25,7 +25,6 @@ from dshard import collectives
 from dshard.collectives import ReduceOp, ShardGroup, transport
 from dshard.collectives.arena import Arena
 from dshard.collectives.futex import why_not
-from dshard.collectives.rings import _NUM_FLAGS
 from dshard.collectives.transport import ByMessages, ThroughMemory, transport_of
 from dshard.testing import World, WorldPool, expect_error
 from tests.tensor.test_uses import USES, used_as_plain
@@ -215,7 +214,7 @@ def leaves_often(num_times: int) -> int:
     (total,) = collectives.all_reduce([values_of(0, 1, rank, 5)], idle, ReduceOp.SUM, label="last").wait()
     rings = transport_of(idle)._rings[1 - rank]  # type: ignore[attr-defined]
     assert torch.equal(total, sum(values_of(0, 1, r, 5) for r in range(2)))
-    return max(_NUM_FLAGS - len(rings[0]._free), len(rings[1]._records))
+    return max(len(rings[0]._unread), len(rings[1]._records))
 
 
 def test_steps_that_are_left_fill_no_ring_of_an_idle_group(worlds: WorldPool):
@@ -231,8 +230,7 @@ def nobody_waits(num_steps: int) -> list[bool]:
         collectives.all_reduce([values_of(0, step, rank, 5)], group, ReduceOp.SUM, label="a sum").wait()
     out = transport_of(group)._rings[1 - rank][0]  # type: ignore[attr-defined]
     out.collect()
-    num_held = _NUM_FLAGS - len(out._free)
-    return [num_held < 5, torch.equal(late.wait()[0], sum(values_of(0, 0, r, 5) for r in range(2)))]
+    return [len(out._unread) < 5, torch.equal(late.wait()[0], sum(values_of(0, 0, r, 5) for r in range(2)))]
 
 
 def test_a_collective_that_nobody_waits_for_holds_up_no_other(worlds: WorldPool):
