@@ -100,7 +100,7 @@ class Exchange:
         self._is_wanted = True
         self._line = line_of(group)
         self._transport: Transport = self._try(lambda: self._line.transport(group))
-        self._readers = Readers(self._transport.collect)
+        self._readers = Readers(self._transport.collect, self._transport.is_awaited)
         self.number = self._line.note()
         self._channel = zlib.crc32(f"{int(kind)} {label} {sizes} {tag} {self.number}".encode()) & 0x3FFFFFFF
         self.own = header(kind, label, tag, self.number)
@@ -146,7 +146,7 @@ class Exchange:
     def expect(self, numel: int, dtype: torch.dtype, pool: BufferPool) -> None:
         """Have every peer send a row of as many elements, and nothing else; `received` gives it."""
         self._rows = _Rows(numel, dtype, pool)
-        if self._transport.arena is None:
+        if self._transport.arena is None and numel:
             buffer = self._rows.buffer = pool.take(len(self._group.peers) * numel * dtype.itemsize, torch.device("cpu"))
             rows = buffer.memory.view(dtype).view(-1, numel)
             for peer, row in zip(self._group.peers, rows, strict=True):

@@ -2,6 +2,7 @@
 
 import mmap
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,8 @@ from torch import Tensor
 from dshard.collectives.arena import Arena
 
 _OWN_PAGES_BYTES = 1 << 20  # smaller buffers come from the heap
+_PATIENCE_S = 0.25  # with peers that have still to read, ahead of taking new memory
+_PAUSES_S = 5e-5, 1e-3  # between two looks at them: the first one, and the longest
 _USES_OF = Tensor._use_count  # type: ignore[attr-defined]
 
 
@@ -43,12 +46,13 @@ class Readers:
 
     Args:
         look: Has those counted that have read by now.
+        is_awaited: Whether one of them waits for this rank meanwhile.
     """
 
-    __slots__ = ("_then", "held", "look", "num_left")
+    __slots__ = ("_then", "held", "is_awaited", "look", "num_left")
 
-    def __init__(self, look: Callable[[], object]) -> None:
-        self.look = look
+    def __init__(self, look: Callable[[], object], is_awaited: Callable[[], bool]) -> None:
+        self.look, self.is_awaited = look, is_awaited
         self.num_left = 0
         self.held: list[Any] = []  # what they read
         self._then: list[Callable[[], object]] = []
@@ -150,7 +154,8 @@ def _as_uninitialized(buffer: Buffer) -> Buffer:
 class BufferPool:
     """Flat buffers of bytes that are handed out again once nothing refers to their memory.
 
-    What it keeps and what is in use together never exceed what was in use at one time, in this step or the last.
+    What it keeps and what is in use together never exceed what was in use at one time, in this step or the last. What
+    peers still read counts as in use; rather than have more memory because of it, `take` waits for them for a while.
     Devices other than the CPU have an allocator that caches; there, every buffer is new.
     """
 
@@ -158,6 +163,8 @@ class BufferPool:
         self._kept: list[Buffer] = []  # the longest unused first
         self.kept_bytes = 0  # that wait to be used again
         self._lent: list[Buffer] = []  # to somebody who will not give them back
+        self._still_read: dict[Buffer, Readers] = {}  # that were given back, by peers
+        self._patience_s = _PATIENCE_S
         self._in_use = _InUse()
         self._peak_bytes = 0  # most in use at one time since the last `mark`
         self._last_peak_bytes = 0
@@ -171,9 +178,13 @@ class BufferPool:
         """A buffer of `num_bytes` bytes with any content, in an arena if one is given; give it back when done."""
         if device.type != "cpu":
             return _fresh(num_bytes, device)
-        self._peak_bytes = max(self._peak_bytes, self.out_bytes + num_bytes)
         self._collect()
+        still_read = sum(each.memory.numel() for each in self._still_read)
+        self._peak_bytes = max(self._peak_bytes, self.out_bytes - still_read + num_bytes)
         buffer = self._find(num_bytes, arena)
+        if buffer is None and self._still_read:
+            self._await_readers(num_bytes)
+            buffer = self._find(num_bytes, arena)
         if buffer is None:
             self._trim(num_bytes)
             buffer = _fresh(num_bytes, device, arena)
@@ -181,6 +192,25 @@ class BufferPool:
             _as_uninitialized(buffer)
         buffer.hand_out(self._in_use)
         return buffer
+
+    def _await_readers(self, num_more: int) -> None:
+        """Wait for peers to read, where new memory would be more than what all others need; for a while.
+
+        A peer may be at something else, and never come before this rank does.
+        """
+        limit, begin = max(self._peak_bytes, self._last_peak_bytes), time.monotonic()
+        pause_s = _PAUSES_S[0]
+        while self._still_read and self.out_bytes + num_more > limit:
+            for readers in list(self._still_read.values()):
+                readers.look()
+            if any(readers.is_awaited() for readers in self._still_read.values()):
+                return
+            if time.monotonic() - begin > self._patience_s:
+                self._patience_s /= 2
+                return
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSES_S[1])
+        self._patience_s = min(2 * self._patience_s, _PATIENCE_S)
 
     def _find(self, num_bytes: int, arena: Arena | None) -> Buffer | None:
         """The buffer of this size that was used last."""
@@ -196,7 +226,8 @@ class BufferPool:
         if readers is not None and readers.num_left > 0:
             readers.look()
             if readers.num_left > 0:
-                readers.afterwards(partial(self.give, buffer))
+                self._still_read[buffer] = readers
+                readers.afterwards(partial(self._take_back, buffer))
                 return
         memory = buffer.memory
         if memory.device.type != "cpu":
@@ -207,6 +238,11 @@ class BufferPool:
         self._kept.append(buffer)
         self.kept_bytes += memory.numel()
         self._trim()
+
+    def _take_back(self, buffer: Buffer) -> None:
+        """Peers have read what was given back before."""
+        del self._still_read[buffer]
+        self.give(buffer)
 
     def lend(self, buffer: Buffer) -> None:
         """Take a buffer back as soon as nobody refers to its memory any more; until then it counts as in use."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dshard.collectives import ledger
 from dshard.collectives._c10d import ReduceOp
-from dshard.collectives.exchange import Exchange
+from dshard.collectives.exchange import Exchange, shared_memory_of
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.header import Kind
 from dshard.collectives.memory import BufferPool
@@ -66,31 +66,51 @@ def _all_reduce_flat(row: Tensor, replicas: ShardGroup, mean: bool, label: str, 
 def _all_reduce_direct(
     row: Tensor, replicas: ShardGroup, mean: bool, label: str, tag: int, pool: BufferPool, num_flags: int
 ) -> _Steps:
+    """Each rank adds its part straight from what the peers sent, or from their memory; then the parts are swapped."""
+    arena, memory = shared_memory_of(replicas), None
+    out = row
+    if arena is not None:  # peers read from a copy, which stays until they have
+        memory = pool.take(row.nbytes, row.device, arena)
+        out = memory.memory.view(row.dtype).copy_(row)
     size = math.ceil(row.numel() / replicas.num_ranks)
-    parts = [row[r * size : (r + 1) * size] for r in range(replicas.num_ranks)]  # the last ones may be shorter
+    outs, parts = _split(out, size, replicas.num_ranks), _split(row, size, replicas.num_ranks)
     own = parts[replicas.rank]
-    buffer = pool.take(replicas.num_ranks * own.numel() * row.element_size(), row.device)
-    received = buffer.memory.view(row.dtype).view(replicas.num_ranks, own.numel())
     sent = sum(parts[peer].numel() + own.numel() for peer in replicas.peers) * row.element_size()
     flags = _bytes_of_flags(num_flags, row, replicas)
     record("all_reduce", label, replicas.num_ranks, sent - flags, 0, flags + 2 * HEADER_BYTES * len(replicas.peers))
 
     scatter = Exchange(replicas, Kind.REDUCE, label, tag, row.nbytes)
+    scatter.expect(own.numel(), row.dtype, pool)
+    if memory is not None:
+        scatter.lies_in(memory)
     for peer in replicas.peers:
-        scatter.swap(received[peer], parts[peer], peer)
+        if outs[peer].numel():
+            scatter.send(outs[peer], peer)
     scatter.start()
     yield _handle(scatter, label, replicas)
-    received[replicas.rank].copy_(own)
     if own.numel():
-        own.copy_(sum_in_pairs(list(received.unbind()), mean=mean))
-    del received, scatter
-    pool.give(buffer)
-    del buffer
+        received = [own if rank == replicas.rank else scatter.received(rank) for rank in range(replicas.num_ranks)]
+        own.copy_(sum_in_pairs(received, mean=mean))
+        del received
+        if memory is not None:
+            outs[replicas.rank].copy_(own)
+    scatter.end_reading()
+    del scatter
     gather = Exchange(replicas, Kind.GATHER, label, tag, row.nbytes)
+    if memory is not None:
+        gather.lies_in(memory)
     for peer in replicas.peers:
-        gather.swap(parts[peer], own, peer)
+        gather.swap(parts[peer], outs[replicas.rank], peer)
     gather.start()
+    del out, outs
     yield _handle(gather, label, replicas)
+    if memory is not None:
+        pool.give(memory)
+
+
+def _split(row: Tensor, size: int, num_ranks: int) -> list[Tensor]:
+    """A part of each rank; the last ones may be shorter."""
+    return [row[rank * size : (rank + 1) * size] for rank in range(num_ranks)]
 
 
 def _bytes_of_flags(num_flags: int, row: Tensor, replicas: ShardGroup) -> int:

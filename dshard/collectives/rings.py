@@ -20,8 +20,9 @@ _NUM_RECORDS = 256  # that are not read yet
 _NUM_FLAGS = 1 << 14  # of values that are not read yet: a byte each
 _PAUSE_S = 0.001  # between two looks for room
 _RECORD_BYTES = 128
-# It begins with how many records were written; then how many read, whether it is closed, and whether it is abandoned.
-_READ, _CLOSED, _ABANDONED = slice(8, 12), 16, 17
+# It begins with how many records were written; then how many read, whether it is closed, whether it is abandoned, and
+# whether the reader waits for more than there was at the count behind it.
+_READ, _CLOSED, _ABANDONED, _WAITS, _WAITS_AT = slice(8, 12), 16, 17, 18, slice(20, 24)
 _FLAGS, _START = 64, 64 + _NUM_FLAGS
 _OFFER = struct.Struct("<QQQI")  # where values lie, how many bytes, a number that tells messages apart, which flag
 RING_BYTES = _START + _NUM_RECORDS * _RECORD_BYTES
@@ -70,6 +71,7 @@ class Ring:
         self._flags = self._view[_FLAGS:_START]  # set by the one that reads when it needs the values no more
         self._tail = Word(self._view[:4], memory.address + offset)
         self._read = self._view[_READ].cast("I")
+        self._waits_at = self._view[_WAITS_AT].cast("I")
         self._count = 0  # of the records that this side has written, or awaits
 
     def _record(self, number: int) -> memoryview:
@@ -156,6 +158,10 @@ class OutRing(Ring):
                     on_read()
             at = flags.find(1, at + 1)
 
+    def is_awaited(self) -> bool:
+        """Whether the peer waits for the next record here, and has not read all values yet."""
+        return bool(self._unread and self._view[_WAITS]) and self._waits_at[0] == self._count & 0xFFFFFFFF
+
     def close(self) -> None:
         """Nothing more will be said; what was is kept until the peer has read it, or will not."""
         self._view[_CLOSED] = 1
@@ -216,11 +222,19 @@ class InRing(Ring):
             if number in self._records:
                 break
             self._check_for(number)
-            if not self._tail.wait_while(seen, limit_s, partial(self._look, number)):
+            if not self._wait(seen, limit_s, number):
                 raise RuntimeError(f"{_timed_out(limit_s)} for process {self._peer.pid}")
         header, offer = self._records.pop(number)
         row.numpy()[:] = memoryview(header)
         return offer
+
+    def _wait(self, seen: int, limit_s: float | None, number: int) -> bool:
+        """Wait for more records than were seen, and let the writer know."""
+        self._waits_at[0], self._view[_WAITS] = seen, 1
+        try:
+            return self._tail.wait_while(seen, limit_s, partial(self._look, number))
+        finally:
+            self._view[_WAITS] = 0
 
     def close(self) -> None:
         """Nothing more will be read."""

@@ -64,6 +64,9 @@ class Transport(Protocol):
     def collect(self) -> None:
         """Take back memory that peers have read."""
 
+    def is_awaited(self) -> bool:
+        """Whether a peer that has still to read waits for this rank, and so will not read before that goes on."""
+
 
 class Sent:
     """Values in shared memory.
@@ -122,6 +125,10 @@ class ByMessages:
     def collect(self) -> None:
         """Nothing is kept."""
 
+    def is_awaited(self) -> bool:
+        """Nothing is read late."""
+        return False
+
 
 class ThroughMemory:
     """Headers are records in shared memory, and tell where values lie.
@@ -152,6 +159,10 @@ class ThroughMemory:
         """Take back memory that peers have read."""
         for out, _ in self._rings.values():
             out.collect()
+
+    def is_awaited(self) -> bool:
+        """Whether a peer that has still to read waits for this rank, and so will not read before that goes on."""
+        return any(out.is_awaited() for out, _ in self._rings.values())
 
 
 _CLOSED: list[OutRing] = []  # whose peers may still read what was said

@@ -250,7 +250,7 @@ class _Reduction:
         among = 0
         if cluster.keeps_received_rows and num_replicas > 1:
             part = ceil_div(row, num_replicas)
-            among = num_replicas * part + _header_bytes(num_replicas, cluster)
+            among = (num_replicas - 1) * part + _header_bytes(num_replicas, cluster)
             sums = max(sums, _sum_bytes(row if within > 1 else part, widest, max(within, num_replicas)))
         if within == 1:  # there is nothing to reduce but among replicas
             received, among = among, 0

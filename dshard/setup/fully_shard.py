@@ -74,7 +74,8 @@ def fully_shard(
         reshard_after_forward: Whether the unit is freed between forward and backward, and gathered again. None
             means True, except for what stays with the root. A number of ranks that divides that of a parameter's shards
             keeps a part of the gathered copies in each, so that backward gathers among as many neighbours alone; 1
-            means False, and the number of the shards True.
+            means False, and the number of the shards True. What False keeps outlives forwards without gradients, too,
+            until its weights are written or a backward frees it.
         shard_placement_fn: Gives each parameter's placement: `Shard(dim)`, `Replicate()`, or None for `Shard(0)`; or
             torch's `ShardPlacementResult`, which names a mesh for that parameter, too. Uneven dims are padded on the
             wire alone.
@@ -97,7 +98,7 @@ def fully_shard(
         memory_budget: Bytes of gathered copies that may stay between forward and backward, for the whole model; in
             the place of `reshard_after_forward=None`. Those that the backward uses last go first. 0 gathers every
             unit twice a step, the model's size once. "auto" takes four fifths of what is free on the rank that has
-            the least, when the first step is over.
+            the least, when the first step is over. Forwards without gradients keep as many bytes.
         auto_wrap_policy: Which modules below become units of their own, as if this had been called on each of them
             first, children before parents: a set of module classes, a function that is given a module and returns a
             bool, or a policy of torch's FSDP1. Modules of which no parameter is left to take are passed over.

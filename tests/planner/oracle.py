@@ -117,8 +117,8 @@ class _Unit:
         received, self.sums, self.among = (row if within > 1 else 0), 0, 0
         if gloo:
             received = (within - 1) * row + (HEADER * (within + 1) if within > 1 and row else 0)
-            own = ceil(row / replicas)  # of a row that is all-reduced, each rank adds up a part
-            self.among = replicas * own + HEADER * (replicas + 1) if replicas > 1 else 0
+            own = ceil(row / replicas)  # of a row that is all-reduced, each rank adds up a part, and holds the peers'
+            self.among = (replicas - 1) * own + HEADER * (replicas + 1) if replicas > 1 else 0
             added = row if within > 1 else own
             self.sums = added_up(added, widest or 4, max(within, replicas))
         if within == 1:

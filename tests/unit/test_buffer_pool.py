@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dshard.collectives import Buffer, BufferPool
+from dshard.collectives import Buffer, BufferPool, memory
+from dshard.collectives.memory import Readers
 
 CPU = torch.device("cpu")
 
@@ -160,3 +161,53 @@ def test_memory_that_is_used_again_is_not_a_number_when_uninitialized_memory_is(
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+# --- memory that peers still read ------------------------------------------------------------------------------------
+
+
+def given_back(pool: BufferPool, looks: int | None, *, is_awaited: bool = False) -> Buffer:
+    """A buffer that its owner is through with, and a peer reads after so many looks; None for never."""
+    buffer, num_looks = pool.take(4096, CPU), 0
+
+    def look() -> None:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == looks:
+            readers.leave()
+
+    readers = Readers(look, lambda: is_awaited)
+    readers.num_left = 1
+    readers.held.append(buffer)
+    buffer.readers = readers
+    pool.give(buffer)
+    return buffer
+
+
+def test_rather_than_take_more_memory_a_pool_waits_until_peers_have_read():
+    pool = BufferPool()
+    buffer = given_back(pool, 5)
+    assert pool.out_bytes == 4096  # peers read it
+    assert pool.take(4096, CPU) is buffer
+    assert pool.out_bytes == 4096
+
+
+def test_where_there_was_room_before_a_pool_does_not_wait_for_readers():
+    pool = BufferPool()
+    for each in [pool.take(4096, CPU) for _ in range(2)]:
+        pool.give(each)
+    pool.clear()
+    buffer = given_back(pool, None)
+    assert pool._patience_s == memory._PATIENCE_S
+    assert pool.take(4096, CPU) is not buffer
+    assert pool._patience_s == memory._PATIENCE_S
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_a_peer_that_does_not_read_is_not_waited_for_without_end(is_awaited):
+    pool = BufferPool()
+    buffer = given_back(pool, None, is_awaited=is_awaited)
+    other = pool.take(4096, CPU)
+    assert other is not buffer
+    assert pool.out_bytes == 2 * 4096
+    assert pool._patience_s == memory._PATIENCE_S / (1 if is_awaited else 2)
