@@ -12,7 +12,7 @@ from dshard import collectives
 from dshard.autograd.modes import outside_autograd
 from dshard.collectives import GatherPlan, shard_of
 from dshard.errors import StateError
-from dshard.layout import BucketLayout
+from dshard.layout import MIN_DIRECT_BYTES, BucketLayout
 from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import group_of, placements_of
 from dshard.tensor.shard_storage import ShardStorage
@@ -99,7 +99,9 @@ def _fulls(tensors: Sequence[ShardedTensor]) -> list[Tensor]:
     if first.shard_layout.dim is None or first.is_meta or group.num_ranks == 1:
         return shards if not first.is_meta else [torch.empty(t.shard_layout.shape, device="meta") for t in tensors]
     strides = [gathered_stride(t.shard_layout, t.stride()) for t in tensors]
-    plan = GatherPlan.of(BucketLayout.of([t.shard_layout for t in tensors]), strides, first.storage_dtype, group)
+    bucket = BucketLayout.of([t.shard_layout for t in tensors])
+    least = 0 if len(tensors) == 1 else MIN_DIRECT_BYTES  # one alone needs no rows to be cut out of, of its size again
+    plan = GatherPlan.of(bucket, strides, first.storage_dtype, group, min_direct_bytes=least)
     here = [shard.to(group.device_type) for shard in shards]
     tag = hash(tuple(t.shard_storage.signature for t in tensors))
     return collectives.all_gather(here, plan, group, label=f"move of '{first.name}'", tag=tag).wait().tensors

@@ -473,6 +473,6 @@ def switched(before: str, after: str, has_grads: bool) -> tuple[int, int]:
     ],
 )
 def test_a_switch_takes_no_more_than_the_larger_strategy_and_a_unit(worlds: WorldPool, before, after, has_grads):
-    unit_bytes = 4 * 65 * 64 * 2  # of which 1.84 are taken by a switch from full to ddp
+    unit_bytes = 4 * 65 * 64 * 3 // 2  # gathered whole, beside the shard that it was
     for peak, needed in worlds.run(2, switched, before, after, has_grads, timeout_s=180):
         assert peak <= needed + unit_bytes
