@@ -25,7 +25,7 @@ def stage_shards() -> None:
             return torchs_own(self, x, memo, non_blocking=non_blocking)
         if x.is_view:
             return torchs_own(self, x.full_tensor().detach(), memo, non_blocking=non_blocking)
-        shard = x.to_local()
+        shard = x.shard_storage.resolve()
         copied = memo[id(x)] = DTensor(
             torchs_own(self, shard, memo, non_blocking=non_blocking),
             DTensorSpec(x.device_mesh, x.placements, tensor_meta=TensorMeta(x.shape, x.stride(), shard.dtype)),

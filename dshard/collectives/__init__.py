@@ -10,8 +10,10 @@ from dshard.collectives._c10d import (
 )
 from dshard.collectives.custom import Comms, with_comms
 from dshard.collectives.exact import exact_norm
-from dshard.collectives.gather import Gathered, all_gather
+from dshard.collectives.exchange import shares_memory
+from dshard.collectives.gather import Gathered, all_gather, gather_in_place
 from dshard.collectives.group import Handle, ShardGroup
+from dshard.collectives.host_copy import HostCopy, make_host_copy
 from dshard.collectives.ledger import num_noted, settle
 from dshard.collectives.lines import TimesLeft, announce, begin, end, give_up, is_torn, times_left, withdraw
 from dshard.collectives.memory import Buffer, BufferPool, is_storage_held
@@ -35,6 +37,7 @@ __all__ = [
     "GatherPlan",
     "Gathered",
     "Handle",
+    "HostCopy",
     "ReduceBucket",
     "ReduceOp",
     "ReducePlan",
@@ -55,15 +58,18 @@ __all__ = [
     "default_backend",
     "end",
     "exact_norm",
+    "gather_in_place",
     "give_up",
     "group_named",
     "is_initialized",
     "is_storage_held",
     "is_torn",
+    "make_host_copy",
     "nodes_between",
     "num_noted",
     "settle",
     "shard_of",
+    "shares_memory",
     "timeout_of",
     "times_left",
     "with_comms",

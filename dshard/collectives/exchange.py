@@ -106,6 +106,8 @@ class Exchange:
         self.own = header(kind, label, tag, self.number)
         self.sent: dict[int, Work] = {}
         self.values: dict[int, Sent] = {}
+        self.word = 0  # told beside the header, through memory, where there are no values
+        self.words: dict[int, int] = {}  # what each peer told so
         self.heard: dict[int, Tensor] = {}
         self.is_heard, self.place, self.beyond = False, 0, 0
 
@@ -191,7 +193,7 @@ class Exchange:
         for peer, tensors in self._outward.items():
             key = tuple(map(id, tensors)) if self._mirrored is None else ()
             if key not in places:
-                places[key] = self._place_of(tensors, transport, arena)
+                places[key] = self._place_of(tensors, transport, arena) if not self.word else (self.word, 0)
             self.values[peer] = Sent(*places[key], self._channel, self._readers.leave)
         self._outward.clear()
 
@@ -304,6 +306,7 @@ class Exchange:
                 own = self._mirrored
                 sources = _cut(values, tensors) if own is None else _same_places(values, tensors, own.memory)
                 torch._foreach_copy_(tensors, sources)
+            self.words[peer] = offer.offset
             del self.offers[peer]
             offer.release()
 
@@ -340,6 +343,11 @@ class Exchange:
         error = DivergenceError(what, (rank,) if why.text else ())
         error.left_step = True
         return error, why if why.text else Why(f"rank {rank} was at another forward")
+
+
+def shares_memory(group: ShardGroup) -> bool:
+    """Whether the ranks of a group, of which there are several, read what others send in these ranks' memory."""
+    return group.is_direct and group.num_ranks > 1 and line_of(group).transport(group).arena is not None
 
 
 def shared_memory_of(group: ShardGroup) -> Arena | None:

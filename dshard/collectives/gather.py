@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +11,11 @@ from dshard.collectives import ledger
 from dshard.collectives.exchange import Exchange, shared_memory_of
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.header import Kind
+from dshard.collectives.host_copy import HostCopy
 from dshard.collectives.memory import Buffer, BufferPool
+from dshard.collectives.places import Places
 from dshard.collectives.plan import GatherPlan, shard_of
+from dshard.collectives.stalls import failure
 from dshard.collectives.trace import record
 from dshard.layout import HEADER_BYTES, ShardLayout
 
@@ -25,25 +27,12 @@ class Gathered:
     Args:
         tensors: One per tensor of the bucket; not to be changed.
         memory: What they lie in, or None where they have memory of their own.
+        host_copy: What they lie in where they are once for all ranks of a host; must be told when nobody reads them.
     """
 
     tensors: list[Tensor]
     memory: Buffer | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Where a plan puts everything in the memory of a bucket."""
-
-    fulls: list[Tensor]  # the full tensors
-    slots: list[Any]  # the place of each packed tensor, shape (num_ranks, slot), where that is its memory; else None
-    values: Tensor | None  # all of it, flat; on a direct backend, else None
-    rows: Tensor | None  # the packed rows of all ranks, shape (num_ranks, row); on a direct backend, else None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors that share the memory."""
-        return tuple(t for t in (*self.fulls, *self.slots, self.values, self.rows) if t is not None)
+    host_copy: HostCopy | None = None
 
 
 def all_gather(
@@ -85,14 +74,56 @@ def all_gather(
             [],
             lambda: Gathered([_alone(s, plan.dtype, stride) for s, stride in zip(shards, plan.strides, strict=True)]),
         )
-    item, sent = plan.dtype.itemsize, group.num_ranks - 1
-    real, padding = plan.real_numel * item, plan.padding_numel * item
-    header_bytes = HEADER_BYTES if group.is_direct else 0
-    record("all_gather", label, group.num_ranks, real * sent, padding * sent, header_bytes * sent)
+    _record(plan, group, label)
     pool = pool or BufferPool()
     if group.is_direct:
         return _gather_direct(shards, plan, group, label, tag, pool)
     return _gather_flat(shards, plan, group, label, tag, pool, row)
+
+
+def gather_in_place(
+    shards: Sequence[Tensor],
+    host_copy: HostCopy,
+    plan: GatherPlan,
+    group: ShardGroup,
+    *,
+    label: str,
+    tag: int = 0,
+    unsure: Sequence[int] = (),
+) -> Handle[Gathered]:
+    """Gather the full tensors of a bucket that lie in memory of all ranks: as `all_gather`, by its headers alone.
+
+    Args:
+        shards: This rank's shards; those that do not lie in that memory are copied there.
+        host_copy: That memory.
+        plan: Of the bucket.
+        group: Ranks that hold the shards.
+        label: As in `all_gather`.
+        tag: As in `all_gather`.
+        unsure: Which of the shards somebody may have written to without a trace in their versions.
+
+    Communicates:
+        A header of 64 bytes to each peer.
+    """
+    _record(plan, group, label)
+    exchange = Exchange(group, Kind.GATHER, label, tag, plan.key)
+    exchange.word = host_copy.begin(shards, unsure)
+    exchange.start()
+
+    def finish() -> Gathered:
+        try:
+            return Gathered(host_copy.read(exchange.words), host_copy=host_copy)
+        except RuntimeError as error:
+            raise failure(f"the gather of '{label}'", error, group.process_group) from error
+
+    return Handle(f"all-gather of '{label}'", exchange, finish, group=group)
+
+
+def _record(plan: GatherPlan, group: ShardGroup, label: str) -> None:
+    item, sent = plan.dtype.itemsize, group.num_ranks - 1
+    real, padding = plan.real_numel * item, plan.padding_numel * item
+    header_bytes = HEADER_BYTES if group.is_direct else 0
+    record("all_gather", label, group.num_ranks, real * sent, padding * sent, header_bytes * sent)
 
 
 def _alone(shard: Tensor, dtype: torch.dtype, stride: Sequence[int]) -> Tensor:
@@ -119,7 +150,7 @@ def _gather_direct(
     """Every rank sends its shards to each peer."""
     dtype, shards = plan.dtype, _converted(shards, plan.dtype)
     memory = pool.take(plan.total_numel * dtype.itemsize, shards[0].device, shared_memory_of(group))
-    places: _Places = memory.cut(plan, partial(_places, plan))
+    places: Places = memory.cut(plan, partial(Places.of, plan))
     values, rows = places.values, places.rows
     assert values is not None
     assert rows is not None
@@ -153,24 +184,7 @@ def _part(values: Tensor, plan: GatherPlan, index: int, rank: int) -> Tensor:
     return values[start : start + extent.size * per_row]
 
 
-def _places(plan: GatherPlan, memory: Tensor) -> _Places:
-    """Cut the memory of a bucket; each full tensor has a version counter of its own."""
-    values, num_ranks = memory.view(plan.dtype), plan.bucket.num_ranks
-    regions = torch.unsafe_split_with_sizes(values, plan.regions)
-    fulls = [
-        torch.as_strided(region, layout.shape, stride)
-        for region, layout, stride in zip(regions, plan.bucket.layouts, plan.strides, strict=False)
-    ]
-    slots = [
-        torch.as_strided(regions[i], (num_ranks, size), (size, 1)) if is_front else None
-        for i, size, is_front in zip(plan.packed, plan.row.slot_sizes, plan.in_front, strict=True)
-    ]
-    if len(regions) == len(fulls):
-        return _Places(fulls, slots, None, None)
-    return _Places(fulls, slots, values, regions[-1].view(num_ranks, -1))
-
-
-def _unpack(rows: Tensor, places: _Places, plan: GatherPlan) -> None:
+def _unpack(rows: Tensor, places: Places, plan: GatherPlan) -> None:
     """Copy the packed tensors out of the rows."""
     if not plan.packed:
         return
@@ -214,7 +228,7 @@ def _gather_flat(
             full = torch.as_strided(rows, plan.bucket.layouts[0].shape, plan.strides[0])
             return Gathered([full.data], received)
         memory = pool.take(plan.total_numel * dtype.itemsize, device)
-        places: _Places = memory.cut(plan, partial(_places, plan))
+        places: Places = memory.cut(plan, partial(Places.of, plan))
         _unpack(rows if plan.row_numel == plan.row.segment_numel else rows[:, : plan.row.segment_numel], places, plan)
         del rows  # the pool takes back what nobody refers to
         if received is not None:

@@ -33,22 +33,22 @@ class Offer:
 
     Args:
         memory: The peer's.
-        offset: Where they lie.
+        offset: Where they lie; where there are none, a number that the peer tells beside its header.
         num_bytes: How many.
         channel: Tells messages apart.
         done: The byte in which to say so; none where there are no values.
     """
 
-    __slots__ = ("_done", "_memory", "_offset", "_pid", "channel", "num_bytes")
+    __slots__ = ("_done", "_memory", "_pid", "channel", "num_bytes", "offset")
 
     def __init__(self, memory: Mapped, offset: int, num_bytes: int, channel: int, done: memoryview | None) -> None:
-        self._memory, self._offset, self.num_bytes, self.channel = memory, offset, num_bytes, channel
+        self._memory, self.offset, self.num_bytes, self.channel = memory, offset, num_bytes, channel
         self._done = done
         self._pid = os.getpid()
 
     def values(self) -> Tensor:
         """The bytes, uint8; to be read, and not to be kept."""
-        return self._memory.tensor(self._offset, self.num_bytes)
+        return self._memory.tensor(self.offset, self.num_bytes)
 
     def release(self) -> None:
         """They have been read, or nobody wants them."""
@@ -66,7 +66,7 @@ class Ring:
     """
 
     def __init__(self, memory: Mapped, offset: int, peer: Peer) -> None:
-        self._memory, self._peer = memory, peer
+        self._memory, self.peer = memory, peer
         self._view = memory.view(offset, RING_BYTES)
         self._flags = self._view[_FLAGS:_START]  # set by the one that reads when it needs the values no more
         self._tail = Word(self._view[:4], memory.address + offset)
@@ -80,8 +80,8 @@ class Ring:
 
     def _check(self) -> None:
         """Raise where the other end is gone."""
-        if self._peer.has_ended():
-            raise RuntimeError(f"connection closed by peer: process {self._peer.pid} has ended")
+        if self.peer.has_ended():
+            raise RuntimeError(f"connection closed by peer: process {self.peer.pid} has ended")
 
 
 class OutRing(Ring):
@@ -140,7 +140,7 @@ class OutRing(Ring):
         while self._is_full():
             self._check()
             if until is not None and time.monotonic() > until:
-                raise RuntimeError(f"{_timed_out(limit_s)} for process {self._peer.pid} to read what it was sent")
+                raise RuntimeError(f"{_timed_out(limit_s)} for process {self.peer.pid} to read what it was sent")
             time.sleep(_PAUSE_S)
             _pump_all()
             self.collect()
@@ -159,8 +159,12 @@ class OutRing(Ring):
             at = flags.find(1, at + 1)
 
     def is_awaited(self) -> bool:
-        """Whether the peer waits for the next record here, and has not read all values yet."""
-        return bool(self._unread and self._view[_WAITS]) and self._waits_at[0] == self._count & 0xFFFFFFFF
+        """Whether the peer waits for the next record here."""
+        return bool(self._view[_WAITS]) and self._waits_at[0] == self._count & 0xFFFFFFFF
+
+    def is_unread(self) -> bool:
+        """Whether the peer has not read all values yet."""
+        return bool(self._unread)
 
     def close(self) -> None:
         """Nothing more will be said; what was is kept until the peer has read it, or will not."""
@@ -169,7 +173,7 @@ class OutRing(Ring):
 
     def is_abandoned(self) -> bool:
         """Whether the peer reads no more."""
-        return bool(self._view[_ABANDONED]) or self._peer.has_ended()
+        return bool(self._view[_ABANDONED]) or self.peer.has_ended()
 
 
 class InRing(Ring):
@@ -223,7 +227,7 @@ class InRing(Ring):
                 break
             self._check_for(number)
             if not self._wait(seen, limit_s, number):
-                raise RuntimeError(f"{_timed_out(limit_s)} for process {self._peer.pid}")
+                raise RuntimeError(f"{_timed_out(limit_s)} for process {self.peer.pid}")
         header, offer = self._records.pop(number)
         row.numpy()[:] = memoryview(header)
         return offer
@@ -246,10 +250,10 @@ class InRing(Ring):
 
     def _check_for(self, number: int) -> None:
         """Raise where a record is not there, and will not come."""
-        is_closed, has_ended = self._view[_CLOSED], self._peer.has_ended()
+        is_closed, has_ended = self._view[_CLOSED], self.peer.has_ended()
         if self._is_behind(number) and (is_closed or has_ended):
             what = "has ended" if has_ended else "has closed the process group"
-            raise RuntimeError(f"connection closed by peer: process {self._peer.pid} {what}")
+            raise RuntimeError(f"connection closed by peer: process {self.peer.pid} {what}")
 
     def _look(self, number: int) -> None:
         """`_check_for`, while waiting: peers may wait for room in other rings."""

@@ -1,8 +1,8 @@
 """How the ranks of a process group reach one another: by gloo's messages, or through memory where all are on one host.
 
-What is said, and what follows from it, is the same (`lines.py`, `exchange.py`). Messages are the default. With
-`DSHARD_TRANSPORT=memory` all ranks of a group find out together, ahead of their first collective, whether they share a
-host, by trying: each writes to its memory and looks for what the others have written to theirs.
+What is said, and what follows from it, is the same (`lines.py`, `exchange.py`). All ranks of a group find out together,
+ahead of their first collective, whether they share a host, by trying: each writes to its memory and looks for what the
+others have written to theirs. `DSHARD_TRANSPORT=messages` has them exchange messages all the same.
 """
 
 import logging
@@ -64,8 +64,16 @@ class Transport(Protocol):
     def collect(self) -> None:
         """Take back memory that peers have read."""
 
-    def is_awaited(self) -> bool:
-        """Whether a peer that has still to read waits for this rank, and so will not read before that goes on."""
+    def is_awaited(self, *, unread: bool = True) -> bool:
+        """Whether a peer waits for this rank, and so does nothing before that goes on.
+
+        Args:
+            unread: Look at those alone that have still to read values.
+        """
+
+    @property
+    def processes(self) -> dict[int, Peer]:
+        """The processes of the peers on this host, by rank."""
 
 
 class Sent:
@@ -125,9 +133,14 @@ class ByMessages:
     def collect(self) -> None:
         """Nothing is kept."""
 
-    def is_awaited(self) -> bool:
+    def is_awaited(self, *, unread: bool = True) -> bool:
         """Nothing is read late."""
         return False
+
+    @property
+    def processes(self) -> dict[int, Peer]:
+        """None is known."""
+        return {}
 
 
 class ThroughMemory:
@@ -160,9 +173,14 @@ class ThroughMemory:
         for out, _ in self._rings.values():
             out.collect()
 
-    def is_awaited(self) -> bool:
-        """Whether a peer that has still to read waits for this rank, and so will not read before that goes on."""
-        return any(out.is_awaited() for out, _ in self._rings.values())
+    def is_awaited(self, *, unread: bool = True) -> bool:
+        """Whether a peer waits for this rank; of those that have still to read values, or of all."""
+        return any(out.is_awaited() for out, _ in self._rings.values() if not unread or out.is_unread())
+
+    @property
+    def processes(self) -> dict[int, Peer]:
+        """The processes of the peers, by rank."""
+        return {rank: out.peer for rank, (out, _) in self._rings.items()}
 
 
 _CLOSED: list[OutRing] = []  # whose peers may still read what was said
@@ -192,7 +210,7 @@ def transport_of(group: ShardGroup) -> Transport:
 
 
 def _find(group: ShardGroup) -> Transport:
-    wanted = os.environ.get(_VARIABLE, "messages")
+    wanted = os.environ.get(_VARIABLE, "memory")
     if wanted == "messages":
         return ByMessages(group.process_group)
     if wanted != "memory":
@@ -237,8 +255,9 @@ def _agreed(group: ProcessGroup, device_type: str) -> Transport:
     if not why and all(bool(each.item()) for each in verdicts.values()):
         assert arena is not None
         return ThroughMemory(group, arena, rings)
-    if why:
-        log.warning(f"{_VARIABLE}=memory: the ranks of {_c10d.name_of(group)} exchange messages all the same: {why}.")
+    if why and device_type == "cpu":
+        level = logging.WARNING if _VARIABLE in os.environ else logging.INFO
+        log.log(level, f"The ranks of {_c10d.name_of(group)} exchange messages, not through shared memory: {why}.")
     return ByMessages(group)
 
 

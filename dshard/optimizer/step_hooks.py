@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from dshard.optimizer.replace import repoint_optimizer
 from dshard.optimizer.swap import begin_swap, check_interrupted, check_kernels, end_swap
 from dshard.tensor import stepping
+from dshard.tensor.sharded_tensor import SHARDED
 
 Listener = Callable[[Optimizer], object]
 
@@ -60,8 +61,24 @@ def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     repoint_optimizer(optimizer)
     for listener in tuple(_Steps.before):
         listener(optimizer)
+    _await_readers(optimizer)
     check_kernels(optimizer)
     begin_swap(optimizer, args, kwargs)
+
+
+def _await_readers(optimizer: Optimizer) -> None:
+    """Have nobody read the shards that are about to be written, where others may read them."""
+    storages = [
+        param.shard_storage
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if type(param) in SHARDED and param.shard_storage.home is not None and param.grad is not None
+    ]
+    homes = {id(storage.home): storage.home for storage in storages}
+    read = {key for key, home in homes.items() if home is not None and not home.make_quiet()}
+    for storage in storages:
+        if id(storage.home) in read:
+            storage.leave_home()
 
 
 def _end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

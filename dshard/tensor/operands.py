@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
 from dshard.tensor.agreed import AgreedTensor
 from dshard.tensor.sharded_tensor import ShardedTensor
 from dshard.tensor.stepping import is_stepping
 from dshard.tensor.strides import bytes_of
+from dshard.tensor.table import Args, Kwargs, mutated_arguments
 from dshard.tensor.tp_layout import full_shape, part_of
 
 _SMALL = 1024  # elements of an operand of a write that ranks compare
@@ -132,6 +134,15 @@ def cut_to(value: Any, target: ShardedTensor) -> Any:
         return beside(value, target)
     layout = target.shard_layout
     return part_of(value.expand(full_shape(layout)), layout, target.shard_group.rank)
+
+
+def prepare_writes(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
+    """Have nobody read where an operation over lists is about to write."""
+    for place in mutated_arguments(func):
+        written = kwargs.get(place, ()) if isinstance(place, str) else args[place] if place < len(args) else ()
+        for target in written:
+            if isinstance(target, ShardedTensor):
+                target.shard_storage.writable()
 
 
 def beside(value: Any, target: Any) -> Any:

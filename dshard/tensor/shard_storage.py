@@ -4,12 +4,23 @@ import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dshard.collectives import is_storage_held
 from dshard.layout import ShardLayout
+
+
+class Home(Protocol):
+    """Memory in which shards lie that others may read."""
+
+    def is_quiet(self) -> bool:
+        """Whether nobody reads now, nor before this rank lets them."""
+
+    def make_quiet(self) -> bool:
+        """Wait for a while until nobody reads; gives whether it came to that."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
@@ -33,6 +44,8 @@ class ShardStorage:
     is_reduced: bool = field(default=False, init=False)  # it is a gradient that all ranks have added up, on its way
     tag: int = field(default=0, init=False)
     num_writes: int = field(default=0, init=False)
+    home: Home | None = field(default=None, init=False)  # where the shard lies, if others may read it there
+    is_exposed: bool = field(default=False, init=False)  # somebody was given it who may write without being counted
     _awaited: "tuple[ShardStorage, ...]" = field(default=(), init=False)
 
     @property
@@ -77,6 +90,31 @@ class ShardStorage:
         assert self.tensor is not None, "a pending shard was not delivered"
         return self.tensor
 
+    def writable(self) -> Tensor:
+        """The shard, to be written to now: elsewhere from here on, if somebody may read it where it lies."""
+        shard = self.resolve()
+        if self.home is not None and not self.home.is_quiet() and not self.home.make_quiet():
+            self.leave_home()
+        return shard
+
+    def exposed(self) -> Tensor:
+        """The shard, for somebody who may write to it at any time, and will not ask."""
+        shard, self.is_exposed = self.resolve(), True
+        if self.home is not None:
+            self.leave_home()
+        return shard
+
+    def come_home(self, memory: Tensor, home: Home) -> None:
+        """Lie in memory that others may read, which holds the values; nobody else may refer to the shard's own."""
+        self.resolve().data, self.home, self.standin = memory, home, None
+
+    def leave_home(self) -> None:
+        """Lie in memory of this rank's own again."""
+        shard = self.resolve()
+        with torch.inference_mode(mode=False):  # whose tensors have no version
+            shard.data = shard.detach().clone()
+        self.home = self.standin = None
+
     def is_held(self, *, own_refs: int, storage_refs: int) -> bool:
         """Whether somebody else refers to the shard or its memory, who would not follow it to another place.
 
@@ -93,7 +131,7 @@ class ShardStorage:
 
     def deliver(self, tensor: Tensor) -> None:
         """Put the shard that was awaited, or another one, in place."""
-        self.tensor, self.standin = tensor, None
+        self.tensor, self.standin, self.home = tensor, None, None
         if not self._awaited:
             self._pending = None
 
@@ -103,7 +141,7 @@ class ShardStorage:
         def refuse(storage: "ShardStorage") -> None:
             raise why
 
-        self.tensor = self.standin = None
+        self.tensor = self.standin = self.home = None
         self._pending, self._awaited = refuse, ()
         self.is_retired = True
 

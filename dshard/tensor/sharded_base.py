@@ -145,7 +145,7 @@ class ShardedBase(DTensor):
     # DTensor's slot; reading it waits for a shard in flight, so that nobody reads memory that has not arrived.
     @property
     def _local_tensor(self) -> Tensor:
-        return self.shard_storage.resolve()
+        return self.shard_storage.exposed()
 
     @_local_tensor.setter
     def _local_tensor(self, value: Tensor) -> None:
@@ -354,6 +354,6 @@ class ShardedBase(DTensor):
 
     def _stable_hash_for_caching(self) -> str:
         """Tells apart, for torch's cache of graphs, what is traced differently: a rank's shard has its own size."""
-        shard = self._local_tensor
+        shard = self.shard_storage.resolve()
         facts = _TRACING, type(self).__name__, self.storage_dtype, tuple(shard.shape), shard.stride(), shard.dtype
         return f"{DTensor._stable_hash_for_caching(self)} {facts}"

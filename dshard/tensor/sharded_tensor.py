@@ -250,7 +250,7 @@ class ShardedTensor(ShardedBase):
     def overwrite_shard(self, values: Tensor) -> None:
         """Copy `values`, of the shape of this rank's shard, into it; all ranks must write their parts of one value."""
         assert self._view is None
-        self.shard_storage.resolve().copy_(values)
+        self.shard_storage.writable().copy_(values)
         self.shard_storage.tag, self.origin = 0, None
         self.shard_storage.note_write()
         torch.autograd.graph.increment_version(self)

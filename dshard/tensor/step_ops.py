@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd.graph import increment_version
 
+from dshard.tensor.operands import prepare_writes
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.table import Args, Kwargs
 
@@ -54,6 +55,7 @@ def step_pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     for value in kwargs.values():
         if isinstance(value, Tensor):
             return NotImplemented
+    local[0] = target.shard_storage.writable()
     func(*local, **kwargs)
     target.shard_storage.num_writes += 1
     increment_version(local[0])
@@ -97,6 +99,7 @@ def step_foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     for value in kwargs.values():
         if isinstance(value, (list, tuple, ShardedTensor)):
             return NotImplemented
+    prepare_writes(func, args, kwargs)
     func(*new_args, **kwargs)
     _note_writes(func, args, new_args)
     return None

@@ -12,7 +12,16 @@ from torch.autograd.graph import increment_version
 from dshard import collectives
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import UnsupportedOpError
-from dshard.tensor.operands import beside, cut_to, lies_like, map_tensors, materialize, numbers_in, takes_own_data
+from dshard.tensor.operands import (
+    beside,
+    cut_to,
+    lies_like,
+    map_tensors,
+    materialize,
+    numbers_in,
+    prepare_writes,
+    takes_own_data,
+)
 from dshard.tensor.sharded_tensor import ShardedTensor
 from dshard.tensor.stepping import is_stepping
 from dshard.tensor.strides import empty_as
@@ -39,7 +48,7 @@ def pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if target._view is not None:
         _write_through(target, lambda view: func(view, *materialize(args[1:]), **materialize(kwargs)))
         return target
-    shard = target.shard_storage.resolve()
+    shard = target.shard_storage.writable()
     func(shard, *[cut_to(a, target) for a in args[1:]], **{k: cut_to(v, target) for k, v in kwargs.items()})
     target.shard_storage.note_write()
     return target
@@ -81,7 +90,7 @@ def _write_through(target: ShardedTensor, change: Callable[[Tensor], Any]) -> No
             holds no elements of other ranks.
     """
     base = target.base
-    shard = base.shard_storage.resolve()
+    shard = base.shard_storage.writable()
     buffer = _buffer_of(base).zero_()
     own = part_of(buffer, base.shard_layout, base.shard_group.rank)
     own.copy_(shard)
@@ -112,7 +121,7 @@ def write(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     new_kwargs = {k: map_tensors(v, private) if k in mutated else materialize(v) for k, v in kwargs.items()}
     result = func(*new_args, **new_kwargs)
     for base, buffer in targets.values():
-        shard = base.shard_storage.resolve()
+        shard = base.shard_storage.writable()
         shard.copy_(part_of(buffer, base.shard_layout, base.shard_group.rank))
         base.shard_storage.note_write()
     return _returned(func, args, kwargs, result)
@@ -159,6 +168,7 @@ def foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
             if takes_own_data(target, operands):
                 target.become_whole()
             _sign(func, target, operands)
+    prepare_writes(func, args, kwargs)
     func(*[local(i, a) for i, a in enumerate(args)], **{k: local(k, v) for k, v in kwargs.items()})
     for part, copy in copies:
         part.copy_(copy)

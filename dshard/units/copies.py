@@ -19,6 +19,7 @@ from dshard.tensor.tp_params import local_of
 from dshard.tensor.views import View
 from dshard.units.buckets import Bucket, SendRows, is_whole, part_layout
 from dshard.units.extensions import Extensions
+from dshard.units.host_copies import BucketOnce, HostCopies
 
 if TYPE_CHECKING:
     from dshard.units.unit import Unit
@@ -64,6 +65,7 @@ class Copies:
         "_extensions",
         "_full_views",
         "_fulls",
+        "_host_copies",
         "_in_flight",
         "_joined_in",
         "_parts",
@@ -98,6 +100,7 @@ class Copies:
         self._joined_in = -1  # the phase in which they were gathered because other ranks may use them
         self._touched_in = -1  # the phase in which they were touched, if they were since they were gathered
         self._rows = SendRows(unit.params)
+        self._host_copies = HostCopies(unit) if is_primary else None
 
     def _become(self, residency: Residency) -> None:
         """Take a state, by one of `TRANSITIONS`."""
@@ -190,6 +193,8 @@ class Copies:
         """
         if gathers:
             self.gather()
+            if self._host_copies is not None and self._host_copies.are_late():
+                self.wait()  # peers that use them wait for this rank's part
         self._joined_in = self.unit.model.schedule.serial
         self.unit.model.eviction.after_touch(self.unit)
 
@@ -209,11 +214,15 @@ class Copies:
         in_flight: list[tuple[tuple[int, ...], Handle[Gathered]]] = []
         with outside_autograd(), profiled("gather", self.unit.label):
             rows = self._rows.of(buckets) if self.is_primary else [None] * len(buckets)
+            once = self._host_copies.of(buckets) if self._host_copies is not None else [None] * len(buckets)
             self._shards = [p.shard_storage.resolve() for p in params]
             self._versions = list(map(_VERSION_OF, self._shards))
             shards = self._shards if self.unit.extensions is None else self._exact_shards()
-            for bucket, row in zip(buckets, rows, strict=True):
+            for bucket, row, on_host in zip(buckets, rows, once, strict=True):
                 parts = [shards[slot] for slot in bucket.slots]
+                if on_host is not None:
+                    in_flight.append((bucket.slots, self._start_in_place(on_host, parts)))
+                    continue
                 if bucket.offload is None:
                     in_flight.append((bucket.slots, self._start(bucket, parts, row)))
                     continue
@@ -231,16 +240,33 @@ class Copies:
 
     def _start(self, bucket: Bucket, shards: Sequence[Tensor], row: Tensor | None) -> Handle[Gathered]:
         """Start to gather a bucket."""
-        params = self.unit.params
         return collectives.all_gather(
             shards,
             bucket.plan,
             bucket.group,
             label=self.unit.label if self.is_primary else f"{self.unit.label}, in its own dtype",
-            tag=hash(tuple(params[slot].shard_storage.signature for slot in bucket.slots)),
+            tag=self._tag(bucket),
             pool=self.unit.model.pool,
             row=row,
         )
+
+    def _start_in_place(self, once: BucketOnce, shards: Sequence[Tensor]) -> Handle[Gathered]:
+        """Start to gather a bucket that this host has once."""
+        assert once.host_copy is not None
+        bucket = once.bucket
+        return collectives.gather_in_place(
+            shards,
+            once.host_copy,
+            bucket.plan,
+            bucket.group,
+            label=self.unit.label,
+            tag=self._tag(bucket),
+            unsure=once.unsure,
+        )
+
+    def _tag(self, bucket: Bucket) -> int:
+        """Stands for what the shards of a bucket were written with."""
+        return hash(tuple(self.unit.params[slot].shard_storage.signature for slot in bucket.slots))
 
     def _exact_shards(self) -> list[Tensor]:
         """The shards; as plain tensors, but for those that say here how they are gathered."""
@@ -371,3 +397,5 @@ class Copies:
         memories, self.memories = self.memories, []
         while memories:
             self.unit.model.pool.give(memories.pop())
+        if self._host_copies is not None:
+            self._host_copies.end()

@@ -98,6 +98,11 @@ class Unit:
         self._start()
 
     @property
+    def casts_are_learned(self) -> bool:
+        """Whether autocast casts some of the parameters, so that they are gathered in other dtypes at times."""
+        return self._learned is not None
+
+    @property
     def is_gathered(self) -> bool:
         """Whether it holds gathered copies, fresh or not."""
         return self.copies.are_there or self.exact.are_there

@@ -1,0 +1,352 @@
+"""The full values of a bucket, once for all ranks of a host.
+
+They lie in a file of memory without a name, which every rank maps twice: shared, to write its own part, and privately,
+to read. A gather then moves nothing. It says that this rank's part is in place, hears the same of the others, and hands
+out what is mapped for reading. From then until `end` this rank reads; each rank tells the others how far it has read,
+and nobody writes to a part that somebody reads. docs/design/0008-shared-memory.md has the rules.
+"""
+
+import ctypes
+import logging
+import math
+import mmap
+import os
+import resource
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dshard.collectives import _c10d
+from dshard.collectives.exchange import Exchange
+from dshard.collectives.futex import Peer
+from dshard.collectives.group import Handle, ShardGroup
+from dshard.collectives.header import Kind
+from dshard.collectives.lines import line_of
+from dshard.collectives.memory import Buffer
+from dshard.collectives.places import Places
+from dshard.collectives.plan import GatherPlan, shard_of
+
+log = logging.getLogger("dshard")
+
+_PAGE = mmap.PAGESIZE
+_NONCE_BYTES = 16
+_WORDS_AT, _LINE_BYTES = 64, 64  # where the words of the ranks begin; those of one rank begin a cache line of their own
+_PATIENCE_S = 0.25  # with peers that still read, ahead of writing elsewhere
+_PAUSES_S = 5e-5, 1e-3  # between two looks at them: the first one, and the longest
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MAYMOVE, _FIXED = 1, 2  # MREMAP_
+_MOST_FILES = 0.5  # of those that a process may have open
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = _LIBC.mremap.restype = ctypes.c_void_p
+
+
+class _Map:
+    """A mapping of a file of memory.
+
+    Args:
+        fd: The file.
+        num_bytes: Its size.
+        is_private: Whether what is written to the mapping is seen through it alone.
+    """
+
+    def __init__(self, fd: int, num_bytes: int, *, is_private: bool = False) -> None:
+        self.map = mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
+    def tensor(self, offset: int, num_bytes: int) -> Tensor:
+        """Some of it, uint8 of shape (bytes,), as memory of its own: what holds it keeps the mapping."""
+        return torch.from_numpy(np.frombuffer(self.map, dtype=np.uint8, count=num_bytes, offset=offset))
+
+    def part_from_file(self, num_bytes: int) -> None:
+        """Put a private copy in the place of the mapping: who refers to it keeps the values of this moment.
+
+        Args:
+            num_bytes: How many count, from the beginning.
+        """
+        size, flags = ctypes.c_size_t(num_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        copy = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, ctypes.c_long(0))
+        if copy == _MAP_FAILED:
+            raise MemoryError(f"no memory for a copy of {num_bytes:,} bytes that are still referred to")
+        ctypes.memmove(copy, self.address, num_bytes)
+        moved = _LIBC.mremap(ctypes.c_void_p(copy), size, size, _MAYMOVE | _FIXED, ctypes.c_void_p(self.address))
+        if moved != self.address:
+            raise OSError(ctypes.get_errno(), "mremap failed")
+
+
+class _Window:
+    """What is read of the file: full tensors, of which somebody may keep some.
+
+    Args:
+        fd: The file.
+        num_bytes: Its size.
+        plan: Of the bucket.
+        start: Where the values begin.
+    """
+
+    def __init__(self, fd: int, num_bytes: int, plan: GatherPlan, start: int) -> None:
+        self._map, self._start = _Map(fd, num_bytes, is_private=True), start
+        self._num_bytes = start + sum(plan.regions[: len(plan.bucket.layouts)]) * plan.dtype.itemsize
+        self._buffer = Buffer(self._map.tensor(start, plan.total_numel * plan.dtype.itemsize))
+        self.places: Places = self._buffer.cut(plan, partial(Places.of, plan))
+        self._versions = self._written()
+
+    def _written(self) -> list[int]:
+        return [full._version for full in self.places.fulls]
+
+    def close(self) -> bool:
+        """Nobody is to read here any more; gives whether it is as it was, and may be read from again."""
+        if self._buffer.is_held():
+            self._map.part_from_file(-(-self._num_bytes // _PAGE) * _PAGE)
+            return False
+        return self._versions == self._written()  # what was written to is no longer the file's
+
+
+class HostCopy:
+    """The full values of a bucket in memory that all ranks of a group map.
+
+    Each gather has a number on each rank, its own count. Beside the header of a gather it tells the peers its number,
+    and they note in their words of the file which number of it they have read to the end.
+
+    Args:
+        fd: The file; closed by its owner, who keeps it as long as this.
+        num_bytes: Its size.
+        plan: How the bucket is gathered.
+        group: The ranks.
+        peers: Their processes, by rank.
+    """
+
+    def __init__(self, fd: int, num_bytes: int, plan: GatherPlan, group: ShardGroup, peers: dict[int, Peer]) -> None:
+        self.plan, self._group, self._peers, self._pid = plan, group, peers, os.getpid()
+        self._fd, self._num_bytes = fd, num_bytes
+        weakref.finalize(self, os.close, fd).atexit = False
+        self._shared = _Map(fd, num_bytes)
+        self._start = _start_of(group.num_ranks)
+        self._words = memoryview(self._shared.map)[: self._start].cast("I")
+        self._window: _Window | None = None
+        layouts, item = plan.bucket.layouts, plan.dtype.itemsize
+        values = self._shared.tensor(self._start, plan.total_numel * item).view(plan.dtype)
+        self._parts: list[Tensor | None] = []  # of this rank, as they lie; none where there is nothing to write
+        for layout, stride, offset in zip(layouts, plan.strides, plan.offsets, strict=True):
+            full = torch.as_strided(values, layout.shape, stride, offset)
+            writes = layout.local_numel(group.rank) > 0 and (layout.dim is not None or group.rank == 0)
+            self._parts.append(shard_of(full, layout, group.rank) if writes else None)
+        self._seen: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(layouts)  # what is in place
+        self._late: list[tuple[int, Tensor]] = []  # what is put in place when all have read what was there before
+        self._number = 0  # of the last gather
+        self._heard = dict.fromkeys(group.peers, 0)  # the peers' numbers of it
+        self._is_read = False  # whether this rank reads
+        self._patience_s = _PATIENCE_S
+        self.let_go: Callable[[], object] | None = None  # has this rank read no more, if it can
+
+    def _word(self, rank: int, which: int) -> int:
+        return (_WORDS_AT + rank * _line_bytes(self._group.num_ranks)) // 4 + which
+
+    def is_quiet(self) -> bool:
+        """Whether nobody reads, nor will before this rank begins the next gather: then its part may be written to."""
+        if self._is_read:
+            return False
+        own, number = 1 + self._group.rank, self._number & 0xFFFFFFFF
+        return all(self._words[self._word(peer, own)] == number for peer in self._group.peers)
+
+    def make_quiet(self) -> bool:
+        """Wait for a while until nobody reads; gives whether it came to that.
+
+        A peer may be at something else, or wait for this rank: then it is not waited for.
+        """
+        if self._is_read and self.let_go is not None:
+            self.let_go()
+        if self.is_quiet() or self._is_read:
+            return self.is_quiet()
+        transport, begin, pause_s = line_of(self._group).transport(self._group), time.monotonic(), _PAUSES_S[0]
+        while not self.is_quiet():
+            if transport.is_awaited(unread=False) or time.monotonic() - begin > self._patience_s:
+                self._patience_s /= 2
+                return self.is_quiet()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSES_S[1])
+        self._patience_s = min(2 * self._patience_s, _PATIENCE_S)
+        return True
+
+    def may_hold(self, index: int, shard: Tensor) -> bool:
+        """Whether a shard can lie here for good: as it lies where it is now."""
+        part, is_whole = self._parts[index], self.plan.bucket.layouts[index].dim is None
+        if part is None or is_whole or part.shape != shard.shape or part.dtype != shard.dtype:
+            return False
+        if type(shard) is not Tensor or shard.is_inference():
+            return False
+        return part.stride() == shard.stride() and part.is_contiguous()
+
+    def home_of(self, index: int, shard: Tensor) -> Tensor:
+        """Memory for a shard that may lie here, with its values; this must be quiet.
+
+        Who writes to it from then on must ask first.
+        """
+        part = self._parts[index]
+        assert part is not None
+        offset = self._start + int(part.storage_offset()) * part.itemsize
+        home = self._shared.tensor(offset, part.nbytes).view(part.dtype).view(part.shape)
+        return home.copy_(shard)
+
+    def _must_copy(self, index: int, shard: Tensor) -> bool:
+        part, seen = self._parts[index], self._seen[index]
+        if part is None or (seen is not None and seen[0]() is shard and seen[1] == shard._version):
+            return False
+        return shard.data_ptr() != part.data_ptr()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether shards are to be put in place when the peers were heard."""
+        return bool(self._late)
+
+    def begin(self, shards: Sequence[Tensor], unsure: Sequence[int] = ()) -> int:
+        """Put this rank's shards in place; gives what is to be told beside the header of the gather.
+
+        Args:
+            shards: One per tensor of the bucket.
+            unsure: Which may have been written to without a trace in their versions.
+        """
+        for index in unsure:
+            self._seen[index] = None
+        stale = [index for index, shard in enumerate(shards) if self._must_copy(index, shard)]
+        is_late = bool(stale) and not self.make_quiet()
+        if is_late:
+            self._late = [(index, shards[index].clone()) for index in stale]
+        else:
+            self._late = []
+            self._put(stale, [shards[index] for index in stale])
+        self._seen = [(weakref.ref(shard), shard._version) for shard in shards]
+        self._number += 1
+        self._is_read = True
+        return self._number * 2 + is_late
+
+    def _put(self, indices: Sequence[int], shards: Sequence[Tensor]) -> None:
+        parts = [part for part in (self._parts[index] for index in indices) if part is not None]
+        if parts:
+            torch._foreach_copy_(parts, list(shards))
+
+    def read(self, told: dict[int, int]) -> list[Tensor]:
+        """The full tensors, once all peers were heard, and with what they told beside their headers."""
+        if self._late:  # whoever is at this gather has read all before it
+            late, self._late = self._late, []
+            self._put([index for index, _ in late], [shard for _, shard in late])
+            self._words[self._word(self._group.rank, 0)] = self._number & 0xFFFFFFFF
+        for peer, word in told.items():
+            self._heard[peer] = word // 2
+            if word % 2:
+                self._await_late(peer, word // 2 & 0xFFFFFFFF)
+        if self._window is None:
+            self._window = _Window(self._fd, self._num_bytes, self.plan, self._start)
+        return self._window.places.fulls
+
+    def _await_late(self, peer: int, number: int) -> None:
+        """Wait until a peer has put its part in place, too."""
+        limit = _c10d.timeout_of(self._group.process_group)
+        limit_s = limit.total_seconds() if limit is not None else math.inf
+        at, begin, pause_s = self._word(peer, 0), time.monotonic(), 0.0
+        while self._words[at] != number:
+            if self._peers[peer].has_ended():
+                raise RuntimeError(f"connection closed by peer: process {self._peers[peer].pid} has ended")
+            if time.monotonic() - begin > limit_s:
+                raise RuntimeError(f"Timed out waiting {round(limit_s * 1000)}ms for its part of a gather")
+            time.sleep(pause_s)
+            pause_s = min(pause_s + _PAUSES_S[0], _PAUSES_S[1])
+
+    def end(self) -> None:
+        """This rank reads no more; who keeps a full tensor all the same has it as it is now."""
+        if os.getpid() != self._pid or not self._is_read:
+            return
+        if self._window is not None and not self._window.close():
+            self._window = None
+        self._is_read = False
+        for peer, number in self._heard.items():
+            self._words[self._word(self._group.rank, 1 + peer)] = number & 0xFFFFFFFF
+
+
+def _line_bytes(num_ranks: int) -> int:
+    """Of the words of one rank: which of its gathers has come late last, and how far it has read those of each rank."""
+    return -(-4 * (1 + num_ranks) // _LINE_BYTES) * _LINE_BYTES
+
+
+def _start_of(num_ranks: int) -> int:
+    """Where values begin, behind a number that tells files apart, and the words of all ranks."""
+    return -(-(_WORDS_AT + num_ranks * _line_bytes(num_ranks)) // _PAGE) * _PAGE
+
+
+def make_host_copy(plan: GatherPlan, group: ShardGroup, *, label: str) -> HostCopy | None:
+    """Memory for the full values of a bucket that all ranks of a group map; None, on all of them, where one cannot.
+
+    Raises:
+        DivergenceError: As a gather.
+
+    Communicates:
+        A message of 48 bytes from the first rank to each other one, and one of 8 between each two.
+    """
+    start = _start_of(group.num_ranks)
+    num_bytes = -(-(start + plan.total_numel * plan.dtype.itemsize) // _PAGE) * _PAGE
+    fd, why = -1, ""
+    hello = torch.zeros(6, dtype=torch.int64)
+    if group.rank == 0:
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        try:
+            fd = _few(os.memfd_create("dshard", os.MFD_CLOEXEC))
+            os.ftruncate(fd, num_bytes)
+            os.pwrite(fd, nonce, 0)
+            facts = torch.tensor([1, os.getpid(), fd, num_bytes])
+            hello = torch.cat([facts, torch.frombuffer(bytearray(nonce), dtype=torch.int64)])
+        except OSError as error:
+            why = f"shared memory cannot be made ({error})"
+    said = Exchange(group, Kind.GATHER, f"{label}, where it lies", 0, plan.key)
+    if group.rank == 0:
+        for peer in group.peers:
+            said.send(hello, peer)
+    else:
+        said.receive(hello, 0)
+    said.start()
+    Handle(f"making of memory for '{label}'", said, lambda: None, group=group).wait()
+    if group.rank != 0:
+        try:
+            fd = _open(hello, num_bytes)
+        except (OSError, ValueError) as error:
+            why = f"the memory of rank 0 cannot be mapped ({error})"
+    verdict = torch.tensor([int(not why)])
+    verdicts = {peer: torch.zeros_like(verdict) for peer in group.peers}
+    said = Exchange(group, Kind.GATHER, f"{label}, whether it can be mapped", 0, plan.key)
+    for peer in group.peers:
+        said.swap(verdicts[peer], verdict, peer)
+    said.start()
+    Handle(f"making of memory for '{label}'", said, lambda: None, group=group).wait()
+    if why:
+        log.warning(f"{label}: gathered by copies from other ranks' memory all the same: {why}.")
+    if why or not all(bool(each.item()) for each in verdicts.values()):
+        if fd >= 0:
+            os.close(fd)
+        return None
+    return HostCopy(fd, num_bytes, plan, group, line_of(group).transport(group).processes)
+
+
+def _open(hello: Tensor, num_bytes: int) -> int:
+    """Open the file of the first rank, as it has told of it."""
+    is_there, pid, number, told_bytes, *_ = hello.tolist()
+    if not is_there:
+        raise ValueError("it has none")
+    path, nonce = f"/proc/{pid}/fd/{number}", bytes(hello[4:].view(torch.uint8).tolist())
+    fd = _few(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    if told_bytes != num_bytes or os.fstat(fd).st_size != num_bytes or os.pread(fd, _NONCE_BYTES, 0) != nonce:
+        os.close(fd)
+        raise ValueError(f"{path} is another file than was meant")
+    return fd
+
+
+def _few(fd: int) -> int:
+    """A file that was opened, if the program has enough others left to open."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY and fd > _MOST_FILES * limit:
+        os.close(fd)
+        raise OSError(f"half of the {limit} files that this process may open are")
+    return fd

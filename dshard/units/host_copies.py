@@ -1,0 +1,116 @@
+"""Full values of a unit that a host has once: which buckets have such memory, and whose shards lie in it."""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from dshard.collectives import HostCopy, make_host_copy, shares_memory
+from dshard.tensor.shard_storage import ShardStorage
+from dshard.units.buckets import Bucket
+
+if TYPE_CHECKING:
+    from dshard.units.unit import Unit
+
+
+@dataclass(slots=True, eq=False)
+class BucketOnce:
+    """A bucket whose full values this host has once.
+
+    Args:
+        bucket: Kept, for its id is the key.
+        host_copy: Their memory; None where it cannot be had.
+        unsure: Shards, by their places in the bucket, that may have been written to without a trace in their versions.
+        occupants: By place, whose shard lies in that memory.
+    """
+
+    bucket: Bucket
+    host_copy: HostCopy | None
+    unsure: list[int] = field(default_factory=list)
+    occupants: "dict[int, weakref.ref[ShardStorage]]" = field(default_factory=dict)
+
+
+class HostCopies:
+    """The memory of a unit's buckets that all ranks of the host share.
+
+    Args:
+        unit: Whose gathered copies they are, in the dtypes in which forward and backward use them.
+    """
+
+    def __init__(self, unit: "Unit") -> None:
+        self._unit = unit
+        self._known: dict[int, BucketOnce] = {}
+
+    def of(self, buckets: Sequence[Bucket]) -> list[BucketOnce | None]:
+        """For each bucket where it is once per host; None where each rank gathers a copy of its own.
+
+        Shards that can are moved there.
+
+        Communicates:
+            The first time for a bucket, the making of that memory; all ranks must call this alike.
+        """
+        current = set(map(id, buckets))
+        for key in [key for key in self._known if key not in current]:
+            del self._known[key]  # shards that lie there keep that memory
+        return [self._of(bucket) for bucket in buckets]
+
+    def end(self) -> None:
+        """This rank reads no more."""
+        for once in self._known.values():
+            if once.host_copy is not None:
+                once.host_copy.end()
+
+    def are_late(self) -> bool:
+        """Whether shards of this rank are still to be put in place, in a gather that is under way."""
+        return any(once.host_copy is not None and once.host_copy.is_late for once in self._known.values())
+
+    def _of(self, bucket: Bucket) -> BucketOnce | None:
+        once = self._known.get(id(bucket))
+        if once is None:
+            if not self._may_share(bucket):
+                return None
+            made = make_host_copy(bucket.plan, bucket.group, label=self._unit.label)
+            if made is not None:
+                made.let_go = partial(_let_go, weakref.ref(self._unit))
+            once = self._known[id(bucket)] = BucketOnce(bucket, made)
+        if once.host_copy is None:
+            return None
+        self._settle(once, once.host_copy)
+        return once
+
+    def _may_share(self, bucket: Bucket) -> bool:
+        """Whether there is one full value of each parameter at a time, that travels as it is through shared memory."""
+        unit = self._unit
+        if unit.casts_are_learned or unit.settings.num_slices > 1 or type(unit.settings.reshard_after_forward) is int:
+            return False
+        return bucket.offload is None and not bucket.is_meta and shares_memory(bucket.group)
+
+    def _settle(self, once: BucketOnce, host_copy: HostCopy) -> None:
+        """Have those shards lie where they are read that nobody holds; and find those that somebody may write to."""
+        storages = [self._unit.params[slot].shard_storage for slot in once.bucket.slots]
+        once.unsure = [index for index, storage in enumerate(storages) if storage.is_exposed]
+        for index in once.unsure:
+            storages[index].is_exposed = storages[index].is_held(own_refs=0, storage_refs=1)
+        away = [(index, storage) for index, storage in enumerate(storages) if storage.home is not host_copy]
+        if not away or once.bucket.is_cast:
+            return
+        for index, storage in away:  # what somebody keeps of a parameter whose `.data` was replaced
+            reference = once.occupants.pop(index, None)
+            occupant = reference() if reference is not None else None
+            if occupant is not None and occupant is not storage and occupant.home is host_copy:
+                occupant.leave_home()
+        movable = [(index, storage) for index, storage in away if host_copy.may_hold(index, storage.resolve())]
+        if not movable or not host_copy.make_quiet():
+            return
+        for index, storage in movable:
+            if not storage.is_exposed and not storage.is_held(own_refs=0, storage_refs=1):
+                storage.come_home(host_copy.home_of(index, storage.resolve()), host_copy)
+                once.occupants[index] = weakref.ref(storage)
+
+
+def _let_go(reference: "weakref.ref[Unit]") -> None:
+    """Have a rank read its copies no more that it would gather anew at once: one of their shards is to be written."""
+    unit = reference()
+    if unit is not None and not unit.num_pins and not unit.num_active:
+        unit.copies.discard()
