@@ -294,7 +294,7 @@ def make_host_copy(plan: GatherPlan, group: ShardGroup, *, label: str) -> HostCo
     if group.rank == 0:
         nonce = secrets.token_bytes(_NONCE_BYTES)
         try:
-            fd = _few(os.memfd_create("dshard", os.MFD_CLOEXEC))
+            fd = _few(os.memfd_create("dshard full", os.MFD_CLOEXEC))
             os.ftruncate(fd, num_bytes)
             os.pwrite(fd, nonce, 0)
             facts = torch.tensor([1, os.getpid(), fd, num_bytes])
