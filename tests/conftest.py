@@ -49,15 +49,39 @@ class _World(World):
             self.run(have_gloo_stand_back)
 
 
+class _MessagingWorld(_World):
+    """A world whose ranks exchange messages, as those of several hosts do."""
+
+    def start(self) -> None:
+        if not self.is_running:
+            super().start()
+            self.run(_exchange_messages)
+
+
+def _exchange_messages() -> None:
+    os.environ["DSHARD_TRANSPORT"] = "messages"
+
+
 class _WorldPool(WorldPool):
+    def __init__(self, kind: type[World] = _World) -> None:
+        super().__init__()
+        self._kind = kind
+
     def get_world(self, num_ranks: int) -> World:
-        return self._worlds.setdefault(num_ranks, _World(num_ranks))
+        return self._worlds.setdefault(num_ranks, self._kind(num_ranks))
 
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[WorldPool]:
     """Persistent worlds by size: `worlds.run(2, fn, ...)`."""
     with _WorldPool() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def messaging() -> Iterator[WorldPool]:
+    """Worlds as `worlds` gives, whose ranks exchange messages and not through memory."""
+    with _WorldPool(_MessagingWorld) as pool:
         yield pool
 
 

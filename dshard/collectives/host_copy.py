@@ -15,7 +15,7 @@ import resource
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -41,6 +41,7 @@ _PATIENCE_S = 0.25  # with peers that still read, ahead of writing elsewhere
 _PAUSES_S = 5e-5, 1e-3  # between two looks at them: the first one, and the longest
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAYMOVE, _FIXED = 1, 2  # MREMAP_
+_MAKING, _MAPPING = 0x6D616465, 0x6D617073  # in the place of what stands for writes, ahead of the first gather
 _MOST_FILES = 0.5  # of those that a process may have open
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = _LIBC.mremap.restype = ctypes.c_void_p
@@ -142,7 +143,6 @@ class HostCopy:
         self._heard = dict.fromkeys(group.peers, 0)  # the peers' numbers of it
         self._is_read = False  # whether this rank reads
         self._patience_s = _PATIENCE_S
-        self.let_go: Callable[[], object] | None = None  # has this rank read no more, if it can
 
     def _word(self, rank: int, which: int) -> int:
         return (_WORDS_AT + rank * _line_bytes(self._group.num_ranks)) // 4 + which
@@ -159,8 +159,6 @@ class HostCopy:
 
         A peer may be at something else, or wait for this rank: then it is not waited for.
         """
-        if self._is_read and self.let_go is not None:
-            self.let_go()
         if self.is_quiet() or self._is_read:
             return self.is_quiet()
         transport, begin, pause_s = line_of(self._group).transport(self._group), time.monotonic(), _PAUSES_S[0]
@@ -290,37 +288,37 @@ def make_host_copy(plan: GatherPlan, group: ShardGroup, *, label: str) -> HostCo
     start = _start_of(group.num_ranks)
     num_bytes = -(-(start + plan.total_numel * plan.dtype.itemsize) // _PAGE) * _PAGE
     fd, why = -1, ""
-    hello = torch.zeros(6, dtype=torch.int64)
+    hello = torch.zeros(6, dtype=torch.int64, device="cpu")
     if group.rank == 0:
         nonce = secrets.token_bytes(_NONCE_BYTES)
         try:
             fd = _few(os.memfd_create("dshard full", os.MFD_CLOEXEC))
             os.ftruncate(fd, num_bytes)
             os.pwrite(fd, nonce, 0)
-            facts = torch.tensor([1, os.getpid(), fd, num_bytes])
+            facts = torch.tensor([1, os.getpid(), fd, num_bytes], device="cpu")
             hello = torch.cat([facts, torch.frombuffer(bytearray(nonce), dtype=torch.int64)])
         except OSError as error:
             why = f"shared memory cannot be made ({error})"
-    said = Exchange(group, Kind.GATHER, f"{label}, where it lies", 0, plan.key)
+    said = Exchange(group, Kind.GATHER, label, _MAKING, plan.key)
     if group.rank == 0:
         for peer in group.peers:
             said.send(hello, peer)
     else:
         said.receive(hello, 0)
     said.start()
-    Handle(f"making of memory for '{label}'", said, lambda: None, group=group).wait()
+    Handle(f"all-gather of '{label}'", said, lambda: None, group=group).wait()
     if group.rank != 0:
         try:
             fd = _open(hello, num_bytes)
         except (OSError, ValueError) as error:
             why = f"the memory of rank 0 cannot be mapped ({error})"
-    verdict = torch.tensor([int(not why)])
+    verdict = torch.tensor([int(not why)], device="cpu")
     verdicts = {peer: torch.zeros_like(verdict) for peer in group.peers}
-    said = Exchange(group, Kind.GATHER, f"{label}, whether it can be mapped", 0, plan.key)
+    said = Exchange(group, Kind.GATHER, label, _MAPPING, plan.key)
     for peer in group.peers:
         said.swap(verdicts[peer], verdict, peer)
     said.start()
-    Handle(f"making of memory for '{label}'", said, lambda: None, group=group).wait()
+    Handle(f"all-gather of '{label}'", said, lambda: None, group=group).wait()
     if why:
         log.warning(f"{label}: gathered by copies from other ranks' memory all the same: {why}.")
     if why or not all(bool(each.item()) for each in verdicts.values()):

@@ -228,8 +228,9 @@ class InRing(Ring):
             self._check_for(number)
             if not self._wait(seen, limit_s, number):
                 raise RuntimeError(f"{_timed_out(limit_s)} for process {self.peer.pid}")
-        header, offer = self._records.pop(number)
+        header, offer = self._records[number]
         row.numpy()[:] = memoryview(header)
+        del self._records[number]
         return offer
 
     def _wait(self, seen: int, limit_s: float | None, number: int) -> bool:

@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dshard.optimizer.replace import repoint_optimizer
-from dshard.optimizer.swap import begin_swap, check_interrupted, check_kernels, end_swap
+from dshard.optimizer.swap import begin_swap, check_interrupted, check_kernels, closure_of, end_swap
 from dshard.tensor import stepping
 from dshard.tensor.sharded_tensor import SHARDED
+from dshard.units.unit import Unit
 
 Listener = Callable[[Optimizer], object]
 
@@ -61,19 +62,24 @@ def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     repoint_optimizer(optimizer)
     for listener in tuple(_Steps.before):
         listener(optimizer)
-    _await_readers(optimizer)
+    if closure_of(args, kwargs) is None:  # else it computes first, and each write asks
+        _await_readers(optimizer)
     check_kernels(optimizer)
     begin_swap(optimizer, args, kwargs)
 
 
 def _await_readers(optimizer: Optimizer) -> None:
     """Have nobody read the shards that are about to be written, where others may read them."""
-    storages = [
-        param.shard_storage
+    written = [
+        param
         for group in optimizer.param_groups
         for param in group["params"]
-        if type(param) in SHARDED and param.shard_storage.home is not None and param.grad is not None
+        if type(param) in SHARDED and param.grad is not None
     ]
+    for unit in {id(param.gather_source): param.gather_source for param in written}.values():
+        if isinstance(unit, Unit):
+            unit.make_way()
+    storages = [param.shard_storage for param in written if param.shard_storage.home is not None]
     homes = {id(storage.home): storage.home for storage in storages}
     read = {key for key, home in homes.items() if home is not None and not home.make_quiet()}
     for storage in storages:

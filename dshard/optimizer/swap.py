@@ -48,12 +48,16 @@ class _Current:
     untold: ClassVar[_Swap | None] = None
 
 
+def closure_of(args: Any, kwargs: Any) -> Any:
+    """What `step` was given to compute the loss anew; None if nothing."""
+    return args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
+
+
 def _may_swap(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
     """Whether nobody but the optimizer itself will look at its groups during the step."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
     return (
         type(optimizer) in _ELEMENTWISE
-        and closure is None
+        and closure_of(args, kwargs) is None
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks
         and len(torch_optimizer._global_optimizer_pre_hooks) == 1  # our own

@@ -254,7 +254,8 @@ class FirstSlice:
             return
         (part, _, handle), self._started = self._started, None
         self._unit.slice_bytes -= part.num_bytes
-        gathered = handle.discard()
+        with outside_autograd():
+            gathered = handle.discard()
         memory = gathered.memory if gathered is not None else None
         del gathered, handle
         if memory is not None:

@@ -19,7 +19,7 @@ from dshard.tensor.tp_params import local_of
 from dshard.tensor.views import View
 from dshard.units.buckets import Bucket, SendRows, is_whole, part_layout
 from dshard.units.extensions import Extensions
-from dshard.units.host_copies import BucketOnce, HostCopies
+from dshard.units.host_copies import HostCopies
 
 if TYPE_CHECKING:
     from dshard.units.unit import Unit
@@ -65,7 +65,6 @@ class Copies:
         "_extensions",
         "_full_views",
         "_fulls",
-        "_host_copies",
         "_in_flight",
         "_joined_in",
         "_parts",
@@ -75,6 +74,7 @@ class Copies:
         "_touched_in",
         "_versions",
         "dtypes",
+        "host_copies",
         "is_primary",
         "memories",
         "residency",
@@ -100,7 +100,7 @@ class Copies:
         self._joined_in = -1  # the phase in which they were gathered because other ranks may use them
         self._touched_in = -1  # the phase in which they were touched, if they were since they were gathered
         self._rows = SendRows(unit.params)
-        self._host_copies = HostCopies(unit) if is_primary else None
+        self.host_copies = HostCopies(unit) if is_primary else None
 
     def _become(self, residency: Residency) -> None:
         """Take a state, by one of `TRANSITIONS`."""
@@ -193,7 +193,7 @@ class Copies:
         """
         if gathers:
             self.gather()
-            if self._host_copies is not None and self._host_copies.are_late():
+            if self.host_copies is not None and self.host_copies.are_late():
                 self.wait()  # peers that use them wait for this rank's part
         self._joined_in = self.unit.model.schedule.serial
         self.unit.model.eviction.after_touch(self.unit)
@@ -214,14 +214,14 @@ class Copies:
         in_flight: list[tuple[tuple[int, ...], Handle[Gathered]]] = []
         with outside_autograd(), profiled("gather", self.unit.label):
             rows = self._rows.of(buckets) if self.is_primary else [None] * len(buckets)
-            once = self._host_copies.of(buckets) if self._host_copies is not None else [None] * len(buckets)
+            once = self.host_copies.of(buckets) if self.host_copies is not None else [None] * len(buckets)
             self._shards = [p.shard_storage.resolve() for p in params]
             self._versions = list(map(_VERSION_OF, self._shards))
             shards = self._shards if self.unit.extensions is None else self._exact_shards()
             for bucket, row, on_host in zip(buckets, rows, once, strict=True):
                 parts = [shards[slot] for slot in bucket.slots]
                 if on_host is not None:
-                    in_flight.append((bucket.slots, self._start_in_place(on_host, parts)))
+                    in_flight.append((bucket.slots, on_host.start(parts, label=self.unit.label, tag=self._tag(bucket))))
                     continue
                 if bucket.offload is None:
                     in_flight.append((bucket.slots, self._start(bucket, parts, row)))
@@ -248,20 +248,6 @@ class Copies:
             tag=self._tag(bucket),
             pool=self.unit.model.pool,
             row=row,
-        )
-
-    def _start_in_place(self, once: BucketOnce, shards: Sequence[Tensor]) -> Handle[Gathered]:
-        """Start to gather a bucket that this host has once."""
-        assert once.host_copy is not None
-        bucket = once.bucket
-        return collectives.gather_in_place(
-            shards,
-            once.host_copy,
-            bucket.plan,
-            bucket.group,
-            label=self.unit.label,
-            tag=self._tag(bucket),
-            unsure=once.unsure,
         )
 
     def _tag(self, bucket: Bucket) -> int:
@@ -397,5 +383,5 @@ class Copies:
         memories, self.memories = self.memories, []
         while memories:
             self.unit.model.pool.give(memories.pop())
-        if self._host_copies is not None:
-            self._host_copies.end()
+        if self.host_copies is not None:
+            self.host_copies.end()

@@ -3,10 +3,11 @@
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
-from dshard.collectives import HostCopy, make_host_copy, shares_memory
+from torch import Tensor
+
+from dshard.collectives import Gathered, Handle, HostCopy, gather_in_place, make_host_copy, shares_memory
 from dshard.tensor.shard_storage import ShardStorage
 from dshard.units.buckets import Bucket
 
@@ -29,6 +30,12 @@ class BucketOnce:
     host_copy: HostCopy | None
     unsure: list[int] = field(default_factory=list)
     occupants: "dict[int, weakref.ref[ShardStorage]]" = field(default_factory=dict)
+
+    def start(self, shards: Sequence[Tensor], *, label: str, tag: int) -> Handle[Gathered]:
+        """Start to gather it."""
+        assert self.host_copy is not None
+        plan, group = self.bucket.plan, self.bucket.group
+        return gather_in_place(shards, self.host_copy, plan, group, label=label, tag=tag, unsure=self.unsure)
 
 
 class HostCopies:
@@ -61,6 +68,10 @@ class HostCopies:
             if once.host_copy is not None:
                 once.host_copy.end()
 
+    def __bool__(self) -> bool:
+        """Whether there are any; alike on all ranks."""
+        return any(once.host_copy is not None for once in self._known.values())
+
     def are_late(self) -> bool:
         """Whether shards of this rank are still to be put in place, in a gather that is under way."""
         return any(once.host_copy is not None and once.host_copy.is_late for once in self._known.values())
@@ -71,8 +82,6 @@ class HostCopies:
             if not self._may_share(bucket):
                 return None
             made = make_host_copy(bucket.plan, bucket.group, label=self._unit.label)
-            if made is not None:
-                made.let_go = partial(_let_go, weakref.ref(self._unit))
             once = self._known[id(bucket)] = BucketOnce(bucket, made)
         if once.host_copy is None:
             return None
@@ -107,10 +116,3 @@ class HostCopies:
             if not storage.is_exposed and not storage.is_held(own_refs=0, storage_refs=1):
                 storage.come_home(host_copy.home_of(index, storage.resolve()), host_copy)
                 once.occupants[index] = weakref.ref(storage)
-
-
-def _let_go(reference: "weakref.ref[Unit]") -> None:
-    """Have a rank read its copies no more that it would gather anew at once: one of their shards is to be written."""
-    unit = reference()
-    if unit is not None and not unit.num_pins and not unit.num_active:
-        unit.copies.discard()

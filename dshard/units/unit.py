@@ -20,11 +20,10 @@ from dshard.tensor.sharded_tensor import REQUIRES_GRAD
 from dshard.tensor.sources import Use, is_used_away
 from dshard.tensor.subclass_shards import subclass_gathers
 from dshard.tensor.views import View
-from dshard.units.buckets import Bucket, are_whole, make_buckets, make_part_buckets
+from dshard.units.buckets import Bucket, LearnedCasts, are_whole, make_buckets, make_part_buckets
 from dshard.units.context import ModelContext
 from dshard.units.copies import Copies, Residency
 from dshard.units.extensions import Extensions
-from dshard.units.learned_casts import LearnedCasts
 from dshard.units.settings import UnitSettings
 
 B = TypeVar("B", bound=Bucket)
@@ -255,6 +254,11 @@ class Unit:
             self.exact.discard()
         self.is_requested = False
         self.model.eviction.note_free(self)
+
+    def make_way(self) -> None:
+        """Its shards are about to be written, on all ranks, so copies that nobody uses now would be stale."""
+        if not self.num_active and self.copies.host_copies and self.copies.are_there:
+            self.free()
 
     @property
     def stays(self) -> bool:

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,13 +47,6 @@ def fresh_group(way: str) -> ShardGroup:
 # --- the same bits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def sharing() -> Iterator[WorldPool]:
-    """Worlds whose groups, the default one too, go through memory."""
-    with WorldPool() as pool:
-        yield pool
-
-
 class Net(nn.Module):
     """Large and small weights, odd dims, a tied head, and a layer that is not used in each step."""
 
@@ -77,36 +69,32 @@ class Net(nn.Module):
 
 def trained(way: str, shape: tuple[int, ...], strategy: Any, dtype: torch.dtype | None) -> list[Any]:
     """Losses, norms and weights of a few steps, with a switch of strategies and an evaluation between them."""
-    os.environ["DSHARD_TRANSPORT"] = way
-    try:
-        mesh: Any = init_device_mesh("cpu", shape)
-        torch.manual_seed(0)
-        model: Any = Net()
-        precision = dshard.MixedPrecisionPolicy(param_dtype=dtype) if dtype is not None else None
-        options = {"mesh": mesh, "strategy": strategy, **({"mp_policy": precision} if precision else {})}
-        for block in model.blocks:
-            dshard.fully_shard(block, **options)
-        dshard.fully_shard(model, **options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        found: list[Any] = []
-        for step in range(5):
-            torch.manual_seed(100 * step + dist.get_rank())
-            for micro in range(2):
-                model.set_requires_gradient_sync(micro == 1)
-                ids = torch.randint(50, (3, 7))
-                loss = model(ids, with_side=step % 2 == 0).float().square().mean()
-                loss.backward()
-            found += [loss.item(), float(dshard.clip_grad_norm_(model.parameters(), 0.5))]
-            optimizer.step()
-            optimizer.zero_grad()
-            if step == 2:
-                dshard.set_strategy(model, "zero2" if len(shape) == 1 else "full", optimizer=optimizer)
-                with torch.no_grad():
-                    found.append(model(torch.arange(7)[None], with_side=True).float().sum().item())
-        assert type(transport_of(model.side.weight.shard_group)) is (ThroughMemory if way == "memory" else ByMessages)
-        return [found, [param.full_tensor().detach() for param in model.parameters()]]
-    finally:
-        del os.environ["DSHARD_TRANSPORT"]
+    mesh: Any = init_device_mesh("cpu", shape)
+    torch.manual_seed(0)
+    model: Any = Net()
+    precision = dshard.MixedPrecisionPolicy(param_dtype=dtype) if dtype is not None else None
+    options = {"mesh": mesh, "strategy": strategy, **({"mp_policy": precision} if precision else {})}
+    for block in model.blocks:
+        dshard.fully_shard(block, **options)
+    dshard.fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found: list[Any] = []
+    for step in range(5):
+        torch.manual_seed(100 * step + dist.get_rank())
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            ids = torch.randint(50, (3, 7))
+            loss = model(ids, with_side=step % 2 == 0).float().square().mean()
+            loss.backward()
+        found += [loss.item(), float(dshard.clip_grad_norm_(model.parameters(), 0.5))]
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            dshard.set_strategy(model, "zero2" if len(shape) == 1 else "full", optimizer=optimizer)
+            with torch.no_grad():
+                found.append(model(torch.arange(7)[None], with_side=True).float().sum().item())
+    assert type(transport_of(model.side.weight.shard_group)) is (ThroughMemory if way == "memory" else ByMessages)
+    return [found, [param.full_tensor().detach() for param in model.parameters()]]
 
 
 @pytest.mark.parametrize(
@@ -122,28 +110,24 @@ def trained(way: str, shape: tuple[int, ...], strategy: Any, dtype: torch.dtype 
         ((2, 2), "full", torch.bfloat16),
     ],
 )
-def test_a_training_has_the_same_bits_through_memory_as_by_messages(worlds, sharing, shape, strategy, dtype):
+def test_a_training_has_the_same_bits_through_memory_as_by_messages(worlds, messaging, shape, strategy, dtype):
     num_ranks = torch.Size(shape).numel()
-    by_messages = worlds.run(num_ranks, trained, "messages", shape, strategy, dtype)
-    through_memory = sharing.run(num_ranks, trained, "memory", shape, strategy, dtype)
+    by_messages = messaging.run(num_ranks, trained, "messages", shape, strategy, dtype)
+    through_memory = worlds.run(num_ranks, trained, "memory", shape, strategy, dtype)
     for (numbers, values), (other_numbers, other_values) in zip(by_messages, through_memory, strict=True):
         assert numbers == other_numbers
         assert all(map(torch.equal, values, other_values))
 
 
-def used_through_memory() -> list[bool]:
-    os.environ["DSHARD_TRANSPORT"] = "memory"
-    try:
-        for use in USES:
-            used_as_plain(use, "blocks")
-        return [isinstance(transport_of(ShardGroup(dist.group.WORLD, CPU)), ThroughMemory)]  # type: ignore[arg-type]
-    finally:
-        del os.environ["DSHARD_TRANSPORT"]
+def used_through_memory() -> bool:
+    for use in USES:
+        used_as_plain(use, "blocks")
+    return isinstance(transport_of(ShardGroup(dist.group.WORLD, CPU)), ThroughMemory)  # type: ignore[arg-type]
 
 
-def test_every_use_of_a_parameter_is_right_through_memory_too(sharing: WorldPool):
+def test_every_use_of_a_parameter_is_right_through_memory_too(worlds: WorldPool):
     # Found: under transforms of torch.func a header was lost, and ranks waited for each other until the timeout.
-    assert sharing.run(3, used_through_memory) == [[True]] * 3
+    assert worlds.run(3, used_through_memory) == [True] * 3
 
 
 # --- nobody reads what somebody writes -------------------------------------------------------------------------------

@@ -151,11 +151,11 @@ def peak_of_buffers(num_units: int, max_in_flight: int) -> list[int]:
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_buffers_in_flight_are_bounded_whatever_the_number_of_units(worlds: WorldPool, max_in_flight):
+def test_buffers_in_flight_are_bounded_whatever_the_number_of_units(messaging: WorldPool, max_in_flight):
     row = 4 * (16 + (WIDTH * WIDTH + WIDTH) // 2)  # flags and shards of a unit
     filling, scattered = 2 * row, (2 + 1) * row  # of two ranks: to send; and to receive
     between = row // 2  # what one of two replicas adds up, from the other
     for num_units in (6, 12):
-        for peak, left in worlds.run(4, peak_of_buffers, num_units, max_in_flight):
+        for peak, left in messaging.run(4, peak_of_buffers, num_units, max_in_flight):
             assert peak == filling + max_in_flight * (scattered + between)
             assert left == 0

@@ -26,6 +26,13 @@ from tests.models import GPT
 from tests.parity.models import CASES, batch, build, shard
 from tests.parity.test_wire_bytes import chunked_loss
 
+
+@pytest.fixture(scope="module")
+def worlds(messaging: WorldPool) -> WorldPool:
+    """Ranks that gather copies of their own; through memory a host has them once (collectives/test_host_copy.py)."""
+    return messaging
+
+
 MODELS = [(name, manual) for name in CASES for manual in (True, False)]
 
 

@@ -42,7 +42,7 @@ class Pair:
         model.set_prefetch(depth)
         self.ours = Side(model, [dist.get_rank()], optimizer)
         self.twin = Side(plain, list(range(dist.get_world_size())), optimizer)
-        self.addresses = self.find_addresses()
+        self.shards = self.find_shards()
         self.is_exact = True  # weights are the same bits, until a gradient or a 32-bit number went into them
         self.rtol = 1e-9
         self.keeps = budget is not None  # whether a unit may stay gathered behind a backward
@@ -79,7 +79,7 @@ class Pair:
         if name not in CALLS:
             self.same(got, want, name, exact=self.is_exact and name == "forward")
         if name in ("cast", "copy") or "set data" in args:
-            self.addresses = self.find_addresses()
+            self.shards = self.find_shards()
         return False
 
     def may_be_lonely(self):
@@ -94,8 +94,8 @@ class Pair:
             for action in actions:
                 self.do(action)
 
-    def find_addresses(self):
-        return [p.to_local().data_ptr() for p in self.ours.model.parameters()]
+    def find_shards(self):
+        return [id(p.shard_storage.resolve()) for p in self.ours.model.parameters()]
 
     def same(self, ours, theirs, what, *, exact=False):
         if isinstance(theirs, list):
@@ -139,7 +139,7 @@ class Pair:
         self.nothing_is_gathered(behind_evaluation=True)
         for model, _ in self.models():
             self.only_shards(model)
-        assert self.addresses == self.find_addresses(), "addresses of shards have changed"
+        assert self.shards == self.find_shards(), "shards are other tensors than they were"
 
     def nothing_is_gathered(self, *, behind_evaluation=False):
         """Of the model itself, without being told to free anything; what is not resharded outlives evaluations."""

@@ -184,7 +184,7 @@ SPOILED = {
     "a loss": (lambda side: side.model.eval(), "micro_step: Scalars"),
     "an error that does not come": (lambda side: side.losses.clear(), "DID NOT RAISE"),
     "a unit that stays gathered": (lambda side: setattr(side.model._dshard_units[0], "num_pins", 1), "stayed gathered"),
-    "a shard that is another": (lambda side: setattr(side.param(2), "data", side.param(2).data * 1), "addresses"),
+    "a shard that is another": (lambda side: setattr(side.param(2), "data", side.param(2).data * 1), "other tensors"),
 }
 
 

@@ -375,15 +375,15 @@ def peaks(kind: str, num_slices: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("kind", ["linear", "embedding"])
-def test_a_layer_holds_two_slices_of_its_weight_and_three_of_its_gradient(worlds: WorldPool, kind):
+def test_a_layer_holds_two_slices_of_its_weight_and_three_of_its_gradient(messaging: WorldPool, kind):
     shard = WEIGHT_BYTES // 2
-    for forward, backward, counted in worlds.run(2, peaks, kind, 1):  # so that the bounds below say something
+    for forward, backward, counted in messaging.run(2, peaks, kind, 1):  # so that the bounds below say something
         assert forward >= WEIGHT_BYTES
         assert backward >= 2 * WEIGHT_BYTES
         assert counted == WEIGHT_BYTES
     for num_slices in (4, 16):
         part = WEIGHT_BYTES // num_slices
-        for forward, backward, counted in worlds.run(2, peaks, kind, num_slices):
+        for forward, backward, counted in messaging.run(2, peaks, kind, num_slices):
             assert 2 * part <= forward <= 2 * part + SLACK
             assert backward <= 3 * part + shard + SLACK
             assert counted == 2 * part

@@ -348,10 +348,10 @@ def memory_of_what_travelled(kind: Any, policy: Any) -> tuple[int, bool]:
     return len(unit.copies.memories), unit.model.pool.kept_bytes > 0
 
 
-def test_memory_of_what_travelled_is_free_where_the_full_values_are_copies_of_it(worlds: WorldPool):
-    assert worlds.run(2, memory_of_what_travelled, ToFloat8, None) == [(1, False)] * 2
-    assert worlds.run(2, memory_of_what_travelled, Rounded, IN_BF16) == [(1, False)] * 2
-    assert worlds.run(2, memory_of_what_travelled, Rounded, None) == [(0, True)] * 2
+def test_memory_of_what_travelled_is_free_where_the_full_values_are_copies_of_it(messaging: WorldPool):
+    assert messaging.run(2, memory_of_what_travelled, ToFloat8, None) == [(1, False)] * 2
+    assert messaging.run(2, memory_of_what_travelled, Rounded, IN_BF16) == [(1, False)] * 2
+    assert messaging.run(2, memory_of_what_travelled, Rounded, None) == [(0, True)] * 2  # else peers may still read it
 
 
 class Checkpointed(nn.Sequential):

@@ -248,6 +248,13 @@ def test_every_read_sees_the_last_write(worlds: WorldPool, num_ranks, options, a
     assert not any(problems), max(problems)
 
 
+@settings(max_examples=30)
+@given(num_ranks=world_sizes(), options=SETTINGS, actions=st.lists(ACTIONS, min_size=2, max_size=12))
+def test_every_read_sees_the_last_write_by_messages(messaging: WorldPool, num_ranks, options, actions):
+    problems = messaging.run(num_ranks, check_interleaving, options, actions)
+    assert not any(problems), max(problems)
+
+
 WRITERS = [
     *((name, 1) for name in ("mul", "view", "random", "local", "data", "detached", "inference", "new_data")),
     ("copy", 1, 3),
