@@ -119,6 +119,11 @@ class Copies:
         return self.are_there and (not self.unit.stays or self.are_fresh())
 
     @property
+    def are_once_per_host(self) -> bool:
+        """Whether all ranks of a host read them in one place."""
+        return self.host_copies is not None and self.host_copies.are_all(self.buckets)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all of them, without padding, and without those that are whole on every rank."""
         dtypes = [dtype or p.storage_dtype for p, dtype in zip(self.unit.params, self.dtypes, strict=True)]

@@ -120,12 +120,18 @@ class Eviction:
     def _outlives_evaluation(self, unit: "Unit") -> bool:
         """Whether `unit` is kept by a forward without gradients, for the next one: until it is written, or trained.
 
-        What stays with the root is, if all else is: no backward follows that would use it at once.
+        So is what takes no memory of this rank's. What stays with the root is, if all else is: no backward follows that
+        would use it at once.
         """
         told = unit.settings.reshard_after_forward
-        if told is not None:
+        if told is False or type(told) is int:
             return told is False
-        if isinstance(self._context.settings.memory_budget, int):
+        has_budget = isinstance(self._context.settings.memory_budget, int)
+        if unit.is_once_per_host and not has_budget:
+            return True
+        if told is not None:
+            return False
+        if has_budget:
             return True
         if self._reshards(unit):
             return False

@@ -72,6 +72,11 @@ class HostCopies:
         """Whether there are any; alike on all ranks."""
         return any(once.host_copy is not None for once in self._known.values())
 
+    def are_all(self, buckets: Sequence[Bucket]) -> bool:
+        """Whether each of these buckets is once per host."""
+        known = [self._known.get(id(bucket)) for bucket in buckets]
+        return bool(known) and all(once is not None and once.host_copy is not None for once in known)
+
     def are_late(self) -> bool:
         """Whether shards of this rank are still to be put in place, in a gather that is under way."""
         return any(once.host_copy is not None and once.host_copy.is_late for once in self._known.values())

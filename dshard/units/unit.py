@@ -107,6 +107,11 @@ class Unit:
         return self.copies.are_there or self.exact.are_there
 
     @property
+    def is_once_per_host(self) -> bool:
+        """Whether all that it has gathered is there once for all ranks of a host, and takes no memory of this one's."""
+        return self.copies.are_once_per_host and (self.exact is self.copies or not self.exact.are_there)
+
+    @property
     def full_bytes(self) -> int:
         """Bytes of the gathered copies that forward and backward use, without padding; of slices, those in use now."""
         return self.slice_bytes or self.copies.num_bytes

@@ -144,7 +144,11 @@ class Pair:
     def nothing_is_gathered(self, *, behind_evaluation=False):
         """Of the model itself, without being told to free anything; what is not resharded outlives evaluations."""
         runtime = self.ours.model._context()
-        stays = {u for u in runtime.units if behind_evaluation and u.settings.reshard_after_forward is False}
+        stays = {
+            u
+            for u in runtime.units
+            if behind_evaluation and (u.settings.reshard_after_forward is False or u.is_once_per_host)
+        }
         if stays and len(stays) >= len(runtime.units) - 1:
             stays = set(runtime.units)  # with all others, what is with the root
         busy = [u.label for u in runtime.units if (u.is_gathered and u not in stays) or u.num_active or u.num_pins]

@@ -83,9 +83,30 @@ def test_what_is_not_resharded_is_gathered_once_until_it_is_written_or_trained(w
         assert found["is_freed"] or options.get("strategy") in ("zero1", "zero2")
 
 
+FREE_OF_CHARGE: list[dict[str, Any]] = [{}, {"strategy": "full"}, {"reshard_after_forward": True}]
+
+
+@pytest.mark.parametrize("options", FREE_OF_CHARGE, ids=str)
+def test_what_a_host_has_once_stays_behind_an_evaluation_though_it_is_resharded(worlds: WorldPool, options):
+    for found in worlds.run(2, decoded, options, "inference_mode"):
+        (first, second, third), written, trained = found["numbers"]
+        assert first > 0
+        assert second == third == 0
+        assert written == [1, 0]
+        assert trained[0] > trained[1] == 0
+        assert found["is_freed"]
+
+
 @pytest.mark.parametrize("options", FREED, ids=str)
-def test_what_is_resharded_is_gathered_for_each_forward(worlds: WorldPool, options):
-    for found in worlds.run(2, decoded, options, "no_grad"):
+def test_what_is_resharded_is_gathered_for_each_forward(messaging: WorldPool, options):
+    for found in messaging.run(2, decoded, options, "no_grad"):
         (first, second, third), written, trained = found["numbers"]
         assert first == second == third == written[1] == trained[1] > 0
         assert found["is_freed"]
+
+
+@pytest.mark.parametrize("options", FREED[2:], ids=str)
+def test_what_parts_or_a_budget_free_is_gathered_for_each_forward_through_memory_too(worlds: WorldPool, options):
+    for found in worlds.run(4, decoded, options, "no_grad"):
+        (first, second, third), written, trained = found["numbers"]
+        assert first == second == third == written[1] == trained[1] > 0

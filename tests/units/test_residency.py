@@ -28,8 +28,11 @@ class Expected:
     is_pinned: bool = False
     reshards: bool | int = True  # after forward
     leaves: bool = True  # after backward
+    is_once: bool = False  # the host has its full values once, from a gather on that was not for parts
 
     def gather(self) -> None:
+        if self.state is SHARDED or self.is_stale:
+            self.is_once |= type(self.reshards) is bool
         if self.state is SHARDED or self.state is IN_PARTS or self.is_stale:
             self.state, self.is_stale = IN_FLIGHT, False
 
@@ -50,7 +53,7 @@ class Expected:
 
     def end_forward(self, *, is_recorded: bool) -> None:
         if not is_recorded:
-            if self.reshards is not False:
+            if self.reshards is not False and not (self.is_once and self.reshards is True):
                 self.free()
         elif self.reshards is True:
             self.free()
