@@ -69,7 +69,7 @@ class GPT(nn.Module):
 
 KINDS = ("unsharded", "DDP", "FSDP2", "dshard", "FSDP2, no reshard", "dshard, no reshard")
 ROOT_ALONE = "dshard, root alone"
-SHARED = ", through memory"  # at the end of a kind: by `DSHARD_TRANSPORT=memory`
+MESSAGES = ", by messages"  # at the end of a kind: by `DSHARD_TRANSPORT=messages`, as between hosts
 COMPILED = ", compiled"  # at the end of a kind: each block, by inductor
 _SHARD: dict[str, Any] = {"dshard": dshard.fully_shard, "FSDP2": torch_fully_shard}
 
@@ -79,10 +79,10 @@ def mesh_of(device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
-def sharing_mesh() -> DeviceMesh:
-    """The same for the CPU, of a new process group that goes through memory."""
+def messaging_mesh() -> DeviceMesh:
+    """The same for the CPU, of a new process group whose ranks exchange messages."""
     before = os.environ.get("DSHARD_TRANSPORT")
-    os.environ["DSHARD_TRANSPORT"] = "memory"
+    os.environ["DSHARD_TRANSPORT"] = "messages"
     try:
         group: Any = dist.new_group()
         dshard.fully_shard(nn.Linear(1, 1), mesh=DeviceMesh.from_group(group, "cpu"))  # so the way is found
@@ -114,7 +114,7 @@ def shard(
     library = _SHARD.get(kind.split(",")[0])
     if library is None:
         return model
-    mesh = sharing_mesh() if kind.endswith(SHARED) else mesh_of(device)
+    mesh = messaging_mesh() if kind.endswith(MESSAGES) else mesh_of(device)
     if kind == ROOT_ALONE:
         return library(model, mesh=mesh)
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": "no reshard" not in kind}
@@ -165,5 +165,5 @@ def overheads(rows: dict[str, Summary]) -> dict[str, float]:
     def added(kind: str) -> float:
         return (rows[kind]["median_ms"] or 0.0) - (rows["unsharded"]["median_ms"] or 0.0)
 
-    pairs = [(way + own, way) for way in ("", ", no reshard") for own in ("", SHARED) if f"dshard{way}{own}" in rows]
+    pairs = [(way + own, way) for way in ("", ", no reshard") for own in ("", MESSAGES) if f"dshard{way}{own}" in rows]
     return {suffix: added(f"dshard{suffix}") / added(f"FSDP2{way}") for suffix, way in pairs}

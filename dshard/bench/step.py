@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from dshard.bench.common import WORLD_TIMEOUT_S, Step, Summary, gloo_world, interleave, summary
-from dshard.bench.models import KINDS, ROOT_ALONE, SHARED, Size, overheads, step_of
+from dshard.bench.models import KINDS, ROOT_ALONE, MESSAGES, Size, overheads, step_of
 from dshard.bench.output import Output, timing_table
 from dshard.bench.plots import Bars
 from dshard.bench.workloads import WORKLOADS
@@ -18,8 +18,8 @@ _NUM_WARMUPS = 3
 
 def _measure(size: Size, batch: int, tokens: int, num_rounds: int) -> dict[str, Summary]:
     """Time all variants on this rank."""
-    shared = ("dshard" + SHARED, "dshard, no reshard" + SHARED) if dist.get_world_size() > 1 else ()
-    variants = {kind: step_of(kind, size, batch, tokens) for kind in (*KINDS, ROOT_ALONE, *shared)}
+    messages = ("dshard" + MESSAGES, "dshard, no reshard" + MESSAGES) if dist.get_world_size() > 1 else ()
+    variants = {kind: step_of(kind, size, batch, tokens) for kind in (*KINDS, ROOT_ALONE, *messages)}
     return _timed(variants, num_rounds)
 
 
@@ -39,7 +39,7 @@ def _measure_work(name: str, size: Size, num_rounds: int) -> dict[str, Summary]:
     """Time a workload on this rank, in all ways that it can be sharded."""
     work = WORKLOADS[name]
     kinds = [kind for kind in KINDS if kind != "DDP" or work.policy is None]  # which knows no dtypes of this kind
-    kinds += [kind + SHARED for kind in kinds if kind.startswith("dshard") and dist.get_world_size() > 1]
+    kinds += [kind + MESSAGES for kind in kinds if kind.startswith("dshard") and dist.get_world_size() > 1]
     return _timed({kind: work.step_of(kind, size) for kind in kinds}, num_rounds)
 
 

@@ -24,7 +24,7 @@ from tests.cli.launch import RANK_VARIABLES, REPO
 
 KINDS = {"unsharded", "DDP", "FSDP2", "dshard", "FSDP2, no reshard", "dshard, no reshard"}
 ROOT_ALONE = "dshard, root alone"
-SHARED = {"dshard, through memory", "dshard, no reshard, through memory"}
+MESSAGES = {"dshard, by messages", "dshard, no reshard, by messages"}
 BATCHES = {"batch 4 x 128 tokens", "batch 1 x 16 tokens"}
 TIMES = {"median_ms", "q1_ms", "q3_ms", "rounds"}
 TINY = ("--layers", "1", "--width", "32")
@@ -87,10 +87,10 @@ def test_step_writes_every_kind_and_its_exposed_time(bench):
     result, printed = bench("step", *TINY, "--rounds", 2, file="step_gloo_2")
     assert set(result["rows"]) == BATCHES
     for rows in result["rows"].values():
-        assert set(rows) == {*KINDS, ROOT_ALONE, *SHARED}
+        assert set(rows) == {*KINDS, ROOT_ALONE, *MESSAGES}
         assert all(set(row) >= TIMES and row["rounds"] == 2 for row in rows.values())
         assert {kind for kind, row in rows.items() if row.get("exposed_ms", 0) > 0} == {*rows} - {"unsharded"}
-    for way in ("", ", no reshard", ", through memory", ", no reshard, through memory"):
+    for way in ("", ", no reshard", ", by messages", ", no reshard, by messages"):
         assert f"overhead over unsharded{way}: " in printed
     assert result["header"]["num_ranks"] == 2
 
@@ -100,7 +100,7 @@ def test_the_family_of_step_writes_every_kind_of_work(bench):
     result, printed = bench("step", "--family", *TINY, "--rounds", 2, file="step_family_gloo_2")
     assert set(result["rows"]) == set(WORKLOADS)
     for name, rows in result["rows"].items():
-        assert set(rows) == (KINDS if name != "bf16" else KINDS - {"DDP"}) | SHARED
+        assert set(rows) == (KINDS if name != "bf16" else KINDS - {"DDP"}) | MESSAGES
         assert all(set(row) >= TIMES and row["rounds"] == 2 for row in rows.values())
     assert printed.count("overhead over unsharded: ") == len(WORKLOADS)
 
@@ -294,7 +294,7 @@ STEP = {
         "FSDP2, no reshard": 1426.0,
     },
     "batch 1 x 16": {"unsharded": 0.0412, "dshard": 3.14159, "dshard, no reshard": 307.0, "dshard, root alone": 99.5}
-    | {"dshard, through memory": 2.5, "dshard, no reshard, through memory": 250.0},
+    | {"dshard, by messages": 2.5, "dshard, no reshard, by messages": 250.0},
 }
 TWO_HOSTS = (
     "full",
