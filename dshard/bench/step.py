@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from dshard.bench.common import WORLD_TIMEOUT_S, Step, Summary, gloo_world, interleave, summary
-from dshard.bench.models import KINDS, ROOT_ALONE, MESSAGES, Size, overheads, step_of
+from dshard.bench.models import KINDS, MESSAGES, ROOT_ALONE, Size, overheads, step_of
 from dshard.bench.output import Output, timing_table
 from dshard.bench.plots import Bars
 from dshard.bench.workloads import WORKLOADS

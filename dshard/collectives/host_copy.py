@@ -44,7 +44,8 @@ _MAYMOVE, _FIXED = 1, 2  # MREMAP_
 _MAKING, _MAPPING = 0x6D616465, 0x6D617073  # in the place of what stands for writes, ahead of the first gather
 _MOST_FILES = 0.5  # of those that a process may have open
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mmap.restype = _LIBC.mremap.restype = ctypes.c_void_p
+if hasattr(_LIBC, "mremap"):  # Linux, without which ranks exchange messages
+    _LIBC.mmap.restype = _LIBC.mremap.restype = ctypes.c_void_p
 
 
 class _Map:
@@ -115,7 +116,7 @@ class HostCopy:
     and they note in their words of the file which number of it they have read to the end.
 
     Args:
-        fd: The file; closed by its owner, who keeps it as long as this.
+        fd: The file, which this closes.
         num_bytes: Its size.
         plan: How the bucket is gathered.
         group: The ranks.
@@ -125,11 +126,11 @@ class HostCopy:
     def __init__(self, fd: int, num_bytes: int, plan: GatherPlan, group: ShardGroup, peers: dict[int, Peer]) -> None:
         self.plan, self._group, self._peers, self._pid = plan, group, peers, os.getpid()
         self._fd, self._num_bytes = fd, num_bytes
-        weakref.finalize(self, os.close, fd).atexit = False
+        weakref.finalize(self, os.close, fd).atexit = False  # ahead of all that may fail
         self._shared = _Map(fd, num_bytes)
         self._start = _start_of(group.num_ranks)
         self._words = memoryview(self._shared.map)[: self._start].cast("I")
-        self._window: _Window | None = None
+        self._window: _Window | None = _Window(fd, num_bytes, plan, self._start)
         layouts, item = plan.bucket.layouts, plan.dtype.itemsize
         values = self._shared.tensor(self._start, plan.total_numel * item).view(plan.dtype)
         self._parts: list[Tensor | None] = []  # of this rank, as they lie; none where there is nothing to write
@@ -307,9 +308,11 @@ def make_host_copy(plan: GatherPlan, group: ShardGroup, *, label: str) -> HostCo
         said.receive(hello, 0)
     said.start()
     Handle(f"all-gather of '{label}'", said, lambda: None, group=group).wait()
-    if group.rank != 0:
+    made: HostCopy | None = None
+    if not why:
         try:
-            fd = _open(hello, num_bytes)
+            fd = fd if group.rank == 0 else _open(hello, num_bytes)
+            made = HostCopy(fd, num_bytes, plan, group, line_of(group).transport(group).processes)
         except (OSError, ValueError) as error:
             why = f"the memory of rank 0 cannot be mapped ({error})"
     verdict = torch.tensor([int(not why)], device="cpu")
@@ -321,11 +324,7 @@ def make_host_copy(plan: GatherPlan, group: ShardGroup, *, label: str) -> HostCo
     Handle(f"all-gather of '{label}'", said, lambda: None, group=group).wait()
     if why:
         log.warning(f"{label}: gathered by copies from other ranks' memory all the same: {why}.")
-    if why or not all(bool(each.item()) for each in verdicts.values()):
-        if fd >= 0:
-            os.close(fd)
-        return None
-    return HostCopy(fd, num_bytes, plan, group, line_of(group).transport(group).processes)
+    return made if all(bool(each.item()) for each in verdicts.values()) else None
 
 
 def _open(hello: Tensor, num_bytes: int) -> int:
