@@ -120,10 +120,8 @@ class Copies:
 
     @property
     def are_once_per_host(self) -> bool:
-        """Whether all ranks of a host read them in one place, and no shard is written to without being counted."""
-        if self.host_copies is None or any(p.shard_storage.is_exposed for p in self.unit.params):
-            return False
-        return self.host_copies.are_all(self.buckets)
+        """Whether all ranks of a host read them in one place."""
+        return self.host_copies is not None and self.host_copies.are_all(self.buckets)
 
     @property
     def num_bytes(self) -> int:

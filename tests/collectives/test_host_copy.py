@@ -153,12 +153,10 @@ def written_through_numpy() -> list[Any]:
     seen = []
     for value in (3.0, 4.0):
         array[:] = value
-        with torch.no_grad():
-            model(torch.ones(1, 40))
+        model(torch.ones(1, 40))
         seen.append(weight.full_tensor().unique().tolist())
     del array
-    with torch.no_grad():
-        model(torch.ones(1, 40))
+    for _ in range(2):
         model(torch.ones(1, 40))
     return [seen, all(homes(model))]
 
