@@ -19,7 +19,8 @@ class CommRecord:
         kind: 'all_gather', 'reduce_scatter', 'all_reduce' or 'broadcast'; 'check' where ranks compare what they did.
         label: What it was for: a unit's name, or an operation.
         num_ranks: Ranks that took part.
-        payload_bytes: Bytes of real elements that this rank sends under a direct or ring algorithm.
+        payload_bytes: Bytes of real elements that this rank sends under a direct or ring algorithm; between ranks of
+            one host, that its peers read in its memory, or may.
         padding_bytes: Bytes that it sends because shards are uneven.
         header_bytes: Bytes that it sends so that the ranks can check that they mean the same unit.
     """
