@@ -31,6 +31,7 @@ from dshard.collectives.lines import line_of
 from dshard.collectives.memory import Buffer
 from dshard.collectives.places import Places
 from dshard.collectives.plan import GatherPlan, shard_of
+from dshard.collectives.rings import pump_all
 
 log = logging.getLogger("dshard")
 
@@ -48,6 +49,20 @@ if hasattr(_LIBC, "mremap"):  # Linux, without which ranks exchange messages
     _LIBC.mmap.restype = _LIBC.mremap.restype = ctypes.c_void_p
 
 
+def _mapped(num_bytes: int, flags: int, fd: int = -1) -> int:
+    """Where memory was mapped; not by Python's own mmap, which keeps another handle of the file for each.
+
+    Raises:
+        OSError: It was not.
+    """
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _LIBC.mmap(None, ctypes.c_size_t(num_bytes), access, flags, fd, ctypes.c_long(0))
+    if address is None or address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{num_bytes:,} bytes of memory cannot be mapped: {os.strerror(number)}")
+    return int(address)
+
+
 class _Map:
     """A mapping of a file of memory.
 
@@ -58,12 +73,17 @@ class _Map:
     """
 
     def __init__(self, fd: int, num_bytes: int, *, is_private: bool = False) -> None:
-        self.map = mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        flags = mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED
+        self.address = _mapped(num_bytes, flags, fd)
+        self.bytes = (ctypes.c_char * num_bytes).from_address(self.address)
+        weakref.finalize(
+            self.bytes, _LIBC.munmap, ctypes.c_void_p(self.address), ctypes.c_size_t(num_bytes)
+        ).atexit = False
 
     def tensor(self, offset: int, num_bytes: int) -> Tensor:
         """Some of it, uint8 of shape (bytes,), as memory of its own: what holds it keeps the mapping."""
-        return torch.from_numpy(np.frombuffer(self.map, dtype=np.uint8, count=num_bytes, offset=offset))
+        view = memoryview(self.bytes).cast("B")
+        return torch.from_numpy(np.frombuffer(view, dtype=np.uint8, count=num_bytes, offset=offset))
 
     def part_from_file(self, num_bytes: int) -> None:
         """Put a private copy in the place of the mapping: who refers to it keeps the values of this moment.
@@ -71,10 +91,7 @@ class _Map:
         Args:
             num_bytes: How many count, from the beginning.
         """
-        size, flags = ctypes.c_size_t(num_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        copy = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, ctypes.c_long(0))
-        if copy == _MAP_FAILED:
-            raise MemoryError(f"no memory for a copy of {num_bytes:,} bytes that are still referred to")
+        size, copy = ctypes.c_size_t(num_bytes), _mapped(num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         ctypes.memmove(copy, self.address, num_bytes)
         moved = _LIBC.mremap(ctypes.c_void_p(copy), size, size, _MAYMOVE | _FIXED, ctypes.c_void_p(self.address))
         if moved != self.address:
@@ -129,7 +146,7 @@ class HostCopy:
         weakref.finalize(self, os.close, fd).atexit = False  # ahead of all that may fail
         self._shared = _Map(fd, num_bytes)
         self._start = _start_of(group.num_ranks)
-        self._words = memoryview(self._shared.map)[: self._start].cast("I")
+        self._words = memoryview(self._shared.bytes).cast("B")[: self._start].cast("I")
         self._window: _Window | None = _Window(fd, num_bytes, plan, self._start)
         layouts, item = plan.bucket.layouts, plan.dtype.itemsize
         values = self._shared.tensor(self._start, plan.total_numel * item).view(plan.dtype)
@@ -139,7 +156,7 @@ class HostCopy:
             writes = layout.local_numel(group.rank) > 0 and (layout.dim is not None or group.rank == 0)
             self._parts.append(shard_of(full, layout, group.rank) if writes else None)
         self._seen: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(layouts)  # what is in place
-        self._late: list[tuple[int, Tensor]] = []  # what is put in place when all have read what was there before
+        self._late: dict[int, tuple[Tensor, tuple[weakref.ref[Tensor], int]]] = {}  # put in place when all have read
         self._number = 0  # of the last gather
         self._heard = dict.fromkeys(group.peers, 0)  # the peers' numbers of it
         self._is_read = False  # whether this rank reads
@@ -150,7 +167,7 @@ class HostCopy:
 
     def is_quiet(self) -> bool:
         """Whether nobody reads, nor will before this rank begins the next gather: then its part may be written to."""
-        if self._is_read:
+        if self._is_read or os.getpid() != self._pid:  # a forked process writes to memory of its own
             return False
         own, number = 1 + self._group.rank, self._number & 0xFFFFFFFF
         return all(self._words[self._word(peer, own)] == number for peer in self._group.peers)
@@ -160,7 +177,7 @@ class HostCopy:
 
         A peer may be at something else, or wait for this rank: then it is not waited for.
         """
-        if self.is_quiet() or self._is_read:
+        if self.is_quiet() or self._is_read or os.getpid() != self._pid:
             return self.is_quiet()
         transport, begin, pause_s = line_of(self._group).transport(self._group), time.monotonic(), _PAUSES_S[0]
         while not self.is_quiet():
@@ -181,6 +198,11 @@ class HostCopy:
             return False
         return part.stride() == shard.stride() and part.is_contiguous()
 
+    def lies_at(self, index: int, shard: Tensor) -> bool:
+        """Whether a shard lies at its place here."""
+        part = self._parts[index]
+        return part is not None and part.data_ptr() == shard.data_ptr()
+
     def home_of(self, index: int, shard: Tensor) -> Tensor:
         """Memory for a shard that may lie here, with its values; this must be quiet.
 
@@ -196,7 +218,7 @@ class HostCopy:
         part, seen = self._parts[index], self._seen[index]
         if part is None or (seen is not None and seen[0]() is shard and seen[1] == shard._version):
             return False
-        return shard.data_ptr() != part.data_ptr()
+        return not self.lies_at(index, shard)
 
     @property
     def is_late(self) -> bool:
@@ -214,12 +236,15 @@ class HostCopy:
             self._seen[index] = None
         stale = [index for index, shard in enumerate(shards) if self._must_copy(index, shard)]
         is_late = bool(stale) and not self.make_quiet()
-        if is_late:
-            self._late = [(index, shards[index].clone()) for index in stale]
-        else:
-            self._late = []
-            self._put(stale, [shards[index] for index in stale])
         self._seen = [(weakref.ref(shard), shard._version) for shard in shards]
+        self._late = {}
+        if is_late:
+            for index in stale:
+                seen, self._seen[index] = self._seen[index], None  # as long as it is not there: the step may be left
+                assert seen is not None
+                self._late[index] = shards[index].clone(), seen
+        else:
+            self._put(stale, [shards[index] for index in stale])
         self._number += 1
         self._is_read = True
         return self._number * 2 + is_late
@@ -232,8 +257,10 @@ class HostCopy:
     def read(self, told: dict[int, int]) -> list[Tensor]:
         """The full tensors, once all peers were heard, and with what they told beside their headers."""
         if self._late:  # whoever is at this gather has read all before it
-            late, self._late = self._late, []
-            self._put([index for index, _ in late], [shard for _, shard in late])
+            late, self._late = self._late, {}
+            self._put(list(late), [shard for shard, _ in late.values()])
+            for index, (_, seen) in late.items():
+                self._seen[index] = seen
             self._words[self._word(self._group.rank, 0)] = self._number & 0xFFFFFFFF
         for peer, word in told.items():
             self._heard[peer] = word // 2
@@ -254,6 +281,7 @@ class HostCopy:
             if time.monotonic() - begin > limit_s:
                 raise RuntimeError(f"Timed out waiting {round(limit_s * 1000)}ms for its part of a gather")
             time.sleep(pause_s)
+            pump_all()
             pause_s = min(pause_s + _PAUSES_S[0], _PAUSES_S[1])
 
     def end(self) -> None:
@@ -291,11 +319,8 @@ def make_host_copy(plan: GatherPlan, group: ShardGroup, *, label: str) -> HostCo
     fd, why = -1, ""
     hello = torch.zeros(6, dtype=torch.int64, device="cpu")
     if group.rank == 0:
-        nonce = secrets.token_bytes(_NONCE_BYTES)
         try:
-            fd = _few(os.memfd_create("dshard full", os.MFD_CLOEXEC))
-            os.ftruncate(fd, num_bytes)
-            os.pwrite(fd, nonce, 0)
+            fd, nonce = _make(num_bytes)
             facts = torch.tensor([1, os.getpid(), fd, num_bytes], device="cpu")
             hello = torch.cat([facts, torch.frombuffer(bytearray(nonce), dtype=torch.int64)])
         except OSError as error:
@@ -325,6 +350,18 @@ def make_host_copy(plan: GatherPlan, group: ShardGroup, *, label: str) -> HostCo
     if why:
         log.warning(f"{label}: gathered by copies from other ranks' memory all the same: {why}.")
     return made if all(bool(each.item()) for each in verdicts.values()) else None
+
+
+def _make(num_bytes: int) -> tuple[int, bytes]:
+    """A file of memory without a name, and the number at its beginning."""
+    fd, nonce = _few(os.memfd_create("dshard full", os.MFD_CLOEXEC)), secrets.token_bytes(_NONCE_BYTES)
+    try:
+        os.ftruncate(fd, num_bytes)
+        os.pwrite(fd, nonce, 0)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, nonce
 
 
 def _open(hello: Tensor, num_bytes: int) -> int:

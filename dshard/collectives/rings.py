@@ -142,7 +142,7 @@ class OutRing(Ring):
             if until is not None and time.monotonic() > until:
                 raise RuntimeError(f"{_timed_out(limit_s)} for process {self.peer.pid} to read what it was sent")
             time.sleep(_PAUSE_S)
-            _pump_all()
+            pump_all()
             self.collect()
 
     def collect(self) -> None:
@@ -258,14 +258,14 @@ class InRing(Ring):
 
     def _look(self, number: int) -> None:
         """`_check_for`, while waiting: peers may wait for room in other rings."""
-        _pump_all()
+        pump_all()
         self._check_for(number)
 
 
 _LISTENING: "weakref.WeakSet[InRing]" = weakref.WeakSet()
 
 
-def _pump_all() -> None:
+def pump_all() -> None:
     """Read what is there in all rings: whoever waits in one must not hold up a peer that waits for room in another."""
     for ring in list(_LISTENING):
         ring.pump()

@@ -81,7 +81,10 @@ def _await_readers(optimizer: Optimizer) -> None:
             unit.make_way()
     storages = [param.shard_storage for param in written if param.shard_storage.home is not None]
     homes = {id(storage.home): storage.home for storage in storages}
-    read = {key for key, home in homes.items() if home is not None and not home.make_quiet()}
+    read: set[int] = set()
+    for key, home in homes.items():
+        if home is not None and not (home.is_quiet() if read else home.make_quiet()):  # a peer is late once for all
+            read.add(key)
     for storage in storages:
         if id(storage.home) in read:
             storage.leave_home()

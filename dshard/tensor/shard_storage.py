@@ -1,6 +1,7 @@
 """The memory of a shard, which may still be in flight."""
 
 import sys
+import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class ShardStorage:
     tag: int = field(default=0, init=False)
     num_writes: int = field(default=0, init=False)
     home: Home | None = field(default=None, init=False)  # where the shard lies, if others may read it there
+    _home_thread: int = field(default=0, init=False)  # which brought it there
     is_exposed: bool = field(default=False, init=False)  # somebody was given it who may write without being counted
     _awaited: "tuple[ShardStorage, ...]" = field(default=(), init=False)
 
@@ -100,13 +102,14 @@ class ShardStorage:
     def exposed(self) -> Tensor:
         """The shard, for somebody who may write to it at any time, and will not ask."""
         shard, self.is_exposed = self.resolve(), True
-        if self.home is not None:
-            self.leave_home()
+        if self.home is not None and self._home_thread == threading.get_ident():
+            self.leave_home()  # not while the thread that trains may be writing: then it leaves at the next gather
         return shard
 
     def come_home(self, memory: Tensor, home: Home) -> None:
         """Lie in memory that others may read, which holds the values; nobody else may refer to the shard's own."""
         self.resolve().data, self.home, self.standin = memory, home, None
+        self._home_thread = threading.get_ident()
 
     def leave_home(self) -> None:
         """Lie in memory of this rank's own again."""
@@ -158,7 +161,7 @@ class ShardStorage:
             if before is not None:
                 before(storage)
             assert storage.tensor is not None
-            storage.tensor.add_(added)
+            storage.writable().add_(added)
             torch.autograd.graph.increment_version(storage.tensor)
 
         self._pending = add

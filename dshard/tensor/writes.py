@@ -48,8 +48,8 @@ def pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if target._view is not None:
         _write_through(target, lambda view: func(view, *materialize(args[1:]), **materialize(kwargs)))
         return target
-    shard = target.shard_storage.writable()
-    func(shard, *[cut_to(a, target) for a in args[1:]], **{k: cut_to(v, target) for k, v in kwargs.items()})
+    others, named = [cut_to(a, target) for a in args[1:]], {k: cut_to(v, target) for k, v in kwargs.items()}
+    func(target.shard_storage.writable(), *others, **named)  # asked last: an operand may have been gathered
     target.shard_storage.note_write()
     return target
 
@@ -90,12 +90,12 @@ def _write_through(target: ShardedTensor, change: Callable[[Tensor], Any]) -> No
             holds no elements of other ranks.
     """
     base = target.base
-    shard = base.shard_storage.writable()
+    shard = base.shard_storage.resolve()
     buffer = _buffer_of(base).zero_()
     own = part_of(buffer, base.shard_layout, base.shard_group.rank)
     own.copy_(shard)
     change(apply_steps(buffer, target.view_steps))
-    shard.copy_(own)
+    base.shard_storage.writable().copy_(own)
     base.shard_storage.note_write()
 
 
@@ -168,8 +168,9 @@ def foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
             if takes_own_data(target, operands):
                 target.become_whole()
             _sign(func, target, operands)
-    prepare_writes(func, args, kwargs)
-    func(*[local(i, a) for i, a in enumerate(args)], **{k: local(k, v) for k, v in kwargs.items()})
+    places, names = [local(i, a) for i, a in enumerate(args)], {k: local(k, v) for k, v in kwargs.items()}
+    prepare_writes(func, args, kwargs)  # asked last: an operand may have been gathered
+    func(*places, **names)
     for part, copy in copies:
         part.copy_(copy)
     written = [args[i] if isinstance(i, int) else kwargs[i] for i in mutated]

@@ -198,8 +198,6 @@ class Copies:
         """
         if gathers:
             self.gather()
-            if self.host_copies is not None and self.host_copies.are_late():
-                self.wait()  # peers that use them wait for this rank's part
         self._joined_in = self.unit.model.schedule.serial
         self.unit.model.eviction.after_touch(self.unit)
 
@@ -242,6 +240,8 @@ class Copies:
                 in_flight += self._extensions.start(self.unit.model.pool)
         self._in_flight = in_flight
         self._become(Residency.IN_FLIGHT)
+        if self.host_copies is not None and self.host_copies.are_late():
+            self.wait()  # peers that use them wait for this rank's part, whatever it does meanwhile
 
     def _start(self, bucket: Bucket, shards: Sequence[Tensor], row: Tensor | None) -> Handle[Gathered]:
         """Start to gather a bucket."""
@@ -344,6 +344,7 @@ class Copies:
         except BaseException:
             self._parts = None
             self._become(Residency.SHARDED)
+            self._let_go()
             raise
         self._fulls = list(map(tp_operand, fulls, self.unit.params)) if TPShardLayout.num_made else fulls
         self._parts = None

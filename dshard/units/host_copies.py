@@ -105,19 +105,38 @@ class HostCopies:
         storages = [self._unit.params[slot].shard_storage for slot in once.bucket.slots]
         once.unsure = [index for index, storage in enumerate(storages) if storage.is_exposed]
         for index in once.unsure:
-            storages[index].is_exposed = storages[index].is_held(own_refs=0, storage_refs=1)
-        away = [(index, storage) for index, storage in enumerate(storages) if storage.home is not host_copy]
-        if not away or once.bucket.is_cast:
+            storage = storages[index]
+            storage.is_exposed = storage.is_held(own_refs=0, storage_refs=1)
+            if storage.is_exposed and storage.home is not None:
+                storage.leave_home()
+        if once.bucket.is_cast:
             return
-        for index, storage in away:  # what somebody keeps of a parameter whose `.data` was replaced
+        at_home = [host_copy.lies_at(index, storage.resolve()) for index, storage in enumerate(storages)]
+        staying = {id(storage) for storage, is_there in zip(storages, at_home, strict=True) if is_there}
+        away = [
+            (i, storage) for i, (storage, is_there) in enumerate(zip(storages, at_home, strict=True)) if not is_there
+        ]
+        for index, storage in away:
+            if (
+                storage.home is host_copy and id(storage) not in staying
+            ):  # of a parameter whose `.data` is now another's
+                storage.leave_home()
             reference = once.occupants.pop(index, None)
             occupant = reference() if reference is not None else None
-            if occupant is not None and occupant is not storage and occupant.home is host_copy:
-                occupant.leave_home()
-        movable = [(index, storage) for index, storage in away if host_copy.may_hold(index, storage.resolve())]
+            if occupant is not None and occupant.home is host_copy and id(occupant) not in staying:
+                occupant.leave_home()  # what somebody keeps of a parameter whose `.data` was replaced
+        movable = [
+            (index, storage)
+            for index, storage in away
+            if id(storage) not in staying and host_copy.may_hold(index, storage.resolve())
+        ]
         if not movable or not host_copy.make_quiet():
             return
         for index, storage in movable:
-            if not storage.is_exposed and not storage.is_held(own_refs=0, storage_refs=1):
+            if (
+                storage.home is not host_copy
+                and not storage.is_exposed
+                and not storage.is_held(own_refs=0, storage_refs=1)
+            ):
                 storage.come_home(host_copy.home_of(index, storage.resolve()), host_copy)
                 once.occupants[index] = weakref.ref(storage)
