@@ -104,39 +104,48 @@ class HostCopies:
         """Have those shards lie where they are read that nobody holds; and find those that somebody may write to."""
         storages = [self._unit.params[slot].shard_storage for slot in once.bucket.slots]
         once.unsure = [index for index, storage in enumerate(storages) if storage.is_exposed]
-        for index in once.unsure:
-            storage = storages[index]
-            storage.is_exposed = storage.is_held(own_refs=0, storage_refs=1)
+        for storage in (storages[index] for index in once.unsure):
+            storage.is_exposed = _is_held(storage)
             if storage.is_exposed and storage.home is not None:
                 storage.leave_home()
         if once.bucket.is_cast:
             return
         at_home = [host_copy.lies_at(index, storage.resolve()) for index, storage in enumerate(storages)]
         staying = {id(storage) for storage, is_there in zip(storages, at_home, strict=True) if is_there}
-        away = [
-            (i, storage) for i, (storage, is_there) in enumerate(zip(storages, at_home, strict=True)) if not is_there
-        ]
-        for index, storage in away:
-            if (
-                storage.home is host_copy and id(storage) not in staying
-            ):  # of a parameter whose `.data` is now another's
-                storage.leave_home()
-            reference = once.occupants.pop(index, None)
-            occupant = reference() if reference is not None else None
-            if occupant is not None and occupant.home is host_copy and id(occupant) not in staying:
-                occupant.leave_home()  # what somebody keeps of a parameter whose `.data` was replaced
-        movable = [
-            (index, storage)
-            for index, storage in away
-            if id(storage) not in staying and host_copy.may_hold(index, storage.resolve())
-        ]
-        if not movable or not host_copy.make_quiet():
-            return
-        for index, storage in movable:
-            if (
-                storage.home is not host_copy
-                and not storage.is_exposed
-                and not storage.is_held(own_refs=0, storage_refs=1)
-            ):
-                storage.come_home(host_copy.home_of(index, storage.resolve()), host_copy)
-                once.occupants[index] = weakref.ref(storage)
+        away = [index for index, is_there in enumerate(at_home) if not is_there]
+        for index in away:
+            _vacate(once, index, storages[index], staying)
+        movable = [i for i in away if id(storages[i]) not in staying and host_copy.may_hold(i, storages[i].resolve())]
+        if movable and host_copy.make_quiet():
+            for index in movable:
+                _bring_home(once, index, storages[index], host_copy)
+
+
+def _is_held(storage: ShardStorage) -> bool:
+    """Whether somebody refers to a shard who would not follow it, or may write to it."""
+    return storage.is_held(own_refs=0, storage_refs=1)
+
+
+def _vacate(once: BucketOnce, index: int, storage: ShardStorage, staying: set[int]) -> None:
+    """Have nothing lie at a place that is to be written for a storage which does not lie there.
+
+    Args:
+        once: The bucket.
+        index: The place.
+        storage: Of the parameter whose place it is; it may lie at another's, whose `.data` it was.
+        staying: Ids of the storages that lie at a place of their own.
+    """
+    reference = once.occupants.pop(index, None)
+    for each in (storage, reference() if reference is not None else None):  # the other is kept by somebody
+        if each is not None and each.home is once.host_copy and id(each) not in staying:
+            each.leave_home()
+
+
+def _bring_home(once: BucketOnce, index: int, storage: ShardStorage, host_copy: HostCopy) -> None:
+    """Have a shard lie at its place, unless somebody holds it; a thread may take hold of it while it is copied."""
+    if storage.home is host_copy or storage.is_exposed or _is_held(storage):
+        return
+    memory = host_copy.home_of(index, storage.resolve())
+    if not storage.is_exposed:
+        storage.come_home(memory, host_copy)
+        once.occupants[index] = weakref.ref(storage)
