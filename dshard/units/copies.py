@@ -17,9 +17,8 @@ from dshard.tensor.subclass_shards import exact_values
 from dshard.tensor.tp_layout import TPShardLayout, tp_operand, viewed
 from dshard.tensor.tp_params import local_of
 from dshard.tensor.views import View
-from dshard.units.buckets import Bucket, SendRows, is_whole, part_layout
+from dshard.units.buckets import Bucket, HostCopies, SendRows, is_whole, part_layout
 from dshard.units.extensions import Extensions
-from dshard.units.host_copies import HostCopies
 
 if TYPE_CHECKING:
     from dshard.units.unit import Unit
