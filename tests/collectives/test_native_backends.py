@@ -100,8 +100,8 @@ def bytes_after_steps(is_native: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("is_native", [False, True])
-def test_every_buffer_of_a_step_goes_back_to_the_pool(worlds: WorldPool, is_native):
-    assert worlds.run(2, bytes_after_steps, is_native) == [[0, 0, 0, 1]] * 2
+def test_every_buffer_of_a_step_goes_back_to_the_pool(messaging: WorldPool, is_native):
+    assert messaging.run(2, bytes_after_steps, is_native) == [[0, 0, 0, 1]] * 2
 
 
 # --- rows: shards moved to where they travel from ---------------------------------------------------------------------

@@ -47,6 +47,6 @@ def decode(kept: bool) -> tuple[int, bool]:
     return trace.calls("all_gather"), torch.equal(found, expected)
 
 
-def test_decoding_gathers_per_token_and_inside_of_gathered_once(worlds: WorldPool):
-    assert worlds.run(2, decode, False) == [(6 * 5, True)] * 2
-    assert worlds.run(2, decode, True) == [(6, True)] * 2
+def test_decoding_gathers_per_token_and_inside_of_gathered_once(messaging: WorldPool):
+    assert messaging.run(2, decode, False) == [(6 * 5, True)] * 2
+    assert messaging.run(2, decode, True) == [(6, True)] * 2

@@ -236,8 +236,8 @@ def interleaved() -> tuple[list[int], int]:
     return gathers, model._context().gathered_bytes
 
 
-def test_evaluation_between_steps_has_an_order_of_its_own(worlds: WorldPool):
-    assert worlds.run(2, interleaved) == [([2 * NUM_BLOCKS, 6] * 4, 0)] * 2
+def test_evaluation_between_steps_has_an_order_of_its_own(messaging: WorldPool):
+    assert messaging.run(2, interleaved) == [([2 * NUM_BLOCKS, 6] * 4, 0)] * 2
 
 
 def broken_forward() -> int:

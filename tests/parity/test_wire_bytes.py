@@ -334,14 +334,14 @@ def inference(how: str, num_calls_made: int, reshard: bool | None) -> Wire:
 
 
 @pytest.mark.parametrize("reshard", [True, False, None])
-def test_an_eval_forward_sends_each_weight_once_and_keeps_nothing_that_is_resharded(worlds: WorldPool, reshard):
-    wires = worlds.run(3, inference, "eval", 1, reshard)
+def test_an_eval_forward_sends_each_weight_once_and_keeps_nothing_that_is_resharded(messaging: WorldPool, reshard):
+    wires = messaging.run(3, inference, "eval", 1, reshard)
     assert payload(wires) == 2 * P_LAYERED
     assert num_calls(wires) == num_calls(wires, "all_gather") == 3
 
 
-def test_a_loop_of_forwards_sends_each_weight_once_per_forward(worlds: WorldPool):
-    wires = worlds.run(2, inference, "eval", 5, True)
+def test_a_loop_of_forwards_sends_each_weight_once_per_forward(messaging: WorldPool):
+    wires = messaging.run(2, inference, "eval", 5, True)
     assert payload(wires) == 5 * P_LAYERED
     assert num_calls(wires) == 15
 
@@ -374,8 +374,8 @@ def generate(num_new: int) -> tuple[Tensor, Wire]:
     return out, Wire.of(trace)
 
 
-def test_a_generate_method_gathers_each_block_once_per_token_and_gives_the_plain_models_text(worlds: WorldPool):
-    results = worlds.run(2, generate, 6)
+def test_a_generate_method_gathers_each_block_once_per_token_and_gives_the_plain_models_text(messaging: WorldPool):
+    results = messaging.run(2, generate, 6)
     torch.manual_seed(0)
     expected = Sampler().generate(torch.zeros(1, 1, dtype=torch.int64), 6)
     assert all(torch.equal(out, expected) for out, _ in results)

@@ -241,8 +241,8 @@ def headers_sent() -> tuple[int, int]:
     return len(sent), trace.calls()
 
 
-def test_a_good_step_sends_a_header_for_each_collective_and_nothing_else(worlds: WorldPool):
-    for num_headers, num_collectives in worlds.run(2, headers_sent):
+def test_a_good_step_sends_a_header_for_each_collective_and_nothing_else(messaging: WorldPool):
+    for num_headers, num_collectives in messaging.run(2, headers_sent):
         assert num_headers == num_collectives
 
 

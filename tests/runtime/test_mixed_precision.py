@@ -583,13 +583,13 @@ def autocast_run() -> tuple[list[str], list[tuple[int, int]]]:
     return differences(net, plain), gathers
 
 
-def test_autocast_gathers_what_it_casts_in_its_dtype_from_the_second_step_on(worlds: WorldPool):
+def test_autocast_gathers_what_it_casts_in_its_dtype_from_the_second_step_on(messaging: WorldPool):
     def numel(module: nn.Module, *, kept: bool) -> int:
         return sum(p.numel() for n, p in module.named_parameters() if kept == ("norm" in n or "gain" in n))
 
     block = make().layers[0]
     per_block = (4 * numel(block, kept=True) + 2 * numel(block, kept=False)) // 2
-    for rank, (wrong, gathers) in enumerate(worlds.run(2, autocast_run)):
+    for rank, (wrong, gathers) in enumerate(messaging.run(2, autocast_run)):
         assert wrong == []
         rows = (11, 10)[rank] * WIDTH  # of the embedding, which is looked up as it is, and of the head
         # Blocks are gathered twice, what stays with the root once.

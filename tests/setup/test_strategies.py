@@ -332,7 +332,7 @@ def persistent_bytes(before: str, after: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("after", [*BASES, "hybrid(2)"])
 @pytest.mark.parametrize("before", ["full", "ddp", "hybrid(2)", "same"])
-def test_each_rank_holds_what_the_strategy_says_after_a_change_too(worlds: WorldPool, before, after):
+def test_each_rank_holds_what_the_strategy_says_after_a_change_too(messaging: WorldPool, before, after):
     whole = 4 * NUMEL
     shard = whole if after == "ddp" else whole // 2 if after == "hybrid(2)" else whole // 4
     want = {
@@ -341,7 +341,7 @@ def test_each_rank_holds_what_the_strategy_says_after_a_change_too(worlds: World
         "states": 2 * shard,
         "gathered": whole if after in ("zero1", "zero2") else 0,
     }
-    assert worlds.run(4, persistent_bytes, after if before == "same" else before, after) == [want] * 4
+    assert messaging.run(4, persistent_bytes, after if before == "same" else before, after) == [want] * 4
 
 
 def gathers_of_generation(strategy: str) -> list[int]:
@@ -359,10 +359,10 @@ def gathers_of_generation(strategy: str) -> list[int]:
     return counts
 
 
-def test_for_generation_everything_is_gathered_once(worlds: WorldPool):
-    assert worlds.run(2, gathers_of_generation, "zero2") == [[NUM_LAYERS, 0, 0]] * 2
-    assert worlds.run(2, gathers_of_generation, "ddp") == [[0, 0, 0]] * 2
-    assert worlds.run(2, gathers_of_generation, "full") == [[NUM_LAYERS] * 3] * 2
+def test_for_generation_everything_is_gathered_once(messaging: WorldPool):
+    assert messaging.run(2, gathers_of_generation, "zero2") == [[NUM_LAYERS, 0, 0]] * 2
+    assert messaging.run(2, gathers_of_generation, "ddp") == [[0, 0, 0]] * 2
+    assert messaging.run(2, gathers_of_generation, "full") == [[NUM_LAYERS] * 3] * 2
 
 
 def gradients_after_a_switch(strategy: str) -> tuple[int, bool]:
