@@ -13,6 +13,7 @@ import mmap
 import os
 import resource
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -156,7 +157,8 @@ class HostCopy:
             writes = layout.local_numel(group.rank) > 0 and (layout.dim is not None or group.rank == 0)
             self._parts.append(shard_of(full, layout, group.rank) if writes else None)
         self._seen: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(layouts)  # what is in place
-        self._late: dict[int, tuple[Tensor, tuple[weakref.ref[Tensor], int]]] = {}  # put in place when all have read
+        self._late: dict[int, Tensor] = {}  # what is put in place when all have read what was there before
+        self.thread = threading.get_ident()  # that gathered last
         self._number = 0  # of the last gather
         self._heard = dict.fromkeys(group.peers, 0)  # the peers' numbers of it
         self._is_read = False  # whether this rank reads
@@ -177,8 +179,8 @@ class HostCopy:
 
         A peer may be at something else, or wait for this rank: then it is not waited for.
         """
-        if self.is_quiet() or self._is_read or os.getpid() != self._pid:
-            return self.is_quiet()
+        if self._is_read or os.getpid() != self._pid:
+            return False
         transport, begin, pause_s = line_of(self._group).transport(self._group), time.monotonic(), _PAUSES_S[0]
         while not self.is_quiet():
             if transport.is_awaited(unread=False) or time.monotonic() - begin > self._patience_s:
@@ -228,6 +230,8 @@ class HostCopy:
     def begin(self, shards: Sequence[Tensor], unsure: Sequence[int] = ()) -> int:
         """Put this rank's shards in place; gives what is to be told beside the header of the gather.
 
+        Where that `is_late` they must not change before `read`, which must come at once.
+
         Args:
             shards: One per tensor of the bucket.
             unsure: Which may have been written to without a trace in their versions.
@@ -237,30 +241,28 @@ class HostCopy:
         stale = [index for index, shard in enumerate(shards) if self._must_copy(index, shard)]
         is_late = bool(stale) and not self.make_quiet()
         self._seen = [(weakref.ref(shard), shard._version) for shard in shards]
-        self._late = {}
-        if is_late:
-            for index in stale:
-                seen, self._seen[index] = self._seen[index], None  # as long as it is not there: the step may be left
-                assert seen is not None
-                self._late[index] = shards[index].clone(), seen
-        else:
-            self._put(stale, [shards[index] for index in stale])
+        self.thread = threading.get_ident()
+        self._late = {index: shards[index] for index in stale} if is_late else {}
+        for index in self._late:
+            self._seen[index] = None  # as long as it is not there: the step may be left
+        if not is_late:
+            self._put({index: shards[index] for index in stale})
         self._number += 1
         self._is_read = True
         return self._number * 2 + is_late
 
-    def _put(self, indices: Sequence[int], shards: Sequence[Tensor]) -> None:
-        parts = [part for part in (self._parts[index] for index in indices) if part is not None]
+    def _put(self, shards: dict[int, Tensor]) -> None:
+        parts = [part for part in (self._parts[index] for index in shards) if part is not None]
         if parts:
-            torch._foreach_copy_(parts, list(shards))
+            torch._foreach_copy_(parts, list(shards.values()))
 
     def read(self, told: dict[int, int]) -> list[Tensor]:
         """The full tensors, once all peers were heard, and with what they told beside their headers."""
         if self._late:  # whoever is at this gather has read all before it
             late, self._late = self._late, {}
-            self._put(list(late), [shard for shard, _ in late.values()])
-            for index, (_, seen) in late.items():
-                self._seen[index] = seen
+            self._put(late)
+            for index, shard in late.items():
+                self._seen[index] = weakref.ref(shard), shard._version
             self._words[self._word(self._group.rank, 0)] = self._number & 0xFFFFFFFF
         for peer, word in told.items():
             self._heard[peer] = word // 2
@@ -286,6 +288,7 @@ class HostCopy:
 
     def end(self) -> None:
         """This rank reads no more; who keeps a full tensor all the same has it as it is now."""
+        self._late = {}
         if os.getpid() != self._pid or not self._is_read:
             return
         if self._window is not None and not self._window.close():

@@ -15,7 +15,13 @@ from dshard.layout import ShardLayout
 
 
 class Home(Protocol):
-    """Memory in which shards lie that others may read."""
+    """Memory in which shards lie that others may read.
+
+    Args:
+        thread: That which gathered last, and may be writing.
+    """
+
+    thread: int
 
     def is_quiet(self) -> bool:
         """Whether nobody reads now, nor before this rank lets them."""
@@ -46,7 +52,6 @@ class ShardStorage:
     tag: int = field(default=0, init=False)
     num_writes: int = field(default=0, init=False)
     home: Home | None = field(default=None, init=False)  # where the shard lies, if others may read it there
-    _home_thread: int = field(default=0, init=False)  # which brought it there
     is_exposed: bool = field(default=False, init=False)  # somebody was given it who may write without being counted
     _awaited: "tuple[ShardStorage, ...]" = field(default=(), init=False)
 
@@ -102,14 +107,13 @@ class ShardStorage:
     def exposed(self) -> Tensor:
         """The shard, for somebody who may write to it at any time, and will not ask."""
         shard, self.is_exposed = self.resolve(), True
-        if self.home is not None and self._home_thread == threading.get_ident():
-            self.leave_home()  # not while the thread that trains may be writing: then it leaves at the next gather
+        if self.home is not None and self.home.thread == threading.get_ident():
+            self.leave_home()  # not while another thread may be writing: then it leaves at the next gather
         return shard
 
     def come_home(self, memory: Tensor, home: Home) -> None:
         """Lie in memory that others may read, which holds the values; nobody else may refer to the shard's own."""
         self.resolve().data, self.home, self.standin = memory, home, None
-        self._home_thread = threading.get_ident()
 
     def leave_home(self) -> None:
         """Lie in memory of this rank's own again."""
