@@ -68,6 +68,6 @@ def with_comms(group: ShardGroup, comms: Comms) -> ShardGroup:
         return group
     reduce_group = group.process_group
     if comms.separates:
-        with making("the making of a group for reductions", group.process_group):
+        with making("making of a group for reductions", group.process_group):
             reduce_group = _c10d.twin_of_group(group.process_group)
     return _CustomGroup(group, comms, reduce_group)

@@ -178,7 +178,7 @@ class ShardGroup:
         return _c10d.kept_for(self.process_group, key, lambda: self._make_neighbours(num_ranks))
 
     def _make_neighbours(self, num_ranks: int) -> "ShardGroup":
-        with making(f"the making of groups of {num_ranks} ranks", self.process_group):
+        with making(f"making of groups of {num_ranks} ranks", self.process_group):
             neighbours = _c10d.part_of_group(self.process_group, num_ranks)
         part = ShardGroup(neighbours, torch.device(self.device_type))
         part.is_direct = self.is_direct
@@ -191,7 +191,7 @@ class ShardGroup:
             The making of process groups; all ranks must call this alike.
         """
         group = self.process_group
-        with making(f"the making of groups of {num_ranks} ranks and their replicas", group):
+        with making(f"making of groups of {num_ranks} ranks and their replicas", group):
             return _c10d.replicas_in_group(group, num_ranks), _c10d.part_of_group(group, num_ranks)
 
     @property

@@ -209,7 +209,9 @@ class _Case:
                 if len(self.answers) == len(others):
                     break
             time.sleep(0.02 if verdict is None else 0.0)
-        verdict = verdict or self._by_silence([rank for rank in others if rank not in self.answers])
+        # What is stopped may have answered, ahead of what holds the GIL; and others may hold it for want of that rank.
+        silent = [rank for rank in others if rank not in self.answers]
+        verdict = verdict or self.stopped(others) or self._by_silence(silent)
         self.is_solved = True
         return verdict
 
@@ -262,9 +264,6 @@ class _Case:
         """Blame ranks that do not answer."""
         if not silent:
             return None
-        stopped = self.stopped(silent)
-        if stopped is not None:
-            return stopped
         new = [rank for rank in silent if rank not in self.processes]
         if new:
             what = f"{names(new)} never came to a collective or process group of dshard"

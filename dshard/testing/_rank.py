@@ -96,7 +96,10 @@ def pack_call(fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[
 
 
 def _make_call(rank: int, request: bytes) -> bytes:
-    """Make the call and pack its outcome; never raises."""
+    """Make the call, with the same random numbers on all ranks whatever they drew before, and pack its outcome.
+
+    Never raises.
+    """
     try:
         fn, args, kwargs, filters = pickle.loads(request)
         with warnings.catch_warnings():
@@ -105,6 +108,7 @@ def _make_call(rank: int, request: bytes) -> bytes:
                 warnings.filterwarnings(
                     entry.action, entry.message, entry.category, entry.module, entry.line, append=True
                 )
+            torch.manual_seed(0)
             result = fn(*args, **kwargs)
         return pickle.dumps(Returned(rank, pickle.dumps(result)))
     except BaseException as error:

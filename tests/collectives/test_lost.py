@@ -1,6 +1,8 @@
 """What ranks say of one another: other versions at the start, who was lost, and how long anybody waits."""
 
 import os
+import re
+import signal
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -99,6 +101,21 @@ def test_a_rank_that_died_is_named_with_its_process_and_what_it_did_last():
     assert "RankLostError" in text
     assert "rank 1 (pid " in text
     assert "was killed, or ended without a word; the last that all took part in was the " in text
+
+
+def group_without_rank_2() -> None:
+    model = dshard.fully_shard(nn.Linear(8, 8))
+    model(torch.ones(2, 8)).sum().backward()  # by then all know where all run
+    if dist.get_rank() == 2:
+        _c10d.replicas_in_group = lambda group, num_ranks: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment]
+    dshard.set_strategy(model, "hybrid(2)")
+
+
+def test_a_rank_that_is_stopped_while_groups_are_made_is_named_though_it_has_answered_ahead():
+    # Found: its peers were named, who could not answer for holding the GIL in torch's new_group.
+    with World(4, group_timeout_s=2.0, grace_s=14.0) as world, pytest.raises(AssertionError) as told:
+        world.run(group_without_rank_2, timeout_s=16.0)
+    assert len(re.findall(r"RankLostError.*rank 2 \(pid .* is stopped, by a signal", str(told.value))) >= 3
 
 
 def clip_without_rank_1() -> None:
