@@ -20,9 +20,8 @@ from dshard.collectives.header import Kind, check_headers, header, read
 from dshard.collectives.lines import follow, line_of
 from dshard.collectives.lost import ended, is_symptom
 from dshard.collectives.memory import Buffer, BufferPool, Readers
-from dshard.collectives.rings import Offer
 from dshard.collectives.stalls import failure
-from dshard.collectives.transport import Sent, Transport
+from dshard.collectives.transport import Packed, Sent, Transport, Values
 from dshard.collectives.whys import Why, told_by
 from dshard.errors import DivergenceError, RankLostError
 
@@ -72,11 +71,11 @@ def _same_places(memory: Tensor, like: Sequence[Tensor], own: Tensor) -> list[Te
 class Exchange:
     """All values of one collective between this rank and its peers, behind a header.
 
-    As messages: headers have one size and one tag. The messages behind them have tags of their own, made of what they
-    belong to: gloo ends the process when a message of more bytes arrives than was asked for, so messages of different
-    things must never meet. Ranks that are apart learn it from the headers. A message for which both sides are ready
-    must arrive before its memory goes, or gloo waits for ever; one for which the peer never gets ready may go at any
-    time. The headers tell the two apart.
+    As messages: headers have one tag, and few values travel in the same message. Messages behind them have tags of
+    their own, made of what they belong to: gloo ends the process when a message of more bytes arrives than was asked
+    for, so messages of different things must never meet. Ranks that are apart learn it from the headers. A message for
+    which both sides are ready must arrive before its memory goes, or gloo waits for ever; one for which the peer never
+    gets ready may go at any time. The headers tell the two apart.
 
     Through memory: the header says where this rank's values lie. Those that lie elsewhere are copied there first, so
     that nobody waits for a peer to read them.
@@ -91,31 +90,31 @@ class Exchange:
 
     def __init__(self, group: ShardGroup, kind: Kind, label: str, tag: int, sizes: int) -> None:
         self._group, self._kind, self._label = group, kind, label
-        self.offers: dict[int, Offer] = {}
+        self.offers: dict[int, Values] = {}
         self._works: list[tuple[int, Work]] = []
         self._outward: dict[int, list[Tensor]] = {peer: [] for peer in group.peers}
         self._inward: dict[int, list[Tensor]] = {peer: [] for peer in group.peers}
         self._rows: _Rows | None = None
         self._mirrored: Buffer | None = None
-        self._is_wanted = True
+        self._is_wanted, self._is_ended = True, False
         self._line = line_of(group)
         self._transport: Transport = self._try(lambda: self._line.transport(group))
         self._readers = Readers(self._transport.collect, self._transport.is_awaited)
         self.number = self._line.note()
-        self._channel = zlib.crc32(f"{int(kind)} {label} {sizes} {tag} {self.number}".encode()) & 0x3FFFFFFF
         self.own = header(kind, label, tag, self.number)
-        self.sent: dict[int, Work] = {}
-        self.values: dict[int, Sent] = {}
+        self._channel = zlib.crc32(self.own, sizes & 0xFFFFFFFF) & 0x3FFFFFFF
+        self.sent: dict[int, Work] = {}  # by messages: the headers that are on their way
+        self.values: dict[int, Sent | Packed] = {}  # what goes with the header to each peer
         self.word = 0  # told beside the header, through memory, where there are no values
         self.words: dict[int, int] = {}  # what each peer told so
-        self.heard: dict[int, Tensor] = {}
+        self.heard: dict[int, bytes] = {}
         self.is_heard, self.place, self.beyond = False, 0, 0
 
     def __del__(self) -> None:
         """What both sides are ready for must arrive; the line keeps this until that is known."""
-        if self._works and self.is_heard and not sys.is_finalizing():
+        if (self._works or self.sent) and self.is_heard and not sys.is_finalizing():
             with contextlib.suppress(RuntimeError), _disable_current_modes():
-                self._end()
+                self._end(takes=False)
         self.end_reading()
 
     def send(self, tensor: Tensor, peer: int) -> None:
@@ -175,15 +174,32 @@ class Exchange:
         """Send what was given, and be ready for what the peers do."""
         if self._transport.arena is not None:
             self._put_out(self._transport, self._transport.arena)
-        self._try(lambda: self._line.start(self))
-        if self._transport.arena is not None:
+            self._try(lambda: self._line.start(self))
             return
+        self._pack_few()
+        self._try(lambda: self._line.start(self))
         group = self._group.process_group
         for peer in self._group.peers:
-            for tensor in self._inward[peer]:
+            for tensor in self._inward[peer] if not self._are_few(self._inward[peer]) else ():
                 self._works.append((peer, self._try(partial(_c10d.receive, tensor, peer, self._channel, group))))
             for tensor in self._outward[peer]:
                 self._works.append((peer, self._try(partial(_c10d.send, tensor, peer, self._channel, group))))
+
+    def _are_few(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether tensors travel in the message of their header."""
+        return 0 < sum(_aligned(tensor.nbytes) for tensor in tensors) <= self._transport.inline_bytes
+
+    def _pack_few(self) -> None:
+        """Have what is little go to each peer in the message of the header; to those that get the same, the same."""
+        packed: dict[tuple[int, ...], Packed] = {}
+        for peer, tensors in self._outward.items():
+            if self._are_few(tensors):
+                key = tuple(map(id, tensors))
+                if key not in packed:
+                    packed[key] = Packed(sum(_aligned(tensor.nbytes) for tensor in tensors), self._channel)
+                    torch._foreach_copy_(_cut(packed[key].values, tensors), tensors)
+                self.values[peer] = packed[key]
+                self._outward[peer] = []
 
     def _put_out(self, transport: Transport, arena: Arena) -> None:
         """Have what is sent lie in shared memory: as one run of bytes for each peer, or for those that get the same."""
@@ -264,43 +280,51 @@ class Exchange:
 
     def _is_with(self, peer: int) -> bool:
         """Whether a peer means the same, and is ready for the messages."""
-        return torch.equal(self.heard[peer], self.own)
+        return self.heard[peer] == self.own
 
-    def _end(self) -> None:
-        """Wait for what is under way between this rank and those that mean the same."""
+    def _end(self, *, takes: bool = True) -> None:
+        """Wait for what is under way between this rank and those that mean the same; once.
+
+        Args:
+            takes: Whether somebody wants the values.
+        """
+        if self._is_ended:
+            return
+        self._is_ended = True
         works, self._works = self._works, []
         sent, self.sent = self.sent, {}
-        ready = {peer for peer in self.heard if self._is_with(peer)}
-        limit = _c10d.limit_of(self._group.process_group)
+        ready = [peer for peer in self.heard if self._is_with(peer)]
+        limit = _c10d.limit_of(self._group.process_group) if works or sent else ()
         for peer, work in sent.items():
             if peer in ready:
-                if work is not None:
-                    work.wait(*limit)
-                self._line.note_read(peer, self)
+                work.wait(*limit)
             else:
-                self._line.keep(peer, self.place, self.own, work)
+                self._line.keep(peer, self.place, work)
+        for peer in ready:
+            self._line.note_read(peer, self)
+            if takes and (peer in self.offers or self._are_few(self._inward[peer])):
+                self._take_in(peer)
         for peer, work in works:
             if peer in ready:
                 work.wait(*limit)
-        if self._transport.arena is not None:
-            for peer in ready & set(self.offers):
-                self._take_in(peer)
 
     def _take_in(self, peer: int) -> None:
-        """Copy what a peer has put out, or see that it is what was expected."""
-        offer, tensors = self.offers[peer], self._inward[peer]
+        """Copy what a peer has put out or sent with its header, or see that it is what was expected."""
+        offer, tensors = self.offers.get(peer), self._inward[peer]
+        stays = self._rows is not None and self._transport.arena is not None  # to be read where it is
         if self._mirrored is not None:
             expected = self._mirrored.memory.nbytes
         elif self._rows is not None:
             expected = self._rows.numel * self._rows.dtype.itemsize
         else:
             expected = sum(_aligned(tensor.nbytes) for tensor in tensors)
-        if offer.channel != self._channel or _aligned(offer.num_bytes) != _aligned(expected):
+        if offer is None or offer.channel != self._channel or _aligned(offer.num_bytes) != _aligned(expected):
             raise DivergenceError(
                 f"'{self._label}': all ranks must exchange values of the same shapes and dtypes, but rank {peer} sends "
-                f"{offer.num_bytes:,} bytes, and this one waits for {expected:,}. Make every rank build the same model."
+                f"{'others' if offer is None else f'{offer.num_bytes:,} bytes'}, and this one waits for {expected:,} "
+                "bytes. Make every rank build the same model."
             )
-        if self._rows is None:
+        if not stays:
             if tensors:
                 values = offer.values()
                 own = self._mirrored
@@ -317,12 +341,12 @@ class Exchange:
                 return self._left(peer, row)
         rows = [self.heard.get(rank, self.own) for rank in range(self._group.num_ranks)]
         try:
-            check_headers(torch.stack(rows), self.own, self._kind, self._label)
+            check_headers(rows, self.own, self._kind, self._label)
         except DivergenceError as differing:
             return differing, Why(str(differing), differs=True)
         raise AssertionError("ranks are apart whose headers are equal")
 
-    def _left(self, peer: int, row: Tensor) -> tuple[DivergenceError, Why]:
+    def _left(self, peer: int, row: bytes) -> tuple[DivergenceError, Why]:
         """What to raise, and to tell, of a peer that is in a later step."""
         heard = read(row)
         is_end = heard.kind == Kind.GAVE_UP and heard.tag <= self.number

@@ -3,14 +3,13 @@
 import enum
 import struct
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from dshard.errors import DivergenceError
 
-_FORMAT = "<qqQB39s"  # a checksum of kind and label, a tag, the number of the step, the kind, and the end of the label
+# A checksum of kind and label, a tag, the number of the step, the kind, and the end of the label.
+_FORMAT = struct.Struct("<qqQB39s")
 
 
 class Kind(enum.IntEnum):
@@ -27,11 +26,10 @@ class Kind(enum.IntEnum):
         return ("the gather of", "the reduction of gradients of", "the combination of", "the end of")[self]
 
 
-def header(kind: Kind, label: str, tag: int, number: int = 0) -> Tensor:
+def header(kind: Kind, label: str, tag: int, number: int = 0) -> bytes:
     """What all ranks must send alike: what this is, of which unit, what that was written with, and in which step."""
     name = label.encode()
-    raw = struct.pack(_FORMAT, _checksum(kind, name), tag, number, kind, name[-39:])
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    return _FORMAT.pack(zlib.crc32(name, kind), tag, number, kind, name[-39:])
 
 
 class Heard(NamedTuple):
@@ -54,32 +52,28 @@ class Heard(NamedTuple):
         return self.name.rstrip(b"\0").decode(errors="replace")
 
 
-def read(header: Tensor) -> Heard:
+def read(header: bytes) -> Heard:
     """What a header says."""
-    return Heard(*struct.unpack(_FORMAT, bytes(header.tolist())))
+    return Heard(*_FORMAT.unpack(header))
 
 
-def _checksum(kind: Kind, name: bytes) -> int:
-    return zlib.crc32(name, int(kind))
-
-
-def check_headers(headers: Tensor, own: Tensor, kind: Kind, label: str) -> None:
+def check_headers(headers: Sequence[bytes], own: bytes, kind: Kind, label: str) -> None:
     """Raise if another rank is at something else, or wrote other numbers to the same.
 
     Args:
-        headers: Shape (num_ranks, HEADER_BYTES), what each rank sent.
-        own: Shape (HEADER_BYTES,), this rank's.
+        headers: What each rank sent.
+        own: What this rank did.
         kind: What this rank is at.
         label: Of which unit.
 
     Raises:
         DivergenceError: They differ.
     """
-    if bool((headers == own).all()):
+    rank = next((rank for rank, each in enumerate(headers) if each != own), None)
+    if rank is None:
         return
-    rank = next(r for r in range(headers.shape[0]) if not torch.equal(headers[r], own))
     heard = read(headers[rank])
-    if heard.checksum != _checksum(kind, label.encode()):
+    if heard.checksum != read(own).checksum:
         _check_arguments(label, heard.text, rank)
         other = f"'{heard.text}'" if heard.kind == kind else heard.what
         mine = "" if heard.kind == kind else f", this one at {kind.text} '{label}'"

@@ -18,7 +18,6 @@ from dshard.collectives.lines import line_of
 from dshard.collectives.stalls import watch_event
 from dshard.collectives.trace import record
 from dshard.errors import DivergenceError, RankLostError
-from dshard.layout import HEADER_BYTES
 
 _Entry = tuple[Kind, str, int, int]  # the last one is the number of the step
 _MAX_ENTRIES = 1 << 14  # of a group that nobody settles
@@ -139,8 +138,8 @@ def _explain(group: ShardGroup, entries: list[_Entry], num_entries: int) -> None
     place = int((rows != rows[0]).any(0).nonzero()[0])
     kind, label, tag, number = entries[place] if place < len(entries) else (Kind.COMBINE, "the end of the step", 0, 0)
     own = header(kind, label, tag, number)
-    headers = _exchange(group, own.view(torch.int64)).cpu().view(torch.uint8).view(group.num_ranks, HEADER_BYTES)
-    check_headers(headers, own, kind, label)
+    rows = _exchange(group, torch.frombuffer(bytearray(own), dtype=torch.int64)).cpu()
+    check_headers([row.numpy().tobytes() for row in rows], own, kind, label)
 
 
 def _checksum(entries: list[_Entry]) -> int:

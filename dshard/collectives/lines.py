@@ -10,11 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
-
-import torch
-from torch import Tensor
 
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup, Work
@@ -24,7 +20,6 @@ from dshard.collectives.header import Heard, Kind, header, read
 from dshard.collectives.lost import is_symptom
 from dshard.collectives.transport import Coming, Transport, transport_of
 from dshard.collectives.whys import Why, tell_why
-from dshard.layout import HEADER_BYTES
 
 if TYPE_CHECKING:
     from dshard.collectives.exchange import Exchange
@@ -53,20 +48,24 @@ class _Posted:
     """A header that is awaited, or was not taken yet.
 
     Args:
-        row: The header.
         coming: What to wait for.
-        is_here: Whether that was done.
+        header: What it says, once that was done.
     """
 
-    row: Tensor
     coming: Coming
-    is_here: bool = False
+    header: bytes = b""
 
-    def wait(self, limit: tuple[timedelta, ...] = ()) -> None:
-        """Wait for it."""
-        if not self.is_here:
+    @property
+    def is_here(self) -> bool:
+        """Whether it was waited for."""
+        return bool(self.header)
+
+    def wait(self, group: ProcessGroup | None = None) -> None:
+        """Wait for it, at most as long as a group waits."""
+        if not self.header:
+            limit = _c10d.limit_of(group) if group is not None and not self.coming.is_here else ()
             self.coming.wait(*limit)
-            self.is_here = True
+            self.header = self.coming.header
 
     def has_come(self) -> bool:
         """Whether it is here; then it was waited for."""
@@ -78,9 +77,9 @@ class _Posted:
 def _merge(posted: deque[_Posted]) -> None:
     """Make one of the last two headers, if both say that their rank has left a step: from the first to the last."""
     before, last = posted[-2], posted[-1]
-    said, then = read(before.row), read(last.row)
+    said, then = read(before.header), read(last.header)
     if said.kind == then.kind == Kind.GAVE_UP:
-        last.row = header(Kind.GAVE_UP, "", said.tag, then.number)
+        last.header = header(Kind.GAVE_UP, "", said.tag, then.number)
         del posted[-2]
 
 
@@ -112,7 +111,7 @@ class Line:
         self._waiting: deque[Exchange] = deque()  # not heard of yet, in order
         self._transport: Transport | None = None  # until the first collective
         self._posted: dict[int, deque[_Posted]] = {peer: deque() for peer in group.peers}
-        self._unread: list[tuple[int, int, Tensor, Work]] = []  # headers on their way, of steps that were left
+        self._unread: list[tuple[int, int, Work]] = []  # headers on their way, of steps that were left
 
     def announce(self, companions: frozenset[str]) -> None:
         """A model is about to run: the next collective is the first of its step."""
@@ -157,7 +156,9 @@ class Line:
         for peer, posted in self._posted.items():
             if len(posted) < len(self._waiting):
                 self._post(posted, peer)
-            said.sent[peer] = self._transport.say(said.own, peer, said.values.get(peer))
+            work = self._transport.say(said.own, peer, said.values.get(peer))
+            if work is not None:
+                said.sent[peer] = work
 
     def hear(self, wanted: "Exchange", group: ProcessGroup) -> None:
         """Wait for what the peers say of a collective, and of those before it."""
@@ -180,38 +181,37 @@ class Line:
         if self._unread:
             self._unread = [entry for entry in self._unread if entry[0] != peer or entry[1] >= said.place]
 
-    def keep(self, peer: int, place: int, sent: Tensor, work: Work) -> None:
+    def keep(self, peer: int, place: int, work: Work) -> None:
         """A header is on its way to a peer that will read it when it comes to this group again."""
-        self._unread.append((peer, place, sent, work))
+        self._unread.append((peer, place, work))
 
     def _post(self, posted: "deque[_Posted]", peer: int) -> None:
         assert self._transport is not None
-        row = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
-        posted.append(_Posted(row, self._transport.listen(row, peer)))
+        posted.append(_Posted(self._transport.listen(peer)))
 
-    def _next(self, peer: int, said: "Exchange", group: ProcessGroup) -> Tensor:
+    def _next(self, peer: int, said: "Exchange", group: ProcessGroup) -> bytes:
         """What a peer says of a collective, or of a later step."""
         posted = self._posted[peer]
         while True:
             if not posted:
                 self._post(posted, peer)
             head = posted[0]
-            head.wait(_c10d.limit_of(group))
-            row, offer = head.row, head.coming.offer
-            if torch.equal(row, said.own):
+            head.wait(group)
+            header, offer = head.header, head.coming.offer
+            if header == said.own:
                 posted.popleft()
                 if offer is not None:
                     said.offers[peer] = offer
-                return row
-            heard = read(row)
+                return header
+            heard = read(header)
             if heard.number > said.number:  # it stays, for a later collective of this rank
                 said.beyond = max(said.beyond, _goal(heard, said.number))
-                return row
+                return header
             posted.popleft()
             if offer is not None:
                 offer.release()
             if heard.number == said.number and heard.kind != Kind.GAVE_UP:
-                return row
+                return header
 
     def leave(self, number: int) -> None:
         """Leave the step for another one, and say so."""
@@ -223,7 +223,9 @@ class Line:
             try:
                 self._read_on()
                 for peer in self._posted:
-                    self.keep(peer, self._num_started, said, self._transport.say(said, peer))
+                    work = self._transport.say(said, peer)
+                    if work is not None:
+                        self.keep(peer, self._num_started, work)
             except RuntimeError as error:
                 if not is_symptom(error):
                     raise

@@ -102,7 +102,7 @@ class OutRing(Ring):
 
     def write(
         self,
-        header: Tensor,
+        header: bytes,
         offer: tuple[int, int, int],
         on_read: Callable[[], object] | None,
         *,
@@ -111,7 +111,7 @@ class OutRing(Ring):
         """Say something.
 
         Args:
-            header: uint8, shape (HEADER_BYTES,).
+            header: Of HEADER_BYTES.
             offer: Where values lie, how many bytes, and their channel; bytes may be none.
             on_read: Called some time after the peer has read them.
             limit_s: How long to wait for room.
@@ -124,7 +124,7 @@ class OutRing(Ring):
             flag = self._free.pop() if self._free else self._num_used
             self._unread[flag], self._num_used = on_read, max(self._num_used, flag + 1)
         record = self._record(self._count)
-        record[:HEADER_BYTES] = header.numpy().data
+        record[:HEADER_BYTES] = header
         _OFFER.pack_into(record, HEADER_BYTES, *offer, flag)
         self._count += 1
         self._tail.publish(self._count)
@@ -192,10 +192,10 @@ class InRing(Ring):
         _LISTENING.add(self)
         self._records: dict[int, tuple[bytes, Offer]] = {}  # that were read, and not asked for yet
 
-    def listen(self, row: Tensor) -> "Listening":
-        """Be ready for the next record, whose header goes into `row`."""
+    def listen(self) -> "Listening":
+        """Be ready for the next record."""
         self._count += 1
-        return Listening(self, self._count, row)
+        return Listening(self, self._count)
 
     def pump(self) -> None:
         """Read what is there, so that the peer can go on."""
@@ -214,8 +214,8 @@ class InRing(Ring):
         self.pump()
         return number in self._records
 
-    def take(self, number: int, row: Tensor, limit_s: float | None) -> Offer:
-        """Wait for a record.
+    def take(self, number: int, limit_s: float | None) -> tuple[bytes, Offer]:
+        """Wait for a record: a header, and where values lie.
 
         Raises:
             RuntimeError: The peer has ended or closed its end, or did not say anything in time.
@@ -228,10 +228,7 @@ class InRing(Ring):
             self._check_for(number)
             if not self._wait(seen, limit_s, number):
                 raise RuntimeError(f"{_timed_out(limit_s)} for process {self.peer.pid}")
-        header, offer = self._records[number]
-        row.numpy()[:] = memoryview(header)
-        del self._records[number]
-        return offer
+        return self._records.pop(number)
 
     def _wait(self, seen: int, limit_s: float | None, number: int) -> bool:
         """Wait for more records than were seen, and let the writer know."""
@@ -281,14 +278,13 @@ class Listening:
     Args:
         ring: Where.
         number: Its place there, from 1 on.
-        row: For its header.
     """
 
-    __slots__ = ("_number", "_ring", "_row", "offer")
+    __slots__ = ("_number", "_ring", "header", "offer")
 
-    def __init__(self, ring: InRing, number: int, row: Tensor) -> None:
-        self._ring, self._number, self._row = ring, number, row
-        self.offer: Offer | None = None
+    def __init__(self, ring: InRing, number: int) -> None:
+        self._ring, self._number = ring, number
+        self.header, self.offer = b"", None  # type: bytes, Offer | None
 
     @property
     def is_here(self) -> bool:
@@ -297,7 +293,8 @@ class Listening:
 
     def wait(self, limit: timedelta | None = None) -> None:
         """Wait for it, at most as long."""
-        self.offer = self._ring.take(self._number, self._row, limit.total_seconds() if limit is not None else None)
+        limit_s = limit.total_seconds() if limit is not None else None
+        self.header, self.offer = self._ring.take(self._number, limit_s)
 
 
 def fresh_ring(arena: Arena) -> tuple[Tensor, int]:

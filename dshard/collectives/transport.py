@@ -7,6 +7,7 @@ others have written to theirs. `DSHARD_TRANSPORT=messages` has them exchange mes
 
 import logging
 import os
+import struct
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,22 +22,44 @@ from dshard.collectives.arena import Arena, Mapped, map_others, own_arena
 from dshard.collectives.futex import Peer, why_not
 from dshard.collectives.group import ShardGroup
 from dshard.collectives.memory import BufferPool
-from dshard.collectives.rings import InRing, Offer, OutRing, fresh_ring
+from dshard.collectives.rings import InRing, OutRing, fresh_ring
 from dshard.collectives.stalls import begin_wait, end_wait
 from dshard.errors import ArgumentError
+from dshard.layout import HEADER_BYTES, INLINE_BYTES
 
 log = logging.getLogger("dshard")
 
 _HELLO, _VERDICT = _c10d.HEADERS + 1, _c10d.HEADERS + 2  # tags
 _VARIABLE = "DSHARD_TRANSPORT"
+_SIZES = struct.Struct("<II")  # behind the header of a message: the channel of values, and how many bytes there are
+_VALUES_AT = HEADER_BYTES + 16
+_ROWS_BYTES = 1 << 20  # for one message of each peer
+
+
+class Values(Protocol):
+    """What came with a header: values of a peer, or where they lie."""
+
+    channel: int  # tells messages apart
+    num_bytes: int
+    offset: int  # where there are none, a number that the peer tells beside its header
+
+    def values(self) -> Tensor:
+        """The bytes, uint8; to be read, and not to be kept."""
+
+    def release(self) -> None:
+        """They have been read, or nobody wants them."""
 
 
 class Coming(Protocol):
     """A header that is to come."""
 
     @property
-    def offer(self) -> Offer | None:
-        """Once it is there, where the values behind it lie, unless they come as messages."""
+    def header(self) -> bytes:
+        """Once it is there."""
+
+    @property
+    def offer(self) -> Values | None:
+        """Once it is there, the values that belong to it, unless they come as messages of their own."""
 
     @property
     def is_here(self) -> bool:
@@ -55,11 +78,21 @@ class Transport(Protocol):
     def arena(self) -> Arena | None:
         """Where values are put to be sent, if that is how."""
 
-    def say(self, header: Tensor, peer: int, values: "Sent | None" = None) -> Any:
-        """Start to send a header; gives what to wait for, if there is anything."""
+    @property
+    def inline_bytes(self) -> int:
+        """How many bytes of values may be sent with a header."""
 
-    def listen(self, row: Tensor, peer: int) -> Coming:
-        """Be ready for the next header of a peer, in memory of `HEADER_BYTES`."""
+    def say(self, header: bytes, peer: int, values: Any = None) -> Any:
+        """Start to send a header; gives what to wait for, if there is anything.
+
+        Args:
+            header: Of HEADER_BYTES.
+            peer: Who gets it.
+            values: What goes with it: `Sent`, or `Packed`, by what kind of transport it is.
+        """
+
+    def listen(self, peer: int) -> Coming:
+        """Be ready for the next header of a peer."""
 
     def collect(self) -> None:
         """Take back memory that peers have read."""
@@ -92,21 +125,89 @@ class Sent:
         self.offset, self.num_bytes, self.channel, self.on_read = offset, num_bytes, channel, on_read
 
 
+def _memory(num_bytes: int) -> tuple[bytearray, Tensor]:
+    """Zeros, to be written to from both sides."""
+    memory = bytearray(num_bytes)
+    return memory, torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class Packed:
+    """Values that are sent in the message of their header.
+
+    Args:
+        num_bytes: How many.
+        channel: A number that tells messages apart.
+    """
+
+    __slots__ = ("_memory", "message", "values")
+
+    def __init__(self, num_bytes: int, channel: int) -> None:
+        self._memory, self.message = _memory(_VALUES_AT + num_bytes)
+        self.values = self.message[_VALUES_AT:]  # to be filled
+        _SIZES.pack_into(self._memory, HEADER_BYTES, channel, num_bytes)
+
+    def behind(self, header: bytes) -> Tensor:
+        """The message."""
+        self._memory[:HEADER_BYTES] = header
+        return self.message
+
+
+class _Sending:
+    """A message on its way, whose memory must stay."""
+
+    __slots__ = ("_message", "_work")
+
+    def __init__(self, message: Tensor, work: Any) -> None:
+        self._message, self._work = message, work
+
+    def wait(self, *limit: timedelta) -> None:
+        """Wait until it has arrived."""
+        self._work.wait(*limit)
+
+
 class _Message:
-    """A header that comes as a message."""
+    """A header that comes as a message, and values that may come with it.
 
-    __slots__ = ("_work", "is_here", "offer")
+    Args:
+        work: Its arrival.
+        row: Where it goes.
+        rows: Where to leave that memory to others, once it was read.
+    """
 
-    def __init__(self, work: Any) -> None:
-        self._work, self.is_here, self.offer = work, False, None
+    __slots__ = ("_row", "_rows", "_work", "channel", "header", "is_here", "num_bytes", "offer", "offset")
+
+    def __init__(self, work: Any, row: tuple[bytearray, Tensor], rows: list[tuple[bytearray, Tensor]]) -> None:
+        self._work, self._rows, self.is_here = work, rows, False
+        self._row: tuple[bytearray, Tensor] | None = row
+        self.header, self.channel, self.num_bytes, self.offset = b"", 0, 0, 0
+        self.offer: _Message | None = None
 
     def wait(self, limit: timedelta | None = None) -> None:
         """Wait for it."""
         self._work.wait(*(() if limit is None else (limit,)))
+        assert self._row is not None, "a message is waited for once"
+        memory = self._row[0]
+        self.header = bytes(memory[:HEADER_BYTES])
+        self.channel, self.num_bytes = _SIZES.unpack_from(memory, HEADER_BYTES)
+        if self.num_bytes:
+            self.offer = self
+        else:
+            self.release()
+
+    def values(self) -> Tensor:
+        """Those that came with it."""
+        assert self._row is not None, "values are read before they are released"
+        return self._row[1][_VALUES_AT : _VALUES_AT + self.num_bytes]
+
+    def release(self) -> None:
+        """Its memory is not needed any more."""
+        row, self._row, self.offer = self._row, None, None
+        if row is not None:
+            self._rows.append(row)
 
 
 class ByMessages:
-    """Every header is a message of its own, and so are values.
+    """Every header is a message, together with the values where these are few; else they are messages of their own.
 
     Args:
         group: The process group, which is not kept alive.
@@ -116,19 +217,24 @@ class ByMessages:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self.pool = weakref.ref(group), BufferPool()
+        self.inline_bytes = min(INLINE_BYTES, _ROWS_BYTES // _c10d.size_of(group))
+        self._rows: list[tuple[bytearray, Tensor]] = []  # for what comes, to be used again
 
     def _alive(self) -> ProcessGroup:
         group = self._group()
         assert group is not None, "a process group is gone whose collectives go on"
         return group
 
-    def say(self, header: Tensor, peer: int, values: Sent | None = None) -> Any:
-        """Start to send a header."""
-        return _c10d.send(header, peer, _c10d.HEADERS, self._alive())
+    def say(self, header: bytes, peer: int, values: Packed | None = None) -> Any:
+        """Start to send a header, and what goes with it."""
+        message = torch.frombuffer(bytearray(header), dtype=torch.uint8) if values is None else values.behind(header)
+        return _Sending(message, _c10d.send(message, peer, _c10d.HEADERS, self._alive()))
 
-    def listen(self, row: Tensor, peer: int) -> Coming:
-        """Be ready for the next header of a peer."""
-        return _Message(_c10d.receive(row, peer, _c10d.HEADERS, self._alive()))
+    def listen(self, peer: int) -> Coming:
+        """Be ready for the next header of a peer, which may be shorter than what is made ready for it."""
+        row = self._rows.pop() if self._rows else _memory(_VALUES_AT + self.inline_bytes)
+        _SIZES.pack_into(row[0], HEADER_BYTES, 0, 0)
+        return _Message(_c10d.receive(row[1], peer, _c10d.HEADERS, self._alive()), row, self._rows)
 
     def collect(self) -> None:
         """Nothing is kept."""
@@ -152,21 +258,23 @@ class ThroughMemory:
         rings: By the rank of each peer, the rings to it and from it.
     """
 
+    inline_bytes = 0
+
     def __init__(self, group: ProcessGroup, arena: Arena, rings: dict[int, tuple[OutRing, InRing]]) -> None:
         self.arena, self.pool, self._rings = arena, BufferPool(), rings
         self._limit = _c10d.timeout_of(group)
         weakref.finalize(group, _close, os.getpid(), list(rings.values())).atexit = False
 
-    def say(self, header: Tensor, peer: int, values: Sent | None = None) -> Any:
+    def say(self, header: bytes, peer: int, values: Sent | None = None) -> Any:
         """Write a header for a peer."""
         offer = (values.offset, values.num_bytes, values.channel) if values is not None else (0, 0, 0)
         limit_s = self._limit.total_seconds() if self._limit is not None else None
         on_read = values.on_read if values is not None else None
         self._rings[peer][0].write(header, offer, on_read, limit_s=limit_s)
 
-    def listen(self, row: Tensor, peer: int) -> Coming:
+    def listen(self, peer: int) -> Coming:
         """Be ready for the next header of a peer."""
-        return self._rings[peer][1].listen(row)
+        return self._rings[peer][1].listen()
 
     def collect(self) -> None:
         """Take back memory that peers have read."""

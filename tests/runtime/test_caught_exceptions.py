@@ -225,7 +225,7 @@ def headers_sent() -> tuple[int, int]:
     sent: list[int] = []
     plain_say = transport.say
 
-    def say(header: Tensor, peer: int, values: Any = None) -> Any:
+    def say(header: bytes, peer: int, values: Any = None) -> Any:
         sent.append(peer)
         return plain_say(header, peer, values)
 

@@ -207,7 +207,8 @@ def several_faults(
     places = ["forward"]
     if not is_eval:
         places += ["backward"]
-        if "full" in own:  # else a rank whose loss raises may have one batch fewer, and nobody is told
+        # Else a rank whose loss raises may have one batch fewer, and nobody is told: its backward begins in the first.
+        if "full" in own and "full" in strategies[0]:
             places += ["loss"]
         if set(own) != {"ddp"} and replicas == 1:  # else ranks clip by themselves, and step
             places += ["clip"]
