@@ -14,6 +14,7 @@ from torch import Tensor
 from dshard.collectives.arena import Arena
 
 _OWN_PAGES_BYTES = 1 << 20  # smaller buffers come from the heap
+_UNREAD_BYTES = 1 << 18  # that peers may have still to read without being waited for
 _PATIENCE_S = 0.25  # with peers that have still to read, ahead of taking new memory
 _PAUSES_S = 5e-5, 1e-3  # between two looks at them: the first one, and the longest
 _USES_OF = Tensor._use_count  # type: ignore[attr-defined]
@@ -155,7 +156,8 @@ class BufferPool:
     """Flat buffers of bytes that are handed out again once nothing refers to their memory.
 
     What it keeps and what is in use together never exceed what was in use at one time, in this step or the last. What
-    peers still read counts as in use; rather than have more memory because of it, `take` waits for them for a while.
+    peers still read counts as in use; rather than have much more memory because of it, `take` waits for them for a
+    while.
     Devices other than the CPU have an allocator that caches; there, every buffer is new.
     """
 
@@ -198,7 +200,7 @@ class BufferPool:
 
         A peer may be at something else, and never come before this rank does.
         """
-        limit, begin = max(self._peak_bytes, self._last_peak_bytes), time.monotonic()
+        limit, begin = max(self._peak_bytes, self._last_peak_bytes) + _UNREAD_BYTES, time.monotonic()
         pause_s = _PAUSES_S[0]
         while self._still_read and self.out_bytes + num_more > limit:
             for readers in list(self._still_read.values()):

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -33,6 +34,7 @@ from dshard.tensor.tp_layout import TPShardLayout, distinct_groups, groups_of, t
 from dshard.tensor.tp_ops import PLAIN, meets_tp, tp_compute
 
 aten = torch.ops.aten
+_OWN_FOLDER = str(Path(__file__).parents[1])
 _HALF = (torch.float16, torch.bfloat16)
 _NORMS = (aten.linalg_vector_norm.default, aten.norm.Scalar)
 
@@ -128,9 +130,28 @@ def _called_by_init() -> bool:
     return False
 
 
+def _called_by_autograd() -> bool:
+    """Whether autograd itself calls, and not a backward function in Python."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDER):
+        frame = frame.f_back
+    return torch._C._current_graph_task_id() != -1 and (
+        frame is None or frame.f_code.co_filename == torch.autograd.graph.__file__
+    )
+
+
 def new_tensor(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """`new_empty` and its kind: a plain tensor of the asked size; in an init, one whose random fills agree."""
+    """`new_empty` and its kind: a plain tensor of the asked size; in an init, one whose random fills agree.
+
+    Of a gradient that somebody else keeps autograd makes a copy so, which is sharded.
+    """
     source: ShardedTensor = args[0]
+    layout = source.shard_layout
+    if func is aten.new_empty_strided.default and tuple(args[1]) == source.shape and tuple(args[2]) == source.stride():
+        is_whole = type(layout) is ShardLayout and source._view is None and kwargs.get("dtype") == source.dtype
+        if is_whole and _called_by_autograd():
+            shape = layout.local_shape(source.shard_group.rank)
+            return source.like(torch.empty(shape, dtype=source.dtype, device=source.storage_device))
     plain = func(torch.empty(0, dtype=source.dtype, device=source.device), *args[1:], **kwargs)
     if func is not aten.new_empty.default or not source.shard_storage.is_shared or not _called_by_init():
         return plain
