@@ -116,7 +116,7 @@ def sums_of_other_sizes(sizes: Sequence[int]) -> str:
 
 
 # A message of more bytes than were asked for would end the process; these cannot.
-@pytest.mark.parametrize("sizes", [(3, 50), (50, 3)])
+@pytest.mark.parametrize("sizes", [(3, 50), (50, 3), (3, 30_000)])
 def test_ranks_that_send_other_amounts_than_are_awaited_say_so(sizes):
     from tests.conftest import _MessagingWorld
 
