@@ -2,9 +2,9 @@
 
     sudo python benchmarks/two_hosts.py [--rate 1gbit] [--rounds 10] [--out benchmarks/results]
 
-The hosts are two network namespaces, joined by a pair of virtual devices that ``tc tbf`` limits to the rate; in each
-runs ``torchrun --nnodes 2`` with two ranks. Needs root and iproute2; where namespaces are not allowed it says so and
-ends.
+The hosts are two network and process namespaces, so that they share no memory, joined by a pair of virtual devices that
+``tc tbf`` limits to the rate; in each runs ``torchrun --nnodes 2`` with two ranks. Needs root, iproute2 and unshare;
+where namespaces are not allowed it says so and ends.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ from dshard.bench.models import GPT, Size, training_step
 from dshard.bench.output import Output, timing_table
 from dshard.bench.plots import Bars
 from dshard.bench.waits import watched
+from dshard.bench.workloads import WORKLOADS
+from dshard.collectives import ShardGroup
+from dshard.collectives.transport import transport_of
 from dshard.planner import Plan
 from dshard.planner.profiles import Training
 from dshard.planning.links import measure_links
@@ -47,6 +50,7 @@ STRATEGIES = ("full", "keep", "hybrid(2)", "hybrid(2, keep)", "ddp")
 PEERS = ("FSDP2", "FSDP2 on a mesh of 2 x 2")
 MESSAGE_BYTES = 4 << 20
 NUM_COUNTED = 3
+TINY = Size(width=512, layers=2)  # of which 37 units are made
 
 
 def ip(*words: str, host: str | None = None) -> None:
@@ -94,7 +98,8 @@ def launch(arguments: Sequence[str]) -> int:
     for number, host in enumerate(HOSTS):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(number)]
         where = ["--nproc-per-node", str(RANKS_PER_HOST), "--master-addr", "10.77.0.1", "--master-port", "29517"]
-        command = ["ip", "netns", "exec", host, *torchrun, *where, __file__, "--rank", *arguments]
+        apart = ["ip", "netns", "exec", host, "unshare", "--pid", "--fork", "--mount-proc"]  # no memory in common, too
+        command = [*apart, *torchrun, *where, __file__, "--rank", *arguments]
         processes.append(subprocess.Popen(command, env=environment))
     return max(process.wait() for process in processes)
 
@@ -163,6 +168,23 @@ def link_ms(num_rounds: int) -> dict[str, Any]:
     return {name: summary_of([once(group)() for _ in range(num_rounds + 2)][2:]) for name, group in groups.items()}
 
 
+def tiny_units() -> dict[str, Step]:
+    """Steps of many tiny units: with values in the message of their header, in messages of their own, and FSDP2's."""
+    work = WORKLOADS["150 tiny units"]
+    sharded, peer = work.step_of("dshard", TINY), work.step_of("FSDP2", TINY)
+    ways: Any = transport_of(ShardGroup.of_mesh(default_mesh().get_group(), torch.device("cpu")))
+    most = ways.inline_bytes
+
+    def with_most(num_bytes: int) -> Step:
+        def run() -> Reader:
+            ways.inline_bytes = num_bytes
+            return sharded()
+
+        return run
+
+    return {"one message for header and values": with_most(most), "two messages": with_most(0), "FSDP2": peer}
+
+
 def sent_bytes(step: Step) -> int:
     """Bytes that this host sends to the other one in a step, by the device's own count; all ranks must call this."""
     counter = Path("/sys/class/net/dshard-link/statistics/tx_bytes")
@@ -188,9 +210,12 @@ def measure(options: argparse.Namespace) -> None:
     for name, step in variants.items():
         rows[name]["sent_mb"] = sent_bytes(step) / 1e6
         rows[name]["predicted_ms"] = predicted.get(name)
+    of_tiny = interleave(tiny_units(), num_rounds=options.rounds, num_warmups=3)
+    tiny = {name: summary(some) for name, some in of_tiny.items()}
     if dist.get_rank() == 0:
         print(f"\nall-reduce of {MESSAGE_BYTES >> 20} MB\n{timing_table(links)}")
         print(f"\na step, {4 * numel / 1e6:.1f} MB of parameters\n{timing_table(rows, with_exposed=True)}")
+        print(f"\na step of 37 tiny units\n{timing_table(tiny)}")
         print("\npredicted, and by how much that is off")
         for name, seconds in predicted.items():
             print(f"{name:<32}{seconds:8.1f} ms {seconds / (rows[name]['median_ms'] or 1.0) - 1:+8.0%}")
@@ -203,7 +228,13 @@ def measure(options: argparse.Namespace) -> None:
         panel = Bars("a training step on two hosts", "ms, median", {"": {k: r["median_ms"] for k, r in rows.items()}})
         output.write(
             "two_hosts_gloo_4",
-            {"header": facts, "all_reduce": links, "steps": rows, "plans": {n: str(p) for n, p in planned.items()}},
+            {
+                "header": facts,
+                "all_reduce": links,
+                "steps": rows,
+                "tiny_units": tiny,
+                "plans": {name: str(plan) for name, plan in planned.items()},
+            },
             [panel],
         )
     dist.barrier()

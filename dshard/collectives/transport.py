@@ -217,7 +217,7 @@ class ByMessages:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self.pool = weakref.ref(group), BufferPool()
-        self.inline_bytes = min(INLINE_BYTES, _ROWS_BYTES // _c10d.size_of(group))
+        self.inline_bytes = self._most_bytes = min(INLINE_BYTES, _ROWS_BYTES // _c10d.size_of(group))
         self._rows: list[tuple[bytearray, Tensor]] = []  # for what comes, to be used again
 
     def _alive(self) -> ProcessGroup:
@@ -232,7 +232,7 @@ class ByMessages:
 
     def listen(self, peer: int) -> Coming:
         """Be ready for the next header of a peer, which may be shorter than what is made ready for it."""
-        row = self._rows.pop() if self._rows else _memory(_VALUES_AT + self.inline_bytes)
+        row = self._rows.pop() if self._rows else _memory(_VALUES_AT + self._most_bytes)
         _SIZES.pack_into(row[0], HEADER_BYTES, 0, 0)
         return _Message(_c10d.receive(row[1], peer, _c10d.HEADERS, self._alive()), row, self._rows)
 
