@@ -155,7 +155,8 @@ class BufferPool:
     """Flat buffers of bytes that are handed out again once nothing refers to their memory.
 
     What it keeps and what is in use together never exceed what was in use at one time, in this step or the last. What
-    peers still read counts as in use; rather than have more memory because of it, `take` waits for them for a while.
+    peers still read counts as in use; rather than have more memory because of it, `take` waits for them for a while:
+    for memory in an arena until they have read all that was given back, so that no more is put out than of messages.
     Devices other than the CPU have an allocator that caches; there, every buffer is new.
     """
 
@@ -181,9 +182,11 @@ class BufferPool:
         self._collect()
         still_read = sum(each.memory.numel() for each in self._still_read)
         self._peak_bytes = max(self._peak_bytes, self.out_bytes - still_read + num_bytes)
+        if arena is not None:
+            self.settle()
         buffer = self._find(num_bytes, arena)
-        if buffer is None and self._still_read:
-            self._await_readers(num_bytes)
+        if buffer is None and arena is None:
+            self._await_readers(lambda: self.out_bytes + num_bytes > max(self._peak_bytes, self._last_peak_bytes))
             buffer = self._find(num_bytes, arena)
         if buffer is None:
             self._trim(num_bytes)
@@ -193,14 +196,17 @@ class BufferPool:
         buffer.hand_out(self._in_use)
         return buffer
 
-    def _await_readers(self, num_more: int) -> None:
-        """Wait for peers to read, where new memory would be more than what all others need; for a while.
+    def settle(self) -> None:
+        """Wait for a while until peers have read all that was given back."""
+        self._await_readers(lambda: True)
+
+    def _await_readers(self, is_needed: Callable[[], bool]) -> None:
+        """Wait for peers to read, as long as what they read is needed; for a while.
 
         A peer may be at something else, and never come before this rank does.
         """
-        limit, begin = max(self._peak_bytes, self._last_peak_bytes), time.monotonic()
-        pause_s = _PAUSES_S[0]
-        while self._still_read and self.out_bytes + num_more > limit:
+        begin, pause_s = time.monotonic(), _PAUSES_S[0]
+        while self._still_read and is_needed():
             for readers in list(self._still_read.values()):
                 readers.look()
             if any(readers.is_awaited() for readers in self._still_read.values()):
