@@ -60,7 +60,10 @@ FREE = {  # public names without a row, and why
     **{
         f"{owner}.{name}": "the planner asks it thousands of times"
         for owner, names in {
-            "Cluster": ("all_gather_s", "reduce_scatter_s", "all_reduce_s", "is_inside"),
+            "Cluster": (
+                *("all_gather_s", "in_place_s", "reduce_scatter_s", "all_reduce_s"),
+                *("is_inside", "shares_memory", "replicas_share_memory"),
+            ),
             "Link": ("time_s",),
             "ParamCosts": ("shard_numel", "slice_numel"),
         }.items()
