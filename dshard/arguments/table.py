@@ -213,8 +213,13 @@ TABLE: dict[str, Row] = {
         "alpha_per_rank_s": domain.FROM_0,
         "source": TEXT,
     },
-    "Links": {"all_gather": domain.LINK, "reduce_scatter": domain.LINK, "all_reduce": domain.LINK},
-    "Links.of": {"link": domain.LINK},
+    "Links": {
+        "all_gather": domain.LINK,
+        "reduce_scatter": domain.LINK,
+        "all_reduce": domain.LINK,
+        "in_place": optional(domain.LINK),
+    },
+    "Links.of": {"link": domain.LINK, "in_place": optional(domain.LINK)},
     "ModelCosts": {
         "units": domain.UNITS,
         "batch_size": count(1),

@@ -205,6 +205,16 @@ class HostCopy:
         part = self._parts[index]
         return part is not None and part.data_ptr() == shard.data_ptr()
 
+    def memories(self) -> list[Tensor]:
+        """What maps all of the file; a page of it is the host's, not this rank's."""
+        windows = [self._window.places.fulls[0]] if self._window is not None else []
+        return [*windows, *(part for part in self._parts if part is not None)]
+
+    def bytes_beside(self, shards: Sequence[Tensor]) -> int:
+        """Bytes of this rank's part in which none of its shards lies."""
+        away = [i for i, shard in enumerate(shards) if not self.lies_at(i, shard)]
+        return sum(part.nbytes for part in (self._parts[i] for i in away) if part is not None)
+
     def home_of(self, index: int, shard: Tensor) -> Tensor:
         """Memory for a shard that may lie here, with its values; this must be quiet.
 

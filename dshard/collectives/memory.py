@@ -14,7 +14,7 @@ from torch import Tensor
 from dshard.collectives.arena import Arena
 
 _OWN_PAGES_BYTES = 1 << 20  # smaller buffers come from the heap
-_UNREAD_BYTES = 1 << 18  # that peers may have still to read without being waited for
+_UNREAD_BYTES = 1 << 16  # that peers may have still to read without being waited for
 _PATIENCE_S = 0.25  # with peers that have still to read, ahead of taking new memory
 _PAUSES_S = 5e-5, 1e-3  # between two looks at them: the first one, and the longest
 _USES_OF = Tensor._use_count  # type: ignore[attr-defined]
@@ -156,8 +156,9 @@ class BufferPool:
     """Flat buffers of bytes that are handed out again once nothing refers to their memory.
 
     What it keeps and what is in use together never exceed what was in use at one time, in this step or the last. What
-    peers still read counts as in use; rather than have much more memory because of it, `take` waits for them for a
-    while.
+    peers still read counts as in use; rather than have more memory because of it, `take` waits for them for a while:
+    for memory in an arena until they have read nearly all that was given back, so that hardly more is put out than of
+    messages.
     Devices other than the CPU have an allocator that caches; there, every buffer is new.
     """
 
@@ -181,11 +182,12 @@ class BufferPool:
         if device.type != "cpu":
             return _fresh(num_bytes, device)
         self._collect()
-        still_read = sum(each.memory.numel() for each in self._still_read)
-        self._peak_bytes = max(self._peak_bytes, self.out_bytes - still_read + num_bytes)
+        self._peak_bytes = max(self._peak_bytes, self.out_bytes - self._unread_bytes() + num_bytes)
+        if arena is not None:
+            self.settle()
         buffer = self._find(num_bytes, arena)
-        if buffer is None and self._still_read:
-            self._await_readers(num_bytes)
+        if buffer is None and arena is None:
+            self._await_readers(lambda: self.out_bytes + num_bytes > max(self._peak_bytes, self._last_peak_bytes))
             buffer = self._find(num_bytes, arena)
         if buffer is None:
             self._trim(num_bytes)
@@ -195,14 +197,21 @@ class BufferPool:
         buffer.hand_out(self._in_use)
         return buffer
 
-    def _await_readers(self, num_more: int) -> None:
-        """Wait for peers to read, where new memory would be more than what all others need; for a while.
+    def settle(self) -> None:
+        """Wait for a while until peers have read what was given back, but for a little."""
+        self._await_readers(lambda: self._unread_bytes() > _UNREAD_BYTES)
+
+    def _unread_bytes(self) -> int:
+        """Bytes that were given back and that peers have still to read."""
+        return sum(each.memory.numel() for each in self._still_read)
+
+    def _await_readers(self, is_needed: Callable[[], bool]) -> None:
+        """Wait for peers to read, as long as what they read is needed; for a while.
 
         A peer may be at something else, and never come before this rank does.
         """
-        limit, begin = max(self._peak_bytes, self._last_peak_bytes) + _UNREAD_BYTES, time.monotonic()
-        pause_s = _PAUSES_S[0]
-        while self._still_read and self.out_bytes + num_more > limit:
+        begin, pause_s = time.monotonic(), _PAUSES_S[0]
+        while self._still_read and is_needed():
             for readers in list(self._still_read.values()):
                 readers.look()
             if any(readers.is_awaited() for readers in self._still_read.values()):

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from dshard.collectives import ledger
 from dshard.collectives._c10d import ReduceOp
+from dshard.collectives.arena import Arena
 from dshard.collectives.exchange import Exchange, shared_memory_of
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.header import Kind
-from dshard.collectives.memory import BufferPool
+from dshard.collectives.memory import Buffer, BufferPool
 from dshard.collectives.trace import record
 from dshard.layout import HEADER_BYTES
 
@@ -68,13 +69,11 @@ def _all_reduce_direct(
 ) -> _Steps:
     """Each rank adds its part straight from what the peers sent, or from their memory; then the parts are swapped."""
     arena, memory = shared_memory_of(replicas), None
-    out = row
-    if arena is not None:  # peers read from a copy, which stays until they have
-        memory = pool.take(row.nbytes, row.device, arena)
-        out = memory.memory.view(row.dtype).copy_(row)
     size = math.ceil(row.numel() / replicas.num_ranks)
-    outs, parts = _split(out, size, replicas.num_ranks), _split(row, size, replicas.num_ranks)
-    own = parts[replicas.rank]
+    parts = _split(row, size, replicas.num_ranks)
+    own, outs = parts[replicas.rank], {peer: parts[peer] for peer in replicas.peers}
+    if arena is not None:  # peers read from copies, each of which stays until they have: first of their parts
+        memory = _copy(outs, pool, arena)
     sent = sum(parts[peer].numel() + own.numel() for peer in replicas.peers) * row.element_size()
     flags = _bytes_of_flags(num_flags, row, replicas)
     record("all_reduce", label, replicas.num_ranks, sent - flags, 0, flags + 2 * HEADER_BYTES * len(replicas.peers))
@@ -87,25 +86,37 @@ def _all_reduce_direct(
         if outs[peer].numel():
             scatter.send(outs[peer], peer)
     scatter.start()
+    outs.clear()
     yield _handle(scatter, label, replicas)
     if own.numel():
         received = [own if rank == replicas.rank else scatter.received(rank) for rank in range(replicas.num_ranks)]
         own.copy_(sum_in_pairs(received, mean=mean))
         del received
-        if memory is not None:
-            outs[replicas.rank].copy_(own)
     scatter.end_reading()
     del scatter
+    sums = {replicas.rank: own}
     gather = Exchange(replicas, Kind.GATHER, label, tag, row.nbytes)
-    if memory is not None:
+    if memory is not None and arena is not None:
+        pool.give(memory)
+        memory = _copy(sums, pool, arena)  # then of this rank's
         gather.lies_in(memory)
     for peer in replicas.peers:
-        gather.swap(parts[peer], outs[replicas.rank], peer)
+        gather.swap(parts[peer], sums[replicas.rank], peer)
     gather.start()
-    del out, outs
+    del sums
     yield _handle(gather, label, replicas)
     if memory is not None:
         pool.give(memory)
+
+
+def _copy(parts: dict[int, Tensor], pool: BufferPool, arena: Arena) -> Buffer:
+    """Put copies in an arena, one behind the other, in the place of some tensors of one dtype."""
+    buffer = pool.take(sum(part.nbytes for part in parts.values()), torch.device("cpu"), arena)
+    start = 0
+    for key, part in parts.items():
+        parts[key] = buffer.memory[start : start + part.nbytes].view(part.dtype).copy_(part)
+        start += part.nbytes
+    return buffer
 
 
 def _split(row: Tensor, size: int, num_ranks: int) -> list[Tensor]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup
@@ -126,9 +127,10 @@ class Sent:
 
 
 def _memory(num_bytes: int) -> tuple[bytearray, Tensor]:
-    """Zeros, to be written to from both sides."""
+    """Zeros, to be written to from both sides; no mode of the program's sees them, for they are none of its tensors."""
     memory = bytearray(num_bytes)
-    return memory, torch.frombuffer(memory, dtype=torch.uint8)
+    with _disable_current_modes():
+        return memory, torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Packed:
@@ -143,7 +145,7 @@ class Packed:
 
     def __init__(self, num_bytes: int, channel: int) -> None:
         self._memory, self.message = _memory(_VALUES_AT + num_bytes)
-        self.values = self.message[_VALUES_AT:]  # to be filled
+        self.values = torch.frombuffer(self._memory, dtype=torch.uint8, offset=_VALUES_AT)  # to be filled
         _SIZES.pack_into(self._memory, HEADER_BYTES, channel, num_bytes)
 
     def behind(self, header: bytes) -> Tensor:
@@ -197,7 +199,7 @@ class _Message:
     def values(self) -> Tensor:
         """Those that came with it."""
         assert self._row is not None, "values are read before they are released"
-        return self._row[1][_VALUES_AT : _VALUES_AT + self.num_bytes]
+        return torch.frombuffer(self._row[0], dtype=torch.uint8, offset=_VALUES_AT, count=self.num_bytes)
 
     def release(self) -> None:
         """Its memory is not needed any more."""

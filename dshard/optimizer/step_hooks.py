@@ -4,7 +4,7 @@ Torch calls hooks of all optimizers in the order in which they were registered, 
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from torch.optim import Optimizer
@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from dshard.optimizer.replace import repoint_optimizer
 from dshard.optimizer.swap import begin_swap, check_interrupted, check_kernels, closure_of, end_swap
 from dshard.tensor import stepping
-from dshard.tensor.sharded_tensor import SHARDED
+from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.units.unit import Unit
 
 Listener = Callable[[Optimizer], object]
@@ -62,23 +62,29 @@ def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     repoint_optimizer(optimizer)
     for listener in tuple(_Steps.before):
         listener(optimizer)
-    if closure_of(args, kwargs) is None:  # else it computes first, and each write asks
-        _await_readers(optimizer)
+    written = _written(optimizer) if closure_of(args, kwargs) is None else []  # else it computes first
+    _await_readers(written)
     check_kernels(optimizer)
     begin_swap(optimizer, args, kwargs)
+    for pool in {id(unit.model.pool): unit.model.pool for unit in _units_of(written)}.values():
+        pool.settle()  # of what gradients were reduced from: the step needs memory, too
 
 
-def _await_readers(optimizer: Optimizer) -> None:
-    """Have nobody read the shards that are about to be written, where others may read them."""
-    written = [
-        param
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if type(param) in SHARDED and param.grad is not None
-    ]
-    for unit in {id(param.gather_source): param.gather_source for param in written}.values():
-        if isinstance(unit, Unit):
-            unit.make_way()
+def _written(optimizer: Optimizer) -> list[ShardedTensor]:
+    """Parameters that it is about to write."""
+    given = (param for group in optimizer.param_groups for param in group["params"])
+    return [param for param in given if type(param) in SHARDED and param.grad is not None]
+
+
+def _units_of(params: Sequence[ShardedTensor]) -> list[Unit]:
+    sources = {id(param.gather_source): param.gather_source for param in params}
+    return [unit for unit in sources.values() if isinstance(unit, Unit)]
+
+
+def _await_readers(written: Sequence[ShardedTensor]) -> None:
+    """Have nobody read the shards that are about to be written, where others may read them; else each write asks."""
+    for unit in _units_of(written):
+        unit.make_way()
     storages = [param.shard_storage for param in written if param.shard_storage.home is not None]
     homes = {id(storage.home): storage.home for storage in storages}
     read: set[int] = set()

@@ -196,17 +196,25 @@ class Link:
 @checked
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The three collectives over one kind of group."""
+    """The collectives over one kind of group.
+
+    Args:
+        all_gather: Of what each rank gets a copy of.
+        reduce_scatter: Likewise.
+        all_reduce: Likewise.
+        in_place: An all-gather of what ranks that share memory have once together; None where they exchange messages.
+    """
 
     all_gather: Link
     reduce_scatter: Link
     all_reduce: Link
+    in_place: Link | None = None
 
     @classmethod
     @checked
-    def of(cls, link: Link) -> "Links":
+    def of(cls, link: Link, *, in_place: Link | None = None) -> "Links":
         """The same figures for all three; an all-reduce sends twice the bytes."""
-        return cls(link, link, link)
+        return cls(link, link, link, in_place)
 
 
 @checked
@@ -250,6 +258,11 @@ class Cluster:
         links, sharing = self._among_shards(within)
         return links.all_gather.time_s(full_bytes, within, num_sharing=sharing)
 
+    def in_place_s(self, full_bytes: float, within: int) -> float:
+        """All-gather of what neighbouring ranks that share memory have once; without that, as any."""
+        in_place = self._among_shards(within)[0].in_place
+        return self.all_gather_s(full_bytes, within) if in_place is None else in_place.time_s(full_bytes, within)
+
     def reduce_scatter_s(self, full_bytes: float, within: int) -> float:
         """Reduce-scatter of a tensor of `full_bytes` among `within` neighbouring ranks."""
         links, sharing = self._among_shards(within)
@@ -263,6 +276,14 @@ class Cluster:
     def is_inside(self, within: int) -> bool:
         """Whether each group of `within` neighbouring ranks lies on one host."""
         return self.num_ranks <= self.ranks_per_host or self.ranks_per_host % within == 0
+
+    def shares_memory(self, within: int) -> bool:
+        """Whether `within` neighbouring ranks, of which there are several, read one another's memory."""
+        return within > 1 and self._among_shards(within)[0].in_place is not None
+
+    def replicas_share_memory(self, within: int) -> bool:
+        """The same of ranks that hold one shard of `within`."""
+        return within < self.num_ranks and self._among_replicas(within)[0].in_place is not None
 
     def _among_shards(self, within: int) -> tuple[Links, int]:
         if within in self.shards:

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -141,13 +142,36 @@ def measure_step(step: Callable[[], object], device: torch.device | str = "cpu",
 
 
 def _living_bytes() -> int:
-    """Bytes of all plain tensors of this process, each storage once."""
-    storages = {}
+    """Bytes of all plain tensors of this process, each storage once; of what a host has once, this rank's part."""
+    storages, files = {}, _host_copies()
     for each in gc.get_objects():
         if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu":
             with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor of some mode, which has no memory
-                storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+                at, num_bytes = each.untyped_storage().data_ptr(), each.untyped_storage().nbytes()
+                file = next((file for file in files if file.start <= at < file.stop), None)
+                if file is None:
+                    storages[at] = num_bytes
+                elif file.is_shared:  # shards, and where they belong
+                    storages[each.data_ptr()] = each.nbytes
     return sum(storages.values())
+
+
+class _Mapping(NamedTuple):
+    """Where a file of full values that ranks of a host have once is mapped: to write shards there, or to read."""
+
+    start: int
+    stop: int
+    is_shared: bool
+
+
+def _host_copies() -> list[_Mapping]:
+    maps, found = Path("/proc/self/maps"), []
+    for line in maps.read_text().splitlines() if maps.exists() else []:  # without it, ranks exchange messages
+        if "memfd:dshard full" in line:
+            bounds, access, *_ = line.split()
+            start, _, stop = bounds.partition("-")
+            found.append(_Mapping(int(start, 16), int(stop, 16), access.endswith("s")))
+    return found
 
 
 def _copy(value: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -46,7 +46,7 @@ def moments(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cl
 
 
 _PHASES = ("forward", "backward", "gradients", "slices", "reduce", "step")
-_FAR = 2  # units further away than this are alike
+_FAR = 3  # units further away than this are alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ class MemoryRows:
     Of `U` units: row `e` is the forward of unit `e`, row `U + e` its backward until there is a gradient, `2U + e` from
     then on, `3U + e` once a slice of a gradient is in flight, `4U + e` the end of its reduction, `5U + e` the
     optimizer's step on it. For unit `j` and each of its options, what it adds depends on `j - e` alone, and not on how
-    far away it is beyond two.
+    far away it is beyond three.
 
     Args:
         constant: What is there whatever the strategies, per row.
-        phases: For each phase, what a unit adds: (before, two before, one before, at, one after, two after, after),
-            arrays of shape (units, options).
+        phases: For each phase, what a unit adds: (before, three before, two before, one before, at, one after, two
+            after, three after, after), arrays of shape (units, options).
     """
 
     constant: Ints
@@ -76,17 +76,19 @@ class MemoryRows:
             held, late = held + late, np.zeros_like(late)
         kept, done = held + field("kept_bytes"), held + late
         ahead = kept + field("backward_ahead_bytes")
-        using = held + field("backward_use_bytes")
-        forward = kept, kept, kept, held + field("forward_use_bytes"), held + field("forward_ahead_bytes"), held, held
-        backward = kept, kept, ahead, using, held + field("in_flight_bytes"), done + field("replicas_bytes"), done
-        gradients = *backward[:3], held + field("filling_bytes"), *backward[4:]
+        using, coming = held + field("forward_use_bytes"), held + field("forward_ahead_bytes")
+        forward = *(kept,) * 4, using, coming, *(held,) * 3
+        using, swapped = held + field("backward_use_bytes"), done + field("late_replicas_bytes")
+        flying = held + field("in_flight_bytes"), done + field("replicas_bytes"), swapped
+        backward = *(kept,) * 3, ahead, using, *flying, done
+        gradients = *backward[:4], held + field("filling_bytes"), *backward[5:]
         slicing = held + field("slicing_bytes"), held + field("whole_in_flight_bytes")
-        slices = *backward[:3], *slicing, *backward[5:]
-        reduce = kept, ahead, held + field("sent_bytes"), held + field("ending_bytes"), done, done, done
+        slices = *backward[:4], *slicing, *backward[6:]
+        reduce = *(kept,) * 2, ahead, held + field("sent_bytes"), held + field("ending_bytes"), swapped, *(done,) * 3
         if model.steps_together:
-            step = (done + field("step_bytes"),) * 7
+            step = (done + field("step_bytes"),) * 9
         else:
-            step = (*(done,) * 3, done + field("largest_step_bytes"), *(done,) * 3)
+            step = (*(done,) * 4, done + field("largest_step_bytes"), *(done,) * 4)
         return cls(_constant(model), (forward, backward, gradients, slices, reduce, step))
 
     def only(self, options: Ints) -> "MemoryRows":
@@ -136,8 +138,8 @@ class MemoryRows:
         found = []
         for phase in self.phases:
             before, *near, after = map(pick, phase)
-            sums = np.concatenate([zeros, np.cumsum(before)])[:num]  # of units below e - 2
-            sums += np.concatenate([np.cumsum(after[::-1])[::-1], zeros])[_FAR + 1 :]  # of units above e + 2
+            sums = np.concatenate([zeros, np.cumsum(before)])[:num]  # of units below e - 3
+            sums += np.concatenate([np.cumsum(after[::-1])[::-1], zeros])[_FAR + 1 :]  # of units above e + 3
             for away, part in zip(range(-_FAR, _FAR + 1), near, strict=True):
                 if abs(away) < num:
                     sums[max(0, -away) : num - max(0, away)] += part[max(0, away) : num - max(0, -away)]

@@ -25,7 +25,8 @@ class Option:
         in_flight_bytes: Of its reduction, with reduced slices, while the next backward runs.
         whole_in_flight_bytes: The same without the last slice, once that has arrived.
         ending_bytes: The same when the reduction ends and its rows are added up.
-        replicas_bytes: What is received from replicas, beside reduced gradients, in the backward after that.
+        replicas_bytes: Of its all-reduce over replicas, beside reduced gradients, in the backward after that.
+        late_replicas_bytes: The same in the backward after that one, and before that when a reduction ends.
         grad_bytes: Its gradients, once they are reduced.
         waiting_bytes: Whole gradients that wait for the last micro-batch.
         step_bytes: Temporaries of the optimizer's step, of all its parameters.
@@ -55,6 +56,7 @@ class Option:
     whole_in_flight_bytes: int
     ending_bytes: int
     replicas_bytes: int
+    late_replicas_bytes: int
     grad_bytes: int
     waiting_bytes: int
     step_bytes: int
@@ -123,13 +125,14 @@ def _option(unit: UnitCosts, strategy: Strategy, parts: "_Parts", num_backwards:
         whole_in_flight_bytes=in_flight,
         ending_bytes=in_flight + reduction.slice_in_flight + max(reduction.sums, reduction.slice_sums),
         replicas_bytes=reduction.among_replicas,
+        late_replicas_bytes=reduction.late_among_replicas,
         grad_bytes=reduction.grads,
         waiting_bytes=reduction.sent if waits else 0,
         step_bytes=sum(sizes.steps),
         largest_step_bytes=max(sizes.steps, default=0),
         gather_s=times.gather_s,
-        gather_again_s=0.0 if stays else times.gather_s,
-        gather_backward_s=times.gather_s if again else 0.0,
+        gather_again_s=0.0 if stays else times.gather_again_s,
+        gather_backward_s=times.gather_again_s if again else 0.0,
         forward_s=times.forward_s,
         forward_comm_s=times.forward_comm_s,
         backward_s=times.backward_s,
@@ -145,7 +148,8 @@ class _Sizes:
     """Bytes of a unit's parameters, all rounded up to the rank that has most.
 
     Args:
-        stored: Shards of parameters and optimizer states.
+        stored: Shards of parameters and optimizer states; of full values that a host has once, this rank's part of
+            those of which the shards are none: what is cast, and numbers, which every rank holds.
         gathered: Gathered copies of what is not split; 0 where what is stored is used itself.
         moving: What more there is while they are on their way: shards in the compute dtype, headers.
         gather_slice: The largest slice of a parameter that is split.
@@ -166,14 +170,17 @@ class _Sizes:
         split, rest = _split(unit, num_slices)
         numels = {param: param.shard_numel(within) for param in unit.params}
         casts = [p for p in unit.params if p.gather_itemsize != p.stored_itemsize]
+        once = rest if cluster.shares_memory(within) else []  # the host has the full values of these, and no rank
+        beside = [p for p in once if p in casts or p.numel == 1]
         slices = [p.slice_numel(within, num_slices) * p.gather_itemsize for p in split if _copies(p, within)]
         return cls(
             stored=sum(
                 n * (p.stored_itemsize + p.state_bytes_per_element) + COUNTER_BYTES * (p.state_bytes_per_element > 0)
                 for p, n in numels.items()
-            ),
-            gathered=sum(_gathered_bytes(p, within, cluster) for p in rest if _copies(p, within)),
-            moving=sum(numels[p] * p.gather_itemsize for p in casts) + _header_bytes(within, cluster),
+            )
+            + sum(numels[p] * p.gather_itemsize for p in beside),
+            gathered=0 if once else sum(_gathered_bytes(p, within, cluster) for p in rest if _copies(p, within)),
+            moving=sum(numels[p] * p.gather_itemsize for p in casts if p not in once) + _header_bytes(within, cluster),
             gather_slice=max(slices, default=0),
             steps=[n * p.step_bytes_per_element for p, n in numels.items()],
             share=sum(numels.values()) / max(unit.numel, 1),
@@ -210,7 +217,8 @@ class _Reduction:
         slice_raw: Of parameters that are split, the largest slice's gradient as autograd gives it.
         slice_in_flight: Its send buffer, and what is received.
         slice_sums: As `sums`.
-        among_replicas: What is received from ranks that hold the same shards.
+        among_replicas: What is received from ranks that hold the same shards; through memory, what is put out for them.
+        late_among_replicas: Through memory, the sums that are put out for them then.
         split_grads: Reduced gradients of parameters that are split; there from their first slice on.
         grads: Reduced gradients, with flags and padding.
     """
@@ -225,6 +233,7 @@ class _Reduction:
     slice_in_flight: int
     slice_sums: int
     among_replicas: int
+    late_among_replicas: int
     split_grads: int
     grads: int
 
@@ -247,13 +256,14 @@ class _Reduction:
         widest = max((p.grad_itemsize for p in trained), default=4)
         row, num_replicas = _row_bytes(trained, within), cluster.num_ranks // within
         received, sums = _received(row, widest, within, cluster)
-        among = 0
+        among = late = 0
         if cluster.keeps_received_rows and num_replicas > 1:
             part = ceil_div(row, num_replicas)
             among = (num_replicas - 1) * part + _header_bytes(num_replicas, cluster)
+            late = part + _header_bytes(num_replicas, cluster) if cluster.replicas_share_memory(within) else 0
             sums = max(sums, _sum_bytes(row if within > 1 else part, widest, max(within, num_replicas)))
         if within == 1:  # there is nothing to reduce but among replicas
-            received, among = among, 0
+            received, among, late = among, late, 0
         slices = [_slice_row(p, within, num_slices) for p in split]
         slice_row, slice_widest = max(slices, default=(0, 4))
         slice_received, slice_sums = _received(slice_row, slice_widest, within, cluster)
@@ -268,6 +278,7 @@ class _Reduction:
             slice_in_flight=within * slice_row + slice_received,
             slice_sums=slice_sums,
             among_replicas=among,
+            late_among_replicas=late,
             split_grads=(split_grads := sum(p.shard_numel(within) * p.stored_itemsize for p in split)),
             grads=_grad_bytes(trained, within, row) + split_grads,
         )
@@ -279,7 +290,8 @@ def _received(row: int, itemsize: int, within: int, cluster: Cluster) -> tuple[i
         return 0, 0
     if not cluster.keeps_received_rows:  # one row, which the reduced one becomes
         return row, 0
-    return (within - 1) * row + _header_bytes(within, cluster), _sum_bytes(row, itemsize, within)
+    rows = 0 if cluster.shares_memory(within) else within - 1  # which are read where the peers have put them
+    return rows * row + _header_bytes(within, cluster), _sum_bytes(row, itemsize, within)
 
 
 def _slice_row(param: ParamCosts, within: int, num_slices: int) -> tuple[int, int]:
@@ -325,6 +337,7 @@ class _Times:
     """Seconds of a unit's computations and collectives."""
 
     gather_s: float
+    gather_again_s: float
     forward_s: float
     forward_comm_s: float
     backward_s: float
@@ -335,7 +348,12 @@ class _Times:
     def of(cls, unit: UnitCosts, within: int, num_slices: int, cluster: Cluster) -> "_Times":
         """Times of one forward and backward."""
         split, rest = _split(unit, num_slices)
-        gather_s = cluster.all_gather_s(sum(p.numel * p.gather_itemsize for p in rest), within)
+        gather_bytes = sum(p.numel * p.gather_itemsize for p in rest)
+        gather_s = again_s = cluster.all_gather_s(gather_bytes, within)
+        if cluster.shares_memory(within):
+            again_s = cluster.in_place_s(gather_bytes, within)
+            cast_bytes = sum(p.numel * p.gather_itemsize for p in rest if p.gather_itemsize != p.stored_itemsize)
+            gather_s = max(again_s, cluster.all_gather_s(cast_bytes, within))  # what has changed is copied, if cast
         gather_slices, reduce_slices, num_steps = [], [], 0
         for param in split:
             num = min(num_slices, ceil_div(param.length, within))
@@ -350,6 +368,7 @@ class _Times:
         grad_bytes = sum(p.numel * p.grad_itemsize for p in rest)
         return cls(
             gather_s=gather_s + ahead_s,
+            gather_again_s=again_s + ahead_s,
             forward_s=_with_slices(unit.forward_s + overhead_s, forward_comm_s, num_steps),
             forward_comm_s=forward_comm_s,
             backward_s=_with_slices(unit.backward_s + overhead_s, backward_comm_s, num_steps),

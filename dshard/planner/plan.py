@@ -22,7 +22,8 @@ from dshard.planner.ties import MEASURED
 from dshard.planner.timeline import Timeline, simulate, step_time
 from dshard.policies import Strategy
 
-SCHEMA = 3
+SCHEMA = 4
+_BEFORE_MEMORY = 3  # which knew nothing of memory that ranks share
 _SINGLES = ("ddp", "zero1", "zero2", "keep", "full")
 
 
@@ -222,7 +223,9 @@ class Plan:
                 "dshard plan --out wrote."
             )
         schema = record.pop("schema")
-        if schema != SCHEMA:
+        if schema == _BEFORE_MEMORY:
+            _note_messages(record)
+        elif schema != SCHEMA:
             raise PlanError(
                 f"plan: must be a plan of schema {SCHEMA}, but it is of {schema!r}. Plan again with this version."
             )
@@ -293,6 +296,19 @@ class Plan:
         )
 
 
+def _note_messages(record: dict[str, Any]) -> None:
+    """Have all links of a record be those of ranks that exchange messages, as far as it has links."""
+    cluster = record.get("cluster")
+    if not isinstance(cluster, dict):
+        return
+    given = [cluster.get("inside"), cluster.get("across")]
+    for name in ("shards", "replicas"):
+        given += cluster[name].values() if isinstance(cluster.get(name), dict) else []
+    for links in given:
+        if isinstance(links, dict):
+            links["in_place"] = None
+
+
 def _scaled_model(model: ModelCosts, factor: float) -> ModelCosts:
     names = ("forward_s", "backward_s", "optimizer_s", "optimizer_start_s", "slice_overhead_s")
     units = (replace(unit, **{name: getattr(unit, name) * factor for name in names}) for unit in model.units)
@@ -305,7 +321,8 @@ def _scaled_cluster(cluster: Cluster, factor: float) -> Cluster:
         return replace(each, **{name: getattr(each, name) * factor for name in names})
 
     def links(each: Links) -> Links:
-        return Links(link(each.all_gather), link(each.reduce_scatter), link(each.all_reduce))
+        in_place = None if each.in_place is None else link(each.in_place)
+        return Links(link(each.all_gather), link(each.reduce_scatter), link(each.all_reduce), in_place)
 
     return replace(
         cluster,

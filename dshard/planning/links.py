@@ -1,4 +1,4 @@
-"""Links, measured: how long dshard's own collectives take on the process groups at hand, and a line through that."""
+"""Links, measured: how long dshard's own collectives take on the process groups at hand."""
 
 import json
 import os
@@ -6,72 +6,34 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dshard import collectives
 from dshard.arguments import checked
-from dshard.collectives import BufferPool, GatherPlan, ReduceBucket, ReduceOp, ReducePlan, ShardGroup
+from dshard.collectives import BufferPool, GatherPlan, HostCopy, ReduceBucket, ReduceOp, ReducePlan, ShardGroup
 from dshard.errors import PlanError
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.planner import Cluster, Link, Links
 from dshard.planner.files import read_text, write_text
+from dshard.planning.fits import COLLECTIVES, InPlace, Measurement, cluster_through
 from dshard.tensor.meshes import default_mesh, group_of, mesh_within
 
 SIZES = (1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)  # bytes of the full tensor
-_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _NUM_TENSORS = 4
 _NUM_IN_A_ROW = 3
 _LEAST_S = 1e-6
 _SCRATCH_NUMEL, _WIDTH = 1 << 21, 256
-_SCHEMA = 2
+_SCHEMA = 3
 _MEMORY_FREE = 0.95  # of a device, beside its context
 
 
 _Work = Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One measured collective.
-
-    Args:
-        wire_bytes: That each rank sent.
-        seconds: Median on the slowest rank.
-    """
-
-    wire_bytes: float
-    seconds: float
-
-
-def fit(samples: Sequence[Sample], source: str = "measured") -> Link:
-    """The line `alpha + bytes * seconds per byte`, neither below 0, whose relative errors are smallest in squares.
-
-    Args:
-        samples: Of one collective on one group.
-        source: Of the link.
-
-    Raises:
-        PlanError: There are fewer than two sizes.
-    """
-    if len({sample.wire_bytes for sample in samples}) < 2:
-        raise PlanError("links: a line needs two sizes or more, but there are fewer. Pass more sizes=.")
-    wire = np.array([sample.wire_bytes for sample in samples])
-    seconds = np.array([sample.seconds for sample in samples])
-    rows = np.stack([1 / seconds, wire / seconds], axis=1)
-    (alpha, slope), *_ = np.linalg.lstsq(rows, np.ones(len(samples)), rcond=None)
-    if slope < 0:  # without the other, each has a closed form
-        alpha, slope = float((1 / seconds).sum() / (1 / seconds**2).sum()), 0.0
-    elif alpha < 0:
-        alpha, slope = 0.0, float((wire / seconds).sum() / ((wire / seconds) ** 2).sum())
-    return Link(float(alpha), float(slope), source=source)
 
 
 @checked
@@ -92,8 +54,11 @@ def measure_links(
     the computation longer. Elsewhere, where a network or a device does the work, collectives are timed alone.
     Gradients are packed in either.
 
+    Which groups read one another's memory is found out by having full values once in it. Of those a gather in place is
+    measured, too.
+
     All ranks get the same figures: those of the slowest. They are kept in a file of rank 0, and read from there by
-    later calls on as many ranks of the same backend and host.
+    later calls on as many ranks of the same backend and host that reach one another alike.
 
     Args:
         mesh: Of one dim; None for all ranks.
@@ -108,7 +73,8 @@ def measure_links(
         PlanError: The mesh has several dims; or a number of neighbours does not divide that of the ranks.
 
     Communicates:
-        What is measured; and a broadcast and an all-reduce of the figures. All ranks must call this alike.
+        What is measured; the making of full values once per host; a broadcast and all-reduces of the figures. All ranks
+        must call this alike.
     """
     mesh = default_mesh() if mesh is None else mesh
     num_ranks = mesh.size()
@@ -123,22 +89,41 @@ def measure_links(
             f"{mesh.ndim} dims, and within is {tuple(within)}. Pass within=({num_ranks},)."
         )
     group = group_of(mesh)
+    groups = [group if part == num_ranks else group_of(mesh_within(mesh, part)) for part in parts]
+    in_place = _in_place(groups, group)
     file = Path(path) if path is not None else _default_path(group)
     known = {"schema": _SCHEMA, "backend": group.backend, "num_ranks": num_ranks, "per_host": per_host}
     known |= {"parts": list(parts), "sizes": list(sizes), "torch": torch.__version__}
-    shape = (len(parts), len(_COLLECTIVES), len(sizes))
+    known |= {"in_place": [list(each) for each in in_place]}
+    shape = (len(parts), len(COLLECTIVES), len(sizes))
     figures = _read(file, known, shape) if group.rank == 0 and not again else None
     figures = _agreed(figures, shape, group)
     if figures is None:
         measured = torch.zeros(shape, dtype=torch.float64)
         is_alone = group.device_type != "cpu" or per_host < num_ranks
-        for i, part in enumerate(parts):
-            own = group if part == num_ranks else group_of(mesh_within(mesh, part))
-            _measure_group(own, group, measured[i], sizes, num_rounds, is_alone=is_alone)
+        for i, own in enumerate(groups):
+            _measure_group(own, group, measured[i], sizes, num_rounds, is_alone=is_alone, in_place=in_place[i].shards)
         figures = collectives.all_reduce([measured], group, ReduceOp.MAX, label="links").wait()[0]
         if group.rank == 0:
             _write(file, known, figures)
-    return _cluster(figures, parts, sizes, num_ranks, per_host, _memory(group, memory_bytes), group.backend)
+    measurement = Measurement(figures, parts, tuple(sizes), in_place, num_ranks)
+    return cluster_through(measurement, per_host, _memory(group, memory_bytes), group.backend)
+
+
+def _in_place(groups: Sequence[ShardGroup], everyone: ShardGroup) -> list[InPlace]:
+    """Whether they can in all groups of each kind, by having them so."""
+    found = torch.tensor([[_has_once(own), _has_once(own.replicas or own)] for own in groups], dtype=torch.float64)
+    found = collectives.all_reduce([found], everyone, ReduceOp.MIN, label="links").wait()[0]
+    return [InPlace(bool(shards), bool(replicas)) for shards, replicas in found.tolist()]
+
+
+def _has_once(group: ShardGroup) -> bool:
+    return collectives.shares_memory(group) and _once(group, 1) is not None
+
+
+def _once(group: ShardGroup, width: int) -> HostCopy | None:
+    """Some matrices as `_tensors` makes them, once in memory that all ranks of the group read, if that can be."""
+    return collectives.make_host_copy(_gather_plan(group, _bucket(group, width)), group, label="links")
 
 
 def _ranks_per_host(num_ranks: int) -> int:
@@ -181,7 +166,14 @@ def _agreed(figures: Tensor | None, shape: tuple[int, ...], group: ShardGroup) -
 
 
 def _measure_group(
-    own: ShardGroup, everyone: ShardGroup, out: Tensor, sizes: Sequence[int], num_rounds: int, *, is_alone: bool
+    own: ShardGroup,
+    everyone: ShardGroup,
+    out: Tensor,
+    sizes: Sequence[int],
+    num_rounds: int,
+    *,
+    is_alone: bool,
+    in_place: bool,
 ) -> None:
     """Seconds of each collective at each size, into `out` of shape (collectives, sizes).
 
@@ -191,11 +183,17 @@ def _measure_group(
     replicas = own.replicas if own.replicas is not None else own
     for j, size in enumerate(sizes):
         shards, grads, bucket, row = _tensors(own, size)
-        runs = (
+        runs = [
             partial(_gather, own, shards, bucket, pool),
             partial(_reduce, own, grads, bucket, pool),
             partial(_all_reduce, replicas, row, pool),
-        )
+        ]
+        host_copy = _once(own, shards[0].shape[1]) if in_place else None
+        if host_copy is not None:
+            homes = [host_copy.home_of(i, shard) for i, shard in enumerate(shards)]
+            runs.append(partial(_gather_in_place, own, homes, host_copy))
+        elif in_place:
+            runs.append(runs[0])  # there is no file left
         seconds = _alone_s if is_alone else _beside_computation_s
         for i, run in enumerate(runs):
             out[i, j] = seconds(run, everyone, num_rounds)
@@ -204,15 +202,28 @@ def _measure_group(
 def _tensors(group: ShardGroup, size: int) -> tuple[list[Tensor], list[Tensor], BucketLayout, Tensor]:
     """Shards and gradients of some alike matrices of `size` bytes together, and a row of as many."""
     width = max(1, size // (4 * _NUM_TENSORS * group.num_ranks))
-    layouts = [ShardLayout((group.num_ranks, width), 0, group.num_ranks) for _ in range(_NUM_TENSORS)]
-    shards = [torch.ones(1, width, device=group.device) for _ in layouts]
-    grads = [torch.ones(group.num_ranks, width, device=group.device) for _ in layouts]
-    return shards, grads, BucketLayout.of(layouts), torch.ones(max(1, size // 4), device=group.device)
+    shards = [torch.ones(1, width, device=group.device) for _ in range(_NUM_TENSORS)]
+    grads = [torch.ones(group.num_ranks, width, device=group.device) for _ in range(_NUM_TENSORS)]
+    return shards, grads, _bucket(group, width), torch.ones(max(1, size // 4), device=group.device)
+
+
+def _bucket(group: ShardGroup, width: int) -> BucketLayout:
+    return BucketLayout.of([ShardLayout((group.num_ranks, width), 0, group.num_ranks) for _ in range(_NUM_TENSORS)])
+
+
+def _gather_plan(group: ShardGroup, bucket: BucketLayout) -> GatherPlan:
+    return GatherPlan.of(bucket, [(x.shape[1], 1) for x in bucket.layouts], torch.float32, group)
+
+
+def _gather_in_place(group: ShardGroup, shards: list[Tensor], host_copy: HostCopy, meanwhile: _Work) -> None:
+    handle = collectives.gather_in_place(shards, host_copy, host_copy.plan, group, label="links")
+    meanwhile()
+    handle.wait()
+    host_copy.end()
 
 
 def _gather(group: ShardGroup, shards: list[Tensor], bucket: BucketLayout, pool: BufferPool, meanwhile: _Work) -> None:
-    plan = GatherPlan.of(bucket, [(x.shape[1], 1) for x in bucket.layouts], torch.float32, group)
-    handle = collectives.all_gather(shards, plan, group, label="links", pool=pool)
+    handle = collectives.all_gather(shards, _gather_plan(group, bucket), group, label="links", pool=pool)
     meanwhile()
     gathered = handle.wait()
     memory = gathered.memory
@@ -291,45 +302,3 @@ def _start_together(everyone: ShardGroup) -> None:
 def _synchronize(group: ShardGroup) -> None:
     if group.device_type == "cuda":
         torch.cuda.synchronize(group.device)
-
-
-def _cluster(
-    figures: Tensor,
-    parts: Sequence[int],
-    sizes: Sequence[int],
-    num_ranks: int,
-    per_host: int,
-    memory_bytes: int,
-    backend: str,
-) -> Cluster:
-    """Lines through all figures."""
-    source = f"measured over {backend}, {num_ranks} ranks"
-
-    def line(part: int, name: str, among: int) -> Link:
-        i, collective = parts.index(part), _COLLECTIVES.index(name)
-        rounds = 2 if name == "all_reduce" else 1
-        wire = [rounds * size * (among - 1) / among for size in sizes]
-        seconds = figures[i, collective].tolist()
-        return fit([Sample(w, s) for w, s in zip(wire, seconds, strict=True)], source)
-
-    shards, replicas = {}, {}
-    whole = line(num_ranks, "all_reduce", num_ranks)
-    for part in parts:
-        across = whole if part == num_ranks else line(part, "all_reduce", num_ranks // part)
-        links = Links(line(part, "all_gather", part), line(part, "reduce_scatter", part), whole)
-        shards[part] = links
-        if part < num_ranks:
-            replicas[part] = Links(links.all_gather, links.reduce_scatter, across)
-    replicas[1] = shards[num_ranks]
-    return Cluster(
-        num_ranks=num_ranks,
-        ranks_per_host=per_host,
-        inside=shards[per_host],
-        across=shards[num_ranks] if per_host < num_ranks else None,
-        memory_bytes=memory_bytes,
-        overlaps=backend != "gloo",
-        keeps_received_rows=backend == "gloo",
-        shards=shards,
-        replicas=replicas,
-        source=source,
-    )

@@ -1,6 +1,6 @@
 """Bytes of all tensors that are alive on a rank while it trains, counted storage by storage."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from dshard.collectives import Buffer, BufferPool
-from dshard.collectives.arena import Arena
+from dshard.collectives.arena import Arena, is_others
 from dshard.tensor import ShardedTensor
+from dshard.units.buckets import HostCopies
 from dshard.units.unit import Unit
 
 
@@ -20,11 +21,16 @@ class CountedPeak(TorchDispatchMode):
     """The bytes that are alive, and the most that were at one time.
 
     What counts: the storage of each tensor that an operation made, of each buffer of a collective, and of what was
-    given at the start. What does not: memory that a pool keeps for another use, what a kernel takes and frees inside.
+    given at the start; of full values that a host has once, this rank's part. What does not: memory that a pool keeps
+    for another use, what a kernel takes and frees inside, and what peers have put out, which counts as theirs.
+
+    Args:
+        host_copies: What the host has once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host_copies: Sequence[HostCopies] = ()) -> None:
         super().__init__()
+        self._host_copies = host_copies
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._most_bytes = 0  # that may be alive: what was counted last, and all that came since
         self.num_bytes = 0  # at the peak
@@ -37,16 +43,22 @@ class CountedPeak(TorchDispatchMode):
             return
         storage = value.untyped_storage()
         num_bytes, known = storage.nbytes(), self._alive.get(storage._cdata)
-        if num_bytes and (is_new or known is None or known[1] != num_bytes or known[0].expired()):
+        is_known = known is not None and known[1] == num_bytes and not known[0].expired()
+        if num_bytes and (is_new or not is_known) and not is_others(value):
             self._alive[storage._cdata] = StorageWeakRef(storage), num_bytes
             self._most_bytes += num_bytes
 
     def alive_bytes(self) -> int:
         """Bytes that are alive now."""
         self._alive = {key: known for key, known in self._alive.items() if not known[0].expired()}
-        idle = sum(self._alive.get(key, (None, 0))[1] for key in _idle())
+        idle = sum(self._alive.get(key, (None, 0))[1] for key in _idle() | self._maps())
         self._most_bytes = sum(num_bytes for _, num_bytes in self._alive.values()) - idle
+        self._most_bytes += sum(copies.bytes_beside() for copies in self._host_copies)
         return self._most_bytes
+
+    def _maps(self) -> set[int]:
+        """The storages that map full values which a host has once."""
+        return {each.untyped_storage()._cdata for copies in self._host_copies for each in copies.memories()}
 
     def sample(self) -> None:
         """Look whether there are more bytes than ever."""
@@ -82,7 +94,9 @@ def counted_peak(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
     Communicates:
         Nothing; gradients that are on their way are waited for.
     """
-    counted, take = CountedPeak(), BufferPool.take
+    units = {u for m in model.modules() for u in vars(m).get("_dshard_units", ())}
+    host_copies = [unit.copies.host_copies for unit in units if unit.copies.host_copies is not None]
+    counted, take = CountedPeak(host_copies), BufferPool.take
 
     def take_counted(self: BufferPool, num_bytes: int, device: torch.device, arena: Arena | None = None) -> Buffer:
         buffer = take(self, num_bytes, device, arena)
@@ -95,7 +109,7 @@ def counted_peak(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
     for state in optimizer.state.values() if optimizer is not None else ():
         for value in tree_iter(state):
             counted.note(value)
-    for unit in {u for m in model.modules() for u in vars(m).get("_dshard_units", ())}:
+    for unit in units:
         for copies in (unit.copies, unit.exact):
             for buffer in copies.memories:
                 counted.note(buffer.memory)

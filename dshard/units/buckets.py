@@ -304,6 +304,20 @@ class HostCopies:
         known = [self._known.get(id(bucket)) for bucket in buckets]
         return bool(known) and all(once is not None and once.host_copy is not None for once in known)
 
+    def memories(self) -> list[Tensor]:
+        """What maps that memory whole."""
+        made = (once.host_copy for once in self._known.values())
+        return [memory for copy in made if copy is not None for memory in copy.memories()]
+
+    def bytes_beside(self) -> int:
+        """Bytes of this rank's parts of it in which no shard lies."""
+        found = 0
+        for once in self._known.values():
+            if once.host_copy is not None:
+                shards = [self._unit.params[slot].shard_storage.resolve() for slot in once.bucket.slots]
+                found += once.host_copy.bytes_beside(shards)
+        return found
+
     def are_late(self) -> bool:
         """Whether shards of this rank are still to be put in place, in a gather that is under way."""
         return any(once.host_copy is not None and once.host_copy.is_late for once in self._known.values())

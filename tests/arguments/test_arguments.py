@@ -55,12 +55,14 @@ FREE = {  # public names without a row, and why
         ("BatchSolution", "Certificate", "Comparison", "MemoryEvent", "Moment", "Segment", "Solution", "Timeline"),
         RESULT,
     ),
-    **dict.fromkeys(("fit", "Sample"), "of what was measured"),
     "Device.seconds": "the planner asks it for every operation",
     **{
         f"{owner}.{name}": "the planner asks it thousands of times"
         for owner, names in {
-            "Cluster": ("all_gather_s", "reduce_scatter_s", "all_reduce_s", "is_inside"),
+            "Cluster": (
+                *("all_gather_s", "in_place_s", "reduce_scatter_s", "all_reduce_s"),
+                *("is_inside", "shares_memory", "replicas_share_memory"),
+            ),
             "Link": ("time_s",),
             "ParamCosts": ("shard_numel", "slice_numel"),
         }.items()
@@ -90,7 +92,7 @@ def surface() -> dict[str, list[str]]:
     """Every public function, constructor and method: the names of its arguments."""
     found: dict[str, list[str]] = {}
     for module in map(importlib.import_module, MODULES):
-        for public in getattr(module, "__all__", ["Sample", "fit", "measure_links"]):  # a file has none
+        for public in getattr(module, "__all__", ["measure_links"]):  # a file has none
             value = getattr(module, public)
             is_ours = getattr(value, "__module__", "").startswith("dshard")
             if inspect.isfunction(value) and is_ours:

@@ -61,13 +61,11 @@ def models(draw, max_units=5):
 
 
 @st.composite
-def links(draw):
-    return Links(
-        *(
-            Link(draw(st.integers(0, 50)) / 997, draw(st.integers(1, 2000)) / 997e6, draw(st.integers(0, 5)) / 997)
-            for _ in range(3)
-        )
-    )
+def links(draw, is_one_host):
+    def link():
+        return Link(draw(st.integers(0, 50)) / 997, draw(st.integers(1, 2000)) / 997e6, draw(st.integers(0, 5)) / 997)
+
+    return Links(link(), link(), link(), link() if is_one_host and draw(st.booleans()) else None)
 
 
 @st.composite
@@ -76,8 +74,8 @@ def clusters(draw):
     return Cluster(
         per_host * num_hosts,
         per_host,
-        draw(links()),
-        draw(links()) if num_hosts > 1 else None,
+        draw(links(is_one_host=True)),
+        draw(links(is_one_host=False)) if num_hosts > 1 else None,
         overlaps=draw(st.booleans()),
         keeps_received_rows=draw(st.booleans()),
     )

@@ -28,6 +28,7 @@ def counted_peak(model, names, cluster):
             replicas = units[i + 2].among
         else:
             replicas = 0
+        replicas += units[i + 3].among_late if i + 3 <= last else 0
         ahead = units[i - 1].ahead_again if i else 0
         base = held + arrived + kept + ahead
         live = base + activations + flying + replicas
@@ -38,11 +39,14 @@ def counted_peak(model, names, cluster):
         arrived_slice = units[i + 1].slice_flying if i < last else 0
         peak = max(peak, live - arrived_slice + u.slicing + late)
         if i < last:  # the reduction of the unit behind it ends
-            peak = max(peak, base + activations + u.resting + flying + units[i + 1].sums)
+            ending = units[i + 1].sums + (units[i + 2].among_late if i + 2 <= last else 0)
+            peak = max(peak, base + activations + u.resting + flying + ending)
         activations -= u.costs.activation_bytes
+    swapped = 0
     if last:
         arrived += (units[1].grad + units[1].waiting) * is_first
-    peak = max(peak, held + arrived + units[0].flying + units[0].sums)
+        swapped = units[1].among_late
+    peak = max(peak, held + arrived + units[0].flying + units[0].sums + swapped)
     arrived += (units[0].grad + units[0].waiting) * is_first
     if model.steps_together:
         return max(peak, held + arrived + sum(sum(u.steps) for u in units))
@@ -68,6 +72,9 @@ class _Unit:
         if within == 1 or base == "ddp":
             within, base = 1, "ddp"
         replicas, gloo = cluster.num_ranks // within, cluster.keeps_received_rows
+        is_one_host = cluster.num_ranks <= cluster.ranks_per_host
+        shares = cluster.inside.in_place is not None and (is_one_host or cluster.ranks_per_host % within == 0)
+        shares, replicas_share = shares and within > 1, cluster.inside.in_place is not None and is_one_host
         self.held = split_grads = gathered = moving = raw_large = raw_small = 0
         slice_use = slice_raw = num_sent = num_split = widest = row = converted = 0
         slice_grad = 0, 4
@@ -78,6 +85,9 @@ class _Unit:
             self.held += 4 if p.state_bytes_per_element else 0
             self.steps.append(shard * p.step_bytes_per_element)
             casts = p.gather_itemsize != p.stored_itemsize
+            once = shares and not (num_slices > 1 and p.can_split)
+            self.held += shard * p.gather_itemsize * (once and (casts or p.numel == 1))
+            casts = casts and not once
             moving += shard * p.gather_itemsize * casts
             if num_slices > 1 and p.can_split:
                 part = within * ceil(ceil(p.length / within) / num_slices) * p.index_numel
@@ -89,7 +99,9 @@ class _Unit:
                     split_grads += shard * p.stored_itemsize
                 continue
             whole = p.numel * p.gather_itemsize
-            if within == 1:
+            if once:
+                pass
+            elif within == 1:
                 gathered += whole * casts
             elif gloo and whole >= 65536:
                 gathered += ceil(p.numel / 64) * 64 * p.gather_itemsize
@@ -114,19 +126,20 @@ class _Unit:
         self.ahead = moving if is_whole else 0 if base == "ddp" else gathered + slice_use + moving
         self.ahead_again = self.ahead if base == "full" and costs.is_used_in_backward else 0
         self.kept = gathered if base == "keep" else 0
-        received, self.sums, self.among = (row if within > 1 else 0), 0, 0
+        received, self.sums, self.among, self.among_late = (row if within > 1 else 0), 0, 0, 0
         if gloo:
-            received = (within - 1) * row + (HEADER * (within + 1) if within > 1 and row else 0)
+            received = (within - 1) * row * (not shares) + (HEADER * (within + 1) if within > 1 and row else 0)
             own = ceil(row / replicas)  # of a row that is all-reduced, each rank adds up a part, and holds the peers'
             self.among = (replicas - 1) * own + HEADER * (replicas + 1) if replicas > 1 else 0
+            self.among_late = own + HEADER * (replicas + 1) if replicas > 1 and replicas_share else 0
             added = row if within > 1 else own
             self.sums = added_up(added, widest or 4, max(within, replicas))
         if within == 1:
-            received, self.among = self.among, 0
+            received, self.among, self.among_late = self.among, self.among_late, 0
         part, itemsize = slice_grad
         slice_flying, slice_sums = within * part, 0
         if within > 1 and part:
-            slice_flying += (within - 1) * part + HEADER * (within + 1) if gloo else part
+            slice_flying += (within - 1) * part * (not shares) + HEADER * (within + 1) if gloo else part
             slice_sums = added_up(part, itemsize, within) if gloo else 0
         uses = (gathered, 2 * slice_use) if self.use_again and not is_whole else (0, 0)
         self.filling = self.sent + raw_small + uses[0] + split_grads  # of reduced slices, from the first on

@@ -100,6 +100,32 @@ def test_times_of_a_step_are_those_by_hand():
     assert step_time(model, ["full"] * 3, slow_cluster(1.5)) == pytest.approx(1.5 + 4 + 1.5 + 2 + 3 + 2 + 1.5)
 
 
+def test_a_gather_in_place_costs_what_was_measured_and_the_first_one_of_what_is_cast_a_copy():
+    link, in_place = Link(0.0, 1.0 / (2 << 20)), Link(0.25, 0.0)
+    cluster = Cluster(2, 2, Links.of(link, in_place=in_place), keeps_received_rows=False)
+    (plain,), (cast,) = (
+        ModelCosts(
+            (UnitCosts("w", (ParamCosts("w", 1024, 1024, gather_itemsize=size, grad_itemsize=4),), 1.0, 2.0),)
+        ).units
+        for size in (4, 2)
+    )
+    gathers = {True: 0.25, False: 1.0}  # in place, and of 4 MiB; what is cast has half of that
+    for unit, first_s in ((plain, gathers[True]), (cast, gathers[False] / 2)):
+        step_s = step_time(ModelCosts((unit,)), ["full"], cluster)
+        assert step_s == pytest.approx(first_s + 1.0 + gathers[True] + 2.0 + 1.0)
+
+
+def test_full_values_that_a_host_has_once_take_a_rank_nothing_but_its_part_of_what_is_cast():
+    link = Link(0.0, 1e-9)
+    memory, messages = Cluster(2, 2, Links.of(link, in_place=link)), Cluster(2, 2, Links.of(link))
+    size = 4 << 20
+    for itemsize, part, copy in ((4, 0, size), (2, size // 4, size // 2)):
+        param = ParamCosts("w", 1024, 1024, gather_itemsize=itemsize, grad_itemsize=0, state_bytes_per_element=0)
+        model = ModelCosts((UnitCosts("w", (param,), 1.0, 1.0),))
+        assert peak_bytes(model, ["zero1"], memory) == size // 2 + part
+        assert peak_bytes(model, ["zero1"], messages) == size // 2 + copy
+
+
 def test_slices_after_the_first_hide_behind_those_before_them():
     unit = UnitCosts("w", (ParamCosts("w", 1024, 1024, can_split=True),), 4.0, 8.0, slice_overhead_s=0.25)
     model = ModelCosts((unit,))

@@ -104,6 +104,23 @@ def test_json_keeps_the_certificate_and_the_predictions(tmp_path):
     assert plan.certificate.peak_bytes == plan.peak_bytes
 
 
+def without_memory(record):
+    """What a plan of schema 3 had: links of three collectives."""
+    cluster = record["cluster"]
+    for links in (cluster["inside"], cluster["across"], *cluster["shards"].values(), *cluster["replicas"].values()):
+        if links is not None:
+            assert links.pop("in_place") is None
+    return json.dumps({**record, "schema": 3})
+
+
+def test_a_plan_from_before_ranks_shared_memory_is_one_of_messages():
+    plan = small()
+    measured = replace(plan.cluster, shards={8: plan.cluster.inside}, replicas={1: plan.cluster.inside})
+    for cluster in (plan.cluster, measured, replace(plan.cluster, ranks_per_host=4, across=plan.cluster.inside)):
+        given = replace(plan, cluster=cluster)
+        assert Plan.from_json(without_memory(json.loads(given.to_json()))) == given
+
+
 def broken(change):
     record = json.loads(small().to_json())
     change(record)
@@ -115,6 +132,7 @@ def broken(change):
     [
         ("{", "plan: must be a plan as JSON, but reading it says"),
         ("[]", "plan: must be a plan as JSON, but it is none: a plan has the field 'schema'"),
+        (broken(lambda r: r.update(schema=3, cluster=[])), "plan.cluster: must be an object"),
         (broken(lambda r: r.update(schema=0)), "plan: must be a plan of schema [0-9]+, but it is of 0"),
         (broken(lambda r: r.update(colour="red")), "plan: must have the fields .* but 'colour' is unknown"),
         (broken(lambda r: r.pop("model")), "but 'model' is missing"),

@@ -19,6 +19,7 @@ from dshard.planner.ties import DATASHEET
 from dshard.planning import plan as planning
 from dshard.planning.plan import Profile, parse_bytes, parts_of, strategies_for
 from dshard.policies import Strategy
+from dshard.testing import WorldPool
 from tests.planner.models import CASES, CONFIG, convolutions, gpt
 
 TITAN = DEVICES["titan-rtx"]
@@ -301,3 +302,17 @@ def test_a_measured_step_tells_its_time_and_counts_its_bytes():
     needed = 3 * activations + matrix  # the hidden values, before and after, and their gradient; a gradient of a weight
     assert needed <= measured.peak_bytes - before <= needed + activations + 2 * matrix
     assert not runs
+
+
+def held() -> tuple[int, int]:
+    """Bytes that a model adds to what lives on a rank where it stays gathered, and those of its parameters."""
+    before = measure_step(lambda: None, num_steps=1).peak_bytes
+    model = dshard.fully_shard(nn.Linear(1024, 1024, bias=False), reshard_after_forward=False)
+    with torch.no_grad():
+        model(torch.ones(1, 1024))
+    return measure_step(lambda: None, num_steps=1).peak_bytes - before, 4 * 1024 * 1024
+
+
+def test_of_what_a_host_has_once_a_rank_counts_its_part(worlds: WorldPool):
+    for num_bytes, full in worlds.run(2, held):
+        assert 0.5 * full <= num_bytes <= 0.6 * full

@@ -36,6 +36,7 @@ def test_all_ranks_get_the_same_figures_for_all_groups(worlds: WorldPool, tmp_pa
     assert set(first["replicas"]) == {"1", "2"}
     for links in (*first["shards"].values(), *first["replicas"].values()):
         for link in links.values():
+            assert link is not None, links
             assert link["alpha_s"] + link["seconds_per_byte"] * SIZES[-1] > 0
             assert link["source"] == "measured over gloo, 4 ranks"
 
@@ -44,15 +45,28 @@ def test_a_later_call_reads_what_an_earlier_one_kept(worlds: WorldPool, tmp_path
     path = tmp_path / "new" / "links.json"
     worlds.run(2, measured, path)
     record = json.loads(path.read_text())
-    assert len(record["seconds"][0]) == 3
-    record["seconds"] = [[[1.0 + size for size in SIZES]] * 3]  # a second to start, two per byte on the wire
+    assert len(record["seconds"][0]) == 4
+    record["seconds"] = [[[1.0 + size for size in SIZES]] * 4]  # a second to start, two per byte on the wire
     path.write_text(json.dumps(record))
     for found in worlds.run(2, measured, path):
         assert found["inside"]["all_gather"]["alpha_s"] == pytest.approx(1.0)
         assert found["inside"]["all_gather"]["seconds_per_byte"] == pytest.approx(2.0)
         assert found["inside"]["all_reduce"]["seconds_per_byte"] == pytest.approx(1.0)
+        assert found["inside"]["in_place"]["seconds_per_byte"] == pytest.approx(2.0)
     for found in worlds.run(2, measured, path, again=True):
         assert found["inside"]["all_gather"]["seconds_per_byte"] < 1.0
+
+
+def test_whether_ranks_share_memory_is_found_out_and_figures_of_the_one_are_none_of_the_other(
+    worlds: WorldPool, messaging: WorldPool, tmp_path
+):
+    path, known = tmp_path / "links.json", []
+    for pool, shares in ((worlds, True), (messaging, False), (worlds, True)):
+        for found in pool.run(2, measured, path):
+            assert (found["inside"]["in_place"] is not None) == shares
+            assert (found["replicas"]["1"]["in_place"] is not None) == shares
+        known.append(path.read_text())
+    assert known[0] != known[2]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"seconds": 3}'])
