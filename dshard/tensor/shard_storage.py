@@ -13,6 +13,8 @@ from torch import Tensor
 from dshard.collectives import is_storage_held
 from dshard.layout import ShardLayout
 
+_MOVES = threading.RLock()  # of shards from one memory to another, while a thread may come for one
+
 
 class Home(Protocol):
     """Memory in which shards lie that others may read.
@@ -105,22 +107,46 @@ class ShardStorage:
         return shard
 
     def exposed(self) -> Tensor:
-        """The shard, for somebody who may write to it at any time, and will not ask."""
-        shard, self.is_exposed = self.resolve(), True
-        if self.home is not None and self.home.thread == threading.get_ident():
-            self.leave_home()  # not while another thread may be writing: then it leaves at the next gather
+        """The shard, for somebody who may write to it at any time, and will not ask.
+
+        In another thread than that which may be writing, and moves it: a tensor of its own there, to be read.
+        """
+        shard = self.resolve()
+        with _MOVES:
+            if self.home is not None and self.home.thread != threading.get_ident():
+                return shard.detach()
+            self.is_exposed = True
+            if self.home is not None:
+                self.leave_home()
         return shard
 
-    def come_home(self, memory: Tensor, home: Home) -> None:
-        """Lie in memory that others may read, which holds the values; nobody else may refer to the shard's own."""
-        self.resolve().data, self.home, self.standin = memory, home, None
+    def readable(self) -> Tensor:
+        """The shard, to be read at once, in any thread."""
+        shard = self.resolve()
+        with _MOVES:  # who has it by now keeps it from being moved
+            if self.home is None or self.home.thread == threading.get_ident():
+                return shard
+            return shard.detach()
+
+    def come_home(self, memory: Callable[[Tensor], Tensor], home: Home) -> bool:
+        """Lie in memory that others may read, unless somebody holds the shard; gives whether it does.
+
+        Args:
+            memory: Puts values there, and gives it.
+            home: Of that memory.
+        """
+        with _MOVES:
+            if self.is_exposed or self.is_held(own_refs=0, storage_refs=1):
+                return False
+            self.resolve().data, self.home, self.standin = memory(self.resolve()), home, None
+        return True
 
     def leave_home(self) -> None:
         """Lie in memory of this rank's own again."""
         shard = self.resolve()
-        with torch.inference_mode(mode=False):  # whose tensors have no version
+        with _MOVES, torch.inference_mode(mode=False):  # whose tensors have no version
             shard.data = shard.detach().clone()
-        self.home = self.standin = None
+            self.home = self.standin = None
 
     def is_held(self, *, own_refs: int, storage_refs: int) -> bool:
         """Whether somebody else refers to the shard or its memory, who would not follow it to another place.

@@ -176,7 +176,7 @@ def cast(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return compute(func, args, kwargs)
     if source.compute_dtype() not in (None, kwargs.get("dtype")):
         return compute(func, args, kwargs)  # of a rounded value
-    shard = func(source.shard_storage.resolve(), **kwargs)
+    shard = func(source.shard_storage.readable(), **kwargs)
     out = source.derived(shard) if shard.device == source.storage_device else source.like(shard)
     out.shard_storage.tag = source.shard_storage.tag
     return out
@@ -188,7 +188,7 @@ def clone(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     keeps_strides = kwargs.get("memory_format") in (None, torch.preserve_format)
     if source._view is not None or not keeps_strides or source.compute_dtype() is not None:
         return compute(func, args, kwargs)
-    out = source.derived(source.shard_storage.resolve().clone())
+    out = source.derived(source.shard_storage.readable().clone())
     out.shard_storage.tag = source.shard_storage.tag
     return out
 

@@ -4,6 +4,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -383,10 +384,6 @@ def _vacate(once: BucketOnce, index: int, storage: ShardStorage, staying: set[in
 
 
 def _bring_home(once: BucketOnce, index: int, storage: ShardStorage, host_copy: HostCopy) -> None:
-    """Have a shard lie at its place, unless somebody holds it; a thread may take hold of it while it is copied."""
-    if storage.home is host_copy or storage.is_exposed or _is_held(storage):
-        return
-    memory = host_copy.home_of(index, storage.resolve())
-    if not storage.is_exposed:
-        storage.come_home(memory, host_copy)
+    """Have a shard lie at its place, unless somebody holds it."""
+    if storage.home is not host_copy and storage.come_home(partial(host_copy.home_of, index), host_copy):
         once.occupants[index] = weakref.ref(storage)

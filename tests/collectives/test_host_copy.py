@@ -345,6 +345,7 @@ def read_by_a_thread(reads: bool) -> float:
         while not end.is_set():
             for param in list(model.parameters()):
                 param.to_local().sum().item()
+                param.detach().clone()
 
     thread = threading.Thread(target=look)
     if reads:
@@ -360,7 +361,7 @@ def read_by_a_thread(reads: bool) -> float:
 
 
 def test_a_thread_may_read_shards_while_another_trains(worlds: WorldPool):
-    # Found: it had them lie elsewhere while a step wrote to where they lay.
+    # Found: it had them lie elsewhere while a step wrote to where they lay; a step moved what it was reading.
     assert worlds.run(2, read_by_a_thread, True) == worlds.run(2, read_by_a_thread, False)
 
 
