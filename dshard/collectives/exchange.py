@@ -20,8 +20,9 @@ from dshard.collectives.header import Kind, check_headers, header, read
 from dshard.collectives.lines import follow, line_of
 from dshard.collectives.lost import ended, is_symptom
 from dshard.collectives.memory import Buffer, BufferPool, Readers
+from dshard.collectives.messages import Packed
 from dshard.collectives.stalls import failure
-from dshard.collectives.transport import Packed, Sent, Transport, Values
+from dshard.collectives.transport import Sent, Transport, Values
 from dshard.collectives.whys import Why, told_by
 from dshard.errors import DivergenceError, RankLostError
 

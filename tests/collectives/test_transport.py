@@ -25,7 +25,8 @@ from dshard import collectives
 from dshard.collectives import ReduceOp, ShardGroup, transport
 from dshard.collectives.arena import Arena
 from dshard.collectives.futex import why_not
-from dshard.collectives.transport import ByMessages, ThroughMemory, transport_of
+from dshard.collectives.messages import ByMessages
+from dshard.collectives.transport import ThroughMemory, transport_of
 from dshard.testing import World, WorldPool, expect_error
 from tests.tensor.test_uses import USES, used_as_plain
 
