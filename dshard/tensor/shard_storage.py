@@ -1,5 +1,6 @@
 """The memory of a shard, which may still be in flight."""
 
+import os
 import sys
 import threading
 import zlib
@@ -14,6 +15,15 @@ from dshard.collectives import is_storage_held
 from dshard.layout import ShardLayout
 
 _MOVES = threading.RLock()  # of shards from one memory to another, while a thread may come for one
+
+
+def _renew_lock() -> None:
+    """In a forked process the thread that held it is gone."""
+    global _MOVES  # noqa: PLW0603
+    _MOVES = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Home(Protocol):
