@@ -301,13 +301,19 @@ class Exchange:
                 work.wait(*limit)
             else:
                 self._line.keep(peer, self.place, work)
+        differing: dict[int, DivergenceError] = {}
         for peer in ready:
             self._line.note_read(peer, self)
             if takes and (peer in self.offers or self._are_few(self._inward[peer])):
-                self._take_in(peer)
+                try:
+                    self._take_in(peer)
+                except DivergenceError as error:
+                    differing[peer] = error
         for peer, work in works:
-            if peer in ready:
+            if peer in ready and peer not in differing:  # which sends something else
                 work.wait(*limit)
+        for error in differing.values():
+            raise error
 
     def _take_in(self, peer: int) -> None:
         """Copy what a peer has put out or sent with its header, or see that it is what was expected."""
