@@ -312,8 +312,8 @@ class Exchange:
         for peer, work in works:
             if peer in ready and peer not in differing:  # which sends something else
                 work.wait(*limit)
-        for error in differing.values():
-            raise error
+        if differing:
+            raise next(iter(differing.values()))
 
     def _take_in(self, peer: int) -> None:
         """Copy what a peer has put out or sent with its header, or see that it is what was expected."""
