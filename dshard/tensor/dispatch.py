@@ -14,6 +14,10 @@ from dshard.tensor.stepping import is_stepping
 from dshard.tensor.table import Args, Handler, Kwargs, OpClass, classify
 from dshard.tensor.views import ViewStep, view_metas
 
+aten = torch.ops.aten
+_KEYS = torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative
+_KeyGuard: Any = torch._C._SetExcludeDispatchKeyGuard
+_excludes: Any = torch._C._dispatch_tls_is_dispatch_key_excluded
 _MAX_REMEMBERED = 64  # views of one tensor, and of views of it
 
 
@@ -24,11 +28,19 @@ def _alias(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return source.alias()
 
 
+class _Lazy:
+    """Whether a view has been made whose numbers are conjugated or negated when they are used."""
+
+    is_made = False
+
+
 def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Remember a view operation; the description of a repeated one is looked up."""
     source = args[0]
     if not isinstance(source, ShardedTensor):
         return shardwise.compute(func, args, kwargs)
+    if func is aten._conj.default or func is aten._neg_view.default:
+        _Lazy.is_made = True
     view = source._view
     computes = source.computes() if view is None and source.has_compute_dtype else view is not None and view.computes
     key: tuple[Any, ...] = ((computes,) if view is None else view.key, id(func))
@@ -110,6 +122,9 @@ def _rule_of(func: OpOverload) -> _Rule:
 
 def dispatch(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Run `func` by the rule of its class in the op table."""
+    if _Lazy.is_made and _excludes(_KEYS[0]):
+        with _KeyGuard(_KEYS[0], False), _KeyGuard(_KEYS[1], False):  # noqa: FBT003 -- else they are taken as they lie
+            return dispatch(func, args, kwargs)
     handler, step_handler, shares_memory, _ = _RULES.get(id(func)) or _rule_of(func)
     if step_handler is not None and is_stepping():
         result = step_handler(func, args, kwargs)

@@ -9,7 +9,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-_ALIAS = torch.ops.aten.alias.default
+from dshard.errors import UnsupportedOpError
+
+_ALIAS, _AS_REAL = torch.ops.aten.alias.default, torch.ops.aten.view_as_real.default
 
 
 @dataclass(slots=True)  # not frozen: made for every view, and a frozen one takes thrice the time
@@ -64,12 +66,34 @@ def empty_of(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def apply_steps(full: Tensor, steps: tuple[ViewStep, ...]) -> Tensor:
     """Replay a chain on a plain tensor."""
+    is_turned = False  # whether it is the real numbers of a conjugated tensor, the imaginary ones with the other sign
     for step in steps:
         if step.func is _ALIAS and type(full) is not Tensor:
             continue  # a tensor subclass may not take it
+        if step.func is _AS_REAL and full.is_conj():
+            full, is_turned = torch.view_as_real(full.conj()), True
+            continue
         out = step.func(full, *step.args, **step.kwargs)
+        if is_turned:
+            out, is_turned = _part_of_turned(full, out, step), False
         full = out if step.index is None else out[step.index]
+    if is_turned:
+        raise _no_view_of_conjugated()
     return full
+
+
+def _part_of_turned(full: Tensor, part: Tensor, step: ViewStep) -> Tensor:
+    """The real or the imaginary part of a conjugated tensor, as `real` and `imag` take it."""
+    if step.func is not torch.ops.aten.select.int or step.args[0] not in (-1, full.dim() - 1):
+        raise _no_view_of_conjugated()
+    return torch._neg_view(part) if step.args[1] in (-1, 1) else part
+
+
+def _no_view_of_conjugated() -> UnsupportedOpError:
+    return UnsupportedOpError(
+        "view_as_real: the numbers of a conjugated tensor do not lie in memory as they are, so it has no such view. "
+        "Call resolve_conj() first, or take .real and .imag."
+    )
 
 
 def view_metas(source: Tensor, dtype: torch.dtype, step: ViewStep) -> list[ViewMeta] | ViewMeta:
