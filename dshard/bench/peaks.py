@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -13,6 +15,7 @@ from dshard.units.eviction import Eviction
 from dshard.units.unit import Unit
 
 _NUM_STEPS = 5
+_LOOK_S = 0.004
 
 
 @dataclass(slots=True)
@@ -43,8 +46,25 @@ def _resident_bytes(field: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
-def grown_bytes(make_step: Callable[[], Callable[[], object]]) -> int:
-    """Bytes that this rank's process grew by: the resident memory's peak in five steps, less what it was before.
+def _proportional_bytes() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+
+class Grown(NamedTuple):
+    """Bytes that this rank's process grew by at the peak.
+
+    Args:
+        resident: By the system's own mark, which counts a page once for each of its mappings, and for each process.
+        proportional: Of pages that several map, this process's share: the most of looks every few milliseconds.
+    """
+
+    resident: int
+    proportional: int
+
+
+def grown(make_step: Callable[[], Callable[[], object]]) -> Grown:
+    """Bytes that this rank's process grew by: the most in five steps, less what it was before.
 
     Args:
         make_step: Builds the model, and returns a training step of it. Best in a fresh process, for a heap that others
@@ -54,11 +74,23 @@ def grown_bytes(make_step: Callable[[], Callable[[], object]]) -> int:
         A barrier before and one after, besides what the steps do.
     """
     dist.barrier()
-    before = _resident_bytes("VmRSS:")
+    resident, proportional, found = _resident_bytes("VmRSS:"), _proportional_bytes(), Peak()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    step = make_step()
-    for _ in range(_NUM_STEPS):
-        step()
-    grown = _resident_bytes("VmHWM:") - before
+    has_ended = threading.Event()
+
+    def look() -> None:
+        while not has_ended.wait(_LOOK_S):
+            found.num_bytes = max(found.num_bytes, _proportional_bytes())
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        step = make_step()
+        for _ in range(_NUM_STEPS):
+            step()
+    finally:
+        has_ended.set()
+        looking.join()
+    known = Grown(_resident_bytes("VmHWM:") - resident, found.num_bytes - proportional)
     dist.barrier()
-    return grown
+    return known

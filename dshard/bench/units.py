@@ -16,7 +16,7 @@ import dshard
 from dshard.bench.common import WORLD_TIMEOUT_S, Sample, Step, gloo_world, interleave, summary
 from dshard.bench.families import Family, model_and_step
 from dshard.bench.output import Output, table
-from dshard.bench.peaks import gathered_peak, grown_bytes
+from dshard.bench.peaks import gathered_peak, grown
 from dshard.bench.plots import Bars
 from dshard.runtime.runtime import context_of
 
@@ -62,7 +62,7 @@ def _time(family: Family, num_rounds: int) -> _Timed:
 def _grow(family: Family, variant: str) -> int:
     """Train on this rank; bytes grown."""
     family.build()  # so that what the model imports is here already
-    return grown_bytes(lambda: model_and_step(family, by_hand=_VARIANTS[variant])[1])
+    return grown(lambda: model_and_step(family, by_hand=_VARIANTS[variant])[1]).resident
 
 
 def _grown_mb(family: Family, num_ranks: int, num_repeats: int) -> dict[str, list[float]]:
