@@ -63,10 +63,11 @@ def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for listener in tuple(_Steps.before):
         listener(optimizer)
     written = _written(optimizer) if closure_of(args, kwargs) is None else []  # else it computes first
-    _await_readers(written)
+    units = _units_of(written)
+    _await_readers(written, units)
     check_kernels(optimizer)
     begin_swap(optimizer, args, kwargs)
-    for pool in {id(unit.model.pool): unit.model.pool for unit in _units_of(written)}.values():
+    for pool in {id(unit.model.pool): unit.model.pool for unit in units}.values():
         pool.settle()  # of what gradients were reduced from: the step needs memory, too
 
 
@@ -81,9 +82,9 @@ def _units_of(params: Sequence[ShardedTensor]) -> list[Unit]:
     return [unit for unit in sources.values() if isinstance(unit, Unit)]
 
 
-def _await_readers(written: Sequence[ShardedTensor]) -> None:
+def _await_readers(written: Sequence[ShardedTensor], units: Sequence[Unit]) -> None:
     """Have nobody read the shards that are about to be written, where others may read them; else each write asks."""
-    for unit in _units_of(written):
+    for unit in units:
         unit.make_way()
     storages = [param.shard_storage for param in written if param.shard_storage.home is not None]
     homes = {id(storage.home): storage.home for storage in storages}
