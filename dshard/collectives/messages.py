@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup
@@ -22,10 +21,9 @@ _ROWS_BYTES = 1 << 20  # for one message of each peer
 
 
 def _memory(num_bytes: int) -> tuple[bytearray, Tensor]:
-    """Zeros, to be written to from both sides; no mode of the program's sees them, for they are none of its tensors."""
+    """Zeros, to be written to from both sides."""
     memory = bytearray(num_bytes)
-    with _disable_current_modes():
-        return memory, torch.frombuffer(memory, dtype=torch.uint8)
+    return memory, torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Packed:

@@ -187,8 +187,12 @@ def programs(draw: st.DrawFn) -> tuple[int, Program]:
     strategies = tuple(draw(st.lists(layers, min_size=1, max_size=2)))
     micro, evaluates = draw(st.sampled_from([1, 2])), draw(st.booleans())
     faults = {}
-    # Others see an exception in an evaluation where they wait for this rank in it: see docs/limits.md.
-    last = len(strategies) - 1 + (evaluates and replicas == 1 and "ddp" not in strategies[0])
+    # Others see an exception in an evaluation where they wait for this rank in it: see docs/limits.md. What is not
+    # resharded is there still, if the first model was used by the phase of the second.
+    gathers = "ddp" not in strategies[0] and (
+        len(strategies) == 1 or not {"full", "split(2)"}.isdisjoint(strategies[0])
+    )
+    last = len(strategies) - 1 + (evaluates and replicas == 1 and gathers)
     for step in draw(st.sets(st.integers(0, NUM_STEPS - 2), min_size=1, max_size=3)):
         phase = draw(st.integers(0, last))
         faults[step] = draw(several_faults(num_ranks, replicas, micro, strategies, phase))
@@ -223,11 +227,10 @@ def several_faults(
         ranks = draw(st.one_of(st.sampled_from(free).map(lambda rank: (rank,)), st.just(tuple(free))))
         free = [rank for rank in free if rank not in ranks]
         layer = 0 if is_eval else draw(st.integers(0, DEPTH - 1))
-        faults.append(
-            Fault(
-                phase, draw(st.sampled_from(places)), layer, draw(st.integers(0, micro - 1)), ranks, draw(st.booleans())
-            )
-        )
+        place = draw(st.sampled_from(places))
+        if place == "backward" and phase == 0 and "full" not in own:  # ahead of all units it is as one in the loss
+            layer = min(layer, DEPTH - 2)
+        faults.append(Fault(phase, place, layer, draw(st.integers(0, micro - 1)), ranks, draw(st.booleans())))
     return tuple(faults)
 
 
