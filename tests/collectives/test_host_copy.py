@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import resource
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ import dshard
 from dshard.collectives import host_copy
 from dshard.collectives.futex import why_not
 from dshard.collectives.host_copy import HostCopy
-from dshard.tensor import operands, writes
+from dshard.tensor import operands, shard_storage, writes
 from dshard.testing import WorldPool
 from tests.tensor.test_freshness import ACTIONS, SETTINGS, check_interleaving
 
@@ -463,3 +464,30 @@ def read_in_a_fork() -> int:
 
 def test_a_forked_process_reads_its_parents_shards_and_writes_to_its_own(worlds: WorldPool):
     assert worlds.run(2, read_in_a_fork) == [0, 0]
+
+
+def fork_while_a_thread_reads() -> int:
+    """What becomes of a forked process whose parent had a thread within the lock."""
+    model = model_of(1)
+    is_held, may_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with shard_storage._MOVES:
+            is_held.set()
+            may_go.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_held.wait()
+    child = os.fork()
+    if not child:
+        signal.alarm(5)
+        os._exit(0 if torch.isfinite(model[0].up.weight.to_local()).all() else 1)
+    _, status = os.waitpid(child, 0)
+    may_go.set()
+    thread.join()
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(worlds: WorldPool):
+    assert worlds.run(2, fork_while_a_thread_reads) == [0, 0]
