@@ -1,5 +1,6 @@
 """`dshard.plan`: from a model and a sample to a plan, on a device that is not here or on this machine."""
 
+import gc
 import logging
 from dataclasses import replace
 
@@ -306,6 +307,7 @@ def test_a_measured_step_tells_its_time_and_counts_its_bytes():
 
 def held() -> tuple[int, int]:
     """Bytes that a model adds to what lives on a rank where it stays gathered, and those of its parameters."""
+    gc.collect()  # what earlier calls of this world left in cycles would die in between
     before = measure_step(lambda: None, num_steps=1).peak_bytes
     model = dshard.fully_shard(nn.Linear(1024, 1024, bias=False), reshard_after_forward=False)
     with torch.no_grad():
