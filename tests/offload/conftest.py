@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dshard.testing import WorldPool
-from tests.offload.second_device import CAN_BUILD
+from tests.accelerator.device import CAN_BUILD
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +17,7 @@ def second_device() -> Iterator[WorldPool]:
     """Worlds of their own for the device "sim", for a process that knows it is no longer as others are."""
     if not CAN_BUILD:
         pytest.skip("no C++ compiler and ninja to build the device with")
-    code = "from tests.offload.second_device import build; build()"
+    code = "from tests.accelerator.device import build; build()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=400, cwd=Path(__file__).parents[2])
     with WorldPool() as pool:
         yield pool

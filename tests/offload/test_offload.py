@@ -1,7 +1,7 @@
 """Parameters that are kept on the CPU and used elsewhere.
 
 Each test runs twice. With "cpu" the CPU stands for the other device, too; with "sim" that is a device of its own, whose
-copies are late and whose collectives know no CPU tensors (`second_device.cpp`). What is offloaded has to train as what
+copies are late and whose collectives know no CPU tensors (`tests/accelerator`). What is offloaded has to train as what
 is not, bit for bit.
 """
 
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import dshard
 from dshard.policies import Offload
 from dshard.units.copy_stream import CopyStream
-from tests.offload import second_device
+from tests.accelerator import device
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 @cache
 def group_of(kind: str, ranks: tuple[int, ...]) -> Any:
     if kind == "sim":
-        second_device.start()
+        device.start()
     groups = {part: dist.new_group(part, backend="simccl" if kind == "sim" else "gloo") for part in _cosets(ranks)}
     return next(group for part, group in groups.items() if dist.get_rank() in part)
 

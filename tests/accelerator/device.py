@@ -1,0 +1,91 @@
+"""The device "sim" of `device.cpp`, and the backend "simccl", to torch. All of it is per process: call `start` first.
+
+Needs a C++ compiler and ninja.
+"""
+
+import hashlib
+import shutil
+import types
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import cpp_extension
+
+CAN_BUILD = shutil.which("c++") is not None and shutil.which("ninja") is not None
+MODES = "random", "lazy", "others first", "eager"
+
+
+@cache
+def build() -> Any:
+    """Compile the device, once per machine and state of its sources, and load it."""
+    here = Path(__file__).parent
+    sources = [here / name for name in ("simulator.cpp", "device.cpp", "group.cpp")]
+    texts = [path.read_bytes() for path in (*sources, here / "simulator.h")]
+    state = hashlib.sha1(b"".join([torch.__version__.encode(), *texts]), usedforsecurity=False).hexdigest()[:12]
+    return cpp_extension.load(
+        f"dshard_accelerator_{state}", list(map(str, sources)), extra_cflags=["-O1", "-std=c++20"]
+    )
+
+
+class Stream(torch.Stream):
+    """As `torch.cuda.Stream`."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> "Stream":
+        return super().__new__(cls, device="sim:0", priority=priority, **kwargs)
+
+
+class Event(torch.Event):
+    """As `torch.cuda.Event`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Event":
+        return super().__new__(cls, device="sim")
+
+
+class _InStream:
+    """As `torch.cuda.stream`."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._stream.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream is not None:
+            self._stream.__exit__(*error)
+
+
+def _make_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    return build().make_group(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+
+
+@cache
+def start() -> Any:
+    """Make the device and the backend known to torch in this process; gives the extension."""
+    device = build()
+    torch.utils.rename_privateuse1_backend("sim")
+    module: Any = types.ModuleType("torch.sim")
+    module.is_available, module.device_count = lambda: True, lambda: 1
+    module.current_device, module.set_device = lambda: 0, lambda _: None
+    module._is_in_bad_fork, module.is_initialized = lambda: False, lambda: True
+    module.Stream, module.Event, module.stream = Stream, Event, _InStream
+    module.current_stream = lambda _=None: torch.accelerator.current_stream()
+    module.default_stream = module.current_stream
+    module.synchronize = lambda _=None: device.synchronize()
+    module.manual_seed_all = module.manual_seed = lambda _: None
+    module.get_rng_state, module.set_rng_state = lambda _=None: torch.get_rng_state(), lambda s, _=None: None
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    module.memory_allocated = lambda _=None: device.stats().get("allocated_bytes", 0)
+    module.memory_reserved = lambda _=None: device.stats().get("reserved_bytes", 0)
+    module.max_memory_allocated = lambda _=None: device.stats().get("peak_allocated_bytes", 0)
+    module.max_memory_reserved = lambda _=None: device.stats().get("peak_reserved_bytes", 0)
+    module.reset_peak_memory_stats = lambda _=None: device.reset_peaks()
+    module.empty_cache = device.empty_cache
+    torch._register_device_module("sim", module)
+    dist.Backend.register_backend("simccl", _make_group, devices=["sim"])
+    torch.autograd.profiler._is_profiler_enabled = True  # ranges then name what a unit's tasks are for
+    return device
