@@ -1,5 +1,6 @@
 """Parameters that are not kept where they are used, and what descends from them."""
 
+import sys
 from typing import Any, ClassVar, Self
 
 import torch
@@ -52,9 +53,14 @@ class OffloadedShardedTensor(MixedShardedTensor):
         return self._home_device if shard is None else shard.device
 
     def _device_here(self) -> torch.device:
-        """The device of its value where it is used now."""
+        """The device of its value where it is used now.
+
+        Activation checkpointing asks in the forward, and again once a recomputation is over: it is told the same.
+        """
         source: Any = self.gather_source
-        is_away = source is not None and source.is_running
+        is_away = source is not None and (
+            source.is_running or sys._getframe(1).f_globals.get("__name__") == "torch.utils.checkpoint"
+        )
         found: torch.device = _DEVICE.__get__(self) if is_away else self.storage_device
         return found
 

@@ -37,17 +37,18 @@ class Forwards:
         self.regions = Regions()
         self.is_autocasting = False  # the one that started or ended last
         self._num_told = 0  # of them, to parameters under mixed precision
-        self._is_mixed: bool | None = None  # as soon as it is asked for
+        self._is_mixed = False
+        self._is_plain: bool | None = None  # whether no value depends on where it is used; as soon as it is asked for
         self._device_type = "cpu"
 
     def on_dtypes(self) -> None:
-        """Forwards compute with some parameters in other dtypes from now on: ask anew whether any is mixed."""
-        self._is_mixed = None
+        """Forwards compute with some parameters in other dtypes from now on: ask anew whether any does."""
+        self._is_plain = None
 
     def note_running(self, change: int) -> None:
         """A forward of a module starts, or ends: `change` is 1 or -1."""
         num_running = self.num_running + change
-        if self._is_mixed is False and num_running >= 0:
+        if self._is_plain and num_running >= 0:
             self.num_running = num_running
             self.is_autocasting = num_running > 0 and torch.is_autocast_enabled(self._device_type)
         else:
@@ -56,13 +57,14 @@ class Forwards:
     def set_running(self, num_running: int) -> None:
         """So many forwards run."""
         units = self._context.units
-        if self._is_mixed is None:
+        if self._is_plain is None:
             self._is_mixed = any(unit.is_mixed for unit in units)
+            self._is_plain = all(unit.is_plain for unit in units)
             self._device_type = next((p.shard_group.device_type for unit in units for p in unit.params), "cpu")
         told = num_running if self._is_mixed else 0
-        if not self._num_told and told:
+        if num_running and not self.num_running and not self._is_plain:
             self.regions.begin()
-        elif not told:
+        elif not num_running:
             self.regions.end()
         if told != self._num_told:
             note_forward(told - self._num_told)

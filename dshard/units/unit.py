@@ -84,7 +84,7 @@ class Unit:
         self.exact = Copies(self, (None,) * len(computes), is_primary=False) if any(computes) else self.copies
         self._offloads = tuple(param.offload for param in self.params)
         self.is_mixed = any(computes)
-        self._is_plain = not self.is_mixed and not any(self._offloads)  # whether there is one full value of each
+        self.is_plain = not self.is_mixed and not any(self._offloads)  # whether there is one full value of each
         self.is_whole = are_whole(self.params)
         self._learned: LearnedCasts | None = None
         self._groups: list[ShardGroup] | None = None
@@ -139,7 +139,7 @@ class Unit:
         Communicates:
             At most one all-gather per bucket, if there is no fresh copy.
         """
-        if self._is_plain:
+        if self.is_plain:
             return self.copies.full(slot, view, use)
         if self._learned is not None:
             full = self._full_beside_casts(self._learned, slot, view, use)
@@ -149,6 +149,8 @@ class Unit:
         offload = self._offloads[slot]
         if offload is None or type(full) is DTensor:
             return full
+        if self.is_running:
+            self.model.forwards.regions.note_use(self.model.forwards)
         is_away = self.num_pins or self.is_running or in_backward() or is_used_away(offload.compute, use)
         return full if is_away else full.to(offload.home)
 
@@ -177,7 +179,7 @@ class Unit:
             return self.exact.full(slot, use=use).to(dtype)
         if self.model.forwards.is_autocasting and not self.is_mixed and dtype != self.params[slot].storage_dtype:
             if self._learned is None:
-                self._learned, self._is_plain = LearnedCasts(len(self.params)), False
+                self._learned, self.is_plain = LearnedCasts(len(self.params)), False
                 self.exact = Copies(self, self.copies.dtypes, is_primary=False)
             self._learned.note_cast(slot, dtype)
         full = self.copies.full(slot, use=use)

@@ -3,6 +3,7 @@
 Needs a C++ compiler and ninja.
 """
 
+import contextlib
 import hashlib
 import shutil
 import types
@@ -75,6 +76,7 @@ def start() -> Any:
     module.Stream, module.Event, module.stream = Stream, Event, _InStream
     module.current_stream = lambda _=None: torch.accelerator.current_stream()
     module.default_stream = module.current_stream
+    module.device = lambda _: contextlib.nullcontext()
     module.synchronize = lambda _=None: device.synchronize()
     module.manual_seed_all = module.manual_seed = lambda _: None
     module.get_rng_state, module.set_rng_state = lambda _=None: torch.get_rng_state(), lambda s, _=None: None

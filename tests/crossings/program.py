@@ -34,7 +34,7 @@ class Program:
 
     def __init__(self, row: Mapping[str, str]) -> None:
         self.row = row
-        net = build(row)
+        net = sharded.on_device(row, build(row))
         sharded.parallelize(row, net)
         early = optimizers_of(row, net) if row["optimizer"] == "made before" else None
         self.model: Any = sharded.shard(row, net)
@@ -63,7 +63,8 @@ class Program:
                 self.model.unshard()
             with sharded.micro_batch(self.row, self.model, is_last=is_last):
                 with context_of(self.row):
-                    loss = loss_of(self.model, batch(step, micro, sharded.data_rank(self.row)))
+                    tokens = batch(step, micro, sharded.data_rank(self.row)).to(sharded.device_of(self.row))
+                    loss = loss_of(self.model, tokens)
                 losses.append([loss.item()])
                 loss = loss / num_micro(self.row)
                 if self.row["use"] == "penalty" and is_last:
@@ -174,7 +175,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
-    return {plain_name(n): full(p).clone() for n, p in model.named_parameters()}
+    return {plain_name(n): full(p).cpu().clone() for n, p in model.named_parameters()}
 
 
 def run(row: Mapping[str, str]) -> Result:
@@ -187,5 +188,5 @@ def run(row: Mapping[str, str]) -> Result:
         for step in range(NUM_STEPS):
             program.step(step)
         program.check_dtypes()
-    grads = {n: full(p.grad).clone() for n, p in program.trained().items() if p.grad is not None}
+    grads = {n: full(p.grad).cpu().clone() for n, p in program.trained().items() if p.grad is not None}
     return Result(program.losses, program.norms, program.start, values(program.model), grads)

@@ -32,12 +32,31 @@ def data_rank(row: Mapping[str, str]) -> int:
     return dist.get_rank() // 2 if row["mesh"] == "TP" else dist.get_rank()
 
 
+def device_of(row: Mapping[str, str]) -> str:
+    """The kind of device that a row trains on."""
+    return row.get("device", "cpu")
+
+
+def on_device(row: Mapping[str, str], net: Net) -> Net:
+    """The model on the device of a row. `Module.to` would part tied weights on a device that torch does not know."""
+    if device_of(row) != "cpu":
+        moved: dict[nn.Parameter, nn.Parameter] = {}
+        for module in net.modules():
+            for name, param in module.named_parameters(recurse=False):
+                if param not in moved:
+                    moved[param] = nn.Parameter(param.detach().to(device_of(row)), param.requires_grad)
+                setattr(module, name, moved[param])
+        net.shift = net.shift.to(device_of(row))
+    return net
+
+
 def meshes_of(row: Mapping[str, str]) -> tuple[dict[str, Any], DeviceMesh | None]:
     """Options of `fully_shard`, and the mesh of tensor parallelism."""
     kind = row["mesh"]
+    device = device_of(row)
     if kind == "1-D":
-        return {}, None
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp") if kind == "TP" else ("outer", "inner"))
+        return {} if device == "cpu" else {"mesh": init_device_mesh(device, (dist.get_world_size(),))}, None
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "tp") if kind == "TP" else ("outer", "inner"))
     if kind == "TP":
         return {"mesh": mesh["dp"]}, mesh["tp"]
     dims = {"dp_mesh_dims": DataParallelMeshDims(shard=("outer", "inner"))} if kind == "named dims" else {}
@@ -74,13 +93,13 @@ def strategy_options(row: Mapping[str, str], net: nn.Module) -> dict[str, Any]:
 
 def options_of(row: Mapping[str, str], net: Net) -> dict[str, Any]:
     """What each call of `fully_shard` is given."""
-    cpu = torch.device("cpu")
+    away = Offload(torch.device("cpu"), torch.device(device_of(row)))
     options = meshes_of(row)[0] | strategy_options(row, net)
     compute, reduce = dtypes_of(row)
     if compute is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     if row["offload"] != "none":
-        options["offload_policy"] = CPUOffloadPolicy() if row["offload"] == "CPUOffloadPolicy" else Offload(cpu, cpu)
+        options["offload_policy"] = CPUOffloadPolicy() if row["offload"] == "CPUOffloadPolicy" else away
     if row["sync"] != "check":
         options["sync"] = row["sync"] if row["sync"] != "none" else None
     if row["ignored"] == "gain":
@@ -188,7 +207,7 @@ def micro_batch(row: Mapping[str, str], model: Any, *, is_last: bool) -> Iterato
 
 def remake(row: Mapping[str, str]) -> Any:
     """A sharded model of the row with other weights, to load into."""
-    net = build(row, seed=1)
+    net = on_device(row, build(row, seed=1))
     parallelize(row, net)
     return shard(row, net)
 
