@@ -1,5 +1,6 @@
 """The backward of a model that runs: noticed where it uses a unit first, and ended when autograd ends it."""
 
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -36,7 +37,8 @@ class Backward:
         self._end: Callable[[], _End | None] = lambda: None  # of the backward that runs
         self._nested: set[Unit] = set()  # whose first gradient came in a backward within the one that runs
         self._noted: dict[str, int] = {}  # of each group, entries of the ledger when the backward began
-        context.on_backward = self.notice
+        self._thread = 0  # in which forwards begin
+        context.on_backward, context.on_outside = self.notice, self.check_failed
 
     def notice(self) -> None:
         """Have `end` called when the backward that is running ends, or the one that it is nested in."""
@@ -145,6 +147,25 @@ class Backward:
             if virtual is not None:
                 virtual.has_failed = virtual.is_open
 
+    def begin_forward(self) -> None:
+        """A forward begins, in the thread in which the program trains."""
+        self._thread = threading.get_ident()
+        self.check_failed()
+
+    def check_failed(self) -> None:
+        """Leave the step of a backward that has raised, if one has that nobody was told of.
+
+        On an accelerator autograd runs it on a thread of its own, and may let go of it after the program has gone on.
+        """
+        is_outside = torch._C._current_graph_task_id() == -1
+        if self._context.backward_task != -1 and is_outside and self._thread == threading.get_ident():
+            self.on_failed()
+
+    def on_gone(self) -> None:
+        """Autograd has let go of what it was to call at the end: at once, or on its own thread at any time later."""
+        if self._thread in (0, threading.get_ident()):
+            self.on_failed()
+
     def on_failed(self) -> None:
         """A backward has ended with an exception: leave the step."""
         if self._context.backward_task != -1:
@@ -174,7 +195,7 @@ def _on_gone(backward: "weakref.ref[Backward]", _: object) -> None:
     """Autograd has let go of what it was to call at the end of a backward."""
     known = backward()
     if known is not None:
-        known.on_failed()
+        known.on_gone()
 
 
 class _End:

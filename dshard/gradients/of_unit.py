@@ -205,6 +205,7 @@ class UnitGradients:
 
         Within a backward, its end does it.
         """
+        self.unit.model.on_outside()
         found = next((key for key, other in self.open.items() if other is reduction), None)
         if found is None or self.unit.model.backward_task != -1:
             return

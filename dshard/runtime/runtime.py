@@ -59,7 +59,7 @@ class Runtime:
     def _start_forward(self, root: nn.Module) -> None:
         """The model starts a forward."""
         context, is_recorded = self.context, torch.is_grad_enabled()
-        self.backward.forget_failed()
+        self.backward.begin_forward()
         phase = Phase.FORWARD if is_recorded else Phase.EVAL
         if context.announce is not None:
             context.announce(phase)
