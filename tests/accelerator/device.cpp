@@ -36,7 +36,8 @@ struct SimAllocator final : c10::Allocator {
   void copy_data(void*, const void*, size_t) const override { TORCH_CHECK(false, "no copies within the allocator"); }
 } sim_allocator;
 
-// Memory of the host that copies may read and write late. It is let go when those that use it are over.
+// Memory of the host that copies may read and write late. It is let go when those that use it are over. Nobody waits
+// for its lock with the GIL.
 struct Pinned {
   std::mutex mutex;
   std::map<uintptr_t, size_t> sizes;
@@ -50,10 +51,12 @@ struct Pinned {
     return reinterpret_cast<uintptr_t>(p) < it->first + it->second ? it->first : 0;
   }
   bool holds(const void* p) {
+    WithoutGIL no_gil;
     std::lock_guard<std::mutex> lock(mutex);
     return start_of(p) != 0;
   }
   void use(const void* p, const TaskPtr& task) {
+    WithoutGIL no_gil;
     std::lock_guard<std::mutex> lock(mutex);
     const auto start = start_of(p);
     for (auto it = uses.lower_bound(start); it != uses.upper_bound(start);) it = it->second->is_over ? uses.erase(it) : std::next(it);
@@ -70,6 +73,7 @@ struct Pinned {
   void drop(void* p) {
     if (!p) return;
     const auto start = reinterpret_cast<uintptr_t>(p);
+    WithoutGIL no_gil;
     std::lock_guard<std::mutex> lock(mutex);
     Machine::get().forget_shadow(start, start + sizes[start]);
     std::vector<TaskPtr> tasks;
@@ -86,6 +90,7 @@ struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     void* p = n ? c10::alloc_cpu(n) : nullptr;
     if (p) {
+      WithoutGIL no_gil;
       std::lock_guard<std::mutex> lock(pinned.mutex);
       pinned.sweep();
       pinned.sizes[reinterpret_cast<uintptr_t>(p)] = n;
@@ -464,7 +469,8 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
   const at::Tensor& host = to_device ? self : dst;
   const bool is_pinned = to_device != from_device && host.is_cpu() && pinned.holds(host.const_data_ptr());
   const int stream = current_stream();
-  auto from = on_host(self), to = on_host(dst);
+  // Of pinned memory an alias, too: a tensor that Python knows could not go without the GIL.
+  auto from = is_pinned ? host_alias(self) : on_host(self), to = is_pinned ? host_alias(dst) : on_host(dst);
   std::vector<Use> uses;
   if (from_device || is_pinned) uses.push_back(reads(self));
   if (to_device || is_pinned) uses.push_back(writes(dst));

@@ -25,6 +25,7 @@ constexpr auto kLimit = std::chrono::seconds(90);  // for which the host waits
 
 thread_local std::vector<std::string> labels;
 thread_local int current = 0;
+thread_local bool has_issued = false;  // else what this thread sees is not known to those that issue
 
 void join(Clock& clock, const Clock& other) {
   if (clock.size() < other.size()) clock.resize(other.size());
@@ -119,12 +120,14 @@ void Machine::configure(uint64_t seed, const std::string& mode, bool looks, bool
 }
 
 int Machine::new_stream() {
+  WithoutGIL no_gil;
   std::lock_guard<std::mutex> lock(mutex_);
   streams_.push_back(std::make_unique<Stream>());
   return int(streams_.size()) - 1;
 }
 
 void Machine::fail(std::string message) {
+  WithoutGIL no_gil;
   std::lock_guard<std::mutex> lock(mutex_);
   failures_.push_back(std::move(message));
 }
@@ -132,6 +135,7 @@ void Machine::fail(std::string message) {
 void Machine::raise_failures() {
   std::string message;
   {
+    WithoutGIL no_gil;
     std::lock_guard<std::mutex> lock(mutex_);
     if (failures_.empty()) return;
     message = failures_.front();
@@ -174,6 +178,7 @@ TaskPtr Machine::issue(int stream, std::string name, const std::vector<Use>& use
   if (own.clock.size() <= size_t(stream)) own.clock.resize(stream + 1);
   task->tick = own.clock[stream] = ++own.tick;
   task->clock = own.clock;
+  has_issued = true;
   static std::set<std::string> names;
   const Access access{stream, task->tick, &*names.insert(task->name).first, site};
   if (looks_) {
@@ -259,6 +264,7 @@ void Machine::wait_stream(int stream, bool is_known) {
 void Machine::wait_all() {
   size_t num_streams;
   {
+    WithoutGIL no_gil;
     std::lock_guard<std::mutex> lock(mutex_);
     num_streams = streams_.size();
   }
@@ -273,7 +279,7 @@ bool Machine::query(const TaskPtr& task) {
     to_device_.notify_all();
     to_host_.wait_for(lock, std::chrono::milliseconds(1));
   }
-  if (task->is_over) join(host_, task->clock);
+  if (task->is_over && has_issued) join(host_, task->clock);
   return task->is_over;
 }
 
@@ -336,8 +342,13 @@ void Machine::loop() {
     }
     if (is_over) {
       permits_ = std::max<int64_t>(0, permits_ - 1);
+      if (task->run) {  // what it holds may need the GIL to go, which another thread may have that waits for the lock
+        auto run = std::exchange(task->run, nullptr);
+        lock.unlock();
+        run = nullptr;
+        lock.lock();
+      }
       task->is_over = true;
-      task->run = nullptr;
       streams_[task->stream]->queue.pop_front();
       to_host_.notify_all();
     } else {
@@ -401,6 +412,7 @@ void Machine::race(const Range& range, const Access& before, bool wrote, const A
 }
 
 void Machine::forget_shadow(uintptr_t begin, uintptr_t end) {
+  WithoutGIL no_gil;
   std::lock_guard<std::mutex> lock(mutex_);
   cut(end);
   cut(begin);
@@ -618,6 +630,7 @@ void Machine::empty_cache() {
 }
 
 void Machine::record_stream(void* at, int stream) {
+  WithoutGIL no_gil;
   std::lock_guard<std::mutex> lock(mutex_);
   auto it = allocated_.find(at);
   if (it != allocated_.end() && it->second->pool->stream != stream) it->second->streams.insert(stream);

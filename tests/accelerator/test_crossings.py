@@ -43,6 +43,5 @@ def test_a_crossing_trains_as_one_process_and_nothing_is_unordered(
     expected, seed = oracle.train(row), rows().index(row)
     mode = MODES[seed % len(MODES)]
     for rank, result in enumerate(worlds.run(num_ranks_of(row), run, row, seed, mode)):
-        assert differences({**row, "device": "sim"}, rank, result, expected) == [], (
-            f"rank {rank} of {name_of(row)}, {mode}, seed {seed}"
-        )
+        wrong = differences({**row, "device": "sim"}, rank, result, expected)
+        assert wrong == [], f"rank {rank} of {name_of(row)}, {mode}, seed {seed}"
