@@ -1,0 +1,237 @@
+"""What holds dshard's streams in order, taken out piece by piece: each piece has to be missed.
+
+A mutant is a wait, a `record_stream` or an order of events that is not there any more; the program beside it is one
+that needs it. To be applied on a rank, for as long as a program runs.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+import dshard
+from dshard.collectives.group import Handle
+from dshard.units.copies import Copies
+from dshard.units.copy_stream import CopyStream
+from tests.crossings import program
+from tests.crossings.factors import default_row
+
+Patch = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One piece taken out, and how that is seen.
+
+    Args:
+        patch: Takes it out; gives a context manager.
+        row: Levels of the program of tests/crossings that needs it; or `runs`.
+        names: What the error has to say.
+        num_ranks: Of the program.
+        runs: A program of its own.
+    """
+
+    patch: Patch
+    names: tuple[str, ...]
+    row: dict[str, str] = field(default_factory=dict)
+    num_ranks: int = 2
+    runs: Callable[[], object] | None = None
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether its process groups have to know tensors of the CPU."""
+        return self.row.get("offload", "none") != "none" or self.runs is not None
+
+
+@contextmanager
+def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+    old = getattr(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)
+
+
+def without_wait(*words: str) -> Patch:
+    """No wait for collectives whose name has these words."""
+    whole = Handle._await
+
+    def awaited(self: Any) -> None:
+        if all(word in self.label for word in words):
+            self._works = None
+        else:
+            whole(self)
+
+    return lambda: replaced(Handle, "_await", awaited)
+
+
+class _Deaf:
+    """A stream or tensor of which one method does nothing."""
+
+    def __init__(self, inner: Any, method: str) -> None:
+        self._inner, self._method = inner, method
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda *_, **__: None) if name == self._method else getattr(self._inner, name)
+
+
+def without_open_wait(*, inward: bool) -> Patch:
+    """The stream of copies does not wait for what the program has issued before."""
+    whole = CopyStream.open
+
+    @contextmanager
+    def opened(self: Any) -> Iterator[None]:
+        if self.is_inward is not inward:
+            with whole(self):
+                yield
+        else:
+            with self._device.stream(self._stream):
+                yield
+
+    @contextmanager
+    def patched() -> Iterator[None]:
+        into, out = CopyStream.copy_in, CopyStream.copy_out
+
+        def copy_out(self: Any, row: Any) -> Any:
+            self.is_inward = False
+            return out(self, row)
+
+        with replaced(CopyStream, "open", opened), replaced(CopyStream, "copy_out", copy_out):
+            CopyStream.is_inward = True  # type: ignore[attr-defined]
+            yield
+        del CopyStream.is_inward  # type: ignore[attr-defined]
+        assert into is CopyStream.copy_in
+
+    return patched
+
+
+def without_record_stream() -> Any:
+    return replaced(torch.Tensor, "record_stream", lambda *_: None)
+
+
+def without_arrivals() -> Any:
+    """Nobody waits until shards at home may be written to."""
+    wait = Copies.wait
+
+    def waited(self: Any) -> None:
+        self._arrivals.clear()
+        wait(self)
+
+    return replaced(Copies, "wait", waited)
+
+
+def without_arrivals_of_discarded() -> Any:
+    discard = Copies.discard
+
+    def discarded(self: Any) -> None:
+        self._arrivals.clear()
+        discard(self)
+
+    return replaced(Copies, "discard", discarded)
+
+
+def _mesh() -> Any:
+    return init_device_mesh("sim", (dist.get_world_size(),))
+
+
+def _offloaded() -> Any:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    return dshard.fully_shard(model, mesh=_mesh(), offload_policy=CPUOffloadPolicy())
+
+
+def writes_at_home() -> None:
+    """Write to shards on the host right after their gather has begun."""
+    model = _offloaded()
+    x = torch.ones(2, 64, device="sim")
+    model(x)
+    for _ in range(3):
+        model.unshard()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.to_local().mul_(2)
+        model.reshard()
+        torch.sim.synchronize()  # type: ignore[attr-defined]
+    model(x).sum().item()
+
+
+def writes_after_discard() -> None:
+    """The same, after a gather that nobody has waited for was given up."""
+    model = _offloaded()
+    x = torch.ones(2, 64, device="sim")
+    model(x)
+    for _ in range(3):
+        model.unshard(async_op=True)
+        model.reshard()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.to_local().mul_(2)
+        torch.sim.synchronize()  # type: ignore[attr-defined]
+    model(x).sum().item()
+
+
+def drops_gradients() -> None:
+    """Drop gradients that are on their way home, and go on."""
+    model = _offloaded()
+    for _ in range(3):
+        model(torch.ones(2, 64, device="sim")).sum().backward()
+        model.zero_grad()
+    model(torch.ones(2, 64, device="sim")).sum().item()
+
+
+OFFLOAD = {"offload": "CPUOffloadPolicy"}
+MUTANTS: dict[str, Mutant] = {
+    "wait for a gather": Mutant(without_wait("all-gather of 'Net'"), ("all_gather", "Net")),
+    "wait for a gather in backward": Mutant(
+        without_wait("all-gather of 'blocks.0'"), ("all_gather", "blocks.0"), {"units": "blocks"}
+    ),
+    "wait for a reduction": Mutant(without_wait("reduce-scatter of"), ("reduce_scatter", "dshard::reduce ")),
+    "wait for an all-reduce over replicas": Mutant(
+        without_wait("all-reduce of"), ("all_reduce",), {"mesh": "HSDP"}, num_ranks=4
+    ),
+    "wait for a norm": Mutant(without_wait("clip_grad_norm_"), ("all_reduce",), {"clip": "dshard"}),
+    "wait for a broadcast of weights": Mutant(without_wait("weights"), ("broadcast",), {"sync": "broadcast"}),
+    "wait for a broadcast of buffers": Mutant(without_wait("buffers"), ("broadcast",), {"buffers": "broadcast"}),
+    "wait for the ledger": Mutant(without_wait("communicated alike"), ("all_gather",)),
+    "wait for a slice": Mutant(
+        without_wait("all-gather of", ", slice "),
+        ("all_gather", ", slice "),
+        {"strategy": "split(2)", "units": "blocks"},
+    ),
+    "wait for neighbours' parts": Mutant(
+        without_wait("among 2"), ("all_gather",), {"strategy": "reshard=2"}, num_ranks=4
+    ),
+    "wait for a move to another strategy": Mutant(without_wait("move of"), ("all_gather",), {"switch": "to a mix"}),
+    "copies in wait for the program": Mutant(without_open_wait(inward=True), ("copy_",), OFFLOAD),
+    "copies home wait for the reduction": Mutant(without_open_wait(inward=False), ("copy_ to the host",), OFFLOAD),
+    "memory of copies home is recorded": Mutant(without_record_stream, ("no record_stream",), runs=drops_gradients),
+    "wait for arrivals": Mutant(without_arrivals, ("pinned memory",), runs=writes_at_home),
+    "wait for arrivals of what is given up": Mutant(
+        without_arrivals_of_discarded, ("pinned memory",), runs=writes_after_discard
+    ),
+}
+
+
+def run(name: str, *, mutated: bool) -> None:
+    """The program of a mutant, with what it needs or without."""
+    mutant = MUTANTS[name]
+
+    def go() -> None:
+        if mutant.runs is not None:
+            mutant.runs()
+        else:
+            program.run({**default_row(), **mutant.row, "device": "sim"})
+        torch.sim.synchronize()  # type: ignore[attr-defined]
+
+    if not mutated:
+        go()
+        return
+    with mutant.patch():
+        go()
