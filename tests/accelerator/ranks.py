@@ -20,3 +20,8 @@ def join(backend: str) -> None:
 def configure(seed: int, mode: str) -> None:
     """Draw the order in which streams run from a seed."""
     device.start().configure(seed, mode, True, False)
+
+
+def rank() -> int:
+    """This process's."""
+    return int(dist.get_rank())
