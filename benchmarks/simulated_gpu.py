@@ -25,13 +25,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dshard.bench.common import Summary
 from dshard.bench.llama import Llama, LlamaConfig
-from dshard.bench.models import shard, training_step
+from dshard.bench.models import ROOT_ALONE, shard, training_step
 from dshard.bench.output import Output, table
 from dshard.bench.plots import Bars
 from tests.accelerator import device
 from tests.accelerator.timeline import H100, Record, Timeline, timeline
 
-KINDS = ("FSDP2", "dshard")
+KINDS = ("FSDP2", "dshard", ROOT_ALONE)
 TINY = LlamaConfig(vocab=64, width=32, layers=3, heads=4, kv_heads=2, hidden=64)
 NUM_WARMUPS = 3
 COLUMNS = {  # of the table: key, factor, decimals
@@ -111,9 +111,8 @@ def row_of(issued: Issued, line: Timeline) -> Summary:
     }
 
 
-def ratios(rows: Mapping[str, Summary]) -> dict[str, float | None]:
-    """Numbers of dshard over FSDP2's; None where FSDP2's is zero."""
-    ours, theirs = rows["dshard"], rows["FSDP2"]
+def ratios(ours: Summary, theirs: Summary) -> dict[str, float | None]:
+    """Numbers of one library over another's; None where that is zero."""
     return {key: (ours[key] or 0) / theirs[key] if theirs[key] else None for key, _, _ in COLUMNS.values()}
 
 
@@ -123,8 +122,10 @@ def text_of(rows: Mapping[str, Summary]) -> str:
         kind: [f"{(row[key] or 0) * factor:.{digits}f}" for key, factor, digits in COLUMNS.values()]
         for kind, row in rows.items()
     }
-    found = ratios(rows)
-    cells["ratio"] = ["-" if found[key] is None else f"{found[key]:.3f}" for key, _, _ in COLUMNS.values()]
+    for kind in KINDS[1:]:
+        found = ratios(rows[kind], rows["FSDP2"])
+        texts = ["-" if found[key] is None else f"{found[key]:.3f}" for key, _, _ in COLUMNS.values()]
+        cells[f"{kind} / FSDP2"] = texts
     return table(list(COLUMNS), cells)
 
 
@@ -179,7 +180,9 @@ def main() -> None:
             ("peak of allocated memory, predicted", "GB", "peak_allocated_bytes", 1e-9),
         )
     ]
-    all_ratios = {name: ratios(rows) for name, rows in results.items()}
+    all_ratios = {
+        name: {kind: ratios(rows[kind], rows["FSDP2"]) for kind in KINDS[1:]} for name, rows in results.items()
+    }
     output.write("simulated_gpu", {"header": header, "rows": results, "ratios": all_ratios}, panels)
 
 

@@ -23,7 +23,7 @@ constexpr size_t kLargeFrom = 10 << 20, kRoundLarge = 2 << 20;
 constexpr auto kIdle = std::chrono::milliseconds(3);  // of the host, after which the device goes on by itself
 constexpr auto kLimit = std::chrono::seconds(90);  // for which the host waits
 
-constexpr int64_t kComputedDry = 4096;  // bytes up to which a dry run computes: numbers that ranks compare
+constexpr int64_t kComputedDry = 1 << 16;  // bytes up to which a dry run computes: numbers that ranks compare
 
 thread_local std::vector<std::string> labels;
 thread_local int current = 0;
