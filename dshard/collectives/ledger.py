@@ -7,6 +7,7 @@ from the device for each; so the ranks write down what they did and compare chec
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class _Comparison:
 
     entries: list[_Entry]  # what this rank's stands for
     sums: Tensor  # shape (num_ranks, 2): checksum and number of entries of each rank
-    arrived: torch.cuda.Event | None  # event after which `sums` may be read; None at once
+    arrived: Any  # event of the device after which `sums` may be read; None at once
 
 
 @dataclass
@@ -61,7 +62,7 @@ def num_noted(group: ShardGroup) -> int:
 def settle(groups: Iterable[ShardGroup], min_entries: int = 1) -> None:
     """Compare what the ranks of some groups wrote down since the last time; all of them must call this alike.
 
-    On CUDA the host does not wait: a difference is told by the next call.
+    On an accelerator the host does not wait: a difference is told by the next call.
 
     Args:
         groups: Those of the ranks. On a direct one nothing is written down but by collectives of the user's own.
@@ -104,18 +105,18 @@ def _settle(group: ShardGroup, page: _Page) -> None:
 
 def _start(group: ShardGroup, entries: list[_Entry]) -> _Comparison:
     sums = _exchange(group, torch.tensor([_checksum(entries), len(entries)], device="cpu"))
-    if sums.device.type != "cuda":
+    if sums.device.type == "cpu":
         return _Comparison(entries, sums, None)
     host = torch.empty(sums.shape, dtype=sums.dtype, device="cpu", pin_memory=True)
     host.copy_(sums, non_blocking=True)
-    arrived = torch.cuda.Event()
+    arrived = torch.get_device_module(sums.device).Event()
     arrived.record()
     return _Comparison(entries, host, arrived)
 
 
 def _exchange(group: ShardGroup, row: Tensor) -> Tensor:
     """One row of numbers per rank, on the group's device."""
-    own = row.pin_memory() if group.device_type == "cuda" else row
+    own = row if group.device_type == "cpu" else row.pin_memory()
     own = own.to(group.device_type, non_blocking=True)
     rows = torch.empty((group.num_ranks, own.numel()), dtype=own.dtype, device=own.device)
     works = group.all_gather(rows, own)
