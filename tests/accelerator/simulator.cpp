@@ -349,9 +349,12 @@ void Machine::loop() {
     if (is_over) {
       permits_ = std::max<int64_t>(0, permits_ - 1);
       task->is_over = true;
-      task->run = nullptr;
+      auto run = std::exchange(task->run, nullptr);
       streams_[task->stream]->queue.pop_front();
       to_host_.notify_all();
+      lock.unlock();  // what it kept alive may be the last of its memory, which takes the lock to be let go
+      run = nullptr;
+      lock.lock();
     } else {
       to_device_.wait_for(lock, std::chrono::microseconds(200));  // for peers
     }
