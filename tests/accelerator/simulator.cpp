@@ -235,7 +235,7 @@ void Machine::wait(const TaskPtr& task, bool is_known) {
     activity_++;
     if (keeps_records && is_known) {
       const auto known = mark_numbers_.find(task.get());
-      records_.push_back({"host", "", "", task->stream, 0, 0, known == mark_numbers_.end() ? -1 : known->second, {}, 0});
+      records_.push_back({"host", "", "", task->stream, 0, 0, known != mark_numbers_.end() ? known->second : task->name == "mark" ? 0 : -1, {}, 0});
     }
     if (!task->is_over) {
       targets_.push_back(task);

@@ -16,7 +16,7 @@ from tests.accelerator import device
 from tests.accelerator.timeline import Durations, Record, collective_s, flops_of, timeline
 
 US = 1e-6
-# One byte takes a microsecond, and so does each mark, wait and launch; nothing else of the host takes any time.
+# One byte takes a microsecond; nothing else takes any time.
 SLOW = Durations("by hand", 1e6, 1e6, 1e6, 1e6, 0.0, 0.0, 1e6, 0.0, 0.0, 1e6, 0.0, 0.0, 0.0, 0.0)
 COMPUTE, LINK = 0, 1
 
@@ -91,6 +91,7 @@ def test_a_host_that_waits_issues_later():
     assert line.step_s == pytest.approx((5 + 20 + 1 + 5 + 10) * US)
     last = Record("host", "", "", COMPUTE, 0, 0, -1)
     assert timeline([op(20), last, op(10)], SLOW).host_waits_s == pytest.approx(20 * US)
+    assert timeline([op(20), last._replace(number=0), op(10)], SLOW).host_waits_s == 0
 
 
 def test_work_is_counted_by_shapes_and_by_bytes():

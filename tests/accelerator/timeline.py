@@ -18,7 +18,7 @@ class Record(NamedTuple):
 
     Attributes:
         kind: "op", "copy" (between host and device), "collective", "mark", "wait" (of a stream for a mark), "host" (the
-            host waits for a mark, or for the end of its stream where the number is -1).
+            host waits for a mark, for the end of its stream where the number is -1, for what is over where it is 0).
         name: Of the operation.
         label: Ranges that were open, the innermost first.
         stream: That it was issued to.
@@ -297,7 +297,9 @@ class _Clock:
     def wait_on_host(self, record: Record) -> None:
         """The host stops until a mark, or the end of a stream."""
         known = self.marks.get(record.number)
-        at_s = known[0] if known is not None else self.streams[record.stream].end_s
+        at_s = 0.0 if known is None else known[0]
+        if record.number < 0:
+            at_s = self.streams[record.stream].end_s
         waited_s = max(0.0, at_s - self.host_s)
         self.host_waits_s += waited_s
         self.host_s += waited_s + self.durations.host_wait_s
