@@ -115,11 +115,12 @@ def shard(
     if library is None:
         return model
     mesh = messaging_mesh() if kind.endswith(MESSAGES) else mesh_of(device)
-    if kind == ROOT_ALONE:
-        return library(model, mesh=mesh)
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": "no reshard" not in kind}
+    options: dict[str, Any] = {"mesh": mesh}
     if policy is not None:
         options["mp_policy"] = policy
+    if kind == ROOT_ALONE:
+        return library(model, **options)
+    options["reshard_after_forward"] = "no reshard" not in kind
     assert isinstance(model.blocks, nn.ModuleList)
     for block in model.blocks:
         for module in (*inner(block), block):

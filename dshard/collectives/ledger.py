@@ -30,7 +30,7 @@ class _Comparison:
 
     entries: list[_Entry]  # what this rank's stands for
     sums: Tensor  # shape (num_ranks, 2): checksum and number of entries of each rank
-    arrived: Any  # event after which `sums` may be read; None at once
+    arrived: Any  # event of the device after which `sums` may be read; None at once
 
 
 @dataclass
@@ -62,7 +62,7 @@ def num_noted(group: ShardGroup) -> int:
 def settle(groups: Iterable[ShardGroup], min_entries: int = 1) -> None:
     """Compare what the ranks of some groups wrote down since the last time; all of them must call this alike.
 
-    On CUDA the host does not wait: a difference is told by the next call.
+    On an accelerator the host does not wait: a difference is told by the next call.
 
     Args:
         groups: Those of the ranks. On a direct one nothing is written down but by collectives of the user's own.
@@ -116,7 +116,7 @@ def _start(group: ShardGroup, entries: list[_Entry]) -> _Comparison:
 
 def _exchange(group: ShardGroup, row: Tensor) -> Tensor:
     """One row of numbers per rank, on the group's device."""
-    own = row.pin_memory() if group.device_type != "cpu" else row
+    own = row if group.device_type == "cpu" else row.pin_memory()
     own = own.to(group.device_type, non_blocking=True)
     rows = torch.empty((group.num_ranks, own.numel()), dtype=own.dtype, device=own.device)
     works = group.all_gather(rows, own)

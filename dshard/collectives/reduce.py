@@ -77,8 +77,9 @@ class ReduceBucket:
     """Full gradients of a bucket on their way to a reduce-scatter.
 
     Each large gradient is copied into the send buffer as it arrives, so that its own memory can go; small ones
-    together, when the bucket leaves. A tensor that got no gradient on this rank counts as zero; whether *any* rank had
-    one travels along.
+    together, when the bucket leaves. On an accelerator all of them wait, where they may, and the buffer is taken when
+    the bucket leaves: one kernel packs them and changes their dtype. A tensor that got no gradient on this rank counts
+    as zero; whether *any* rank had one travels along.
 
     Args:
         plan: Of the bucket.
@@ -88,6 +89,8 @@ class ReduceBucket:
         pool: Where the buffers come from and go to; by default they are new.
     """
 
+    _MAY_BE_LATE = True
+
     def __init__(
         self, plan: ReducePlan, *, dtype: torch.dtype, device: torch.device, label: str, pool: BufferPool | None = None
     ) -> None:
@@ -95,7 +98,10 @@ class ReduceBucket:
         self._pool = pool or BufferPool()
         self._memory: Buffer | None = None
         self._rows: Tensor | None = None
-        self._take_rows(dtype, device)
+        self._to_take: tuple[torch.dtype, torch.device] | None = dtype, device  # until the buffer is
+        self._is_late = self._MAY_BE_LATE and device.type != "cpu" and not self.group.is_direct and not dtype.is_complex
+        if not self._is_late:
+            self._take_now()
         self._slots: Sequence[Tensor] = ()  # of each tensor, shape (num_ranks, slot); made when first needed
         self._present = [False] * len(plan.numels)
         self._waiting: dict[int, _Waiting] = {}
@@ -105,6 +111,14 @@ class ReduceBucket:
         num_ranks, row_numel = self.group.num_ranks, self._plan.row_numel
         self._memory = self._pool.take(num_ranks * row_numel * dtype.itemsize, device, shared_memory_of(self.group))
         self._rows = self._memory.memory.view(dtype).view(num_ranks, row_numel)
+
+    def _take_now(self) -> Tensor:
+        """The send buffer, which is taken if it was not."""
+        wanted, self._to_take = self._to_take, None
+        if wanted is not None:
+            self._take_rows(*wanted)
+        assert self._rows is not None, "a bucket leaves once"
+        return self._rows
 
     @property
     def is_complete(self) -> bool:
@@ -128,14 +142,18 @@ class ReduceBucket:
             grad: Its gradient.
             may_wait: Whether nobody else writes to `grad`, so that a small one may be packed later.
         """
-        assert self._rows is not None, "a gradient arrived after its bucket had left"
+        assert self._rows is not None or self._to_take is not None, "a gradient arrived after its bucket had left"
         layout, numel = self._plan.bucket.layouts[index], self._plan.numels[index]
         accumulate = self._present[index]
         self._present[index] = True
         is_dense = layout.dim == 0 and grad.is_contiguous()
         is_even = layout.slot_numel * layout.num_ranks == numel
-        waits = may_wait and is_dense and is_even and not accumulate and grad.dtype == self._rows.dtype
-        if waits and numel * grad.itemsize <= SMALL_GRAD_BYTES:
+        waits = may_wait and is_dense and is_even and not accumulate
+        if self._is_late:
+            waits = waits and numel > 0
+        else:
+            waits = waits and grad.dtype == self._take_now().dtype and numel * grad.itemsize <= SMALL_GRAD_BYTES
+        if waits:
             # The gradient itself is kept: as long as somebody refers to it, autograd gives its memory to nobody else.
             self._waiting[index] = _Waiting(grad, grad.view(layout.num_ranks, layout.slot_numel), grad._version)
             return
@@ -174,13 +192,19 @@ class ReduceBucket:
 
     def _all_slots(self) -> Sequence[Tensor]:
         if not self._slots:
-            assert self._rows is not None
-            self._slots = torch.split_with_sizes(self._rows, self._plan.sizes, dim=1)[1:]
+            self._slots = torch.split_with_sizes(self._take_now(), self._plan.sizes, dim=1)[1:]
         return self._slots
 
     def _fill_rows(self, rows: Tensor) -> None:
         """Pack what waits, zeros for what is missing, and the flags."""
-        if len(self._waiting) == len(self._present):
+        if len(self._waiting) == len(self._present) and self._is_late:
+            grads = [self._values(i) for i in range(len(self._present))]
+            if all(grad.dtype == grads[0].dtype for grad in grads):
+                flags = grads[0].new_ones((rows.shape[0], self._plan.num_flags))
+                torch._chunk_cat([flags, *grads], dim=0, num_chunks=rows.shape[0], out=rows)
+                self._waiting.clear()
+                return
+        elif len(self._waiting) == len(self._present):
             flags = rows.new_ones((rows.shape[0], self._plan.num_flags))
             torch.cat([flags, *[self._values(i) for i in range(len(self._present))]], dim=1, out=rows)
             self._waiting.clear()
@@ -206,9 +230,8 @@ class ReduceBucket:
             Reduce-scatter of `bucket.segment_numel` elements and one flag per tensor, per rank; on a direct backend
             behind a header of 64 bytes.
         """
-        assert self._rows is not None, "a bucket leaves once"
-        self._fill_rows(self._rows)
-        rows, self._rows = self._rows, None
+        self._fill_rows(self._take_now())
+        rows, self._rows = self._take_now(), None
         self._record(rows.element_size())
         if self.group.num_ranks == 1:  # the row becomes the gradients
             assert self._memory is not None
@@ -247,7 +270,7 @@ class ReduceBucket:
         """Reduce by the backend's own reduce-scatter."""
         ledger.note(self.group, Kind.REDUCE, self._label, 0)
         is_half = rows.dtype == torch.float16
-        native_mean = mean and self.group.backend == "nccl" and not is_half
+        native_mean = mean and self.group.device_type != "cpu" and not is_half  # as backends of accelerators know it
         divisor: float = self.group.num_ranks if mean and not native_mean else 1
         if is_half and mean:  # a sum of large gradients would be infinite, a mean of small ones zero: half ahead of it
             ahead = 2 ** (int(math.log2(divisor)) // 2)

@@ -57,6 +57,8 @@ class VirtualBucket(ReduceBucket):
         played: The virtual ranks of this process.
     """
 
+    _MAY_BE_LATE = False
+
     def __init__(
         self,
         plan: ReducePlan,

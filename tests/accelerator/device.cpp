@@ -9,6 +9,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/SDPBackend.h>
+#include <ATen/native/DispatchStub.h>
+#include <ATen/native/transformers/attention.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -22,6 +25,7 @@ namespace sim {
 namespace {
 
 constexpr size_t kMaxRuns = 4096;
+constexpr int64_t kMaxDryBytes = 1 << 20;  // of what the host computes though nothing is to be
 const c10::Device kDevice{kSim, 0};
 
 // Memory.
@@ -364,6 +368,9 @@ void boxed(const c10::OperatorHandle& asked, Stack* stack) {
     }
     auto task = machine.issue(current_stream(), name, uses, [] { return true; }, {"op", "", "", 0, bytes_of(uses, false), 0, 0, shapes, itemsize});
     machine.wait(task, is_edge);
+    if (machine.is_dry()) {  // it would be computed, and of zeros: small things alone may be
+      TORCH_CHECK(bytes_of(uses, false) + bytes_of(uses, true) <= kMaxDryBytes, "'", name, "' is too large to be computed in a dry run");
+    }
     Stack host;
     for (const auto& arg : args) host.push_back(map_tensors(arg, on_host));
     op.callBoxed(&host);
@@ -484,10 +491,11 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
   }
   if (to_device && non_blocking && is_pinned) {
     const auto ranges = ranges_of(self);
-    const auto hash = machine.is_dry() ? 0 : hash_of(ranges);
+    const bool checks = !machine.is_dry();
+    const auto hash = checks ? hash_of(ranges) : 0;
     auto where = here();
-    auto task = machine.issue(stream, "copy_ to the device", uses, [from, to, ranges, hash, where] {
-      TORCH_CHECK(hash_of(ranges) == hash, "race: the host wrote to pinned memory that a copy had still to read", where->text());
+    auto task = machine.issue(stream, "copy_ to the device", uses, [from, to, ranges, hash, checks, where] {
+      TORCH_CHECK(!checks || hash_of(ranges) == hash, "race: the host wrote to pinned memory that a copy had still to read", where->text());
       BelowAutograd guard;
       to.copy_(from);
       return true;
@@ -503,11 +511,89 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
     return dst;
   }
   const bool is_late = non_blocking && is_pinned;
+  if (machine.is_dry()) {  // whatever the host reads of a device that computes nothing is zero
+    if (dst.is_contiguous()) std::memset(dst.data_ptr(), 0, dst.nbytes()); else to.zero_();
+  }
   if (is_late && !machine.is_dry())
     for (const auto& range : ranges_of(dst)) std::memset(reinterpret_cast<void*>(range.begin), 0xFF, range.end - range.begin);
   auto task = machine.issue(stream, "copy_ to the host", uses, [from, to] { BelowAutograd guard; to.copy_(from); return true; }, record);
   if (is_late) pinned.use(dst.const_data_ptr(), task); else machine.wait(task, true);
   return dst;
+}
+
+// What is one kernel on a GPU and has none of its kind on the CPU: known to dry runs alone, which compute nothing.
+
+at::Tensor fresh(c10::IntArrayRef size, at::ScalarType dtype) { return make(size, c10::contiguous_strides(size), dtype); }
+
+void issue_dry(const char* name, const std::vector<at::Tensor>& ins, const std::vector<at::Tensor>& outs) {
+  TORCH_CHECK(Machine::get().is_dry(), name, " is for dry runs: the CPU does not have it");
+  std::vector<Use> uses;
+  std::vector<std::vector<int64_t>> shapes;
+  for (const auto& t : ins) if (t.defined()) uses.push_back(reads(t)), shapes.push_back(t.sizes().vec());
+  for (const auto& t : outs) if (t.defined()) uses.push_back(writes(t));
+  Machine::get().issue(current_stream(), name, uses, nullptr,
+                       {"op", "", "", 0, bytes_of(uses, false), bytes_of(uses, true), 0, shapes, int64_t(ins[0].itemsize())});
+}
+
+using Attention = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor>;
+
+// As flash attention: what it saves is its result, which lies as the query does, and a number for each row.
+Attention attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>&, double, bool,
+                    bool, std::optional<double>) {
+  auto out = make(query.sizes(), query.strides(), query.scalar_type());
+  auto sums = fresh({query.size(0), query.size(1), query.size(2)}, at::kFloat);
+  issue_dry("_scaled_dot_product_flash_attention", {query, key, value}, {out, sums});
+  auto seed = fresh({}, at::kLong), offset = fresh({}, at::kLong);
+  return {out, sums, {}, {}, query.size(2), key.size(2), seed, offset, {}};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
+    const at::Tensor& grad, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor&, std::array<bool, 4>,
+    const at::Tensor& out, const at::Tensor& sums, const at::Tensor&, const at::Tensor&, c10::SymInt, c10::SymInt, double, bool,
+    const at::Tensor&, const at::Tensor&, std::optional<double>) {
+  auto like = [](const at::Tensor& t) { return make(t.sizes(), t.strides(), t.scalar_type()); };
+  auto to_query = like(query), to_key = like(key), to_value = like(value);
+  issue_dry("_scaled_dot_product_flash_attention_backward", {query, key, value, grad, out, sums}, {to_query, to_key, to_value});
+  return {to_query, to_key, to_value, {}};
+}
+
+std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& input, at::IntArrayRef normalized, const std::optional<at::Tensor>& weight,
+                                            std::optional<double>) {
+  auto out = fresh(input.sizes(), input.scalar_type());
+  auto sizes = input.sizes().vec();
+  for (size_t i = sizes.size() - normalized.size(); i < sizes.size(); i++) sizes[i] = 1;
+  auto inverse = fresh(sizes, at::kFloat);
+  issue_dry("_fused_rms_norm", {input, weight.value_or(at::Tensor())}, {out, inverse});
+  return {out, inverse};
+}
+
+std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad, const at::Tensor& input, at::IntArrayRef, const at::Tensor& inverse,
+                                                     const std::optional<at::Tensor>& weight, std::array<bool, 2> mask) {
+  auto to_input = mask[0] ? fresh(input.sizes(), input.scalar_type()) : at::Tensor();
+  auto to_weight = mask[1] && weight ? fresh(weight->sizes(), weight->scalar_type()) : at::Tensor();
+  issue_dry("_fused_rms_norm_backward", {grad, input, inverse, weight.value_or(at::Tensor())}, {to_input, to_weight});
+  return {to_input, to_weight};
+}
+
+}  // namespace
+
+int64_t attention_choice(const at::Tensor& query, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>& mask, double, bool,
+                         std::optional<double>, bool) {
+  const bool is_half = query.scalar_type() == at::kBFloat16 || query.scalar_type() == at::kHalf;
+  return int64_t(Machine::get().is_dry() && is_half && !mask ? at::SDPBackend::overrideable : at::SDPBackend::math);
+}
+
+namespace {
+
+// For the rest of the process.
+void take_kernels_of_a_gpu() {
+  static torch::Library* library = nullptr;
+  if (library) return;
+  library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  library->impl("_scaled_dot_product_fused_attention_overrideable", &attention);
+  library->impl("_scaled_dot_product_fused_attention_overrideable_backward", &attention_backward);
+  library->impl("_fused_rms_norm", &rms_norm);
+  library->impl("_fused_rms_norm_backward", &rms_norm_backward);
 }
 
 at::Scalar local_scalar(const at::Tensor& self) {
@@ -597,36 +683,41 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", [](at::Tensor& self, const at::Tensor& source) -> at::Tensor& {
     return set_storage(self, source.storage(), source.sym_storage_offset(), source.sym_sizes(), source.sym_strides());
   });
-  m.impl("_fused_sdp_choice", [](const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
-                                 std::optional<double>, bool) -> int64_t { return 0; });
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&boxed>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&boxed>());
   // One kernel each on a GPU, though torch has a way to make them of others.
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const bool is_foreach = name.name.rfind("aten::_foreach_", 0) == 0;
     const bool is_one = is_foreach || name.name == "aten::_chunk_cat" || name.name == "aten::split_with_sizes_copy" ||
-                        name.name == "aten::_fused_adamw_" || name.name == "aten::_fused_adam_";
+                        name.name == "aten::_fused_adamw_" || name.name == "aten::silu_backward" || name.name == "aten::_fused_adam_";
     if (!is_one || (!is_foreach && name.name == "aten::split_with_sizes_copy" && name.overload_name != "out")) continue;
     const auto text = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
     m.impl(text.c_str(), torch::CppFunction::makeFromBoxedFunction<&boxed>());
   }
 }
 
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &sim::attention_choice)
+}
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::SetAllocator(kSim, &sim_allocator);
   at::RegisterPrivateUse1HooksInterface(new SimHooks());
   m.def("configure", [](uint64_t seed, const std::string& mode, bool looks, bool is_dry) { Machine::get().configure(seed, mode, looks, is_dry); });
+  m.def("is_dry", [] { return Machine::get().is_dry(); });
+  m.def("take_kernels_of_a_gpu", &take_kernels_of_a_gpu);
   m.def("synchronize", [] { Machine::get().wait_all(); });
   m.def("stats", [] { return Machine::get().stats(); });
   m.def("reset_peaks", [] { Machine::get().reset_peaks(); });
   m.def("empty_cache", [] { Machine::get().empty_cache(); });
   m.def("set_limit", [](int64_t n) { Machine::get().set_limit(n); });
   m.def("num_issued", [] { return Machine::get().num_issued; });
-  m.def("keep_records", [](bool on) { Machine::get().keeps_records = on; });
+  m.def("keep_records", [](bool on) { Machine::get().keeps_records = on; }, py::arg("on"));
   m.def("take_records", [] {
     py::list out;
     for (const auto& r : Machine::get().take_records())
-      out.append(py::make_tuple(r.kind, r.name, r.label, r.stream, r.read_bytes, r.written_bytes, r.number, r.shapes, r.itemsize));
+      out.append(py::make_tuple(r.kind, r.name, r.label, r.stream, r.read_bytes, r.written_bytes, r.number, r.shapes, r.itemsize,
+                                r.allocated_bytes));
     return out;
   });
   m.def("host_alias", [](const at::Tensor& t) { Machine::get().wait_all(); return host_alias(t); });

@@ -7,6 +7,8 @@ import contextlib
 import hashlib
 import shutil
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -61,7 +63,26 @@ class _InStream:
 
 
 def _make_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
-    return build().make_group(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+    inner = None if build().is_dry() else dist.ProcessGroupGloo(store, rank, size, timeout)
+    return build().make_group(inner, rank, size)
+
+
+@contextmanager
+def dry_world(size: int, *, rank: int = 0) -> Iterator[Any]:
+    """This process alone as one rank of many that issues everything and computes nothing; gives the extension.
+
+    Numbers of a few bytes alone are computed, for ranks compare such; other ranks say what this one says. What else the
+    host reads is zero, or anything. Attention and RMS norms are one kernel each, as on a GPU, until the process ends.
+    """
+    device = start()
+    device.configure(0, "eager", False, True)
+    device.take_kernels_of_a_gpu()
+    dist.init_process_group("cpu:simccl,sim:simccl", store=dist.HashStore(), rank=rank, world_size=size)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+        device.configure(0, "random", True, False)
 
 
 @cache

@@ -70,6 +70,7 @@ struct Part {
   std::array<int64_t, 4> signature;
   std::function<WorkPtr()> start;
   std::function<void()> finish;
+  c10d::ReduceOp op{c10d::ReduceOp::MAX};
 };
 
 Tensor plain(const Tensor& t) {  // in a dtype that gloo knows
@@ -123,7 +124,7 @@ class SimGroup final : public c10d::Backend {
                 [=, this, op = o.reduceOp] {
                   average(*total, op);
                   to.copy_(total->view({getSize(), -1})[getRank()].view(to.sizes()));
-                }}, o.asyncOp, c10d::OpType::_REDUCE_SCATTER_BASE);
+                }, o.reduceOp}, o.asyncOp, c10d::OpType::_REDUCE_SCATTER_BASE);
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outs, Tensors& alls, const c10d::ReduceScatterOptions& o) override {
     return together(outs.size(), [&](size_t i) { _reduce_scatter_base(outs[i], alls[i], o); });
@@ -135,7 +136,7 @@ class SimGroup final : public c10d::Backend {
                 [=, this, op = o.reduceOp] {
                   average(*total, op);
                   to.copy_(*total);
-                }}, o.asyncOp, c10d::OpType::ALLREDUCE);
+                }, o.reduceOp}, o.asyncOp, c10d::OpType::ALLREDUCE);
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) override {
     return together(tensors.size(), [&](size_t i) { Tensors one{tensors[i]}; allreduce(one, o); });
@@ -219,7 +220,28 @@ class SimGroup final : public c10d::Backend {
     return endCoalescing();
   }
 
+  // A collective of a dry run, in which all ranks say the same.
+  void among_equals(const std::string& name, const Tensors& ins, const Tensors& outs, const c10d::ReduceOp& op) const {
+    BelowAutograd guard;
+    const bool adds = c10d::ReduceOp::RedOpType(op) == c10d::ReduceOp::SUM;
+    for (size_t i = 0; i < outs.size(); i++) {
+      auto out = outs[i];
+      if (name == "all_gather") out.copy_(out.numel() == ins[0].numel() ? ins[0].view(out.sizes()) : ins[0].reshape({1, -1}).expand({getSize(), -1}).reshape(out.sizes()));
+      if (name == "reduce_scatter") out.copy_(ins[0].view({getSize(), -1})[getRank()].view(out.sizes()));
+      if (name == "all_to_all" && out.numel() == ins[0].numel()) out.copy_(ins[0].view(out.sizes()));
+      if (adds && (name == "reduce_scatter" || name == "all_reduce")) out.mul_(getSize());
+    }
+  }
+
+  WorkPtr on_host(const Part& part, c10d::OpType type) const {
+    among_equals(part.name, part.ins, part.outs, part.op);
+    auto over = std::make_shared<Task>();
+    over->is_over = true;
+    return c10::make_intrusive<SimWork>(getRank(), type, over, Tensors{}, part.outs, false);
+  }
+
   WorkPtr add(Part part, bool is_async, c10d::OpType type) {
+    if (Machine::get().is_dry() && !part.outs.empty() && part.outs[0].is_cpu()) return on_host(part, type);
     for (const auto* tensors : {&part.ins, &part.outs})
       for (const auto& t : *tensors) {
         TORCH_CHECK(t.device().type() == kSim, "simccl knows no tensors on ", t.device());
@@ -251,6 +273,16 @@ class SimGroup final : public c10d::Backend {
       if (name.empty()) name = part.name;
     }
     number_++;
+    if (machine.is_dry()) {
+      auto run = [parts = aliases(parts), this, self = c10::intrusive_ptr<SimGroup>::reclaim_copy(this)] {
+        for (const auto& part : parts) among_equals(part.name, part.ins, part.outs, part.op);
+        return true;
+      };
+      machine.issue(stream, name, uses, std::move(run), std::move(record));
+      auto end = machine.mark(stream);
+      if (!is_async) kept.clear();
+      return c10::make_intrusive<SimWork>(getRank(), type, end, std::move(kept), std::move(outs), is_async);
+    }
     for (auto& part : parts) part.ins.clear(), part.outs.clear();  // a task keeps no memory alive
     struct State {
       std::vector<Part> parts;
@@ -310,6 +342,12 @@ class SimGroup final : public c10d::Backend {
     auto end = machine.mark(stream);
     if (!is_async) kept.clear();
     return c10::make_intrusive<SimWork>(getRank(), type, end, std::move(kept), std::move(outs), is_async);
+  }
+
+  static std::vector<Part> aliases(std::vector<Part> parts) {
+    for (auto& part : parts)
+      for (auto* tensors : {&part.ins, &part.outs}) for (auto& t : *tensors) t = host_alias(t);
+    return parts;
   }
 
   template <class S>

@@ -192,7 +192,9 @@ MUTANTS: dict[str, Mutant] = {
     "wait for a gather in backward": Mutant(
         without_wait("all-gather of 'blocks.0'"), ("all_gather", "blocks.0"), {"units": "blocks"}
     ),
-    "wait for a reduction": Mutant(without_wait("reduce-scatter of"), ("reduce_scatter", "dshard::reduce ")),
+    "wait for a reduction": Mutant(  # else the ledger's gather, behind it in the same stream, would be waited for
+        without_wait("reduce-scatter of"), ("reduce_scatter", "dshard::reduce "), {"setting": "divide factor"}
+    ),
     "wait for an all-reduce over replicas": Mutant(
         without_wait("all-reduce of"), ("all_reduce",), {"mesh": "HSDP"}, num_ranks=4
     ),

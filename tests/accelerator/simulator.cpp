@@ -23,6 +23,8 @@ constexpr size_t kLargeFrom = 10 << 20, kRoundLarge = 2 << 20;
 constexpr auto kIdle = std::chrono::milliseconds(3);  // of the host, after which the device goes on by itself
 constexpr auto kLimit = std::chrono::seconds(90);  // for which the host waits
 
+constexpr int64_t kComputedDry = 1 << 16;  // bytes up to which a dry run computes: numbers that ranks compare
+
 thread_local std::vector<std::string> labels;
 thread_local int current = 0;
 thread_local bool has_issued = false;  // else what this thread sees is not known to those that issue
@@ -186,8 +188,18 @@ TaskPtr Machine::issue(int stream, std::string name, const std::vector<Use>& use
     for (const auto& use : uses) if (use.writes) touch(use, access, own.clock);
   }
   num_issued++;
+  if (is_dry_ && task->run && record.read_bytes + record.written_bytes <= kComputedDry) {
+    auto run = std::exchange(task->run, nullptr);
+    lock.unlock();
+    try {
+      run();
+    } catch (const std::exception&) {  // of values that nobody computed
+    }
+    lock.lock();
+  }
   if (keeps_records) {
     record.name = task->name, record.label = site->label, record.stream = stream;
+    record.allocated_bytes = stats_["allocated_bytes"];
     records_.push_back(std::move(record));
   }
   return push(stream, task);
@@ -228,7 +240,7 @@ void Machine::wait(const TaskPtr& task, bool is_known) {
     activity_++;
     if (keeps_records && is_known) {
       const auto known = mark_numbers_.find(task.get());
-      records_.push_back({"host", "", "", task->stream, 0, 0, known == mark_numbers_.end() ? -1 : known->second, {}, 0});
+      records_.push_back({"host", "", "", task->stream, 0, 0, known != mark_numbers_.end() ? known->second : task->name == "mark" ? 0 : -1, {}, 0});
     }
     if (!task->is_over) {
       targets_.push_back(task);
@@ -342,15 +354,13 @@ void Machine::loop() {
     }
     if (is_over) {
       permits_ = std::max<int64_t>(0, permits_ - 1);
-      if (task->run) {  // what it holds may need the GIL to go, which another thread may have that waits for the lock
-        auto run = std::exchange(task->run, nullptr);
-        lock.unlock();
-        run = nullptr;
-        lock.lock();
-      }
       task->is_over = true;
+      auto run = std::exchange(task->run, nullptr);
       streams_[task->stream]->queue.pop_front();
       to_host_.notify_all();
+      lock.unlock();  // what it holds may need this lock to go, or the GIL, which another thread may have that waits for it
+      run = nullptr;
+      lock.lock();
     } else {
       to_device_.wait_for(lock, std::chrono::microseconds(200));  // for peers
     }

@@ -63,6 +63,7 @@ struct Record {
   int64_t read_bytes, written_bytes, number;  // number: of a mark, or of that which is waited for; ranks of a collective
   std::vector<std::vector<int64_t>> shapes;
   int64_t itemsize;
+  int64_t allocated_bytes = 0;  // when it was issued
 };
 
 class Machine {

@@ -17,9 +17,7 @@ def is_exact(row: Mapping[str, str]) -> bool:
     up two uses of a weight in fp64, because a third one is exact.
     """
     is_same = row["strategy"] != "split(2)" and row["compile"] == "no" and row["mesh"] != "TP"
-    is_same = (
-        is_same and row.get("device", "cpu") == "cpu"
-    )  # elsewhere a linear layer adds its bias apart
+    is_same = is_same and row.get("device", "cpu") == "cpu"  # elsewhere a linear layer adds its bias apart
     adds_in_bf16 = row["params"] != "tied" or row["use"] != "penalty"
     return row["precision"] == "float64" or (row["precision"] == "bf16" and is_same and adds_in_bf16)
 
