@@ -20,6 +20,8 @@ from dshard.collectives.trace import record
 from dshard.errors import StateError
 from dshard.layout import HEADER_BYTES, SMALL_GRAD_BYTES, BucketLayout, flags_numel
 
+_WITHOUT_MEANS = ("gloo", "mpi", "ucc", "fake")  # backends that sum, and no more
+
 
 @dataclass(frozen=True, slots=True)
 class ReducePlan:
@@ -270,7 +272,7 @@ class ReduceBucket:
         """Reduce by the backend's own reduce-scatter."""
         ledger.note(self.group, Kind.REDUCE, self._label, 0)
         is_half = rows.dtype == torch.float16
-        native_mean = mean and self.group.device_type != "cpu" and not is_half  # as backends of accelerators know it
+        native_mean = mean and self.group.backend not in _WITHOUT_MEANS and not is_half
         divisor: float = self.group.num_ranks if mean and not native_mean else 1
         if is_half and mean:  # a sum of large gradients would be infinite, a mean of small ones zero: half ahead of it
             ahead = 2 ** (int(math.log2(divisor)) // 2)
