@@ -29,7 +29,12 @@ struct Left {
       std::lock_guard<std::mutex> lock(mutex);
       all.swap(works);
     }
-    for (auto& one : all) if (!one.first->is_over || !Machine::get().query(one.first)) kept.push_back(std::move(one));
+    for (auto& one : all) {
+      std::vector<Range> ranges;  // that nobody else has
+      for (const auto& t : one.second)
+        if (t.storage().use_count() == 1) for (const auto& range : ranges_of(t)) ranges.push_back(range);
+      if (!Machine::get().settle(one.first, ranges)) kept.push_back(std::move(one));
+    }
     std::lock_guard<std::mutex> lock(mutex);
     works.insert(works.end(), kept.begin(), kept.end());
   }
@@ -257,6 +262,7 @@ class SimGroup final : public c10d::Backend {
       size_t i = 0;
       int step = 0;
       WorkPtr work;
+      std::vector<WorkPtr> begun;
       Tensors headers;
       std::chrono::steady_clock::time_point begin;
     };
@@ -296,7 +302,12 @@ class SimGroup final : public c10d::Backend {
                 }
             }
           }
-          state->work = part.start();
+          // Messages that were put together set out together: each may wait for another's.
+          auto& begun = state->begun;
+          begun.resize(state->parts.size());
+          for (size_t j = state->i; j < begun.size() && state->parts[j].signature[0] < 0; j++)
+            if (!begun[j]) begun[j] = state->parts[j].start();
+          state->work = begun[state->i] ? begun[state->i] : part.start();
           state->step = 2;
         }
         if (!over(*state)) return false;
@@ -318,7 +329,7 @@ class SimGroup final : public c10d::Backend {
       if (!state.work->isSuccess()) std::rethrow_exception(state.work->exception());
       return true;
     }
-    TORCH_CHECK(std::chrono::steady_clock::now() - state.begin < std::chrono::seconds(60),
+    TORCH_CHECK(std::chrono::steady_clock::now() - state.begin < Machine::get().bound(),
                 "the collective '", state.parts[state.i].name, "' hangs: a peer does not take part");
     return false;
   }
