@@ -317,7 +317,7 @@ class SimGroup final : public c10d::Backend {
       }
       return true;
     };
-    machine.issue(stream, name, uses, std::move(run), std::move(record));
+    last_ = machine.issue(stream, name, uses, std::move(run), std::move(record), last_);  // one after the other, whatever the stream
     auto end = machine.mark(stream);
     if (!is_async) kept.clear();
     return c10::make_intrusive<SimWork>(getRank(), type, end, std::move(kept), std::move(outs), is_async);
@@ -337,6 +337,7 @@ class SimGroup final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> inner_;
   int stream_;
   uint64_t number_ = 0;
+  TaskPtr last_;
   bool is_coalescing_ = false, is_async_ = true;
   std::vector<Part> parts_;
 };

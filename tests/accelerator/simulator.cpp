@@ -154,7 +154,7 @@ TaskPtr Machine::push(int stream, TaskPtr task) {
   activity_++;
   if (is_dry_) {
     task->is_over = true;
-    task->run = nullptr;
+    task->run = nullptr, task->waits_for = nullptr;
     return task;
   }
   if (!has_thread_) {
@@ -167,7 +167,8 @@ TaskPtr Machine::push(int stream, TaskPtr task) {
   return task;
 }
 
-TaskPtr Machine::issue(int stream, std::string name, const std::vector<Use>& uses, std::function<bool()> run, Record record) {
+TaskPtr Machine::issue(int stream, std::string name, const std::vector<Use>& uses, std::function<bool()> run, Record record,
+                       TaskPtr after) {
   raise_failures();
   auto site = here();
   WithoutGIL no_gil;
@@ -175,6 +176,7 @@ TaskPtr Machine::issue(int stream, std::string name, const std::vector<Use>& use
   auto& own = *streams_[stream];
   auto task = std::make_shared<Task>();
   task->name = std::move(name), task->site = site, task->run = std::move(run);
+  task->waits_for = std::move(after);
   join(own.clock, host_);
   if (own.clock.size() <= size_t(stream)) own.clock.resize(stream + 1);
   task->tick = own.clock[stream] = ++own.tick;
@@ -343,7 +345,7 @@ void Machine::loop() {
       } catch (const std::exception& error) {
         fail("'" + task->name + "' failed on the device, after the host had gone on:" + task->site->text() + "\n" + error.what());
       }
-      if (is_over) task->run = nullptr;  // what it held is let go without the lock
+      if (is_over) task->run = nullptr, task->waits_for = nullptr;  // what it held is let go without the lock
       lock.lock();
     }
     if (is_over) {

@@ -71,7 +71,8 @@ class Machine {
   static Machine& get();
 
   // The host's side. None of these may be called with the lock.
-  TaskPtr issue(int stream, std::string name, const std::vector<Use>& uses, std::function<bool()> run, Record record);
+  TaskPtr issue(int stream, std::string name, const std::vector<Use>& uses, std::function<bool()> run, Record record,
+                TaskPtr after = nullptr);  // which runs later than that, though nobody may build on it
   TaskPtr mark(int stream);  // over when all before it in the stream is
   void hold(int stream, const TaskPtr& mark);  // the stream waits for it
   void wait(const TaskPtr& task, bool is_known);  // the host does; and whether it knows afterwards what is over

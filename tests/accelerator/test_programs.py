@@ -36,7 +36,7 @@ orders = st.one_of(
     st.tuples(st.just("stream"), streams),
     st.tuples(st.just("all")),
 )
-programs = st.lists(st.one_of(uses, orders, orders), min_size=4, max_size=24)
+programs = st.lists(st.one_of(uses, orders, orders), min_size=8, max_size=24)
 
 
 def touched(step: Step) -> list[tuple[int, int, bool]]:
