@@ -7,6 +7,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <sstream>
+#include <thread>
 
 namespace sim {
 namespace {
@@ -66,6 +67,22 @@ struct SimWork final : c10d::Work {
 
 struct BelowAutograd {
   at::AutoDispatchBelowADInplaceOrView below;
+};
+
+// Gloo's messages are over only for who waits for them; that is a thread of their own.
+struct Awaited final : c10d::Work {
+  static WorkPtr of(WorkPtr inner) {
+    auto out = c10::make_intrusive<Awaited>();
+    std::thread([out, inner] {
+      try {
+        inner->wait();
+        out->finish();
+      } catch (...) {
+        out->finish(std::current_exception());
+      }
+    }).detach();
+    return out;
+  }
 };
 
 // One collective of a task: asked again and again until it is over.
@@ -180,11 +197,11 @@ class SimGroup final : public c10d::Backend {
   }
   WorkPtr send(Tensors& tensors, int peer, int tag) override {
     auto from = plain(host_alias(tensors[0]));
-    return add({"send", {tensors[0]}, {}, {-1, 0, 0, 0}, [=, this] { Tensors all{from}; return inner_->send(all, peer, tag); }, nullptr}, true, c10d::OpType::SEND);
+    return add({"send", {tensors[0]}, {}, {-1, 0, 0, 0}, [=, this] { Tensors all{from}; return Awaited::of(inner_->send(all, peer, tag)); }, nullptr}, true, c10d::OpType::SEND);
   }
   WorkPtr recv(Tensors& tensors, int peer, int tag) override {
     auto to = plain(host_alias(tensors[0]));
-    return add({"recv", {}, {tensors[0]}, {-1, 0, 0, 0}, [=, this] { Tensors all{to}; return inner_->recv(all, peer, tag); }, nullptr}, true, c10d::OpType::RECV);
+    return add({"recv", {}, {tensors[0]}, {-1, 0, 0, 0}, [=, this] { Tensors all{to}; return Awaited::of(inner_->recv(all, peer, tag)); }, nullptr}, true, c10d::OpType::RECV);
   }
   WorkPtr barrier(const c10d::BarrierOptions&) override {
     Tensors one{at::zeros({1}, at::TensorOptions().device(c10::Device(kSim, 0)))};

@@ -41,6 +41,11 @@ void on_end(const at::RecordFunction&, at::ObserverContext*) {
   if (!labels.empty()) labels.pop_back();
 }
 
+std::string text_of(const std::exception& error) {
+  const auto* own = dynamic_cast<const c10::Error*>(&error);
+  return own ? own->what_without_backtrace() : error.what();
+}
+
 const std::string* line_of(PyCodeObject* code, int line) {
   static std::unordered_map<std::string, const std::string*> known;
   const char* file = PyUnicode_AsUTF8(code->co_filename);
@@ -343,7 +348,7 @@ void Machine::loop() {
       try {
         is_over = task->run();
       } catch (const std::exception& error) {
-        fail("'" + task->name + "' failed on the device, after the host had gone on:" + task->site->text() + "\n" + error.what());
+        fail("'" + task->name + "' failed on the device, after the host had gone on:" + task->site->text() + "\n" + text_of(error));
       }
       if (is_over) task->run = nullptr, task->waits_for = nullptr;  // what it held is let go without the lock
       lock.lock();

@@ -75,7 +75,7 @@ def collectives(kind: str, dtype: torch.dtype, is_async: bool) -> dict[str, list
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     note("ring", None, ring)
-    dist.barrier(group)
+    dist.barrier(group, device_ids=[0] if kind == "sim" else None)
     return out
 
 
