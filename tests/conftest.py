@@ -85,6 +85,23 @@ def messaging() -> Iterator[WorldPool]:
         yield pool
 
 
+@pytest.fixture(scope="session")
+def accelerator() -> None:
+    """The device "sim" of `tests/accelerator`, built; or a skip where it cannot be."""
+    from tests.accelerator import device  # takes as long to import as torch's compiler tools
+
+    if not device.CAN_BUILD:
+        pytest.skip("no C++ compiler and ninja to build the device with")
+    device.build_apart()
+
+
+@pytest.fixture(scope="session")
+def simulators(accelerator: None) -> Iterator[WorldPool]:
+    """Worlds for that device, for a process that knows it is no longer as others are."""
+    with WorldPool() as pool:
+        yield pool
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip `gpu` tests where there is no CUDA device; refuse names that another process would not give."""
     order = {f"tests/{name}.py": number for number, name in enumerate(LONGEST)}

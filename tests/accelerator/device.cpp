@@ -59,6 +59,16 @@ struct Pinned {
     std::lock_guard<std::mutex> lock(mutex);
     return start_of(p) != 0;
   }
+  // Whether a task has still to use it, or to write to it.
+  bool is_busy(const void* p, bool writes) {
+    WithoutGIL no_gil;
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto start = start_of(p);
+    bool is_busy = false;
+    for (auto it = uses.lower_bound(start); it != uses.upper_bound(start); ++it)
+      is_busy |= !it->second->is_over && (!writes || it->second->name == "copy_ to the host");
+    return is_busy;
+  }
   void use(const void* p, const TaskPtr& task) {
     WithoutGIL no_gil;
     std::lock_guard<std::mutex> lock(mutex);
@@ -490,9 +500,9 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
     return dst;
   }
   if (to_device && non_blocking && is_pinned) {
-    const auto ranges = ranges_of(self);
-    const bool checks = !machine.is_dry();
-    const auto hash = checks ? hash_of(ranges) : 0;
+    const bool checks = !machine.is_dry() && !pinned.is_busy(self.const_data_ptr(), true);
+    const auto ranges = checks ? ranges_of(self) : std::vector<Range>{};
+    const auto hash = hash_of(ranges);
     auto where = here();
     auto task = machine.issue(stream, "copy_ to the device", uses, [from, to, ranges, hash, checks, where] {
       TORCH_CHECK(!checks || hash_of(ranges) == hash, "race: the host wrote to pinned memory that a copy had still to read", where->text());
@@ -514,7 +524,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
   if (machine.is_dry()) {  // whatever the host reads of a device that computes nothing is zero
     if (dst.is_contiguous()) std::memset(dst.data_ptr(), 0, dst.nbytes()); else to.zero_();
   }
-  if (is_late && !machine.is_dry())
+  if (is_late && !machine.is_dry() && !pinned.is_busy(dst.const_data_ptr(), false))
     for (const auto& range : ranges_of(dst)) std::memset(reinterpret_cast<void*>(range.begin), 0xFF, range.end - range.begin);
   auto task = machine.issue(stream, "copy_ to the host", uses, [from, to] { BelowAutograd guard; to.copy_(from); return true; }, record);
   if (is_late) pinned.use(dst.const_data_ptr(), task); else machine.wait(task, true);
@@ -712,6 +722,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("empty_cache", [] { Machine::get().empty_cache(); });
   m.def("set_limit", [](int64_t n) { Machine::get().set_limit(n); });
   m.def("num_issued", [] { return Machine::get().num_issued; });
+  m.def("num_run", [] { return Machine::get().num_run; });
+  m.def("set_times", [](double idle_s, double bound_s) { Machine::get().set_times(idle_s, bound_s); });
+  m.def("peek", &host_alias);  // waits for nothing
   m.def("keep_records", [](bool on) { Machine::get().keeps_records = on; }, py::arg("on"));
   m.def("take_records", [] {
     py::list out;

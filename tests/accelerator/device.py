@@ -6,6 +6,8 @@ Needs a C++ compiler and ninja.
 import contextlib
 import hashlib
 import shutil
+import subprocess
+import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +33,12 @@ def build() -> Any:
     return cpp_extension.load(
         f"dshard_accelerator_{state}", list(map(str, sources)), extra_cflags=["-O1", "-std=c++20"]
     )
+
+
+def build_apart() -> None:
+    """Compile the device in a process of its own: this one remains as others are."""
+    code = "from tests.accelerator.device import build; build()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=400, cwd=Path(__file__).parents[2])
 
 
 class Stream(torch.Stream):

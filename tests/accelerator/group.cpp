@@ -7,6 +7,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <sstream>
+#include <thread>
 
 namespace sim {
 namespace {
@@ -29,7 +30,12 @@ struct Left {
       std::lock_guard<std::mutex> lock(mutex);
       all.swap(works);
     }
-    for (auto& one : all) if (!one.first->is_over || !Machine::get().query(one.first)) kept.push_back(std::move(one));
+    for (auto& one : all) {
+      std::vector<Range> ranges;  // that nobody else has
+      for (const auto& t : one.second)
+        if (t.storage().use_count() == 1) for (const auto& range : ranges_of(t)) ranges.push_back(range);
+      if (!Machine::get().settle(one.first, ranges)) kept.push_back(std::move(one));
+    }
     std::lock_guard<std::mutex> lock(mutex);
     works.insert(works.end(), kept.begin(), kept.end());
   }
@@ -61,6 +67,22 @@ struct SimWork final : c10d::Work {
 
 struct BelowAutograd {
   at::AutoDispatchBelowADInplaceOrView below;
+};
+
+// Gloo's messages are over only for who waits for them; that is a thread of their own.
+struct Awaited final : c10d::Work {
+  static WorkPtr of(WorkPtr inner) {
+    auto out = c10::make_intrusive<Awaited>();
+    std::thread([out, inner] {
+      try {
+        inner->wait();
+        out->finish();
+      } catch (...) {
+        out->finish(std::current_exception());
+      }
+    }).detach();
+    return out;
+  }
 };
 
 // One collective of a task: asked again and again until it is over.
@@ -176,11 +198,11 @@ class SimGroup final : public c10d::Backend {
   }
   WorkPtr send(Tensors& tensors, int peer, int tag) override {
     auto from = plain(host_alias(tensors[0]));
-    return add({"send", {tensors[0]}, {}, {-1, 0, 0, 0}, [=, this] { Tensors all{from}; return inner_->send(all, peer, tag); }, nullptr}, true, c10d::OpType::SEND);
+    return add({"send", {tensors[0]}, {}, {-1, 0, 0, 0}, [=, this] { Tensors all{from}; return Awaited::of(inner_->send(all, peer, tag)); }, nullptr}, true, c10d::OpType::SEND);
   }
   WorkPtr recv(Tensors& tensors, int peer, int tag) override {
     auto to = plain(host_alias(tensors[0]));
-    return add({"recv", {}, {tensors[0]}, {-1, 0, 0, 0}, [=, this] { Tensors all{to}; return inner_->recv(all, peer, tag); }, nullptr}, true, c10d::OpType::RECV);
+    return add({"recv", {}, {tensors[0]}, {-1, 0, 0, 0}, [=, this] { Tensors all{to}; return Awaited::of(inner_->recv(all, peer, tag)); }, nullptr}, true, c10d::OpType::RECV);
   }
   WorkPtr barrier(const c10d::BarrierOptions&) override {
     Tensors one{at::zeros({1}, at::TensorOptions().device(c10::Device(kSim, 0)))};
@@ -289,6 +311,7 @@ class SimGroup final : public c10d::Backend {
       size_t i = 0;
       int step = 0;
       WorkPtr work;
+      std::vector<WorkPtr> begun;
       Tensors headers;
       std::chrono::steady_clock::time_point begin;
     };
@@ -328,7 +351,12 @@ class SimGroup final : public c10d::Backend {
                 }
             }
           }
-          state->work = part.start();
+          // Messages that were put together set out together: each may wait for another's.
+          auto& begun = state->begun;
+          begun.resize(state->parts.size());
+          for (size_t j = state->i; j < begun.size() && state->parts[j].signature[0] < 0; j++)
+            if (!begun[j]) begun[j] = state->parts[j].start();
+          state->work = begun[state->i] ? begun[state->i] : part.start();
           state->step = 2;
         }
         if (!over(*state)) return false;
@@ -338,7 +366,7 @@ class SimGroup final : public c10d::Backend {
       }
       return true;
     };
-    machine.issue(stream, name, uses, std::move(run), std::move(record));
+    last_ = machine.issue(stream, name, uses, std::move(run), std::move(record), last_);  // one after the other, whatever the stream
     auto end = machine.mark(stream);
     if (!is_async) kept.clear();
     return c10::make_intrusive<SimWork>(getRank(), type, end, std::move(kept), std::move(outs), is_async);
@@ -356,7 +384,7 @@ class SimGroup final : public c10d::Backend {
       if (!state.work->isSuccess()) std::rethrow_exception(state.work->exception());
       return true;
     }
-    TORCH_CHECK(std::chrono::steady_clock::now() - state.begin < std::chrono::seconds(60),
+    TORCH_CHECK(std::chrono::steady_clock::now() - state.begin < Machine::get().bound(),
                 "the collective '", state.parts[state.i].name, "' hangs: a peer does not take part");
     return false;
   }
@@ -364,6 +392,7 @@ class SimGroup final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> inner_;
   int stream_;
   uint64_t number_ = 0;
+  TaskPtr last_;
   bool is_coalescing_ = false, is_async_ = true;
   std::vector<Part> parts_;
 };

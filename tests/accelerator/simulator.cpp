@@ -20,7 +20,6 @@ namespace {
 // Sizes of CUDA's caching allocator: what is rounded to what, and what a segment has.
 constexpr size_t kRound = 512, kSmall = 1 << 20, kSmallSegment = 2 << 20, kLargeSegment = 20 << 20;
 constexpr size_t kLargeFrom = 10 << 20, kRoundLarge = 2 << 20;
-constexpr auto kIdle = std::chrono::milliseconds(3);  // of the host, after which the device goes on by itself
 constexpr auto kLimit = std::chrono::seconds(90);  // for which the host waits
 
 constexpr int64_t kComputedDry = 1 << 16;  // bytes up to which a dry run computes: numbers that ranks compare
@@ -43,6 +42,11 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& range) {
 
 void on_end(const at::RecordFunction&, at::ObserverContext*) {
   if (!labels.empty()) labels.pop_back();
+}
+
+std::string text_of(const std::exception& error) {
+  const auto* own = dynamic_cast<const c10::Error*>(&error);
+  return own ? own->what_without_backtrace() : error.what();
 }
 
 const std::string* line_of(PyCodeObject* code, int line) {
@@ -121,6 +125,12 @@ void Machine::configure(uint64_t seed, const std::string& mode, bool looks, bool
   failures_.clear();
 }
 
+void Machine::set_times(double idle_s, double bound_s) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  idle_ = std::chrono::duration<double>(idle_s), bound_ = std::chrono::duration<double>(bound_s);
+  to_device_.notify_all();
+}
+
 int Machine::new_stream() {
   WithoutGIL no_gil;
   std::lock_guard<std::mutex> lock(mutex_);
@@ -155,7 +165,7 @@ TaskPtr Machine::push(int stream, TaskPtr task) {
   activity_++;
   if (is_dry_) {
     task->is_over = true;
-    task->run = nullptr;
+    task->run = nullptr, task->waits_for = nullptr;
     return task;
   }
   if (!has_thread_) {
@@ -168,7 +178,8 @@ TaskPtr Machine::push(int stream, TaskPtr task) {
   return task;
 }
 
-TaskPtr Machine::issue(int stream, std::string name, const std::vector<Use>& uses, std::function<bool()> run, Record record) {
+TaskPtr Machine::issue(int stream, std::string name, const std::vector<Use>& uses, std::function<bool()> run, Record record,
+                       TaskPtr after) {
   raise_failures();
   auto site = here();
   WithoutGIL no_gil;
@@ -176,6 +187,7 @@ TaskPtr Machine::issue(int stream, std::string name, const std::vector<Use>& use
   auto& own = *streams_[stream];
   auto task = std::make_shared<Task>();
   task->name = std::move(name), task->site = site, task->run = std::move(run);
+  task->waits_for = std::move(after);
   join(own.clock, host_);
   if (own.clock.size() <= size_t(stream)) own.clock.resize(stream + 1);
   task->tick = own.clock[stream] = ++own.tick;
@@ -183,9 +195,15 @@ TaskPtr Machine::issue(int stream, std::string name, const std::vector<Use>& use
   has_issued = true;
   static std::set<std::string> names;
   const Access access{stream, task->tick, &*names.insert(task->name).first, site};
-  if (looks_) {
-    for (const auto& use : uses) if (!use.writes) touch(use, access, own.clock);
-    for (const auto& use : uses) if (use.writes) touch(use, access, own.clock);
+  try {
+    if (looks_) {
+      for (const auto& use : uses) if (!use.writes) touch(use, access, own.clock);
+      for (const auto& use : uses) if (use.writes) touch(use, access, own.clock);
+    }
+  } catch (...) {  // what was noted of it has an end all the same
+    task->run = nullptr;
+    push(stream, task);
+    throw;
   }
   num_issued++;
   if (is_dry_ && task->run && record.read_bytes + record.written_bytes <= kComputedDry) {
@@ -337,7 +355,7 @@ void Machine::loop() {
     TaskPtr task;
     if (!targets_.empty() || permits_ > 0 || is_idle || mode_ == "eager") task = pick();
     if (!task) {
-      is_idle = to_device_.wait_for(lock, kIdle) == std::cv_status::timeout && seen == activity_;
+      is_idle = to_device_.wait_for(lock, idle_) == std::cv_status::timeout && seen == activity_;
       seen = activity_;
       continue;
     }
@@ -348,19 +366,17 @@ void Machine::loop() {
       try {
         is_over = task->run();
       } catch (const std::exception& error) {
-        fail("'" + task->name + "' failed on the device, after the host had gone on:" + task->site->text() + "\n" + error.what());
+        fail("'" + task->name + "' failed on the device, after the host had gone on:" + task->site->text() + "\n" + text_of(error));
       }
+      if (is_over) task->run = nullptr, task->waits_for = nullptr;  // what it held is let go without the lock
       lock.lock();
     }
     if (is_over) {
       permits_ = std::max<int64_t>(0, permits_ - 1);
       task->is_over = true;
-      auto run = std::exchange(task->run, nullptr);
+      if (task->tick) num_run++;
       streams_[task->stream]->queue.pop_front();
       to_host_.notify_all();
-      lock.unlock();  // what it holds may need this lock to go, or the GIL, which another thread may have that waits for it
-      run = nullptr;
-      lock.lock();
     } else {
       to_device_.wait_for(lock, std::chrono::microseconds(200));  // for peers
     }
@@ -427,6 +443,24 @@ void Machine::forget_shadow(uintptr_t begin, uintptr_t end) {
   cut(end);
   cut(begin);
   shadow_.erase(shadow_.lower_bound(begin), shadow_.lower_bound(end));
+}
+
+// Who gets this memory comes behind what `clock` has seen; the host, who does not ask, learns nothing by it.
+void Machine::settle(const Range& range, const Clock& clock) {
+  const auto is_over = [&](const Access& other) { return at(clock, other.stream) >= other.tick; };
+  cut(range.end);
+  for (auto it = cut(range.begin); it != shadow_.end() && it->first < range.end; ++it) {
+    Cell& cell = it->second;
+    if (cell.write && is_over(*cell.write)) cell.write.reset();
+    cell.reads.erase(std::remove_if(cell.reads.begin(), cell.reads.end(), is_over), cell.reads.end());
+  }
+}
+
+bool Machine::settle(const TaskPtr& task, const std::vector<Range>& ranges) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!task->is_over) return false;
+  for (const auto& range : ranges) settle(range, task->clock);
+  return true;
 }
 
 // Memory.
@@ -499,19 +533,16 @@ void* Machine::allocate(size_t num_bytes, int stream) {
       lock.lock();
       process_pending(true);
       release_cached();
-      block = find(*pool, size);
     }
-    if (!block) {
-      TORCH_CHECK_WITH(OutOfMemoryError, fits(), "sim out of memory. Tried to allocate ", num_bytes, " bytes, of ", limit_,
-                       " ", stats_["reserved_bytes"], " are reserved, and of these ", stats_["allocated_bytes"], " in use.");
-      void* at = mmap(nullptr, segment, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-      TORCH_CHECK(at != MAP_FAILED, "no memory for the device");
-      block = new Block{static_cast<char*>(at), segment};
-      block->pool = pool.get();
-      block->segment_size = segment;
-      stats_["reserved_bytes"] += segment;
-      stats_["num_segments"]++;
-    }
+    TORCH_CHECK_WITH(OutOfMemoryError, fits(), "sim out of memory. Tried to allocate ", num_bytes, " bytes, of ", limit_,
+                     " ", stats_["reserved_bytes"], " are reserved, and of these ", stats_["allocated_bytes"], " in use.");
+    void* at = mmap(nullptr, segment, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    TORCH_CHECK(at != MAP_FAILED, "no memory for the device");
+    block = new Block{static_cast<char*>(at), segment};
+    block->pool = pool.get();
+    block->segment_size = segment;
+    stats_["reserved_bytes"] += segment;
+    stats_["num_segments"]++;
   }
   const size_t rest = block->size - size;
   if (is_small ? rest >= kRound : rest > kSmall) {
@@ -600,7 +631,8 @@ void Machine::process_pending(bool waits) {
       ++it;
       continue;
     }
-    for (const auto& task : block->pending) join(host_, task->clock);
+    const auto begin = reinterpret_cast<uintptr_t>(block->at);
+    for (const auto& task : block->pending) settle({begin, begin + block->size}, task->clock);
     block->pending.clear();
     it = pending_.erase(it);
     take_back(block);

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -71,7 +72,8 @@ class Machine {
   static Machine& get();
 
   // The host's side. None of these may be called with the lock.
-  TaskPtr issue(int stream, std::string name, const std::vector<Use>& uses, std::function<bool()> run, Record record);
+  TaskPtr issue(int stream, std::string name, const std::vector<Use>& uses, std::function<bool()> run, Record record,
+                TaskPtr after = nullptr);  // which runs later than that, though nobody may build on it
   TaskPtr mark(int stream);  // over when all before it in the stream is
   void hold(int stream, const TaskPtr& mark);  // the stream waits for it
   void wait(const TaskPtr& task, bool is_known);  // the host does; and whether it knows afterwards what is over
@@ -88,6 +90,7 @@ class Machine {
   void record_stream(void* at, int stream);
   void empty_cache();
   void forget_shadow(uintptr_t begin, uintptr_t end);
+  bool settle(const TaskPtr& task, const std::vector<Range>& ranges);  // if it is over, whoever is given these is behind it
   std::map<std::string, int64_t> stats();
   void reset_peaks();
   void set_limit(int64_t num_bytes) { limit_ = num_bytes; }
@@ -96,8 +99,10 @@ class Machine {
   void configure(uint64_t seed, const std::string& mode, bool looks, bool is_dry);
   std::vector<Record> take_records();
   bool is_dry() const { return is_dry_; }
+  void set_times(double idle_s, double bound_s);
+  std::chrono::duration<double> bound() const { return bound_; }  // for which a collective waits for peers
   bool keeps_records = false;
-  int64_t num_issued = 0;
+  int64_t num_issued = 0, num_run = 0;
 
  private:
   struct Stream {
@@ -156,6 +161,7 @@ class Machine {
   std::map<uintptr_t, Cell>::iterator cut(uintptr_t at);
   void take_back(Block* block);
   void process_pending(bool waits);
+  void settle(const Range& range, const Clock& clock);
   bool release_cached();
   Block* find(Pool& pool, size_t size);
 
@@ -176,6 +182,8 @@ class Machine {
   std::string mode_ = "random";
   int64_t permits_ = 0;
   bool looks_ = true, is_dry_ = false, has_thread_ = false;
+  std::chrono::duration<double> idle_{0.003};  // of the host, after which the device goes on by itself
+  std::chrono::duration<double> bound_{60};
   uint64_t activity_ = 0;
   int64_t num_marks_ = 0;
   std::map<const Task*, int64_t> mark_numbers_;

@@ -378,8 +378,8 @@ def move(kind: str) -> str:
     return ""
 
 
-def test_a_move_of_what_is_offloaded_raises_and_says_what_to_do(second_device):
-    for error in second_device.run(2, move, "sim"):
+def test_a_move_of_what_is_offloaded_raises_and_says_what_to_do(simulators):
+    for error in simulators.run(2, move, "sim"):
         assert error.startswith("scale: an offloaded parameter stays on cpu and is copied to sim:0 for its use, but")
         assert error.endswith("to keep parameters on sim:0, leave out offload_policy.")
 
@@ -403,8 +403,8 @@ def on_the_devices_own_device(kind: str) -> list[str]:
     return [str(layer.weight.device), str(layer.weight.to_local().device), str(layer.running_mean.device)]
 
 
-def test_without_offload_parameters_go_to_the_current_device_of_the_meshs_kind(second_device):
-    assert second_device.run(2, on_the_devices_own_device, "sim") == [["sim:0"] * 3] * 2
+def test_without_offload_parameters_go_to_the_current_device_of_the_meshs_kind(simulators):
+    assert simulators.run(2, on_the_devices_own_device, "sim") == [["sim:0"] * 3] * 2
 
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
