@@ -26,6 +26,7 @@ LONGEST = (
     *(
         "faults/test_faults",
         "crossings/test_crossings",
+        "accelerator/test_crossings",
         "optimizer/test_optimizers",
         "meta/test_docs",
         "planner/test_counted_peak",
