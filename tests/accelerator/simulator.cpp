@@ -354,6 +354,11 @@ void Machine::loop() {
   while (true) {
     TaskPtr task;
     if (!targets_.empty() || permits_ > 0 || is_idle || mode_ == "eager") task = pick();
+    if (!task && std::all_of(streams_.begin(), streams_.end(), [](const auto& own) { return own->queue.empty(); })) {
+      is_idle = false;
+      to_device_.wait(lock);
+      continue;
+    }
     if (!task) {
       is_idle = to_device_.wait_for(lock, idle_) == std::cv_status::timeout && seen == activity_;
       seen = activity_;
