@@ -34,6 +34,8 @@ class ReduceOp(enum.Enum):
     MIN = dist.ReduceOp.MIN
 
 
+WITH_MEANS = {"nccl"}  # backends that know `ReduceOp.MEAN`; on others sums are divided
+
 HEADERS = 0x44530000  # tags that keep our point-to-point messages apart from the user's; payloads lie below
 
 # By the identity of a group: each collective looks here, and a WeakKeyDictionary makes a weak reference at each look.

@@ -20,8 +20,6 @@ from dshard.collectives.trace import record
 from dshard.errors import StateError
 from dshard.layout import HEADER_BYTES, SMALL_GRAD_BYTES, BucketLayout, flags_numel
 
-_WITHOUT_MEANS = ("gloo", "mpi", "ucc", "fake")  # backends that sum, and no more
-
 
 @dataclass(frozen=True, slots=True)
 class ReducePlan:
@@ -144,7 +142,8 @@ class ReduceBucket:
             grad: Its gradient.
             may_wait: Whether nobody else writes to `grad`, so that a small one may be packed later.
         """
-        assert self._rows is not None or self._to_take is not None, "a gradient arrived after its bucket had left"
+        rows = self._rows
+        assert rows is not None or self._to_take is not None, "a gradient arrived after its bucket had left"
         layout, numel = self._plan.bucket.layouts[index], self._plan.numels[index]
         accumulate = self._present[index]
         self._present[index] = True
@@ -154,7 +153,8 @@ class ReduceBucket:
         if self._is_late:
             waits = waits and numel > 0
         else:
-            waits = waits and grad.dtype == self._take_now().dtype and numel * grad.itemsize <= SMALL_GRAD_BYTES
+            assert rows is not None
+            waits = waits and grad.dtype == rows.dtype and numel * grad.itemsize <= SMALL_GRAD_BYTES
         if waits:
             # The gradient itself is kept: as long as somebody refers to it, autograd gives its memory to nobody else.
             self._waiting[index] = _Waiting(grad, grad.view(layout.num_ranks, layout.slot_numel), grad._version)
@@ -199,18 +199,17 @@ class ReduceBucket:
 
     def _fill_rows(self, rows: Tensor) -> None:
         """Pack what waits, zeros for what is missing, and the flags."""
-        if len(self._waiting) == len(self._present) and self._is_late:
+        if len(self._waiting) == len(self._present):
             grads = [self._values(i) for i in range(len(self._present))]
-            if all(grad.dtype == grads[0].dtype for grad in grads):
-                flags = grads[0].new_ones((rows.shape[0], self._plan.num_flags))
+            flags = grads[0].new_ones((rows.shape[0], self._plan.num_flags))
+            if not self._is_late:
+                torch.cat([flags, *grads], dim=1, out=rows)
+                self._waiting.clear()
+                return
+            if all(grad.dtype == flags.dtype for grad in grads):
                 torch._chunk_cat([flags, *grads], dim=0, num_chunks=rows.shape[0], out=rows)
                 self._waiting.clear()
                 return
-        elif len(self._waiting) == len(self._present):
-            flags = rows.new_ones((rows.shape[0], self._plan.num_flags))
-            torch.cat([flags, *[self._values(i) for i in range(len(self._present))]], dim=1, out=rows)
-            self._waiting.clear()
-            return
         self._pack_waiting()
         rows[:, : self._plan.num_flags].fill_(1)
         for index, (slots, present) in enumerate(zip(self._all_slots(), self._present, strict=True)):
@@ -232,8 +231,9 @@ class ReduceBucket:
             Reduce-scatter of `bucket.segment_numel` elements and one flag per tensor, per rank; on a direct backend
             behind a header of 64 bytes.
         """
-        self._fill_rows(self._take_now())
-        rows, self._rows = self._take_now(), None
+        rows = self._take_now()
+        self._fill_rows(rows)
+        self._rows = None
         self._record(rows.element_size())
         if self.group.num_ranks == 1:  # the row becomes the gradients
             assert self._memory is not None
@@ -272,7 +272,7 @@ class ReduceBucket:
         """Reduce by the backend's own reduce-scatter."""
         ledger.note(self.group, Kind.REDUCE, self._label, 0)
         is_half = rows.dtype == torch.float16
-        native_mean = mean and self.group.backend not in _WITHOUT_MEANS and not is_half
+        native_mean = mean and self.group.has_means and not is_half
         divisor: float = self.group.num_ranks if mean and not native_mean else 1
         if is_half and mean:  # a sum of large gradients would be infinite, a mean of small ones zero: half ahead of it
             ahead = 2 ** (int(math.log2(divisor)) // 2)

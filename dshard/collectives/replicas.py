@@ -57,7 +57,7 @@ def _all_reduce_flat(row: Tensor, replicas: ShardGroup, mean: bool, label: str, 
     sent, flags = 2 * num_bytes * (num_ranks - 1) // num_ranks, _bytes_of_flags(num_flags, row, replicas)
     record("all_reduce", label, num_ranks, sent - flags, 0, flags)
     ledger.note(replicas, Kind.REDUCE, label, tag)
-    native_mean = mean and replicas.backend == "nccl"
+    native_mean = mean and replicas.has_means
     works = replicas.all_reduce(row, ReduceOp.MEAN if native_mean else ReduceOp.SUM)
     yield Handle(f"all-reduce of '{label}'", works, lambda: None, group=replicas)
     if mean and not native_mean:

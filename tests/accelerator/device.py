@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.utils import cpp_extension
 
+from dshard.collectives import _c10d
+
 CAN_BUILD = shutil.which("c++") is not None and shutil.which("ninja") is not None
 MODES = "random", "lazy", "others first", "eager"
 
@@ -118,5 +120,6 @@ def start() -> Any:
     module.empty_cache = device.empty_cache
     torch._register_device_module("sim", module)
     dist.Backend.register_backend("simccl", _make_group, devices=["sim"])
+    _c10d.WITH_MEANS.add("simccl")
     torch.autograd.profiler._is_profiler_enabled = True  # ranges then name what a unit's tasks are for
     return device

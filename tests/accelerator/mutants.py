@@ -72,16 +72,6 @@ def without_wait(*words: str) -> Patch:
     return lambda: replaced(Handle, "_await", awaited)
 
 
-class _Deaf:
-    """A stream or tensor of which one method does nothing."""
-
-    def __init__(self, inner: Any, method: str) -> None:
-        self._inner, self._method = inner, method
-
-    def __getattr__(self, name: str) -> Any:
-        return (lambda *_, **__: None) if name == self._method else getattr(self._inner, name)
-
-
 def without_open_wait(*, inward: bool) -> Patch:
     """The stream of copies does not wait for what the program has issued before."""
     whole = CopyStream.open
@@ -97,7 +87,7 @@ def without_open_wait(*, inward: bool) -> Patch:
 
     @contextmanager
     def patched() -> Iterator[None]:
-        into, out = CopyStream.copy_in, CopyStream.copy_out
+        out = CopyStream.copy_out
 
         def copy_out(self: Any, row: Any) -> Any:
             self.is_inward = False
@@ -107,7 +97,6 @@ def without_open_wait(*, inward: bool) -> Patch:
             CopyStream.is_inward = True  # type: ignore[attr-defined]
             yield
         del CopyStream.is_inward  # type: ignore[attr-defined]
-        assert into is CopyStream.copy_in
 
     return patched
 
@@ -116,25 +105,15 @@ def without_record_stream() -> Any:
     return replaced(torch.Tensor, "record_stream", lambda *_: None)
 
 
-def without_arrivals() -> Any:
-    """Nobody waits until shards at home may be written to."""
-    wait = Copies.wait
+def without_arrivals(method: str) -> Patch:
+    """That method of copies does not wait until shards at home may be written to."""
+    whole = getattr(Copies, method)
 
-    def waited(self: Any) -> None:
+    def hasty(self: Any) -> None:
         self._arrivals.clear()
-        wait(self)
+        whole(self)
 
-    return replaced(Copies, "wait", waited)
-
-
-def without_arrivals_of_discarded() -> Any:
-    discard = Copies.discard
-
-    def discarded(self: Any) -> None:
-        self._arrivals.clear()
-        discard(self)
-
-    return replaced(Copies, "discard", discarded)
+    return lambda: replaced(Copies, method, hasty)
 
 
 def _mesh() -> Any:
@@ -196,7 +175,7 @@ MUTANTS: dict[str, Mutant] = {
         without_wait("reduce-scatter of"), ("reduce_scatter", "dshard::reduce "), {"setting": "divide factor"}
     ),
     "wait for an all-reduce over replicas": Mutant(
-        without_wait("all-reduce of"), ("all_reduce",), {"mesh": "HSDP"}, num_ranks=4
+        without_wait("all-reduce of"), ("all_reduce",), {"mesh": "HSDP", "setting": "divide factor"}, num_ranks=4
     ),
     "wait for a norm": Mutant(without_wait("clip_grad_norm_"), ("all_reduce",), {"clip": "dshard"}),
     "wait for a broadcast of weights": Mutant(without_wait("weights"), ("broadcast",), {"sync": "broadcast"}),
@@ -214,9 +193,9 @@ MUTANTS: dict[str, Mutant] = {
     "copies in wait for the program": Mutant(without_open_wait(inward=True), ("copy_",), OFFLOAD),
     "copies home wait for the reduction": Mutant(without_open_wait(inward=False), ("copy_ to the host",), OFFLOAD),
     "memory of copies home is recorded": Mutant(without_record_stream, ("no record_stream",), runs=drops_gradients),
-    "wait for arrivals": Mutant(without_arrivals, ("pinned memory",), runs=writes_at_home),
+    "wait for arrivals": Mutant(without_arrivals("wait"), ("pinned memory",), runs=writes_at_home),
     "wait for arrivals of what is given up": Mutant(
-        without_arrivals_of_discarded, ("pinned memory",), runs=writes_after_discard
+        without_arrivals("discard"), ("pinned memory",), runs=writes_after_discard
     ),
 }
 

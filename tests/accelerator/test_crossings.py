@@ -15,8 +15,6 @@ from tests.crossings.comparing import differences
 from tests.crossings.covering import Constraint, Row, covering_array
 from tests.crossings.factors import CONSTRAINTS, FACTORS, name_of, num_ranks_of
 
-pytestmark = pytest.mark.slow
-
 # Autocast and torch.compile have rules for each kind of device, and none for this one.
 OFFLOADED = Constraint({"strategy": "split(2)", "offload": "CPUOffloadPolicy"}, "it is offloaded")
 LEFT_OUT = {"precision": ("autocast",), "compile": ("blocks",)}
@@ -30,8 +28,7 @@ def rows() -> list[Row]:
 
 
 def run(row: Row, seed: int, mode: str) -> oracle.Result:
-    ranks.join("simccl" if row["offload"] == "none" else "cpu:gloo,sim:simccl")
-    ranks.configure(seed, mode)
+    ranks.begin(seed, mode, with_cpu=row["offload"] != "none")
     return program.run({**row, "device": "sim"})
 
 

@@ -6,13 +6,10 @@ from dshard.testing import WorldPool
 from dshard.testing.worlds import RemoteRankError
 from tests.accelerator import mutants, ranks
 
-pytestmark = pytest.mark.slow
-
 
 def run(name: str, mutated: bool) -> None:
     mutant = mutants.MUTANTS[name]
-    ranks.join("cpu:gloo,sim:simccl" if mutant.is_offloaded else "simccl")
-    ranks.configure(0, "lazy")
+    ranks.begin(0, "lazy", with_cpu=mutant.is_offloaded)
     mutants.run(name, mutated=mutated)
 
 
