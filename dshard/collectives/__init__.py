@@ -24,6 +24,7 @@ from dshard.collectives.replicas import all_reduce_row
 from dshard.collectives.restarts import meet_anew
 from dshard.collectives.small import all_reduce, broadcast
 from dshard.collectives.steps import Steps
+from dshard.collectives.streams import Stream, follow, stream_on
 from dshard.collectives.trace import CommRecord, CommTrace
 from dshard.collectives.tree import TreeSum, nodes_between
 from dshard.collectives.virtual import VirtualBucket
@@ -45,6 +46,7 @@ __all__ = [
     "SendRow",
     "ShardGroup",
     "Steps",
+    "Stream",
     "TimesLeft",
     "TreeSum",
     "VirtualBucket",
@@ -58,6 +60,7 @@ __all__ = [
     "default_backend",
     "end",
     "exact_norm",
+    "follow",
     "gather_in_place",
     "give_up",
     "group_named",
@@ -70,6 +73,7 @@ __all__ = [
     "settle",
     "shard_of",
     "shares_memory",
+    "stream_on",
     "timeout_of",
     "times_left",
     "with_comms",

@@ -16,6 +16,7 @@ from dshard.collectives.memory import Buffer, BufferPool
 from dshard.collectives.places import Places
 from dshard.collectives.plan import GatherPlan, shard_of
 from dshard.collectives.stalls import failure
+from dshard.collectives.streams import follow, stream_on
 from dshard.collectives.trace import record
 from dshard.layout import HEADER_BYTES, ShardLayout
 
@@ -215,6 +216,7 @@ def _gather_flat(
 ) -> Handle[Gathered]:
     """Gather by the backend's own all-gather, of one row per rank."""
     dtype, device = plan.dtype, shards[0].device
+    begun_in = stream_on(device)
     if row is None:
         row = torch.empty(plan.row_numel, dtype=dtype, device=device)
         plan.pack(shards, row)
@@ -223,7 +225,10 @@ def _gather_flat(
     works = group.all_gather(rows, row)
 
     def finish() -> Gathered:
-        nonlocal rows
+        nonlocal rows, row
+        if begun_in is not None and row is not None:
+            follow(stream_on(device), begun_in, (rows, row))
+        row = None
         if plan.is_in_rows:
             full = torch.as_strided(rows, plan.bucket.layouts[0].shape, plan.strides[0])
             return Gathered([full.data], received)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dshard.collectives.group import ShardGroup
+from dshard.collectives.streams import stream_on
 from dshard.layout import ALIGN_NUMEL, MIN_DIRECT_BYTES, BucketLayout, ShardLayout
 
 _ALIGN_BYTES = 16  # of a row, for copies in wide words; a multiple of every element size
@@ -188,6 +189,9 @@ class SendRow:
         self.row = torch.zeros(plan.send_numel, dtype=first.dtype, device=first.device, pin_memory=pins)
         parts = plan.slots(self.row)
         torch._foreach_copy_(parts, [shard.reshape(-1) for shard in shards])
+        stream = stream_on(first.device)
+        for shard in shards if stream is not None else ():
+            shard.record_stream(stream)  # it may have been made in another one
         # Each with a version counter of its own, that goes on from the old one: a write to one shard is none to the
         # others, and what remembers a version of the old memory is not met by a later write.
         self.shards = [part.view(shard.shape).data for part, shard in zip(parts, shards, strict=True)]

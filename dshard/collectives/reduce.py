@@ -16,6 +16,7 @@ from dshard.collectives.header import Kind
 from dshard.collectives.memory import Buffer, BufferPool
 from dshard.collectives.plan import real_numel, shard_of
 from dshard.collectives.replicas import sum_in_pairs
+from dshard.collectives.streams import follow, stream_on
 from dshard.collectives.trace import record
 from dshard.errors import StateError
 from dshard.layout import HEADER_BYTES, SMALL_GRAD_BYTES, BucketLayout, flags_numel
@@ -105,12 +106,22 @@ class ReduceBucket:
         self._slots: Sequence[Tensor] = ()  # of each tensor, shape (num_ranks, slot); made when first needed
         self._present = [False] * len(plan.numels)
         self._waiting: dict[int, _Waiting] = {}
+        self._device = device
+        self._stream = stream_on(device)  # in which something was done with it last
 
     def _take_rows(self, dtype: torch.dtype, device: torch.device) -> None:
         """Memory for the gradients."""
         num_ranks, row_numel = self.group.num_ranks, self._plan.row_numel
         self._memory = self._pool.take(num_ranks * row_numel * dtype.itemsize, device, shared_memory_of(self.group))
         self._rows = self._memory.memory.view(dtype).view(num_ranks, row_numel)
+
+    def _come_along(self) -> None:
+        """What follows is done in the stream that is current: behind what was done in others."""
+        stream, before = stream_on(self._device), self._stream
+        if stream != before:
+            memory = [self._memory.memory] if self._memory is not None else []
+            follow(stream, before, [*memory, *(waiting.grad for waiting in self._waiting.values())])
+            self._stream = stream
 
     def _take_now(self) -> Tensor:
         """The send buffer, which is taken if it was not."""
@@ -144,6 +155,8 @@ class ReduceBucket:
         """
         rows = self._rows
         assert rows is not None or self._to_take is not None, "a gradient arrived after its bucket had left"
+        if self._stream is not None:
+            self._come_along()
         layout, numel = self._plan.bucket.layouts[index], self._plan.numels[index]
         accumulate = self._present[index]
         self._present[index] = True
@@ -231,6 +244,8 @@ class ReduceBucket:
             Reduce-scatter of `bucket.segment_numel` elements and one flag per tensor, per rank; on a direct backend
             behind a header of 64 bytes.
         """
+        if self._stream is not None:
+            self._come_along()
         rows = self._take_now()
         self._fill_rows(rows)
         self._rows = None
@@ -281,8 +296,12 @@ class ReduceBucket:
         out = rows.new_empty(rows.shape[1])
         works: list[Work] = self.group.reduce_scatter(rows, out, ReduceOp.MEAN if native_mean else ReduceOp.SUM)
         del rows
+        begun_in = self._stream
 
         def finish() -> Reduced:
+            if begun_in is not None:
+                follow(stream_on(self._device), begun_in, (out,))
+                self._come_along()
             self._give_back()
             return Reduced(out if divisor == 1 else out.div_(divisor), self._plan)
 

@@ -76,6 +76,9 @@ def pointwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     result = unwrap_result(func(*[cut_to(a, ref) for a in args], **local_kwargs), lambda out: _signed(ref, out, facts))
     if func is aten.add.Tensor and all(type(a) in SHARDED and a.shard_storage.is_reduced for a in args):
         result.shard_storage.is_shared = result.shard_storage.is_reduced = True  # autograd adds up two uses of a weight
+        stream = collectives.stream_on(ref.storage_device)
+        for a in args if stream is not None else ():  # in a stream that it tells of itself, but not of its shard
+            a.shard_storage.resolve().record_stream(stream)
     return result
 
 

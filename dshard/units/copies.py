@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dshard import collectives
 from dshard.autograd.modes import outside_autograd, profiled
-from dshard.collectives import Buffer, Gathered, Handle, shard_of
+from dshard.collectives import Buffer, Gathered, Handle, Stream, follow, shard_of, stream_on
 from dshard.errors import StateError
 from dshard.tensor.sources import Use
 from dshard.tensor.subclass_shards import exact_values
@@ -70,6 +70,8 @@ class Copies:
         "_rows",
         "_shards",
         "_slots",
+        "_stream",
+        "_streams",
         "_touched_in",
         "_versions",
         "dtypes",
@@ -98,6 +100,8 @@ class Copies:
         self._versions: list[int] = []
         self._joined_in = -1  # the phase in which they were gathered because other ranks may use them
         self._touched_in = -1  # the phase in which they were touched, if they were since they were gathered
+        self._stream: Stream = None  # in which they came to be there
+        self._streams: list[Stream] = []  # that have come behind it since
         self._rows = SendRows(unit.params)
         self.host_copies = HostCopies(unit) if is_primary else None
 
@@ -154,6 +158,8 @@ class Copies:
             )
             if not is_known or not self.are_fresh():
                 self._touch()
+            if self._stream is not None:
+                self._follow()
             if use is not None:
                 use.fresh = self
         assert self._fulls is not None
@@ -175,8 +181,20 @@ class Copies:
         if not self.are_there or not self.are_fresh():
             return None
         self.wait()
+        if self._stream is not None:
+            self._follow()
         assert self._fulls is not None
         return self._fulls[slot]
+
+    def _follow(self) -> None:
+        """Have the stream that is current come behind the one in which they came, at its first use of them."""
+        stream = stream_on(self.unit.params[0].shard_group.device)
+        if stream != self._stream and stream not in self._streams:
+            self._streams.append(stream)
+            assert self._fulls is not None
+            locals_ = map(local_of, self._fulls)
+            plain = [local for local in locals_ if type(local) is Tensor]  # others are in memory that lives on
+            follow(stream, self._stream, [*plain, *(buffer.memory for buffer in self.memories)])
 
     def _touch(self) -> None:
         """The first use in a phase, or since they were gathered."""
@@ -283,12 +301,14 @@ class Copies:
             ]
         self._let_go()
         self._parts = parts, buckets
+        self._stream = stream_on(self.unit.params[0].shard_group.device)
         self._become(Residency.IN_PARTS)
 
     def _gather_parts(self) -> None:
         """Start to gather what `keep_parts` has left."""
         assert self._parts is not None
         parts, buckets = self._parts
+        follow(stream_on(self.unit.params[0].shard_group.device), self._stream, parts)
         self.unit.model.eviction.note_gather(self.unit)
         self._touched_in = -1
         with outside_autograd(), profiled("gather", self.unit.label):
@@ -347,6 +367,7 @@ class Copies:
             raise
         self._fulls = list(map(tp_operand, fulls, self.unit.params)) if TPShardLayout.num_made else fulls
         self._parts = None
+        self._stream, self._streams = stream_on(self.unit.params[0].shard_group.device), []
         self._become(Residency.GATHERED)
 
     def are_fresh(self) -> bool:
