@@ -24,7 +24,7 @@ from dshard.collectives.replicas import all_reduce_row
 from dshard.collectives.restarts import meet_anew
 from dshard.collectives.small import all_reduce, broadcast
 from dshard.collectives.steps import Steps
-from dshard.collectives.streams import Stream, follow, stream_on
+from dshard.collectives.streams import MadeIn, stream_on
 from dshard.collectives.trace import CommRecord, CommTrace
 from dshard.collectives.tree import TreeSum, nodes_between
 from dshard.collectives.virtual import VirtualBucket
@@ -39,6 +39,7 @@ __all__ = [
     "Gathered",
     "Handle",
     "HostCopy",
+    "MadeIn",
     "ReduceBucket",
     "ReduceOp",
     "ReducePlan",
@@ -46,7 +47,6 @@ __all__ = [
     "SendRow",
     "ShardGroup",
     "Steps",
-    "Stream",
     "TimesLeft",
     "TreeSum",
     "VirtualBucket",
@@ -60,7 +60,6 @@ __all__ = [
     "default_backend",
     "end",
     "exact_norm",
-    "follow",
     "gather_in_place",
     "give_up",
     "group_named",

@@ -33,6 +33,7 @@ from dshard.layout import BucketLayout, ShardLayout
 from dshard.tensor import ShardedTensor
 from dshard.tensor.shard_storage import ShardStorage
 from dshard.units.buckets import Bucket
+from dshard.units.copies import refuse_meta
 from dshard.units.unit import Unit
 
 
@@ -168,7 +169,7 @@ def for_each_slice(unit: Unit, dtype: torch.dtype, use: Callable[[Rows, Tensor],
     Communicates:
         An all-gather per slice: together the bytes of that of the weight, and a header each.
     """
-    unit.copies.refuse_meta()
+    refuse_meta(unit.copies.on_meta())
     ahead = unit.first_slice = unit.first_slice or FirstSlice(unit)
     whole = unit.copies.at_hand(0)
     if whole is not None and whole.dtype == dtype:

@@ -1,7 +1,7 @@
 """Gathered copies: the full values of a unit's parameters, which come and go together."""
 
-import enum
 from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dshard import collectives
 from dshard.autograd.modes import outside_autograd, profiled
-from dshard.collectives import Buffer, Gathered, Handle, Stream, follow, shard_of, stream_on
+from dshard.collectives import Buffer, Gathered, Handle, MadeIn, shard_of
 from dshard.errors import StateError
 from dshard.tensor.sources import Use
 from dshard.tensor.subclass_shards import exact_values
@@ -19,6 +19,7 @@ from dshard.tensor.tp_params import local_of
 from dshard.tensor.views import View
 from dshard.units.buckets import Bucket, HostCopies, SendRows, is_whole, part_layout
 from dshard.units.extensions import Extensions
+from dshard.units.residency import TRANSITIONS, Residency
 
 if TYPE_CHECKING:
     from dshard.units.unit import Unit
@@ -26,25 +27,6 @@ if TYPE_CHECKING:
 _SHARD_OF = attrgetter("shard_storage.tensor")
 _VERSION_OF = attrgetter("_version")
 _MAX_VIEWS = 64  # of gathered copies that are remembered
-
-
-class Residency(enum.Enum):
-    """What of a unit's full values is on this rank, besides the shards."""
-
-    SHARDED = "sharded"  # nothing
-    IN_FLIGHT = "in flight"  # messages are under way
-    GATHERED = "gathered"  # all, fresh or stale
-    IN_PARTS = "in parts"  # what as few neighbours as `reshard_after_forward` says need from each other
-
-    __hash__ = object.__hash__  # Enum's own is a function of Python
-
-
-TRANSITIONS: dict[Residency, frozenset[Residency]] = {
-    Residency.SHARDED: frozenset({Residency.IN_FLIGHT}),
-    Residency.IN_FLIGHT: frozenset({Residency.GATHERED, Residency.SHARDED}),
-    Residency.GATHERED: frozenset({Residency.SHARDED, Residency.IN_PARTS}),
-    Residency.IN_PARTS: frozenset({Residency.IN_FLIGHT, Residency.SHARDED}),
-}
 
 
 class Copies:
@@ -66,12 +48,11 @@ class Copies:
         "_fulls",
         "_in_flight",
         "_joined_in",
+        "_made_in",
         "_parts",
         "_rows",
         "_shards",
         "_slots",
-        "_stream",
-        "_streams",
         "_touched_in",
         "_versions",
         "dtypes",
@@ -100,8 +81,7 @@ class Copies:
         self._versions: list[int] = []
         self._joined_in = -1  # the phase in which they were gathered because other ranks may use them
         self._touched_in = -1  # the phase in which they were touched, if they were since they were gathered
-        self._stream: Stream = None  # in which they came to be there
-        self._streams: list[Stream] = []  # that have come behind it since
+        self._made_in = MadeIn(None)  # they, or the parts in their place
         self._rows = SendRows(unit.params)
         self.host_copies = HostCopies(unit) if is_primary else None
 
@@ -158,8 +138,8 @@ class Copies:
             )
             if not is_known or not self.are_fresh():
                 self._touch()
-            if self._stream is not None:
-                self._follow()
+            if self._made_in.stream is not None:
+                self._made_in.follow(partial(_memory_of, self))
             if use is not None:
                 use.fresh = self
         assert self._fulls is not None
@@ -181,20 +161,9 @@ class Copies:
         if not self.are_there or not self.are_fresh():
             return None
         self.wait()
-        if self._stream is not None:
-            self._follow()
+        self._made_in.follow(partial(_memory_of, self))
         assert self._fulls is not None
         return self._fulls[slot]
-
-    def _follow(self) -> None:
-        """Have the stream that is current come behind the one in which they came, at its first use of them."""
-        stream = stream_on(self.unit.params[0].shard_group.device)
-        if stream != self._stream and stream not in self._streams:
-            self._streams.append(stream)
-            assert self._fulls is not None
-            locals_ = map(local_of, self._fulls)
-            plain = [local for local in locals_ if type(local) is Tensor]  # others are in memory that lives on
-            follow(stream, self._stream, [*plain, *(buffer.memory for buffer in self.memories)])
 
     def _touch(self) -> None:
         """The first use in a phase, or since they were gathered."""
@@ -228,7 +197,7 @@ class Copies:
         if self.is_primary:
             self.dtypes = self.unit.dtypes_to_gather()
         params, buckets = self.unit.params, self.buckets
-        self.refuse_meta()
+        refuse_meta(self.on_meta())
         self.unit.model.eviction.note_gather(self.unit)
         self._touched_in = -1
         in_flight: list[tuple[tuple[int, ...], Handle[Gathered]]] = []
@@ -301,14 +270,14 @@ class Copies:
             ]
         self._let_go()
         self._parts = parts, buckets
-        self._stream = stream_on(self.unit.params[0].shard_group.device)
+        self._made_in = MadeIn(self.unit.device)
         self._become(Residency.IN_PARTS)
 
     def _gather_parts(self) -> None:
         """Start to gather what `keep_parts` has left."""
         assert self._parts is not None
         parts, buckets = self._parts
-        follow(stream_on(self.unit.params[0].shard_group.device), self._stream, parts)
+        self._made_in.follow(lambda: parts)
         self.unit.model.eviction.note_gather(self.unit)
         self._touched_in = -1
         with outside_autograd(), profiled("gather", self.unit.label):
@@ -327,22 +296,12 @@ class Copies:
             ]
         self._become(Residency.IN_FLIGHT)
 
-    def on_meta(self, buckets: Sequence[Bucket]) -> list[str]:
-        """Names of parameters that have no memory yet; those of `buckets`, and what is gathered apart."""
-        slots = [slot for bucket in buckets if bucket.is_meta for slot in bucket.slots]
+    def on_meta(self) -> list[str]:
+        """Names of parameters that have no memory yet."""
+        slots = [slot for bucket in self.buckets if bucket.is_meta for slot in bucket.slots]
         apart = self._extensions.slots if self._extensions is not None else ()
         slots += [slot for slot in apart if self.unit.params[slot].is_meta]
         return [self.unit.params[slot].name for slot in slots]
-
-    def refuse_meta(self) -> None:
-        """Raise if a parameter has no memory yet."""
-        on_meta = self.on_meta(self.buckets)
-        if on_meta:
-            raise StateError(
-                f"{on_meta[0]}: a parameter needs memory before it is used, but this one and {len(on_meta) - 1} more "
-                "are on the meta device. Call to_empty(device=...) on the model and initialize it, or load a "
-                "state_dict with assign=True."
-            )
 
     def wait(self) -> None:
         """Wait for the gather that is under way, if one is."""
@@ -367,7 +326,7 @@ class Copies:
             raise
         self._fulls = list(map(tp_operand, fulls, self.unit.params)) if TPShardLayout.num_made else fulls
         self._parts = None
-        self._stream, self._streams = stream_on(self.unit.params[0].shard_group.device), []
+        self._made_in = MadeIn(self.unit.device)
         self._become(Residency.GATHERED)
 
     def are_fresh(self) -> bool:
@@ -411,3 +370,20 @@ class Copies:
             self.unit.model.pool.give(memories.pop())
         if self.host_copies is not None:
             self.host_copies.end()
+
+
+def _memory_of(copies: Copies) -> list[Tensor]:
+    """What other streams may use of copies; other classes than plain tensors are in memory that lives on."""
+    assert copies._fulls is not None
+    plain = [local for local in map(local_of, copies._fulls) if type(local) is Tensor]
+    return [*plain, *(buffer.memory for buffer in copies.memories)]
+
+
+def refuse_meta(names: Sequence[str]) -> None:
+    """Raise if there are parameters that have no memory yet."""
+    if names:
+        raise StateError(
+            f"{names[0]}: a parameter needs memory before it is used, but this one and {len(names) - 1} more "
+            "are on the meta device. Call to_empty(device=...) on the model and initialize it, or load a "
+            "state_dict with assign=True."
+        )

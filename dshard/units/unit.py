@@ -22,8 +22,9 @@ from dshard.tensor.subclass_shards import subclass_gathers
 from dshard.tensor.views import View
 from dshard.units.buckets import Bucket, LearnedCasts, are_whole, make_buckets, make_part_buckets
 from dshard.units.context import ModelContext
-from dshard.units.copies import Copies, Residency
+from dshard.units.copies import Copies
 from dshard.units.extensions import Extensions
+from dshard.units.residency import Residency
 from dshard.units.settings import UnitSettings
 
 B = TypeVar("B", bound=Bucket)
@@ -82,6 +83,7 @@ class Unit:
         self.extensions = Extensions(self, extended) if extended else None
         self.copies = Copies(self, computes, is_primary=True)
         self.exact = Copies(self, (None,) * len(computes), is_primary=False) if any(computes) else self.copies
+        self.device = self.params[0].shard_group.device if self.params else None  # on which they are used
         self._offloads = tuple(param.offload for param in self.params)
         self.is_mixed = any(computes)
         self.is_plain = not self.is_mixed and not any(self._offloads)  # whether there is one full value of each
@@ -239,7 +241,7 @@ class Unit:
         """Start to gather ahead of the use, unless there is no need; gives whether it did."""
         if self.settings.num_slices > 1:
             return self.first_slice is not None and bool(self.first_slice.prefetch())
-        if self.is_whole or self.copies.is_current or self.copies.on_meta(self.copies.buckets):
+        if self.is_whole or self.copies.is_current or self.copies.on_meta():
             return False
         self.copies.gather()
         return True

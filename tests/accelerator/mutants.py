@@ -72,33 +72,22 @@ def without_wait(*words: str) -> Patch:
     return lambda: replaced(Handle, "_await", awaited)
 
 
-def without_open_wait(*, inward: bool) -> Patch:
-    """The stream of copies does not wait for what the program has issued before."""
+def without_wait_of_copies() -> Any:
+    """The streams of copies between devices do not wait for what the program has issued before."""
     whole = CopyStream.open
+
+    class Hasty(torch.Stream):
+        def wait_stream(self, stream: Any) -> None:
+            pass
 
     @contextmanager
     def opened(self: Any) -> Iterator[None]:
-        if self.is_inward is not inward:
-            with whole(self):
-                yield
-        else:
-            with self._device.stream(self._stream):
-                yield
-
-    @contextmanager
-    def patched() -> Iterator[None]:
-        out = CopyStream.copy_out
-
-        def copy_out(self: Any, row: Any) -> Any:
-            self.is_inward = False
-            return out(self, row)
-
-        with replaced(CopyStream, "open", opened), replaced(CopyStream, "copy_out", copy_out):
-            CopyStream.is_inward = True  # type: ignore[attr-defined]
+        known = self._stream
+        ids = {"stream_id": known.stream_id, "device_index": known.device_index, "device_type": known.device_type}
+        with replaced(self, "_stream", torch.Stream.__new__(Hasty, **ids)), whole(self):
             yield
-        del CopyStream.is_inward  # type: ignore[attr-defined]
 
-    return patched
+    return replaced(CopyStream, "open", opened)
 
 
 def without_record_stream() -> Any:
@@ -156,6 +145,13 @@ def writes_after_discard() -> None:
     model(x).sum().item()
 
 
+def evaluates() -> None:
+    model = _offloaded()
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(2, 64, device="sim"))
+
+
 def drops_gradients() -> None:
     """Drop gradients that are on their way home, and go on."""
     model = _offloaded()
@@ -190,8 +186,10 @@ MUTANTS: dict[str, Mutant] = {
         without_wait("among 2"), ("all_gather",), {"strategy": "reshard=2"}, num_ranks=4
     ),
     "wait for a move to another strategy": Mutant(without_wait("move of"), ("all_gather",), {"switch": "to a mix"}),
-    "copies in wait for the program": Mutant(without_open_wait(inward=True), ("copy_",), OFFLOAD),
-    "copies home wait for the reduction": Mutant(without_open_wait(inward=False), ("copy_ to the host",), OFFLOAD),
+    "copies in wait for the program": Mutant(  # of one rank, which uses them where they come to lie
+        without_wait_of_copies, ("copy_",), num_ranks=1, runs=evaluates
+    ),
+    "copies home wait for the reduction": Mutant(without_wait_of_copies, ("copy_ to the host",), OFFLOAD),
     "memory of copies home is recorded": Mutant(without_record_stream, ("no record_stream",), runs=drops_gradients),
     "wait for arrivals": Mutant(without_arrivals("wait"), ("pinned memory",), runs=writes_at_home),
     "wait for arrivals of what is given up": Mutant(
