@@ -24,7 +24,7 @@ from dshard.collectives.replicas import all_reduce_row
 from dshard.collectives.restarts import meet_anew
 from dshard.collectives.small import all_reduce, broadcast
 from dshard.collectives.steps import Steps
-from dshard.collectives.streams import MadeIn, stream_on
+from dshard.collectives.streams import MadeIn, SideStream, stream_on
 from dshard.collectives.trace import CommRecord, CommTrace
 from dshard.collectives.tree import TreeSum, nodes_between
 from dshard.collectives.virtual import VirtualBucket
@@ -46,6 +46,7 @@ __all__ = [
     "Reduced",
     "SendRow",
     "ShardGroup",
+    "SideStream",
     "Steps",
     "TimesLeft",
     "TreeSum",

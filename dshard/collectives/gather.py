@@ -45,6 +45,7 @@ def all_gather(
     tag: int = 0,
     pool: BufferPool | None = None,
     row: Tensor | None = None,
+    is_beside: bool = False,
 ) -> Handle[Gathered]:
     """Gather the full tensors of a bucket.
 
@@ -57,6 +58,7 @@ def all_gather(
         tag: A number that must be equal on all ranks; it stands for what the shards were written with.
         pool: Where buffers come from; that of the full tensors is the caller's to give back. By default they are new.
         row: The memory of a `SendRow` that the shards lie in, if they do; must not change until the end.
+        is_beside: Whether the current stream is a `SideStream`, which takes care of its memory.
 
     Returns:
         A handle whose result is the full tensors.
@@ -79,7 +81,7 @@ def all_gather(
     pool = pool or BufferPool()
     if group.is_direct:
         return _gather_direct(shards, plan, group, label, tag, pool)
-    return _gather_flat(shards, plan, group, label, tag, pool, row)
+    return _gather_flat(shards, plan, group, label, tag, pool, row, is_beside=is_beside)
 
 
 def gather_in_place(
@@ -213,10 +215,12 @@ def _gather_flat(
     tag: int,
     pool: BufferPool,
     row: Tensor | None,
+    *,
+    is_beside: bool,
 ) -> Handle[Gathered]:
     """Gather by the backend's own all-gather, of one row per rank."""
     dtype, device = plan.dtype, shards[0].device
-    begun_in = stream_on(device)
+    begun_in = stream_on(device) if not is_beside else None
     if row is None:
         row = torch.empty(plan.row_numel, dtype=dtype, device=device)
         plan.pack(shards, row)

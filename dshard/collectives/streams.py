@@ -1,6 +1,7 @@
 """Programs that compute in several streams of a device: what was made in one of them may be used in another."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,3 +53,33 @@ class MadeIn:
         if stream != self.stream and stream not in self._behind:
             self._behind.append(stream)
             follow(stream, self.stream, tensors())
+
+
+class SideStream:
+    """A stream for gathers of what was written long ago: they need not come behind all that computes meanwhile.
+
+    It comes behind each `mark`, so one is needed between a write to shards and their gather here, and one behind the
+    last use of memory that was taken here, ahead of the next gather.
+
+    Args:
+        device: That has streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._streams = device, torch.get_device_module(device)
+        self._stream = self._streams.Stream(device)
+        self._marks: dict[Stream, Any] = {}  # the last one of each stream
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """What is started inside comes behind the marks, and behind nothing else."""
+        marks, self._marks = self._marks, {}
+        for mark in marks.values():
+            self._stream.wait_event(mark)
+        with self._streams.stream(self._stream):
+            yield
+
+    def mark(self) -> None:
+        """What comes here from now on is behind all that the current stream was given until now."""
+        stream = stream_on(self._device)
+        self._marks[stream] = stream.record_event()

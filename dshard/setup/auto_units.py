@@ -11,7 +11,7 @@ from torch import Tensor, nn
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 WRAPPED = "_checkpoint_wrapped_module"  # what torch's checkpoint_wrapper calls the module inside
 _ROUTING = (nn.AdaptiveLogSoftmaxWithLoss,)  # they run those of their parts that the data of a rank needs
-_ENOUGH_BYTES = 4 << 20  # to send them takes gloo about as long as to start a collective
+ENOUGH_BYTES = 4 << 20  # to send them takes gloo about as long as to start a collective
 _NUM_SMALL = 10  # into about this many units a model of small parts is cut
 _DUST = 64  # what is smaller than a unit of small parts by this does not count as a neighbour
 _SLACK = 32  # two neighbours may grow by one part in so many: a norm or a bias
@@ -45,7 +45,9 @@ class FoundUnit(Generic[_P]):
         return FoundUnit(label, self.modules + other.modules, self.params + other.params)
 
 
-def find_units(root: nn.Module, params: Sequence[_P], name: str) -> list[FoundUnit[_P]]:
+def find_units(
+    root: nn.Module, params: Sequence[_P], name: str, *, least_bytes: int | None = None
+) -> list[FoundUnit[_P]]:
     """Cut the parameters of a model into units, by its structure and sizes alone, so that all ranks find the same.
 
     1. Into parts, in the order in which modules are registered: the elements of the outermost lists, and outside of
@@ -59,6 +61,7 @@ def find_units(root: nn.Module, params: Sequence[_P], name: str) -> list[FoundUn
         root: The model.
         params: Its parameters that are to be cut into units, in order.
         name: Label of what stays with the root.
+        least_bytes: Of a unit that is worth a collective of its own; by default that depends on the size of the model.
 
     Returns:
         Plans that hold each of `params` once, the root's last.
@@ -67,7 +70,9 @@ def find_units(root: nn.Module, params: Sequence[_P], name: str) -> list[FoundUn
     parts: dict[nn.Module, str] = {}
     for label, part in _parts(root, "", wanted, _largest_block(root, wanted)):
         parts.setdefault(part, label)  # a list of blocks may have several names
-    plans = _merge(_with_own_params(root, parts, wanted))
+    found = _with_own_params(root, parts, wanted)
+    enough = min(ENOUGH_BYTES, sum(part.num_bytes for part in found) // _NUM_SMALL)
+    plans = _merge(found, enough if least_bytes is None else least_bytes)
     if len(plans) < 2:
         plans = []
     taken = {id(p) for plan in plans for p in plan.params}
@@ -138,10 +143,9 @@ def _num_bytes(module: nn.Module, wanted: Container[int]) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters() if id(p) in wanted)
 
 
-def _merge(parts: Sequence[FoundUnit[_P]]) -> list[FoundUnit[_P]]:
-    """Put neighbours together until a unit is worth a collective."""
+def _merge(parts: Sequence[FoundUnit[_P]], enough: int) -> list[FoundUnit[_P]]:
+    """Put neighbours together until a unit is worth a collective: has `enough` bytes."""
     sizes = [part.num_bytes for part in parts]
-    enough = min(_ENOUGH_BYTES, sum(sizes) // _NUM_SMALL)
     dust = enough // _DUST  # a norm: that one lies between two blocks makes them no less neighbours
     large = [size for size in sizes if size >= dust]
     room = max([2 * enough, *sizes, *(a + b for a, b in pairwise(large))])

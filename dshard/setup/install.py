@@ -14,7 +14,7 @@ from dshard.runtime.module import sharded_class
 from dshard.runtime.module_hooks import attach, watch
 from dshard.runtime.pipelining import answer_as_fsdp2
 from dshard.runtime.runtime import Runtime, units_of
-from dshard.setup.auto_units import find_units
+from dshard.setup.auto_units import ENOUGH_BYTES, find_units
 from dshard.setup.convert import convert
 from dshard.setup.initial import compare_parameters
 from dshard.setup.specs import Resolver, UnitSpec, described, settle
@@ -84,7 +84,7 @@ def wrap(
 ) -> Runtime:
     """Make the units of a call, and have its modules tell of their forwards.
 
-    Units that earlier calls made below become this model's. A whole model in one unit is split at the first use.
+    Units that earlier calls made below become this model's. What is left with the root is split at the first use.
 
     Args:
         wrappings: Of the modules below, and last of `modules`.
@@ -94,7 +94,6 @@ def wrap(
     """
     context = _joined_context(modules)
     runtime = context.get(Runtime)
-    may_split &= not context.units and len(wrappings) == len(modules) == 1
     own: list[Unit] = []
     for wrapping in wrappings:
         for module in wrapping.modules:
@@ -110,7 +109,7 @@ def wrap(
         context.root = modules[0]
         _rename(modules[0])
         if may_split:
-            context.split = partial(_split_all, context, own)
+            context.split = partial(_split_all, context, own, least_bytes=ENOUGH_BYTES if below else None)
     return runtime
 
 
@@ -163,24 +162,24 @@ def _rename(root: nn.Module) -> None:
             unit.label = known[0] if len(known) == 1 else f"{known[0]}..{known[-1]}"
 
 
-def _split_all(context: ModelContext, units: Sequence[Unit]) -> None:
-    """Cut the units of a model whose root alone was sharded into good ones."""
+def _split_all(context: ModelContext, units: Sequence[Unit], *, least_bytes: int | None) -> None:
+    """Cut the units of a root into good ones: the whole model, or what calls on modules below have left of it."""
     root = context.root
     assert root is not None
     for unit in units:
-        _split(context, root, unit)
+        _split(context, root, unit, least_bytes)
     if not root.__dict__["_dshard_units"]:
         # Nothing stays with the root itself, but its forward's end is where everything is freed.
         settings = replace(units[0].settings, reshard_after_forward=True)
         attach(root, Unit([], [root], label=units[0].label, model=context, settings=settings))
 
 
-def _split(context: ModelContext, root: nn.Module, unit: Unit) -> None:
+def _split(context: ModelContext, root: nn.Module, unit: Unit, least_bytes: int | None) -> None:
     """Cut a unit of the root into good ones."""
     for param in unit.params:
         if param.swapped_source is not None:
             rejoin_source(param)
-    plans = find_units(root, unit.params, unit.label)
+    plans = find_units(root, unit.params, unit.label, least_bytes=least_bytes)
     if len(plans) < 2:
         return
     unit.free()

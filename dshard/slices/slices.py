@@ -33,7 +33,7 @@ from dshard.layout import BucketLayout, ShardLayout
 from dshard.tensor import ShardedTensor
 from dshard.tensor.shard_storage import ShardStorage
 from dshard.units.buckets import Bucket
-from dshard.units.copies import refuse_meta
+from dshard.units.residency import refuse_meta
 from dshard.units.unit import Unit
 
 

@@ -65,6 +65,7 @@ class ShardStorage:
     num_writes: int = field(default=0, init=False)
     home: Home | None = field(default=None, init=False)  # where the shard lies, if others may read it there
     is_exposed: bool = field(default=False, init=False)  # somebody was given it who may write without being counted
+    before_write: Callable[[], None] | None = field(default=None, init=False)  # waits for a gather that reads the shard
     _awaited: "tuple[ShardStorage, ...]" = field(default=(), init=False)
 
     @property
@@ -112,6 +113,7 @@ class ShardStorage:
     def writable(self) -> Tensor:
         """The shard, to be written to now: elsewhere from here on, if somebody may read it where it lies."""
         shard = self.resolve()
+        self._await_reader()
         if self.home is not None and not self.home.is_quiet() and not self.home.make_quiet():
             self.leave_home()
         return shard
@@ -122,6 +124,7 @@ class ShardStorage:
         In another thread than that which may be writing, and moves it: a tensor of its own there, to be read.
         """
         shard = self.resolve()
+        self._await_reader()
         with _MOVES:
             if self.home is not None and self.home.thread != threading.get_ident():
                 return shard.detach()
@@ -129,6 +132,12 @@ class ShardStorage:
             if self.home is not None:
                 self.leave_home()
         return shard
+
+    def _await_reader(self) -> None:
+        """Come behind what reads the shard on a device, where that is told."""
+        wait, self.before_write = self.before_write, None
+        if wait is not None:
+            wait()
 
     def readable(self) -> Tensor:
         """The shard, to be read at once, in any thread."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dshard.autograd.recompute import Regions
-from dshard.collectives import BufferPool
+from dshard.collectives import BufferPool, SideStream
 from dshard.policies import Offload
 from dshard.tensor.mixed import note_forward
 from dshard.units.copy_stream import CopyStream
@@ -96,6 +96,7 @@ class ModelContext:
         self.on_outside: Callable[[], object] = lambda: None  # called where a gradient is read
         self.services: dict[type, Any] = {}  # by their class, as `get` makes them
         self._copy_streams: dict[tuple[Offload, bool], CopyStream] = {}
+        self._side_streams: dict[torch.device, SideStream] = {}
 
     def get(self, kind: type[S]) -> S:
         """The object of a class that is made once for each model, with this as its argument."""
@@ -137,6 +138,13 @@ class ModelContext:
         known = self._copy_streams.get((offload, inward))
         if known is None:
             known = self._copy_streams[offload, inward] = CopyStream(offload)
+        return known
+
+    def side_stream(self, device: torch.device) -> SideStream:
+        """The stream of gathers beside what a device computes; made at the first use."""
+        known = self._side_streams.get(device)
+        if known is None:
+            known = self._side_streams[device] = SideStream(device)
         return known
 
     def before_use(self) -> None:

@@ -10,16 +10,14 @@ from torch import Tensor
 
 from dshard import collectives
 from dshard.autograd.modes import outside_autograd, profiled
-from dshard.collectives import Buffer, Gathered, Handle, MadeIn, shard_of
-from dshard.errors import StateError
+from dshard.collectives import Buffer, Gathered, Handle, MadeIn, SideStream, shard_of
 from dshard.tensor.sources import Use
-from dshard.tensor.subclass_shards import exact_values
 from dshard.tensor.tp_layout import TPShardLayout, tp_operand, viewed
 from dshard.tensor.tp_params import local_of
 from dshard.tensor.views import View
 from dshard.units.buckets import Bucket, HostCopies, SendRows, is_whole, part_layout
 from dshard.units.extensions import Extensions
-from dshard.units.residency import TRANSITIONS, Residency
+from dshard.units.residency import TRANSITIONS, Beside, Residency, opened, refuse_meta
 
 if TYPE_CHECKING:
     from dshard.units.unit import Unit
@@ -43,6 +41,7 @@ class Copies:
 
     __slots__ = (
         "_arrivals",
+        "_beside",
         "_extensions",
         "_full_views",
         "_fulls",
@@ -83,6 +82,7 @@ class Copies:
         self._touched_in = -1  # the phase in which they were touched, if they were since they were gathered
         self._made_in = MadeIn(None)  # they, or the parts in their place
         self._rows = SendRows(unit.params)
+        self._beside = Beside(unit)
         self.host_copies = HostCopies(unit) if is_primary else None
 
     def _become(self, residency: Residency) -> None:
@@ -171,9 +171,13 @@ class Copies:
         if not self.unit.is_whole:
             model.eviction.before_touch(self.unit)
         self.gather()
+        is_noted = self.is_primary and self._joined_in != model.schedule.serial
+        is_ahead = is_noted and self._beside.is_early
+        if is_ahead:
+            model.eviction.after_touch(self.unit)
         self.wait()
         self._touched_in = model.schedule.serial
-        if self.is_primary and self._joined_in != self._touched_in:
+        if is_noted and not is_ahead:
             model.eviction.after_touch(self.unit)
 
     def join(self, *, gathers: bool) -> None:
@@ -206,14 +210,16 @@ class Copies:
             once = self.host_copies.of(buckets) if self.host_copies is not None else [None] * len(buckets)
             self._shards = [p.shard_storage.resolve() for p in params]
             self._versions = list(map(_VERSION_OF, self._shards))
-            shards = self._shards if self.unit.extensions is None else self._exact_shards()
+            extensions = self.unit.extensions if self._extensions is None else None
+            shards = extensions.exact(self._shards) if extensions is not None else self._shards
+            side = self._beside.begin(self._shards, self.wait) if self.is_primary else None
             for bucket, row, on_host in zip(buckets, rows, once, strict=True):
                 parts = [shards[slot] for slot in bucket.slots]
                 if on_host is not None:
                     in_flight.append((bucket.slots, on_host.start(parts, label=self.unit.label, tag=self._tag(bucket))))
                     continue
                 if bucket.offload is None:
-                    in_flight.append((bucket.slots, self._start(bucket, parts, row)))
+                    in_flight.append((bucket.slots, self._start(bucket, parts, side, row=row)))
                     continue
                 stream = self.unit.model.copy_stream(bucket.offload, inward=True)
                 with stream.open():
@@ -221,7 +227,7 @@ class Copies:
                     self._arrivals.append(staged.arrival)
                     is_sent_as_it_is = not bucket.is_cast and not bucket.group.is_direct
                     row = staged.row if is_sent_as_it_is else None
-                    in_flight.append((bucket.slots, self._start(bucket, staged.shards, row)))
+                    in_flight.append((bucket.slots, self._start(bucket, staged.shards, None, row=row)))
             if self._extensions is not None:
                 in_flight += self._extensions.start(self.unit.model.pool)
         self._in_flight = in_flight
@@ -229,30 +235,16 @@ class Copies:
         if self.host_copies is not None and self.host_copies.are_late():
             self.wait()  # peers that use them wait for this rank's part, whatever it does meanwhile
 
-    def _start(self, bucket: Bucket, shards: Sequence[Tensor], row: Tensor | None) -> Handle[Gathered]:
+    def _start(self, bucket: Bucket, shards: Sequence[Tensor], side: SideStream | None, **how: Any) -> Handle[Gathered]:
         """Start to gather a bucket."""
-        return collectives.all_gather(
-            shards,
-            bucket.plan,
-            bucket.group,
-            label=self.unit.label if self.is_primary else f"{self.unit.label}, in its own dtype",
-            tag=self._tag(bucket),
-            pool=self.unit.model.pool,
-            row=row,
-        )
+        label = self.unit.label if self.is_primary else f"{self.unit.label}, in its own dtype"
+        how |= {"label": label, "tag": self._tag(bucket), "pool": self.unit.model.pool}
+        with opened(side, bucket) as is_beside:
+            return collectives.all_gather(shards, bucket.plan, bucket.group, is_beside=is_beside, **how)
 
     def _tag(self, bucket: Bucket) -> int:
         """Stands for what the shards of a bucket were written with."""
         return hash(tuple(self.unit.params[slot].shard_storage.signature for slot in bucket.slots))
-
-    def _exact_shards(self) -> list[Tensor]:
-        """The shards; as plain tensors, but for those that say here how they are gathered."""
-        extensions = self.unit.extensions if self._extensions is None else None
-        apart = extensions.slots if extensions is not None else ()
-        return [
-            exact_values(shard, self.unit.params[slot].name) if slot in apart else shard
-            for slot, shard in enumerate(self._shards)
-        ]
 
     def keep_parts(self, num_ranks: int) -> None:
         """Let go of them but for a part, of which as many neighbouring ranks hold all: enough for the next gather."""
@@ -324,6 +316,8 @@ class Copies:
             self._become(Residency.SHARDED)
             self._let_go()
             raise
+        finally:
+            self._beside.end()
         self._fulls = list(map(tp_operand, fulls, self.unit.params)) if TPShardLayout.num_made else fulls
         self._parts = None
         self._made_in = MadeIn(self.unit.device)
@@ -350,6 +344,8 @@ class Copies:
                 if gathered is not None and gathered.memory is not None:
                     self.memories.append(gathered.memory)
                 del gathered
+        if self.residency is Residency.IN_FLIGHT:
+            self._beside.end()
         del in_flight
         self.drop()
 
@@ -377,13 +373,3 @@ def _memory_of(copies: Copies) -> list[Tensor]:
     assert copies._fulls is not None
     plain = [local for local in map(local_of, copies._fulls) if type(local) is Tensor]
     return [*plain, *(buffer.memory for buffer in copies.memories)]
-
-
-def refuse_meta(names: Sequence[str]) -> None:
-    """Raise if there are parameters that have no memory yet."""
-    if names:
-        raise StateError(
-            f"{names[0]}: a parameter needs memory before it is used, but this one and {len(names) - 1} more "
-            "are on the meta device. Call to_empty(device=...) on the model and initialize it, or load a "
-            "state_dict with assign=True."
-        )

@@ -22,7 +22,7 @@ from dshard.errors import DivergenceError, StateError, UnsupportedOpError
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.tensor import ShardedTensor
 from dshard.tensor.precedence import give_precedence
-from dshard.tensor.subclass_shards import subclass_gathers
+from dshard.tensor.subclass_shards import exact_values, subclass_gathers
 
 if TYPE_CHECKING:
     from dshard.units.unit import Unit
@@ -66,6 +66,11 @@ class Extensions:
     _plans: dict[Any, GatherPlan] = field(default_factory=dict)
     are_met: bool = False  # whether they have been gathered once
     _contexts: dict[int, tuple[DeviceMesh, nn.Module]] = field(default_factory=dict)
+
+    def exact(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Some shards of the unit, one per parameter; of these parameters as plain tensors of the same values."""
+        params = self.unit.params
+        return [exact_values(s, params[slot].name) if slot in self.slots else s for slot, s in enumerate(shards)]
 
     def start(self, pool: BufferPool) -> list[tuple[tuple[int, ...], Handle[Gathered]]]:
         """Start to gather them; gives slots and handles of their full values.

@@ -1,6 +1,19 @@
-"""What of a unit's full values is on a rank, and what may follow what."""
+"""What of a unit's full values is on a rank, what may follow what, and how its gathers lie in a device's streams."""
 
 import enum
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dshard.autograd.modes import in_backward
+from dshard.collectives import SideStream
+from dshard.errors import StateError
+from dshard.units.buckets import Bucket
+
+if TYPE_CHECKING:
+    from dshard.units.unit import Unit
 
 
 class Residency(enum.Enum):
@@ -20,3 +33,77 @@ TRANSITIONS: dict[Residency, frozenset[Residency]] = {
     Residency.GATHERED: frozenset({Residency.SHARDED, Residency.IN_PARTS}),
     Residency.IN_PARTS: frozenset({Residency.IN_FLIGHT, Residency.SHARDED}),
 }
+
+
+def refuse_meta(names: Sequence[str]) -> None:
+    """Raise if there are parameters that have no memory yet."""
+    if names:
+        raise StateError(
+            f"{names[0]}: a parameter needs memory before it is used, but this one and {len(names) - 1} more "
+            "are on the meta device. Call to_empty(device=...) on the model and initialize it, or load a "
+            "state_dict with assign=True."
+        )
+
+
+class Beside:
+    """What the gathers of one unit have to do with other work of its device; nothing where there are no streams.
+
+    A gather is started behind all that the current stream was given, for it may have written the shards. In the
+    backward of the forward that gathered them last, they are what they were: then it starts in a stream of its own.
+
+    Args:
+        unit: Whose parameters.
+    """
+
+    __slots__ = ("_has_streams", "_known", "_unit")
+
+    def __init__(self, unit: "Unit") -> None:
+        self._unit = unit
+        device = unit.device
+        self._has_streams = device is not None and device.type not in ("cpu", "meta")
+        self._known: tuple[int, Any] = -1, None  # the phase of the last gather behind all else, and what it gathered
+
+    @property
+    def is_early(self) -> bool:
+        """Whether what comes next may be sent while this unit is copied to its place: not where memory peaks."""
+        return self._has_streams and not in_backward()
+
+    def begin(self, shards: Sequence[Tensor], wait: Callable[[], None]) -> SideStream | None:
+        """A gather is to start; gives the stream for it, if not the current one.
+
+        Args:
+            shards: That are gathered.
+            wait: Ends the gather; called ahead of writes to the shards.
+        """
+        if not self._has_streams:
+            return None
+        storages = [param.shard_storage for param in self._unit.params]
+        for storage in storages:
+            storage.before_write = wait
+        found = [(id(s), s._version, each.signature) for s, each in zip(shards, storages, strict=True)]
+        serial = self._unit.model.schedule.serial
+        if in_backward() and self._known == (serial - 1, found):
+            return self._side()
+        self._known = serial, found
+        return None
+
+    def end(self) -> None:
+        """It has ended, and its memory is used no more but for the full values."""
+        if self._has_streams:
+            self._side().mark()
+            for param in self._unit.params:
+                param.shard_storage.before_write = None
+
+    def _side(self) -> SideStream:
+        assert self._unit.device is not None
+        return self._unit.model.side_stream(self._unit.device)
+
+
+@contextmanager
+def opened(side: SideStream | None, bucket: Bucket) -> Iterator[bool]:
+    """Have a gather of a bucket start in a stream, if one is given and no full values stay in its memory."""
+    if side is None or bucket.plan.is_in_rows or bucket.group.num_ranks == 1:
+        yield False
+        return
+    with side.open():
+        yield True

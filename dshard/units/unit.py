@@ -81,9 +81,9 @@ class Unit:
         self.reduce_dtypes = tuple(p.reduce if p is not None else None for p in precisions)
         extended = tuple(slot for slot, param in enumerate(self.params) if subclass_gathers(param.shard_storage.tensor))
         self.extensions = Extensions(self, extended) if extended else None
+        self.device = self.params[0].shard_group.device if self.params else None  # on which they are used
         self.copies = Copies(self, computes, is_primary=True)
         self.exact = Copies(self, (None,) * len(computes), is_primary=False) if any(computes) else self.copies
-        self.device = self.params[0].shard_group.device if self.params else None  # on which they are used
         self._offloads = tuple(param.offload for param in self.params)
         self.is_mixed = any(computes)
         self.is_plain = not self.is_mixed and not any(self._offloads)  # whether there is one full value of each

@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import dshard
+from dshard.collectives import SideStream
 from dshard.collectives.group import Handle
+from dshard.tensor.shard_storage import ShardStorage
 from dshard.units.copies import Copies
 from dshard.units.copy_stream import CopyStream
 from tests.crossings import program
@@ -105,6 +107,15 @@ def without_arrivals(method: str) -> Patch:
     return lambda: replaced(Copies, method, hasty)
 
 
+def without_marks() -> Any:
+    """The stream of gathers beside the computation is behind nothing."""
+    return replaced(SideStream, "mark", lambda _: None)
+
+
+def without_wait_ahead_of_writes() -> Any:
+    return replaced(ShardStorage, "_await_reader", lambda _: None)
+
+
 def _mesh() -> Any:
     return init_device_mesh("sim", (dist.get_world_size(),))
 
@@ -161,6 +172,37 @@ def drops_gradients() -> None:
     model(torch.ones(2, 64, device="sim")).sum().item()
 
 
+def _blocks() -> Any:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(3))).to("sim")
+    for block in model:
+        dshard.fully_shard(block, mesh=_mesh())
+    return dshard.fully_shard(model, mesh=_mesh())
+
+
+def trains_blocks() -> None:
+    """Units of several parameters, which backward gathers anew."""
+    model = _blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 64, device="sim")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def writes_to_what_is_gathered_ahead() -> None:
+    """Write to weights of a block while the one before it computes."""
+    model = _blocks()
+
+    def write(*_: Any) -> None:
+        with torch.no_grad():
+            model[1][0].weight.mul_(0.9)
+
+    model[0][1].register_forward_hook(write)
+    for _ in range(3):
+        model(torch.ones(2, 64, device="sim")).sum().backward()
+
+
 OFFLOAD = {"offload": "CPUOffloadPolicy"}
 MUTANTS: dict[str, Mutant] = {
     "wait for a gather": Mutant(without_wait("all-gather of 'Net'"), ("all_gather", "Net")),
@@ -191,6 +233,10 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "copies home wait for the reduction": Mutant(without_wait_of_copies, ("copy_ to the host",), OFFLOAD),
     "memory of copies home is recorded": Mutant(without_record_stream, ("no record_stream",), runs=drops_gradients),
+    "gathers beside come behind what is marked": Mutant(without_marks, ("all_gather",), runs=trains_blocks),
+    "writes come behind what is sent": Mutant(
+        without_wait_ahead_of_writes, ("all_gather", "mul"), runs=writes_to_what_is_gathered_ahead
+    ),
     "wait for arrivals": Mutant(without_arrivals("wait"), ("pinned memory",), runs=writes_at_home),
     "wait for arrivals of what is given up": Mutant(
         without_arrivals("discard"), ("pinned memory",), runs=writes_after_discard
