@@ -60,8 +60,8 @@ def fully_shard(
     Every parameter becomes a `ShardedTensor`: each rank keeps one shard of it, and it means its full value wherever
     it is used. The parameters that one call takes form a *unit*, which is gathered at the first touch of any of
     them and freed after the module's forward, and again in backward; their gradients are reduce-scattered once per
-    backward. Call it bottom-up on blocks and then on the root, as with FSDP2, or on the root alone: then units are
-    formed at the first use.
+    backward. Call it bottom-up on blocks and then on the root, as with FSDP2, or on the root alone: what a call on the
+    root takes is cut into units at the first use.
 
     Tensor subclasses with FSDP2's `fsdp_pre_all_gather` and `fsdp_post_all_gather` say themselves what travels of them,
     and what a forward computes with; everything else sees their exact value.

@@ -2,6 +2,7 @@
 #include "simulator.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/NativeFunctions.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -703,6 +704,19 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     const auto text = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
     m.impl(text.c_str(), torch::CppFunction::makeFromBoxedFunction<&boxed>());
   }
+}
+
+// As on CUDA, but for norms of tensors.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+#define LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define WIDE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define WIDE_OUT(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+#define PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+  AT_FORALL_LOWER_PRECISION_FP(LOWER)
+  AT_FORALL_FP32(WIDE)
+  AT_FORALL_FP32_SET_OPT_DTYPE(WIDE_OUT)
+  AT_FORALL_PROMOTE(PROMOTE)
 }
 
 namespace at::native {

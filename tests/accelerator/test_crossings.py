@@ -15,9 +15,8 @@ from tests.crossings.comparing import differences
 from tests.crossings.covering import Constraint, Row, covering_array
 from tests.crossings.factors import CONSTRAINTS, FACTORS, name_of, num_ranks_of
 
-# Autocast and torch.compile have rules for each kind of device, and none for this one.
 OFFLOADED = Constraint({"strategy": "split(2)", "offload": "CPUOffloadPolicy"}, "it is offloaded")
-LEFT_OUT = {"precision": ("autocast",), "compile": ("blocks",)}
+LEFT_OUT = {"compile": ("blocks",)}  # torch.compile has rules for each kind of device, and none for this one
 
 
 @cache

@@ -50,7 +50,7 @@ def dtypes_of(row: Mapping[str, str]) -> tuple[torch.dtype | None, torch.dtype |
 def context_of(row: Mapping[str, str]) -> Any:
     """In which forwards run."""
     is_autocast = row["precision"] == "autocast"
-    return torch.autocast("cpu", dtype=BF16) if is_autocast else contextlib.nullcontext()
+    return torch.autocast(row.get("device", "cpu"), dtype=BF16) if is_autocast else contextlib.nullcontext()
 
 
 def scale_of(row: Mapping[str, str]) -> float:

@@ -226,6 +226,24 @@ def test_t5_is_cut_into_the_blocks_of_both_stacks_and_its_one_embedding_stays_wi
     ]
 
 
+def by_blocks(model: nn.Module, policy: bool = False) -> list[str]:
+    """Labels of the units of a model of which `fully_shard` was given the blocks, by calls or a policy, then the root."""
+    with fake_world(0, 2):
+        for block in model.blocks if not policy else ():
+            dshard.fully_shard(block)
+        sharded: Any = dshard.fully_shard(model, auto_wrap_policy={ResidualMlp} if policy else None)
+        return [unit.label for unit in sharded._context().units if unit.params]
+
+
+@pytest.mark.parametrize("policy", [False, True])
+def test_what_calls_on_blocks_have_left_is_cut_where_it_is_large(policy):
+    blocks = numbered("blocks.{}", 6)
+    enough = ENOUGH_BYTES // (4 * WIDTH)
+    assert by_blocks(GPT(vocab=enough), policy) == [*blocks, "embed", "norm..head"]
+    assert by_blocks(GPT(vocab=enough - 1), policy) == [*blocks, "GPT"]  # too small for a collective each
+    assert by_blocks(GPT(vocab=enough, tied=True), policy) == [*blocks, "GPT"]
+
+
 def row_of(sizes: Sequence[int]) -> nn.Module:
     return nn.Sequential(*[nn.Linear(1, size, bias=False, device="meta") for size in sizes])
 
