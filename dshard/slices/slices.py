@@ -169,7 +169,8 @@ def for_each_slice(unit: Unit, dtype: torch.dtype, use: Callable[[Rows, Tensor],
     Communicates:
         An all-gather per slice: together the bytes of that of the weight, and a header each.
     """
-    refuse_meta(unit.copies.on_meta())
+    if names := unit.copies.on_meta():
+        refuse_meta(names)
     ahead = unit.first_slice = unit.first_slice or FirstSlice(unit)
     whole = unit.copies.at_hand(0)
     if whole is not None and whole.dtype == dtype:

@@ -1,6 +1,7 @@
 """Gathered copies: the full values of a unit's parameters, which come and go together."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dshard import collectives
-from dshard.autograd.modes import outside_autograd, profiled
+from dshard.autograd.modes import in_backward, outside_autograd, profiled
 from dshard.collectives import Buffer, Gathered, Handle, MadeIn, SideStream, shard_of
 from dshard.tensor.sources import Use
 from dshard.tensor.tp_layout import TPShardLayout, tp_operand, viewed
@@ -82,7 +83,7 @@ class Copies:
         self._touched_in = -1  # the phase in which they were touched, if they were since they were gathered
         self._made_in = MadeIn(None)  # they, or the parts in their place
         self._rows = SendRows(unit.params)
-        self._beside = Beside(unit)
+        self._beside = Beside(unit) if is_primary and unit.has_streams else None
         self.host_copies = HostCopies(unit) if is_primary else None
 
     def _become(self, residency: Residency) -> None:
@@ -172,7 +173,7 @@ class Copies:
             model.eviction.before_touch(self.unit)
         self.gather()
         is_noted = self.is_primary and self._joined_in != model.schedule.serial
-        is_ahead = is_noted and self._beside.is_early
+        is_ahead = is_noted and self._beside is not None and not in_backward()  # where it takes less memory
         if is_ahead:
             model.eviction.after_touch(self.unit)
         self.wait()
@@ -201,7 +202,8 @@ class Copies:
         if self.is_primary:
             self.dtypes = self.unit.dtypes_to_gather()
         params, buckets = self.unit.params, self.buckets
-        refuse_meta(self.on_meta())
+        if names := self.on_meta():
+            refuse_meta(names)
         self.unit.model.eviction.note_gather(self.unit)
         self._touched_in = -1
         in_flight: list[tuple[tuple[int, ...], Handle[Gathered]]] = []
@@ -212,7 +214,7 @@ class Copies:
             self._versions = list(map(_VERSION_OF, self._shards))
             extensions = self.unit.extensions if self._extensions is None else None
             shards = extensions.exact(self._shards) if extensions is not None else self._shards
-            side = self._beside.begin(self._shards, self.wait) if self.is_primary else None
+            side = self._beside.begin(self._shards, self.wait) if self._beside is not None else None
             for bucket, row, on_host in zip(buckets, rows, once, strict=True):
                 parts = [shards[slot] for slot in bucket.slots]
                 if on_host is not None:
@@ -239,7 +241,7 @@ class Copies:
         """Start to gather a bucket."""
         label = self.unit.label if self.is_primary else f"{self.unit.label}, in its own dtype"
         how |= {"label": label, "tag": self._tag(bucket), "pool": self.unit.model.pool}
-        with opened(side, bucket) as is_beside:
+        with opened(side, bucket) if side is not None else nullcontext(enter_result=False) as is_beside:
             return collectives.all_gather(shards, bucket.plan, bucket.group, is_beside=is_beside, **how)
 
     def _tag(self, bucket: Bucket) -> int:
@@ -317,7 +319,8 @@ class Copies:
             self._let_go()
             raise
         finally:
-            self._beside.end()
+            if self._beside is not None:
+                self._beside.end()
         self._fulls = list(map(tp_operand, fulls, self.unit.params)) if TPShardLayout.num_made else fulls
         self._parts = None
         self._made_in = MadeIn(self.unit.device)
@@ -344,7 +347,7 @@ class Copies:
                 if gathered is not None and gathered.memory is not None:
                     self.memories.append(gathered.memory)
                 del gathered
-        if self.residency is Residency.IN_FLIGHT:
+        if self._beside is not None and self.residency is Residency.IN_FLIGHT:
             self._beside.end()
         del in_flight
         self.drop()

@@ -36,17 +36,16 @@ TRANSITIONS: dict[Residency, frozenset[Residency]] = {
 
 
 def refuse_meta(names: Sequence[str]) -> None:
-    """Raise if there are parameters that have no memory yet."""
-    if names:
-        raise StateError(
-            f"{names[0]}: a parameter needs memory before it is used, but this one and {len(names) - 1} more "
-            "are on the meta device. Call to_empty(device=...) on the model and initialize it, or load a "
-            "state_dict with assign=True."
-        )
+    """Raise, for there are parameters that have no memory yet."""
+    raise StateError(
+        f"{names[0]}: a parameter needs memory before it is used, but this one and {len(names) - 1} more "
+        "are on the meta device. Call to_empty(device=...) on the model and initialize it, or load a "
+        "state_dict with assign=True."
+    )
 
 
 class Beside:
-    """What the gathers of one unit have to do with other work of its device; nothing where there are no streams.
+    """What the gathers of one unit have to do with other work of its device, which has streams.
 
     A gather is started behind all that the current stream was given, for it may have written the shards. In the
     backward of the forward that gathered them last, they are what they were: then it starts in a stream of its own.
@@ -55,18 +54,11 @@ class Beside:
         unit: Whose parameters.
     """
 
-    __slots__ = ("_has_streams", "_known", "_unit")
+    __slots__ = ("_known", "_unit")
 
     def __init__(self, unit: "Unit") -> None:
         self._unit = unit
-        device = unit.device
-        self._has_streams = device is not None and device.type not in ("cpu", "meta")
         self._known: tuple[int, Any] = -1, None  # the phase of the last gather behind all else, and what it gathered
-
-    @property
-    def is_early(self) -> bool:
-        """Whether what comes next may be sent while this unit is copied to its place: not where memory peaks."""
-        return self._has_streams and not in_backward()
 
     def begin(self, shards: Sequence[Tensor], wait: Callable[[], None]) -> SideStream | None:
         """A gather is to start; gives the stream for it, if not the current one.
@@ -75,8 +67,6 @@ class Beside:
             shards: That are gathered.
             wait: Ends the gather; called ahead of writes to the shards.
         """
-        if not self._has_streams:
-            return None
         storages = [param.shard_storage for param in self._unit.params]
         for storage in storages:
             storage.before_write = wait
@@ -89,10 +79,9 @@ class Beside:
 
     def end(self) -> None:
         """It has ended, and its memory is used no more but for the full values."""
-        if self._has_streams:
-            self._side().mark()
-            for param in self._unit.params:
-                param.shard_storage.before_write = None
+        self._side().mark()
+        for param in self._unit.params:
+            param.shard_storage.before_write = None
 
     def _side(self) -> SideStream:
         assert self._unit.device is not None
@@ -100,9 +89,9 @@ class Beside:
 
 
 @contextmanager
-def opened(side: SideStream | None, bucket: Bucket) -> Iterator[bool]:
-    """Have a gather of a bucket start in a stream, if one is given and no full values stay in its memory."""
-    if side is None or bucket.plan.is_in_rows or bucket.group.num_ranks == 1:
+def opened(side: SideStream, bucket: Bucket) -> Iterator[bool]:
+    """Have a gather of a bucket start in a stream, if no full values stay in its memory; gives whether it does."""
+    if bucket.plan.is_in_rows or bucket.group.num_ranks == 1:
         yield False
         return
     with side.open():

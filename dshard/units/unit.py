@@ -104,6 +104,11 @@ class Unit:
         return self._learned is not None
 
     @property
+    def has_streams(self) -> bool:
+        """Whether the device that it is used on goes on behind the host."""
+        return self.device is not None and self.device.type not in ("cpu", "meta")
+
+    @property
     def is_gathered(self) -> bool:
         """Whether it holds gathered copies, fresh or not."""
         return self.copies.are_there or self.exact.are_there

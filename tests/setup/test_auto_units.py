@@ -227,7 +227,7 @@ def test_t5_is_cut_into_the_blocks_of_both_stacks_and_its_one_embedding_stays_wi
 
 
 def by_blocks(model: nn.Module, policy: bool = False) -> list[str]:
-    """Labels of the units of a model of which `fully_shard` was given the blocks, by calls or a policy, then the root."""
+    """Labels of the units of a model of which the blocks were sharded, by calls or a policy, and then the root."""
     with fake_world(0, 2):
         for block in model.blocks if not policy else ():
             dshard.fully_shard(block)
