@@ -25,6 +25,7 @@ from dshard.errors import (
 )
 from dshard.gathering.scope import gathered, iter_full
 from dshard.hybrid_mesh import init_hybrid_mesh
+from dshard.inspection import explain, report, trace
 from dshard.join import join
 from dshard.planner import Plan
 from dshard.planning.plan import plan
@@ -59,6 +60,7 @@ __all__ = [
     "UnsupportedOpError",
     "checkpoint",
     "clip_grad_norm_",
+    "explain",
     "fully_shard",
     "gathered",
     "init_hybrid_mesh",
@@ -70,9 +72,11 @@ __all__ = [
     "plan",
     "plan_report",
     "register_fsdp_forward_method",
+    "report",
     "save_safetensors",
     "set_strategy",
     "share_comm_ctx",
+    "trace",
     "virtual",
     "virtual_ranks",
 ]

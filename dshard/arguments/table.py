@@ -99,6 +99,9 @@ TABLE: dict[str, Row] = {
         "margin": optional(domain.MARGIN),
     },
     "plan_report": {"model": MODULE},
+    "explain": {"model": MODULE},
+    "report": _TRAINED,
+    "trace": {"model": MODULE},
     "full_state_dict": {
         "module": MODULE,
         "select": function("a name", "Pass one that gives a bool."),

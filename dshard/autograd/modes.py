@@ -1,7 +1,7 @@
 """The mode in which the runtime computes, whatever the caller's, and the ranges that a profiler sees."""
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
@@ -15,8 +15,28 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+class Watcher(Protocol):
+    """Who looks at what is gathered and reduced while it is, as a profiler does."""
+
+    def watch(self, what: str, label: str) -> AbstractContextManager[Any]:
+        """A context for something that is done for a unit."""
+
+
+class Watchers:
+    """Those of this process."""
+
+    present: ClassVar[list[Watcher]] = []
+
+
 def profiled(what: str, label: str) -> AbstractContextManager[Any]:
-    """A range `dshard::<what> <label>` where a profiler is on; else no more than a look."""
+    """A range `dshard::<what> <label>` where a profiler is on, or somebody watches; else no more than a look."""
+    if Watchers.present:
+        stack = ExitStack()
+        for watcher in Watchers.present:
+            stack.enter_context(watcher.watch(what, label))
+        if profiler._is_profiler_enabled:
+            stack.enter_context(profiler.record_function(f"dshard::{what} {label}"))
+        return stack
     if profiler._is_profiler_enabled:
         return profiler.record_function(f"dshard::{what} {label}")
     return _NOTHING

@@ -23,9 +23,10 @@ from dshard.collectives.reduce import ReduceBucket, Reduced, ReducePlan
 from dshard.collectives.replicas import all_reduce_row
 from dshard.collectives.restarts import meet_anew
 from dshard.collectives.small import all_reduce, broadcast
+from dshard.collectives.stalls import users_line
 from dshard.collectives.steps import Steps
 from dshard.collectives.streams import MadeIn, SideStream, stream_on
-from dshard.collectives.trace import CommRecord, CommTrace
+from dshard.collectives.trace import CommRecord, CommTrace, phases_are
 from dshard.collectives.tree import TreeSum, nodes_between
 from dshard.collectives.virtual import VirtualBucket
 
@@ -68,17 +69,18 @@ __all__ = [
     "is_storage_held",
     "is_torn",
     "make_host_copy",
+    "meet_anew",
     "nodes_between",
     "num_noted",
+    "phases_are",
     "settle",
     "shard_of",
     "shares_memory",
     "stream_on",
     "timeout_of",
     "times_left",
+    "users_line",
     "with_comms",
     "withdraw",
     "world_size",
 ]
-
-meet_anew()

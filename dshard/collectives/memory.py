@@ -118,6 +118,11 @@ class Buffer:
         if in_use is not None:
             in_use.num_bytes -= self.memory.numel()
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a pool counts it as in use."""
+        return self._in_use is not None
+
     __del__ = hand_back
 
     def _references(self) -> tuple[Any, ...]:

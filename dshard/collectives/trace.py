@@ -2,7 +2,8 @@
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import ClassVar
 
@@ -23,6 +24,8 @@ class CommRecord:
             one host, that its peers read in its memory, or may.
         padding_bytes: Bytes that it sends because shards are uneven.
         header_bytes: Bytes that it sends so that the ranks can check that they mean the same unit.
+        at_s: When it began, by `time.perf_counter()`.
+        phase: Of the model then: "forward", "eval" (a forward without gradients), "backward", or "" between them.
     """
 
     kind: str
@@ -31,6 +34,8 @@ class CommRecord:
     payload_bytes: int
     padding_bytes: int = 0
     header_bytes: int = 0
+    at_s: float = field(default=0.0, compare=False)
+    phase: str = field(default="", compare=False)
 
     @property
     def total_bytes(self) -> int:
@@ -42,6 +47,12 @@ class _Open:
     """The open traces of this process. Backward runs on threads of its own, so a context variable would miss it."""
 
     traces: "ClassVar[tuple[CommTrace, ...]]" = ()
+    phase: ClassVar[Callable[[], str]] = staticmethod(lambda: "")
+
+
+def phases_are(phase: Callable[[], str]) -> None:
+    """Have records tell the phase that a function gives; rooms above know it."""
+    _Open.phase = staticmethod(phase)
 
 
 def record(
@@ -49,7 +60,8 @@ def record(
 ) -> None:
     """Tell every open trace of a collective; the arguments are those of `CommRecord`."""
     if _Open.traces:
-        entry = CommRecord(kind, label, num_ranks, payload_bytes, padding_bytes, header_bytes)
+        numbers = num_ranks, payload_bytes, padding_bytes, header_bytes
+        entry = CommRecord(kind, label, *numbers, time.perf_counter(), _Open.phase())
         for trace in _Open.traces:
             trace.records.append(entry)
 
@@ -125,6 +137,9 @@ class CommTrace:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
         _Open.traces = tuple(trace for trace in _Open.traces if trace is not self)
+
+    def __repr__(self) -> str:
+        return f"<CommTrace: {len(self.records)} collectives, {self.total_bytes:,} bytes sent, {len(self.waits)} waits>"
 
     @checked
     def select(self, kind: str | None = None, label: str | None = None) -> list[CommRecord]:

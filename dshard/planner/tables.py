@@ -30,7 +30,7 @@ def unit_table(units: Sequence[UnitCosts], strategies: Sequence[Strategy]) -> li
         num = sum(len(own) for _, own in left)
         mix = Counter(strategy for (_, strategy), own in left for _ in own)
         rows[half:-half] = [(f"... {num} more units", "", _mix(mix), "", "", "")]
-    return _aligned([head, *rows], to_left=(0, 2))
+    return aligned([head, *rows], to_left=(0, 2))
 
 
 def _row_of_run(units: list[UnitCosts], strategy: str) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ def choice_table(
                 ("yes" if outcome.peak_bytes <= limit_bytes else "no") if limit_bytes else "-",
             )
         )
-    return _aligned(rows, to_left=(0,))
+    return aligned(rows, to_left=(0,))
 
 
 def peak_text(parts: PeakParts, units: Sequence[UnitCosts]) -> list[str]:
@@ -160,7 +160,8 @@ def _short(name: str) -> str:
     return name if len(name) <= _MAX_NAME else f"{name[:half]}...{name[-half:]}"
 
 
-def _aligned(rows: Sequence[Sequence[str]], *, to_left: Sequence[int]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], *, to_left: Sequence[int]) -> list[str]:
+    """Rows as lines, whose columns are to the right but for some."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -1,7 +1,8 @@
 """A model's runtime: when units gather, free and reduce, and what its modules tell of their forwards."""
 
+from dshard.collectives import phases_are
 from dshard.runtime.module_hooks import adopt_leaf
-from dshard.runtime.runtime import Runtime
+from dshard.runtime.runtime import Runtime, current_phase
 from dshard.runtime.traced import gather
 from dshard.tensor import ShardedTensor
 from dshard.tensor.traced import TracedGather
@@ -10,3 +11,4 @@ __all__ = ["Runtime"]
 
 ShardedTensor.adopt = staticmethod(adopt_leaf)
 TracedGather.run = staticmethod(gather)
+phases_are(current_phase)

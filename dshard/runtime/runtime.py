@@ -114,6 +114,13 @@ class Runtime:
             unit.free()
 
 
+def current_phase() -> str:
+    """What a sharded model of this process does, in lower case; "" where none does anything."""
+    phases = (unit.model.schedule.phase for unit in Unit.alive)
+    known = next((phase.name.lower() for phase in phases if phase is not None), "")
+    return known or ("backward" if in_backward() else "")  # of which the end is no part of the schedule
+
+
 def units_of(module: nn.Module) -> list[Unit]:
     """Units whose modules are `module` or lie inside of it, in order of registration."""
     found: dict[Unit, None] = {}

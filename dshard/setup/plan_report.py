@@ -37,7 +37,7 @@ class PlanReport:
 
     def __init__(self, model: nn.Module, runtime: Runtime, plan: Plan) -> None:
         self._model, self._runtime = weakref.ref(model), weakref.ref(runtime)
-        self._plan = plan
+        self.plan = plan
         self._num_steps = self._num_ended = 0
         self._start_s: float | None = None
         self.comparison: Comparison | None = None
@@ -67,7 +67,7 @@ class PlanReport:
         elif self._start_s is not None:
             self._num_steps += 1
             if self._num_steps == 2:
-                self.comparison = self._plan.compared(_measured(self._start_s, _device_of(model)))
+                self.comparison = self.plan.compared(_measured(self._start_s, _device_of(model)))
                 self._tell()
                 self._stop()
             self._start_s = None

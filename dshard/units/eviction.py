@@ -112,7 +112,7 @@ class Eviction:
             if not torch.is_grad_enabled():
                 if not self._outlives_evaluation(candidate):
                     candidate.release()
-            elif self._reshards(candidate) and not self._is_next(candidate):
+            elif self.reshards(candidate) and not self._is_next(candidate):
                 candidate.reshard()
         if isinstance(context.settings.memory_budget, int):
             self._fit_into(context.settings.memory_budget)
@@ -133,12 +133,12 @@ class Eviction:
             return False
         if has_budget:
             return True
-        if self._reshards(unit):
+        if self.reshards(unit):
             return False
         others = [other.settings.reshard_after_forward for other in self._context.units if other is not unit]
         return bool(others) and all(other is False for other in others)
 
-    def _reshards(self, unit: "Unit") -> bool:
+    def reshards(self, unit: "Unit") -> bool:
         """Whether `unit` is freed when its forward ends; by default all but the root's own unit are.
 
         With a memory budget, that decides instead for units that were not told.
@@ -178,7 +178,7 @@ class Eviction:
 
     def keep_for_backward(self, unit: "Unit") -> None:
         """A graph uses `unit`: it is kept, if it is to stay until backward; else the next one's use frees it."""
-        if not unit.num_active and self._context.settings.memory_budget is None and not self._reshards(unit):
+        if not unit.num_active and self._context.settings.memory_budget is None and not self.reshards(unit):
             unit.is_requested = True
 
     def use_in_graph(self, unit: "Unit", task: int) -> None:

@@ -62,12 +62,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "hybrid_mesh": ("errors", "arguments", "collectives", "tensor"),
     "setup": (*_UNITS, "runtime", "slices", "planner"),
     "planning": (*_LOW, "runtime", "planner", "setup"),
+    "inspection": (*_LOW, "autograd", "units", "runtime", "planner", "setup"),
     "checkpoint": _CORE,
     "interop": (*_CORE, "checkpoint"),
     "testing": (*_CORE, "checkpoint", ""),
-    "": (*_CORE, "checkpoint", "interop"),
+    "": (*_CORE, "checkpoint", "inspection", "interop"),
     "bench": (*_CORE, "checkpoint", "testing", ""),
-    "cli": (*_CORE, "checkpoint", "testing", "bench", ""),
+    "cli": (*_CORE, "checkpoint", "inspection", "testing", "bench", ""),
     "__main__": ("cli",),
 }
 PURE = ("errors", "layout", "planner")  # no process group

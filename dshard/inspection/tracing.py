@@ -1,0 +1,256 @@
+"""What a step of a model sends: each gather and reduction, when, for how long, and for which line of the program."""
+
+import json
+import logging
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from torch import nn
+
+from dshard.arguments import checked
+from dshard.autograd.modes import Watchers, in_backward
+from dshard.collectives import CommRecord, CommTrace, users_line
+from dshard.inspection.explain import contexts_of
+from dshard.inspection.tables import html_table, text_table
+from dshard.planner.texts import bytes_text
+from dshard.tensor import ShardedTensor
+from dshard.units.unit import Unit
+
+log = logging.getLogger("dshard")
+
+_COLUMNS = ("unit", "forward", "eval", "backward", "other", "bytes", "reduced", "bytes", "issued ms", "waited ms")
+_PHASES = ("forward", "eval", "backward", "")
+_DISPATCH = ShardedTensor._dispatch.__code__
+_PREFETCH = Unit.prefetch.__code__
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that was done for a unit.
+
+    Attributes:
+        what: "gather" or "reduce" where one starts, "gather_wait" or "reduce_wait" where one is waited for.
+        unit: Its label; of reductions with what the sum is divided by, where that was chosen.
+        phase: "forward", "eval" (a forward without gradients), "backward", or "" between them.
+        run: Number of the phase: the same for all that is done in one forward, or one backward.
+        op: Operation that asked for it, as "aten.mm.default"; "" for none, as in `unshard()`.
+        line: Of the program, as file:line; within a backward that is where it was called.
+        is_ahead: Whether it was gathered ahead of its use.
+        at_s: When it began, in seconds since the trace did.
+        took_s: Seconds of the host.
+        num_bytes: That this rank sends for it.
+        waited_s: Seconds for which this rank waited for its peers in it; on CUDA those of the stream.
+        gathered_bytes: Bytes of full values of the model that were on this rank when it ended.
+    """
+
+    what: str
+    unit: str
+    phase: str
+    run: int
+    op: str
+    line: str
+    is_ahead: bool
+    at_s: float
+    took_s: float
+    num_bytes: int
+    waited_s: float
+    gathered_bytes: int
+
+
+@dataclass(slots=True)
+class _Seen:
+    """An event as it is written down, while nothing may take long."""
+
+    what: str
+    unit: str
+    phase: str
+    run: int
+    op: str
+    line: str
+    is_ahead: bool
+    at_s: float
+    took_s: float = 0.0
+    records: list[CommRecord] = field(default_factory=list)
+    waits: list[Any] = field(default_factory=list)
+    gathered_bytes: int = 0
+
+
+class Trace:
+    """What a model's units gather and reduce while it is open; made by `trace`. `str()` of it is a table by unit.
+
+    Communicates:
+        Nothing.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._contexts = contexts_of("trace", model)
+        self._comm = CommTrace()
+        self._seen: list[_Seen] = []
+        self._begin_s = self._end_s = 0.0
+        self._serials: dict[Any, int] = {}
+
+    def __enter__(self) -> "Trace":
+        self._begin_s = time.perf_counter()
+        self._comm.__enter__()
+        Watchers.present.append(self)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        Watchers.present.remove(self)
+        self._comm.__exit__(exc_type, exc, tb)
+        self._end_s = time.perf_counter()
+        if exc_type is None:
+            for text in self.warnings():
+                log.warning("trace: %s", text)
+
+    @contextmanager
+    def watch(self, what: str, label: str) -> Iterator[None]:
+        """Note what is done for a unit within the block."""
+        phase, run = self._phase()
+        op, line, is_ahead = _asked_by(sys._getframe(2))
+        num_records, num_waits = len(self._comm.records), len(self._comm.waits)
+        begin_s = time.perf_counter()
+        seen = _Seen(what, label, phase, run, op, line, is_ahead, begin_s - self._begin_s)
+        try:
+            yield
+        finally:
+            seen.took_s = time.perf_counter() - begin_s
+            seen.records, seen.waits = self._comm.records[num_records:], self._comm.waits[num_waits:]
+            seen.gathered_bytes = sum(context.gathered_bytes for context in self._contexts)
+            self._seen.append(seen)
+
+    def _phase(self) -> tuple[str, int]:
+        """What runs, and the how manieth it is."""
+        for context in self._contexts:
+            if context.schedule.phase is not None:
+                key = context, context.schedule.serial
+                return context.schedule.phase.name.lower(), self._serials.setdefault(key, len(self._serials))
+        return ("backward", len(self._serials) - 1) if in_backward() else ("", -1)
+
+    @property
+    def events(self) -> list[Event]:
+        """All that was done, in order. On CUDA this waits for the device."""
+        return [
+            Event(
+                *(s.what, s.unit, s.phase, s.run, s.op, s.line, s.is_ahead, s.at_s, s.took_s),
+                num_bytes=sum(record.total_bytes for record in s.records),
+                waited_s=sum(wait.waited_s for wait in s.waits),
+                gathered_bytes=s.gathered_bytes,
+            )
+            for s in sorted(self._seen, key=lambda s: s.at_s)
+        ]
+
+    @property
+    def others(self) -> list[CommRecord]:
+        """Collectives that no unit's gathers and reductions are: norms, flags, checks of what ranks did, the user's."""
+        known = {id(record) for seen in self._seen for record in seen.records}
+        return [record for record in self._comm.records if id(record) not in known]
+
+    def warnings(self) -> list[str]:
+        """What is sent more often than it has to be, and from where."""
+        gathers: dict[tuple[str, str, int], list[_Seen]] = defaultdict(list)
+        waits: dict[tuple[str, int], int] = defaultdict(int)
+        for s in self._seen:
+            if s.what == "gather" and s.records:
+                gathers[s.unit, s.phase, s.run].append(s)
+            waits[s.unit, s.run] += s.what == "gather_wait"
+        found = []
+        for (unit, phase, run), each in gathers.items():
+            where = f"one {phase}" if phase else "between forwards and backwards"
+            if len(each) > 1 and (phase or len(each) > 2):
+                line = max((s.line for s in each), key=[s.line for s in each].count)
+                found.append(
+                    f"gathered '{unit}' {len(each)} times in {where}, at {line or 'no line of the program'}. Hold it "
+                    "meanwhile: with dshard.gathered(module)."
+                )
+            if not waits[unit, run] and phase and all(s.is_ahead for s in each):
+                found.append(f"gathered '{unit}' ahead in {where} that did not use it: the order of use has changed.")
+        return found
+
+    def _rows(self) -> list[list[str]]:
+        by_unit: dict[str, list[Event]] = {}
+        for event in self.events:
+            by_unit.setdefault(event.unit, []).append(event)
+        rows = [_row(unit, each) for unit, each in by_unit.items()]
+        others = bytes_text(sum(record.total_bytes for record in self.others))
+        return [*rows, _row("total", self.events), ["beside them", *[""] * 6, others, "", ""]]
+
+    def __str__(self) -> str:
+        text = text_table(_COLUMNS, self._rows(), to_left=(0,))
+        return "\n".join([text, *self.warnings()])
+
+    def __repr__(self) -> str:
+        return f"<Trace: {len(self._seen)} events of {len({s.unit for s in self._seen})} units>"
+
+    def _repr_html_(self) -> str:
+        return html_table(_COLUMNS, self._rows(), to_left=(0,)) + "".join(f"<p>{w}</p>" for w in self.warnings())
+
+    def save(self, path: str | Path, *, rank: int = 0) -> None:
+        """Write a timeline as JSON that chrome://tracing and ui.perfetto.dev show, with bytes of full values over time.
+
+        Args:
+            path: Of the file.
+            rank: Shown as the process; files of several ranks may be loaded together.
+        """
+        told = []
+        for e in self.events:
+            args = {"phase": e.phase, "op": e.op, "line": e.line, "bytes": e.num_bytes, "waited ms": 1e3 * e.waited_s}
+            what = {"name": f"{e.what} {e.unit}", "cat": e.what, "args": args}
+            told.append({"ph": "X", "pid": rank, "tid": 0, "ts": 1e6 * e.at_s, "dur": 1e6 * e.took_s, **what})
+            end_us = 1e6 * (e.at_s + e.took_s)
+            told.append({"ph": "C", "pid": rank, "ts": end_us, "name": "gathered", "args": {"bytes": e.gathered_bytes}})
+        Path(path).write_text(json.dumps({"traceEvents": told, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+@checked
+def trace(model: nn.Module) -> Trace:
+    """Follow what the units of a model gather and reduce, for which operation and line, and how long that takes.
+
+        with dshard.trace(model) as trace:
+            step()
+        print(trace)
+        trace.save("step.json")
+
+    What is sent more often than it has to be is told by the logger "dshard" when the block ends, and by `warnings()`.
+    Outside of a trace nothing is noted.
+
+    Args:
+        model: That `fully_shard` was called on, or one that holds such models.
+
+    Raises:
+        StateError: Nothing of the model is sharded.
+
+    Communicates:
+        Nothing: each rank tells of itself.
+    """
+    return Trace(model)
+
+
+def _asked_by(frame: FrameType | None) -> tuple[str, str, bool]:
+    """The operation that a stack computes, the line of the program, and whether that is ahead of a use."""
+    first, op, is_ahead = frame, "", False
+    while frame is not None and not op:
+        if frame.f_code is _DISPATCH:
+            op = str(frame.f_locals["func"])
+        is_ahead |= frame.f_code is _PREFETCH
+        frame = frame.f_back
+    return op, users_line(first), is_ahead
+
+
+def _row(name: str, events: Sequence[Event]) -> list[str]:
+    gathers = [e for e in events if e.what == "gather"]
+    reductions = [e for e in events if e.what == "reduce"]
+    counts = [str(sum(e.phase == phase for e in gathers)) for phase in _PHASES]
+    sent = [bytes_text(sum(e.num_bytes for e in each)) for each in (gathers, reductions)]
+    issued = sum(e.took_s for e in (*gathers, *reductions))
+    waited = sum(e.waited_s for e in events)
+    return [name, *counts, sent[0], str(len(reductions)), sent[1], f"{1e3 * issued:.2f}", f"{1e3 * waited:.2f}"]
