@@ -1,4 +1,4 @@
-"""Real programs that are looked at while they train: tables of whatever they cross, and results as of unwatched ones."""
+"""Real programs that are looked at while they train: tables of what they cross, and results as of unwatched ones."""
 
 import json
 import tempfile
