@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from dshard.testing import World, WorldPool
-from tests.gloo_threads import have_gloo_stand_back
+from dshard.testing import WorldPool
+from tests.pools import MessagingWorld, RestedPool
 
 settings.register_profile(
     "dshard",
@@ -41,48 +41,25 @@ def _one_thread() -> None:
     torch.set_num_threads(1)  # as on the ranks: a parallel sum may round differently
 
 
-class _World(World):
-    """A world whose ranks are not kept from running by gloo's threads."""
-
-    def start(self) -> None:
-        if not self.is_running:
-            super().start()
-            self.run(have_gloo_stand_back)
-
-
-class _MessagingWorld(_World):
-    """A world whose ranks exchange messages, as those of several hosts do."""
-
-    def start(self) -> None:
-        if not self.is_running:
-            super().start()
-            self.run(_exchange_messages)
-
-
-def _exchange_messages() -> None:
-    os.environ["DSHARD_TRANSPORT"] = "messages"
-
-
-class _WorldPool(WorldPool):
-    def __init__(self, kind: type[World] = _World) -> None:
-        super().__init__()
-        self._kind = kind
-
-    def get_world(self, num_ranks: int) -> World:
-        return self._worlds.setdefault(num_ranks, self._kind(num_ranks))
+@pytest.fixture(scope="module", autouse=True)
+def _few_groups() -> Iterator[None]:
+    """A file of tests leaves few process groups behind."""
+    yield
+    for pool in RestedPool.open:
+        pool.rest()
 
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[WorldPool]:
     """Persistent worlds by size: `worlds.run(2, fn, ...)`."""
-    with _WorldPool() as pool:
+    with RestedPool() as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def messaging() -> Iterator[WorldPool]:
     """Worlds as `worlds` gives, whose ranks exchange messages and not through memory."""
-    with _WorldPool(_MessagingWorld) as pool:
+    with RestedPool(MessagingWorld) as pool:
         yield pool
 
 
@@ -99,7 +76,7 @@ def accelerator() -> None:
 @pytest.fixture(scope="session")
 def simulators(accelerator: None) -> Iterator[WorldPool]:
     """Worlds for that device, for a process that knows it is no longer as others are."""
-    with WorldPool() as pool:
+    with RestedPool() as pool:
         yield pool
 
 

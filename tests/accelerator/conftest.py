@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from dshard.testing import WorldPool
+from tests.pools import RestedPool
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -17,12 +18,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def accelerators(accelerator: None) -> Iterator[WorldPool]:
-    with WorldPool() as pool:
+    with RestedPool() as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def accelerators_and_cpus(accelerator: None) -> Iterator[WorldPool]:
     """Those whose process groups know tensors of the CPU, too."""
-    with WorldPool() as pool:
+    with RestedPool() as pool:
         yield pool

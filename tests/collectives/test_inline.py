@@ -17,7 +17,7 @@ from dshard.collectives.header import Kind
 from dshard.errors import DivergenceError
 from dshard.layout import INLINE_BYTES
 from dshard.testing import WorldPool
-from tests.conftest import _MessagingWorld
+from tests.pools import MessagingWorld
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
 
@@ -119,7 +119,7 @@ def sums_of_other_sizes(sizes: Sequence[int]) -> str:
 # A message of more bytes than were asked for would end the process; these cannot.
 @pytest.mark.parametrize("sizes", [(3, 50), (50, 3), (3, 30_000)])
 def test_ranks_that_send_other_amounts_than_are_awaited_say_so(sizes):
-    with _MessagingWorld(2) as world_of_two:
+    with MessagingWorld(2) as world_of_two:
         texts = world_of_two.run(sums_of_other_sizes, sizes)
     for rank, text in enumerate(texts):
         assert "must exchange values of the same shapes and dtypes" in text
