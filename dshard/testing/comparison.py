@@ -223,7 +223,7 @@ def _hint(key: Key, records: Sequence[Record], rank: int, right_ranks: Sequence[
             "The weights are right after the step before, and the first step was: it computes with something else, "
             "such as a copy of a weight that is kept (`.data`, `.detach()`, NumPy)."
         )
-    if key.kind in ("gradient", "gradient norm", "gradient of output"):
+    if key.kind in ("gradient", "gradient of output"):
         return _gradient_hint(records[rank], rank, oracle, num)
     if key.kind == "parameter":
         start = oracle.start.get(key.name)

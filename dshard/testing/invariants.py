@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from dshard.errors import ArgumentError
 from dshard.testing.comparison import Difference, Oracle, by_rank, first_difference, oracle_of, with_mean_losses
 from dshard.testing.programs import SETTINGS, Program, Setting, adamw
-from dshard.testing.recording import Record
+from dshard.testing.recording import Record, put_together
 from dshard.testing.training import Run, train_alone, train_sharded
 from dshard.testing.worlds import RemoteRankError, WorldPool
 
@@ -90,7 +91,7 @@ def assert_sharding_invariants(
             does, or the parameter or number.
 
     Communicates:
-        Nothing here; on the ranks what training does, and gathers.
+        Nothing here; on the ranks what training does.
     """
     report = verify_sharding(model_factory, sample_input, worlds=worlds, **options)
     if report.differences:
@@ -141,15 +142,29 @@ def verify_sharding(
         A row for each setting and world.
 
     Raises:
+        ArgumentError: A number is below 1, or there is no such setting.
         RemoteRankError: The plain model cannot be trained.
 
     Communicates:
-        Nothing here; on the ranks what training does, and gathers.
+        Nothing here; on the ranks what training does.
     """
     program = Program(*(model_factory, sample_input, loss, step, oracle_step, optimizer, shard, evaluate, steps, dtype))
+    _check(settings, worlds, steps)
     with ExitStack() as stack:
-        pool = pool if pool is not None else stack.enter_context(WorldPool())
+        pool = pool if pool is not None else stack.enter_context(WorldPool(group_timeout_s=60.0))
         return _Verifier(program, pool, equal_buffers=equal_buffers).verify(worlds, settings)
+
+
+def _check(settings: Sequence[str], worlds: Sequence[int], steps: int) -> None:
+    if unknown := [name for name in settings if name not in SETTINGS]:
+        raise ArgumentError(
+            f"verify_sharding: settings must be of {', '.join(SETTINGS)}, but {unknown[0]!r} is none. Name others."
+        )
+    if not worlds or not settings or min(worlds) < 1 or steps < 1:
+        raise ArgumentError(
+            f"verify_sharding: worlds, settings and steps must be one or more, but they are {list(worlds)}, "
+            f"{list(settings)} and {steps}. Pass worlds=(1, 2) and steps=3."
+        )
 
 
 class _Verifier:
@@ -158,7 +173,6 @@ class _Verifier:
     def __init__(self, program: Program, pool: WorldPool, *, equal_buffers: bool) -> None:
         self.program, self.pool, self.equal_buffers = program, pool, equal_buffers
         self._oracles: dict[tuple[object, ...], Oracle] = {}
-        self._clip: dict[int, float] = {}
         self.report = Verification()
 
     def verify(self, worlds: Sequence[int], settings: Sequence[str]) -> Verification:
@@ -172,16 +186,16 @@ class _Verifier:
         if self.program.step is not None and (setting.micro_batches > 1 or setting.is_clipped):
             return Row(name, num_ranks, skipped="left out: the step is yours")
         run = Run(self.program, setting, num_ranks, self._clip_norm(num_ranks) if setting.is_clipped else None)
-        if self.program.step is None or num_ranks == 1:
-            self._oracle(run)  # raises where the plain model cannot be trained
         if self._same_batches(num_ranks):
             return Row(name, num_ranks, _problem(name, num_ranks, *_SAME_BATCHES))
         try:
             records = self.pool.run(num_ranks, train_sharded, run, timeout_s=_TIMEOUT_S)
         except RemoteRankError as error:
+            self._oracle(run)  # raises where the plain model cannot be trained either
             return Row(name, num_ranks, _raised(name, num_ranks, error))
         if setting.is_checkpointed and not records[0].num_blocks:
             return Row(name, num_ranks, skipped="left out: no blocks in a ModuleList")
+        put_together(records)
         oracle = self._oracle(run, records[0].num_forwards)
         if self.program.step is not None:
             with_mean_losses(records)
@@ -218,18 +232,18 @@ class _Verifier:
     def _clip_norm(self, num_ranks: int) -> float:
         """Half of the norm that the first gradients have."""
         seen = self._oracle(Run(self.program, SETTINGS["full"], num_ranks)).record.seen
-        return next(float(value) for key, value in seen.items() if key.kind == "gradient norm") / 2
+        grads = [value.double().square().sum() for key, value in seen.items() if key.kind == "gradient"]
+        return float(torch.stack(grads).sum().sqrt()) / 2
 
     def _oracle(self, run: Run, micro_batches: int = 1) -> Oracle:
         setting = run.setting
         is_whole = self.program.step is not None
         known = (run.num_ranks, setting.micro_batches, run.clip, setting.precision, is_whole and micro_batches)
         if known not in self._oracles:
-            records = []
-            for nudge in range(_NUM_NUDGES + 1):
-                plain = Run(self.program, setting, run.num_ranks, run.clip, nudge, micro_batches)
-                (record,) = self.pool.run(1, train_alone, plain, timeout_s=_TIMEOUT_S)
-                records.append(by_rank(record, run.num_ranks, micro_batches) if is_whole else record)
+            plain = replace(run, micro_batches=micro_batches)
+            (records,) = self.pool.run(1, train_alone, plain, _NUM_NUDGES, timeout_s=_TIMEOUT_S)
+            if is_whole:
+                records = [by_rank(record, run.num_ranks, micro_batches) for record in records]
             eps = torch.finfo(torch.bfloat16).eps if setting.precision else None
             self._oracles[known] = oracle_of(records[0], records[1:], eps)
         return self._oracles[known]

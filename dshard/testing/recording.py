@@ -2,7 +2,7 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dshard.testing.programs import tensors_of
 
@@ -33,6 +34,18 @@ class Key(NamedTuple):
     rank: int
 
 
+class Piece(NamedTuple):
+    """Where a rank's shard lies.
+
+    Attributes:
+        shape: of the full value.
+        start: of the shard in it.
+    """
+
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Record:
     """What one process saw, in order; travels to the parent by pickle.
@@ -43,6 +56,7 @@ class Record:
         problems: what is wrong whatever another process has: kind, name and words.
         num_blocks: that were checkpointed.
         num_forwards: of the root in the first step.
+        pieces: of which full shape, and from where on, a value is this rank's part.
     """
 
     seen: dict[Key, Tensor] = field(default_factory=dict)
@@ -50,6 +64,7 @@ class Record:
     problems: list[tuple[str, str, str]] = field(default_factory=list)
     num_blocks: int = 0
     num_forwards: int = 0
+    pieces: dict[Key, Piece] = field(default_factory=dict)
 
 
 class Recorder:
@@ -72,8 +87,12 @@ class Recorder:
     def see(self, kind: str, name: str, value: Tensor, *, rank: int = -1) -> None:
         """Add one quantity."""
         first = Key(kind, self.step, name, 0, rank)
-        self.record.seen[first._replace(call=self._calls[first])] = full(value)
+        key = first._replace(call=self._calls[first])
         self._calls[first] += 1
+        self.record.seen[key] = local(value)
+        if isinstance(value, DTensor):
+            _, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+            self.record.pieces[key] = Piece(tuple(value.shape), tuple(start))
 
     def _see_output(self, name: str, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
@@ -97,17 +116,13 @@ class Recorder:
         leaf.register_hook(see)
 
     def see_gradients(self, model: nn.Module) -> None:
-        """Add the gradients of all parameters, and their norm."""
-        squares = torch.zeros((), dtype=torch.float64)
+        """Add the gradients of all parameters."""
         for name, param in model.named_parameters():
             if param.grad is not None:
-                grad = full(param.grad)
-                squares += grad.double().square().sum().cpu()
-                self.see("gradient", name, grad)
-        self.see("gradient norm", "", squares.sqrt())
+                self.see("gradient", name, param.grad)
 
     def see_parameters(self, model: nn.Module, kind: str) -> None:
-        """Add the full values of all parameters."""
+        """Add the values of all parameters."""
         for name, param in model.named_parameters():
             self.see(kind, name, param)
 
@@ -121,13 +136,13 @@ class Recorder:
     @contextmanager
     def evaluating(self, model: nn.Module, rank: int) -> Iterator[None]:
         """A scope that must change nothing of the model."""
-        before = {name: full(value) for name, value in _tensors(model)}
+        before = {name: local(value) for name, value in _tensors(model)}
         modes = {name: module.training for name, module in model.named_modules()}
         self.rank, self.is_evaluating = rank, True
         yield
         self.is_evaluating = False
         for name, value in _tensors(model):
-            if not torch.equal(full(value), before[name]):
+            if not torch.equal(local(value), before[name]):
                 words = "evaluation changed it; is the model in train mode there, or does it train?"
                 self.record.problems.append(("parameter or buffer", name, words))
         for name, module in model.named_modules():
@@ -137,10 +152,27 @@ class Recorder:
                 break
 
 
-def full(value: Tensor) -> Tensor:
-    """A copy of a tensor's full value in the CPU's memory."""
+def local(value: Tensor) -> Tensor:
+    """A copy of a tensor in the CPU's memory, of a sharded one's shard: recording communicates nothing."""
     value = value.detach()
-    return (value.full_tensor() if isinstance(value, DTensor) else value).clone().cpu()
+    return (value.to_local() if isinstance(value, DTensor) else value).clone().cpu()
+
+
+def put_together(records: Sequence[Record]) -> None:
+    """Have each rank's record hold full values: its own shards, and those of the others beside them."""
+    wholes: dict[tuple[int, Key], Tensor] = {}
+    for rank, record in enumerate(records):
+        for key, (shape, _) in record.pieces.items():
+            whole = torch.full(shape, float("nan"), dtype=record.seen[key].dtype)
+            others = [r for r in range(len(records)) if r != rank]
+            for other in (*others, rank):  # its own last: of what several hold, it has that
+                named = key._replace(rank=other) if key.rank >= 0 else key
+                if named in records[other].pieces:
+                    part, start = records[other].seen[named], records[other].pieces[named].start
+                    whole[tuple(slice(s, s + n) for s, n in zip(start, part.shape, strict=True))] = part
+            wholes[rank, key] = whole
+    for (rank, key), whole in wholes.items():
+        records[rank].seen[key] = whole
 
 
 def place_of(module: nn.Module) -> str:

@@ -1,8 +1,9 @@
 """Training runs that are compared: of the plain model in one process, and of the sharded one on each rank."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,7 @@ class Run:
 
 
 def train_sharded(run: Run) -> Record:
-    """The run of this rank. Communicates: what training does, and gathers of all that is recorded."""
+    """The run of this rank. Communicates: what training does."""
     program, rank = run.program, dist.get_rank()
     model = program.build()
     num_blocks = checkpoint_blocks(model) if run.setting.is_checkpointed else 0
@@ -67,8 +68,12 @@ def train_sharded(run: Run) -> Record:
     return recorder.record
 
 
-def train_alone(run: Run) -> Record:
-    """The run of the plain model on the batches of all ranks."""
+def train_alone(run: Run, num_nudges: int) -> list[Record]:
+    """The runs of the plain model on the batches of all ranks: as it is, and with nudged weights."""
+    return [_train_alone(copy.deepcopy(replace(run, nudge=nudge))) for nudge in range(num_nudges + 1)]
+
+
+def _train_alone(run: Run) -> Record:
     program = run.program
     model = program.build()
     if run.nudge:
@@ -139,7 +144,7 @@ def _trained(run: Run, model: nn.Module, recorder: Recorder) -> Iterator[Optimiz
     make_step = optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        if recorder.step == 0 and not any(key.kind == "gradient norm" for key in recorder.record.seen):
+        if recorder.step == 0 and not any(key.kind == "gradient" for key in recorder.record.seen):
             recorder.see_gradients(model)
         return make_step(*args, **kwargs)
 
