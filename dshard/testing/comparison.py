@@ -24,7 +24,7 @@ class Difference:
         quantity: what it is, with its step.
         where: the module or parameter, with class, file and line of its forward.
         found: what the sharded run has.
-        expected: what the plain model has.
+        expected: what the plain model has; "" where nothing is compared, and the hint says what is wrong.
         hint: what explains it, if something known does.
         others: how many quantities differ, of how many.
     """
@@ -40,9 +40,10 @@ class Difference:
     others: str = ""
 
     def __str__(self) -> str:
-        rank = f", rank {self.rank}" if self.rank >= 0 else ""
-        lines = [f"{self.setting} on {self.num_ranks} ranks{rank}: {self.quantity} of {self.where} differs."]
-        lines[0] = lines[0].replace("  ", " ")
+        who = f"{self.setting} on {self.num_ranks} ranks" + (f", rank {self.rank}" if self.rank >= 0 else "")
+        if not self.expected:
+            return f"{who}: {self.quantity} {self.where}: {self.hint}"
+        lines = [f"{who}: {self.quantity} of {self.where} differs."]
         lines += [f"  found    {self.found}", f"  expected {self.expected}"]
         return "\n".join(lines + [f"  {each}" for each in (self.others, self.hint) if each])
 
@@ -215,6 +216,8 @@ def _shown(value: Tensor) -> str:
 def _hint(key: Key, records: Sequence[Record], rank: int, right_ranks: Sequence[int], oracle: Oracle) -> str:
     """Words for the known classes of errors."""
     num = len(records)
+    if _expected(oracle, key, rank) is None or key not in records[rank].seen:
+        return "It is on one side alone: was a module or parameter put in the place of another, untied, or frozen?"
     if key.rank >= 0 and right_ranks:
         agreeing = ", ".join(map(str, right_ranks))
         return f"It is right on rank {agreeing}: something depends on the rank, as a branch, a seed or data do."
@@ -234,7 +237,6 @@ def _hint(key: Key, records: Sequence[Record], rank: int, right_ranks: Sequence[
         )
     return {
         "initial value": "Sharding should change no weight: does the factory draw from the rank or the world's size?",
-        "key of state_dict": "Names changed: was a module or parameter put in the place of another, or untied?",
         "loss": "Outputs are right: is the loss a mean over other counts on each rank?",
         "buffer": "Buffers are of each rank; fully_shard(buffers='broadcast') keeps them equal.",
         "returned value": "The weights are right: it was computed from shards, or from values of another time.",

@@ -63,7 +63,8 @@ class Verification:
         lines = [f"{'setting':<{width}}  ranks"]
         for row in self.rows:
             ok = f"ok ({row.num_compared} quantities)"
-            what = row.skipped or (ok if row.difference is None else f"{row.difference.quantity} differs")
+            what = row.skipped or (ok if row.difference is None else f"wrong: {row.difference.quantity} ")
+            what += row.difference.where if row.difference is not None else ""
             lines.append(f"{row.setting:<{width}}  {row.num_ranks:<5}  {what}")
         return "\n".join([*lines, *self.notes])
 
@@ -187,7 +188,7 @@ class _Verifier:
             return Row(name, num_ranks, skipped="left out: the step is yours")
         run = Run(self.program, setting, num_ranks, self._clip_norm(num_ranks) if setting.is_clipped else None)
         if self._same_batches(num_ranks):
-            return Row(name, num_ranks, _problem(name, num_ranks, *_SAME_BATCHES))
+            return Row(name, num_ranks, _problem(name, num_ranks, "ranks", ["0", "1"], _SAME_BATCHES))
         try:
             records = self.pool.run(num_ranks, train_sharded, run, timeout_s=_TIMEOUT_S)
         except RemoteRankError as error:
@@ -204,22 +205,24 @@ class _Verifier:
 
     def _difference(self, name: str, records: Sequence[Record], oracle: Oracle) -> Difference | None:
         for record in (oracle.record, *records):
-            for problem in record.problems:
-                return _problem(name, len(records), *problem)
+            for kind, _, words in record.problems[:1]:
+                names = [each for other, each, said in record.problems if (other, said) == (kind, words)]
+                return _problem(name, len(records), kind, names, words)
         found = first_difference(name, records, oracle)
         return self._unequal_buffers(name, records) if found is None else found
 
     def _unequal_buffers(self, name: str, records: Sequence[Record]) -> Difference | None:
-        for key, value in records[0].seen.items():
-            for rank, record in enumerate(records) if key.kind == "buffer" else ():
-                if torch.equal(record.seen[key._replace(rank=rank)], value):
-                    continue
-                words = "it differs between ranks; fully_shard(buffers='broadcast') keeps rank 0's."
-                if self.equal_buffers:
-                    return _problem(name, len(records), "buffer", key.name, words)
-                note = f"note: buffer {key.name} {words.removeprefix('it ')}"
-                if note not in self.report.notes:
-                    self.report.notes.append(note)
+        names = [
+            key.name
+            for key, value in records[0].seen.items()
+            if key.kind == "buffer"
+            and not all(torch.equal(r.seen[key._replace(rank=i)], value) for i, r in enumerate(records))
+        ]
+        if names and self.equal_buffers:
+            return _problem(name, len(records), "buffer", names, _OWN_BUFFERS)
+        note = f"note: buffer {', '.join(names)}: {_OWN_BUFFERS}"
+        if names and note not in self.report.notes:
+            self.report.notes.append(note)
         return None
 
     def _same_batches(self, num_ranks: int) -> bool:
@@ -249,12 +252,15 @@ class _Verifier:
         return self._oracles[known]
 
 
-_SAME_BATCHES = ("batch", "", "ranks 0 and 1 train on the same data: give the sampler its rank.")
+_SAME_BATCHES = "they train on the same data: give the sampler its rank."
+_OWN_BUFFERS = "ranks have different ones; fully_shard(buffers='broadcast') keeps rank 0's."
+_MAX_NAMES = 5
 
 
-def _problem(setting: str, num_ranks: int, kind: str, name: str, words: str) -> Difference:
+def _problem(setting: str, num_ranks: int, kind: str, names: Sequence[str], words: str) -> Difference:
     """What is wrong by itself."""
-    return Difference(setting, num_ranks, -1, kind, name or "the ranks", "what the hint says", "-", words)
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return Difference(setting, num_ranks, -1, kind, ", ".join(names[:_MAX_NAMES]) + more, "", "", words)
 
 
 def _raised(setting: str, num_ranks: int, error: RemoteRankError) -> Difference:
@@ -263,4 +269,4 @@ def _raised(setting: str, num_ranks: int, error: RemoteRankError) -> Difference:
     frames = [line.strip() for line in error.remote_traceback.splitlines() if line.startswith("  File")]
     own = [frame for frame in frames if "/dshard/" not in frame and "/torch/" not in frame]
     where = own[-1] if own else "the run"
-    return Difference(setting, num_ranks, error.rank, "an exception", where, message[:2000], "none", "")
+    return Difference(setting, num_ranks, error.rank, "an exception at", where, "", "", message[:2000])

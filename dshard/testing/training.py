@@ -115,6 +115,7 @@ def _train_whole(run: Run, model: nn.Module, recorder: Recorder) -> None:
     kept = {name: _norm_by_rank(m, run.num_ranks) for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
     step_of = program.oracle_step or program.step
     assert step_of is not None
+    recorder.scale = float(run.num_ranks)
     with _trained(run, model, recorder) as optimizer:
         for step in range(program.num_steps):
             recorder.step = step

@@ -1,6 +1,7 @@
 """Twenty classes of errors that raise nothing by themselves, planted into three small models."""
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -125,8 +126,9 @@ def untied(model: Any, **options: Any) -> None:
 
 
 def replaced(model: Any, **options: Any) -> None:
+    fresh = deepcopy(model.body)
     dshard.fully_shard(model, **options)
-    model.body.weight = nn.Parameter(model.body.weight.full_tensor().detach().clone())
+    model.body = deepcopy(fresh)
 
 
 def without_biases(model: nn.Module) -> Optimizer:
@@ -311,6 +313,7 @@ class Planted:
     sample: Callable[..., Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     models: tuple[str, ...] = MODELS
+    setting: str = "full"
 
     def arguments(self, kind: str) -> tuple[Any, Any]:
         factory = partial(self.make, kind, self.make_body) if self.make_body else partial(self.make, kind)
@@ -332,8 +335,12 @@ PLANTED: dict[str, Planted] = {
     "accumulation not scaled": Planted(("2 times",), options=_step(unscaled_parts, right), models=_NO_NORM),
     "clipping before unscaling": Planted(("after unscaling",), options=_step(clips_scaled, right_clipped)),
     "tied weight untied": Planted(("head.weight", "untied"), options={"shard": untied}, models=("tied",)),
-    "buffer drifts": Planted(("body.seen", "broadcast"), make_body=Drifting, options={"equal_buffers": True}),
-    "optimizer misses biases": Planted(("bias", "no group of the optimizer"), options={"optimizer": without_biases}),
+    "buffer drifts": Planted(
+        ("body.seen", "ranks have different ones"), make_body=Drifting, options={"equal_buffers": True}
+    ),
+    "optimizer misses biases": Planted(
+        ("body.bias", "no group of the optimizer"), options={"optimizer": without_biases}
+    ),
     "evaluation in train mode": Planted(
         ("norm.running_mean", "evaluation changed it"), options={"evaluate": in_train_mode}, models=("conv",)
     ),
@@ -343,12 +350,12 @@ PLANTED: dict[str, Planted] = {
     "write through NumPy on one rank": Planted(("body.weight",), options=_step(writes_numpy)),
     "dropout seeded by rank": Planted(("body (SeededDropout", "depends on the rank"), make_body=SeededDropout),
     "initial weights by rank": Planted(("first.weight", "DivergenceError"), make=seeded_by_rank),
-    "parameter replaced": Planted(("body.weight",), options={"shard": replaced}),
+    "module replaced after sharding": Planted(("body",), options={"shard": replaced}),
     "gradients zeroed between parts": Planted(("radient",), options=_step(zeroes_between, right), models=_NO_NORM),
-    "gradients added twice": Planted(("2 times", "number of ranks"), options=_step(reduces_twice)),
+    "gradients added twice": Planted(("2 times", "number of ranks"), options=_step(reduces_twice), setting="ddp"),
     "no sync on the last part": Planted(("radient",), options=_step(never_syncs, right), models=_NO_NORM),
     "learning rate by rank": Planted(("learning rate",), options=_step(scales_rate)),
-    "frozen on one rank": Planted(("body.weight",), options=_step(freezes)),
+    "frozen on one rank": Planted(("body", "DivergenceError"), options=_step(freezes)),
     "average of stale values": Planted(("returned value", "another time"), options=_step(StaleAverage())),
 }
 

@@ -13,9 +13,8 @@ NOT_FOUND: dict[str, str] = {}
 def verify(pool: WorldPool, name: str, kind: str) -> str:
     """What is said of an error in a model; "" for nothing."""
     planted = silent.PLANTED[name]
-    settings = ["full"]
     report = verify_sharding(
-        *planted.arguments(kind), worlds=(2,), settings=settings, steps=2, pool=pool, **planted.options
+        *planted.arguments(kind), worlds=(2,), settings=[planted.setting], steps=2, pool=pool, **planted.options
     )
     return "\n".join(map(str, report.differences))
 
