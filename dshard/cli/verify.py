@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("factory", metavar="MODULE:FACTORY", help="that returns a model and a sample input")
     parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks (default: 1,2,4)")
-    parser.add_argument("--strategies", default="", help="settings, as full,ddp,accumulation (default: all but bf16)")
+    parser.add_argument("--strategies", help="settings, as full,ddp,accumulation (default: all but bf16)")
     parser.add_argument("--steps", type=int, default=3, help="training steps of each (default: 3)")
     parser.add_argument("--dtype", choices=_DTYPES, help="convert the model to it (default: its own)")
     parser.set_defaults(run=run)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from dshard.testing import RemoteRankError, verify_sharding
     from dshard.testing.invariants import DEFAULT_SETTINGS
 
-    settings = _settings(args.strategies) if args.strategies else DEFAULT_SETTINGS
+    settings = DEFAULT_SETTINGS if args.strategies is None else _settings(args.strategies)
     ranks = _ranks(args.ranks)
     if args.steps < 1:
         raise UsageError(f"--steps must be at least 1, but it is {args.steps}. Pass 3.")

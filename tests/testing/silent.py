@@ -297,6 +297,20 @@ class StaleAverage:
         return {"loss": loss, "average": self.average}
 
 
+@dataclass
+class ReplacesOnce:
+    """Puts another object in the place of a parameter that an optimizer has."""
+
+    is_done: bool = False
+
+    def __call__(self, model: Any, optimizer: Optimizer, batch: Any) -> Tensor:
+        if not self.is_done:
+            weight = model.body.weight
+            full = weight.full_tensor() if isinstance(weight, dshard.ShardedTensor) else weight
+            model.body.weight, self.is_done = nn.Parameter(full.detach().clone()), True
+        return right(model, optimizer, batch)
+
+
 # --- all of them ---
 
 
@@ -350,6 +364,7 @@ PLANTED: dict[str, Planted] = {
     "write through NumPy on one rank": Planted(("body.weight",), options=_step(writes_numpy)),
     "dropout seeded by rank": Planted(("body (SeededDropout", "depends on the rank"), make_body=SeededDropout),
     "initial weights by rank": Planted(("first.weight", "DivergenceError"), make=seeded_by_rank),
+    "parameter replaced": Planted(("body.weight", "another object"), options=_step(ReplacesOnce(), right)),
     "module replaced after sharding": Planted(("body",), options={"shard": replaced}),
     "gradients zeroed between parts": Planted(("radient",), options=_step(zeroes_between, right), models=_NO_NORM),
     "gradients added twice": Planted(("2 times", "number of ranks"), options=_step(reduces_twice), setting="ddp"),

@@ -65,7 +65,7 @@ def test_correct_models_are_found_correct_under_every_setting(worlds, name):
     assert [(row.setting, row.num_ranks) for row in report.rows] == [(s, n) for n in ranks for s in settings]
     left_out = {row.setting for row in report.rows if row.skipped}
     assert left_out == (set() if name == "tied" else {"checkpointing"})
-    assert all(row.num_compared > 40 for row in report.rows if not row.skipped)
+    assert all(row.num_compared > 30 for row in report.rows if not row.skipped)
 
 
 def test_low_precision_is_compared_by_what_its_roundings_change(worlds):
@@ -114,7 +114,7 @@ def double_loss(output: Tensor) -> Tensor:
     return output.sum() * torch.distributed.get_world_size()
 
 
-def test_gradients_that_are_scaled_are_said_to_be(worlds):
+def test_a_loss_that_depends_on_the_number_of_ranks_is_named(worlds):
     (row,) = verify_sharding(mlp, ROWS, worlds=(2,), settings=["full"], loss=double_loss, pool=worlds).rows
     assert row.difference is not None
     assert row.difference.quantity == "loss in step 0"
@@ -122,7 +122,7 @@ def test_gradients_that_are_scaled_are_said_to_be(worlds):
 
 def test_a_sample_function_that_gives_all_ranks_the_same_is_found(worlds):
     (row,) = verify_sharding(mlp, same_rows, worlds=(2,), settings=["full"], pool=worlds).rows
-    assert "ranks 0 and 1 train on the same data" in str(row.difference)
+    assert "ranks 0, 1: they train on the same data" in str(row.difference)
 
 
 def same_rows(rank: int, step: int) -> Tensor:
@@ -154,7 +154,7 @@ def module(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(("factory", "code", "words"), [("good", 0, "ok ("), ("wrong", 1, "factories.py:10")])
+@pytest.mark.parametrize(("factory", "code", "words"), [("good", 0, "ok ("), ("wrong", 1, "factories.py:9")])
 def test_the_command_prints_a_table_and_what_differs(module, factory, code, words):
     command = [sys.executable, "-m", "dshard", "verify", f"factories:{factory}", "--ranks", "2"]
     command += ["--strategies", "full,clipping", "--steps", "2"]
