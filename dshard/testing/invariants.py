@@ -207,7 +207,7 @@ class _Verifier:
         for record in (oracle.record, *records):
             for kind, _, words in record.problems[:1]:
                 names = [each for other, each, said in record.problems if (other, said) == (kind, words)]
-                return _problem(name, len(records), kind, names, words)
+                return _problem(name, len(records), kind, list(dict.fromkeys(names)), words)
         found = first_difference(name, records, oracle)
         return self._unequal_buffers(name, records) if found is None else found
 

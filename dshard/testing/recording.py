@@ -185,8 +185,8 @@ def place_of(module: nn.Module) -> str:
     except (KeyError, OSError, TypeError):
         return plain.__name__
     where = Path(path or "?")
-    with_cwd = where.relative_to(Path.cwd()) if where.is_relative_to(Path.cwd()) else where
-    return f"{plain.__name__}, {with_cwd}:{line}"
+    short = where.relative_to(Path.cwd()) if where.is_relative_to(Path.cwd()) else where
+    return f"{plain.__name__}, {str(short).rpartition('site-packages/')[2]}:{line}"
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

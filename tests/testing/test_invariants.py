@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from functools import partial
 
 import pytest
 import torch
@@ -171,3 +172,20 @@ def test_a_factory_that_is_none_is_refused(module, monkeypatch, capsys, name):
     monkeypatch.delitem(sys.modules, "factories", raising=False)
     assert main(["verify", name]) == 2
     assert "MODULE:FACTORY" in capsys.readouterr().err
+
+
+class Scaled(nn.Linear):
+    """A layer that is off by a factor on one rank."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__(6, 6)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (self.factor if torch.distributed.get_rank() == 1 else 1.0)
+
+
+@pytest.mark.parametrize(("factor", "is_found"), [(1 + 2e-5, True), (1 + 2**-23, False)])
+def test_an_error_of_some_roundings_is_found_and_one_rounding_is_not(worlds, factor, is_found):
+    report = verify_sharding(partial(Scaled, factor), ROWS, worlds=(2,), settings=["full"], pool=worlds)
+    assert bool(report.differences) == is_found

@@ -37,7 +37,7 @@ def test_a_silent_error_is_found_and_named_in_every_model(worlds, name):
 
 
 @pytest.mark.parametrize("kind", silent.MODELS)
-@pytest.mark.parametrize("step", [None, silent.right, silent.right_clipped], ids=["own", "step", "clipped"])
+@pytest.mark.parametrize("step", [None, silent.right, silent.right_clipped, silent.right_parts])
 def test_correct_programs_are_not_blamed(worlds, kind, step):
     report = verify_sharding(
         *silent.Planted(()).arguments(kind), worlds=(2,), settings=["full", "mix"], steps=2, step=step, pool=worlds
