@@ -59,12 +59,13 @@ class Verification:
         return [row.difference for row in self.rows if row.difference is not None]
 
     def __str__(self) -> str:
-        width = max(len(row.setting) for row in self.rows)
+        width = max(len(row.setting) for row in self.rows + [Row("setting", 0)])
         lines = [f"{'setting':<{width}}  ranks"]
         for row in self.rows:
             ok = f"ok ({row.num_compared} quantities)"
-            what = row.skipped or (ok if row.difference is None else f"wrong: {row.difference.quantity} ")
-            what += row.difference.where if row.difference is not None else ""
+            what = row.skipped or (ok if row.difference is None else f"wrong: {row.difference.quantity}")
+            if row.difference is not None:
+                what += f"{' of' if row.difference.expected else ''} {row.difference.where}"
             lines.append(f"{row.setting:<{width}}  {row.num_ranks:<5}  {what}")
         return "\n".join([*lines, *self.notes])
 
