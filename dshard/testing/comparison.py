@@ -99,7 +99,7 @@ def by_rank(record: Record, num_ranks: int, micro_batches: int) -> Record:
             continue
         for i, part in enumerate(value.chunk(num * num_ranks)):
             call = i // num_ranks * calls[key.kind, key.step, key.name] + key.call
-            seen[key._replace(rank=i % num_ranks, call=call)] = part
+            seen[key.with_rank(i % num_ranks).with_call(call)] = part
     return Record(seen, record.places, record.problems, record.num_blocks, record.num_forwards)
 
 
@@ -107,14 +107,12 @@ def with_mean_losses(records: Sequence[Record]) -> None:
     """Give every rank the mean of all ranks' losses: a step on all batches in one has no other."""
     keys = [key for key in records[0].seen if key.kind == "loss"]
     for key in keys:
-        values = [r.seen.get(key._replace(rank=rank)) for rank, r in enumerate(records)]
+        values = [r.seen.get(key.with_rank(rank)) for rank, r in enumerate(records)]
         known = [value.double() for value in values if value is not None]
         mean = torch.stack(known).mean().to(records[0].seen[key].dtype)
         for rank, record in enumerate(records):
             record.seen = {
-                (k._replace(rank=-1) if k == key._replace(rank=rank) else k): (
-                    mean if k == key._replace(rank=rank) else v
-                )
+                (k.with_rank(-1) if k == key.with_rank(rank) else k): (mean if k == key.with_rank(rank) else v)
                 for k, v in record.seen.items()
             }
 
@@ -130,7 +128,7 @@ def first_difference(setting: str, records: Sequence[Record], oracle: Oracle) ->
     ]
     rank = min(range(len(records)), key=lambda r: first[r])
     key = wrong[rank][0]
-    right_ranks = [r for r, keys in enumerate(wrong) if key._replace(rank=r) not in keys and key not in keys]
+    right_ranks = [r for r, keys in enumerate(wrong) if key.with_rank(r) not in keys and key not in keys]
     expected, found = _expected(oracle, key, rank), records[rank].seen.get(key)
     return Difference(
         setting,
@@ -154,11 +152,11 @@ def first_difference(setting: str, records: Sequence[Record], oracle: Oracle) ->
 
 def _expected(oracle: Oracle, key: Key, rank: int) -> Tensor | None:
     seen = oracle.record.seen
-    return seen.get(key._replace(rank=rank), seen.get(key._replace(rank=-1)))
+    return seen.get(key.with_rank(rank), seen.get(key.with_rank(-1)))
 
 
 def _allowed(oracle: Oracle, key: Key, rank: int) -> float:
-    return oracle.allowed.get(key._replace(rank=rank), oracle.allowed.get(key._replace(rank=-1), 0.0))
+    return oracle.allowed.get(key.with_rank(rank), oracle.allowed.get(key.with_rank(-1), 0.0))
 
 
 def _position(record: Record, key: Key) -> int:
@@ -173,11 +171,7 @@ def _wrong(record: Record, rank: int, oracle: Oracle) -> Iterator[Key]:
         if not (is_right or is_beyond):
             yield key
     for key in oracle.record.seen:
-        if (
-            key.kind not in _OF_ROWS
-            and key.rank in (-1, rank)
-            and not {key, key._replace(rank=rank)} & record.seen.keys()
-        ):
+        if key.kind not in _OF_ROWS and key.rank in (-1, rank) and not {key, key.with_rank(rank)} & record.seen.keys():
             yield key
 
 

@@ -59,7 +59,7 @@ class Verification:
         return [row.difference for row in self.rows if row.difference is not None]
 
     def __str__(self) -> str:
-        width = max(len(row.setting) for row in self.rows + [Row("setting", 0)])
+        width = max(len(row.setting) for row in [*self.rows, Row("setting", 0)])
         lines = [f"{'setting':<{width}}  ranks"]
         for row in self.rows:
             ok = f"ok ({row.num_compared} quantities)"
@@ -217,7 +217,7 @@ class _Verifier:
             key.name
             for key, value in records[0].seen.items()
             if key.kind == "buffer"
-            and not all(torch.equal(r.seen[key._replace(rank=i)], value) for i, r in enumerate(records))
+            and not all(torch.equal(r.seen[key.with_rank(i)], value) for i, r in enumerate(records))
         ]
         if names and self.equal_buffers:
             return _problem(name, len(records), "buffer", names, _OWN_BUFFERS)

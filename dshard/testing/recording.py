@@ -33,6 +33,14 @@ class Key(NamedTuple):
     call: int
     rank: int
 
+    def with_rank(self, rank: int) -> "Key":
+        """The same of another rank."""
+        return Key(self.kind, self.step, self.name, self.call, rank)
+
+    def with_call(self, call: int) -> "Key":
+        """Another of that name in the step."""
+        return Key(self.kind, self.step, self.name, call, self.rank)
+
 
 class Piece(NamedTuple):
     """Where a rank's shard lies.
@@ -87,7 +95,7 @@ class Recorder:
     def see(self, kind: str, name: str, value: Tensor, *, rank: int = -1) -> None:
         """Add one quantity."""
         first = Key(kind, self.step, name, 0, rank)
-        key = first._replace(call=self._calls[first])
+        key = first.with_call(self._calls[first])
         self._calls[first] += 1
         self.record.seen[key] = local(value)
         if isinstance(value, DTensor):
@@ -166,7 +174,7 @@ def put_together(records: Sequence[Record]) -> None:
             whole = torch.full(shape, float("nan"), dtype=record.seen[key].dtype)
             others = [r for r in range(len(records)) if r != rank]
             for other in (*others, rank):  # its own last: of what several hold, it has that
-                named = key._replace(rank=other) if key.rank >= 0 else key
+                named = key.with_rank(other) if key.rank >= 0 else key
                 if named in records[other].pieces:
                     part, start = records[other].seen[named], records[other].pieces[named].start
                     whole[tuple(slice(s, s + n) for s, n in zip(start, part.shape, strict=True))] = part
