@@ -45,6 +45,8 @@ FREE = {  # public names without a row, and why
     "ShardedTensor": "its methods are those of a tensor, whose arguments torch looks at",
     "UnshardHandle": RESULT,
     "RemoteRankError": RESULT,
+    "verify_sharding": "a program of the user's, which its ranks call; names and numbers are looked at there",
+    "assert_sharding_invariants": "it hands all on to verify_sharding",
     **dict.fromkeys(("Finding", "PendingSave", "Report"), RESULT),
     "ShardedTrainerMixin": "its methods are called by transformers, whose they are",
     "CommRecord": RESULT,

@@ -14,15 +14,19 @@ NEEDED = {
     "plan": ("gpt-nano", "--world", "8", "--device", "a100-40g"),
     "simulate": ("gpt-nano", "--world", "8", "--device", "a100-40g"),
     "bench gpu": ("--tiny",),
+    "verify": ("nobody:factory",),
 }
 NUMBERS = {int: ("x", "1.5", "", "nan", "-1"), float: ("x", "", "nan", "inf", "-1")}
 TEXTS = {  # that mean something of their own
+    "MODULE:FACTORY": ("nobody", "missing:factory", ":", ""),
     "MODEL": ("nobody", "missing.json", "missing:model", ""),
     "--batch": ("x", "0", "-1", "1.5", ""),
     "--device": ("abacus", ""),
     "--families": ("nobody",),
     "--memory": ("much", "-1GiB", "0", "nan", ""),
     "--prompt": ("",),
+    "--ranks": ("x", "0", "-1", "1.5", "1,,2", ""),
+    "--strategies": ("zero9", "full,,ddp", ""),
     "--strategy": ("zero9", "", "hybrid(0)", "hybrid(3)", "split(2, keep)"),
 }
 

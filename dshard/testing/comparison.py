@@ -1,0 +1,258 @@
+"""How far a sharded run may be from the plain one, what differs first, and what that looks like."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dshard.testing.recording import Key, Record
+
+SAFETY = 16.0  # times what one rounding of the weights changed
+FLOOR = 16.0  # roundings of the largest element
+_OF_ROWS = ("output", "gradient of output", "output in evaluation")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first quantity of a sharded run that is not the plain model's.
+
+    Attributes:
+        setting: of the run.
+        num_ranks: of the run.
+        rank: that has it; -1 where all ranks have the same.
+        quantity: what it is, with its step.
+        where: the module or parameter, with class, file and line of its forward.
+        found: what the sharded run has.
+        expected: what the plain model has; "" where nothing is compared, and the hint says what is wrong.
+        hint: what explains it, if something known does.
+        others: how many quantities differ, of how many.
+    """
+
+    setting: str
+    num_ranks: int
+    rank: int
+    quantity: str
+    where: str
+    found: str
+    expected: str
+    hint: str
+    others: str = ""
+
+    def __str__(self) -> str:
+        who = f"{self.setting} on {self.num_ranks} ranks" + (f", rank {self.rank}" if self.rank >= 0 else "")
+        if not self.expected:
+            return f"{who}: {self.quantity} {self.where}: {self.hint}"
+        lines = [f"{who}: {self.quantity} of {self.where} differs."]
+        lines += [f"  found    {self.found}", f"  expected {self.expected}"]
+        return "\n".join(lines + [f"  {each}" for each in (self.others, self.hint) if each])
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """What the plain model did.
+
+    Attributes:
+        record: of it.
+        allowed: the largest error of each quantity.
+        start: its initial weights by name.
+    """
+
+    record: Record
+    allowed: Mapping[Key, float]
+    start: Mapping[str, Tensor]
+
+
+def oracle_of(base: Record, nudged: Sequence[Record], eps: float | None) -> Oracle:
+    """An oracle whose tolerance is `SAFETY` times the largest change that moving each weight by one rounding made.
+
+    It is at least `FLOOR` roundings of the quantity's largest element; initial values have to be the same bits.
+
+    Args:
+        base: The run of the plain model.
+        nudged: The same with weights moved by one rounding.
+        eps: Of the type that is computed with; None for that of each quantity.
+    """
+    allowed = {}
+    for key, value in base.seen.items():
+        if key.kind == "initial value" or not value.is_floating_point():
+            allowed[key] = 0.0
+            continue
+        moved = [_error(run.seen[key], value) for run in nudged if key in run.seen]
+        floor = FLOOR * (eps or torch.finfo(value.dtype).eps) * _largest(value)
+        allowed[key] = max([SAFETY * each for each in moved] + [floor])
+    start = {key.name: value for key, value in base.seen.items() if key.kind == "initial value"}
+    return Oracle(base, allowed, start)
+
+
+def by_rank(record: Record, num_ranks: int, micro_batches: int) -> Record:
+    """What was seen of all batches in one, cut into what belongs to each rank and micro-batch."""
+    per_forward = max(1, micro_batches // max(1, record.num_forwards))
+    seen: dict[Key, Tensor] = {}
+    calls = {(k.kind, k.step, k.name): k.call + 1 for k in record.seen}
+    for key, value in record.seen.items():
+        if key.kind not in _OF_ROWS or key.rank >= 0:
+            seen[key] = value
+            continue
+        num = 1 if key.kind == "output in evaluation" else per_forward
+        if value.ndim == 0 or value.shape[0] % (num * num_ranks):
+            continue
+        for i, part in enumerate(value.chunk(num * num_ranks)):
+            call = i // num_ranks * calls[key.kind, key.step, key.name] + key.call
+            seen[key.with_rank(i % num_ranks).with_call(call)] = part
+    return Record(seen, record.places, record.problems, record.num_blocks, record.num_forwards)
+
+
+def with_mean_losses(records: Sequence[Record]) -> None:
+    """Give every rank the mean of all ranks' losses: a step on all batches in one has no other."""
+    keys = [key for key in records[0].seen if key.kind == "loss"]
+    for key in keys:
+        values = [r.seen.get(key.with_rank(rank)) for rank, r in enumerate(records)]
+        known = [value.double() for value in values if value is not None]
+        mean = torch.stack(known).mean().to(records[0].seen[key].dtype)
+        for rank, record in enumerate(records):
+            record.seen = {
+                (k.with_rank(-1) if k == key.with_rank(rank) else k): (mean if k == key.with_rank(rank) else v)
+                for k, v in record.seen.items()
+            }
+
+
+def first_difference(setting: str, records: Sequence[Record], oracle: Oracle) -> Difference | None:
+    """What differs first, over all ranks; None if nothing does."""
+    wrong = [list(_wrong(record, rank, oracle)) for rank, record in enumerate(records)]
+    if not any(wrong):
+        return None
+    first = [
+        _position(record, keys[0]) if keys else len(record.seen) + 1
+        for record, keys in zip(records, wrong, strict=True)
+    ]
+    rank = min(range(len(records)), key=lambda r: first[r])
+    key = wrong[rank][0]
+    right_ranks = [r for r, keys in enumerate(wrong) if key.with_rank(r) not in keys and key not in keys]
+    expected, found = _expected(oracle, key, rank), records[rank].seen.get(key)
+    return Difference(
+        setting,
+        len(records),
+        key.rank if key.rank >= 0 else (rank if right_ranks else -1),
+        _quantity(key),
+        _where(key, records[rank]),
+        "nothing" if found is None else _shown(found),
+        "nothing"
+        if expected is None
+        else _shown(expected)
+        + (
+            ""
+            if found is None
+            else f"; off by {_error(found, expected):.3g}, allowed {_allowed(oracle, key, rank):.3g}"
+        ),
+        _hint(key, records, rank, right_ranks, oracle),
+        f"{len(wrong[rank])} of {len(records[rank].seen)} quantities differ on this rank.",
+    )
+
+
+def _expected(oracle: Oracle, key: Key, rank: int) -> Tensor | None:
+    seen = oracle.record.seen
+    return seen.get(key.with_rank(rank), seen.get(key.with_rank(-1)))
+
+
+def _allowed(oracle: Oracle, key: Key, rank: int) -> float:
+    return oracle.allowed.get(key.with_rank(rank), oracle.allowed.get(key.with_rank(-1), 0.0))
+
+
+def _position(record: Record, key: Key) -> int:
+    return next((i for i, each in enumerate(record.seen) if each == key), len(record.seen))
+
+
+def _wrong(record: Record, rank: int, oracle: Oracle) -> Iterator[Key]:
+    for key, found in record.seen.items():
+        expected = _expected(oracle, key, rank)
+        is_right = expected is not None and _error(found, expected) <= _allowed(oracle, key, rank)
+        is_beyond = expected is None and key.kind in _OF_ROWS
+        if not (is_right or is_beyond):
+            yield key
+    for key in oracle.record.seen:
+        if key.kind not in _OF_ROWS and key.rank in (-1, rank) and not {key, key.with_rank(rank)} & record.seen.keys():
+            yield key
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    if found.shape != expected.shape:
+        return float("inf")
+    if torch.equal(found.isnan(), expected.isnan()) and found.isnan().any():
+        found, expected = found.nan_to_num(), expected.nan_to_num()
+    return float((found.double() - expected.double()).abs().max()) if found.numel() else 0.0
+
+
+def _largest(value: Tensor) -> float:
+    return float(value.abs().max()) if value.numel() else 0.0
+
+
+def _quantity(key: Key) -> str:
+    first = {"initial value", "key of state_dict", "value in state_dict", "buffer", "output in evaluation"}
+    return key.kind if key.kind in first else f"{key.kind} in step {key.step}"
+
+
+def _where(key: Key, record: Record) -> str:
+    if key.kind in _OF_ROWS:
+        name = key.name.partition("[")[0]
+        return f"{key.name or 'the model'} ({record.places.get(name, '?')})"
+    owner = key.name.rpartition(".")[0]
+    place = record.places.get(owner) if key.name else None
+    return key.name + (f" ({place})" if place else "") if key.name else "the whole model"
+
+
+def _shown(value: Tensor) -> str:
+    flat = value.flatten()
+    some = ", ".join(f"{each:.6g}" for each in flat[:4].tolist())
+    return some if value.ndim == 0 else f"[{some}{', ...' if flat.numel() > 4 else ''}] of shape {tuple(value.shape)}"
+
+
+def _hint(key: Key, records: Sequence[Record], rank: int, right_ranks: Sequence[int], oracle: Oracle) -> str:
+    """Words for the known classes of errors."""
+    num = len(records)
+    if _expected(oracle, key, rank) is None or key not in records[rank].seen:
+        return "It is on one side alone: was a module or parameter put in the place of another, untied, or frozen?"
+    if key.rank >= 0 and right_ranks:
+        agreeing = ", ".join(map(str, right_ranks))
+        return f"It is right on rank {agreeing}: something depends on the rank, as a branch, a seed or data do."
+    if key.kind == "output" and key.step > 0:
+        return (
+            "The weights are right after the step before, and the first step was: it computes with something else, "
+            "such as a copy of a weight that is kept (`.data`, `.detach()`, NumPy)."
+        )
+    if key.kind in ("gradient", "gradient of output"):
+        return _gradient_hint(records[rank], rank, oracle, num)
+    if key.kind == "parameter":
+        start = oracle.start.get(key.name)
+        if start is not None and key in records[rank].seen and _error(records[rank].seen[key], start) == 0.0:
+            return "It has not moved: no optimizer has it, or has another object in its place."
+        return (
+            "Its first gradient is right: the optimizer steps otherwise (learning rate, other writes, old gradients)."
+        )
+    return {
+        "initial value": "Sharding should change no weight: does the factory draw from the rank or the world's size?",
+        "loss": "Outputs are right: is the loss a mean over other counts on each rank?",
+        "buffer": "Buffers are of each rank; fully_shard(buffers='broadcast') keeps them equal.",
+        "returned value": "The weights are right: it was computed from shards, or from values of another time.",
+    }.get(key.kind, "")
+
+
+def _gradient_hint(record: Record, rank: int, oracle: Oracle, num_ranks: int) -> str:
+    """What all gradients together look like."""
+    pairs = []
+    for key, found in record.seen.items():
+        expected = _expected(oracle, key, rank)
+        if key.kind == "gradient" and expected is not None:
+            pairs.append((found.double().flatten(), expected.double().flatten()))
+    if not pairs:
+        return "No gradient arrived."
+    found, expected = (torch.cat(each) for each in zip(*pairs, strict=True))
+    if not found.any():
+        return "All gradients are zero when the optimizer steps: are they zeroed too early?"
+    factor = float(found @ expected / (expected @ expected))
+    if float((found - factor * expected).norm()) > 1e-3 * float(found.norm()):
+        return "Gradients differ in direction: other data, other counts in a mean, stale or missing parts."
+    words = f"All gradients are {factor:.4g} times what they should be"
+    if abs(factor - num_ranks) < 1e-3 * num_ranks:
+        return f"{words}, the number of ranks: they are added where they should be averaged, or reduced twice."
+    return f"{words}: is the loss divided by the number of micro-batches, once, and clipped after unscaling?"
