@@ -1,0 +1,104 @@
+"""``dshard trace``: trains a model for some steps on ranks of this machine, and says what the last one sends."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from dshard.cli.usage import RunError, UsageError
+from dshard.cli.verify import make
+
+_DESCRIPTION = """\
+Trains a model for some steps on ranks of this machine, and prints its units and what the last step gathers and reduces:
+how often, how many bytes, and how long it waits. No launcher is needed.
+  dshard trace mymodule:factory
+  dshard trace mymodule:factory --ranks 4 --out step.json
+
+factory() is as for dshard verify. The file is for ui.perfetto.dev: all gathers and reductions of all ranks, each with
+the operation and the line that asked for it.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds this subcommand to the parser of ``dshard``."""
+    parser = commands.add_parser(
+        "trace",
+        help="what a training step of a model gathers and reduces, and for which line",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("factory", metavar="MODULE:FACTORY", help="that returns a model and a sample input")
+    parser.add_argument("--ranks", type=int, default=2, help="(%(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="of which the last one is told (%(default)s)")
+    parser.add_argument("--strategy", default="full", help="of all parameters (%(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the timeline of all ranks as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, prints tables of rank 0, writes a file if asked.
+
+    Raises:
+        UsageError: there is no such factory, its model cannot be trained, or a number is below 1.
+        RunError: the file cannot be written.
+
+    Communicates: nothing; its ranks are processes of their own.
+    """
+    from dshard.testing import RemoteRankError, World
+
+    if min(args.ranks, args.steps) < 1 or args.ranks > 64:
+        raise UsageError(
+            f"--ranks must be from 1 to 64 and --steps 1 or more, but they are {args.ranks} and {args.steps}."
+        )
+    make(args.factory)
+    try:
+        with World(args.ranks) as world:
+            told = world.run(traced, args.factory, args.strategy, args.steps, timeout_s=600.0)
+    except RemoteRankError as error:
+        raise UsageError(f"MODULE:FACTORY must train, but {error}") from error
+    print(told[0][0])
+    if args.out is not None:
+        events = [event for _, text in told for event in json.loads(text)["traceEvents"]]
+        try:
+            args.out.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+        except OSError as error:
+            raise RunError(f"--out must be a file that can be written, but {error}.") from error
+        print(f"wrote {args.out}")
+    return 0
+
+
+def traced(factory: str, strategy: str, num_steps: int) -> tuple[str, str]:
+    """What a rank says of the last step, and its timeline as JSON."""
+    import torch
+    import torch.distributed as dist
+
+    import dshard
+    from dshard.testing.programs import adamw, call, default_loss
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    made = make(factory)
+    model = dshard.fully_shard(made["model"], strategy=strategy)
+    optimizer, loss_of = made.get("optimizer", adamw)(model), made.get("loss") or default_loss
+    sample, rank = made["sample"], dist.get_rank()
+
+    def step(number: int) -> None:
+        batch = sample(rank, number) if callable(sample) else sample
+        if "step" in made:
+            made["step"](model, optimizer, batch)
+            return
+        optimizer.zero_grad()
+        loss_of(call(model, batch)).backward()
+        optimizer.step()
+
+    for number in range(num_steps - 1):
+        step(number)
+    with dshard.trace(model) as trace:
+        step(num_steps - 1)
+    with tempfile.TemporaryDirectory() as folder:
+        trace.save(f"{folder}/trace.json", rank=rank)
+        timeline = Path(f"{folder}/trace.json").read_text(encoding="utf-8")
+    return f"{dshard.report(model, optimizer)}\n\n{trace}", timeline

@@ -1,0 +1,66 @@
+"""``dshard trace`` as a user calls it."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from dshard.cli import main
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+def factory() -> tuple[nn.Module, torch.Tensor]:
+    return Net(), torch.ones(2, 8)
+
+
+def with_step() -> dict[str, object]:
+    return {"model": Net(), "sample": sample, "step": step}
+
+
+def sample(rank: int, number: int) -> torch.Tensor:
+    return torch.full((2, 8), rank + 0.5)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    model(x).sum().backward()
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["factory", "with_step"])
+def test_units_bytes_and_gathers_of_a_step_are_printed_and_written(capsys, tmp_path, name):
+    out = tmp_path / "step.json"
+    assert main(["trace", f"{__name__}:{name}", "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "blocks.0" in text
+    assert "on this rank now" in text
+    assert "waited ms" in text
+    events = json.loads(out.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    gathers = sum(event.get("cat") == "gather" for event in events if event["pid"] == 0)
+    assert gathers == (10 if name == "with_step" else 5)  # the last block stays for the backward
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trace", "nothing"], "must be a module and a name in it"),
+        (["trace", f"{__name__}:factory", "--ranks", "0"], "--ranks must be from 1 to 64"),
+        (["trace", f"{__name__}:factory", "--strategy", "most"], "most"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_code_2(capsys, words, said):
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
