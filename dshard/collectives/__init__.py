@@ -23,7 +23,7 @@ from dshard.collectives.reduce import ReduceBucket, Reduced, ReducePlan
 from dshard.collectives.replicas import all_reduce_row
 from dshard.collectives.restarts import meet_anew
 from dshard.collectives.small import all_reduce, broadcast
-from dshard.collectives.stalls import users_line
+from dshard.collectives.stalls import is_users
 from dshard.collectives.steps import Steps
 from dshard.collectives.streams import MadeIn, SideStream, stream_on
 from dshard.collectives.trace import CommRecord, CommTrace, phases_are
@@ -68,6 +68,7 @@ __all__ = [
     "is_initialized",
     "is_storage_held",
     "is_torn",
+    "is_users",
     "make_host_copy",
     "meet_anew",
     "nodes_between",
@@ -79,7 +80,6 @@ __all__ = [
     "stream_on",
     "timeout_of",
     "times_left",
-    "users_line",
     "with_comms",
     "withdraw",
     "world_size",

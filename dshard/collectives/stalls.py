@@ -269,9 +269,13 @@ def _message(wait: _Wait, waited_s: float) -> str:
 def users_line(frame: FrameType | None) -> str:
     """Where a stack leaves the user's own program, as file:line; empty if nowhere."""
     while frame is not None:
-        file = frame.f_code.co_filename
-        is_pythons = file.startswith(_PYTHONS_FOLDER) and "site-packages" not in file
-        if not file.startswith(_OWN_FOLDERS) and "<" not in file and not is_pythons:
-            return f"{file}:{frame.f_lineno}"
+        if is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is of the program that runs, and not torch's, Python's or this library's."""
+    is_pythons = file.startswith(_PYTHONS_FOLDER) and "site-packages" not in file
+    return not file.startswith(_OWN_FOLDERS) and "<" not in file and not is_pythons

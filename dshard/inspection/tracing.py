@@ -5,8 +5,7 @@ import logging
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -16,7 +15,7 @@ from torch import nn
 
 from dshard.arguments import checked
 from dshard.autograd.modes import Watchers, in_backward
-from dshard.collectives import CommRecord, CommTrace, users_line
+from dshard.collectives import CommRecord, CommTrace, is_users
 from dshard.inspection.explain import contexts_of
 from dshard.inspection.tables import html_table, text_table
 from dshard.planner.texts import bytes_text
@@ -29,6 +28,7 @@ _COLUMNS = ("unit", "forward", "eval", "backward", "other", "bytes", "reduced", 
 _PHASES = ("forward", "eval", "backward", "")
 _DISPATCH = ShardedTensor._dispatch.__code__
 _PREFETCH = Unit.prefetch.__code__
+_IS_PROGRAMS: dict[Any, bool] = {}  # by code
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,35 @@ class _Seen:
     unit: str
     phase: str
     run: int
-    op: str
-    line: str
+    op: Any
+    line: tuple[str, int]
     is_ahead: bool
     at_s: float
     took_s: float = 0.0
     records: list[CommRecord] = field(default_factory=list)
     waits: list[Any] = field(default_factory=list)
-    gathered_bytes: int = 0
+    gathered: list[Unit] = field(default_factory=list)
+
+    @property
+    def where(self) -> str:
+        """The line, as text."""
+        file, number = self.line
+        return f"{file}:{number}" if file else ""
+
+
+class _Range:
+    """As long as something is done for a unit."""
+
+    __slots__ = ("_began", "_label", "_trace", "_what")
+
+    def __init__(self, trace: "Trace", what: str, label: str) -> None:
+        self._trace, self._what, self._label = trace, what, label
+
+    def __enter__(self) -> None:
+        self._began = self._trace.begin(self._what, self._label)
+
+    def __exit__(self, *raised: object) -> None:
+        self._trace.end(*self._began)
 
 
 class Trace:
@@ -112,21 +133,23 @@ class Trace:
             for text in self.warnings():
                 log.warning("trace: %s", text)
 
-    @contextmanager
-    def watch(self, what: str, label: str) -> Iterator[None]:
-        """Note what is done for a unit within the block."""
+    def watch(self, what: str, label: str) -> "_Range":
+        """Note what is done for a unit within a context."""
+        return _Range(self, what, label)
+
+    def begin(self, what: str, label: str) -> tuple[_Seen, int, int]:
+        """Something begins; gives what it is, and how many records and waits there are."""
         phase, run = self._phase()
         op, line, is_ahead = _asked_by(sys._getframe(2))
-        num_records, num_waits = len(self._comm.records), len(self._comm.waits)
-        begin_s = time.perf_counter()
-        seen = _Seen(what, label, phase, run, op, line, is_ahead, begin_s - self._begin_s)
-        try:
-            yield
-        finally:
-            seen.took_s = time.perf_counter() - begin_s
-            seen.records, seen.waits = self._comm.records[num_records:], self._comm.waits[num_waits:]
-            seen.gathered_bytes = sum(context.gathered_bytes for context in self._contexts)
-            self._seen.append(seen)
+        seen = _Seen(what, label, phase, run, op, line, is_ahead, time.perf_counter() - self._begin_s)
+        return seen, len(self._comm.records), len(self._comm.waits)
+
+    def end(self, seen: _Seen, num_records: int, num_waits: int) -> None:
+        """It has ended."""
+        seen.took_s = time.perf_counter() - self._begin_s - seen.at_s
+        seen.records, seen.waits = self._comm.records[num_records:], self._comm.waits[num_waits:]
+        seen.gathered = [unit for context in self._contexts for unit in context.eviction.gathered]
+        self._seen.append(seen)
 
     def _phase(self) -> tuple[str, int]:
         """What runs, and the how manieth it is."""
@@ -141,10 +164,10 @@ class Trace:
         """All that was done, in order. On CUDA this waits for the device."""
         return [
             Event(
-                *(s.what, s.unit, s.phase, s.run, s.op, s.line, s.is_ahead, s.at_s, s.took_s),
+                *(s.what, s.unit, s.phase, s.run, str(s.op or ""), s.where, s.is_ahead, s.at_s, s.took_s),
                 num_bytes=sum(record.total_bytes for record in s.records),
                 waited_s=sum(wait.waited_s for wait in s.waits),
-                gathered_bytes=s.gathered_bytes,
+                gathered_bytes=sum(unit.full_bytes for unit in s.gathered),
             )
             for s in sorted(self._seen, key=lambda s: s.at_s)
         ]
@@ -167,7 +190,7 @@ class Trace:
         for (unit, phase, run), each in gathers.items():
             where = f"one {phase}" if phase else "between forwards and backwards"
             if len(each) > 1 and (phase or len(each) > 2):
-                line = max((s.line for s in each), key=[s.line for s in each].count)
+                line = max((s.where for s in each), key=[s.where for s in each].count)
                 found.append(
                     f"gathered '{unit}' {len(each)} times in {where}, at {line or 'no line of the program'}. Hold it "
                     "meanwhile: with dshard.gathered(module)."
@@ -235,15 +258,22 @@ def trace(model: nn.Module) -> Trace:
     return Trace(model)
 
 
-def _asked_by(frame: FrameType | None) -> tuple[str, str, bool]:
+def _asked_by(frame: FrameType | None) -> tuple[Any, tuple[str, int], bool]:
     """The operation that a stack computes, the line of the program, and whether that is ahead of a use."""
-    first, op, is_ahead = frame, "", False
-    while frame is not None and not op:
-        if frame.f_code is _DISPATCH:
-            op = str(frame.f_locals["func"])
-        is_ahead |= frame.f_code is _PREFETCH
+    op, is_ahead = None, False
+    while frame is not None:
+        code = frame.f_code
+        if code is _DISPATCH:
+            op = op or frame.f_locals["func"]
+        elif code is _PREFETCH:
+            is_ahead = is_ahead or op is None
+        known = _IS_PROGRAMS.get(code)
+        if known is None:
+            known = _IS_PROGRAMS[code] = is_users(code.co_filename)
+        if known:
+            return op, (code.co_filename, frame.f_lineno), is_ahead
         frame = frame.f_back
-    return op, users_line(first), is_ahead
+    return op, ("", 0), is_ahead
 
 
 def _row(name: str, events: Sequence[Event]) -> list[str]:
