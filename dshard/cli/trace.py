@@ -10,6 +10,7 @@ from typing import Any
 
 from dshard.cli.usage import RunError, UsageError
 from dshard.cli.verify import make
+from dshard.cli.writable import check_writable, write_whole
 
 _DESCRIPTION = """\
 Trains a model for some steps on ranks of this machine, and prints its units and what the last step gathers and reduces:
@@ -47,12 +48,20 @@ def run(args: argparse.Namespace) -> int:
 
     Communicates: nothing; its ranks are processes of their own.
     """
+    from dshard.errors import DShardError
+    from dshard.policies import Strategy
     from dshard.testing import RemoteRankError, World
 
-    if min(args.ranks, args.steps) < 1 or args.ranks > 64:
-        raise UsageError(
-            f"--ranks must be from 1 to 64 and --steps 1 or more, but they are {args.ranks} and {args.steps}."
-        )
+    if not 1 <= args.ranks <= 64:
+        raise UsageError(f"--ranks must be from 1 to 64, but it is {args.ranks}. Leave it out.")
+    if args.steps < 1:
+        raise UsageError(f"--steps must be 1 or more, but it is {args.steps}. Leave it out.")
+    try:
+        Strategy.of(args.strategy).on(args.ranks)
+    except DShardError as error:
+        raise UsageError(f"--strategy {args.strategy!r} is none for {args.ranks} ranks: {error}") from error
+    if args.out is not None:
+        check_writable(args.out.parent, "--out")
     make(args.factory)
     try:
         with World(args.ranks) as world:
@@ -63,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         events = [event for _, text in told for event in json.loads(text)["traceEvents"]]
         try:
-            args.out.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+            write_whole(args.out, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
         except OSError as error:
             raise RunError(f"--out must be a file that can be written, but {error}.") from error
         print(f"wrote {args.out}")

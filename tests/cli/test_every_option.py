@@ -14,6 +14,7 @@ NEEDED = {
     "plan": ("gpt-nano", "--world", "8", "--device", "a100-40g"),
     "simulate": ("gpt-nano", "--world", "8", "--device", "a100-40g"),
     "bench gpu": ("--tiny",),
+    "trace": ("nobody:factory",),
     "verify": ("nobody:factory",),
 }
 NUMBERS = {int: ("x", "1.5", "", "nan", "-1"), float: ("x", "", "nan", "inf", "-1")}
