@@ -93,7 +93,7 @@ class ModelContext:
         self.split: Callable[[], None] | None = None  # forms units at the first use; set for a root that has just one
         self.announce: Callable[[Phase], None] | None = None  # called ahead of each phase
         self.on_backward: Callable[[], object] = lambda: None  # called where a backward is found to use a unit
-        self.on_outside: Callable[[], object] = lambda: None  # called where a gradient is read
+        self.on_outside: Callable[[], object] = lambda: None  # called where a gradient is read, or a unit gathered
         self.services: dict[type, Any] = {}  # by their class, as `get` makes them
         self._copy_streams: dict[tuple[Offload, bool], CopyStream] = {}
         self._side_streams: dict[torch.device, SideStream] = {}

@@ -79,7 +79,9 @@ class Eviction:
                 self._ahead[other] = None
 
     def note_gather(self, unit: "Unit") -> None:
-        """`unit` starts to gather."""
+        """`unit` starts to gather; a backward that has raised unnoticed is left first: this is of its step no more."""
+        if self._context.backward_task != -1:
+            self._context.on_outside()
         self.gathered[unit] = None
         if in_backward():
             self.seen.add(unit)
