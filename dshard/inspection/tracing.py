@@ -19,14 +19,14 @@ from dshard.collectives import CommRecord, CommTrace, is_users
 from dshard.inspection.explain import contexts_of
 from dshard.inspection.tables import html_table, text_table
 from dshard.planner.texts import bytes_text
-from dshard.tensor import ShardedTensor
+from dshard.tensor.dispatch import dispatch
 from dshard.units.unit import Unit
 
 log = logging.getLogger("dshard")
 
 _COLUMNS = ("unit", "forward", "eval", "backward", "other", "bytes", "reduced", "bytes", "issued ms", "waited ms")
 _PHASES = ("forward", "eval", "backward", "")
-_DISPATCH = ShardedTensor._dispatch.__code__
+_DISPATCH = dispatch.__code__
 _PREFETCH = Unit.prefetch.__code__
 _IS_PROGRAMS: dict[Any, bool] = {}  # by code
 
