@@ -21,7 +21,7 @@ ALLOWED: dict[str, str] = {
     "dshard.collectives.stalls._State": "one thread watches all that a process waits for",
     "dshard.collectives.trace._Open.traces": "a trace records the collectives of the process, whoever starts them",
     "dshard.collectives.trace._Open.phase": "bound at import: rooms above know in which phase their models are",
-    "dshard.autograd.modes.Watchers.present": "a gather knows no trace; each looks at those of the process, as at a profiler",
+    "dshard.autograd.modes.Watchers.present": "gathers look at the process's, as at a profiler",
     "dshard.checkpoint.pending._PENDING": "a group of ranks has one asynchronous save, from whatever model it is",
     "dshard.checkpoint.saving._MEMORY": "the next asynchronous save takes the memory of the last one, of any model",
     "dshard.checkpoint.snapshot._OPEN": "an optimizer's step waits for all copies that are being made",
