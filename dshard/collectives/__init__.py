@@ -70,7 +70,6 @@ __all__ = [
     "is_torn",
     "is_users",
     "make_host_copy",
-    "meet_anew",
     "nodes_between",
     "num_noted",
     "phases_are",
@@ -84,3 +83,5 @@ __all__ = [
     "withdraw",
     "world_size",
 ]
+
+meet_anew()
