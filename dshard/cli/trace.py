@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dshard.cli.usage import RunError, UsageError
-from dshard.cli.verify import make
+from dshard.cli.verify import make, model_of
 from dshard.cli.writable import check_writable, write_whole
 
 _DESCRIPTION = """\
@@ -81,26 +82,25 @@ def run(args: argparse.Namespace) -> int:
 
 def traced(factory: str, strategy: str, num_steps: int) -> tuple[str, str]:
     """What a rank says of the last step, and its timeline as JSON."""
-    import torch
     import torch.distributed as dist
 
     import dshard
-    from dshard.testing.programs import adamw, call, default_loss
+    from dshard.testing.programs import Program, Setting, adamw, call
 
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    made = make(factory)
-    model = dshard.fully_shard(made["model"], strategy=strategy)
-    optimizer, loss_of = made.get("optimizer", adamw)(model), made.get("loss") or default_loss
-    sample, rank = made["sample"], dist.get_rank()
+    made, rank = make(factory), dist.get_rank()
+    functions = {name: made.get(name) for name in ("loss", "step", "oracle_step", "shard", "evaluate")}
+    optimizer_of, build = made.get("optimizer", adamw), partial(model_of, factory)
+    program = Program(build, made["sample"], optimizer=optimizer_of, num_steps=num_steps, dtype=None, **functions)
+    model = program.sharded(program.build(), Setting(strategy))
+    optimizer = program.optimizer(model)
 
     def step(number: int) -> None:
-        batch = sample(rank, number) if callable(sample) else sample
-        if "step" in made:
-            made["step"](model, optimizer, batch)
+        batch = program.batch(rank, number)
+        if program.step is not None:
+            program.step(model, optimizer, batch)
             return
         optimizer.zero_grad()
-        loss_of(call(model, batch)).backward()
+        program.loss_of(call(model, batch)).backward()
         optimizer.step()
 
     for number in range(num_steps - 1):

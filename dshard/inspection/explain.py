@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dshard.arguments import checked
 from dshard.errors import StateError
@@ -34,7 +36,7 @@ class UnitRow:
         dtype: In which shards are kept; behind an arrow what is gathered, and what gradients are reduced in.
         numel: Elements of the full parameters.
         full_bytes: Bytes of the full parameters, as they are kept.
-        here_bytes: Bytes of this rank's shards.
+        here_bytes: Bytes of this rank's shards; of tensor subclasses without `__tensor_flatten__`, as their dtype says.
         is_gathered: Whether full values are on this rank now.
         home: Device that keeps the shards, if that is not the one that computes; else "".
         changed: Names of settings that are not as they are by default.
@@ -179,7 +181,7 @@ def _placement(params: Sequence[ShardedTensor]) -> str:
     group = params[0].shard_group
     replicas = f" x {group.replicas.num_ranks} replicas" if group.replicas is not None else ""
     if dims == {None}:
-        return "whole" if not replicas else f"whole{replicas}"
+        return f"whole{replicas}"
     texts = sorted("whole" if dim is None else str(Shard(dim)) for dim in dims)
     return f"{' and '.join(texts)} over {group.num_ranks}{replicas}"
 
@@ -198,9 +200,19 @@ def _names(dtypes: set[torch.dtype]) -> str:
 
 
 def shard_bytes(param: ShardedTensor) -> int:
-    """Bytes of this rank's shard, in flight or not."""
-    layout = param.shard_layout
-    return layout.local_numel(param.shard_group.rank) * param.storage_dtype.itemsize
+    """Bytes of this rank's shard, in flight or not; of a tensor subclass with `__tensor_flatten__`, of what is in it."""
+    shard = param.shard_storage.tensor
+    if is_traceable_wrapper_subclass(shard):
+        return sum(inner.nbytes for inner in inner_tensors(shard))
+    return param.shard_layout.local_numel(param.shard_group.rank) * param.storage_dtype.itemsize
+
+
+def inner_tensors(tensor: Any) -> list[Tensor]:
+    """The plain tensors that one of a subclass is made of, or itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
 
 
 def _plan_of(model: nn.Module) -> str:

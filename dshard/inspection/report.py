@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
 from dshard.arguments import checked
-from dshard.inspection.explain import Explanation, contexts_of, explain
+from dshard.inspection.explain import Explanation, contexts_of, explain, inner_tensors, shard_bytes
 from dshard.inspection.tables import html_table, known_bytes, text_table
 from dshard.tensor import ShardedTensor
 
@@ -88,7 +88,8 @@ def report(model: nn.Module, optimizer: Any = None) -> Report:
         "on their way": on_way,
         "pool": sum(pool.kept_bytes for pool in pools),
     }
-    num_bytes["other"] = _others(contexts[0].units[0].device, num_bytes)
+    devices = (unit.device for context in contexts for unit in context.units if unit.device is not None)
+    num_bytes["other"] = _others(next(devices, None), num_bytes)
     return Report(explain(model), num_bytes)
 
 
@@ -103,9 +104,9 @@ def _bytes_of(values: Iterable[Any]) -> int:
     for value in values:
         tensor = value.shard_storage.tensor if isinstance(value, ShardedTensor) else value
         if tensor is None and isinstance(value, ShardedTensor):
-            in_flight += value.shard_layout.local_numel(value.shard_group.rank) * value.storage_dtype.itemsize
+            in_flight += shard_bytes(value)
         elif isinstance(tensor, Tensor) and not tensor.is_meta:
-            seen[tensor.data_ptr() if tensor.numel() else 0] = tensor.numel() * tensor.itemsize
+            seen |= {each.data_ptr(): each.nbytes for each in inner_tensors(tensor) if each.numel()}
     return in_flight + sum(seen.values())
 
 

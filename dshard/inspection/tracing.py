@@ -97,10 +97,10 @@ class _Range:
         self._trace, self._what, self._label = trace, what, label
 
     def __enter__(self) -> None:
-        self._began = self._trace.begin(self._what, self._label)
+        self._began = self._trace._begin(self._what, self._label)
 
     def __exit__(self, *raised: object) -> None:
-        self._trace.end(*self._began)
+        self._trace._end(*self._began)
 
 
 class Trace:
@@ -114,7 +114,7 @@ class Trace:
         self._contexts = contexts_of("trace", model)
         self._comm = CommTrace()
         self._seen: list[_Seen] = []
-        self._begin_s = self._end_s = 0.0
+        self._begin_s = 0.0
         self._serials: dict[Any, int] = {}
 
     def __enter__(self) -> "Trace":
@@ -128,7 +128,6 @@ class Trace:
     ) -> None:
         Watchers.present.remove(self)
         self._comm.__exit__(exc_type, exc, tb)
-        self._end_s = time.perf_counter()
         if exc_type is None:
             for text in self.warnings():
                 log.warning("trace: %s", text)
@@ -137,14 +136,14 @@ class Trace:
         """Note what is done for a unit within a context."""
         return _Range(self, what, label)
 
-    def begin(self, what: str, label: str) -> tuple[_Seen, int, int]:
+    def _begin(self, what: str, label: str) -> tuple[_Seen, int, int]:
         """Something begins; gives what it is, and how many records and waits there are."""
         phase, run = self._phase()
         op, line, is_ahead = _asked_by(sys._getframe(2))
         seen = _Seen(what, label, phase, run, op, line, is_ahead, time.perf_counter() - self._begin_s)
         return seen, len(self._comm.records), len(self._comm.waits)
 
-    def end(self, seen: _Seen, num_records: int, num_waits: int) -> None:
+    def _end(self, seen: _Seen, num_records: int, num_waits: int) -> None:
         """It has ended."""
         seen.took_s = time.perf_counter() - self._begin_s - seen.at_s
         seen.records, seen.waits = self._comm.records[num_records:], self._comm.waits[num_waits:]
@@ -152,7 +151,7 @@ class Trace:
         self._seen.append(seen)
 
     def _phase(self) -> tuple[str, int]:
-        """What runs, and the how manieth it is."""
+        """What runs, and which number it has among what ran."""
         for context in self._contexts:
             if context.schedule.phase is not None:
                 key = context, context.schedule.serial

@@ -90,7 +90,7 @@ class ModelContext:
         self.eviction = Eviction(self)
         self.virtual: VirtualRanks | None = None  # whose gradients are added up, if they are no processes
         self.backward_task = -1  # autograd's number of the backward that is known to run
-        self.split: Callable[[], None] | None = None  # forms units at the first use; set for a root that has just one
+        self.split: Callable[[], None] | None = None  # forms units at the first use, of what the root's call took
         self.announce: Callable[[Phase], None] | None = None  # called ahead of each phase
         self.on_backward: Callable[[], object] = lambda: None  # called where a backward is found to use a unit
         self.on_outside: Callable[[], object] = lambda: None  # called where a gradient is read, or a unit gathered

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import dshard
 from dshard.cli import main
 
 
@@ -28,6 +29,15 @@ def with_step() -> dict[str, object]:
     return {"model": Net(), "sample": sample, "step": step}
 
 
+def with_shard() -> dict[str, object]:
+    return {"model": Net(), "sample": torch.ones(2, 8), "shard": in_one}
+
+
+def in_one(model: nn.Module, **options: object) -> None:
+    dshard.fully_shard(list(model.blocks), **options)
+    dshard.fully_shard(model, **options)
+
+
 def sample(rank: int, number: int) -> torch.Tensor:
     return torch.full((2, 8), rank + 0.5)
 
@@ -39,8 +49,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["factory", "with_step"])
-def test_units_bytes_and_gathers_of_a_step_are_printed_and_written(capsys, tmp_path, name):
+@pytest.mark.parametrize(("name", "num_gathers"), [("factory", 5), ("with_step", 10), ("with_shard", 2)])
+def test_units_bytes_and_gathers_of_a_step_are_printed_and_written(capsys, tmp_path, name, num_gathers):
     out = tmp_path / "step.json"
     assert main(["trace", f"{__name__}:{name}", "--out", str(out)]) == 0
     text = capsys.readouterr().out
@@ -50,7 +60,7 @@ def test_units_bytes_and_gathers_of_a_step_are_printed_and_written(capsys, tmp_p
     events = json.loads(out.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     gathers = sum(event.get("cat") == "gather" for event in events if event["pid"] == 0)
-    assert gathers == (10 if name == "with_step" else 5)  # the last block stays for the backward
+    assert gathers == num_gathers
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import dshard
 from dshard.testing import WorldPool
 from tests.inspection.models import ids, sharded
+from tests.tensor.extended import Int8
 
 
 def counted(options: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -41,6 +42,35 @@ def counted(options: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
 def test_each_category_has_the_bytes_of_its_tensors(worlds: WorldPool, options):
     for found in worlds.run(2, counted, options):
         assert {name: own for name, (own, _) in found.items()} == {name: right for name, (_, right) in found.items()}
+
+
+class Flattened(Int8):
+    """One that says what it is made of."""
+
+    def __tensor_flatten__(self) -> Any:
+        return ["ints", "scale"], self.dtype
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, dtype: Any, size: Any, stride: Any) -> Any:
+        return cls(inner["ints"], inner["scale"], dtype)
+
+
+def of_subclasses() -> tuple[list[int], int]:
+    """Bytes of weights that are integers and a scale each, by a report and by the table of units; and counted."""
+    net: Any = torch.nn.Sequential(torch.nn.Linear(8, 6, bias=False), torch.nn.Linear(6, 8, bias=False))
+    for layer in net:
+        layer.weight = torch.nn.Parameter(Flattened.of(layer.weight.detach()))
+        dshard.fully_shard(layer)
+    dshard.fully_shard(net)
+    told = dshard.report(net)
+    shards: list[Any] = [p.to_local() for p in net.parameters()]
+    found = [told.num_bytes["parameters"], sum(unit.here_bytes for unit in told.units.units)]
+    return found, sum(shard.ints.nbytes + shard.scale.nbytes for shard in shards)
+
+
+def test_weights_of_a_tensor_subclass_have_the_bytes_of_what_they_are_made_of(worlds: WorldPool):
+    for found, right in worlds.run(2, of_subclasses):
+        assert found == [right, right]
 
 
 def held() -> tuple[list[int], int]:
