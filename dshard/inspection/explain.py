@@ -200,7 +200,7 @@ def _names(dtypes: set[torch.dtype]) -> str:
 
 
 def shard_bytes(param: ShardedTensor) -> int:
-    """Bytes of this rank's shard, in flight or not; of a tensor subclass with `__tensor_flatten__`, of what is in it."""
+    """Bytes of this rank's shard, in flight or not; of a subclass with `__tensor_flatten__`, of what is in it."""
     shard = param.shard_storage.tensor
     if is_traceable_wrapper_subclass(shard):
         return sum(inner.nbytes for inner in inner_tensors(shard))
