@@ -75,7 +75,7 @@ def oracle_of(base: Record, nudged: Sequence[Record], eps: float | None) -> Orac
     """
     allowed = {}
     for key, value in base.seen.items():
-        if key.kind == "initial value" or not value.is_floating_point():
+        if key.kind == "initial value" or not (value.is_floating_point() or value.is_complex()):
             allowed[key] = 0.0
             continue
         moved = [_error(run.seen[key], value) for run in nudged if key in run.seen]
@@ -176,15 +176,25 @@ def _wrong(record: Record, rank: int, oracle: Oracle) -> Iterator[Key]:
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
+    """The largest distance of two elements; of equal infinities, and of two NaNs, none."""
     if found.shape != expected.shape:
         return float("inf")
-    if torch.equal(found.isnan(), expected.isnan()) and found.isnan().any():
-        found, expected = found.nan_to_num(), expected.nan_to_num()
-    return float((found.double() - expected.double()).abs().max()) if found.numel() else 0.0
+    one, other = _real(found), _real(expected)
+    is_same = (one == other) | (one.isnan() & other.isnan())
+    distances = (one - other).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return float(distances.masked_fill(is_same, 0.0).max()) if found.numel() else 0.0
 
 
 def _largest(value: Tensor) -> float:
-    return float(value.abs().max()) if value.numel() else 0.0
+    """The largest finite magnitude."""
+    finite = _real(value).abs()
+    finite = finite[finite.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _real(value: Tensor) -> Tensor:
+    """In float64; of complex numbers both parts."""
+    return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double()
 
 
 def _quantity(key: Key) -> str:
@@ -243,7 +253,7 @@ def _gradient_hint(record: Record, rank: int, oracle: Oracle, num_ranks: int) ->
     for key, found in record.seen.items():
         expected = _expected(oracle, key, rank)
         if key.kind == "gradient" and expected is not None:
-            pairs.append((found.double().flatten(), expected.double().flatten()))
+            pairs.append((_real(found).flatten(), _real(expected).flatten()))
     if not pairs:
         return "No gradient arrived."
     found, expected = (torch.cat(each) for each in zip(*pairs, strict=True))

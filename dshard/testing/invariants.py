@@ -236,7 +236,7 @@ class _Verifier:
     def _clip_norm(self, num_ranks: int) -> float:
         """Half of the norm that the first gradients have."""
         seen = self._oracle(Run(self.program, SETTINGS["full"], num_ranks)).record.seen
-        grads = [value.double().square().sum() for key, value in seen.items() if key.kind == "gradient"]
+        grads = [value.abs().double().square().sum() for key, value in seen.items() if key.kind == "gradient"]
         return float(torch.stack(grads).sum().sqrt()) / 2
 
     def _oracle(self, run: Run, micro_batches: int = 1) -> Oracle:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from dshard.cli import main
 from dshard.testing import assert_sharding_invariants, verify_sharding
+from dshard.testing.comparison import first_difference, oracle_of
 from dshard.testing.programs import SETTINGS
+from dshard.testing.recording import Key, Record
 from tests.meta.source import ROOT
 from tests.models import LanguageModel, ResidualMlp, mlp
 
@@ -189,3 +191,28 @@ class Scaled(nn.Linear):
 def test_an_error_of_some_roundings_is_found_and_one_rounding_is_not(worlds, factor, is_found):
     report = verify_sharding(partial(Scaled, factor), ROWS, worlds=(2,), settings=["full"], pool=worlds)
     assert bool(report.differences) == is_found
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "is_right"),
+    [
+        ([-INF, 1.0, NAN], [-INF, 1.0, NAN], True),  # masked logits
+        ([-INF, 1.0], [-INF, 1.0], True),
+        ([-INF, 1.0], [-INF, 1.1], False),
+        ([-INF, 1.0], [INF, 1.0], False),
+        ([-INF, 1.0], [0.0, 1.0], False),
+        ([0.0, 1.0], [NAN, 1.0], False),
+        ([NAN, 1.0], [0.0, 1.0], False),
+        ([1.0 + 2.0j], [1.0 + 2.0j], True),
+        ([1.0 + 2.0j], [1.0 + 2.1j], False),
+        ([], [], True),
+    ],
+)
+def test_infinities_nan_and_complex_numbers_are_compared_too(expected, found, is_right):
+    key = Key("output", 0, "", 0, 0)
+    right, run = Record({key: torch.tensor(expected)}), Record({key: torch.tensor(found)})
+    difference = first_difference("full", [run], oracle_of(right, [right], None))
+    assert (difference is None) == is_right
