@@ -8,6 +8,7 @@ from dshard.collectives._c10d import (
     timeout_of,
     world_size,
 )
+from dshard.collectives.callers import is_users
 from dshard.collectives.custom import Comms, with_comms
 from dshard.collectives.exact import exact_norm
 from dshard.collectives.exchange import shares_memory
@@ -23,7 +24,6 @@ from dshard.collectives.reduce import ReduceBucket, Reduced, ReducePlan
 from dshard.collectives.replicas import all_reduce_row
 from dshard.collectives.restarts import meet_anew
 from dshard.collectives.small import all_reduce, broadcast
-from dshard.collectives.stalls import is_users
 from dshard.collectives.steps import Steps
 from dshard.collectives.streams import MadeIn, SideStream, stream_on
 from dshard.collectives.trace import CommRecord, CommTrace, phases_are

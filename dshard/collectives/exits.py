@@ -10,6 +10,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from dshard.collectives import flight
 from dshard.collectives.board import STORE_S, ends_within
 from dshard.collectives.lost import arrive, board, find, is_symptom, names
 from dshard.errors import DivergenceError, DShardError
@@ -98,6 +99,7 @@ def _blamed_in(error: BaseException | None) -> tuple[int, ...]:
 def _say(how: str, text: str, ranks: tuple[int, ...] = ()) -> None:
     if _State.pid == os.getpid() and not _State.has_said:
         _State.has_said = True
+        flight.note_end(how, text)
         ends_within(STORE_S, lambda: board().note_end(how, text[:_TEXT_CHARS], ranks))
         if how != "left" and _holds_store():
             time.sleep(_READ_S)

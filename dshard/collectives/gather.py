@@ -126,7 +126,7 @@ def _record(plan: GatherPlan, group: ShardGroup, label: str) -> None:
     item, sent = plan.dtype.itemsize, group.num_ranks - 1
     real, padding = plan.real_numel * item, plan.padding_numel * item
     header_bytes = HEADER_BYTES if group.is_direct else 0
-    record("all_gather", label, group.num_ranks, real * sent, padding * sent, header_bytes * sent)
+    record("all_gather", label, group, real * sent, padding * sent, header_bytes * sent)
 
 
 def _alone(shard: Tensor, dtype: torch.dtype, stride: Sequence[int]) -> Tensor:

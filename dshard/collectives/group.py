@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dshard.collectives import _c10d
+from dshard.collectives import _c10d, flight
 from dshard.collectives._c10d import ProcessGroup, ReduceOp, Work
+from dshard.collectives.callers import users_line
 from dshard.collectives.exits import watch_end
 from dshard.collectives.memory import Buffer, BufferPool
-from dshard.collectives.stalls import begin_wait, end_wait, failure, making, users_line
+from dshard.collectives.stalls import begin_wait, end_wait, failure, making
 from dshard.collectives.trace import start_wait
 from dshard.errors import DivergenceError
 
@@ -35,7 +36,7 @@ class Handle(Generic[T]):
         group: The ranks that are waited for.
     """
 
-    __slots__ = ("_error", "_finish", "_group", "_messages", "_result", "_works", "label")
+    __slots__ = ("_error", "_finish", "_group", "_messages", "_place", "_result", "_works", "label")
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class Handle(Generic[T]):
         self._finish: Callable[[], T] | None = finish
         self._result: T | None = None
         self._error: DivergenceError | None = None
+        self._place = flight.place_of(group) if group is not None and flight.is_kept() else None
 
     def __del__(self) -> None:
         """End what was started: a collective that nobody waited for would pair with a later one of its peer.
@@ -104,7 +106,7 @@ class Handle(Generic[T]):
             return
         waiting = start_wait()
         is_well = False
-        begin_wait(self.label, self._group)
+        begin_wait(self.label, self._group, self._place)
         try:
             if messages is not None:
                 messages.wait()

@@ -120,7 +120,7 @@ def _exchange(group: ShardGroup, row: Tensor) -> Tensor:
     own = own.to(group.device_type, non_blocking=True)
     rows = torch.empty((group.num_ranks, own.numel()), dtype=own.dtype, device=own.device)
     works = group.all_gather(rows, own)
-    record("check", "", group.num_ranks, 0, 0, row.nbytes * (group.num_ranks - 1))
+    record("check", "", group, 0, 0, row.nbytes * (group.num_ranks - 1))
     return Handle("the check that all ranks communicated alike", works, lambda: rows, group=group).wait()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from dshard.collectives import _c10d
+from dshard.collectives import _c10d, flight
 from dshard.collectives._c10d import ProcessGroup, Work
 from dshard.collectives.exits import finish_at_end
 from dshard.collectives.group import ShardGroup
@@ -360,3 +360,6 @@ def _leave(world: _World, why: Why, epoch: int) -> None:
     for each in lines.values():
         each.is_torn = False
         each.leave(epoch * _EPOCH)
+
+
+flight.steps_are(lambda group: line_of(group).number)

@@ -31,5 +31,5 @@ def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: ShardGroup,
     out = torch.empty(sum(sizes), dtype=torch.uint8, device=group.device_type)
     sent_sizes = [part.numel() for part in parts]
     work = _c10d.all_to_all_flat(out, sent, list(sizes), sent_sizes, group.process_group)
-    record("all_to_all", label, group.num_ranks, sent.numel() - sent_sizes[group.rank], 0, 0)
+    record("all_to_all", label, group, sent.numel() - sent_sizes[group.rank], 0, 0)
     return Handle(label, [work], lambda: list(out.cpu().split(list(sizes))), group=group)

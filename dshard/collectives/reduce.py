@@ -316,7 +316,7 @@ class ReduceBucket:
         flags, real = peers * plan.num_flags * item, plan.real_numel * item
         header = flags + (peers * HEADER_BYTES if self.group.is_direct else 0)
         padding = peers * plan.row_numel * item - real - flags
-        record("reduce_scatter", self._label, self.group.num_ranks, real, padding, header)
+        record("reduce_scatter", self._label, self.group, real, padding, header)
 
     def _give_back(self) -> None:
         memory, self._memory = self._memory, None

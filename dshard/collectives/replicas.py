@@ -55,7 +55,7 @@ def _all_reduce_flat(row: Tensor, replicas: ShardGroup, mean: bool, label: str, 
     """Reduce by the backend's own all-reduce."""
     num_bytes, num_ranks = row.numel() * row.element_size(), replicas.num_ranks
     sent, flags = 2 * num_bytes * (num_ranks - 1) // num_ranks, _bytes_of_flags(num_flags, row, replicas)
-    record("all_reduce", label, num_ranks, sent - flags, 0, flags)
+    record("all_reduce", label, replicas, sent - flags, 0, flags)
     ledger.note(replicas, Kind.REDUCE, label, tag)
     native_mean = mean and replicas.has_means
     works = replicas.all_reduce(row, ReduceOp.MEAN if native_mean else ReduceOp.SUM)
@@ -76,7 +76,7 @@ def _all_reduce_direct(
         memory = _copy(outs, pool, arena)
     sent = sum(parts[peer].numel() + own.numel() for peer in replicas.peers) * row.element_size()
     flags = _bytes_of_flags(num_flags, row, replicas)
-    record("all_reduce", label, replicas.num_ranks, sent - flags, 0, flags + 2 * HEADER_BYTES * len(replicas.peers))
+    record("all_reduce", label, replicas, sent - flags, 0, flags + 2 * HEADER_BYTES * len(replicas.peers))
 
     scatter = Exchange(replicas, Kind.REDUCE, label, tag, row.nbytes)
     scatter.expect(own.numel(), row.dtype, pool)

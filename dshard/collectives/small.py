@@ -69,7 +69,7 @@ def all_reduce(
 
 def _record(label: str, group: ShardGroup, num_bytes: int, header_bytes: int, *, is_check: bool) -> None:
     kind, payload, header = ("check", 0, num_bytes) if is_check else ("all_reduce", num_bytes, 0)
-    record(kind, label, group.num_ranks, payload, 0, header + header_bytes)
+    record(kind, label, group, payload, 0, header + header_bytes)
 
 
 def _exchange_small(flat: Tensor, group: ShardGroup, label: str) -> tuple[Tensor, Exchange]:
@@ -127,5 +127,5 @@ def broadcast(
     if group.num_ranks > 1:
         num_bytes = flat.numel() * flat.element_size()
         sent = num_bytes * (group.num_ranks - 1) if group.rank == src else 0
-        record("broadcast", label, group.num_ranks, sent)
+        record("broadcast", label, group, sent)
     return Handle(label, works, lambda: _split(flat, sizes, shapes, home), group=group)

@@ -15,16 +15,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from dshard.collectives import _c10d
+from dshard.collectives import _c10d, flight
 from dshard.collectives._c10d import ProcessGroup
 from dshard.collectives.board import STORE_S, ends_within
+from dshard.collectives.callers import users_line
 from dshard.collectives.exits import watch_end
 from dshard.collectives.lost import (
     Verdict,
@@ -48,8 +46,6 @@ _IDLE_S = 1.0  # without the end of a collective, after which a peer may be aski
 _AHEAD = 1 << 62  # of all questions
 _GRACE_S = 2.0  # for the peers to write down where they are
 _MANY_RANKS, _NUM_SPEAKERS = 64, 8  # in groups of more ranks, as many of them speak
-_PYTHONS_FOLDER = str(Path(os.__file__).parent)
-_OWN_FOLDERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +72,11 @@ class _State:
     dead: Verdict | None = None  # whom it has told of
 
 
-def begin_wait(label: str, group: ProcessGroup | None) -> None:
-    """This thread waits for the peers, from now until `end_wait`."""
+def begin_wait(label: str, group: ProcessGroup | None, place: flight.Place | None = None) -> None:
+    """This thread waits for the peers, from now until `end_wait`; `place` is of the collective in the flight record."""
     if group is not None:
+        if flight.is_kept():
+            flight.note_wait(label, group, place)
         _State.waits[threading.get_ident()] = _Wait(label, group, time.monotonic())
         if _State.thread is None:
             _start()
@@ -89,6 +87,8 @@ def end_wait(label: str, group: ProcessGroup | None, *, is_well: bool) -> None:
     if group is not None:
         _State.waits.pop(threading.get_ident(), None)
         _State.last = label, time.monotonic()
+        if flight.is_kept():
+            flight.note_waited(group, is_well=is_well)
         if is_well:
             note_done(label, group)
 
@@ -157,6 +157,8 @@ def _run() -> None:
     while not _State.stop.wait(_POLL_S if knows_processes() else _FIRST_POLL_S):
         try:
             arrive()
+            if flight.is_kept():
+                flight.note_place(_own_place())
             _look(told)
         except (RuntimeError, ValueError, OSError):  # the store is gone, or the process group is
             pass
@@ -264,18 +266,3 @@ def _message(wait: _Wait, waited_s: float) -> str:
         "the others (wrap the loop in dshard.join(model)), has ended by an error, or works alone, as to save or to "
         "evaluate, keeps them waiting until the process group's timeout."
     )
-
-
-def users_line(frame: FrameType | None) -> str:
-    """Where a stack leaves the user's own program, as file:line; empty if nowhere."""
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-def is_users(file: str) -> bool:
-    """Whether a file is of the program that runs, and not torch's, Python's or this library's."""
-    is_pythons = file.startswith(_PYTHONS_FOLDER) and "site-packages" not in file
-    return not file.startswith(_OWN_FOLDERS) and "<" not in file and not is_pythons

@@ -5,11 +5,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from dshard.arguments import checked
+from dshard.collectives import flight
+
+if TYPE_CHECKING:
+    from dshard.collectives.group import ShardGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +60,16 @@ def phases_are(phase: Callable[[], str]) -> None:
 
 
 def record(
-    kind: str, label: str, num_ranks: int, payload_bytes: int, padding_bytes: int = 0, header_bytes: int = 0
+    kind: str, label: str, group: "ShardGroup", payload_bytes: int, padding_bytes: int = 0, header_bytes: int = 0
 ) -> None:
-    """Tell every open trace of a collective; the arguments are those of `CommRecord`."""
+    """Tell every open trace, and the flight record, of a collective; the arguments are those of `CommRecord`."""
     if _Open.traces:
-        numbers = num_ranks, payload_bytes, padding_bytes, header_bytes
+        numbers = group.num_ranks, payload_bytes, padding_bytes, header_bytes
         entry = CommRecord(kind, label, *numbers, time.perf_counter(), _Open.phase())
         for trace in _Open.traces:
             trace.records.append(entry)
+    if flight.is_kept():
+        flight.note(kind, label, group, payload_bytes + padding_bytes + header_bytes)
 
 
 class Wait:

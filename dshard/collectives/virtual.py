@@ -263,7 +263,7 @@ def _all_reduce(
     if is_last:
         total = _joined(sums).total()
         sums = [Node(0, group.num_ranks * width, total)]
-    record("all_reduce", label, group.num_ranks, num_bytes * (len(nodes) + len(sums)), 0, headers)
+    record("all_reduce", label, group, num_bytes * (len(nodes) + len(sums)), 0, headers)
     own = torch.stack([node.value for node in sums if node.value is not None])
     everyone = own.new_empty((group.num_ranks, *own.shape))
     works: Exchange | list[Any]

@@ -28,7 +28,6 @@ _COLUMNS = ("unit", "forward", "eval", "backward", "other", "bytes", "reduced", 
 _PHASES = ("forward", "eval", "backward", "")
 _DISPATCH = dispatch.__code__
 _PREFETCH = Unit.prefetch.__code__
-_IS_PROGRAMS: dict[Any, bool] = {}  # by code
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,10 +265,7 @@ def _asked_by(frame: FrameType | None) -> tuple[Any, tuple[str, int], bool]:
             op = op or frame.f_locals["func"]
         elif code is _PREFETCH:
             is_ahead = is_ahead or op is None
-        known = _IS_PROGRAMS.get(code)
-        if known is None:
-            known = _IS_PROGRAMS[code] = is_users(code.co_filename)
-        if known:
+        if is_users(code.co_filename):
             return op, (code.co_filename, frame.f_lineno), is_ahead
         frame = frame.f_back
     return op, ("", 0), is_ahead

@@ -21,6 +21,7 @@ ALLOWED: dict[str, str] = {
     "dshard.collectives.stalls._State": "one thread watches all that a process waits for",
     "dshard.collectives.trace._Open.traces": "a trace records the collectives of the process, whoever starts them",
     "dshard.collectives.trace._Open.phase": "bound at import: rooms above know in which phase their models are",
+    "dshard.collectives.flight._State": "read from the environment once; bound at import: steps are known above",
     "dshard.autograd.modes.Watchers.present": "gathers look at the process's, as at a profiler",
     "dshard.checkpoint.pending._PENDING": "a group of ranks has one asynchronous save, from whatever model it is",
     "dshard.checkpoint.saving._MEMORY": "the next asynchronous save takes the memory of the last one, of any model",
@@ -56,7 +57,7 @@ ALLOWED: dict[str, str] = {
     "dshard.units.unit.Unit.alive": "the units whose copies a change of parameters may make stale; held weakly",
     # Results of pure functions.
     "dshard.arguments.read": "remembered by argument",
-    "dshard.inspection.tracing._IS_PROGRAMS": "remembered by code",
+    "dshard.collectives.callers._IS_USERS": "remembered by file",
     "dshard.collectives.plan._PLANS": "equal plans are one object; held weakly",
     "dshard.tensor.dispatch._RULES": "remembered by operation",
     "dshard.tensor.meshes._SHARED_DIMS": "remembered by meshes, which are held weakly",

@@ -1,0 +1,276 @@
+"""Who waited for whom, and where: read from the flight records of a job's ranks."""
+
+import json
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dshard.collectives.flight import END, LINE_BYTES, PLACE, RING, SUFFIX, WAITS, Place, ranks_of
+from dshard.inspection.tables import text_table
+
+_SILENT_S = 5.0  # without a sign, while others gave one
+_TABLE_CHARS = 90
+_COLUMNS = ("rank", "is", "for", "began last")
+_Group = tuple[str, str]  # name, and ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One that a rank began.
+
+    Attributes:
+        group: Of ranks: its name and who they are.
+        place: Which one of the group it is.
+        at: When, in seconds of the clock.
+        what: Kind and label.
+        line: Of the program, as file:line.
+    """
+
+    group: _Group
+    place: Place
+    at: float
+    what: str
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """What a rank has written.
+
+    Attributes:
+        rank: In the world.
+        num_ranks: Of the world.
+        host: Its name.
+        pid: Of the process.
+        end: How it ended; "" where it did not say.
+        line: Of the program, where it was seen last; "" for nowhere.
+        wait: What it waits for, or waited for as that failed: label, group, place, line, at, and perhaps "failed".
+        collectives: That it began, in order.
+        last_sign: Seconds of the clock.
+    """
+
+    rank: int
+    num_ranks: int
+    host: str
+    pid: int
+    end: str
+    line: str
+    wait: dict[str, Any] | None
+    collectives: tuple[Collective, ...]
+    last_sign: float
+
+    def begun(self, group: _Group) -> Place:
+        """The last collective of a group that it has begun."""
+        return max((c.place for c in self.collectives if c.group == group), default=Place(0, 0))
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it ran on this host, has told of no end, and is there no more."""
+        return not self.end and self.host == socket.gethostname() and not Path(f"/proc/{self.pid}").exists()
+
+    def state(self, now: float) -> str:
+        """What it does, in words; `now` is the last sign of any rank."""
+        if self.end:
+            return f"has ended: {self.end}"
+        if self.wait is not None:
+            text = f"at the {self.wait['waits']}{_at(self.wait['line'])}"
+        else:
+            text = f"at {self.line}" if self.line else "at a line that is not known"
+        if self.is_gone:
+            return f"has ended without a word (killed, out of memory, os._exit), {text}"
+        if now - self.last_sign > _SILENT_S:
+            at = time.strftime("%H:%M:%S", time.localtime(self.last_sign))
+            return f"gave no sign after {at} (killed, stopped, busy outside of Python), {text}"
+        return f"waits {text}" if self.wait is not None else f"is {text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """What the records say; `str()` of it is a text.
+
+    Attributes:
+        records: By rank.
+        missing: For each rank that waits, those that have not begun what it waits for.
+        difference: The first collective at which ranks went apart, in words; "" for none.
+    """
+
+    records: dict[int, RankRecord]
+    missing: dict[int, tuple[int, ...]]
+    difference: str
+
+    @property
+    def now(self) -> float:
+        """The last sign of any rank, in seconds of the clock."""
+        return max(record.last_sign for record in self.records.values())
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the job."""
+        return max(record.num_ranks for record in self.records.values())
+
+    @property
+    def blamed(self) -> tuple[int, ...]:
+        """Ranks that others wait for, and that wait for nobody."""
+        wanted = {rank for ranks in self.missing.values() for rank in ranks}
+        return tuple(sorted(rank for rank in wanted if not self.missing.get(rank)))
+
+    def __str__(self) -> str:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.now))
+        head = f"{len(self.records)} of {self.num_ranks} ranks have a record; the last sign of any is of {at}."
+        rows = [self._row(record) for record in self.records.values()]
+        parts = [head, "", text_table(_COLUMNS, rows, to_left=(1, 3)), "", *self._findings()]
+        return "\n".join(parts)
+
+    def _row(self, record: RankRecord) -> tuple[str, str, str, str]:
+        last = record.collectives[-1] if record.collectives else None
+        since = record.wait["at"] if record.wait is not None else last.at if last is not None else record.last_sign
+        state = record.state(self.now)
+        state = state if len(state) <= _TABLE_CHARS else f"{state[:_TABLE_CHARS]} ..."
+        return str(record.rank), state, f"{max(self.now - since, 0):.1f} s", _text(last)
+
+    def _findings(self) -> list[str]:
+        found = []
+        alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for rank, ranks in self.missing.items():
+            wait = self.records[rank].wait
+            assert wait is not None
+            alike[wait["waits"], wait["line"], wait["ranks"], ranks].append(rank)
+        for (label, line, group, ranks), waiting in alike.items():
+            who = f"{_names(waiting)} wait{'s' * (len(waiting) == 1)}"
+            if ranks:
+                found.append(f"{who} for {_names(ranks, is_first=False)} at the {label}{_at(line)}.")
+            else:
+                found.append(
+                    f"{who} at the {label}{_at(line)}, which all ranks of {group} have begun: what they send does not "
+                    "arrive, or the wait has ended on the others. Look at the network between them."
+                )
+        found += [self._of_blamed(rank) for rank in self.blamed]
+        if any(self.missing.values()) and not self.blamed:
+            found.append("All that are waited for wait themselves: they have taken different branches.")
+        if self.difference:
+            found.append(self.difference)
+        return found or ["No rank waits for another."]
+
+    def _of_blamed(self, rank: int) -> str:
+        record = self.records.get(rank)
+        if record is None:
+            return f"Rank {rank} has no record here: it did not start, or wrote it on another host."
+        last = f"; it began last: {_text(record.collectives[-1])}" if record.collectives else ""
+        return f"Rank {rank} (process {record.pid} on {record.host}) {record.state(self.now)}{last}."
+
+
+def read_records(folder: Path) -> dict[int, RankRecord]:
+    """The flight records of a folder, by rank, in their order."""
+    found = {}
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        record = _read(path.read_bytes())
+        if record is not None:
+            found[record.rank] = record
+    return dict(sorted(found.items()))
+
+
+def explain_hang(records: dict[int, RankRecord]) -> Hang:
+    """Find out who waits for whom.
+
+    Args:
+        records: As of `read_records`, at least one.
+    """
+    missing = {}
+    for rank, record in records.items():
+        wait = record.wait
+        if wait is not None:
+            key = wait["group"], wait["ranks"]
+            others = [r for r in ranks_of(wait["ranks"]) if r != rank]
+            missing[rank] = tuple(
+                r for r in others if not _has_begun(records.get(r), key, Place(*wait["place"]), record)
+            )
+    return Hang(records, missing, _first_difference(records.values()))
+
+
+def _has_begun(other: RankRecord | None, group: _Group, place: Place, own: RankRecord) -> bool:
+    """Whether another rank has begun the collective that one waits for: the same, or one that is not known any more."""
+    if other is None or other.begun(group) < place:
+        return False
+    mine, theirs = ({c.place: c.what for c in r.collectives if c.group == group} for r in (own, other))
+    return place not in mine or place not in theirs or mine[place] == theirs[place]
+
+
+def _first_difference(records: Iterable[RankRecord]) -> str:
+    """The first collective of a group that is another one on some of its ranks, in words."""
+    by_place: dict[tuple[_Group, Place], dict[int, Collective]] = defaultdict(dict)
+    for record in records:
+        for each in record.collectives:
+            by_place[each.group, each.place][record.rank] = each
+    apart = [each for each in by_place.values() if len({c.what for c in each.values()}) > 1]
+    if not apart:
+        return ""
+    first = min(apart, key=lambda each: min(c.at for c in each.values()))
+    sides: dict[str, list[int]] = defaultdict(list)
+    for rank, each in first.items():
+        sides[f"{each.what}{_at(each.line)}"].append(rank)
+    common = next(iter(first.values()))
+    where = f"number {common.place.number} of step {_step(common.place)} among ranks {common.group[1]}"
+    texts = " and ".join(f"{side} on {_names(ranks, is_first=False)}" for side, ranks in sides.items())
+    return f"The first difference: {where} is {texts}."
+
+
+def _read(data: bytes) -> RankRecord | None:
+    """What a file says; lines that a process was writing as it ended are left out, and files of something else."""
+    lines = [_parsed(data[start : start + LINE_BYTES]) for start in range(0, len(data), LINE_BYTES)]
+    if not lines or lines[0].get("flight") != 1:
+        return None
+    head, end, place, waits = lines[0], lines[END], lines[PLACE], lines[WAITS:RING]
+    ring = sorted((line for line in lines[RING:] if line), key=lambda line: line["number"])
+    collectives = tuple(
+        Collective((c["group"], c["ranks"]), Place(*c["place"]), c["at"], f"{c['kind']} '{c['label']}'", c["line"])
+        for c in ring
+    )
+    newest = max((line["at"] for line in ring), default=0.0)
+    waiting = [w for w in waits if w and "came" not in w and w.get("failed", newest) >= newest]
+    ended = f"{end['end']}: {end['text']}" if end else ""
+    signs = [line["at"] for line in (end, place, *waits, *ring) if line]
+    return RankRecord(
+        **{name: head[name] for name in ("rank", "host", "pid")},
+        num_ranks=head["ranks"],
+        end=ended,
+        line=place.get("line", ""),
+        wait=min(waiting, key=lambda w: ("failed" in w, w["at"]), default=None),
+        collectives=collectives,
+        last_sign=max(signs, default=head["began"]),
+    )
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _text(each: Collective | None) -> str:
+    """A collective in words."""
+    if each is None:
+        return ""
+    return f"{each.what}{_at(each.line)}, number {each.place.number} of step {_step(each.place)}, ranks {each.group[1]}"
+
+
+def _step(place: Place) -> int:
+    """The number of a step since ranks last left one: the upper half counts how often they did."""
+    return place.step % (1 << 32)
+
+
+def _at(line: str) -> str:
+    return f" ({line})" if line else ""
+
+
+def _names(ranks: Sequence[int], *, is_first: bool = True) -> str:
+    word = "Rank" if is_first else "rank"
+    if len(ranks) == 1:
+        return f"{word} {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"{word}s {shown}"

@@ -1,0 +1,149 @@
+"""What flight records say of ranks that hang, raise, are killed, or go apart: who is waited for, and where."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dshard
+from dshard.cli import main
+from dshard.collectives import flight
+from dshard.inspection.hangs import Hang, explain_hang, read_records
+from dshard.testing import World
+from tests import warm
+
+PROGRAM = Path(__file__).with_name("hanging.py")
+
+
+def line_of(text: str) -> str:
+    """Where a text stands in the program, as file:line."""
+    (number,) = (i for i, line in enumerate(PROGRAM.read_text().splitlines(), 1) if text in line)
+    return f"{PROGRAM}:{number}"
+
+
+def hang(folder: Path, how: str) -> Hang:
+    """What the records of a program say whose last rank does something else."""
+    ranks = 4 if how == "hybrid" else 3
+    doomed = ranks - 1 if how in ("sleeps", "hybrid", "stopped", "caught") else None
+    env = {**os.environ, flight.VARIABLE: str(folder)}
+    ran = warm.run([PROGRAM, how], ranks=ranks, env=env, timeout_s=100, grace_s=10, doomed=doomed)
+    assert ran.returncode, ran.stderr
+    return explain_hang(read_records(folder))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("sleeps", f"at {line_of('time.sleep')}"),
+        ("hybrid", f"at {line_of('time.sleep')}"),
+        ("stopped", "has ended without a word (killed, out of memory, os._exit), at "),
+        ("killed", "has ended without a word (killed, out of memory, os._exit), at "),
+        ("raises", "has ended: raised: ValueError: bad batch"),
+        ("leaves", "has ended: left: its program has come to an end, or called sys.exit"),
+    ],
+)
+def test_the_rank_that_all_wait_for_is_named_with_where_it_is(tmp_path, how, words):
+    found = hang(tmp_path / "flight", how)
+    blamed = found.num_ranks - 1
+    assert found.blamed == (blamed,)
+    assert found.difference == ""
+    assert blamed in {rank for ranks in found.missing.values() for rank in ranks}
+    text = str(found)
+    assert f"for rank {blamed} at the all-gather of '0' ({line_of('model(torch.randn(2, 8)).sum()')})" in text
+    assert f"Rank {blamed} (process {found.records[blamed].pid} on " in text
+    assert words in text
+    assert "it began last: reduce_scatter '0'" in text
+
+
+def test_ranks_in_different_branches_are_told_apart_by_the_first_difference(tmp_path):
+    found = hang(tmp_path / "flight", "branches")
+    assert found.blamed == ()
+    assert found.missing[2] == (0, 1)
+    text = str(found)
+    assert "All that are waited for wait themselves: they have taken different branches." in text
+    assert f"all_gather '2' ({line_of('# other')}) on rank 2" in found.difference
+    assert "all_gather '0'" in found.difference
+    assert "on ranks 0, 1" in found.difference
+
+
+def test_ranks_that_left_a_step_at_different_places_are_compared_from_there_on(tmp_path):
+    """One raises ahead of a gather that the others begin: from then on they have begun different numbers."""
+    found = hang(tmp_path / "flight", "caught")
+    assert found.blamed == (2,)
+    assert found.difference == ""
+    assert len({len(record.collectives) for record in found.records.values()}) > 1
+    assert f"at {line_of('time.sleep')}" in str(found)
+
+
+def test_the_command_prints_it_and_says_so_where_there_is_nothing(tmp_path, capsys):
+    folder = tmp_path / "flight"
+    expected = str(hang(folder, "raises"))
+    assert main(["explain-hang", str(folder)]) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
+    (folder / "rank-00002.flight").unlink()
+    text = str(explain_hang(read_records(folder)))
+    assert "Rank 2 has no record here: it did not start, or wrote it on another host." in text
+    for path in folder.iterdir():
+        path.write_bytes(b"\x00 nothing")
+    assert main(["explain-hang", str(folder)]) == 2
+    assert "DIR must hold flight records, but" in capsys.readouterr().err
+
+
+def train(num_steps: int) -> list[float]:
+    torch.manual_seed(0)
+    model = dshard.fully_shard(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)))
+    losses = []
+    for step in range(num_steps):
+        loss = model(torch.full((2, 8), float(step % 3 + dist.get_rank()))).square().mean()
+        loss.backward()
+        dshard.clip_grad_norm_(model.parameters(), 1.0)
+        losses.append(loss.item())
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
+        model.zero_grad()
+    return losses
+
+
+def test_the_last_thousand_collectives_are_kept_and_results_are_those_without_a_record(tmp_path, monkeypatch):
+    with World(2) as world:
+        expected = world.run(train, 350)
+    monkeypatch.setattr(flight._State, "folder", "")
+    monkeypatch.setenv(flight.VARIABLE, str(tmp_path))
+    with World(2) as world:
+        assert world.run(recorded, str(tmp_path), 350) == expected
+    for rank, record in read_records(tmp_path).items():
+        path = tmp_path / f"rank-{rank:05}.flight"
+        assert path.stat().st_size == (flight.RING + flight.NUM_COLLECTIVES) * flight.LINE_BYTES
+        numbers = [json.loads(line)["number"] for line in path.read_text().splitlines()[flight.RING :]]
+        assert len(record.collectives) == flight.NUM_COLLECTIVES
+        assert sorted(numbers) == list(range(max(numbers) + 1 - flight.NUM_COLLECTIVES, max(numbers) + 1))
+        assert record.wait is None
+
+
+def recorded(folder: str, num_steps: int) -> list[float]:
+    flight._State.folder = folder
+    return train(num_steps)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [[0], [3], [0, 1], [0, 2], [0, 1, 2, 3], [1, 3, 5, 7], [0, 1, 5], list(range(2000)), list(range(7, 900, 8))],
+)
+def test_ranks_are_read_back_from_their_text(ranks):
+    text = flight._as_ranges(ranks)
+    assert flight.ranks_of(text) == ranks
+    assert len(text) < 20
+
+
+def test_a_label_of_any_length_fits_its_line(tmp_path):
+    record = flight._Flight(tmp_path)
+    record.put(flight.RING, {"label": "é" * 3000, "number": 1})
+    (line,) = [
+        line for line in (tmp_path / "rank-00000.flight").read_bytes().splitlines()[flight.RING :] if line.strip()
+    ]
+    assert len(line) == flight.LINE_BYTES - 1
+    assert set(json.loads(line)["label"]) == {"é"}
