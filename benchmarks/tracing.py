@@ -1,15 +1,16 @@
-"""What `dshard.trace` takes of a step: one that is traced, one that is not, and one of a library that cannot trace.
+"""What `dshard.trace` and a flight record take of a step, beside one without, and one of a library that has neither.
 
     OMP_NUM_THREADS=1 python -m benchmarks.tracing [--ranks 2] [--rounds 40] [--out benchmarks/results]
 
-All three are steps of one GPT on gloo ranks, interleaved. The third has no look at who watches: `profiled` is patched
-away where it is called.
+All are steps of one GPT on gloo ranks, interleaved. The last has no look at who watches: `profiled` is patched away where
+it is called. `recorded` keeps a flight record in a folder of its own, `memory` is a trace that counts memory, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -22,6 +23,7 @@ from dshard.bench.common import WORLD_TIMEOUT_S, Sample, Step, gloo_world, inter
 from dshard.bench.models import GPT, ROOT_ALONE, Size, shard, training_step
 from dshard.bench.output import Output, timing_table
 from dshard.bench.plots import Bars
+from dshard.collectives import flight
 from dshard.gradients import reduction
 from dshard.slices import slices
 from dshard.units import copies
@@ -44,6 +46,17 @@ def without_looks() -> Iterator[None]:
             place.profiled = profiled
 
 
+@contextmanager
+def recorded() -> Iterator[None]:
+    """As with `DSHARD_FLIGHT_RECORD`; the file is made once."""
+    with tempfile.TemporaryDirectory() as folder:
+        flight._State.folder = folder
+        try:
+            yield
+        finally:
+            flight._State.folder = ""
+
+
 def run(size: Size, batch: int, tokens: int, num_rounds: int) -> dict[str, list[Sample]]:
     """Samples on this rank."""
     torch.set_num_threads(1)
@@ -59,7 +72,13 @@ def run(size: Size, batch: int, tokens: int, num_rounds: int) -> dict[str, list[
 
         return run_step
 
-    variants = {"without": within(without_looks), "off": within(nullcontext), "on": within(lambda: dshard.trace(model))}
+    variants = {
+        "without": within(without_looks),
+        "off": within(nullcontext),
+        "on": within(lambda: dshard.trace(model)),
+        "recorded": within(recorded),
+        "memory": within(lambda: dshard.trace(model, memory=True)),
+    }
     return interleave(variants, num_rounds=num_rounds, num_warmups=NUM_WARMUPS)
 
 
@@ -78,7 +97,7 @@ def main() -> None:
         least = {variant: 1e3 * min(sample.cpu_s for sample in each) for variant, each in samples.items()}
         results[name] = {"rows": rows, "least CPU ms": least}
         print(f"\n{name}\n{timing_table(rows)}")
-        for variant in ("off", "on"):
+        for variant in ("off", "on", "recorded", "memory"):
             wall = (rows[variant]["median_ms"] or 0) / (rows["without"]["median_ms"] or 1) - 1
             print(
                 f"{variant}: {wall:+.1%} of the median step, {least[variant] / least['without'] - 1:+.1%} of CPU time"

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
+import importlib.util
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dshard.cli.usage import RunError, UsageError
 from dshard.cli.verify import make, model_of
-from dshard.cli.writable import check_writable, write_whole
+from dshard.cli.writable import check_writable
 
 _DESCRIPTION = """\
 Trains a model for some steps on ranks of this machine, and prints its units and what the last step gathers and reduces:
 how often, how many bytes, and how long it waits. No launcher is needed.
   dshard trace mymodule:factory
-  dshard trace mymodule:factory --ranks 4 --out step.json
+  dshard trace mymodule:factory --ranks 4 --out step.html
 
-factory() is as for dshard verify. The file is for ui.perfetto.dev: all gathers and reductions of all ranks, each with
-the operation and the line that asked for it.
+factory() is as for dshard verify. The file has all gathers and reductions of all ranks, each with the operation and the
+line that asked for it, and memory by category: a page (.html), a timeline for ui.perfetto.dev (.json), or a picture of
+rank 0's (.png, with matplotlib).
 """
 
 
@@ -36,7 +36,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="of which the last one is told (%(default)s)")
     parser.add_argument("--strategy", default="full", help="of all parameters (%(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the timeline of all ranks as JSON")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write it all to a file ending in .html, .json or .png"
+    )
     parser.set_defaults(run=run)
 
 
@@ -62,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     except DShardError as error:
         raise UsageError(f"--strategy {args.strategy!r} is none for {args.ranks} ranks: {error}") from error
     if args.out is not None:
-        check_writable(args.out.parent, "--out")
+        _check_out(args.out)
     make(args.factory)
     try:
         with World(args.ranks) as world:
@@ -71,17 +73,29 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"MODULE:FACTORY must train, but {error}") from error
     print(told[0][0])
     if args.out is not None:
-        events = [event for _, text in told for event in json.loads(text)["traceEvents"]]
+        from dshard.inspection.exports import export
+
         try:
-            write_whole(args.out, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+            export(args.out, [trace for _, trace in told])
         except OSError as error:
             raise RunError(f"--out must be a file that can be written, but {error}.") from error
         print(f"wrote {args.out}")
     return 0
 
 
-def traced(factory: str, strategy: str, num_steps: int) -> tuple[str, str]:
-    """What a rank says of the last step, and its timeline as JSON."""
+def _check_out(path: Path) -> None:
+    """See that the file can be written, before anything starts."""
+    if path.suffix.lower() not in (".html", ".json", ".png"):
+        raise UsageError(f"--out must end in .html, .json or .png, but it is {path}.")
+    if path.suffix.lower() == ".png" and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            "--out of a picture needs matplotlib, but it is not installed. Run: pip install 'dshard[cli]'."
+        )
+    check_writable(path.parent, "--out")
+
+
+def traced(factory: str, strategy: str, num_steps: int) -> tuple[str, dict[str, Any]]:
+    """What a rank says of the last step, and its trace as a dict."""
     import torch.distributed as dist
 
     import dshard
@@ -105,9 +119,6 @@ def traced(factory: str, strategy: str, num_steps: int) -> tuple[str, str]:
 
     for number in range(num_steps - 1):
         step(number)
-    with dshard.trace(model) as trace:
+    with dshard.trace(model, optimizer, memory=True) as trace:
         step(num_steps - 1)
-    with tempfile.TemporaryDirectory() as folder:
-        trace.save(f"{folder}/trace.json", rank=rank)
-        timeline = Path(f"{folder}/trace.json").read_text(encoding="utf-8")
-    return f"{dshard.report(model, optimizer)}\n\n{trace}", timeline
+    return f"{dshard.report(model, optimizer, trace)}\n\n{trace}", trace.as_dict(rank=rank)

@@ -6,11 +6,14 @@ that meets a lower one reads on, for its peer is on the way. docs/design/0006-st
 what follows from them.
 """
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+import torch.distributed as dist
 
 from dshard.collectives import _c10d, flight
 from dshard.collectives._c10d import ProcessGroup, Work
@@ -18,6 +21,7 @@ from dshard.collectives.exits import finish_at_end
 from dshard.collectives.group import ShardGroup
 from dshard.collectives.header import Heard, Kind, header, read
 from dshard.collectives.lost import is_symptom
+from dshard.collectives.trace import times_peers, waited_for_peer
 from dshard.collectives.transport import Coming, Transport, transport_of
 from dshard.collectives.whys import Why, tell_why
 
@@ -166,7 +170,9 @@ class Line:
             said = self._waiting[0]
             for peer in self._posted:
                 if peer not in said.heard:
-                    said.heard[peer] = self._next(peer, said, group)
+                    said.heard[peer] = (
+                        self._timed(peer, said, group) if times_peers() else self._next(peer, said, group)
+                    )
             self._waiting.popleft()
             said.is_heard = True
             said.note_heard()
@@ -188,6 +194,13 @@ class Line:
     def _post(self, posted: "deque[_Posted]", peer: int) -> None:
         assert self._transport is not None
         posted.append(_Posted(self._transport.listen(peer)))
+
+    def _timed(self, peer: int, said: "Exchange", group: ProcessGroup) -> bytes:
+        """`_next`, whose time open traces are told."""
+        began_s = time.perf_counter()
+        heard = self._next(peer, said, group)
+        waited_for_peer(dist.get_global_rank(group, peer), time.perf_counter() - began_s)
+        return heard
 
     def _next(self, peer: int, said: "Exchange", group: ProcessGroup) -> bytes:
         """What a peer says of a collective, or of a later step."""

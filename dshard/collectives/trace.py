@@ -115,6 +115,17 @@ def start_wait() -> Wait | None:
     return Wait(_Open.traces) if _Open.traces else None
 
 
+def times_peers() -> bool:
+    """Whether it is of use to time the wait for each peer: no more than a look."""
+    return bool(_Open.traces)
+
+
+def waited_for_peer(rank: int, waited_s: float) -> None:
+    """Tell every open trace of a wait for the header of a rank of the world."""
+    for trace in _Open.traces:
+        trace.peer_waits_s[rank] = trace.peer_waits_s.get(rank, 0.0) + waited_s
+
+
 class CommTrace:
     """Counts collectives and their bytes, and times the waits for them, while it is open.
 
@@ -127,6 +138,9 @@ class CommTrace:
     `(N - 1) / N * P`; an all-reduce `2 * (N - 1) / N * P`, or `(N - 1) * P` where a small tensor is exchanged directly.
     `payload_bytes` is that formula for the real elements; padding and headers are counted apart.
 
+    `peer_waits_s` has seconds by rank of the world, where ranks say headers ahead of collectives (gloo): peers are
+    waited for one after the other, and each counts with what it took beyond those before it.
+
     Communicates:
         Nothing.
     """
@@ -134,6 +148,7 @@ class CommTrace:
     def __init__(self) -> None:
         self.records: list[CommRecord] = []
         self.waits: list[Wait] = []
+        self.peer_waits_s: dict[int, float] = {}  # by rank, beyond those for peers that were waited for before it
 
     def __enter__(self) -> "CommTrace":
         _Open.traces = (*_Open.traces, self)

@@ -208,9 +208,9 @@ def shard_bytes(param: ShardedTensor) -> int:
 
 
 def inner_tensors(tensor: Any) -> list[Tensor]:
-    """The plain tensors that one of a subclass is made of, or itself."""
+    """The plain tensors that one of a subclass is made of, or itself; a DTensor names its mesh among them."""
     if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
+        return [tensor] if isinstance(tensor, Tensor) else []
     names, _ = tensor.__tensor_flatten__()
     return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
 

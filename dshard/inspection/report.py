@@ -1,29 +1,18 @@
-"""What of a model is in this rank's memory now, by what it is for."""
+"""What of a model is in this rank's memory now, by what it is for; and for whom a trace has waited."""
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_iter
+from torch import nn
 
 from dshard.arguments import checked
-from dshard.inspection.explain import Explanation, contexts_of, explain, inner_tensors, shard_bytes
+from dshard.inspection.explain import Explanation, contexts_of, explain
+from dshard.inspection.memory import CATEGORIES, Memory
 from dshard.inspection.tables import html_table, known_bytes, text_table
-from dshard.tensor import ShardedTensor
+from dshard.inspection.tracing import Trace
 
-_WORDS = {
-    "parameters": "shards of parameters, and parameters that are not sharded",
-    "gradients": "that have arrived, in `.grad`",
-    "states": "of the optimizers that were given",
-    "buffers": "of the model",
-    "gathered": "full values of parameters",
-    "on their way": "buffers that gathers and reductions have taken from the pool, without the above",
-    "pool": "that the pool keeps for the next gathers and reductions",
-    "other": "what else the device's allocator has given out: activations, most of all",
-}
+_BYTES = "on this rank now", "bytes", ""
+_WAITS = "waited", "ms", "share"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,36 +21,56 @@ class Report:
 
     Attributes:
         units: As of `explain`.
-        num_bytes: On this rank now, by category; None where nobody knows: "states" without an optimizer, and
-            "other" on a CPU, whose allocator does not count.
+        num_bytes: On this rank now, by category; None where nobody knows: "states" without an optimizer,
+            "activations" without a trace that counts them, and "other" on a CPU, whose allocator does not count.
+        unit_waits_s: Of a trace: seconds for which this rank waited for its peers, by unit; the most first.
+        peer_waits_s: Of a trace: by rank of the peer, the seconds beyond those for peers that were waited for before
+            it. Empty where collectives are the backend's own.
     """
 
     units: Explanation
     num_bytes: dict[str, int | None]
+    unit_waits_s: dict[str, float] = field(default_factory=dict)
+    peer_waits_s: dict[int, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as numbers and texts, for a log."""
         units = [asdict(unit) for unit in self.units.units]
-        return {"units": units, "bytes": dict(self.num_bytes)}
+        waits = {"units": dict(self.unit_waits_s), "peers": dict(self.peer_waits_s)}
+        return {"units": units, "bytes": dict(self.num_bytes), "waits": waits}
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        return [(name, known_bytes(num), _WORDS[name]) for name, num in self.num_bytes.items()]
+        return [(name, known_bytes(num), CATEGORIES[name]) for name, num in self.num_bytes.items()]
+
+    def _waits(self) -> list[tuple[str, str, str]]:
+        named = [(f"in '{unit}'", seconds) for unit, seconds in self.unit_waits_s.items()]
+        peers = [(f"for rank {rank}", seconds) for rank, seconds in self.peer_waits_s.items()]
+        return [
+            (name, f"{1e3 * seconds:.2f}", f"{seconds / (sum(s for _, s in rows) or 1):.0%}")
+            for rows in (named, peers)
+            for name, seconds in rows
+        ]
 
     def __str__(self) -> str:
-        return f"{self.units}\n\n{text_table(('on this rank now', 'bytes', ''), self._rows(), to_left=(0, 2))}"
+        parts = [str(self.units), text_table(_BYTES, self._rows(), to_left=(0, 2))]
+        if self._waits():
+            parts.append(text_table(_WAITS, self._waits(), to_left=(0,)))
+        return "\n\n".join(parts)
 
     def _repr_html_(self) -> str:
-        return self.units._repr_html_() + html_table(("on this rank now", "bytes", ""), self._rows(), to_left=(0, 2))
+        waits = html_table(_WAITS, self._waits(), to_left=(0,)) if self._waits() else ""
+        return self.units._repr_html_() + html_table(_BYTES, self._rows(), to_left=(0, 2)) + waits
 
 
 @checked
-def report(model: nn.Module, optimizer: Any = None) -> Report:
+def report(model: nn.Module, optimizer: Any = None, trace: Trace | None = None) -> Report:
     """Say what of a model is in this rank's memory now: units, and bytes by what they are for.
 
     Args:
         model: That `fully_shard` was called on, or one that holds such models. Units that are formed at the first use
             are formed now.
         optimizer: Of whose states to tell, or several.
+        trace: Of the model: whose waits to tell, by unit and by peer, and whose activations, if it counts them.
 
     Raises:
         StateError: Nothing of the model is sharded.
@@ -70,48 +79,8 @@ def report(model: nn.Module, optimizer: Any = None) -> Report:
         Nothing. Gradients that are on their way are not waited for, and count with their bytes.
     """
     contexts = contexts_of("report", model)
-    copies = [c for context in contexts for unit in context.units for c in {unit.copies, unit.exact}]
-    buffers = {id(buffer): buffer for each in copies for buffer in each.memories}
-    once = [c.host_copies for c in copies if c.host_copies is not None]
-    gathered = sum(buffer.memory.numel() for buffer in buffers.values()) + sum(h.bytes_beside() for h in once)
-    pools = {id(context.pool): context.pool for context in contexts}.values()
-    in_pools = {id(buffer) for buffer in buffers.values() if buffer.is_in_use}
-    on_way = sum(pool.out_bytes for pool in pools) - sum(buffers[key].memory.numel() for key in in_pools)
-    optimizers: Iterable[Optimizer] = () if optimizer is None else _listed(optimizer)
-    states = [value for each in optimizers for state in each.state.values() for value in tree_iter(state)]
-    num_bytes: dict[str, int | None] = {
-        "parameters": _bytes_of(model.parameters()),
-        "gradients": _bytes_of(p.grad for p in model.parameters()),
-        "states": None if optimizer is None else _bytes_of(states),
-        "buffers": _bytes_of(model.buffers()),
-        "gathered": gathered,
-        "on their way": on_way,
-        "pool": sum(pool.kept_bytes for pool in pools),
-    }
-    devices = (unit.device for context in contexts for unit in context.units if unit.device is not None)
-    num_bytes["other"] = _others(next(devices, None), num_bytes)
-    return Report(explain(model), num_bytes)
-
-
-def _listed(optimizer: Any) -> list[Optimizer]:
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-
-
-def _bytes_of(values: Iterable[Any]) -> int:
-    """Bytes of tensors on this rank, each memory once; shards in flight by their layouts."""
-    seen: dict[int, int] = {}
-    in_flight = 0
-    for value in values:
-        tensor = value.shard_storage.tensor if isinstance(value, ShardedTensor) else value
-        if tensor is None and isinstance(value, ShardedTensor):
-            in_flight += shard_bytes(value)
-        elif isinstance(tensor, Tensor) and not tensor.is_meta:
-            seen |= {each.data_ptr(): each.nbytes for each in inner_tensors(tensor) if each.numel()}
-    return in_flight + sum(seen.values())
-
-
-def _others(device: torch.device | None, known: dict[str, int | None]) -> int | None:
-    """What else an accelerator's allocator has given out."""
-    if device is None or device.type != "cuda":
-        return None
-    return torch.cuda.memory_allocated(device) - sum(num or 0 for num in known.values())
+    activations = trace.activations if trace is not None else None
+    num_bytes = Memory(model, contexts, optimizer, activations).now()
+    if trace is None:
+        return Report(explain(model), num_bytes)
+    return Report(explain(model), num_bytes, trace.unit_waits_s(), trace.peer_waits_s())

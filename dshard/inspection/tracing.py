@@ -1,12 +1,12 @@
 """What a step of a model sends: each gather and reduction, when, for how long, and for which line of the program."""
 
-import json
 import logging
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -17,6 +17,8 @@ from dshard.arguments import checked
 from dshard.autograd.modes import Watchers, in_backward
 from dshard.collectives import CommRecord, CommTrace, is_users
 from dshard.inspection.explain import contexts_of
+from dshard.inspection.exports import export
+from dshard.inspection.memory import Activations, Memory, MemorySample
 from dshard.inspection.tables import html_table, text_table
 from dshard.planner.texts import bytes_text
 from dshard.tensor.dispatch import dispatch
@@ -105,19 +107,35 @@ class _Range:
 class Trace:
     """What a model's units gather and reduce while it is open; made by `trace`. `str()` of it is a table by unit.
 
+    Attributes:
+        activations: What counts them, if asked for.
+        memory: Bytes on this rank by category, at the beginning, after each event and each step of an optimizer, and
+            at the end, if asked for.
+        took_s: Seconds from the beginning to the end.
+
     Communicates:
         Nothing.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any = None, *, memory: bool = False) -> None:
         self._contexts = contexts_of("trace", model)
         self._comm = CommTrace()
         self._seen: list[_Seen] = []
         self._begin_s = 0.0
         self._serials: dict[Any, int] = {}
+        self.took_s = 0.0
+        self.memory: list[MemorySample] = []
+        self.activations = Activations(model.parameters()) if memory else None
+        self._measured = Memory(model, self._contexts, optimizer, self.activations)
+        self._stack = ExitStack()
 
     def __enter__(self) -> "Trace":
         self._begin_s = time.perf_counter()
+        if self.activations is not None:
+            self._stack.enter_context(self.activations.hooks())
+            for optimizer in self._measured.optimizers or ():
+                self._stack.callback(optimizer.register_step_post_hook(lambda *_: self._sample()).remove)
+        self._sample()
         self._comm.__enter__()
         Watchers.present.append(self)
         return self
@@ -127,6 +145,9 @@ class Trace:
     ) -> None:
         Watchers.present.remove(self)
         self._comm.__exit__(exc_type, exc, tb)
+        self._stack.close()
+        self.took_s = time.perf_counter() - self._begin_s
+        self._sample()
         if exc_type is None:
             for text in self.warnings():
                 log.warning("trace: %s", text)
@@ -148,6 +169,12 @@ class Trace:
         seen.records, seen.waits = self._comm.records[num_records:], self._comm.waits[num_waits:]
         seen.gathered = [unit for context in self._contexts for unit in context.eviction.gathered]
         self._seen.append(seen)
+        self._sample()
+
+    def _sample(self) -> None:
+        """See what is in memory, if asked for."""
+        if self.activations is not None:
+            self.memory.append(MemorySample(time.perf_counter() - self._begin_s, self._measured.now()))
 
     def _phase(self) -> tuple[str, int]:
         """What runs, and which number it has among what ran."""
@@ -215,37 +242,64 @@ class Trace:
     def _repr_html_(self) -> str:
         return html_table(_COLUMNS, self._rows(), to_left=(0,)) + "".join(f"<p>{w}</p>" for w in self.warnings())
 
+    def unit_waits_s(self) -> dict[str, float]:
+        """Seconds for which this rank waited for its peers, by unit; the most first."""
+        found: dict[str, float] = defaultdict(float)
+        for event in self.events:
+            found[event.unit] += event.waited_s
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def peer_waits_s(self) -> dict[int, float]:
+        """Seconds for which this rank waited for each peer beyond those before it, by rank; the most first.
+
+        Of all collectives in the trace, where ranks say headers ahead of them: on NCCL there are none.
+        """
+        return dict(sorted(self._comm.peer_waits_s.items(), key=lambda item: -item[1]))
+
+    def as_dict(self, *, rank: int = 0) -> dict[str, Any]:
+        """All of it as numbers and texts: what `save` writes as JSON, and a page shows."""
+        columns, rows = list(_COLUMNS), self._rows()
+        return {
+            "rank": rank,
+            "took_s": self.took_s,
+            "events": [asdict(event) for event in self.events],
+            "memory": [asdict(sample) for sample in self.memory],
+            "peers": {str(peer): seconds for peer, seconds in self.peer_waits_s().items()},
+            "warnings": self.warnings(),
+            "table": [columns, *rows],
+        }
+
     def save(self, path: str | Path, *, rank: int = 0) -> None:
-        """Write a timeline as JSON that chrome://tracing and ui.perfetto.dev show, with bytes of full values over time.
+        """Write it to a file: what kind of one its suffix says.
 
         Args:
-            path: Of the file.
-            rank: Shown as the process; files of several ranks may be loaded together.
+            path: Of the file. ".json" is a timeline that chrome://tracing and ui.perfetto.dev show; ".html" a page that
+                needs nothing beside it; ".png" a picture of the timeline, and of memory, with matplotlib.
+            rank: Whose it is called.
+
+        Raises:
+            ArgumentError: The suffix is another one.
         """
-        told = []
-        for e in self.events:
-            args = {"phase": e.phase, "op": e.op, "line": e.line, "bytes": e.num_bytes, "waited ms": 1e3 * e.waited_s}
-            what = {"name": f"{e.what} {e.unit}", "cat": e.what, "args": args}
-            told.append({"ph": "X", "pid": rank, "tid": 0, "ts": 1e6 * e.at_s, "dur": 1e6 * e.took_s, **what})
-            end_us = 1e6 * (e.at_s + e.took_s)
-            told.append({"ph": "C", "pid": rank, "ts": end_us, "name": "gathered", "args": {"bytes": e.gathered_bytes}})
-        Path(path).write_text(json.dumps({"traceEvents": told, "displayTimeUnit": "ms"}), encoding="utf-8")
+        export(path, [self.as_dict(rank=rank)])
 
 
 @checked
-def trace(model: nn.Module) -> Trace:
+def trace(model: nn.Module, optimizer: Any = None, *, memory: bool = False) -> Trace:
     """Follow what the units of a model gather and reduce, for which operation and line, and how long that takes.
 
         with dshard.trace(model) as trace:
             step()
         print(trace)
-        trace.save("step.json")
+        trace.save("step.html")
 
     What is sent more often than it has to be is told by the logger "dshard" when the block ends, and by `warnings()`.
     Outside of a trace nothing is noted.
 
     Args:
         model: That `fully_shard` was called on, or one that holds such models.
+        optimizer: With `memory`: of whose states to tell, or several.
+        memory: Have `trace.memory` tell bytes by category over time. Tensors that autograd keeps are counted by hooks
+            around them, on this thread; each sample looks at all parameters.
 
     Raises:
         StateError: Nothing of the model is sharded.
@@ -253,7 +307,7 @@ def trace(model: nn.Module) -> Trace:
     Communicates:
         Nothing: each rank tells of itself.
     """
-    return Trace(model)
+    return Trace(model, optimizer, memory=memory)
 
 
 def _asked_by(frame: FrameType | None) -> tuple[Any, tuple[str, int], bool]:

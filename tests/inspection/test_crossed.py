@@ -26,11 +26,11 @@ def looked_at(row: Row) -> tuple[oracle.Result, list[tuple[int, int]]]:
         warnings.simplefilter("ignore")
         program = Program(row)
         for step in range(NUM_STEPS):
-            with dshard.CommTrace() as comm, dshard.trace(program.model) as trace:
+            with dshard.CommTrace() as comm, dshard.trace(program.model, program.optimizers, memory=True) as trace:
                 program.step(step)
             told = sum(event.num_bytes for event in trace.events) + sum(r.total_bytes for r in trace.others)
             sent.append((told, comm.total_bytes))
-            report = dshard.report(program.model, program.optimizers)
+            report = dshard.report(program.model, program.optimizers, trace)
             assert all(num is None or num >= 0 for num in report.num_bytes.values()), str(report)
             assert sum(len(unit.params) for unit in report.units.units) == sum(
                 isinstance(p, dshard.ShardedTensor) for p in program.model.parameters()
@@ -39,6 +39,7 @@ def looked_at(row: Row) -> tuple[oracle.Result, list[tuple[int, int]]]:
             with tempfile.TemporaryDirectory() as folder:
                 trace.save(f"{folder}/trace.json")
                 json.loads(Path(f"{folder}/trace.json").read_text())
+            assert min(min(num for num in s.num_bytes.values() if num is not None) for s in trace.memory) >= 0
     grads = {n: full(p.grad).cpu().clone() for n, p in program.trained().items() if p.grad is not None}
     return oracle.Result(program.losses, program.norms, program.start, values(program.model), grads), sent
 
