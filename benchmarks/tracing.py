@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.tracing [--ranks 2] [--rounds 40] [--out benchmarks/results]
 
-All are steps of one GPT on gloo ranks, interleaved. The last has no look at who watches: `profiled` is patched away where
-it is called. `recorded` keeps a flight record in a folder of its own, `memory` is a trace that counts memory, too.
+All are steps of one GPT on gloo ranks, interleaved. `without` has no look at who watches: `profiled` is patched away
+where it is called. `recorded` keeps a flight record in a folder of its own, `memory` also counts memory.
 """
 
 from __future__ import annotations

@@ -195,6 +195,7 @@ LINKS = ours("Links", "Pass dshard.planner.Links(...).")
 LINK = ours("Link", "Pass dshard.planner.Link(...).")
 WIRE = ours("Wire", "Pass dshard.planner.Wire(bytes_per_s, latency_s).")
 MEASURED = ours("Measured", "Pass what dshard.planner.measure_step gave.")
+TRACE = ours("Trace", "Pass what dshard.trace gave.")
 DEVICE_OR_NAME = either(
     ours("Device", "Pass 'a100-80g'."), TEXT, allowed="a name of dshard.planner.DEVICES, or a Device of your own"
 )

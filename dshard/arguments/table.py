@@ -100,8 +100,8 @@ TABLE: dict[str, Row] = {
     },
     "plan_report": {"model": MODULE},
     "explain": {"model": MODULE},
-    "report": _TRAINED,
-    "trace": {"model": MODULE},
+    "report": {**_TRAINED, "trace": optional(domain.TRACE)},
+    "trace": {**_TRAINED, "memory": FLAG},
     "full_state_dict": {
         "module": MODULE,
         "select": function("a name", "Pass one that gives a bool."),
