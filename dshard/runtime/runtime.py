@@ -115,10 +115,15 @@ class Runtime:
 
 
 def current_phase() -> str:
-    """What a sharded model of this process does, in lower case; "" where none does anything."""
-    phases = (unit.model.schedule.phase for unit in Unit.alive)
-    known = next((phase.name.lower() for phase in phases if phase is not None), "")
-    return known or ("backward" if in_backward() else "")  # of which the end is no part of the schedule
+    """What the sharded model does that began last, in lower case; "" where none does anything.
+
+    A model whose forward has raised is held to be in it until its next one.
+    """
+    if in_backward():  # of which the end is no part of the schedule
+        return "backward"
+    schedules = (unit.model.schedule for unit in Unit.alive if unit.model.schedule.phase is not None)
+    last = max(schedules, key=lambda schedule: schedule.begun_s, default=None)
+    return last.phase.name.lower() if last is not None and last.phase is not None else ""
 
 
 def units_of(module: nn.Module) -> list[Unit]:

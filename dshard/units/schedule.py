@@ -2,6 +2,7 @@
 
 import enum
 import math
+import time
 from collections.abc import Callable, Container, Sequence
 from typing import Generic, TypeVar
 
@@ -41,6 +42,7 @@ class Schedule(Generic[U]):
         self.depth = depth
         self._is_free, self._size_of = is_free, size_of
         self.serial = 0  # changes with every phase, for units to know a first touch
+        self.begun_s = 0.0  # when the last phase began, by `time.perf_counter()`
         self._phase: Phase | None = None
         self._record: list[U] = []
         self._known: dict[Phase, list[U]] = {}
@@ -59,7 +61,7 @@ class Schedule(Generic[U]):
     def begin(self, phase: Phase) -> None:
         """A phase starts, and with it ends what ran before."""
         self.end()
-        self._phase, self._position = phase, 0
+        self._phase, self._position, self.begun_s = phase, 0, time.perf_counter()
 
     def end(self) -> None:
         """The phase ends; its record is what the next one like it is held to be."""

@@ -133,6 +133,10 @@ def test_a_saved_trace_is_one_of_chrome_and_nothing_is_noted_outside(worlds: Wor
 
 
 def phases() -> list[tuple[str, str]]:
+    left = sharded({})  # another model, whose forward has raised
+    left.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        left(ids())
     model = sharded({})
     with dshard.CommTrace() as comm:
         with torch.no_grad():
