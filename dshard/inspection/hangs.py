@@ -75,16 +75,16 @@ class RankRecord:
     def state(self, now: float) -> str:
         """What it does, in words; `now` is the last sign of any rank."""
         if self.end:
-            return f"has ended: {self.end}"
+            return f"ended: {self.end}"
         if self.wait is not None:
             text = f"at the {self.wait['waits']}{_at(self.wait['line'])}"
         else:
             text = f"at {self.line}" if self.line else "at a line that is not known"
         if self.is_gone:
-            return f"has ended without a word (killed, out of memory, os._exit), {text}"
+            return f"ended without a word, {text}"
         if now - self.last_sign > _SILENT_S:
             at = time.strftime("%H:%M:%S", time.localtime(self.last_sign))
-            return f"gave no sign after {at} (killed, stopped, busy outside of Python), {text}"
+            return f"gave no sign after {at}, {text}"
         return f"waits {text}" if self.wait is not None else f"is {text}"
 
 
@@ -128,9 +128,9 @@ class Hang:
     def _row(self, record: RankRecord) -> tuple[str, str, str, str]:
         last = record.collectives[-1] if record.collectives else None
         since = record.wait["at"] if record.wait is not None else last.at if last is not None else record.last_sign
-        state = record.state(self.now)
+        state = _without_folders(record.state(self.now), record)
         state = state if len(state) <= _TABLE_CHARS else f"{state[:_TABLE_CHARS]} ..."
-        return str(record.rank), state, f"{max(self.now - since, 0):.1f} s", _text(last)
+        return str(record.rank), state, f"{max(self.now - since, 0):.1f} s", _without_folders(_text(last), record)
 
     def _findings(self) -> list[str]:
         found = []
@@ -160,7 +160,8 @@ class Hang:
         if record is None:
             return f"Rank {rank} has no record here: it did not start, or wrote it on another host."
         last = f"; it began last: {_text(record.collectives[-1])}" if record.collectives else ""
-        return f"Rank {rank} (process {record.pid} on {record.host}) {record.state(self.now)}{last}."
+        why = " It was killed, ran out of memory, or called os._exit." if record.is_gone else ""
+        return f"Rank {rank} (process {record.pid} on {record.host}) {record.state(self.now)}{last}.{why}"
 
 
 def read_records(folder: Path) -> dict[int, RankRecord]:
@@ -250,6 +251,14 @@ def _parsed(line: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _without_folders(text: str, record: RankRecord) -> str:
+    """A text with the lines of a record as file names alone: the full ones are too wide for a table."""
+    lines = {record.line, *(c.line for c in record.collectives[-1:]), record.wait["line"] if record.wait else ""}
+    for folder in {line.rpartition("/")[0] for line in lines} - {""}:
+        text = text.replace(f"{folder}/", "")
+    return text
 
 
 def _text(each: Collective | None) -> str:

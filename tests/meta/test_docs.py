@@ -39,6 +39,9 @@ RUN_AS = {
     'make train ARGS="--resume"': f'make train ARGS="--resume {_TINY}"',
     'make train ARGS="--plot out.png"': f'make train ARGS="--plot out.png {_TINY}"',
     'make train ARGS="--compare --plot out.png"': f'make train ARGS="--compare --plot out.png {_TINY}"',
+    "DSHARD_FLIGHT_RECORD=flight torchrun --nproc-per-node 4 train.py": (
+        f"DSHARD_FLIGHT_RECORD=flight torchrun --nproc-per-node 2 -m dshard train {_TINY}"
+    ),
     "dshard train --help": "dshard train --help",
     "make test": 'make test ARGS="-q tests/unit/test_oracle.py"',
     "make test ARGS=\"-m 'not slow'\"": "make test ARGS=\"-q -m 'not slow' tests/unit/test_oracle.py\"",
