@@ -201,15 +201,17 @@ def _has_begun(other: RankRecord | None, group: _Group, place: Place, own: RankR
 
 
 def _first_difference(records: Iterable[RankRecord]) -> str:
-    """The first collective of a group that is another one on some of its ranks, in words."""
+    """The first collective that is another one on some ranks of a group, in the last such step, in words."""
     by_place: dict[tuple[_Group, Place], dict[int, Collective]] = defaultdict(dict)
     for record in records:
         for each in record.collectives:
             by_place[each.group, each.place][record.rank] = each
-    apart = [each for each in by_place.values() if len({c.what for c in each.values()}) > 1]
+    apart = {key: each for key, each in by_place.items() if len({c.what for c in each.values()}) > 1}
     if not apart:
         return ""
-    first = min(apart, key=lambda each: min(c.at for c in each.values()))
+    last_group, last_place = max(apart, key=lambda key: max(c.at for c in apart[key].values()))
+    places = [place for group, place in apart if group == last_group and place.step == last_place.step]
+    first = apart[last_group, min(places)]
     sides: dict[str, list[int]] = defaultdict(list)
     for rank, each in first.items():
         sides[f"{each.what}{_at(each.line)}"].append(rank)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import dshard
 from dshard.cli import main
 from dshard.collectives import flight
-from dshard.inspection.hangs import Hang, explain_hang, read_records
+from dshard.inspection.hangs import Collective, Hang, RankRecord, explain_hang, read_records
 from dshard.testing import World
 from tests import warm
 
@@ -147,3 +147,20 @@ def test_a_label_of_any_length_fits_its_line(tmp_path):
     ]
     assert len(line) == flight.LINE_BYTES - 1
     assert set(json.loads(line)["label"]) == {"é"}
+
+
+def record(rank: int, began: list[tuple[int, int, str]]) -> RankRecord:
+    """Of a rank that began collectives: step, number in it, and which."""
+    collectives = [Collective(("g", "0,1"), flight.Place(step, n), 10.0 * step + n, w, "") for step, n, w in began]
+    return RankRecord(rank, 2, "elsewhere", 1, "", "", None, tuple(collectives), 100.0)
+
+
+def test_of_several_steps_in_which_ranks_went_apart_the_last_counts_and_in_it_the_first_place():
+    alike = [(1, 1, "a"), (3, 1, "a")]
+    first = record(0, [*alike, (2, 1, "b"), (3, 2, "c"), (3, 3, "d")])
+    other = record(1, [*alike, (2, 1, "x"), (3, 2, "y"), (3, 3, "z")])
+    found = explain_hang({0: first, 1: other})
+    assert found.difference == (
+        "The first difference: number 2 of step 3 among ranks 0,1 is c on rank 0 and y on rank 1."
+    )
+    assert str(explain_hang({0: first})).endswith("No rank waits for another.")
