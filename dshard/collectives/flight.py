@@ -38,9 +38,10 @@ _MAX_CHARS = 120  # of a label and of a line of the program, whose end matters
 
 
 class _State:
-    """Where records go, read once, as this is imported; and the number of the step that a group is in."""
+    """Where records go, read once, as this is imported; the last one; and the number of the step that a group is in."""
 
     folder = os.environ.get(VARIABLE, "")
+    last: "_Flight | None" = None  # whose process groups may be gone
     step_of: "Callable[[ShardGroup], int]" = staticmethod(lambda _: 0)
 
 
@@ -182,7 +183,7 @@ def note_place(place: dict[str, str]) -> None:
 
 def note_end(how: str, text: str) -> None:
     """The process ends: "raised" or "failed" with an exception's text, or "left"."""
-    flight = _flight(None) if is_kept() else None
+    flight = _State.last
     if flight is not None:
         flight.put(END, {"end": how, "text": text[: 2 * _MAX_CHARS], "at": time.time()})
 
@@ -197,13 +198,14 @@ def _flight(group: ProcessGroup | None) -> _Flight | None:
 
 def _made() -> _Flight | None:
     try:
-        return _Flight(Path(_State.folder))
+        _State.last = _Flight(Path(_State.folder))
     except OSError as error:
         log.warning(
             f"{VARIABLE} must name a folder in which files can be made, but {_State.folder!r} gives: {error}. This "
             "rank keeps no flight record."
         )
-        return None
+        _State.last = None
+    return _State.last
 
 
 def _as_ranges(ranks: list[int]) -> str:

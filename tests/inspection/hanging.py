@@ -40,6 +40,8 @@ for number in range(6):
     if number == 3 and dist.get_rank() == dist.get_world_size() - 1:
         if how in ("sleeps", "hybrid"):
             sleep()
+        elif how == "ends":
+            pass
         elif how == "raises":
             raise ValueError("bad batch")
         elif how == "killed":
@@ -62,3 +64,4 @@ for number in range(6):
             hook.remove()
     if how == "caught" and number == 4 and dist.get_rank() == 2:
         sleep()
+dist.destroy_process_group()

@@ -58,6 +58,22 @@ def test_the_rank_that_all_wait_for_is_named_with_where_it_is(tmp_path, how, wor
     assert "it began last: reduce_scatter '0'" in text
 
 
+def test_ranks_that_end_well_wait_for_nobody_and_say_so_without_their_process_group(tmp_path):
+    env = {**os.environ, flight.VARIABLE: str(tmp_path)}
+    for _ in range(2):
+        assert warm.run([PROGRAM, "ends"], ranks=2, env=env, timeout_s=100).returncode == 0
+    found = explain_hang(read_records(tmp_path))
+    assert str(found).endswith("No rank waits for another.")
+    assert all(record.end.startswith("left: its program has come to an end") for record in found.records.values())
+    assert len(list(tmp_path.glob("*.flight-before"))) == 2  # of the first run
+
+
+def test_a_folder_that_cannot_be_made_is_told_and_training_goes_on():
+    ran = warm.run([PROGRAM, "ends"], ranks=2, env={**os.environ, flight.VARIABLE: "/dev/null/flight"}, timeout_s=100)
+    assert ran.returncode == 0
+    assert ran.stderr.count("DSHARD_FLIGHT_RECORD must name a folder in which files can be made, but '/dev/null/") == 2
+
+
 def test_ranks_in_different_branches_are_told_apart_by_the_first_difference(tmp_path):
     found = hang(tmp_path / "flight", "branches")
     assert found.blamed == ()
