@@ -173,7 +173,7 @@ class Trace:
 
     @property
     def others(self) -> list[CommRecord]:
-        """Collectives that no unit's gathers and reductions are: norms, flags, checks of what ranks did, the user's."""
+        """Collectives that are no gather or reduction of a unit, as norms, flags, checks of what ranks did, the user's."""
         known = {id(record) for seen in self._seen for record in seen.records}
         return [record for record in self._comm.records if id(record) not in known]
 
@@ -236,6 +236,8 @@ class Trace:
 @checked
 def trace(model: nn.Module) -> Trace:
     """Follow what the units of a model gather and reduce, for which operation and line, and how long that takes.
+
+    ::
 
         with dshard.trace(model) as trace:
             step()
