@@ -21,18 +21,18 @@ SEGMENTS = [
     ("computes", "2", 8.6, 11.6, "unit 2"),
     ("computes", "1", 11.6, 14.6, "unit 1"),
     ("computes", "0", 14.6, 17.6, "unit 0"),
-    ("computes", "", 18.9, 20, "on shards"),
+    ("computes", "", 18.9, 20, "shards"),
     ("gathers", "0", 0, 1, "0"),
     ("gathers", "1", 1, 2, "1"),
     ("gathers", "2", 3, 4, "2"),
     ("gathers", "2", 7.6, 8.6, "2"),
     ("gathers", "1", 8.6, 9.6, "1"),
-    ("gathers", "0", 11.6, 12.6, "0"),
+    ("gathers", "0", 11.7, 12.7, "0"),
     ("reduces", "2", 11.6, 12.8, "2"),
     ("reduces", "1", 14.6, 15.8, "1"),
     ("reduces", "0", 17.6, 18.8, "0"),
     ("full values of 0", "0", 0, 3, "gathered"),
-    ("full values of 0", "0", 11.6, 17.6, "gathered"),
+    ("full values of 0", "0", 11.7, 17.6, "gathered"),
     ("full values of 1", "1", 1, 5, "gathered"),
     ("full values of 1", "1", 8.6, 14.6, "gathered"),
     ("full values of 2", "2", 3, 7, "gathered"),
@@ -55,7 +55,7 @@ def box(segment: tuple[str, str, float, float, str], y: float) -> str:
     """What happens for a while, as a box with words in it."""
     row, unit, start, stop, words = segment
     x, length = at(start), round(at(stop) - at(start), 1)
-    opacity = 0.75 if row.startswith("full") else 1
+    opacity = 0.85 if row.startswith("full") else 1
     size = 10 if length < 60 and len(words) > 4 else 13
     place = f'x="{x}" y="{y}" width="{length}" height="{ROW - 8}"'
     within = text(round(x + length / 2, 1), y + 18, words, f'fill="#fff" text-anchor="middle" font-size="{size}"')
