@@ -173,7 +173,7 @@ class Trace:
 
     @property
     def others(self) -> list[CommRecord]:
-        """Collectives that are no gather or reduction of a unit, as norms, flags, checks of what ranks did, the user's."""
+        """Collectives that are no gather or reduction of a unit, as norms, flags, checks of ranks, the user's."""
         known = {id(record) for seen in self._seen for record in seen.records}
         return [record for record in self._comm.records if id(record) not in known]
 

@@ -30,7 +30,7 @@ CLICKS = {
     "save and load checkpoints": ("README.md", "docs/checkpoints.md"),
     "compare it with others": ("README.md", "docs/comparison.md"),
     "see what is not there": ("README.md", "docs/limits.md"),
-    "look up a function": ("README.md", "docs/index.md", "docs/api.md"),
+    "look up a function": ("README.md", "docs/api.md"),
     "use the Trainer or Accelerate": ("README.md", "docs/index.md", "docs/interop.md"),
     "train on several hosts": ("README.md", "docs/index.md", "docs/multi_node.md"),
     "load and write safetensors": ("README.md", "docs/checkpoints.md"),
