@@ -50,6 +50,7 @@ RUN_AS = {
     "dshard bench collectives": "dshard bench collectives --width 16 --rounds 2",
     "dshard simulate --published --out benchmarks/results/published.json": "dshard simulate --help",
     "make venv": "make venv",
+    "make docs": "make --dry-run docs",  # tests/meta/test_api_docs.py builds them
     "make clean": "make --dry-run clean",
     ".ci/run": "bash -n .ci/run && test -x .ci/run",
     "pip install -e .": "python -c 'import dshard'",
