@@ -9,15 +9,17 @@ BIN := $(VENV)/bin
 # The whole suite: as many files at a time as there are cores, for ranks wait for one another most of the time; each
 # has worlds of its own, so no more than eight.
 SIDE_BY_SIDE := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# Warnings are errors: a page in no table of contents, a link into nothing, a docstring that cannot be read.
+SPHINX := -m sphinx --fail-on-warning --keep-going --quiet --builder html docs build/docs
 BENCHMARKS := step compile host memory collectives scale units optimizer checkpoint
 STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test check bench clean
+.PHONY: help venv train test check bench docs clean
 
 help:
-	@echo "make train | test | check | bench | venv | clean    (options: make train ARGS=\"...\")"
+	@echo "make train | test | check | bench | docs | venv | clean    (options: make train ARGS=\"...\")"
 
 $(STAMP): pyproject.toml
 	@$(BIN)/python -c "import pip" 2>/dev/null || { echo "make: creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
@@ -46,6 +48,10 @@ ifeq ($(strip $(ARGS)),)
 else
 	OMP_NUM_THREADS=1 $(BIN)/python -m dshard bench $(ARGS)
 endif
+
+docs: $(STAMP)
+	$(BIN)/python $(SPHINX)
+	@echo "make: the first page is build/docs/index.html"
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -51,6 +51,8 @@ def join(
 ) -> AbstractContextManager[object]:
     """Let ranks have different numbers of batches: those that have no more of them follow the others to the end.
 
+    ::
+
         with dshard.join(model):
             for batch in loader:  # of any length on each rank
                 loss = model(batch).mean()

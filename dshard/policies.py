@@ -49,13 +49,16 @@ STRATEGY_FIELDS = {"base": one_of(*_BASES), "within": optional(count(1)), "num_s
 class Strategy:
     """Where parameters, gradients and optimizer states of a unit are whole, and where they are shards.
 
-    | | parameters | gradients | optimizer states |
-    |---|---|---|---|
-    | `ddp` | whole | all-reduced, whole | whole |
-    | `zero1` | whole | whole until they are reduced, once before the optimizer's step | shards |
-    | `zero2` | whole | shards after each backward | shards |
-    | `keep` | whole from forward to backward | shards | shards |
-    | `full` | shards but where they are used | shards | shards |
+    ======= =========================== ====================================== ================
+    name    parameters                  gradients                              optimizer states
+    ======= =========================== ====================================== ================
+    `ddp`   whole                       all-reduced, whole                     whole
+    `zero1` whole                       whole until reduced, once per step     shards
+    `zero2` whole                       shards after each backward             shards
+    `keep`  whole from forward to       shards                                 shards
+            backward
+    `full`  shards but where used       shards                                 shards
+    ======= =========================== ====================================== ================
 
     As text it is one of these; `hybrid(k)`, or `hybrid(k, keep)`, for shards over `k` neighbouring ranks, replicated
     over the others; or `split(q)`, or `split(q, hybrid(k))`, for a weight that is gathered and used in `q` slices.

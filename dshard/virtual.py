@@ -23,6 +23,8 @@ _HALF = (torch.float16, torch.bfloat16)
 def virtual_ranks(model: nn.Module) -> Iterator[int]:
     """The virtual ranks that this process plays, one after the other: the loop that one step's gradients come from.
 
+    ::
+
         for rank in dshard.virtual_ranks(model):
             loss_fn(model(batch(step, rank))).backward()
         optimizer.step()

@@ -66,7 +66,7 @@ class PeerSnapshots:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on this rank: of its snapshot and of its row."""
+        """Bytes on this rank of its snapshot and of its row."""
         return sum(held.numel() for held in (self._image, self._row) if held is not None)
 
     @checked

@@ -129,6 +129,8 @@ def waited_for_peer(rank: int, waited_s: float) -> None:
 class CommTrace:
     """Counts collectives and their bytes, and times the waits for them, while it is open.
 
+    ::
+
         with dshard.CommTrace() as trace:
             loss = model(x).sum()
             loss.backward()
@@ -194,7 +196,7 @@ class CommTrace:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that this rank waited for its peers: communication that no computation hid.
+        """Seconds that this rank waited for its peers; communication that no computation hid.
 
         On CPU the host's time within `wait`; on CUDA that of the stream which the computation runs on, by events
         around each wait. Reading it there waits for the device; that has not been run on a GPU yet.

@@ -36,12 +36,16 @@ def gathered(
     its full value. Under mixed precision these are the exact values; the first forward inside gathers once in the
     compute dtype too.
 
+    ::
+
         with dshard.gathered(model) as full:
             torch.save(full, "weights.pt")
 
     With `writeback`, `rank0_only` or `offload_to_cpu` what is yielded are copies, taken unit by unit, and the
     parameters themselves are as sharded as outside. With `writeback` the copies are drafts: the parameters keep their
     values until the scope ends and takes over what was written.
+
+    ::
 
         with dshard.gathered(model, writeback=True, rank0_only=True) as full:
             if full:  # on rank 0
@@ -158,6 +162,8 @@ def iter_full(
     module: nn.Module, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Walk over the full values of all parameters and persistent buffers, for example into an inference engine.
+
+    ::
 
         engine.load_weights(dshard.iter_full(model, dtype=torch.bfloat16))
 

@@ -199,7 +199,7 @@ class Trace:
 
     @property
     def others(self) -> list[CommRecord]:
-        """Collectives that no unit's gathers and reductions are: norms, flags, checks of what ranks did, the user's."""
+        """Collectives that are no gather or reduction of a unit, as norms, flags, checks of ranks, the user's."""
         known = {id(record) for seen in self._seen for record in seen.records}
         return [record for record in self._comm.records if id(record) not in known]
 
@@ -286,6 +286,8 @@ class Trace:
 @checked
 def trace(model: nn.Module, optimizer: Any = None, *, memory: bool = False) -> Trace:
     """Follow what the units of a model gather and reduce, for which operation and line, and how long that takes.
+
+    ::
 
         with dshard.trace(model) as trace:
             step()

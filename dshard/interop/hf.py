@@ -24,6 +24,8 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """Full values for `save_pretrained(..., state_dict=...)`, in the memory of the CPU.
 
+    ::
+
         adapters = full_state_dict(model, select=lambda name: "lora_" in name)
         if dist.get_rank() == 0:
             model.save_pretrained(folder, state_dict=adapters)

@@ -119,7 +119,7 @@ class Plan:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Predicted peak of a step: the most bytes at one moment on one rank."""
+        """Predicted peak of a step, the most bytes at one moment on one rank."""
         return max(moment.num_bytes for moment in moments(self.model, self.strategies, self.cluster))
 
     @property

@@ -76,3 +76,20 @@ def test_resume_elastic_goes_on_with_another_number_of_ranks_as_without_a_break(
         after = losses(text)
         assert list(after) == [4, 5, 6, 7]
         assert all(abs(after[step] - whole[step]) <= 2e-6 for step in after)
+
+
+def test_the_tutorials_program_resumes_with_fewer_ranks_as_without_a_break(tmp_path: Path):
+    def evaluated(text: str) -> list[tuple[str, ...]]:
+        return re.findall(r"step (\d+) loss ([\d.]+), evaluated ([\d.]+)", text)
+
+    whole = evaluated(run("tutorial.py", "--folder", str(tmp_path / "whole"), "--steps", "20"))
+    first = evaluated(run("tutorial.py", "--folder", str(tmp_path / "run"), "--steps", "10"))
+    text = run("tutorial.py", "--folder", str(tmp_path / "run"), "--steps", "20", ranks=1)
+    assert "goes on at step 10 on 1 ranks" in text
+    assert [step for step, *_ in whole] == ["10", "20"]
+    assert first == whole[:1]
+    losses_of = {
+        each: [float(loss) for loss in row[1:]] for each, row in (("one", evaluated(text)[0]), ("two", whole[1]))
+    }
+    assert losses_of["one"] == pytest.approx(losses_of["two"], abs=0.02)  # sums of bf16 products in another order
+    assert losses_of["two"][0] < 0.5 * float(whole[0][1])

@@ -8,8 +8,9 @@ A block's info string is its language and options: ```` ```python ranks=2 ````.
 | `console` | the lines that start with `$ `, as `bash`; the others are output, which is not compared |
 | `python` | a script in the copy; `ranks=N`: on ranks, as under torchrun; `continues`: after those before it |
 
-`run=slow` gives the test the marker `slow`. The blocks of one file share one copy, in order, so a later block finds
-what an earlier one wrote. A fence in no known language, or with an option that nobody knows, is an error.
+A block `text output` right behind a python block is what that prints: its lines are compared, in order, where `...`
+is anything. `run=slow` gives the test the marker `slow`. The blocks of one file share one copy, in order, so a later
+block finds what an earlier one wrote. A fence in no known language, or with an option that nobody knows, is an error.
 """
 
 import re
@@ -22,6 +23,7 @@ NOT_RUN = ("text", "toml", "json", "yaml", "diff", "mermaid", "markdown", "make"
 
 _FENCE = re.compile(r"^(?P<indent>[ >]*)(?P<ticks>`{3,}|~{3,})(?P<info>[^`]*)$")
 _OPTION = re.compile(r"ranks=[1-9]\d*|continues|run=slow")
+_OUTPUT = "output"
 
 
 class FenceError(ValueError):
@@ -46,6 +48,10 @@ class Block:
     @property
     def is_slow(self) -> bool:
         return "run=slow" in self.options
+
+    @property
+    def is_output(self) -> bool:
+        return self.language == "text" and self.options == (_OUTPUT,)
 
     @property
     def where(self) -> str:
@@ -79,7 +85,7 @@ def check(block: Block) -> None:
             f"{block.where}: a fence must name its language, one of {', '.join(RUNNABLE)} (these are run) or "
             f"{', '.join(NOT_RUN)} (these are not), but it says {block.language!r}."
         )
-    for option in block.options:
+    for option in () if block.is_output else block.options:
         if not _OPTION.fullmatch(option) or block.language in NOT_RUN:
             raise FenceError(f"{block.where}: no fence knows the option {option!r} for {block.language}.")
     if block.language in SHELL and (block.ranks or "continues" in block.options):
@@ -132,6 +138,30 @@ def python_script(block: Block, before: list[Block]) -> str:
     if "continues" in chain[0].options:
         raise FenceError(f"{block.where}: there is no python block before it to continue.")
     return "\n".join(each.code for each in chain)
+
+
+def expected_output(block: Block, every: list[Block]) -> Block | None:
+    """The block that says what a block prints, if the next one of its file does.
+
+    Raises:
+        FenceError: The block before an output is none that runs.
+    """
+    following = next((each for each in every if each.path == block.path and each.line > block.line), None)
+    if following is None or not following.is_output:
+        return None
+    if block.language != "python":
+        raise FenceError(f"{following.where}: the output of a {block.language} block is not compared; use `text`.")
+    return following
+
+
+def missing_output(expected: str, printed: str) -> str | None:
+    """The first line of an expected output that is not in what was printed behind those before it; None if all are."""
+    lines = iter(line.rstrip() for line in printed.splitlines())
+    for wanted in (line.rstrip() for line in expected.splitlines()):
+        pattern = ".*".join(map(re.escape, wanted.split("...")))
+        if not any(re.fullmatch(pattern, line) for line in lines):
+            return wanted
+    return None
 
 
 def documents(root: Path) -> list[Path]:

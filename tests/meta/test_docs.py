@@ -20,6 +20,8 @@ from tests.meta.fences import (
     check,
     commands,
     documents,
+    expected_output,
+    missing_output,
     python_script,
     shell_script,
 )
@@ -51,6 +53,7 @@ RUN_AS = {
     "dshard bench collectives": "dshard bench collectives --width 16 --rounds 2",
     "dshard simulate --published --out benchmarks/results/published.json": "dshard simulate --help",
     "make venv": "make venv",
+    "make docs": "make --dry-run docs",  # tests/meta/test_api_docs.py builds them
     "make clean": "make --dry-run clean",
     ".ci/run": "bash -n .ci/run && test -x .ci/run",
     "pip install -e .": "python -c 'import dshard'",
@@ -145,6 +148,7 @@ def test_there_is_a_readme():
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.where)
 def test_every_fence_says_how_it_runs(block):
     check(block)
+    expected_output(block, BLOCKS)
     if block.language in SHELL:
         shell_script(block, RUN_AS, NEEDS_ROW)
 
@@ -171,6 +175,9 @@ def test_the_block_runs(block, copies):
     output = (ran.stdout + ran.stderr)[-4000:]
     assert not ran.timed_out, f"{block.where}: took more than {TIMEOUT_S} s.\n{output}"
     assert ran.returncode == 0, f"{block.where}: exit codes {ran.codes}\n{block.code}\n{output}"
+    if expected := expected_output(block, BLOCKS):
+        missing = missing_output(expected.code, ran.stdout)
+        assert missing is None, f"{expected.where}: {block.where} does not print {missing!r}, but\n{ran.stdout}"
 
 
 def one(text: str) -> Block:
@@ -234,6 +241,21 @@ def test_a_python_block_can_continue_those_before_it():
     assert python_script(third, [first, second]) == "c\n"
     with pytest.raises(FenceError, match="no python block before it"):
         python_script(second, [])
+
+
+def test_the_output_of_a_python_block_is_compared_line_by_line():
+    first, second = blocks("```python\na\n```\n```text output\nx ... z\ny\n```\n", "doc.md")
+    assert expected_output(first, [first, second]) == second
+    assert expected_output(second, [first, second]) is None
+    assert missing_output(second.code, "x 1 z\nother\ny\n") is None
+    assert missing_output(second.code, "y\nx 1 z\n") == "y"
+    assert missing_output(second.code, "x 1\ny\n") == "x ... z"
+
+
+def test_an_output_of_what_is_no_python_block_is_an_error():
+    every = blocks("```bash\nls\n```\n```text output\nx\n```\n", "doc.md")
+    with pytest.raises(FenceError, match="is not compared"):
+        expected_output(every[0], every)
 
 
 def test_every_replaced_make_target_exists():
