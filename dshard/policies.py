@@ -17,6 +17,17 @@ _BASES = ("ddp", "zero1", "zero2", "keep", "full")
 _CALL = re.compile(r"(hybrid|split)\(\s*([0-9]{1,9})\s*(?:,\s*(.+?)\s*)?\)", re.DOTALL)
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?\d+)?)\s*(?:([kmgtp])(i?))?b?\s*", re.IGNORECASE)
 _PREFIXES = "kmgtp"
+_ELSEWHERE = {  # what others call them: ZeRO's stages, FSDP's ShardingStrategy
+    "zero3": "'full'",
+    "zero-3": "'full'",
+    "fsdp": "'full'",
+    "full_shard": "'full'",
+    "shard_grad_op": "'keep'",
+    "no_shard": "'ddp'",
+    "hsdp": "'hybrid(8)', for 8 ranks that share a parameter",
+    "hybrid_shard": "'hybrid(8)', for 8 ranks that share a parameter",
+    "hybrid": "'hybrid(8)', for 8 ranks that share a parameter",
+}
 
 
 def _read_strategy(value: Any) -> "Strategy":
@@ -28,7 +39,7 @@ def _read_strategy(value: Any) -> "Strategy":
         return Strategy(text)
     call = _CALL.fullmatch(text)
     if call is None:
-        raise Refused(value, way=f"Pass {nearest(value, _BASES)!r}.")
+        raise Refused(value, way=f"Pass {_ELSEWHERE.get(text.lower()) or repr(nearest(value, _BASES))}.")
     name, number, rest = call.groups()
     try:
         base = _read_strategy(rest or "full")

@@ -369,7 +369,8 @@ class Exchange:
         else:
             at = "" if heard.kind == Kind.GAVE_UP else f", at {heard.what}"
             text = f"is at another forward{at}, and has told of no exception. If there was one, catch this error, call"
-            text += " zero_grad() and go on with the next batch; else look for a branch on rank-local data."
+            text += " zero_grad() and go on with the next batch; else look for a branch on rank-local data, or for a"
+            text += " value that one rank alone reads (a norm, item(), full_tensor())."
         what = f"'{self._label}': all ranks must go through a step together, but rank {rank} {text}"
         error = DivergenceError(what, (rank,) if why.text else ())
         error.left_step = True

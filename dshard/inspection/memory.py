@@ -137,7 +137,7 @@ class Memory:
         params = list(self._model.parameters())
         num_bytes: dict[str, int | None] = {
             "parameters": bytes_of(params),
-            "gradients": bytes_of(p.grad for p in params),
+            "gradients": bytes_of((p.grad for p in params), in_flight=False),
             "states": None if self.optimizers is None else bytes_of(states),
             "buffers": bytes_of(self._model.buffers()),
             "gathered": gathered,
@@ -150,17 +150,17 @@ class Memory:
         return num_bytes
 
 
-def bytes_of(values: Iterable[Any]) -> int:
-    """Bytes of tensors on this rank, each memory once; shards in flight by their layouts."""
+def bytes_of(values: Iterable[Any], *, in_flight: bool = True) -> int:
+    """Bytes of tensors on this rank, each memory once; shards in flight by their layouts, or not at all."""
     seen: dict[int, int] = {}
-    in_flight = 0
+    coming = 0
     for value in values:
         tensor = value.shard_storage.tensor if isinstance(value, ShardedTensor) else value
         if tensor is None and isinstance(value, ShardedTensor):
-            in_flight += shard_bytes(value)
+            coming += shard_bytes(value) if in_flight else 0
         elif isinstance(tensor, Tensor) and not tensor.is_meta:
             seen |= {each.data_ptr(): each.nbytes for each in inner_tensors(tensor) if each.numel()}
-    return in_flight + sum(seen.values())
+    return coming + sum(seen.values())
 
 
 def _others(device: torch.device | None, known: dict[str, int | None]) -> int | None:

@@ -76,7 +76,7 @@ def report(model: nn.Module, optimizer: Any = None, trace: Trace | None = None) 
         StateError: Nothing of the model is sharded.
 
     Communicates:
-        Nothing. Gradients that are on their way are not waited for, and count with their bytes.
+        Nothing. Gradients that are on their way are not waited for: their buffers count as such.
     """
     contexts = contexts_of("report", model)
     activations = trace.activations if trace is not None else None

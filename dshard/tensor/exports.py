@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from dshard.errors import StateError
 from dshard.tensor.subclass_shards import subclass_gathers
@@ -40,10 +41,18 @@ class FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Tensor:
         """Gather the full value."""
-        ctx.device = tensor._spec.mesh.device_type
+        ctx.device, ctx.tp = tensor._spec.mesh.device_type, tp_layout_of(tensor.shard_storage.layout)
         return tensor.materialize().clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """The parameter's own hook reduces, on the device of the mesh."""
-        return grad if grad.device.type == ctx.device else grad.to(ctx.device)
+        """The parameter's own hook reduces, on the device of the mesh.
+
+        Over another mesh too it becomes a DTensor, as the gradients of other uses are: equal on the ranks of that mesh.
+        """
+        grad = grad if grad.device.type == ctx.device else grad.to(ctx.device)
+        if ctx.tp is None:
+            return grad
+        whole: Any = DTensor.from_local(grad, ctx.tp.mesh, [Replicate()] * ctx.tp.mesh.ndim, run_check=False)
+        shard: Tensor = whole.redistribute(placements=ctx.tp.placements)
+        return shard

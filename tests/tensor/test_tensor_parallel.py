@@ -202,3 +202,38 @@ def test_a_transformer_trains_as_in_one_process(worlds: WorldPool, shape, sequen
     want = plain_run(num_ranks // shape[-1])
     for got in worlds.run(num_ranks, train, shape, sequence, options):
         assert_same(got, want)
+
+
+def penalized(shape: tuple[int, ...], when: str, rows: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of a loss with a penalty on a full value, and those of one process."""
+    found = []
+    mesh = mesh_of(shape)
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, rows), nn.Linear(rows, 8)).double()
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        if not is_plain:
+            by_rows = ColwiseParallel(output_layouts=Replicate())  # torch takes no uneven inputs of the other one
+            plan = {"0": ColwiseParallel(), "1": RowwiseParallel()} if rows % 2 == 0 else {"0": by_rows, "1": by_rows}
+            dshard.fully_shard(parallelize_module(model, mesh["tp"], plan), mesh=data_mesh(mesh))
+            x = x.chunk(data_mesh(mesh).size())[data_mesh(mesh).get_local_rank()]
+
+        def penalty(model: Any = model) -> Tensor:
+            first, second = (
+                p.full_tensor() if isinstance(p, DTensor) else p for p in (model[0].weight, model[1].weight)
+            )
+            return first.square().sum() + (second * 3).sum()
+
+        ahead = penalty() if when == "ahead" else torch.zeros(())
+        loss = model(x).square().mean() if when != "alone" else torch.zeros(())
+        (loss + (ahead if when == "ahead" else penalty())).backward()
+        found.append([full(p.grad) for p in model.parameters() if p.grad is not None])
+    return found[1], found[0]
+
+
+@pytest.mark.parametrize("rows", [32, 7])
+@pytest.mark.parametrize("when", ["ahead", "behind", "alone"])
+def test_a_penalty_on_a_full_value_adds_to_the_gradients_of_a_forward(worlds: WorldPool, when, rows):
+    for found, expected in worlds.run(4, penalized, (2, 2), when, rows):
+        for own, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, right, rtol=1e-12, atol=1e-12)

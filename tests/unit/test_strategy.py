@@ -39,6 +39,22 @@ def test_what_is_no_strategy_is_refused_by_its_value(value):
         Strategy.of(value)
 
 
+@pytest.mark.parametrize(
+    ("value", "way"),
+    [
+        ("zero3", r"Pass 'full'\."),
+        ("FULL_SHARD", r"Pass 'full'\."),
+        ("SHARD_GRAD_OP", r"Pass 'keep'\."),
+        ("no_shard", r"Pass 'ddp'\."),
+        ("HYBRID_SHARD", r"Pass 'hybrid\(8\)', for 8 ranks"),
+        ("zero_2", r"Pass 'zero2'\."),
+    ],
+)
+def test_names_of_other_libraries_are_told_ours(value, way):
+    with pytest.raises(StateError, match=way):
+        Strategy.of(value)
+
+
 @pytest.mark.parametrize("value", ["hybrid(2, ddp)", "split(2, keep)", "split(2, ddp)"])
 def test_what_does_not_go_together_is_refused(value):
     with pytest.raises(StateError, match="Pass"):
