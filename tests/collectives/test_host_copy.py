@@ -280,6 +280,37 @@ def test_a_part_that_is_late_is_put_in_place_whatever_its_rank_does_meanwhile(wo
     assert worlds.run(2, unshard_and_meet) == [True, True]
 
 
+def read_beside_a_late_part() -> bool:
+    """Rank 1 puts its part in place half a second after rank 0 could read it; whether that one has the new value."""
+    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    model: Any = nn.Linear(8, 8, bias=False)
+    after = 2 * model.weight.detach()
+    dshard.fully_shard(model)
+    read, is_late = HostCopy.read, dist.get_rank() == 1
+
+    def beside(self: HostCopy, told: Any) -> Any:
+        if is_late:
+            store.wait(["rank 0 reads"])
+            store.delete_key("rank 0 reads")
+            time.sleep(0.5)
+        else:
+            store.set("rank 0 reads", "")
+        return read(self, told)
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        model(torch.eye(8))
+        model.weight.to_local().mul_(2)
+        patch.setattr(HostCopy, "read", beside)
+        if is_late:
+            patch.setattr(HostCopy, "make_quiet", lambda _: False)
+        return torch.equal(model(torch.eye(8)), after.t())
+
+
+def test_who_reads_first_waits_for_a_part_that_is_late(worlds: WorldPool):
+    assert worlds.run(2, read_beside_a_late_part) == [True, True]
+
+
 def stuck_while_late(limit_s: float) -> str:
     """Rank 1 tells that its part is late, and then does nothing until rank 0 has given it up; what that one says."""
     group = dist.new_group(timeout=timedelta(seconds=limit_s))

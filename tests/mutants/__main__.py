@@ -2,7 +2,7 @@
 
 import sys
 
-from tests.mutants.mutants import Mutant, Outcome, killed, mutants, unbroken
+from tests.mutants.mutants import Mutant, Outcome, PatchError, killed, mutants, unbroken
 
 _WIDTH = 110  # of a failure
 
@@ -32,4 +32,7 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except PatchError as error:
+        sys.exit(str(error))

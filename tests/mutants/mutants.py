@@ -57,7 +57,7 @@ class Mutant:
 
     @cached_property
     def _header(self) -> list[str]:
-        return self._text.partition("\n--- ")[0].splitlines()
+        return re.split(r"^(?:diff|---) ", self._text, maxsplit=1, flags=re.MULTILINE)[0].splitlines()
 
     @property
     def broken(self) -> str:
@@ -165,15 +165,15 @@ def unbroken(tests: Iterable[str]) -> Iterator[tuple[Path, Outcome]]:
         yield root, tested(root, sorted(set(tests)), BASELINE_LIMIT_S)
 
 
-def killed(mutant: Mutant, source: Path) -> Outcome:
-    """Run the test of a mutant in a copy that has its bug."""
+def killed(mutant: Mutant, source: Path, limit_s: float = LIMIT_S) -> Outcome:
+    """Run the test of a mutant in a copy, of a copy without, that has its bug."""
     with copied(source) as root:
         for path, text in mutant.applied(root).items():
             changed = root / path
             changed.write_text(text)
             for compiled in changed.parent.glob(f"__pycache__/{changed.stem}.*.pyc"):
                 compiled.unlink()
-        return tested(root, [mutant.test], LIMIT_S, "-x")
+        return tested(root, [mutant.test], limit_s, "-x")
 
 
 def tested(root: Path, tests: Sequence[str], limit_s: float, *options: str) -> Outcome:
