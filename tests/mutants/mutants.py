@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -147,13 +147,13 @@ class Outcome:
 
 
 @contextmanager
-def copied(source: Path = ROOT) -> Iterator[Path]:
-    """A copy of the package and its tests, for as long as the block runs."""
+def copied(source: Path = ROOT, copy: Callable[[str, str], object] = shutil.copy2) -> Iterator[Path]:
+    """A copy of the package and its tests, for as long as the block runs; `copy` makes that of a file."""
     with tempfile.TemporaryDirectory(prefix="dshard-mutant-", ignore_cleanup_errors=True) as folder:
         root = Path(folder)
         for name in _COPIED:
-            shutil.copytree(source / name, root / name)  # with what is compiled: times are copied along
-        shutil.copy2(source / "pyproject.toml", root)
+            shutil.copytree(source / name, root / name, copy_function=copy)  # with times, and so with what is compiled
+        copy(str(source / "pyproject.toml"), str(root / "pyproject.toml"))
         (root / "tmp").mkdir()
         yield root
 
@@ -167,9 +167,10 @@ def unbroken(tests: Iterable[str]) -> Iterator[tuple[Path, Outcome]]:
 
 def killed(mutant: Mutant, source: Path, limit_s: float = LIMIT_S) -> Outcome:
     """Run the test of a mutant in a copy, of a copy without, that has its bug."""
-    with copied(source) as root:
+    with copied(source, os.link) as root:
         for path, text in mutant.applied(root).items():
             changed = root / path
+            changed.unlink()  # which is that of `source`, too
             changed.write_text(text)
             for compiled in changed.parent.glob(f"__pycache__/{changed.stem}.*.pyc"):
                 compiled.unlink()
