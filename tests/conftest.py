@@ -31,7 +31,13 @@ LONGEST = (
         "meta/test_docs",
         "planner/test_counted_peak",
     ),
-    *("faults/test_fuzz_checkpoint", "faults/test_long_runs", "cli/test_train", "cli/test_bench"),
+    *(
+        "faults/test_fuzz_checkpoint",
+        "mutants/test_mutants",
+        "faults/test_long_runs",
+        "cli/test_train",
+        "cli/test_bench",
+    ),
     *("parity/test_training", "tensor/test_op_table", "runtime/test_compile"),
 )
 

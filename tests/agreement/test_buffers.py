@@ -41,6 +41,19 @@ def test_broadcast_takes_those_of_rank_0_now_and_at_every_training_forward(world
     assert torch.equal(first, second)
 
 
+def buffers_of_all_kinds() -> dict[str, list[float]]:
+    net = norm_of_rank()
+    net[1].running_var.fill_(5.0 + dist.get_rank())
+    net[1].num_batches_tracked.fill_(dist.get_rank())
+    dshard.fully_shard(net, buffers="broadcast")
+    return {name: buffer.unique().tolist() for name, buffer in net.named_buffers()}
+
+
+def test_every_buffer_of_every_dtype_is_broadcast(worlds: WorldPool):
+    expected = {"1.running_mean": [0.0], "1.running_var": [5.0], "1.num_batches_tracked": [0]}
+    assert worlds.run(2, buffers_of_all_kinds) == [expected] * 2
+
+
 def normed() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))

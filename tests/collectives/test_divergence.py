@@ -119,6 +119,22 @@ def test_a_branch_on_one_rank_inside_of_a_unit_is_fine(worlds: WorldPool):
     worlds.run(2, branch_on_one_rank)
 
 
+def write_of_other_numbers(slot: int) -> None:
+    """To one parameter of a unit whose parameters all travel in one message."""
+    _, model = twins(lambda: torch.nn.Linear(4, 4), dshard.fully_shard)
+    with torch.no_grad():
+        list(model.parameters())[slot].mul_(1.0 + dist.get_rank())
+    model(data(2, 4))
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_write_of_other_numbers_to_any_parameter_of_a_unit_is_told_on_all_ranks(worlds: WorldPool, slot):
+    for rank, (kind, text) in enumerate(expect_error(worlds.get_world(2), write_of_other_numbers, slot)):
+        assert kind == "DivergenceError"
+        assert "all ranks must write the same" in text
+        assert f"rank {1 - rank} wrote other numbers" in text
+
+
 def forward_on_rank_0() -> None:
     _, model = twins(Experts, shard_experts)
     if dist.get_rank() == 0:

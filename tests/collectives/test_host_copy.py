@@ -8,7 +8,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import dshard
 from dshard.collectives import host_copy
 from dshard.collectives.futex import why_not
 from dshard.collectives.host_copy import HostCopy
 from dshard.tensor import operands, shard_storage, writes
-from dshard.testing import WorldPool
+from dshard.testing import World, WorldPool
 from tests.tensor.test_freshness import ACTIONS, SETTINGS, check_interleaving
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -276,6 +278,71 @@ def unshard_and_meet() -> bool:
 def test_a_part_that_is_late_is_put_in_place_whatever_its_rank_does_meanwhile(worlds: WorldPool):
     # Found: it was when that rank came to use it; the other stood until the timeout.
     assert worlds.run(2, unshard_and_meet) == [True, True]
+
+
+def read_beside_a_late_part() -> bool:
+    """Rank 1 puts its part in place half a second after rank 0 could read it; whether that one has the new value."""
+    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    model: Any = nn.Linear(8, 8, bias=False)
+    after = 2 * model.weight.detach()
+    dshard.fully_shard(model)
+    read, is_late = HostCopy.read, dist.get_rank() == 1
+
+    def beside(self: HostCopy, told: Any) -> Any:
+        if is_late:
+            store.wait(["rank 0 reads"])
+            store.delete_key("rank 0 reads")
+            time.sleep(0.5)
+        else:
+            store.set("rank 0 reads", "")
+        return read(self, told)
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        model(torch.eye(8))
+        model.weight.to_local().mul_(2)
+        patch.setattr(HostCopy, "read", beside)
+        if is_late:
+            patch.setattr(HostCopy, "make_quiet", lambda _: False)
+        return torch.equal(model(torch.eye(8)), after.t())
+
+
+def test_who_reads_first_waits_for_a_part_that_is_late(worlds: WorldPool):
+    assert worlds.run(2, read_beside_a_late_part) == [True, True]
+
+
+def stuck_while_late(limit_s: float) -> str:
+    """Rank 1 tells that its part is late, and then does nothing until rank 0 has given it up; what that one says."""
+    group = dist.new_group(timeout=timedelta(seconds=limit_s))
+    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    given_up = f"{group.group_name} was given up"
+    torch.manual_seed(0)
+    model: Any = dshard.fully_shard(nn.Linear(8, 8, bias=False), mesh=DeviceMesh.from_group(group, "cpu"))
+    said, read = "", HostCopy.read
+
+    def stuck(self: HostCopy, told: Any) -> Any:
+        with suppress(dist.DistError):  # of a rank 0 that does not give it up
+            store.wait([given_up], timedelta(seconds=3 * limit_s))
+        return read(self, told)
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        model(torch.eye(8))
+        model.weight.to_local().mul_(2)  # whoever has a shard may write to it, so it is copied to its place
+        if dist.get_rank() == 1:
+            patch.setattr(HostCopy, "make_quiet", lambda _: False)
+            patch.setattr(HostCopy, "read", stuck)
+        try:
+            model(torch.eye(8))
+        except RuntimeError as error:
+            said = str(error)
+        if dist.get_rank() == 0:
+            store.set(given_up, "")
+    return said
+
+
+def test_a_part_that_never_comes_is_waited_for_as_long_as_the_group_says():
+    with World(2) as world:  # of its own, for its ranks have lost each other
+        assert "Timed out waiting 2000ms for its part of a gather" in world.run(stuck_while_late, 2.0)[0]
 
 
 class Two(nn.Module):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import dshard
 from dshard import collectives
-from dshard.collectives import ShardGroup
+from dshard.collectives import ReduceBucket, ReducePlan, ShardGroup
+from dshard.layout import BucketLayout, ShardLayout
 from dshard.testing import WorldPool, fake_world
 from dshard.units.unit import Unit
 
@@ -83,6 +84,21 @@ def test_training_over_native_collectives_equals_one_process(worlds: WorldPool, 
     want = train(False, True, uses)
     for got in worlds.run(2, train_natively, True, uses):
         assert got == pytest.approx(want, rel=1e-5)
+
+
+def mean_of_halves() -> list[float]:
+    """Of numbers that are alike on all ranks: large ones, whose sum has no place in fp16, and the smallest but one."""
+    with native():
+        group = ShardGroup(dist.group.WORLD, torch.device("cpu"))
+    plan = ReducePlan.of(BucketLayout.of([ShardLayout((2 * group.num_ranks,), 0, group.num_ranks)]), group)
+    bucket = ReduceBucket(plan, dtype=torch.float16, device=torch.device("cpu"), label="halves")
+    bucket.add(0, torch.tensor([30000.0, 2**-23] * group.num_ranks, dtype=torch.float16))
+    return bucket.launch(mean=True).wait().shards[0].tolist()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_mean_in_fp16_neither_overflows_nor_vanishes(worlds: WorldPool, num_ranks):
+    assert worlds.run(num_ranks, mean_of_halves) == [[30000.0, 2**-23]] * num_ranks
 
 
 def bytes_after_steps(is_native: bool) -> list[int]:

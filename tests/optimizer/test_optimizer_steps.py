@@ -153,3 +153,10 @@ def reads_around_a_step(kind: str, how: str) -> list[bool]:
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
 def test_after_a_step_no_gathered_copy_is_stale_and_copies_of_before_keep_their_value(worlds: WorldPool, kind, how):
     assert worlds.run(2, reads_around_a_step, kind, how) == [[True] * 6] * 2
+
+
+# Between ranks of one host copies are freed ahead of the step, whatever its kernels count.
+@pytest.mark.parametrize("how", ["unshard", "gathered"])
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+def test_so_it_is_where_ranks_exchange_messages(messaging: WorldPool, kind, how):
+    assert messaging.run(2, reads_around_a_step, kind, how) == [[True] * 6] * 2

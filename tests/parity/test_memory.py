@@ -155,6 +155,32 @@ def test_by_default_the_root_unit_alone_stays_between_forward_and_backward(world
         assert found["after_backward"] == 0
 
 
+class Borrowing(nn.Module):
+    """Uses a weight of a child whose own forward never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(nn.functional.linear(x, self.second.weight))
+
+
+def gathered_after_a_forward() -> list[bool]:
+    """Of each unit, after the forward and after the backward."""
+    model = Borrowing()
+    for child in (model.first, model.second, model):
+        dshard.fully_shard(child)
+    loss = model(torch.ones(1, 8)).sum()
+    found = [unit.is_gathered for unit in units_of(model)]
+    loss.backward()
+    return found + [unit.is_gathered for unit in units_of(model)]
+
+
+def test_what_was_used_outside_of_its_own_forward_is_freed_with_the_roots(worlds: WorldPool):
+    assert worlds.run(2, gathered_after_a_forward) == [[False] * 6] * 2
+
+
 def leak_a_weight() -> tuple[int, int]:
     """The watch must see what somebody keeps: one weight keeps the memory of its unit."""
     model = build("gpt")

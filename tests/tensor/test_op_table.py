@@ -702,6 +702,20 @@ def test_reductions_of_small_integers_are_exact_in_every_dtype(worlds: WorldPool
     assert min(worlds.run(num_ranks, check_exact_reductions)) >= 500
 
 
+def extremes_beside_empty_shards():
+    """Of values of one sign, for each dtype and sign: what an empty shard adds must not be the largest, nor least."""
+    found = []
+    for dtype, sign in itertools.product((torch.float32, torch.bfloat16, torch.int64), (1, -1)):
+        full = torch.tensor([2, 3]).to(dtype) * sign
+        w = sharded(full, Geometry((2,), 0))
+        found.append((w.max().item(), w.min().item()) == (full.max().item(), full.min().item()))
+    return found
+
+
+def test_an_empty_shard_adds_nothing_to_a_maximum_or_minimum(worlds: WorldPool):
+    assert worlds.run(3, extremes_beside_empty_shards) == [[True] * 6] * 3
+
+
 WRITES = {
     "index_put_": lambda w, o: w.index_put_((torch.tensor([0, 2]),), o[:2]),
     "index_put_ accumulate": lambda w, o: w.index_put_((torch.tensor([1, 1]),), o[:2], accumulate=True),

@@ -123,5 +123,14 @@ def test_the_choice_leaves_the_fewest_gathers_and_drops_what_is_used_last(order,
     assert all(order.index(u) > order.index(k) for u in dropped for k in kept)
 
 
+@given(sizes=st.lists(st.integers(1, 9), max_size=6), budget=st.integers(0, 30))
+def test_copies_of_any_sizes_fit_into_the_budget_and_none_is_dropped_without_need(sizes, budget):
+    dropped = to_drop([(u, size, u) for u, size in enumerate(sizes)], budget)
+    assert dropped == list(range(len(sizes)))[::-1][: len(dropped)]
+    kept_bytes = sum(sizes[: len(sizes) - len(dropped)])
+    assert kept_bytes <= budget
+    assert not dropped or kept_bytes + sizes[dropped[-1]] > budget
+
+
 def test_a_copy_that_the_backward_never_uses_is_dropped_whatever_the_budget():
     assert to_drop([("a", 1, float("inf")), ("b", 1, 0)], 100) == ["a"]
