@@ -174,7 +174,7 @@ class _Verifier:
 
     def __init__(self, program: Program, pool: WorldPool, *, equal_buffers: bool) -> None:
         self.program, self.pool, self.equal_buffers = program, pool, equal_buffers
-        self._oracles: dict[tuple[object, ...], Oracle] = {}
+        self._plain: dict[tuple[object, ...], list[Record]] = {}
         self.report = Verification()
 
     def verify(self, worlds: Sequence[int], settings: Sequence[str]) -> Verification:
@@ -198,7 +198,7 @@ class _Verifier:
         if setting.is_checkpointed and not records[0].num_blocks:
             return Row(name, num_ranks, skipped="left out: no blocks in a ModuleList")
         put_together(records)
-        oracle = self._oracle(run, records[0].num_forwards)
+        oracle = self._oracle(run, records[0])
         if self.program.step is not None:
             with_mean_losses(records)
         num = sum(len(record.seen) for record in records)
@@ -239,18 +239,18 @@ class _Verifier:
         grads = [value.abs().double().square().sum() for key, value in seen.items() if key.kind == "gradient"]
         return float(torch.stack(grads).sum().sqrt()) / 2
 
-    def _oracle(self, run: Run, micro_batches: int = 1) -> Oracle:
-        setting = run.setting
-        is_whole = self.program.step is not None
-        known = (run.num_ranks, setting.micro_batches, run.clip, setting.precision, is_whole and micro_batches)
-        if known not in self._oracles:
+    def _oracle(self, run: Run, like: Record | None = None) -> Oracle:
+        setting, is_whole = run.setting, self.program.step is not None
+        micro_batches = like.num_parts if is_whole and like is not None else 1
+        known = (run.num_ranks, setting.micro_batches, run.clip, setting.precision, micro_batches)
+        if known not in self._plain:
             plain = replace(run, micro_batches=micro_batches)
-            (records,) = self.pool.run(1, train_alone, plain, _NUM_NUDGES, timeout_s=_TIMEOUT_S)
-            if is_whole:
-                records = [by_rank(record, run.num_ranks, micro_batches) for record in records]
-            eps = torch.finfo(torch.bfloat16).eps if setting.precision else None
-            self._oracles[known] = oracle_of(records[0], records[1:], eps)
-        return self._oracles[known]
+            (self._plain[known],) = self.pool.run(1, train_alone, plain, _NUM_NUDGES, timeout_s=_TIMEOUT_S)
+        records = self._plain[known]
+        if is_whole and like is not None:
+            records = [by_rank(record, like, run.num_ranks) for record in records]
+        eps = torch.finfo(torch.bfloat16).eps if setting.precision else None
+        return oracle_of(records[0], records[1:], eps)
 
 
 _SAME_BATCHES = "they train on the same data: give the sampler its rank."

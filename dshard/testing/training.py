@@ -55,7 +55,10 @@ def train_sharded(run: Run) -> Record:
             recorder.step = step
             if program.step is not None:
                 _seed(0, step, 0)
-                recorder.see_returned(program.step(model, optimizer, program.batch(rank, step)), rank=rank)
+                batch = program.batch(rank, step)
+                if step == 0:
+                    recorder.expect_rows(batch)
+                recorder.see_returned(program.step(model, optimizer, batch), rank=rank)
             else:
                 optimizer.zero_grad()
                 _backward(run, model, recorder, 1.0)
