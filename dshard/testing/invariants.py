@@ -14,7 +14,7 @@ from dshard.errors import ArgumentError
 from dshard.testing.comparison import Difference, Oracle, by_rank, first_difference, oracle_of, with_mean_losses
 from dshard.testing.programs import SETTINGS, Program, Setting, adamw
 from dshard.testing.recording import Record, put_together
-from dshard.testing.training import Run, train_alone, train_sharded
+from dshard.testing.training import Run, train_alone, train_sharded, try_checkpoint
 from dshard.testing.worlds import RemoteRankError, WorldPool
 
 DEFAULT_SETTINGS = tuple(name for name in SETTINGS if name != "bf16")
@@ -194,6 +194,9 @@ class _Verifier:
             records = self.pool.run(num_ranks, train_sharded, run, timeout_s=_TIMEOUT_S)
         except RemoteRankError as error:
             self._oracle(run)  # raises where the plain model cannot be trained either
+            said = self.pool.run(1, try_checkpoint, run, timeout_s=_TIMEOUT_S)[0] if setting.is_checkpointed else ""
+            if said:
+                return Row(name, num_ranks, skipped=f"left out: the plain model cannot recompute its blocks ({said})")
             return Row(name, num_ranks, _raised(name, num_ranks, error))
         if setting.is_checkpointed and not records[0].num_blocks:
             return Row(name, num_ranks, skipped="left out: no blocks in a ModuleList")

@@ -71,6 +71,21 @@ def train_sharded(run: Run) -> Record:
     return recorder.record
 
 
+def try_checkpoint(run: Run) -> str:
+    """What the plain model raises when its blocks compute their forward again in backward; "" for nothing."""
+    model = run.program.build()
+    checkpoint_blocks(model)
+    batch = run.program.batch(0, 0)
+    try:
+        if run.program.step is not None:
+            run.program.step(model, run.program.optimizer(model), batch)
+        else:
+            run.program.loss_of(call(model, batch)).backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return ""
+
+
 def train_alone(run: Run, num_nudges: int) -> list[Record]:
     """The runs of the plain model on the batches of all ranks: as it is, and with nudged weights."""
     return [_train_alone(copy.deepcopy(replace(run, nudge=nudge))) for nudge in range(num_nudges + 1)]
