@@ -18,6 +18,6 @@ def make_worlds() -> Callable[[], WorldPool]:
 
 @pytest.fixture(scope="session")
 def worlds(make_worlds: Callable[[], WorldPool]) -> Iterator[WorldPool]:
-    """Persistent worlds by size, `worlds.run(2, fn, ...)`: started at a first call, closed at the end of the session."""
+    """Persistent worlds by size, `worlds.run(2, fn, ...)`: started at a first call, closed at the session's end."""
     with make_worlds() as pool:
         yield pool

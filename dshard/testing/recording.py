@@ -4,7 +4,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,6 +80,12 @@ class Record:
     num_blocks: int = 0
     num_parts: int = 1
     pieces: dict[Key, Piece] = field(default_factory=dict)
+
+    def of_rank(self, rank: int) -> "Record":
+        """What is of a rank, and of all."""
+        seen = {key: value for key, value in self.seen.items() if key.rank in (-1, rank)}
+        pieces = {key: piece for key, piece in self.pieces.items() if key.rank in (-1, rank)}
+        return replace(self, seen=seen, pieces=pieces)
 
 
 class Recorder:
@@ -195,18 +201,16 @@ def local(value: Tensor) -> Tensor:
 
 def put_together(records: Sequence[Record]) -> None:
     """Have each rank's record hold full values: its own shards, and those of the others beside them."""
-    wholes: dict[tuple[int, Key], Tensor] = {}
-    for rank, record in enumerate(records):
+    wholes: dict[Key, Tensor] = {}
+    for record in records:  # what several hold, the last one gives
         for key, piece in record.pieces.items():
-            whole = torch.full(piece.shape, float("nan"), dtype=record.seen[key].dtype)
-            others = [r for r in range(len(records)) if r != rank]
-            for other in (*others, rank):  # its own last: of what several hold, it has that
-                named = key.with_rank(other) if key.rank >= 0 else key
-                if named in records[other].pieces:
-                    whole[records[other].pieces[named].slices] = records[other].seen[named]
-            wholes[rank, key] = whole
-    for (rank, key), whole in wholes.items():
-        records[rank].seen[key] = whole
+            new = torch.full(piece.shape, float("nan"), dtype=record.seen[key].dtype)
+            wholes.setdefault(key.with_rank(-1), new)[piece.slices] = record.seen[key]
+    for record in records:
+        for key, piece in record.pieces.items():
+            whole = wholes[key.with_rank(-1)].clone()
+            whole[piece.slices] = record.seen[key]  # of what several hold, it has its own
+            record.seen[key] = whole
 
 
 def place_of(module: nn.Module) -> str:
