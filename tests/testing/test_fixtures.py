@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.meta.fences import blocks
 from tests.meta.source import ROOT
 
-CONFTEST = 'pytest_plugins = ["dshard.testing.fixtures"]\n'
+CONFTEST, EXAMPLE, *_ = [each.code for each in blocks((ROOT / "docs/testing.md").read_text(), "docs/testing.md")]
 LONGER = """
     import pytest
     from dshard.testing import WorldPool
@@ -60,6 +61,7 @@ TESTS = """
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_example.py").write_text(EXAMPLE)
     (tmp_path / "test_mine.py").write_text(textwrap.dedent(TESTS))
     (tmp_path / "longer").mkdir()
     (tmp_path / "longer" / "test_longer.py").write_text(textwrap.dedent(LONGER))
@@ -70,7 +72,7 @@ def test_a_project_gets_worlds_that_live_for_the_session_and_are_gone_at_its_end
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     ran = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, check=False)
-    assert "1 failed, 3 passed" in ran.stdout, ran.stdout + ran.stderr
+    assert "1 failed, 5 passed" in ran.stdout, ran.stdout + ran.stderr
     assert "fails: rank 1 of 2 raised AssertionError: on rank 1" in ran.stdout
     pids = (project / "pids").read_text().split()
     assert len(pids) == 2
