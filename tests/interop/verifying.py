@@ -4,12 +4,15 @@ import sys
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dshard.testing import WorldPool, verify_sharding
 from tests.interop import models
 
 SETTINGS = ("full", "mix", "accumulation", "checkpointing", "clipping")
+_LARGE = ("t5", "clip", "whisper")  # two stacks: trained for one step, to keep to some ten seconds
 _WITH_CACHE = ("t5", "whisper")  # which a block that is computed again would find filled
 
 
@@ -23,16 +26,36 @@ def batch(name: str, has_cache: bool, rank: int, step: int) -> dict[str, Any]:
     return made if has_cache or name not in _WITH_CACHE else made | {"use_cache": False}
 
 
-def loss_of_embeddings(output: Any) -> Tensor:
-    """Of CLIP, whose own loss couples the examples of a batch."""
-    return (output.text_embeds * output.image_embeds).sum(-1).mean()
+def loss_of(name: str, output: Any) -> Tensor:
+    """The model's own loss; for CLIP, whose loss couples the examples of a batch, one that does not."""
+    return (output.text_embeds * output.image_embeds).sum(-1).mean() if name == "clip" else output.loss
 
 
-def verify(pool: WorldPool, name: str, settings: tuple[str, ...] = SETTINGS, *, has_cache: bool = False) -> Any:
+def step_in_parts(name: str, num_parts: int, model: nn.Module, optimizer: Optimizer, inputs: dict[str, Any]) -> Tensor:
+    """A step as a user writes it, with micro-batches."""
+    optimizer.zero_grad()
+    losses = []
+    for i in range(num_parts):
+        part = {key: value.chunk(num_parts)[i] if isinstance(value, Tensor) else value for key, value in inputs.items()}
+        losses.append(loss_of(name, model(**part)))
+        (losses[-1] / num_parts).backward()
+    optimizer.step()
+    return torch.stack(losses).mean()
+
+
+def verify(
+    pool: WorldPool, name: str, settings: tuple[str, ...] = SETTINGS, *, has_cache: bool = False, **options: Any
+) -> Any:
     """The report on a model, in fp32 on two ranks."""
     factory, sample = partial(build, name), partial(batch, name, has_cache)
-    loss = loss_of_embeddings if name == "clip" else None
-    return verify_sharding(factory, sample, worlds=(2,), settings=settings, steps=2, loss=loss, pool=pool)
+    given = {"worlds": (2,), "steps": 1 if name in _LARGE else 2, "loss": partial(loss_of, name)} | options
+    return verify_sharding(factory, sample, settings=settings, pool=pool, **given)
+
+
+def verify_parts(pool: WorldPool, name: str) -> Any:
+    """The report on a step with two micro-batches, beside one on the whole batch."""
+    step, whole = (partial(step_in_parts, name, num) for num in (2, 1))
+    return verify(pool, name, ("full",), step=step, oracle_step=whole)
 
 
 def line(name: str, report: Any) -> str:
