@@ -1,7 +1,7 @@
 """Fixtures and settings for every test."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, settings
 
 from dshard.testing import WorldPool
 from tests.pools import MessagingWorld, RestedPool
+
+pytest_plugins = ["dshard.testing.fixtures"]
 
 settings.register_profile(
     "dshard",
@@ -56,10 +58,9 @@ def _few_groups() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def worlds() -> Iterator[WorldPool]:
-    """Persistent worlds by size: `worlds.run(2, fn, ...)`."""
-    with RestedPool() as pool:
-        yield pool
+def make_worlds() -> Callable[[], WorldPool]:
+    """Of the fixture `worlds`."""
+    return RestedPool
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ from dshard.planner.profiles import Training
 from dshard.planning.links import measure_links
 from dshard.planning.plan import Profile
 from dshard.tensor.meshes import default_mesh
-from dshard.testing.counted import counted_peak
+from dshard.testing import counted_peak
 
 _SINGLES = ("ddp", "zero1", "zero2", "keep", "full")
 _BATCH, _TOKENS = 4, 64

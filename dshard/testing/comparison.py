@@ -1,7 +1,8 @@
 """How far a sharded run may be from the plain one, what differs first, and what that looks like."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,22 +86,42 @@ def oracle_of(base: Record, nudged: Sequence[Record], eps: float | None) -> Orac
     return Oracle(base, allowed, start)
 
 
-def by_rank(record: Record, num_ranks: int, micro_batches: int) -> Record:
-    """What was seen of all batches in one, cut into what belongs to each rank and micro-batch."""
-    per_forward = max(1, micro_batches // max(1, record.num_forwards))
+def by_rank(record: Record, like: Record, num_ranks: int) -> Record:
+    """What was seen of all batches in one, cut into what belongs to each rank and micro-batch.
+
+    Args:
+        record: Of the plain model.
+        like: Of rank 0, whose shapes say along which dim, and into how many, each output is to be cut; what has
+            other shapes is left out.
+        num_ranks: Whose batches there are.
+    """
     seen: dict[Key, Tensor] = {}
-    calls = {(k.kind, k.step, k.name): k.call + 1 for k in record.seen}
+    calls: dict[tuple[str, int, str], dict[Key, Tensor]] = {}
     for key, value in record.seen.items():
-        if key.kind not in _OF_ROWS or key.rank >= 0:
+        if key.kind in _OF_ROWS and key.rank < 0:
+            calls.setdefault((key.kind, key.step, key.name), {})[key] = value
+        else:
             seen[key] = value
-            continue
-        num = 1 if key.kind == "output in evaluation" else per_forward
-        if value.ndim == 0 or value.shape[0] % (num * num_ranks):
-            continue
-        for i, part in enumerate(value.chunk(num * num_ranks)):
-            call = i // num_ranks * calls[key.kind, key.step, key.name] + key.call
-            seen[key.with_rank(i % num_ranks).with_call(call)] = part
-    return Record(seen, record.places, record.problems, record.num_blocks, record.num_forwards)
+    for outputs in calls.values():
+        cuts = {key: _cut(value, like.seen.get(key.with_rank(0)), num_ranks) for key, value in outputs.items()}
+        if len({len(parts) for parts in cuts.values()}) > 1:
+            continue  # some are of micro-batches, and some not
+        for key, parts in cuts.items():
+            for i, part in enumerate(parts):
+                seen[key.with_rank(i % num_ranks).with_call(i // num_ranks * len(cuts) + key.call)] = part
+    return replace(record, seen=seen)
+
+
+def _cut(value: Tensor, like: Tensor | None, num_ranks: int) -> Sequence[Tensor]:
+    """An output of all rows in parts that have the shape of another; none where that is not possible in one way."""
+    if like is None or value.ndim != like.ndim:
+        return ()
+    dims = [dim for dim in range(value.ndim) if value.shape[dim] != like.shape[dim]]
+    if num_ranks == 1 and not dims:
+        return (value,)
+    if len(dims) != 1 or not like.shape[dims[0]] or value.shape[dims[0]] % (like.shape[dims[0]] * num_ranks):
+        return ()
+    return value.split(like.shape[dims[0]], dims[0])
 
 
 def with_mean_losses(records: Sequence[Record]) -> None:
@@ -145,7 +166,7 @@ def first_difference(setting: str, records: Sequence[Record], oracle: Oracle) ->
             if found is None
             else f"; off by {_error(found, expected):.3g}, allowed {_allowed(oracle, key, rank):.3g}"
         ),
-        _hint(key, records, rank, right_ranks, oracle),
+        " ".join(filter(None, [_whose(key, records, oracle), _hint(key, records, rank, right_ranks, oracle)])),
         f"{len(wrong[rank])} of {len(records[rank].seen)} quantities differ on this rank.",
     )
 
@@ -219,7 +240,6 @@ def _shown(value: Tensor) -> str:
 
 def _hint(key: Key, records: Sequence[Record], rank: int, right_ranks: Sequence[int], oracle: Oracle) -> str:
     """Words for the known classes of errors."""
-    num = len(records)
     if _expected(oracle, key, rank) is None or key not in records[rank].seen:
         return "It is on one side alone: was a module or parameter put in the place of another, untied, or frozen?"
     if key.rank >= 0 and right_ranks:
@@ -231,10 +251,10 @@ def _hint(key: Key, records: Sequence[Record], rank: int, right_ranks: Sequence[
             "such as a copy of a weight that is kept (`.data`, `.detach()`, NumPy)."
         )
     if key.kind in ("gradient", "gradient of output"):
-        return _gradient_hint(records[rank], rank, oracle, num)
+        return _gradient_hint(key, records, rank, oracle)
     if key.kind == "parameter":
         start = oracle.start.get(key.name)
-        if start is not None and key in records[rank].seen and _error(records[rank].seen[key], start) == 0.0:
+        if start is not None and _error(records[rank].seen[key], start) == 0.0:
             return "It has not moved: no optimizer has it, or has another object in its place."
         return (
             "Its first gradient is right: the optimizer steps otherwise (learning rate, other writes, old gradients)."
@@ -247,22 +267,81 @@ def _hint(key: Key, records: Sequence[Record], rank: int, right_ranks: Sequence[
     }.get(key.kind, "")
 
 
-def _gradient_hint(record: Record, rank: int, oracle: Oracle, num_ranks: int) -> str:
-    """What all gradients together look like."""
+def _whose(key: Key, records: Sequence[Record], oracle: Oracle) -> str:
+    """Words for a value that is wrong in some ranks' shards alone."""
+    expected = _expected(oracle, key, 0)
+    if key.rank >= 0 or expected is None or not all(key in r.seen and key in r.pieces for r in records):
+        return ""
+    if any(record.seen[key].shape != expected.shape for record in records):
+        return ""
+    errors = [_error(*(_own(record, key, value) for value in (record.seen[key], expected))) for record in records]
+    wrong = [str(rank) for rank, error in enumerate(errors) if error > _allowed(oracle, key, 0)]
+    if not 0 < len(wrong) < sum(_own(record, key, expected).numel() > 0 for record in records):
+        return ""
+    return f"It is wrong in the shards of rank {', '.join(wrong)} alone."
+
+
+def _own(record: Record, key: Key, value: Tensor) -> Tensor:
+    """What of a full value the rank of a record holds."""
+    piece = record.pieces.get(key)
+    return value if piece is None else value[piece.slices]
+
+
+class _Fit(NamedTuple):
+    """The factor that leads from what is expected of all gradients to what was found, and whether it explains them."""
+
+    factor: float
+    is_good: bool
+
+
+def _fit(record: Record, rank: int, oracle: Oracle, *, own: bool) -> _Fit | None:
+    """Of all gradients, or of what this rank holds of them; None where there are none."""
     pairs = []
     for key, found in record.seen.items():
-        expected = _expected(oracle, key, rank)
-        if key.kind == "gradient" and expected is not None:
-            pairs.append((_real(found).flatten(), _real(expected).flatten()))
+        expected = _expected(oracle, key, rank) if key.kind == "gradient" else None
+        if expected is not None and expected.shape == found.shape:
+            both = [_own(record, key, each) for each in (found, expected)] if own else [found, expected]
+            pairs.append([_real(each).flatten() for each in both])
     if not pairs:
-        return "No gradient arrived."
+        return None
     found, expected = (torch.cat(each) for each in zip(*pairs, strict=True))
-    if not found.any():
+    size = float(expected @ expected)
+    factor = float(found @ expected) / size if size else 0.0
+    return _Fit(factor, float((found - factor * expected).norm()) <= 1e-3 * float(found.norm()))
+
+
+def _gradient_hint(key: Key, records: Sequence[Record], rank: int, oracle: Oracle) -> str:
+    """What all gradients together look like."""
+    num, is_ahead = len(records), key.kind == "gradient of output"
+    whole = _fit(records[rank], rank, oracle, own=False)
+    if whole is None:
+        return "No gradient arrived."
+    if whole == _Fit(0.0, is_good=True):
         return "All gradients are zero when the optimizer steps: are they zeroed too early?"
-    factor = float(found @ expected / (expected @ expected))
-    if float((found - factor * expected).norm()) > 1e-3 * float(found.norm()):
-        return "Gradients differ in direction: other data, other counts in a mean, stale or missing parts."
-    words = f"All gradients are {factor:.4g} times what they should be"
-    if abs(factor - num_ranks) < 1e-3 * num_ranks:
+    if not whole.is_good:
+        fits = [_fit(record, r, oracle, own=True) for r, record in enumerate(records)]
+        factors = [f"{fit.factor:.4g}" for fit in fits if fit is not None and fit.is_good]
+        if len(factors) == num and len(set(factors)) > 1:
+            return (
+                f"Each rank's shards have another factor ({', '.join(factors)}): are they scaled by a norm or a mean "
+                "of shards?"
+            )
+        if is_ahead or key.step > 0:
+            return "Gradients differ in direction: other data, other counts in a mean, stale or missing parts."
+        return (
+            "Those of outputs are right: something is left out of those of weights (a part under no_sync, zeroed too "
+            "early), or added to them (a hook, a penalty that is computed of shards)."
+        )
+    words = f"All gradients are {whole.factor:.4g} times what they should be"
+    num_parts = records[rank].num_parts
+    if is_ahead and num_parts > 1 and _near(whole.factor, num_parts):
+        return f"{words}, the number of micro-batches: divide the loss of each by it."
+    if _near(whole.factor, 1 / num):
+        return f"{words}, one over the number of ranks: they are averaged already; is the loss divided by it, too?"
+    if not is_ahead and _near(whole.factor, num):
         return f"{words}, the number of ranks: they are added where they should be averaged, or reduced twice."
     return f"{words}: is the loss divided by the number of micro-batches, once, and clipped after unscaling?"
+
+
+def _near(factor: float, expected: float) -> bool:
+    return abs(factor - expected) < 1e-3 * expected

@@ -14,7 +14,7 @@ from dshard.errors import ArgumentError
 from dshard.testing.comparison import Difference, Oracle, by_rank, first_difference, oracle_of, with_mean_losses
 from dshard.testing.programs import SETTINGS, Program, Setting, adamw
 from dshard.testing.recording import Record, put_together
-from dshard.testing.training import Run, train_alone, train_sharded
+from dshard.testing.training import Run, train_alone, train_sharded, try_checkpoint
 from dshard.testing.worlds import RemoteRankError, WorldPool
 
 DEFAULT_SETTINGS = tuple(name for name in SETTINGS if name != "bf16")
@@ -28,10 +28,11 @@ class Row:
 
     Attributes:
         setting: its name.
-        num_ranks: of the world.
+        num_ranks: whose batches there were.
         difference: the first one; None where all is the same.
         skipped: why it was not run; "" where it was.
         num_compared: quantities, over all ranks.
+        num_processes: that played the ranks, if those were virtual; else 0.
     """
 
     setting: str
@@ -39,6 +40,12 @@ class Row:
     difference: Difference | None = None
     skipped: str = ""
     num_compared: int = 0
+    num_processes: int = 0
+
+    @property
+    def ranks(self) -> str:
+        """Of the table: how many, and of virtual ones on how many processes."""
+        return f"{self.num_ranks} on {self.num_processes}" if self.num_processes else str(self.num_ranks)
 
 
 @dataclass(slots=True)
@@ -60,21 +67,20 @@ class Verification:
 
     def __str__(self) -> str:
         width = max(len(row.setting) for row in [*self.rows, Row("setting", 0)])
+        ranks = max([5, *(len(row.ranks) for row in self.rows)])
         lines = [f"{'setting':<{width}}  ranks"]
         for row in self.rows:
             ok = f"ok ({row.num_compared} quantities)"
             what = row.skipped or (ok if row.difference is None else f"wrong: {row.difference.quantity}")
             if row.difference is not None:
                 what += f"{' of' if row.difference.expected else ''} {row.difference.where}"
-            lines.append(f"{row.setting:<{width}}  {row.num_ranks:<5}  {what}")
+            lines.append(f"{row.setting:<{width}}  {row.ranks:<{ranks}}  {what}")
         return "\n".join([*lines, *self.notes])
 
 
 def assert_sharding_invariants(
     model_factory: Callable[[], nn.Module],
     sample_input: Any,
-    *,
-    worlds: Sequence[int] = (1, 2, 4),
     **options: Any,
 ) -> Verification:
     """Train a model under every strategy, on several numbers of ranks, and compare all with the plain model.
@@ -82,7 +88,6 @@ def assert_sharding_invariants(
     Args:
         model_factory: As for `verify_sharding`.
         sample_input: The same.
-        worlds: The same.
         **options: The same.
 
     Returns:
@@ -95,7 +100,7 @@ def assert_sharding_invariants(
     Communicates:
         Nothing here; on the ranks what training does.
     """
-    report = verify_sharding(model_factory, sample_input, worlds=worlds, **options)
+    report = verify_sharding(model_factory, sample_input, **options)
     if report.differences:
         raise AssertionError(f"{report.differences[0]}\n\n{report}")
     return report
@@ -105,7 +110,8 @@ def verify_sharding(
     model_factory: Callable[[], nn.Module],
     sample_input: Any,
     *,
-    worlds: Sequence[int] = (1, 2, 4),
+    worlds: Sequence[int] | None = None,
+    virtual_ranks: int | None = None,
     settings: Sequence[str] = DEFAULT_SETTINGS,
     steps: int = 3,
     loss: Callable[[Any], Tensor] | None = None,
@@ -126,7 +132,9 @@ def verify_sharding(
         model_factory: Makes the plain model; it is called with the same random numbers each time.
         sample_input: What the model is called with: a tensor, a tuple, or a dict of keywords. Each rank and step gets
             its elements in another order. Or a function of rank and step that returns one.
-        worlds: Numbers of ranks.
+        worlds: Numbers of ranks, each a process; 1, 2 and 4 by default.
+        virtual_ranks: A number of ranks that fewer processes play (`fully_shard(virtual_ranks=...)`); `worlds` are then
+            numbers of processes, one alone by default.
         settings: Names of `SETTINGS`. With `step`, "accumulation" and "clipping" are left out: they are the step's.
         steps: Training steps.
         loss: Of the model's output; by default the output if it is one number, its `.loss`, or a mean of squares.
@@ -151,10 +159,13 @@ def verify_sharding(
         Nothing here; on the ranks what training does.
     """
     program = Program(*(model_factory, sample_input, loss, step, oracle_step, optimizer, shard, evaluate, steps, dtype))
+    if worlds is None:
+        worlds = (1, 2, 4) if virtual_ranks is None else (1,)
     _check(settings, worlds, steps)
+    _check_virtual(worlds, virtual_ranks, step)
     with ExitStack() as stack:
         pool = pool if pool is not None else stack.enter_context(WorldPool(group_timeout_s=60.0))
-        return _Verifier(program, pool, equal_buffers=equal_buffers).verify(worlds, settings)
+        return _Verifier(program, pool, virtual_ranks, equal_buffers=equal_buffers).verify(worlds, settings)
 
 
 def _check(settings: Sequence[str], worlds: Sequence[int], steps: int) -> None:
@@ -169,36 +180,58 @@ def _check(settings: Sequence[str], worlds: Sequence[int], steps: int) -> None:
         )
 
 
+def _check_virtual(worlds: Sequence[int], virtual_ranks: int | None, step: Any) -> None:
+    if virtual_ranks is None:
+        return
+    if step is not None:
+        raise ArgumentError(
+            "verify_sharding: with virtual_ranks the training step has to be the one that is built in, but step is "
+            "given. Pass loss and optimizer in its place."
+        )
+    if virtual_ranks < 1 or any(virtual_ranks % num for num in worlds):
+        raise ArgumentError(
+            f"verify_sharding: virtual_ranks must be a multiple of each number of processes, but it is {virtual_ranks} "
+            f"and worlds are {list(worlds)}. Pass worlds=(1,)."
+        )
+
+
 class _Verifier:
     """Runs settings and worlds one after the other; a plain run is made once for all that are compared with it."""
 
-    def __init__(self, program: Program, pool: WorldPool, *, equal_buffers: bool) -> None:
-        self.program, self.pool, self.equal_buffers = program, pool, equal_buffers
-        self._oracles: dict[tuple[object, ...], Oracle] = {}
+    def __init__(self, program: Program, pool: WorldPool, virtual: int | None, *, equal_buffers: bool) -> None:
+        self.program, self.pool, self.virtual, self.equal_buffers = program, pool, virtual, equal_buffers
+        self._plain: dict[tuple[object, ...], list[Record]] = {}
         self.report = Verification()
 
     def verify(self, worlds: Sequence[int], settings: Sequence[str]) -> Verification:
         """A row for each."""
         for num_ranks in worlds:
             for name in settings:
-                self.report.rows.append(self._row(name, SETTINGS[name], num_ranks))
+                row = self._row(name, SETTINGS[name], num_ranks)
+                self.report.rows.append(replace(row, num_processes=num_ranks) if self.virtual else row)
         return self.report
 
-    def _row(self, name: str, setting: Setting, num_ranks: int) -> Row:
+    def _row(self, name: str, setting: Setting, num_processes: int) -> Row:
+        num_ranks = self.virtual or num_processes
         if self.program.step is not None and (setting.micro_batches > 1 or setting.is_clipped):
             return Row(name, num_ranks, skipped="left out: the step is yours")
         run = Run(self.program, setting, num_ranks, self._clip_norm(num_ranks) if setting.is_clipped else None)
+        run = replace(run, is_virtual=self.virtual is not None)
         if self._same_batches(num_ranks):
             return Row(name, num_ranks, _problem(name, num_ranks, "ranks", ["0", "1"], _SAME_BATCHES))
         try:
-            records = self.pool.run(num_ranks, train_sharded, run, timeout_s=_TIMEOUT_S)
+            found = self.pool.run(num_processes, train_sharded, run, timeout_s=_TIMEOUT_S)
         except RemoteRankError as error:
             self._oracle(run)  # raises where the plain model cannot be trained either
+            said = self.pool.run(1, try_checkpoint, run, timeout_s=_TIMEOUT_S)[0] if setting.is_checkpointed else ""
+            if said:
+                return Row(name, num_ranks, skipped=f"left out: the plain model cannot recompute its blocks ({said})")
             return Row(name, num_ranks, _raised(name, num_ranks, error))
+        records = [record for each in found for record in each]
         if setting.is_checkpointed and not records[0].num_blocks:
             return Row(name, num_ranks, skipped="left out: no blocks in a ModuleList")
         put_together(records)
-        oracle = self._oracle(run, records[0].num_forwards)
+        oracle = self._oracle(run, records[0])
         if self.program.step is not None:
             with_mean_losses(records)
         num = sum(len(record.seen) for record in records)
@@ -239,18 +272,18 @@ class _Verifier:
         grads = [value.abs().double().square().sum() for key, value in seen.items() if key.kind == "gradient"]
         return float(torch.stack(grads).sum().sqrt()) / 2
 
-    def _oracle(self, run: Run, micro_batches: int = 1) -> Oracle:
-        setting = run.setting
-        is_whole = self.program.step is not None
-        known = (run.num_ranks, setting.micro_batches, run.clip, setting.precision, is_whole and micro_batches)
-        if known not in self._oracles:
+    def _oracle(self, run: Run, like: Record | None = None) -> Oracle:
+        setting, is_whole = run.setting, self.program.step is not None
+        micro_batches = like.num_parts if is_whole and like is not None else 1
+        known = (run.num_ranks, setting.micro_batches, run.clip, setting.precision, micro_batches)
+        if known not in self._plain:
             plain = replace(run, micro_batches=micro_batches)
-            (records,) = self.pool.run(1, train_alone, plain, _NUM_NUDGES, timeout_s=_TIMEOUT_S)
-            if is_whole:
-                records = [by_rank(record, run.num_ranks, micro_batches) for record in records]
-            eps = torch.finfo(torch.bfloat16).eps if setting.precision else None
-            self._oracles[known] = oracle_of(records[0], records[1:], eps)
-        return self._oracles[known]
+            (self._plain[known],) = self.pool.run(1, train_alone, plain, _NUM_NUDGES, timeout_s=_TIMEOUT_S)
+        records = self._plain[known]
+        if is_whole and like is not None:
+            records = [by_rank(record, like, run.num_ranks) for record in records]
+        eps = torch.finfo(torch.bfloat16).eps if setting.precision else None
+        return oracle_of(records[0], records[1:], eps)
 
 
 _SAME_BATCHES = "they train on the same data: give the sampler its rank."

@@ -4,7 +4,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,10 +48,17 @@ class Piece(NamedTuple):
     Attributes:
         shape: of the full value.
         start: of the shard in it.
+        size: of the shard.
     """
 
     shape: tuple[int, ...]
     start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The shard within the full value."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
 
 
 @dataclass(slots=True)
@@ -63,7 +70,7 @@ class Record:
         places: of each module by name: class, file and line of its forward.
         problems: what is wrong whatever another process has: kind, name and words.
         num_blocks: that were checkpointed.
-        num_forwards: of the root in the first step.
+        num_parts: into which the first step cuts its batch, by the rows of its first forward.
         pieces: of which full shape, and from where on, a value is this rank's part.
     """
 
@@ -71,8 +78,14 @@ class Record:
     places: dict[str, str] = field(default_factory=dict)
     problems: list[tuple[str, str, str]] = field(default_factory=list)
     num_blocks: int = 0
-    num_forwards: int = 0
+    num_parts: int = 1
     pieces: dict[Key, Piece] = field(default_factory=dict)
+
+    def of_rank(self, rank: int) -> "Record":
+        """What is of a rank, and of all."""
+        seen = {key: value for key, value in self.seen.items() if key.rank in (-1, rank)}
+        pieces = {key: piece for key, piece in self.pieces.items() if key.rank in (-1, rank)}
+        return replace(self, seen=seen, pieces=pieces)
 
 
 class Recorder:
@@ -88,8 +101,11 @@ class Recorder:
     def __init__(self, model: nn.Module, rank: int) -> None:
         self.record = Record(places={name: place_of(module) for name, module in model.named_modules()})
         self.step, self.rank, self.scale, self.is_evaluating = 0, rank, 1.0, False
+        self._model = model
         self._calls: Counter[Key] = Counter()
+        self._random: dict[str, Tensor] = {}
         for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda module, _, name=name: self._see_random_state(name, module))
             module.register_forward_hook(lambda _, __, output, name=name: self._see_output(name, output))
 
     def see(self, kind: str, name: str, value: Tensor, *, rank: int = -1) -> None:
@@ -100,13 +116,30 @@ class Recorder:
         self.record.seen[key] = local(value)
         if isinstance(value, DTensor):
             _, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-            self.record.pieces[key] = Piece(tuple(value.shape), tuple(start))
+            self.record.pieces[key] = Piece(tuple(value.shape), tuple(start), tuple(self.record.seen[key].shape))
+
+    def expect_rows(self, batch: Any) -> None:
+        """Notice into how many parts this batch is cut, by what the model is called with first."""
+        rows = _num_rows(batch)
+
+        def see(_: nn.Module, args: Any, kwargs: Any) -> None:
+            handle.remove()
+            part = _num_rows((args, kwargs))
+            self.record.num_parts = rows // part if part and rows % part == 0 else 1
+
+        handle = self._model.register_forward_pre_hook(see, with_kwargs=True)
+
+    def _see_random_state(self, name: str, module: nn.Module) -> None:
+        if self.is_evaluating and module.training:
+            self._random[name] = torch.get_rng_state()
 
     def _see_output(self, name: str, output: Any) -> None:
+        before = self._random.pop(name, None)
+        if before is not None and not torch.equal(before, torch.get_rng_state()):
+            words = "evaluation draws random numbers in it, as dropout does in train mode; call model.eval() before it."
+            self.record.problems.append(("module", f"{name or 'the model'} ({self.record.places[name]})", words))
         if torch._C._current_graph_task_id() != -1:
             return  # computed again, in backward
-        if name == "" and self.step == 0:
-            self.record.num_forwards += 1
         floats = [leaf for leaf in tensors_of(output) if leaf.is_floating_point()]
         for i, leaf in enumerate(floats):
             label = f"{name}[{i}]" if i else name
@@ -168,19 +201,16 @@ def local(value: Tensor) -> Tensor:
 
 def put_together(records: Sequence[Record]) -> None:
     """Have each rank's record hold full values: its own shards, and those of the others beside them."""
-    wholes: dict[tuple[int, Key], Tensor] = {}
-    for rank, record in enumerate(records):
-        for key, (shape, _) in record.pieces.items():
-            whole = torch.full(shape, float("nan"), dtype=record.seen[key].dtype)
-            others = [r for r in range(len(records)) if r != rank]
-            for other in (*others, rank):  # its own last: of what several hold, it has that
-                named = key.with_rank(other) if key.rank >= 0 else key
-                if named in records[other].pieces:
-                    part, start = records[other].seen[named], records[other].pieces[named].start
-                    whole[tuple(slice(s, s + n) for s, n in zip(start, part.shape, strict=True))] = part
-            wholes[rank, key] = whole
-    for (rank, key), whole in wholes.items():
-        records[rank].seen[key] = whole
+    wholes: dict[Key, Tensor] = {}
+    for record in records:  # what several hold, the last one gives
+        for key, piece in record.pieces.items():
+            new = torch.full(piece.shape, float("nan"), dtype=record.seen[key].dtype)
+            wholes.setdefault(key.with_rank(-1), new)[piece.slices] = record.seen[key]
+    for record in records:
+        for key, piece in record.pieces.items():
+            whole = wholes[key.with_rank(-1)].clone()
+            whole[piece.slices] = record.seen[key]  # of what several hold, it has its own
+            record.seen[key] = whole
 
 
 def place_of(module: nn.Module) -> str:
@@ -200,6 +230,11 @@ def place_of(module: nn.Module) -> str:
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
+
+
+def _num_rows(batch: Any) -> int:
+    """Of the first tensor that has some; 0 where there is none."""
+    return next((len(each) for each in tensors_of(batch) if each.ndim), 0)
 
 
 def _numbers(tree: Any, name: str) -> Iterator[tuple[str, Any]]:

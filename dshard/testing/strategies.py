@@ -1,12 +1,21 @@
-"""Hypothesis strategies for sharded tensors: drawn in the parent process, so that all ranks get the same example.
+"""Hypothesis strategies for tensors, layouts, meshes, models and programs.
+
+They are drawn in the parent process, so that all ranks get the same example.
 
 Importing this module needs hypothesis (`pip install dshard[test]`); nothing else in `dshard.testing` does.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
+
+from dshard.testing.cases import COPIES, GRAD_MODES, READS, VIEWS, WRITES, Command, LayerCase, MeshCase
+from dshard.testing.cases import LAYER_KINDS as LAYER_KINDS
+from dshard.testing.cases import ModelCase as ModelCase
 
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DTYPES = (*FLOAT_DTYPES, torch.int64, torch.bool, torch.complex64)
@@ -51,6 +60,26 @@ class TensorCase:
         return values.permute(*reversed(range(len(shape)))) if transposed else values
 
 
+@dataclass(frozen=True, slots=True)
+class LayoutCase:
+    """A shape and the dim along which it is cut.
+
+    Attributes:
+        shape: of the full tensor.
+        dim: that is cut, non-negative; None for a 0-d tensor, which every rank holds whole.
+        num_ranks: of the world.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None
+    num_ranks: int
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every rank holds as much."""
+        return self.dim is None or self.shape[self.dim] % self.num_ranks == 0
+
+
 def shapes(*, min_dims: int = 0, max_dims: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
     """Full shapes: 0-d, empty, one element, prime sizes. Shrinks towards fewer and smaller dims."""
     return st.lists(st.sampled_from(_DIM_SIZES), min_size=min_dims, max_size=max_dims).map(tuple)
@@ -91,3 +120,109 @@ def tensor_cases(
         seed=draw(st.integers(0, 2**16)),
         contiguous=draw(st.booleans()) or len(shape) < 2,
     )
+
+
+@st.composite
+def layouts(
+    draw: st.DrawFn, *, num_ranks: int, uneven: bool | None = None, min_dims: int = 0, max_dims: int = 3
+) -> LayoutCase:
+    """A shape and the dim along which it is cut.
+
+    Args:
+        draw: Hypothesis's.
+        num_ranks: Of the world.
+        uneven: True for what ranks hold different amounts of, False for equal ones, None for both.
+        min_dims: Of the shape.
+        max_dims: Of the shape.
+    """
+
+    def is_wanted(case: LayoutCase) -> bool:
+        return uneven is None or case.is_even != uneven
+
+    def layouts_of(shape: tuple[int, ...]) -> st.SearchStrategy[LayoutCase]:
+        return dims(shape).map(lambda dim: LayoutCase(shape, dim, num_ranks))
+
+    found = shapes(min_dims=max(min_dims, int(bool(uneven))), max_dims=max_dims).flatmap(layouts_of)
+    return draw(found.filter(is_wanted))
+
+
+def meshes(num_ranks: int) -> st.SearchStrategy[MeshCase]:
+    """Meshes over all of some ranks: one dim, or two of all sizes whose product they are. Shrinks towards one dim."""
+    hybrids = [(k, num_ranks // k) for k in range(1, num_ranks + 1) if num_ranks % k == 0]
+    return st.sampled_from([MeshCase((num_ranks,)), *map(MeshCase, hybrids)])
+
+
+def sharding_names(num_ranks: int) -> list[str]:
+    """Strategies on so many ranks; `hybrid(k)` for each power of two that divides their number: so sums go, too."""
+    within = [k for k in (2**i for i in range(num_ranks.bit_length())) if num_ranks % k == 0]
+    hybrids = [*(f"hybrid({k})" for k in within), *(f"hybrid({k}, keep)" for k in within if k > 1)]
+    return ["ddp", "zero1", "zero2", "keep", "full", *hybrids]
+
+
+@st.composite
+def shardings(draw: st.DrawFn, names: Sequence[str], num_ranks: int) -> str | dict[str, str]:
+    """What `fully_shard(strategy=...)` takes: a strategy, or some by patterns.
+
+    Args:
+        draw: Hypothesis's.
+        names: Of the model's parameters.
+        num_ranks: Of the world.
+    """
+    one = st.sampled_from(sharding_names(num_ranks))
+    if draw(st.booleans()):
+        return draw(one)
+    patterns = [*names, "*weight", "*bias", f"{names[0].partition('.')[0]}*", "*"]
+    patterns = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
+    chosen = draw(st.lists(st.sampled_from(patterns), min_size=1, unique=True))
+    return {pattern: draw(one) for pattern in chosen}
+
+
+def layers(*, max_depth: int = 2) -> st.SearchStrategy[LayerCase]:
+    """A layer of any kind; lists hold others down to a depth. Shrinks towards linear layers."""
+    kinds = [kind for kind in LAYER_KINDS if kind != "list"]
+    one = st.builds(LayerCase, st.sampled_from(kinds), st.integers(1, 5))
+    if max_depth < 2:
+        return one
+    inner = st.lists(layers(max_depth=max_depth - 1), max_size=2).map(tuple)
+    return one | st.builds(LayerCase, st.just("list"), layers=inner)
+
+
+@st.composite
+def model_cases(draw: st.DrawFn, *, max_layers: int = 4, max_depth: int = 2) -> ModelCase:
+    """Small module trees: linear layers, convolutions, norms, embeddings, tied weights, shared modules, lists."""
+    num_tokens = draw(st.sampled_from((0, 5, 7)))
+    return ModelCase(
+        width=draw(st.integers(1, 6)),
+        layers=tuple(draw(st.lists(layers(max_depth=max_depth), max_size=max_layers))),
+        num_tokens=num_tokens,
+        is_tied=bool(num_tokens) and draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+def commands(*, max_size: int = 10) -> st.SearchStrategy[list[Command]]:
+    """Programs for `cases.play`: forwards, backwards, steps, writes, reads, views, switches of modes, copies."""
+
+    def one(name: str, *args: st.SearchStrategy[Any], weight: int = 1) -> list[st.SearchStrategy[Command]]:
+        return [st.tuples(st.just(name), *args)] * weight
+
+    index, flag = st.integers(0, 7), st.booleans()
+    what = st.sampled_from(("param", "param", "grad"))
+    kinds = [
+        *one("forward", st.just("grad"), weight=3),
+        *one("forward", st.sampled_from(list(GRAD_MODES))),
+        *one("backward", weight=3),
+        *one("step", weight=2),
+        *one("write", st.sampled_from(list(WRITES)), what, index, weight=2),
+        *one("read", st.sampled_from(list(READS)), st.sampled_from(("param", "grad", "held")), index, weight=2),
+        *one("hold", st.sampled_from(list(VIEWS)), index, weight=2),
+        *one("write_held", index),
+        *one("zero", flag),
+        *one("clip", st.sampled_from((0.1, 10.0))),
+        *one("requires_grad", index, flag),
+        *one("train", flag),
+        *one("load", index),
+        *one("copy", st.sampled_from(list(COPIES))),
+        *one("drop"),
+    ]
+    return st.lists(st.one_of(*kinds), max_size=max_size)

@@ -17,6 +17,7 @@ from dshard.clip import clip_grad_norm_
 from dshard.compat import no_sync
 from dshard.testing.programs import Program, Setting, call, checkpoint_blocks
 from dshard.testing.recording import Record, Recorder
+from dshard.virtual import virtual_ranks
 
 _Buffers = dict[str, Tensor]
 
@@ -32,6 +33,7 @@ class Run:
         clip: largest norm of the gradients; None for no clipping.
         nudge: 0, or the seed of a run whose initial weights are moved by one rounding.
         micro_batches: of a user's step.
+        is_virtual: whether the ranks are virtual ones, that fewer processes play.
     """
 
     program: Program
@@ -40,14 +42,15 @@ class Run:
     clip: float | None = None
     nudge: int = 0
     micro_batches: int = 1
+    is_virtual: bool = False
 
 
-def train_sharded(run: Run) -> Record:
-    """The run of this rank. Communicates: what training does."""
+def train_sharded(run: Run) -> list[Record]:
+    """The run of this rank, or of the virtual ranks that it plays. Communicates: what training does."""
     program, rank = run.program, dist.get_rank()
     model = program.build()
     num_blocks = checkpoint_blocks(model) if run.setting.is_checkpointed else 0
-    model = program.sharded(model, run.setting)
+    model = program.sharded(model, run.setting, run.num_ranks if run.is_virtual else None)
     recorder = Recorder(model, rank)
     recorder.record.num_blocks = num_blocks
     with _trained(run, model, recorder) as optimizer:
@@ -55,17 +58,46 @@ def train_sharded(run: Run) -> Record:
             recorder.step = step
             if program.step is not None:
                 _seed(0, step, 0)
-                recorder.see_returned(program.step(model, optimizer, program.batch(rank, step)), rank=rank)
+                batch = program.batch(rank, step)
+                if step == 0:
+                    recorder.expect_rows(batch)
+                recorder.see_returned(program.step(model, optimizer, batch), rank=rank)
             else:
                 optimizer.zero_grad()
-                _backward(run, model, recorder, 1.0)
+                for _ in _turns(run, model, recorder):
+                    _backward(run, model, recorder, 1.0)
                 _clip_and_step(run, model, optimizer, recorder)
             recorder.see_parameters(model, "parameter")
-    with recorder.evaluating(model, rank):
-        _evaluate(program, model, program.batch(rank, program.num_steps))
-    for name, buffer in model.named_buffers():
-        recorder.see("buffer", name, buffer, rank=rank)
-    return recorder.record
+    ranks = []
+    for rank in _turns(run, model, recorder):
+        ranks.append(rank)
+        with recorder.evaluating(model, rank):
+            _evaluate(program, model, program.batch(rank, program.num_steps))
+        for name, buffer in model.named_buffers():
+            recorder.see("buffer", name, buffer, rank=rank)
+    return [recorder.record.of_rank(rank) for rank in ranks]
+
+
+def _turns(run: Run, model: nn.Module, recorder: Recorder) -> Iterator[int]:
+    """The ranks of this process, one after the other."""
+    for rank in virtual_ranks(model) if run.is_virtual else (dist.get_rank(),):
+        recorder.rank = rank
+        yield rank
+
+
+def try_checkpoint(run: Run) -> str:
+    """What the plain model raises when its blocks compute their forward again in backward; "" for nothing."""
+    model = run.program.build()
+    checkpoint_blocks(model)
+    batch = run.program.batch(0, 0)
+    try:
+        if run.program.step is not None:
+            run.program.step(model, run.program.optimizer(model), batch)
+        else:
+            run.program.loss_of(call(model, batch)).backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return ""
 
 
 def train_alone(run: Run, num_nudges: int) -> list[Record]:

@@ -47,6 +47,7 @@ FREE = {  # public names without a row, and why
     "RemoteRankError": RESULT,
     "verify_sharding": "a program of the user's, which its ranks call; names and numbers are looked at there",
     "assert_sharding_invariants": "it hands all on to verify_sharding",
+    "counted_peak": "a model and an optimizer, of which it asks for parameters and states alone",
     **dict.fromkeys(("Finding", "PendingSave", "Report"), RESULT),
     "ShardedTrainerMixin": "its methods are called by transformers, whose they are",
     "CommRecord": RESULT,

@@ -14,6 +14,8 @@ from torch.autograd.graph import increment_version
 
 import dshard
 from dshard.tensor import ShardedTensor
+from dshard.testing import cases
+from dshard.testing.cases import READS, VIEWS, WRITES, values
 
 
 class Block(nn.Linear):
@@ -67,27 +69,6 @@ OPTIMIZERS = {
 GRAD_MODES = {"grad": contextlib.nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 
-def values(like, seed):
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(like.dtype)
-
-
-def rows(tensor):
-    return tensor[1:3] if tensor.dim() else tensor
-
-
-def assign(tensor, value):
-    tensor[slice(1, 3) if tensor.dim() else ...] = value
-
-
-def initialize(param):
-    torch.manual_seed(3)
-    nn.init.normal_(param)
-
-
-def set_data(param):
-    param.data = param.data * 0.5
-
-
 def saved_and_loaded(model):
     file = io.BytesIO()
     torch.save(model, file)
@@ -95,43 +76,7 @@ def saved_and_loaded(model):
     return torch.load(file, weights_only=False)
 
 
-WRITES = {
-    "mul": lambda p: p.mul_(1.25),
-    "copy": lambda p: p.copy_(values(p, 1)),
-    "data copy": lambda p: p.data.copy_(values(p, 2)),
-    "data mul": lambda p: p.data.mul_(-0.75),
-    "set data": set_data,
-    "slice": lambda p: assign(p, 0.25),
-    "rows": lambda p: assign(p, values(rows(p), 4)),
-    "element": lambda p: p.view(-1)[-1].fill_(0.5),
-    "transposed": lambda p: p.t().add_(0.125),
-    "masked": lambda p: p.masked_fill_(p > 0.5, 0.1),
-    "itself": lambda p: p.add_(p),
-    "out": lambda p: torch.mul(p, 0.5, out=p),
-    "foreach": lambda p: torch._foreach_add_([p], 0.25),
-    "init": initialize,
-}
-READS = {
-    "value": lambda t: t.detach().clone(),
-    "sum": lambda t: t.sum().item(),
-    "norm": lambda t: t.norm().item(),
-    "equal": lambda t: torch.equal(t, t.detach().clone()),
-    "list": lambda t: t.tolist(),
-    "element": lambda t: t.reshape(-1)[-1:].tolist(),
-    "product": lambda t: t.detach().t() @ torch.ones_like(t.detach()) if t.dim() == 2 else t.detach() * 2,
-    "cast": lambda t: t.detach().to(torch.float32),
-}
-HOLDS = {
-    "detach": lambda p: p.detach(),
-    "data": lambda p: p.data,
-    "flat": lambda p: p.detach().view(-1)[1:],
-    "rows": lambda p: rows(p.detach()),
-    "transposed": lambda p: p.data.t(),
-    "part": lambda p: p.detach().view(-1).split(2)[0],
-    "clone": lambda p: p.detach().clone(),
-    "grad": lambda p: p.grad,
-}
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": saved_and_loaded}
+COPIES = {**cases.COPIES, "torch.save": saved_and_loaded}
 SAVES = {
     "full": lambda state: {k: v.full_tensor() if isinstance(v, ShardedTensor) else v.clone() for k, v in state.items()},
     "clone": lambda state: {k: v.clone() for k, v in state.items()},
@@ -313,7 +258,7 @@ CALLS = {
     "drop": lambda s: s.losses.clear(),
     "zero": lambda s, to_none: s.optimizer.zero_grad(set_to_none=to_none),
     "unhook": lambda s: [handle.remove() for _, handle in s.hooks[:1]] and s.hooks.pop(0),
-    "hold": lambda s, kind, i: s.held.extend([t for t in [HOLDS[kind](s.param(i))] if t is not None]),
+    "hold": lambda s, kind, i: s.held.extend([t for t in [VIEWS[kind](s.param(i))] if t is not None]),
     "load": lambda s, seed: s.model.load_state_dict({k: values(v, seed) for k, v in s.model.state_dict().items()}),
     "save": lambda s, kind: s.saved.append(
         (SAVES[kind](s.model.state_dict()), copy.deepcopy(s.optimizer.state_dict()))

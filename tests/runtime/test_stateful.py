@@ -6,9 +6,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dshard.testing import WorldPool
+from dshard.testing.cases import READS, VIEWS, WRITES
 from dshard.testing.strategies import world_sizes
 from tests.runtime.machine import Pair, run_program
-from tests.runtime.programs import COPIES, GRAD_MODES, HOLDS, NAMES, OPTIMIZERS, READS, SAVES, WRITES
+from tests.runtime.programs import COPIES, GRAD_MODES, NAMES, OPTIMIZERS, SAVES
 
 
 def pick(*options):
@@ -40,7 +41,7 @@ SIMPLE = st.one_of(
     *command("write", pick(*WRITES), pick("param", "param", "grad"), INDEX, pick("no_grad", *GRAD_MODES), weight=3),
     *command("write_held", pick(0, 1)),
     *command("read", pick(*READS), pick("param", "grad", "held"), INDEX, weight=3),
-    *command("hold", pick(*HOLDS), INDEX, weight=2),
+    *command("hold", pick(*VIEWS), INDEX, weight=2),
     *command("requires_grad", INDEX, FLAG),
     *command("load", pick(0, 1)),
     *command("save", pick(*SAVES)),

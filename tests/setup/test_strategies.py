@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dshard
 from dshard.testing import WorldPool, expect_error
-from dshard.testing.strategies import world_sizes
+from dshard.testing.strategies import shardings, world_sizes
 from tests.gradients.test_rank_dependent_use import Spared
 from tests.parity.models import CASES, batch, build, full_weights
 from tests.parity.test_schedule_independence import PARTS
@@ -25,24 +25,9 @@ from tests.tensor.extended import Rounded, extend
 BASES = ("ddp", "zero1", "zero2", "keep", "full")
 
 
-def names_for(num_ranks: int) -> list[str]:
-    """All strategies on as many ranks; shards within a number of ranks that is a power of two, as sums go."""
-    within = [k for k in (1, 2, 4) if num_ranks % k == 0]
-    return [*BASES, *[f"hybrid({k})" for k in within], *[f"hybrid({k}, keep)" for k in within if k > 1]]
-
-
-@st.composite
-def mixes(draw: st.DrawFn, name: str, num_ranks: int) -> Any:
+def mixes(name: str, num_ranks: int) -> st.SearchStrategy[Any]:
     """A strategy, or some by patterns; the last one may leave names out."""
-    one = st.sampled_from(names_for(num_ranks))
-    if draw(st.booleans()):
-        return draw(one)
-    params = [n for n, _ in build(name).named_parameters()]
-    patterns = draw(
-        st.lists(st.sampled_from([*params, "*weight", "*bias", f"{params[0].partition('.')[0]}*", "*"]), min_size=1)
-    )
-    known = list(dict.fromkeys(patterns))
-    return {pattern: draw(one) for pattern in known}
+    return shardings([n for n, _ in build(name).named_parameters()], num_ranks)
 
 
 @dataclass(frozen=True, slots=True)
