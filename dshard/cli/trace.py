@@ -99,7 +99,7 @@ def traced(factory: str, strategy: str, num_steps: int) -> tuple[str, dict[str, 
     import torch.distributed as dist
 
     import dshard
-    from dshard.testing.programs import Program, Setting, adamw, call
+    from dshard.testing.verifying.programs import Program, Setting, adamw, call
 
     made, rank = make(factory), dist.get_rank()
     functions = {name: made.get(name) for name in ("loss", "step", "oracle_step", "shard", "evaluate")}

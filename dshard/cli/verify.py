@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from dshard.testing import RemoteRankError, verify_sharding
-    from dshard.testing.invariants import DEFAULT_SETTINGS
+    from dshard.testing.verifying.invariants import DEFAULT_SETTINGS
 
     settings = DEFAULT_SETTINGS if args.strategies is None else _settings(args.strategies)
     virtual = args.virtual_ranks
@@ -134,7 +134,7 @@ def model_of(name: str) -> Any:
 
 
 def _settings(names: str) -> tuple[str, ...]:
-    from dshard.testing.programs import SETTINGS
+    from dshard.testing.verifying.programs import SETTINGS
 
     chosen = tuple(names.split(","))
     if unknown := [name for name in chosen if name not in SETTINGS]:

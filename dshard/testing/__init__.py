@@ -6,10 +6,10 @@
 strategy and compares it with the plain model.
 """
 
-from dshard.testing.alone import counted_peak as counted_peak
-from dshard.testing.alone import fake_world as fake_world
-from dshard.testing.invariants import assert_sharding_invariants as assert_sharding_invariants
-from dshard.testing.invariants import verify_sharding as verify_sharding
+from dshard.testing.counted import counted_peak as counted_peak
+from dshard.testing.fake import fake_world as fake_world
+from dshard.testing.verifying.invariants import assert_sharding_invariants as assert_sharding_invariants
+from dshard.testing.verifying.invariants import verify_sharding as verify_sharding
 from dshard.testing.worlds import RemoteRankError as RemoteRankError
 from dshard.testing.worlds import World as World
 from dshard.testing.worlds import WorldPool as WorldPool

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dshard.testing import verify_sharding
-from dshard.testing.invariants import DEFAULT_SETTINGS
+from dshard.testing.verifying.invariants import DEFAULT_SETTINGS
 from tests.models import LanguageModel, ResidualMlp
 
 NUM_RANKS = 32

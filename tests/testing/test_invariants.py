@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from dshard.cli import main
 from dshard.errors import ArgumentError
 from dshard.testing import assert_sharding_invariants, verify_sharding
-from dshard.testing.comparison import first_difference, oracle_of
-from dshard.testing.programs import SETTINGS
-from dshard.testing.recording import Key, Record
+from dshard.testing.verifying.comparison import first_difference, oracle_of
+from dshard.testing.verifying.programs import SETTINGS
+from dshard.testing.verifying.recording import Key, Record
 from tests.meta.source import ROOT
 from tests.models import LanguageModel, ResidualMlp, mlp
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from dshard.testing.programs import tensors_of
+from dshard.testing.verifying.programs import tensors_of
 
 
 class Key(NamedTuple):

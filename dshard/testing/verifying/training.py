@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from dshard.clip import clip_grad_norm_
 from dshard.compat import no_sync
-from dshard.testing.programs import Program, Setting, call, checkpoint_blocks
-from dshard.testing.recording import Record, Recorder
+from dshard.testing.verifying.programs import Program, Setting, call, checkpoint_blocks
+from dshard.testing.verifying.recording import Record, Recorder
 from dshard.virtual import virtual_ranks
 
 _Buffers = dict[str, Tensor]

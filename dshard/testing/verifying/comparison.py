@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dshard.testing.recording import Key, Record
+from dshard.testing.verifying.recording import Key, Record
 
 SAFETY = 16.0  # times what one rounding of the weights changed
 FLOOR = 16.0  # roundings of the largest element

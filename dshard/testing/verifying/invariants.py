@@ -11,10 +11,17 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from dshard.errors import ArgumentError
-from dshard.testing.comparison import Difference, Oracle, by_rank, first_difference, oracle_of, with_mean_losses
-from dshard.testing.programs import SETTINGS, Program, Setting, adamw
-from dshard.testing.recording import Record, put_together
-from dshard.testing.training import Run, train_alone, train_sharded, try_checkpoint
+from dshard.testing.verifying.comparison import (
+    Difference,
+    Oracle,
+    by_rank,
+    first_difference,
+    oracle_of,
+    with_mean_losses,
+)
+from dshard.testing.verifying.programs import SETTINGS, Program, Setting, adamw
+from dshard.testing.verifying.recording import Record, put_together
+from dshard.testing.verifying.training import Run, train_alone, train_sharded, try_checkpoint
 from dshard.testing.worlds import RemoteRankError, WorldPool
 
 DEFAULT_SETTINGS = tuple(name for name in SETTINGS if name != "bf16")
