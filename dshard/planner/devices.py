@@ -148,14 +148,14 @@ DEVICES = _table(
         ),
         Device(
             "a100-64g",
-            {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
+            {"bfloat16": 358e12, "float16": 358e12, "float32": 22.4e12},
             1.64e12,
             64 * _GIB,
             4,
             Wire(300e9, _NVLINK_S),
             Wire(_gbit(400), _NETWORK_S),
-            "CINECA's description of Leonardo (A100 SXM made for it, 64 GB, 1,640 GB/s; 4 x 100 Gbit/s per host); "
-            "arithmetic as in the NVIDIA A100 datasheet, by which its runs are published",
+            "CINECA's description of Leonardo (A100 SXM made for it: 64 GB, 1,640 GB/s, 124 SMs in place of 108; 4 to "
+            "a host, 4 x 100 Gbit/s); arithmetic is that of the NVIDIA A100 datasheet by that ratio",
         ),
         Device(
             "a100-80g",
