@@ -1,7 +1,5 @@
 """``dshard calibrate`` and ``--profile``, as they are typed."""
 
-import dataclasses
-
 import pytest
 
 from dshard.cli import main
@@ -68,4 +66,5 @@ def test_the_shipped_profile_is_what_the_command_makes(tmp_path, capsys):
         assert one.value == pytest.approx(other.value, rel=1e-3)
         assert one.uncertainty == pytest.approx(other.uncertainty, rel=1e-2)
     for one, other in zip(made.misses, shipped.misses, strict=True):
-        assert dataclasses.astuple(one) == pytest.approx(dataclasses.astuple(other), rel=1e-2)
+        assert (one.source, one.num_runs) == (other.source, other.num_runs)
+        assert (one.mean, one.p90) == pytest.approx((other.mean, other.p90), rel=1e-2)
