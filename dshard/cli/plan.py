@@ -59,7 +59,12 @@ def run(args: argparse.Namespace) -> int:
         cluster = target.cluster(args.world)
         with open_progress("dshard plan") as progress:
             profile = Profile(
-                sampled.model, sampled.sample, device=target.device, training=target.training, progress=progress
+                sampled.model,
+                sampled.sample,
+                device=target.device,
+                training=target.training,
+                progress=progress,
+                rates=target.rates,
             )
             planned = profile.plan(
                 cluster, memory=target.limit_bytes, strategies=args.strategy, batch=batch, margin=margin

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dshard.cli.gpt import GPT, GPTConfig
+from dshard.cli.llama import Llama, LlamaConfig
 
 
 def checkpoint_blocks(model: nn.Module) -> int:
@@ -134,6 +135,11 @@ def _t5(layers: int, width: int, heads: int, head_width: int, inner: int) -> Pre
     return Preset(lambda _: T5(config), 512, "Raffel et al., 2020")
 
 
+def _llama(layers: int, width: int, heads: int, inner: int) -> Preset:
+    config = LlamaConfig(layers, width, heads, 8, inner)
+    return Preset(lambda _: Llama(config), 8192, "Grattafiori et al., 2024")
+
+
 _GPT2 = "Radford et al., 2019"
 _GPT3 = "Brown et al., 2020"
 _MINGPT = "minGPT's model table"
@@ -153,6 +159,9 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "t5-large": _t5(24, 1024, 16, 64, 4096),
         "t5-3b": _t5(24, 1024, 32, 128, 16384),
         "t5-11b": _t5(24, 1024, 128, 128, 65536),
+        "llama3-8b": _llama(32, 4096, 32, 14336),
+        "llama3-70b": _llama(80, 8192, 64, 28672),
+        "llama3-405b": _llama(126, 16384, 128, 53248),
     }
 )
 

@@ -121,7 +121,8 @@ def simulated(
 
     kinds = {name: None if name == _PLANNED else Strategy.of(name) for name in strategies}
     clusters = {world: target.cluster(world) for world in worlds}
-    profile = Profile(target.sampled.model, target.sampled.sample, device=target.device, training=target.training)
+    sampled, device = target.sampled, target.device
+    profile = Profile(sampled.model, sampled.sample, device=device, training=target.training, rates=target.rates)
     given = target.batch if isinstance(target.batch, int) else None
     limit, num = target.limit_bytes, len(clusters) * len(kinds)
     found: dict[tuple[int, str], Plan] = {}

@@ -15,10 +15,12 @@ from dshard.cli.usage import RunError, UsageError
 if TYPE_CHECKING:
     from dshard.cli.models import Sampled
     from dshard.planner import Cluster, Device, Training
+    from dshard.planner.rates import Rates
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _STATE_BYTES = {"adamw": (8, 4), "momentum": (4, 0), "sgd": (0, 0)}  # per element: kept, and while it steps
+_SHIPPED = Path("published")
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -40,6 +42,7 @@ def add_options(parser: argparse.ArgumentParser, *, needs_device: bool = True) -
     )
     devices = parser.add_argument_group("devices")
     devices.add_argument("--device", required=needs_device, help="such as a100-40g; an unknown name lists all")
+    devices.add_argument("--profile", type=Path, metavar="FILE", help="of dshard calibrate; published: that is shipped")
     devices.add_argument("--memory", help="limit per rank, such as 38GiB (95%% of the device's)")
     devices.add_argument("--ranks-per-host", type=int, metavar="RANKS", help="(what is usual for the device)")
     devices.add_argument("--hosts", type=int, help="the same, as the number of hosts")
@@ -58,6 +61,7 @@ class Target:
     Attributes:
         batch: samples per rank, "auto", or None for those of the sample.
         margin: as of `dshard.plan`.
+        rates: of --profile.
     """
 
     sampled: Sampled
@@ -69,6 +73,7 @@ class Target:
     ranks_per_host: int | None
     hosts: int | None
     between_hosts: float | None
+    rates: Rates | None
 
     def cluster(self, num_ranks: int) -> Cluster:
         """So many ranks on the usual hosts, or on those that were asked for.
@@ -92,7 +97,8 @@ class Target:
                 f"--world {-(-num_ranks // usual) * usual}."
             )
         per_host = min(num_ranks, usual)
-        return cluster_of(self.device, num_ranks, ranks_per_host=per_host, between_hosts=self.between_hosts)
+        make = cluster_of if self.rates is None else self.rates.cluster
+        return make(self.device, num_ranks, ranks_per_host=per_host, between_hosts=self.between_hosts)
 
 
 def target_of(args: argparse.Namespace) -> Target:
@@ -108,7 +114,7 @@ def target_of(args: argparse.Namespace) -> Target:
     from dshard.planner.devices import find_device
     from dshard.planner.texts import parse_bytes
 
-    batch = _batch(args.batch)
+    batch, rates = _batch(args.batch), _rates(args.profile)
     for name in ("sequence", "ranks_per_host", "hosts"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -142,7 +148,20 @@ def target_of(args: argparse.Namespace) -> Target:
     training = Training(dtype, reduced, state_bytes, step_bytes, tokens_per_sample=sampled.num_tokens)
     rate = None if args.between_hosts is None else args.between_hosts * 1e9 / 8
     margin = None if args.margin is None else args.margin / 100
-    return Target(sampled, training, device, limit, batch, margin, args.ranks_per_host, args.hosts, rate)
+    return Target(sampled, training, device, limit, batch, margin, args.ranks_per_host, args.hosts, rate, rates)
+
+
+def _rates(path: Path | None) -> Rates | None:
+    """The profile in a file, or the one that is shipped."""
+    from dshard.errors import PlanError
+    from dshard.planner.rates import Rates, published
+
+    if path is None or path == _SHIPPED:
+        return None if path is None else published()
+    try:
+        return Rates.load(path)
+    except PlanError as error:
+        raise UsageError(f"--profile must be what dshard calibrate wrote, but reading it says: {error}") from error
 
 
 def _number(text: str) -> int | str:

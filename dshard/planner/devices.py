@@ -127,6 +127,7 @@ def _gbit(number: float) -> float:
 
 
 _NVLINK_S, _PCIE_S, _NETWORK_S = 0.6e-6, 1e-6, 2.7e-6  # of a hop: torch/distributed/tensor/_collective_utils.py
+_XGMI_S = _NVLINK_S  # assumed
 
 
 def _table(devices: Iterable[Device]) -> Mapping[str, Device]:
@@ -146,6 +147,17 @@ DEVICES = _table(
             "NVIDIA A100 datasheet (SXM, 40 GB; NVLink 600 GB/s both ways); AWS p4d.24xlarge: EFA 400 Gbit/s per host",
         ),
         Device(
+            "a100-64g",
+            {"bfloat16": 358e12, "float16": 358e12, "float32": 22.4e12},
+            1.64e12,
+            64 * _GIB,
+            4,
+            Wire(300e9, _NVLINK_S),
+            Wire(_gbit(400), _NETWORK_S),
+            "CINECA's description of Leonardo (A100 SXM made for it: 64 GB, 1,640 GB/s, 124 SMs in place of 108; 4 to "
+            "a host, 4 x 100 Gbit/s); arithmetic is that of the NVIDIA A100 datasheet by that ratio",
+        ),
+        Device(
             "a100-80g",
             {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
             2.039e12,
@@ -154,6 +166,17 @@ DEVICES = _table(
             Wire(300e9, _NVLINK_S),
             Wire(_gbit(1600), _NETWORK_S),
             "NVIDIA A100 datasheet (SXM, 80 GB; NVLink 600 GB/s both ways); DGX A100: 8 x 200 Gbit/s per host",
+        ),
+        Device(
+            "h100-64g",
+            {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 66.9e12},
+            2.0e12,
+            64 * _GIB,
+            4,
+            Wire(450e9, _NVLINK_S),
+            Wire(_gbit(800), _NETWORK_S),
+            "BSC's description of MareNostrum 5 (H100 SXM made for it, 64 GB, 2 TB/s; 4 x 200 Gbit/s per host); "
+            "arithmetic and NVLink as in the NVIDIA H100 datasheet",
         ),
         Device(
             "h100-80g",
@@ -166,6 +189,16 @@ DEVICES = _table(
             "NVIDIA H100 datasheet (SXM; NVLink 900 GB/s both ways); DGX H100: 8 x 400 Gbit/s per host",
         ),
         Device(
+            "h100-96g",
+            {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 66.9e12},
+            4.0e12,
+            96 * 10**9,
+            4,
+            Wire(450e9, _NVLINK_S),
+            Wire(_gbit(800), _NETWORK_S),
+            "NVIDIA GH200 datasheet (96 GB HBM3, 4 TB/s; NVLink 900 GB/s both ways); Alps: 4 to a host, 4 x 200 Gbit/s",
+        ),
+        Device(
             "h200",
             {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 66.9e12},
             4.8e12,
@@ -174,6 +207,69 @@ DEVICES = _table(
             Wire(450e9, _NVLINK_S),
             Wire(_gbit(3200), _NETWORK_S),
             "NVIDIA H200 datasheet (SXM, 141 GB; NVLink 900 GB/s both ways); DGX H200: 8 x 400 Gbit/s per host",
+        ),
+        Device(
+            "b200",
+            {"bfloat16": 2.25e15, "float16": 2.25e15, "float32": 75e12},
+            7.7e12,
+            180 * 10**9,
+            8,
+            Wire(900e9, _NVLINK_S),
+            Wire(_gbit(3200), _NETWORK_S),
+            "NVIDIA HGX B200 datasheet (180 GB; NVLink 1.8 TB/s both ways); DGX B200: 8 x 400 Gbit/s per host",
+        ),
+        Device(
+            "mi250x",
+            {"bfloat16": 191.5e12, "float16": 191.5e12, "float32": 23.9e12},
+            1.6384e12,
+            64 * _GIB,
+            8,
+            Wire(50e9, _XGMI_S),
+            Wire(_gbit(800), _NETWORK_S),
+            "AMD Instinct MI250X datasheet, by half: each of its two dies is a device; Frontier's user guide: 8 dies "
+            "to a host, the slowest xGMI link between two of them 50 GB/s one way, 4 x 200 Gbit/s per host",
+        ),
+        Device(
+            "mi300x",
+            {"bfloat16": 1307.4e12, "float16": 1307.4e12, "float32": 163.4e12},
+            5.3e12,
+            192 * _GIB,
+            8,
+            Wire(448e9, _XGMI_S),
+            Wire(_gbit(3200), _NETWORK_S),
+            "AMD Instinct MI300X datasheet (192 GB; 7 xGMI links of 128 GB/s both ways); 8 x 400 Gbit/s per host",
+        ),
+        Device(
+            "l40s",
+            {"bfloat16": 362.05e12, "float16": 362.05e12, "float32": 91.6e12},
+            0.864e12,
+            48 * 10**9,
+            8,
+            Wire(31.5e9, _PCIE_S),
+            Wire(_gbit(400), _NETWORK_S),
+            "NVIDIA L40S datasheet (48 GB; PCIe 4.0 x16); the host's network is assumed",
+        ),
+        Device(
+            "rtx-4090",
+            {"bfloat16": 165.2e12, "float16": 165.2e12, "float32": 82.6e12},
+            1.008e12,
+            24 * 10**9,
+            8,
+            Wire(31.5e9, _PCIE_S),
+            Wire(_gbit(100), _NETWORK_S),
+            "NVIDIA GeForce RTX 4090 product page and Ada whitepaper (24 GB; sums in fp32); PCIe 4.0 x16; the host's "
+            "network is assumed",
+        ),
+        Device(
+            "a6000",
+            {"bfloat16": 154.8e12, "float16": 154.8e12, "float32": 38.7e12},
+            0.768e12,
+            48 * 10**9,
+            8,
+            Wire(31.5e9, _PCIE_S),
+            Wire(_gbit(100), _NETWORK_S),
+            "NVIDIA RTX A6000 datasheet (48 GB; NVLink joins pairs alone, so PCIe 4.0 x16); Ampere GA102 whitepaper; "
+            "the host's network is assumed",
         ),
         Device(
             "v100-32g",

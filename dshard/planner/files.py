@@ -13,8 +13,13 @@ from dshard.errors import PlanError
 _WAY_OUT = "Pass what Plan.save or dshard plan --out wrote."
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, what: str = "a plan", way_out: str = _WAY_OUT) -> str:
     """The text of a file.
+
+    Args:
+        path: Of it.
+        what: It must be, for messages.
+        way_out: What to do otherwise.
 
     Raises:
         PlanError: It is not there, cannot be read, or is no text.
@@ -23,20 +28,20 @@ def read_text(path: Path) -> str:
         opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe that nobody writes to would wait
         with open(opened, encoding="utf-8") as file:
             if not stat.S_ISREG(os.fstat(opened).st_mode):
-                raise PlanError(f"{path}: must be a plan as JSON, but it is no regular file. {_WAY_OUT}")
+                raise PlanError(f"{path}: must be {what} as JSON, but it is no regular file. {way_out}")
             return file.read()
     except FileNotFoundError:
         raise PlanError(
-            f"{path}: must be a plan as JSON, but there is no such file. Pass a path that exists."
+            f"{path}: must be {what} as JSON, but there is no such file. Pass a path that exists."
         ) from None
     except PlanError:
         raise
     except OSError as error:
         raise PlanError(
-            f"{path}: must be a plan as JSON, but it cannot be read: {error.strerror}. {_WAY_OUT}"
+            f"{path}: must be {what} as JSON, but it cannot be read: {error.strerror}. {way_out}"
         ) from error
     except ValueError as error:
-        raise PlanError(f"{path}: must be a plan as JSON, but it is no text ({error}). {_WAY_OUT}") from error
+        raise PlanError(f"{path}: must be {what} as JSON, but it is no text ({error}). {way_out}") from error
 
 
 def write_text(path: Path, text: str) -> None:

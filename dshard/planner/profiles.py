@@ -11,6 +11,7 @@ from dshard.arguments import checked
 from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, Link, Links, ModelCosts, ParamCosts, UnitCosts
 from dshard.planner.devices import Device, find_device
+from dshard.planner.rates import Rates
 from dshard.planner.traces import Trace
 
 _START_S = 6.6e-6  # of a collective: torch/distributed/tensor/_collective_utils.py
@@ -73,6 +74,7 @@ def costs_of(
     optimizer_s_per_byte: float = 0.0,
     overhead: Overhead = Overhead(),
     batch_size: int = 1,
+    rates: Rates | None = None,
 ) -> ModelCosts:
     """Costs of a model's step, units in the order in which forward uses them.
 
@@ -88,27 +90,26 @@ def costs_of(
         optimizer_s_per_byte: Of what an optimizer's step reads and writes; a device tells its own.
         overhead: Of dshard itself, for each parameter: what it adds to measured times.
         batch_size: Samples of the traced step.
+        rates: Which parts of the device's figures are reached; None for those of its efficiency.
 
     Raises:
         PlanError: Neither a device nor times are given.
     """
     if times is None:
-        if device is None:
-            raise PlanError("plan: must know a device, or measured times, but has neither. Pass device='a100-80g'.")
-        times = _times_of(trace, device)
-        optimizer_s_per_byte = 1 / (device.memory_bytes_per_s * device.efficiency.memory)
+        times, optimizer_s_per_byte = _told(trace, device, rates)
     params = dict(model.named_parameters())
     splittable = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding))}
     units, names = [], {module: name for name, module in model.named_modules()}
     for i, memory in zip(trace.order, _memory_of(trace), strict=True):
         own = [_param_costs(name, params[name], training, splittable) for name in trace.parts[i].params]
         num_trained = sum(1 for p in own if p.grad_itemsize)
+        copies = _copies_of(own, device, rates)
         units.append(
             UnitCosts(
                 name=trace.parts[i].label,
                 params=tuple(own),
-                forward_s=times[i].forward_s + overhead.forward_s * len(own),
-                backward_s=times[i].backward_s + overhead.backward_s * num_trained,
+                forward_s=times[i].forward_s + overhead.forward_s * len(own) + copies.forward_s,
+                backward_s=times[i].backward_s + overhead.backward_s * num_trained + copies.backward_s,
                 activation_bytes=memory.kept,
                 forward_transient_bytes=memory.forward,
                 backward_transient_bytes=memory.backward,
@@ -132,6 +133,19 @@ def costs_of(
     )
 
 
+def _told(trace: Trace, device: Device | None, rates: Rates | None) -> tuple[list[UnitTimes], float]:
+    """What a device tells: times of the parts, and of a byte that an optimizer's step reads or writes.
+
+    Raises:
+        PlanError: There is none.
+    """
+    if device is None:
+        raise PlanError("plan: must know a device, or measured times, but has neither. Pass device='a100-80g'.")
+    if rates is not None:
+        return _times_of(trace, device, rates), rates.seconds_per_byte(device)
+    return _times_of(trace, device, rates), 1 / (device.memory_bytes_per_s * device.efficiency.memory)
+
+
 def _buffer_bytes(model: nn.Module) -> int:
     return sum({id(b.untyped_storage()): b.numel() * b.element_size() for b in model.buffers()}.values())
 
@@ -141,10 +155,19 @@ def _touched_bytes(params: Sequence[ParamCosts]) -> int:
     return sum(p.numel * (3 * p.stored_itemsize + 2 * p.state_bytes_per_element) for p in params)
 
 
-def _times_of(trace: Trace, device: Device) -> list[UnitTimes]:
+def _copies_of(params: Sequence[ParamCosts], device: Device | None, rates: Rates | None) -> UnitTimes:
+    """Of what is gathered for forward, and of gradients, into and out of buffers; the same under every strategy."""
+    if device is None or rates is None:
+        return UnitTimes(0.0, 0.0)
+    gathered, reduced = (sum(p.numel * getattr(p, f"{kind}_itemsize") for p in params) for kind in ("gather", "grad"))
+    return UnitTimes(rates.copies_s(device, gathered), rates.copies_s(device, reduced))
+
+
+def _times_of(trace: Trace, device: Device, rates: Rates | None) -> list[UnitTimes]:
     seconds = [[0.0, 0.0] for _ in trace.parts]
     for phase in trace.phases:
-        seconds[phase.part][phase.is_backward] += device.seconds(phase.ops)
+        took_s = device.seconds(phase.ops) if rates is None else rates.seconds(device, phase.ops)
+        seconds[phase.part][phase.is_backward] += took_s
     return [UnitTimes(*each) for each in seconds]
 
 

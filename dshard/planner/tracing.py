@@ -3,10 +3,9 @@
 import bisect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,10 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from dshard.errors import StateError
+from dshard.planner.alike import Run, find_runs
 from dshard.planner.flops import Op, cost_of
+from dshard.planner.lives import Event, Life, Record, phases_of
 from dshard.planner.progress import SILENT, Progress
+from dshard.planner.repeats import Watcher
 from dshard.planner.steps import run_step, swapped, tensors
-from dshard.planner.traces import Part, Phase, Trace
+from dshard.planner.stretching import DoubtError, stretched
+from dshard.planner.traces import Part, Trace
 
 
 def trace(
@@ -30,8 +33,12 @@ def trace(
     dtype: torch.dtype | None = None,
     loss_of: Callable[[Any], Tensor] | None = None,
     progress: Progress = SILENT,
+    is_whole: bool = False,
 ) -> Trace:
     """Run a forward and backward on tensors without data, and note what every part of a model did.
+
+    Of blocks that are alike and run one after another the first two and the last two run, and the others are told from
+    these: the trace is the same. Where that is not certain, all run.
 
     Args:
         model: On any device, meta too; it is left as it was.
@@ -40,6 +47,7 @@ def trace(
         dtype: Floating-point parameters and inputs are taken in it, as mixed precision does; None leaves them.
         loss_of: Loss of an output. Without it: its `loss`, or the sum of all floating-point tensors in it.
         progress: Hears how far it is.
+        is_whole: Whether every block shall run.
 
     Raises:
         StateError: The model has no parameter that needs gradients, its output none, or its forward asks for values.
@@ -49,12 +57,35 @@ def trace(
     """
     if not any(p.requires_grad for p in model.parameters()):
         raise StateError("plan: the model must have parameters to train, but it has none. Pass a model that has.")
-    recorder, state = _Recorder(model, parts, progress), dict(_state_of(model))
+    known: set[tuple[type, str]] = set()
+    while runs := () if is_whole else find_runs(model, parts, known):
+        recorder = _Recorder(model, parts, runs, progress)
+        with suppress(Exception):  # whatever a model says where blocks do not run, the whole one tells
+            return _traced(model, sample_input, recorder, dtype, loss_of)
+        if recorder.watcher.read <= known:
+            break
+        known |= recorder.watcher.read
+    return _traced(model, sample_input, _Recorder(model, parts, (), progress), dtype, loss_of)
+
+
+def _traced(
+    model: nn.Module,
+    sample_input: Any,
+    recorder: "_Recorder",
+    dtype: torch.dtype | None,
+    loss_of: Callable[[Any], Tensor] | None,
+) -> Trace:
+    """The trace; of each run that the recorder knows four blocks run.
+
+    Raises:
+        DoubtError: There are runs, and these four may not tell what the others do.
+    """
+    state = dict(_state_of(model))
     fake = partial(_fake, dtype=dtype)
     with FakeTensorMode(allow_non_fake_inputs=True), swapped(model, fake) as fakes:
         recorder.watch({name: fakes[id(value)] for name, value in state.items()})
         sample = tree_map_only(Tensor, fake, sample_input)
-        with recorder.hooks(), recorder:
+        with recorder.hooks(), recorder.watcher.watching(), recorder:
             try:
                 run_step(model, sample, loss_of, recorder.begin_backward)
             except torch._subclasses.fake_tensor.DataDependentOutputException as error:
@@ -63,8 +94,7 @@ def trace(
                     f"({error.func}). Pass measured costs, or a model whose forward does not depend on data."
                 ) from error
         inputs = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors(sample)}
-    unused = frozenset(range(len(parts))) - recorder.used_in_backward
-    return Trace(tuple(parts), recorder.order(), recorder.phases(), sum(inputs.values()), unused)
+    return recorder.trace(sum(inputs.values()))
 
 
 def _state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -82,18 +112,10 @@ def _fake(value: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 @dataclass(slots=True)
-class _Life:
-    """The life of a storage: what made it, after which operation it was gone, and whether it holds a gradient."""
+class _Noted:
+    """An operation; its part is None ahead of the first part."""
 
-    num_bytes: int
-    born: int
-    died: int | None = None
-    is_gradient: bool = False
-
-
-@dataclass(slots=True)
-class _Event:
-    part: int | None  # None ahead of the first part
+    part: int | None
     is_backward: bool
     op: Op | None
 
@@ -101,16 +123,17 @@ class _Event:
 class _Recorder(TorchDispatchMode):
     """Notes each operation, the part that it belongs to, and how long what it made stays alive."""
 
-    def __init__(self, model: nn.Module, parts: Sequence[Part], progress: Progress) -> None:
+    def __init__(self, model: nn.Module, parts: Sequence[Part], runs: Sequence[Run], progress: Progress) -> None:
         super().__init__()
+        self.watcher = Watcher(runs, lambda: len(self._events), self._life_of)
         self._progress, self._seen = progress, set[tuple[int | None, bool]]()
-        self._num_parts = len(parts)
-        self._events: list[_Event] = []
-        self._lives: dict[int, _Life] = {}  # by id of the storage, as long as it is alive
-        self._ended: list[_Life] = []
+        self._parts, self._runs, self._num_parts = tuple(parts), runs, len(parts)
+        self._events: list[_Noted] = []
+        self._lives: dict[int, Life] = {}  # by id of the storage, as long as it is alive
+        self._ended: list[Life] = []
         self._refs: list[Any] = []
         self._known: dict[int, int | None] = {}  # storages of parameters and buffers, and the part of each
-        self.used_in_backward: set[int] = set()  # parts of whose parameters backward used some
+        self._used_in_backward: set[int] = set()  # parts of whose parameters backward used some
         self._part_of = {module: i for i, part in enumerate(parts) for module in part.modules}
         self._first_part_of_root = self._part_of.pop(model, None) if len(parts) > 1 else None
         self._part_of_param = {name: i for i, part in enumerate(parts) for name in part.params}
@@ -185,9 +208,11 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.prim.device.default:
             return out
-        if self._is_backward:
+        if not self._is_backward:
+            self.watcher.used(tensors((args, kwargs or {})))
+        else:
             parts = (self._known.get(id(each.untyped_storage())) for each in tensors(args))
-            self.used_in_backward.update(part for part in parts if part is not None)
+            self._used_in_backward.update(part for part in parts if part is not None)
         if self._part_of_storage:
             for each in tensors(args):
                 part = self._part_of_storage.get(id(each.untyped_storage()))
@@ -196,7 +221,7 @@ class _Recorder(TorchDispatchMode):
         part = self._current_part()
         if (part, self._is_backward) not in self._seen:
             self._tell(part)
-        self._events.append(_Event(part, self._is_backward, cost_of(func, args, kwargs or {}, out)))
+        self._events.append(_Noted(part, self._is_backward, cost_of(func, args, kwargs or {}, out)))
         for each in tensors(out):
             self._follow(each.untyped_storage())
         return out
@@ -211,48 +236,42 @@ class _Recorder(TorchDispatchMode):
         key = id(storage)
         if key in self._lives or key in self._known:
             return
-        life = _Life(storage.nbytes(), len(self._events) - 1)
+        life = Life(storage.nbytes(), len(self._events) - 1)
         self._lives[key] = life
 
         def end(_: Any) -> None:
             life.died = len(self._events)
             self._ended.append(self._lives.pop(key))
+            self.watcher.died(life)
 
         self._refs.append(weakref.ref(storage, end))
 
-    def order(self) -> tuple[int, ...]:
-        """Parts in the order of their first use; those that nobody used are last."""
-        return tuple(dict.fromkeys((*self._touched, *self._part_of_param.values())))
+    def _life_of(self, value: Tensor) -> Life | None:
+        return self._lives.get(id(value.untyped_storage()))
 
-    def phases(self) -> tuple[Phase, ...]:
-        """Events of one part in a row as one."""
-        num = len(self._events)
-        made, gone = [0] * (num + 1), [0] * (num + 1)
-        for life in (*self._ended, *self._lives.values()):
-            if not life.is_gradient:
-                made[life.born] += life.num_bytes
-                gone[num if life.died is None else life.died] += life.num_bytes
-        alive = list(accumulate(more - less for more, less in zip(made, gone, strict=True)))
-        gradients = sorted(life.born for life in (*self._ended, *self._lives.values()) if life.is_gradient)
+    def trace(self, input_bytes: int) -> Trace:
+        """The step that was noted, with the blocks that did not run.
+
+        Raises:
+            DoubtError: What these do is not certain.
+        """
+        self.watcher.check()
+        record = stretched(self._record(), [run.parts for run in self._runs])
+        used = set(self._used_in_backward)
+        for run in self._runs:
+            second, third = (run.parts[i] in used for i in (1, -2))
+            if second is not third:
+                raise DoubtError
+            used.update(run.parts[2:-2] if second else ())
+        unused = frozenset(range(self._num_parts)) - used
+        order = tuple(dict.fromkeys((*self._touched, *self._part_of_param.values())))  # last what nobody used
+        return Trace(self._parts, order, phases_of(record), input_bytes, unused)
+
+    def _record(self) -> Record:
+        """All that was noted."""
         first_part = self._changes[0][1] if self._changes else 0
-        for event in self._events:
-            event.part = first_part if event.part is None else event.part
-        found, start = [], 0
-        for i in range(1, num + 1):
-            first = self._events[start]
-            if i == num or (self._events[i].part, self._events[i].is_backward) != (first.part, first.is_backward):
-                ops = tuple(event.op for event in self._events[start:i] if event.op is not None)
-                place = bisect.bisect_left(gradients, start)
-                turn = min(gradients[place], i) if place < len(gradients) else i
-                found.append(
-                    Phase(
-                        first.part or 0,
-                        first.is_backward,
-                        ops,
-                        max(alive[start:turn], default=0),
-                        max(alive[turn:i]) if turn < i else None,
-                        alive[i - 1] - (gone[i] if i < num else 0),
-                    )
-                )
-                start = i
-        return tuple(found)
+        events = (
+            Event((first_part if each.part is None else each.part) or 0, each.is_backward, each.op)
+            for each in self._events
+        )
+        return Record(tuple(events), (*self._ended, *self._lives.values()))

@@ -18,6 +18,7 @@ from dshard.planner.measuring import measure, optimizer_seconds_per_byte
 from dshard.planner.plan import Plan
 from dshard.planner.profiles import Overhead, Training, UnitTimes, costs_of
 from dshard.planner.progress import SILENT, Progress, Stretch, Throttled
+from dshard.planner.rates import Rates
 from dshard.planner.solver import solve, solve_batch
 from dshard.planner.steps import tensors
 from dshard.planner.texts import parse_bytes
@@ -120,6 +121,7 @@ class Profile:
         mesh: Of ranks that measure together: each takes the times of the slowest, and on CPU adds what dshard itself
             takes for each parameter.
         progress: Hears how far planning is.
+        rates: Which parts of the device's figures are reached; None for those of its efficiency.
     """
 
     def __init__(
@@ -132,8 +134,9 @@ class Profile:
         loss_of: Callable[[Any], Tensor] | None = None,
         mesh: DeviceMesh | None = None,
         progress: Progress = SILENT,
+        rates: Rates | None = None,
     ) -> None:
-        self.progress = progress
+        self.progress, self._rates = progress, rates
         self._model, self._sample, self._loss_of, self._mesh = model, sample_input, loss_of, mesh
         self._device, self._training = device, training
         self._traces: dict[int, Trace] = {}
@@ -239,7 +242,14 @@ class Profile:
 
     def _costs(self, traced: Trace, batch: int) -> ModelCosts:
         if self._device is not None:
-            return costs_of(traced, self._model, training=self._training, device=self._device, batch_size=batch)
+            return costs_of(
+                traced,
+                self._model,
+                training=self._training,
+                device=self._device,
+                batch_size=batch,
+                rates=self._rates,
+            )
         sample = _resized(self._sample, self.batch, batch, is_real=True)
         dtype = self._training.compute_dtype
         self.progress.at(f"measuring a step of {batch} sample{'s' * (batch > 1)} on this machine")

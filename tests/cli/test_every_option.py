@@ -12,6 +12,7 @@ from tests.cli.launch import RANK_VARIABLES
 # What a command cannot be called without.
 NEEDED = {
     "plan": ("gpt-nano", "--world", "8", "--device", "a100-40g"),
+    "calibrate": ("published",),
     "simulate": ("gpt-nano", "--world", "8", "--device", "a100-40g"),
     "bench gpu": ("--tiny",),
     "trace": ("nobody:factory",),

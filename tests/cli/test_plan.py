@@ -404,6 +404,7 @@ def test_what_fits_nowhere_is_refused_with_the_units_that_cause_it(refused):
 
 def test_presets_have_the_parameters_of_their_names():
     expected = {"gpt2": 124e6, "gpt2-xl": 1.558e9, "gpt3-175b": 175e9, "gpt-1t": 1008e9, "t5-3b": 3e9, "t5-11b": 11.3e9}
+    expected |= {"llama3-8b": 8.03e9, "llama3-70b": 70.55e9, "llama3-405b": 405.85e9}
     for name, count in expected.items():
         preset = PRESETS[name]
         found = sum(p.numel() for p in meta_model(preset, preset.sequence).parameters())

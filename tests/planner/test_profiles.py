@@ -122,9 +122,26 @@ def test_every_device_says_where_its_figures_are_from():
     for name, device in DEVICES.items():
         assert device.name == name
         assert "datasheet" in device.source or "product page" in device.source
+        assert device.flops_per_s.get("bfloat16", device.flops_per_s["float16"]) == device.flops_per_s["float16"]
         assert device.flops_per_s["float16"] > device.flops_per_s["float32"]
         assert 0 < device.limit_bytes < device.memory_bytes
         assert device.between_hosts.bytes_per_s < device.per_host * device.within_host.bytes_per_s
+
+
+def test_a_size_in_a_device_s_name_is_that_of_its_memory():
+    sized = {name: int(name.rsplit("-", 1)[1][:-1]) for name in DEVICES if name.endswith("g")}
+    assert {"a100-40g", "a100-64g", "a100-80g", "h100-64g", "h100-80g", "h100-96g"} <= sized.keys()
+    for name, size in sized.items():
+        assert size * 10**9 <= DEVICES[name].memory_bytes <= size * 2**30
+    makers = {DEVICES[name].source.split()[0] for name in ("b200", "l40s", "rtx-4090", "a6000", "mi250x", "mi300x")}
+    assert makers == {"NVIDIA", "AMD"}
+
+
+def test_devices_of_one_family_differ_in_memory():
+    for family in ("a100", "h100"):
+        kinds = [device for name, device in DEVICES.items() if name.startswith(family)]
+        assert len({device.memory_bytes_per_s for device in kinds}) == len(kinds) == 3
+    assert DEVICES["a100-64g"].flops_per_s["float16"] == pytest.approx(312e12 * 124 / 108, rel=0.001)
 
 
 def test_an_unknown_device_or_dtype_is_refused_with_those_that_are_known():

@@ -1,0 +1,80 @@
+"""``dshard calibrate``: fits the constants of predicted times to measured runs, and writes them as a profile."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from dshard.cli.target import check_folder, writing
+from dshard.cli.usage import UsageError
+
+_DESCRIPTION = """\
+Fits the constants of predicted times to measured runs, and writes a profile for dshard plan and simulate --profile.
+  dshard calibrate runs.tsv --out profile.json
+RUNS is a table of tab-separated values, one run a row: gpu, n_gpus, layers, d_model, heads, vocab, seq, micro_batch and
+tokens_s_gpu; and, where they are not the usual, kv_heads, ffn, mlp, tied, gpus_per_node, internode_gbps_per_node,
+sharding, grad_accum, precision, compile, act_ckpt, source, id. What few rows say nothing about stays as it is shipped.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds this subcommand to the parser of ``dshard``."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="fit predicted times to measured runs",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", metavar="RUNS", type=Path, help="a table, or published for the one that is shipped")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the profile as JSON")
+    parser.add_argument("--from-priors", action="store_true", help="start from what was known before any run")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fits, and prints the constants and how far predictions are off.
+
+    Raises:
+        UsageError: on bad input.
+
+    Communicates: nothing.
+    """
+    from dshard.cli.measured import read_runs
+    from dshard.errors import DShardError
+    from dshard.planner.calibration import calibrated, misses_of, pairs_of
+    from dshard.planner.rates import PRIORS, Rates, published, runs_file
+
+    if args.out is not None:
+        check_folder("--out", args.out)
+    is_shipped = args.runs == Path("published")
+    table = read_runs(runs_file() if is_shipped else args.runs)
+    try:
+        known = Rates(dict(PRIORS)) if args.from_priors else published()
+        name = "published runs" if is_shipped else args.runs.name
+        found = calibrated(table.runs, known, f"{len(table.runs)} {name if is_shipped else 'runs of ' + name}")
+    except DShardError as error:
+        raise UsageError.of(error) from error
+    print(f"{len(table.runs)} runs" + "".join(f"; {num} not used: {why}" for why, num in table.skipped.items()))
+    print("\n".join(constants_table(found)))
+    print("\n".join(misses_table([misses_of(table.runs, found.constants, "fitted to all"), *found.misses])))
+    pairs = pairs_of(table.runs, found.constants)
+    print(f"pairs that differ in sharding alone: the faster one told in {pairs.num_right} of {pairs.num_pairs}")
+    if args.out is not None:
+        with writing("--out", args.out):
+            found.save(args.out)
+    return 0
+
+
+def constants_table(rates: Any) -> list[str]:
+    """As Markdown: one line per constant."""
+    lines = ["| constant | value | known to | before | unit |", "|---|---|---|---|---|"]
+    for name, each in rates.constants.items():
+        lines.append(f"| {name} | {each.value:.3g} | {each.uncertainty:.0%} | {each.prior:.3g} | {each.unit} |")
+    return lines
+
+
+def misses_table(misses: Any) -> list[str]:
+    """As Markdown: how far predictions are off, by source that was kept aside."""
+    lines = ["| runs of | number | mean error | 9 in 10 below |", "|---|---|---|---|"]
+    return lines + [f"| {each.source} | {each.num_runs} | {each.mean:.1%} | {each.p90:.1%} |" for each in misses]

@@ -1,0 +1,247 @@
+"""Which parts of a datasheet's figures runs reach: few constants, fitted to runs, each with its uncertainty."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.resources import files
+from math import exp, log, log2
+from pathlib import Path
+from typing import Any
+
+from dshard.errors import PlanError
+from dshard.planner.costs import Cluster, Link, Links
+from dshard.planner.devices import Device
+from dshard.planner.files import read_text, write_text
+from dshard.planner.flops import Op
+from dshard.planner.records import of_record, to_record
+
+SCHEMA = 1
+START_S = 6.6e-6  # of a collective: torch/distributed/tensor/_collective_utils.py
+_WAY_OUT = "Pass what dshard calibrate --out wrote."
+_FAMILIES = {"h200": "h100"}  # the same arithmetic
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """One constant of the model of time.
+
+    Args:
+        value: The constant.
+        prior: What it is taken for where no run says otherwise.
+        spread: By which part it may be off then: a standard deviation of its logarithm.
+        uncertainty: The same of the value, from the runs that it was fitted to.
+        unit: Of the value.
+        reason: Why the term is there, and where the prior is from.
+    """
+
+    value: float
+    prior: float
+    spread: float
+    uncertainty: float
+    unit: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Misses:
+    """How far predictions were from the runs of one source that the constants had not seen.
+
+    Args:
+        source: Of the runs.
+        num_runs: How many.
+        mean: Mean of what each was off by, as a part of its time.
+        p90: Nine in ten were off by less.
+    """
+
+    source: str
+    num_runs: int
+    mean: float
+    p90: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A profile: the constants of the model of time.
+
+    Args:
+        constants: By name; see `PRIORS`.
+        misses: By source, when that was kept aside.
+        source: Which runs, and by which command.
+    """
+
+    constants: dict[str, Constant]
+    misses: tuple[Misses, ...] = field(default=())
+    source: str = "priors"
+
+    def __post_init__(self) -> None:
+        wrong = sorted(self.constants.keys() ^ PRIORS.keys())
+        if wrong:
+            raise PlanError(
+                f"profile: must have the constants {', '.join(PRIORS)}, but {wrong[0]!r} is missing or unknown. "
+                "Calibrate again."
+            )
+        for name, constant in self.constants.items():
+            if not 0 < constant.value < float("inf"):
+                raise PlanError(
+                    f"profile: {name} must be a finite number above 0, but it is {constant.value}. Calibrate again."
+                )
+
+    @cached_property
+    def values(self) -> Mapping[str, float]:
+        """The values alone."""
+        return {name: constant.value for name, constant in self.constants.items()}
+
+    def of_family(self, name: str, device: Device) -> float:
+        """The constant "product" or "attention" of a device."""
+        return of_family(self.values, name, device)
+
+    def seconds_per_byte(self, device: Device) -> float:
+        """Of what an operation reads and writes."""
+        return 1 / (device.memory_bytes_per_s * self.values["memory"])
+
+    def seconds(self, device: Device, ops: Iterable[Op]) -> float:
+        """Time of operations one after another: of each its arithmetic and, after that, its traffic.
+
+        Args:
+            device: That runs them.
+            ops: Of a trace, not compiled.
+        """
+        values, total = self.values, 0.0
+        product, attention = self.of_family("product", device), self.of_family("attention", device)
+        traffic = self.seconds_per_byte(device)
+        for op in ops:
+            peak = device.flops_per_s.get(str(op.dtype).removeprefix("torch."), device.flops_per_s["float32"])
+            kind = kind_of(op)
+            if kind == "product":
+                total += op.flops / (peak * product) + op.num_bytes * values["operands"] * traffic
+            elif kind == "attention":
+                total += op.flops / (peak * attention) + op.num_bytes * traffic
+            else:
+                total += op.num_bytes * traffic
+        return total
+
+    def cluster(
+        self,
+        device: Device,
+        num_ranks: int,
+        *,
+        ranks_per_host: int | None = None,
+        between_hosts: float | None = None,
+    ) -> Cluster:
+        """Hosts of a device as `cluster_of` has them, with links as fast as the runs found them.
+
+        Args:
+            device: All ranks are alike.
+            num_ranks: All of them.
+            ranks_per_host: Of a host; None for the usual host, or for fewer where there are not as many.
+            between_hosts: Bytes per second of a whole host's network; None for the usual host's.
+        """
+        per_host = min(num_ranks, device.per_host) if ranks_per_host is None else ranks_per_host
+        near, far = device.within_host, device.between_hosts
+        inside = Link(START_S + near.latency_s, 1 / (near.bytes_per_s * self.values["inside"]), near.latency_s)
+        across = None
+        if num_ranks > per_host:
+            rate = self.between(between_hosts or far.bytes_per_s, near.bytes_per_s, num_ranks // per_host)
+            hop_s = self.values["hop_s"]
+            link = Link(START_S + hop_s, 1 / rate, hop_s)
+            tree = replace(link, alpha_s=START_S + 2 * hop_s * log2(num_ranks), alpha_per_rank_s=0.0)
+            across = Links(link, link, tree)
+        return Cluster(
+            num_ranks=num_ranks,
+            ranks_per_host=per_host,
+            inside=Links.of(inside),
+            across=across,
+            memory_bytes=device.limit_bytes,
+            keeps_received_rows=False,
+            source=f"{device.source}; rates of {self.source}",
+        )
+
+    def between(self, network: float, near: float, num_hosts: int) -> float:
+        """Bytes per second from host to host: fewer, the more hosts there are; never more than within a host."""
+        values = self.values
+        rate = network * values["between"] * (num_hosts / 2) ** -values["contention"]
+        return min(rate, near * values["inside"])
+
+    def copies_s(self, device: Device, num_bytes: float) -> float:
+        """Time of the copies into and out of a buffer of a collective, on the stream that computes."""
+        return num_bytes * self.values["copies"] * self.seconds_per_byte(device)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON.
+
+        Raises:
+            PlanError: The file cannot be written.
+        """
+        write_text(Path(path), json.dumps({"schema": SCHEMA, **to_record(self)}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Rates":
+        """Read what `save`, or `dshard calibrate --out`, wrote.
+
+        Raises:
+            PlanError: There is no such file, it cannot be read, or it holds no profile; names the path.
+        """
+        text = read_text(Path(path), "a profile", _WAY_OUT)
+        try:
+            record: Any = json.loads(text)
+            if not isinstance(record, dict) or record.pop("schema", None) != SCHEMA:
+                raise PlanError(f"profile: must be a profile of schema {SCHEMA}.")
+            return of_record(cls, record, "profile")
+        except (ValueError, TypeError, RecursionError) as error:
+            raise PlanError(
+                f"{path}: must be a profile as JSON, but reading it says: {error} Pass what dshard calibrate wrote."
+            ) from error
+
+
+def of_family(values: Mapping[str, float], name: str, device: Device) -> float:
+    """A constant that devices of a family have together; of a family that has none, the mean of the others."""
+    own = values.get(f"{name}.{family_of(device)}")
+    known = [value for key, value in values.items() if key.startswith(f"{name}.")]
+    return own if own is not None else exp(sum(map(log, known)) / len(known))
+
+
+def kind_of(op: Op) -> str:
+    """What bounds an operation: "product", "attention" or "other"."""
+    if "attention" in op.name:
+        return "attention"
+    return "product" if op.flops else "other"
+
+
+def family_of(device: Device) -> str:
+    """Devices of one architecture: the first word of their name."""
+    name = device.name.partition("-")[0]
+    return _FAMILIES.get(name, name)
+
+
+def runs_file() -> Path:
+    """The table of published runs that is shipped, with the source of each."""
+    return Path(str(files("dshard.planner") / "published_runs.tsv"))
+
+
+def published() -> Rates:
+    """The profile that is shipped: fitted to published runs."""
+    return Rates.load(Path(str(files("dshard.planner") / "rates.json")))
+
+
+def _prior(prior: float, spread: float, unit: str, reason: str) -> Constant:
+    return Constant(prior, prior, spread, spread, unit, reason)
+
+
+_OF_PEAK, _OF_RATE, _TIMES = "of the peak FLOP/s", "of the datasheet's rate", "times"
+PRIORS: Mapping[str, Constant] = {
+    "product.a100": _prior(0.83, 0.1, _OF_PEAK, "a large product; about what libraries reach on an A100"),
+    "product.h100": _prior(0.7, 0.1, _OF_PEAK, "a large product; an H100 lowers its clock under such a load"),
+    "attention.a100": _prior(0.6, 0.2, _OF_PEAK, "counted without mask; FlashAttention-2's paper: 50 to 73 %"),
+    "attention.h100": _prior(0.35, 0.2, _OF_PEAK, "counted without mask; FlashAttention-3's paper: 35 % before it"),
+    "memory": _prior(0.85, 0.1, _OF_RATE, "a copy reaches 80 to 90 %; what stays in caches counts, too"),
+    "operands": _prior(2.0, 0.5, _TIMES, "a product reads operands again for each tile: narrow ones reach less"),
+    "fused": _prior(0.4, 0.3, _TIMES, "traffic of other operations under torch.compile, of that of eager ones"),
+    "inside": _prior(0.75, 0.2, _OF_RATE, "links of a host; nccl-tests reach 70 to 80 % of NVLink"),
+    "between": _prior(0.9, 0.1, _OF_RATE, "network between two hosts; nccl-tests reach about 90 %"),
+    "contention": _prior(0.2, 0.25, "exponent of hosts / 2", "hosts share switches: the more, the slower each"),
+    "hop_s": _prior(1e-5, 0.5, "seconds", "per rank of a ring across hosts: what a small part of a message waits"),
+    "copies": _prior(
+        8.0, 0.5, "times the bytes", "into and out of buffers of collectives, and casts; nothing hides them"
+    ),
+}
