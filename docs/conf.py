@@ -21,7 +21,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"torch\..*|set_requires_gradient_sync"),  # torch's own docstrings
     ("py:class", r"(collections\.abc|contextlib|os|pathlib)\..*|dict\[int"),
-    ("py:class", r"dshard\.\w+\.\w+\.\w+"),  # in a signature, but not public
+    ("py:class", r"dshard(\.\w+){3,}"),  # in a signature, but not public
 ]
 
 

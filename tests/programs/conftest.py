@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.interop.conftest import pool as pool
 from tests.interop.conftest import world as world
 
 HUGGING_FACE = "test_hugging_face.py"
