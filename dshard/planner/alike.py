@@ -51,7 +51,8 @@ def find_runs(
         parts: Of it.
         known: Attributes that modules are known to read, so that those of one run must not differ in them.
     """
-    if _has_hooks(vars(torch_module)):
+    everyones = {name: value for name, value in vars(torch_module).items() if "registration" not in name}
+    if _has_hooks(everyones):
         return ()
     part_of = {part.modules[0]: i for i, part in enumerate(parts) if len(part.modules) == 1}
     num_uses = _num_uses(model)

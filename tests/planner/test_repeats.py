@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
 from dshard.cli.gpt import GPT, GPTConfig
@@ -154,6 +155,21 @@ def test_four_blocks_run_of_those_that_are_alike():
     short, whole, calls = found(model)
     assert short == whole
     assert calls == 1 + 2 * (4 + 1 + 4)
+
+
+def test_hooks_of_all_modules_count_if_they_are_of_forwards():
+    """fully_shard, called earlier in a process, has hooks for parameters that are registered."""
+    for register, num_calls in (
+        (torch_module.register_module_parameter_registration_hook, 4),
+        (torch_module.register_module_forward_hook, 7),
+    ):
+        handle = register(lambda *_: None)
+        try:
+            short, whole, calls = found(Chain(blocks()))
+        finally:
+            handle.remove()
+        assert short == whole
+        assert calls == num_calls
 
 
 def _pooled(self, x):
