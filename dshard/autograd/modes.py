@@ -18,8 +18,8 @@ def in_backward() -> bool:
 class Watcher(Protocol):
     """Who looks at what is gathered and reduced while it is, as a profiler does."""
 
-    def watch(self, what: str, label: str) -> AbstractContextManager[Any]:
-        """A context for something that is done for a unit."""
+    def watch(self, what: str, label: str, model: object) -> AbstractContextManager[Any]:
+        """A context for something that is done for a unit; `model` stands for the model that it is of."""
 
 
 class Watchers:
@@ -28,14 +28,14 @@ class Watchers:
     present: ClassVar[list[Watcher]] = []
 
 
-def profiled(what: str, label: str) -> AbstractContextManager[Any]:
+def profiled(what: str, label: str, model: object) -> AbstractContextManager[Any]:
     """A range `dshard::<what> <label>` where a profiler is on, or somebody watches; else no more than a look."""
     if Watchers.present:
         if len(Watchers.present) == 1 and not profiler._is_profiler_enabled:
-            return Watchers.present[0].watch(what, label)
+            return Watchers.present[0].watch(what, label, model)
         stack = ExitStack()
         for watcher in Watchers.present:
-            stack.enter_context(watcher.watch(what, label))
+            stack.enter_context(watcher.watch(what, label, model))
         if profiler._is_profiler_enabled:
             stack.enter_context(profiler.record_function(f"dshard::{what} {label}"))
         return stack

@@ -34,6 +34,7 @@ SUFFIX, BEFORE_SUFFIX = ".flight", ".flight-before"  # of a file, and of that wh
 LINE_BYTES = 512
 NUM_COLLECTIVES = 1000
 END, PLACE, WAITS, RING = 1, 2, 3, 16  # numbers of lines; the first is the header
+_TEXTS = ("label", "line", "waits", "did", "text")  # which are cut where a line would be too long
 _MAX_CHARS = 120  # of a label and of a line of the program, whose end matters
 
 
@@ -96,7 +97,7 @@ class _Flight:
         longest = _MAX_CHARS
         while len(text) >= LINE_BYTES:  # what is not ASCII takes six characters
             longest //= 2
-            facts = {k: v[-longest:] if isinstance(v, str) else v for k, v in facts.items()}
+            facts = {k: v[-longest:] if k in _TEXTS else v for k, v in facts.items()}
             text = json.dumps(facts, separators=(",", ":"))
         self._memory[number * LINE_BYTES : (number + 1) * LINE_BYTES] = text.ljust(LINE_BYTES - 1).encode() + b"\n"
 
@@ -209,16 +210,17 @@ def _made() -> _Flight | None:
 
 
 def _as_ranges(ranks: list[int]) -> str:
-    """Ranks as text: "0-3,8"; "0-511:8" for every eighth."""
+    """Ranks as text: "0-3", "0-511:8" for every eighth, "0,1,5"; of too many in no order those that fit, and "..."."""
     if len(ranks) > 2 and (step := ranks[1] - ranks[0]) > 0 and ranks == list(range(ranks[0], ranks[-1] + 1, step)):
         return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
-    return ",".join(map(str, ranks))[:_MAX_CHARS]
+    text = ",".join(map(str, ranks))
+    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS].rpartition(',')[0]},..."
 
 
 def ranks_of(text: str) -> list[int]:
-    """Ranks of a text, as a record has them."""
+    """Ranks of a text, as a record has them; without those that did not fit."""
     span, _, step = text.partition(":")
     if "-" in span:
         first, last = map(int, span.split("-"))
         return list(range(first, last + 1, int(step or 1)))
-    return [int(word) for word in span.split(",") if word]
+    return [int(word) for word in span.split(",") if word.isdigit()]

@@ -75,6 +75,7 @@ class GradReduction:
         self._steps: Steps[Reduced] | None = None  # that have started
         self._reduced: Reduced | None = None  # this rank's part of the result, or of what owes its all-reduce
         self._arrival: Any = None  # of reduced shards that are on their way home
+        self._model_token = unit.model.token
         self.owes = False
         self.is_finished = False  # all but the way home
         self.is_abandoned = False  # it will never be whole
@@ -187,7 +188,7 @@ class GradReduction:
         before, self._reduced, self.owes = self._reduced, None, owes
         all_reduce = None if owes or self.group.replicas is None else self._all_reduce(self.group.replicas)
         hook = None if owes else self._hook
-        with outside_autograd(), profiled("reduce", self._label):
+        with outside_autograd(), profiled("reduce", self._label, self._model_token):
             if isinstance(bucket, VirtualBucket):
                 self._steps = Steps(bucket.steps(mean=self._mean, tag=self._signature()))
             else:
@@ -230,7 +231,7 @@ class GradReduction:
         """Wait for the first `num_steps` of its collectives, and start the one that follows."""
         if self._steps is None or self.is_finished:
             return
-        with outside_autograd(), profiled("reduce_wait", self._label):
+        with outside_autograd(), profiled("reduce_wait", self._label, self._model_token):
             if self._steps.advance(num_steps):
                 self._end(self._steps.result)
 

@@ -196,6 +196,9 @@ def _has_begun(other: RankRecord | None, group: _Group, place: Place, own: RankR
     """Whether another rank has begun the collective that one waits for: the same, or one that is not known any more."""
     if other is None or other.begun(group) < place:
         return False
+    if place == Place(0, 0):  # ahead of any collective, where ranks find out how to reach each other
+        is_there = other.wait is not None and (other.wait["group"], other.wait["ranks"]) == group
+        return is_there or other.begun(group) > place
     mine, theirs = ({c.place: c.what for c in r.collectives if c.group == group} for r in (own, other))
     return place not in mine or place not in theirs or mine[place] == theirs[place]
 

@@ -5,7 +5,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -118,7 +118,8 @@ class Trace:
     """
 
     def __init__(self, model: nn.Module, optimizer: Any = None, *, memory: bool = False) -> None:
-        self._contexts = contexts_of("trace", model)
+        self._model, self._contexts = model, contexts_of("trace", model)
+        self._is_own: dict[object, bool] = {}  # by what stands for a model
         self._comm = CommTrace()
         self._seen: list[_Seen] = []
         self._begin_s = 0.0
@@ -152,9 +153,13 @@ class Trace:
             for text in self.warnings():
                 log.warning("trace: %s", text)
 
-    def watch(self, what: str, label: str) -> "_Range":
-        """Note what is done for a unit within a context."""
-        return _Range(self, what, label)
+    def watch(self, what: str, label: str, model: object) -> AbstractContextManager[Any]:
+        """Note what is done for a unit of this model within a context."""
+        is_own = self._is_own.get(model)
+        if is_own is None:  # blocks may have joined another model since
+            self._contexts = contexts_of("trace", self._model)
+            is_own = self._is_own[model] = any(context.token is model for context in self._contexts)
+        return _Range(self, what, label) if is_own else nullcontext()
 
     def _begin(self, what: str, label: str) -> tuple[_Seen, int, int]:
         """Something begins; gives what it is, and how many records and waits there are."""

@@ -187,7 +187,7 @@ def for_each_slice(unit: Unit, dtype: torch.dtype, use: Callable[[Rows, Tensor],
     try:
         for number, part in enumerate(slices, 1):
             assert handle is not None
-            with outside_autograd(), profiled("gather_wait", part.label):
+            with outside_autograd(), profiled("gather_wait", part.label, unit.model.token):
                 gathered = handle.wait()
             handle = _start(unit, slices[number]) if number < len(slices) else None
             if handle is None:
@@ -269,7 +269,7 @@ def _start(unit: Unit, part: Slice) -> Handle[Gathered]:
     param = unit.params[0]
     unit.slice_bytes += part.num_bytes
     unit.model.eviction.note_gather(unit)
-    with outside_autograd(), profiled("gather", part.label):
+    with outside_autograd(), profiled("gather", part.label, unit.model.token):
         shard = part.rows.of_shard(param.shard_storage.resolve(), part.group.rank)
         is_row = not (part.group.is_direct or part.is_cast) and shard.numel() == part.plan.row_numel
         return collectives.all_gather(
@@ -301,6 +301,7 @@ class SliceReduction:
         param = unit.params[0]
         self._replicas, self._tag = param.shard_group.replicas, hash(param.shard_storage.signature)
         self._pool, self._hook = unit.model.pool, unit.settings.reduce_hook
+        self._model_token = unit.model.token
         divisor = unit.settings.divisor
         self._mean, self._divisor = unit.settings.averages and divisor is None, divisor
         self._dtype = unit.reduce_dtypes[0] or param.storage_dtype
@@ -314,7 +315,7 @@ class SliceReduction:
             A reduce-scatter of its elements, as `ReduceBucket.launch`; where the shards exist more than once, an
             all-reduce of this rank's part of the slice before it.
         """
-        with outside_autograd(), profiled("reduce", part.label):
+        with outside_autograd(), profiled("reduce", part.label, self._model_token):
             reducer = self._reducer()
             if reducer is not None:
                 reducer.make_room_for_slice(self)
@@ -341,7 +342,7 @@ class SliceReduction:
         if self._in_flight is None:
             return
         part, steps = self._in_flight
-        with outside_autograd(), profiled("reduce_wait", part.label):
+        with outside_autograd(), profiled("reduce_wait", part.label, self._model_token):
             steps.advance(sys.maxsize)  # raises again, if it is called again
             self._in_flight = None
             own = part.rows.of_shard(self._shard, part.group.rank).copy_(steps.result.shards[0])

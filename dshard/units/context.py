@@ -88,6 +88,7 @@ class ModelContext:
         self.schedule: Schedule[Unit] = Schedule(is_free=attrgetter("is_whole"), size_of=attrgetter("param_bytes"))
         self.forwards = Forwards(self)
         self.eviction = Eviction(self)
+        self.token = object()  # stands for the model where it must not be kept alive
         self.virtual: VirtualRanks | None = None  # whose gradients are added up, if they are no processes
         self.backward_task = -1  # autograd's number of the backward that is known to run
         self.split: Callable[[], None] | None = None  # forms units at the first use, of what the root's call took

@@ -207,7 +207,7 @@ class Copies:
         self.unit.model.eviction.note_gather(self.unit)
         self._touched_in = -1
         in_flight: list[tuple[tuple[int, ...], Handle[Gathered]]] = []
-        with outside_autograd(), profiled("gather", self.unit.label):
+        with outside_autograd(), profiled("gather", self.unit.label, self.unit.model.token):
             rows = self._rows.of(buckets) if self.is_primary else [None] * len(buckets)
             once = self.host_copies.of(buckets) if self.host_copies is not None else [None] * len(buckets)
             self._shards = [p.shard_storage.resolve() for p in params]
@@ -274,7 +274,7 @@ class Copies:
         self._made_in.follow(lambda: parts)
         self.unit.model.eviction.note_gather(self.unit)
         self._touched_in = -1
-        with outside_autograd(), profiled("gather", self.unit.label):
+        with outside_autograd(), profiled("gather", self.unit.label, self.unit.model.token):
             self._in_flight = [
                 (
                     bucket.slots,
@@ -304,7 +304,7 @@ class Copies:
         in_flight, self._in_flight = self._in_flight, ()
         fulls: list[Any] = [None] * len(self.unit.params)
         try:
-            with outside_autograd(), profiled("gather_wait", self.unit.label):
+            with outside_autograd(), profiled("gather_wait", self.unit.label, self.unit.model.token):
                 while self._arrivals:
                     self._arrivals.pop().synchronize()  # from now on shards at home may be written to
                 for slots, handle in in_flight:

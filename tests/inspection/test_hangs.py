@@ -1,5 +1,6 @@
 """What flight records say of ranks that hang, raise, are killed, or go apart: who is waited for, and where."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -143,6 +144,24 @@ def test_the_last_thousand_collectives_are_kept_and_results_are_those_without_a_
 def recorded(folder: str, num_steps: int) -> list[float]:
     flight._State.folder = folder
     return train(num_steps)
+
+
+def test_a_rank_that_never_came_to_a_groups_first_collective_is_waited_for():
+    wait = {"waits": "first collective of a process group", "group": "g", "ranks": "0,1", "place": [0, 0], "at": 90.0}
+    waiting = dataclasses.replace(record(0, []), wait={**wait, "line": ""})
+    assert explain_hang({0: waiting, 1: record(1, [])}).blamed == (1,)
+    assert explain_hang({0: waiting, 1: dataclasses.replace(waiting, rank=1)}).missing == {0: (), 1: ()}
+    assert explain_hang({0: waiting, 1: record(1, [(0, 1, "a")])}).missing == {0: ()}
+
+
+def test_ranks_in_no_order_are_cut_between_two_of_them_and_never_within_a_long_line(tmp_path):
+    ranks = [3 * i * i + 7 for i in range(60)]
+    text = flight._as_ranges(ranks)
+    assert len(text) < flight._MAX_CHARS + 5
+    assert flight.ranks_of(text) == ranks[: len(flight.ranks_of(text))]
+    flight._Flight(tmp_path).put(3, {"waits": "w" * 120, "line": "l" * 240, "ranks": text, "place": [1, 2]})
+    line = json.loads((tmp_path / "rank-00000.flight").read_text().splitlines()[3])
+    assert (line["ranks"], line["place"]) == (text, [1, 2])
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,25 @@ def test_what_is_gathered_ahead_in_vain_is_told(messaging: WorldPool):
         assert any("'blocks.1' ahead in one forward that did not use it" in text for text in warnings)
 
 
+def of_two_models() -> tuple[list[str], list[str], int, int]:
+    """Two models of the same units in one step, of which one is used more often."""
+    model, other = sharded({}), sharded({})
+    for _ in range(2):
+        with dshard.trace(model) as trace, dshard.trace(other) as beside:
+            hidden = model(ids())
+            other(ids()).sum().backward()
+            other(ids()).sum().backward()
+            hidden.sum().backward()
+    gathers = [sum(e.what == "gather" for e in each.events) for each in (trace, beside)]
+    return trace.warnings(), beside.warnings(), *gathers
+
+
+def test_a_trace_is_of_its_model_alone(worlds: WorldPool):
+    for own, others, num_own, num_others in worlds.run(2, of_two_models):
+        assert (own, others) == ([], [])
+        assert num_others == 2 * num_own > 0
+
+
 def saved(path: str) -> tuple[str, int]:
     model = sharded({})
     with dshard.trace(model) as trace:
