@@ -1,8 +1,9 @@
-"""How long the planner's solver takes, and what it proves: `python benchmarks/planner_solver.py [--all] [UNITS ...]`.
+"""How long the planner's solver takes, and what it proves: `python benchmarks/planner_solver.py [OPTIONS] [UNITS ...]`.
 
 Layers of a transformer on 64 ranks in hosts of 8, six strategies each, or all that `dshard.plan` tries, at limits
-between all-full and all-ddp. Families: `alike` (one width), `widths` (five, at random), `random` (width, tokens and
-times at random). CPU seconds.
+between all-full and all-ddp; with `--checkpointing` each may compute its forward again, in part or whole, and limits
+lie between all-full, all checkpointed, and all-ddp without. Families: `alike` (one width), `widths` (five, at random),
+`random` (width, tokens and times at random). CPU seconds.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dshard.planner import Cluster, Link, Links, ModelCosts, ParamCosts, UnitCosts, peak_bytes, solve, step_time
 from dshard.planning.plan import strategies_for
@@ -19,12 +21,12 @@ STRATEGIES = ("ddp", "zero2", "keep", "full", "hybrid(8)", "split(4)")
 PARTS = (0.02, 0.1, 0.3)
 
 
-def layer(number: int, width: int, tokens: int, factor: float) -> UnitCosts:
-    """A transformer layer at 200 TFLOPS."""
+def layer(number: int, width: int, tokens: int, factor: float, *, is_choice: bool) -> UnitCosts:
+    """A transformer layer at 200 TFLOPS; of what it keeps, products are a third, and its input a seventeenth."""
     sizes = ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
     params = tuple(ParamCosts(f"{number}.{i}", *size, can_split=True) for i, size in enumerate(sizes))
     forward_s = 2 * 12 * width * width * tokens / 200e12 * factor
-    return UnitCosts(
+    unit = UnitCosts(
         f"layers.{number}",
         params,
         forward_s,
@@ -35,9 +37,24 @@ def layer(number: int, width: int, tokens: int, factor: float) -> UnitCosts:
         optimizer_s=12 * width * width * 20 / 1.5e12,
         slice_overhead_s=1e-5,
     )
+    if not is_choice:
+        return unit
+    kinds = {"selective": (unit.activation_bytes // 3, forward_s / 8), "full": (2 * tokens * width, forward_s)}
+    return replace(unit, alternatives=tuple(_again(unit, kind, *each) for kind, each in kinds.items()))
 
 
-def family(name: str, num_units: int) -> ModelCosts:
+def _again(unit: UnitCosts, kind: str, kept_bytes: int, again_s: float) -> UnitCosts:
+    """The layer, when it computes in its backward what it has not kept."""
+    return replace(
+        unit,
+        checkpointing=kind,
+        activation_bytes=kept_bytes,
+        backward_s=unit.backward_s + again_s,
+        backward_transient_bytes=unit.backward_transient_bytes + unit.activation_bytes - kept_bytes,
+    )
+
+
+def family(name: str, num_units: int, *, is_choice: bool = False) -> ModelCosts:
     """A model of that many layers."""
     rng = random.Random(1)
     widths = {"alike": (1024,), "widths": (512, 768, 1024, 1536, 2048), "random": range(256, 2048)}[name]
@@ -45,11 +62,11 @@ def family(name: str, num_units: int) -> ModelCosts:
     for number in range(num_units):
         tokens = rng.randrange(256, 4096) if name == "random" else 2048
         factor = 1.0 if name == "alike" else rng.uniform(0.8, 1.2)
-        layers.append(layer(number, rng.choice(widths), tokens, factor))
+        layers.append(layer(number, rng.choice(widths), tokens, factor, is_choice=is_choice))
     return ModelCosts(tuple(layers))
 
 
-def main(sizes: Sequence[int], *, tries_all: bool) -> None:
+def main(sizes: Sequence[int], *, tries_all: bool, is_choice: bool) -> None:
     """Print a table."""
     inside, across = Links.of(Link(2e-5, 1 / 200e9, 1e-6)), Links.of(Link(3e-5, 1 / 40e9, 2e-6))
     cluster = Cluster(64, 8, inside, across, keeps_received_rows=False)
@@ -59,15 +76,18 @@ def main(sizes: Sequence[int], *, tries_all: bool) -> None:
     out.write("|---|---|---|---|---|---|---|---|\n")
     for num_units in sizes:
         for name in ("alike", "widths", "random"):
-            model = family(name, num_units)
-            low, high = (peak_bytes(model, [base] * num_units, cluster) for base in ("full", "ddp"))
+            model = family(name, num_units, is_choice=is_choice)
+            low = peak_bytes(model.under("full"), ["full"] * num_units, cluster)
+            high = peak_bytes(model, ["ddp"] * num_units, cluster)
             for part in PARTS:
                 started = time.process_time()
                 solution = solve(model, cluster, strategies, low + int((high - low) * part))
                 took, proof = time.process_time() - started, solution.certificate
-                counts = Counter(map(str, solution.strategies)).most_common()
+                pairs = zip(solution.strategies, solution.checkpointing, strict=True)
+                names = (f"{own}" if kind == "none" else f"{own} + {kind}" for own, kind in pairs)
+                counts = Counter(names).most_common()
                 plan = ", ".join(f"{count} {strategy}" for strategy, count in counts)
-                ratio = step_time(model, ["full"] * num_units, cluster) / proof.step_s
+                ratio = step_time(model.under("full"), ["full"] * num_units, cluster) / proof.step_s
                 out.write(
                     f"| {name} | {num_units} | {part:.0%} | {took:.1f} | {proof.gap:.1g} | {proof.relaxed_gap:.1g} | "
                     f"{ratio:.3f} | {plan} |\n"
@@ -79,5 +99,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sizes", nargs="*", type=int, default=[100, 2000], metavar="UNITS", help="(100 2000)")
     parser.add_argument("--all", action="store_true", help="all strategies that dshard.plan tries, rather than six")
+    parser.add_argument("--checkpointing", action="store_true", help="each layer may be checkpointed, in two ways")
     given = parser.parse_args()
-    main(given.sizes, tries_all=given.all)
+    main(given.sizes, tries_all=given.all, is_choice=given.checkpointing)

@@ -25,6 +25,7 @@ from dshard.kinds import (
     mapping_of,
     nearest,
     number,
+    one_of,
     ours,
 )
 from dshard.policies import STRATEGY, Offload, read_bytes
@@ -202,6 +203,13 @@ DEVICE_OR_NAME = either(
 BY_NUM_RANKS = mapping_of(LINKS, "a dict of Links by numbers of ranks", "Leave it out.", keys=int)
 UNITS = list_of(ours("UnitCosts", ""), "a list of UnitCosts", "Pass [UnitCosts(...)].")
 PARAM_COSTS = list_of(ours("ParamCosts", ""), "a list of ParamCosts", "Pass [ParamCosts(...)].")
+UNIT_COSTS = list_of(ours("UnitCosts", ""), "a list of UnitCosts", "Pass [UnitCosts(...)].")
+CHECKPOINTING = one_of("none", "selective", "full")
+SOME_CHECKPOINTING = either(
+    one_of("none", "selective", "full", "auto"),
+    list_of(CHECKPOINTING, "a list", "Pass ('none', 'full').", least=1),
+    allowed="'none', 'selective', 'full', 'auto', or a list of at least one of the first three",
+)
 PROGRESS = kind("an object with at()", "Leave it out.", lambda value: callable(getattr(value, "at", None)))
 RATES = mapping_of(ABOVE_0, "a dict of finite numbers above 0 by names of dtypes", "Pass {'bfloat16': 312e12}.")
 CALLABLE = kind("a function", "Pass a function of a module.", callable)

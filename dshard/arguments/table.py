@@ -93,6 +93,7 @@ TABLE: dict[str, Row] = {
         "device": optional(domain.DEVICE_OR_NAME),
         "memory": optional(domain.MEMORY),
         "strategies": optional(domain.SOME_STRATEGIES),
+        "checkpointing": domain.SOME_CHECKPOINTING,
         "batch": optional(either(count(1, "Pass 'auto'."), one_of("auto"), allowed="a number of samples, 'auto'")),
         "training": optional(ours("Training", "Pass dshard.planner.Training(...).")),
         "loss_of": optional(function("an output", "Pass one, as in lambda output: output.loss.")),
@@ -258,6 +259,8 @@ TABLE: dict[str, Row] = {
         "is_used_in_backward": FLAG,
         "source": TEXT,
         "modules": list_of(TEXT, "names of modules", "Pass ('blocks.0',)."),
+        "checkpointing": domain.CHECKPOINTING,
+        "alternatives": domain.UNIT_COSTS,
     },
     "Training": {
         "compute_dtype": optional(domain.FLOAT),

@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
                 training=target.training,
                 progress=progress,
                 rates=target.rates,
+                checkpointing=target.checkpointing,
             )
             planned = profile.plan(
                 cluster, memory=target.limit_bytes, strategies=args.strategy, batch=batch, margin=margin

@@ -122,7 +122,14 @@ def simulated(
     kinds = {name: None if name == _PLANNED else Strategy.of(name) for name in strategies}
     clusters = {world: target.cluster(world) for world in worlds}
     sampled, device = target.sampled, target.device
-    profile = Profile(sampled.model, sampled.sample, device=device, training=target.training, rates=target.rates)
+    profile = Profile(
+        sampled.model,
+        sampled.sample,
+        device=device,
+        training=target.training,
+        rates=target.rates,
+        checkpointing=target.checkpointing,
+    )
     given = target.batch if isinstance(target.batch, int) else None
     limit, num = target.limit_bytes, len(clusters) * len(kinds)
     found: dict[tuple[int, str], Plan] = {}

@@ -30,6 +30,12 @@ def add_options(parser: argparse.ArgumentParser, *, needs_device: bool = True) -
     model.add_argument("--batch", help="samples per rank, or auto (1; of module:function, those of its sample)")
     model.add_argument("--sequence", type=int, metavar="TOKENS", help="per sample (what is usual for the model)")
     model.add_argument("--checkpoint", action="store_true", help="blocks compute their forward again in backward")
+    model.add_argument(
+        "--checkpointing",
+        nargs="+",
+        choices=("none", "selective", "full", "auto"),
+        help="what each unit may compute again in backward, to be applied with the plan; auto for any (none)",
+    )
     for name, default, text in (
         ("--dtype", "bfloat16", "of computations: param_dtype of mp_policy (%(default)s)"),
         ("--reduce-dtype", None, "of gradients that are reduced: reduce_dtype of mp_policy (that of --dtype)"),
@@ -62,6 +68,7 @@ class Target:
         batch: samples per rank, "auto", or None for those of the sample.
         margin: as of `dshard.plan`.
         rates: of --profile.
+        checkpointing: that a unit may have, as of `dshard.plan`.
     """
 
     sampled: Sampled
@@ -74,6 +81,7 @@ class Target:
     hosts: int | None
     between_hosts: float | None
     rates: Rates | None
+    checkpointing: tuple[str, ...]
 
     def cluster(self, num_ranks: int) -> Cluster:
         """So many ranks on the usual hosts, or on those that were asked for.
@@ -114,7 +122,7 @@ def target_of(args: argparse.Namespace) -> Target:
     from dshard.planner.devices import find_device
     from dshard.planner.texts import parse_bytes
 
-    batch, rates = _batch(args.batch), _rates(args.profile)
+    batch, rates, checkpointing = _batch(args.batch), _rates(args.profile), _checkpointing(args)
     for name in ("sequence", "ranks_per_host", "hosts"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -148,7 +156,23 @@ def target_of(args: argparse.Namespace) -> Target:
     training = Training(dtype, reduced, state_bytes, step_bytes, tokens_per_sample=sampled.num_tokens)
     rate = None if args.between_hosts is None else args.between_hosts * 1e9 / 8
     margin = None if args.margin is None else args.margin / 100
-    return Target(sampled, training, device, limit, batch, margin, args.ranks_per_host, args.hosts, rate, rates)
+    hosts = args.ranks_per_host, args.hosts
+    return Target(sampled, training, device, limit, batch, margin, *hosts, rate, rates, checkpointing)
+
+
+def _checkpointing(args: argparse.Namespace) -> tuple[str, ...]:
+    """Kinds of activation checkpointing, of --checkpointing."""
+    from dshard.planning.recomputing import ANY, kinds_of
+
+    given = args.checkpointing
+    if args.checkpoint and given is not None:
+        raise UsageError(
+            "--checkpoint has all blocks of the model compute again, and --checkpointing leaves that to the plan, but "
+            "both are given. Pass one of them."
+        )
+    if given is not None and ANY in given and len(given) > 1:
+        raise UsageError(f"--checkpointing must be {ANY} alone, or other kinds, but it is {' '.join(given)}.")
+    return kinds_of("none" if given is None else ANY if ANY in given else given)
 
 
 def _rates(path: Path | None) -> Rates | None:

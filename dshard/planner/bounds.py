@@ -79,14 +79,11 @@ class Incumbent:
 
     def _swap_gains(self, chosen: Ints) -> Floats:
         """Seconds that each other option of each unit saves, alone."""
-        costs, num = self._chain.costs, self._chain.num_units
-        units, zero = np.arange(num), np.zeros(1, dtype=np.int64)
-        one_before, one_after = np.concatenate([zero, chosen[:-1]]), np.concatenate([chosen[1:], zero])
-        changed = costs[units, one_before, :, one_after].copy()
-        two_before = np.concatenate([zero, one_before[:-1]])
-        changed[1:] += costs[units[:-1], two_before[1:], chosen[:-1], :]
-        two_after = np.concatenate([one_after[1:], zero])
-        changed[:-1] += costs[units[1:], :, chosen[1:], two_after[:-1]]
+        chain, units = self._chain, np.arange(self._chain.num_units)
+        before, after = chain.neighbours(chosen)
+        changed = chain.costs[units, before, :, after].copy()
+        changed[1:] += chain.costs[units[:-1], before[:-1], chosen[:-1], :][:, chain.after]
+        changed[:-1] += chain.costs[units[1:], :, chosen[1:], after[1:]][:, chain.before]
         now: Floats = changed[units, chosen]
         gains: Floats = now[:, None] - changed
         return gains
@@ -107,31 +104,44 @@ class _Line:
     slope: float
 
 
-def following(costs: Floats, penalties: Floats) -> Floats:
-    """The least that a unit and those after it add, for its own option and that of the unit before it.
+def following(chain: Chain, penalties: Floats) -> Floats:
+    """The least that a unit and those after it add, for its own option and the class of the unit before it.
 
     Args:
-        costs: As those of a chain.
+        chain: Of the model.
         penalties: Of each option of each unit, for some prices; shape (vectors, units, S).
 
     Returns:
-        Shape (units + 1, vectors, S, S), zero after the last unit.
+        Shape (units + 1, vectors, A, S), zero after the last unit.
     """
     vectors, num, size = penalties.shape
-    follow = np.zeros((num + 1, vectors, size, size))
-    each = np.empty((size, vectors, size, size))
-    stages = zip(
-        costs.transpose(0, 3, 1, 2)[:, :, None],  # the unit after comes first: to add up and compare long rows
-        penalties.transpose(1, 0, 2)[:, :, None],
-        follow[:-1],
-        follow[1:].transpose(0, 3, 1, 2)[:, :, :, None],
-        strict=True,
-    )
-    for own, penalty, found, after in reversed(list(stages)):
-        np.add(own, after, out=each)
-        np.minimum.reduce(each, axis=0, out=found)
-        np.add(found, penalty, out=found)
+    classes, later = chain.costs.shape[1], _Classes(chain.after)
+    follow = np.zeros((num + 1, vectors, classes, size))
+    each = np.empty((chain.costs.shape[3], vectors, classes, size))
+    for i in range(num - 1, -1, -1):
+        own = chain.costs[i].transpose(2, 0, 1)[:, None]  # the unit after comes first: to add up and compare long rows
+        after = later.least(follow[i + 1])[:, chain.before]
+        np.add(own, after.transpose(2, 0, 1)[:, :, None], out=each)
+        np.minimum.reduce(each, axis=0, out=follow[i])
+        follow[i] += penalties[:, i, None]
     return follow
+
+
+class _Classes:
+    """Options by their classes.
+
+    Args:
+        classes: Of each option.
+    """
+
+    def __init__(self, classes: Ints) -> None:
+        self._order = np.argsort(classes, kind="stable")
+        self._starts = np.flatnonzero(np.diff(classes[self._order], prepend=-1))
+
+    def least(self, values: Floats, axis: int = -1) -> Floats:
+        """The least of each class along an axis of options."""
+        found: Floats = np.minimum.reduceat(np.take(values, self._order, axis), self._starts, axis)
+        return found
 
 
 class Relaxation:
@@ -192,12 +202,13 @@ class Relaxation:
     def _evaluate(self, prices: Floats) -> Ints:
         """The cheapest choice at these prices, and its value as a bound."""
         chain = self._chain
-        follow = following(chain.costs, np.tensordot(prices, self.terms, axes=1)[None])[:, 0]
+        follow = following(chain, np.tensordot(prices, self.terms, axes=1)[None])[:, 0]
         chosen = np.zeros(chain.num_units, dtype=np.int64)
         before, own = 0, int(follow[0][0].argmin())
         for i in range(chain.num_units):
-            chosen[i] = own
-            before, own = own, int((chain.costs[i, before, own] + follow[i + 1, own]).argmin())
+            chosen[i], costs = own, chain.costs[i, before, own]
+            before = int(chain.before[own])
+            own = int((costs[chain.after] + follow[i + 1, before]).argmin())
         bound = float(follow[0][0].min() - prices @ self.caps)
         if bound > self.bound or len(prices) != len(self.prices):
             self.bound, self.prices = bound, prices.copy()
@@ -276,7 +287,7 @@ class Relaxation:
             below.add(row)
         below.caps = self.caps
         prices = self.known_prices
-        follow = following(chain.costs, np.tensordot(prices, self.terms, axes=1))
+        follow = following(chain, np.tensordot(prices, self.terms, axes=1))
         best = prices[int((follow[0, :, 0].min(axis=1) - prices @ self.caps).argmax())].copy()
         return below._ascend(int(best.argmax()), best)[1]
 
@@ -303,13 +314,15 @@ class Relaxation:
         """Bound, for each option of each unit, all choices that have it."""
         chain, prices = self._chain, self.known_prices
         penalties = np.tensordot(prices, self.terms, axes=1)
-        follow = following(chain.costs, penalties)
-        ahead = np.full((len(prices), chain.num_options, chain.num_options), np.inf)
+        follow = following(chain, penalties)
+        earlier = _Classes(chain.before)
+        ahead = np.full((len(prices), chain.costs.shape[1], chain.num_options), np.inf)
         ahead[:, 0] = 0.0
         through = np.empty((chain.num_units, len(prices), chain.num_options))
         for i in range(chain.num_units):
             np.minimum.reduce(ahead + follow[i], axis=1, out=through[i])
-            ahead = np.minimum.reduce(ahead[..., None] + chain.costs[i], axis=1) + penalties[:, i, :, None]
+            own = np.minimum.reduce(ahead[..., None] + chain.costs[i], axis=1) + penalties[:, i, :, None]
+            ahead = earlier.least(own, axis=1)[:, :, chain.after]
         bounds: Floats = (through - (prices @ self.caps)[None, :, None]).max(axis=1)
         return bounds
 

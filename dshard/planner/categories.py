@@ -57,8 +57,9 @@ def parts_of_peak(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cl
             ]
         ),
     }
-    found["copies and communication"] = int(values[row]) - constant - sum(found.values())
-    found["activations"] = constant - model.buffer_bytes
+    activations = told([_activations(option) for option in options])
+    found["copies and communication"] = int(values[row]) - constant - sum(found.values()) - activations
+    found["activations"] = activations
     found["buffers and inputs"] = model.buffer_bytes
     return PeakParts(*rows.name(row), found)
 
@@ -90,6 +91,16 @@ def _only(**given: int) -> Option:
 
 
 _NOTHING = Option(**{field.name: 0 for field in fields(Option)})
+
+
+def _activations(option: Option) -> Option:
+    """What of an option's bytes its computation keeps or needs, without parameters and their gradients."""
+    return _only(
+        activation_bytes=option.activation_bytes,
+        forward_transient_bytes=option.forward_transient_bytes,
+        backward_transient_bytes=option.backward_transient_bytes,
+        gradients_transient_bytes=option.gradients_transient_bytes,
+    )
 
 
 def _gradients(option: Option, split: int) -> Option:

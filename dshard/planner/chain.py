@@ -1,56 +1,75 @@
 """The planner's problem as a chain: costs of neighbours, rows of memory, and which options a unit has."""
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dshard.planner.costs import Cluster, ModelCosts, UnitCosts
+from dshard.planner.costs import Cluster, ModelCosts, ParamCosts, UnitCosts
 from dshard.planner.memory import Ints, MemoryRows
 from dshard.planner.options import Option, options_of_unit
 from dshard.policies import Strategy
 
 Floats = npt.NDArray[np.float64]
+_NAMES, _NESTED = ("name", "source", "modules"), ("params", "alternatives")
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
     """Units in order, each with `S` options.
 
+    What a unit's neighbours do matters by what they send alone, and many options send the same: those of the unit
+    before are of `A` classes, those of the unit after of `C`.
+
     Args:
-        costs: Seconds of unit `i` under option `b`, where its neighbours have `a` and `c`; shape (units, S, S, S). The
-            first unit knows only `a = 0`, the last only `c = 0`; infinite where an option is not worth having.
+        costs: Seconds of unit `i` under option `b`, where its neighbours' options are of classes `a` and `c`; shape
+            (units, A, S, C). The first unit knows only `a = 0`, the last only `c = 0`; infinite where an option is not
+            worth having.
         rows: Bytes at each moment.
         is_open: Which options are worth having; shape (units, S).
-        numbers: Of the options among the strategies that were given; the others are worth having for no unit.
+        numbers: Of the options among those that were given (see `Chain.of`); the others are worth having for no unit.
+        before: The class of each option as that of the unit before; shape (S).
+        after: The same as that of the unit after.
     """
 
     costs: Floats
     rows: MemoryRows
     is_open: npt.NDArray[np.bool_]
     numbers: Ints
+    before: Ints
+    after: Ints
 
     @classmethod
     def of(cls, model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster) -> "Chain":
-        """The chain of a model in which each unit may have any of some strategies."""
-        known: dict[object, list[Option]] = {}  # layers that repeat
-        options = []
+        """The chain of a model in which each unit may have any of some strategies, and any checkpointing that it knows.
+
+        Options are numbered by `ModelCosts.checkpointing` first: of the second kind there, the first strategy is
+        `len(strategies)`.
+        """
+        strategies = [strategy.on(cluster.num_ranks) for strategy in strategies]
+        known: dict[object, int] = {}  # layers that repeat
+        distinct, kinds = list[list[Option]](), []
         for unit in model.units:
             key = _content(unit)
             if key not in known:
-                known[key] = options_of_unit(unit, strategies, cluster, model.num_backwards)
-            options.append(known[key])
-        rows = MemoryRows.of(model, options)
-        is_open = _worth_having(options, rows, again=model.num_backwards > 1)
+                known[key] = len(distinct)
+                own = {each.checkpointing: each for each in (*unit.alternatives, unit)}
+                each = [own.get(kind, unit) for kind in model.checkpointing]
+                distinct.append(options_of_unit(each, strategies, cluster, model.num_backwards))
+            kinds.append(known[key])
+        again = model.num_backwards > 1
+        is_open = _worth_having(distinct, MemoryRows.of(model, distinct), again=again)[kinds]
         numbers = np.flatnonzero(is_open.any(axis=0))
-        options, is_open = [[own[number] for number in numbers] for own in options], is_open[:, numbers]
-        costs = _costs(options, model.num_backwards, overlaps=cluster.overlaps)
-        costs += np.where(is_open, 0.0, np.inf)[:, None, :, None]
-        costs[0, 1:] = np.inf
-        costs[-1, :, :, 1:] = np.inf
-        return cls(_laid_out(costs), rows.only(numbers), is_open, numbers)
+        options = [[own[number] for number in numbers] for own in distinct]
+        times = _Times(options, kinds)
+        before, after = times.classes(("gather_backward_s",)), times.classes(_SENT if again else _SENT[:2])
+        costs = times.costs(before, after, model.num_backwards, overlaps=cluster.overlaps)
+        costs += np.where(is_open[:, numbers], 0.0, np.inf)[:, None, :, None]
+        rows = MemoryRows.of(model, [options[kind] for kind in kinds])
+        return cls(_laid_out(costs), rows, is_open[:, numbers], numbers, before, after)
 
     @property
     def num_units(self) -> int:
@@ -60,26 +79,29 @@ class Chain:
     @property
     def num_options(self) -> int:
         """Per unit."""
-        return self.costs.shape[1]
+        return self.costs.shape[2]
 
     def copy(self) -> "Chain":
         """The same, of which options can be closed."""
-        return Chain(self.costs.copy(order="K"), self.rows, self.is_open.copy(), self.numbers)
+        return replace(self, costs=self.costs.copy(order="K"), is_open=self.is_open.copy())
 
     def mirrored(self) -> "Chain":
         """The same from its other end; its rows are not."""
-        return Chain(
-            _laid_out(self.costs[::-1].transpose(0, 3, 2, 1)), self.rows, self.is_open[::-1].copy(), self.numbers
-        )
+        costs = _laid_out(self.costs[::-1].transpose(0, 3, 2, 1))
+        return Chain(costs, self.rows, self.is_open[::-1].copy(), self.numbers, self.after, self.before)
+
+    def with_costs(self, costs: Floats) -> "Chain":
+        """The same with other seconds."""
+        return replace(self, costs=costs)
 
     def close(self, closes: npt.NDArray[np.bool_]) -> None:
         """Have options no more; in place."""
         self.is_open[closes] = False
         self.costs[np.broadcast_to(closes[:, None, :, None], self.costs.shape)] = np.inf
 
-    def classes(self) -> Ints:
-        """The first option that costs a unit just the same, for each option of the unit before it."""
-        num, size = self.num_units, self.num_options
+    def alike(self) -> Ints:
+        """The first class that costs a unit just the same, for each class of the unit before it; shape (units, A)."""
+        num, size = self.num_units, self.costs.shape[1]
         found = np.tile(np.arange(size), (num, 1))
         for a in range(size - 1, 0, -1):
             for other in range(a - 1, -1, -1):
@@ -87,10 +109,14 @@ class Chain:
                 found[is_same, a] = other
         return found
 
+    def neighbours(self, chosen: Ints) -> tuple[Ints, Ints]:
+        """Classes of the units before and after each one, for the options that are chosen."""
+        zero = np.zeros(1, dtype=np.int64)
+        return np.concatenate([zero, self.before[chosen[:-1]]]), np.concatenate([self.after[chosen[1:]], zero])
+
     def stage_costs(self, chosen: Ints) -> Floats:
         """Seconds of each unit, for the options that are chosen."""
-        before = np.concatenate([[0], chosen[:-1]])
-        after = np.concatenate([chosen[1:], [0]])
+        before, after = self.neighbours(chosen)
         return self.costs[np.arange(self.num_units), before, chosen, after]
 
     def cost(self, chosen: Ints) -> float:
@@ -107,10 +133,13 @@ def _laid_out(costs: Floats) -> Floats:
     return costs.transpose(0, 3, 1, 2).copy().transpose(0, 2, 3, 1)
 
 
+_UNIT = attrgetter(*(f.name for f in fields(UnitCosts) if f.name not in _NAMES and f.name not in _NESTED))
+_PARAM = attrgetter(*(field.name for field in fields(ParamCosts) if field.name not in _NAMES))
+
+
 def _content(unit: UnitCosts) -> tuple[object, ...]:
     """What of a unit decides its costs: all but names."""
-    params = tuple(replace(param, name="") for param in unit.params)
-    return astuple(replace(unit, name="", params=(), source="")), params
+    return _UNIT(unit), *map(_PARAM, unit.params), *map(_content, unit.alternatives)
 
 
 def _worth_having(options: Sequence[Sequence[Option]], rows: MemoryRows, *, again: bool) -> npt.NDArray[np.bool_]:
@@ -132,30 +161,63 @@ def _worth_having(options: Sequence[Sequence[Option]], rows: MemoryRows, *, agai
     return is_open
 
 
-def _costs(options: Sequence[Sequence[Option]], num_backwards: int, *, overlaps: bool) -> Floats:
-    """Seconds of each unit for each triple of options; see `timeline.step_time`."""
+_SENT = ("gather_s", "reduce_s", "gather_again_s", "reduce_early_s")  # the latter two by all but one micro-batch
 
-    def field(name: str) -> Floats:
-        return np.array([[getattr(option, name) for option in own] for own in options], dtype=np.float64)
 
-    num, again = len(options), num_backwards - 1
-    together: Any = np.maximum if overlaps else np.add
-    none = np.zeros((1, len(options[0])))
-    forward, forward_comm = field("forward_s")[:, None, :, None], field("forward_comm_s")[:, None, :, None]
-    backward, backward_comm = field("backward_s")[:, None, :, None], field("backward_comm_s")[:, None, :, None]
-    gather_backward = field("gather_backward_s")
-    before = np.concatenate([none, gather_backward[:-1]])[:, :, None, None]
+class _Times:
+    """Seconds of options.
 
-    def after(values: Floats) -> Floats:
-        return np.concatenate([values[1:], none])[:, None, None, :]
+    Args:
+        options: Of units that differ, each as many.
+        kinds: For each unit of the model, which of these it is.
+    """
 
-    costs = np.zeros((num, *[len(options[0])] * 3))
-    for gather, reduce, weight in (
-        (field("gather_s"), field("reduce_s"), 1),
-        (field("gather_again_s"), field("reduce_early_s"), again),
-    ):
-        costs += weight * together(forward, forward_comm + after(gather))
-        costs += weight * together(backward, after(reduce) + backward_comm + before)
-        costs[0] += weight * (gather[0] + reduce[0])[None, :, None]
-    costs[-1] += num_backwards * gather_backward[-1][None, :, None]
-    return costs + field("optimizer_s")[:, None, :, None]
+    def __init__(self, options: Sequence[Sequence[Option]], kinds: Sequence[int]) -> None:
+        self._options, self._kinds = options, kinds
+
+    def of(self, name: str) -> Floats:
+        """One field; shape (units, S)."""
+        found = np.array([[getattr(option, name) for option in own] for own in self._options], dtype=np.float64)
+        return found[self._kinds]
+
+    def classes(self, names: Sequence[str]) -> Ints:
+        """Numbers for options of which each unit has the same in some fields; shape (S)."""
+        values = np.concatenate([self.of(name) for name in names])
+        return np.unique(values, axis=1, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+    def costs(self, before: Ints, after: Ints, num_backwards: int, *, overlaps: bool) -> Floats:
+        """Seconds of each unit for each triple of a class, an option and a class; see `timeline.step_time`."""
+        num, again = len(self._kinds), num_backwards - 1
+        together: Any = np.maximum if overlaps else np.add
+        forward, forward_comm = self.of("forward_s")[:, None, :, None], self.of("forward_comm_s")[:, None, :, None]
+        backward, backward_comm = self.of("backward_s")[:, None, :, None], self.of("backward_comm_s")[:, None, :, None]
+        gather_backward = self.of("gather_backward_s")
+        ahead = _shifted(gather_backward[:-1, _firsts(before)], first=True)[:, :, None, None]
+        behind = _firsts(after)
+
+        costs = np.zeros((num, int(before.max()) + 1, len(before), int(after.max()) + 1))
+        for gather, reduce, weight in (
+            (self.of("gather_s"), self.of("reduce_s"), 1),
+            (self.of("gather_again_s"), self.of("reduce_early_s"), again),
+        ):
+            if not weight:
+                continue
+            next_gather, next_reduce = (
+                _shifted(each[1:, behind], first=False)[:, None, None, :] for each in (gather, reduce)
+            )
+            costs += weight * together(forward, forward_comm + next_gather)
+            costs += weight * together(backward, next_reduce + backward_comm + ahead)
+            costs[0] += weight * (gather[0] + reduce[0])[None, :, None]
+        costs[-1] += num_backwards * gather_backward[-1][None, :, None]
+        return costs + self.of("optimizer_s")[:, None, :, None]
+
+
+def _firsts(classes: Ints) -> Ints:
+    """The first option of each class."""
+    return np.unique(classes, return_index=True)[1]
+
+
+def _shifted(values: Floats, *, first: bool) -> Floats:
+    """With nothing for the first unit, or for the last."""
+    none = np.zeros((1, values.shape[1]))
+    return np.concatenate([none, values] if first else [values, none])

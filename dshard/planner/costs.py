@@ -1,11 +1,13 @@
 """What a model and its devices cost, with units in every name: what the planner plans with."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dshard.arguments import checked
 from dshard.errors import ArgumentError, PlanError
 
+CHECKPOINTING = ("none", "selective", "full")  # activation checkpointing, by what is computed again
 COUNTER_BYTES = 4  # of steps, which an optimizer with states keeps per parameter
 
 
@@ -72,6 +74,8 @@ class UnitCosts:
             first linear layer, whose input takes no gradient: they are not gathered for it.
         source: Where the figures come from: a measured step, or FLOPs and a device description.
         modules: Names of the modules in whose forward it is in use; of the model itself "".
+        checkpointing: Activation checkpointing that these costs are of: "none", "selective" or "full".
+        alternatives: The same unit under other kinds of it; a plan may take one in its place.
     """
 
     name: str
@@ -88,6 +92,8 @@ class UnitCosts:
     is_used_in_backward: bool = True
     source: str = "given"
     modules: tuple[str, ...] = ("",)
+    checkpointing: str = "none"
+    alternatives: tuple["UnitCosts", ...] = ()
 
     def __post_init__(self) -> None:
         if self.gradients_transient_bytes is not None and self.activation_bytes + self.gradients_transient_bytes < 0:
@@ -96,6 +102,14 @@ class UnitCosts:
                 f"(-{self.activation_bytes}), but for {self.name} it is {self.gradients_transient_bytes}. Measure it "
                 "again."
             )
+
+    def under(self, checkpointing: str) -> "UnitCosts":
+        """The unit with this activation checkpointing, the others its alternatives; as it is where it knows no such."""
+        kinds = (self, *self.alternatives)
+        found = next((kind for kind in kinds if kind.checkpointing == checkpointing), self)
+        if found is self:
+            return self
+        return replace(found, alternatives=tuple(replace(kind, alternatives=()) for kind in kinds if kind is not found))
 
     @property
     def param_names(self) -> tuple[str, ...]:
@@ -129,7 +143,7 @@ class UnitCosts:
 
 
 @checked
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelCosts:
     """Costs of a model's training step on one rank.
 
@@ -156,6 +170,17 @@ class ModelCosts:
             raise PlanError(
                 "plan: a model must have at least one unit, but there is none. Pass a model with parameters."
             )
+
+    def under(self, checkpointing: Sequence[str] | str) -> "ModelCosts":
+        """The model with this activation checkpointing: one kind for each unit that knows it, or one kind per unit."""
+        kinds = (checkpointing,) * len(self.units) if isinstance(checkpointing, str) else checkpointing
+        return replace(self, units=tuple(unit.under(kind) for unit, kind in zip(self.units, kinds, strict=True)))
+
+    @cached_property
+    def checkpointing(self) -> tuple[str, ...]:
+        """All kinds of activation checkpointing that some unit may have."""
+        known = {kind.checkpointing for unit in self.units for kind in (unit, *unit.alternatives)}
+        return tuple(kind for kind in CHECKPOINTING if kind in known)
 
 
 @checked

@@ -13,6 +13,7 @@ from dshard.planner.progress import SILENT, Progress
 TOLERANCE = 1e-12  # relative: a choice that is better by less is no better
 _BLOCK = 1024
 _NUM_EARLY, _EARLY_LABELS = 8, 4000  # stages whose decisions tell rows apart
+_SPARE = 3  # times as many labels are compared with one another as may stay
 _NUM_PROMISING = 2
 _NUM_NEAR = 3
 
@@ -87,7 +88,7 @@ class _Course:
     @classmethod
     def of(cls, chain: Chain, relaxation: Relaxation) -> "_Course":
         mirrored, terms, prices = chain.mirrored(), relaxation.terms[:, ::-1], relaxation.known_prices
-        return cls(mirrored, terms, prices, following(mirrored.costs, np.tensordot(prices, terms, axes=1)))
+        return cls(mirrored, terms, prices, following(mirrored, np.tensordot(prices, terms, axes=1)))
 
     def in_order(self, chosen: Ints) -> Ints:
         """The first options of a course as a choice, -1 for the rest."""
@@ -109,7 +110,7 @@ class _Front:
         self._course, self._caps = course, caps
         self._upper = upper * (1 - TOLERANCE) if np.isfinite(upper) else upper
         self._least, self._most = _futures(course.chain, course.terms)
-        self._classes = course.chain.classes()
+        self._alike = course.chain.alike()
         fits = (course.terms[:, 0].T + self._least[0] <= caps).all(axis=1)
         first = np.flatnonzero(course.chain.is_open[0] & fits)
         zeros = np.zeros(len(first), dtype=np.int64)
@@ -119,8 +120,9 @@ class _Front:
 
     def _totals(self) -> Floats:
         """Seconds of each label with each option of the next unit."""
-        labels, costs = self.labels, self._course.chain.costs[len(self._stages) - 1]
-        totals: Floats = labels.cost[:, None] + costs[labels.before, labels.own]
+        labels, chain = self.labels, self._course.chain
+        costs = chain.costs[len(self._stages) - 1]
+        totals: Floats = labels.cost[:, None] + costs[labels.before, labels.own][:, chain.after]
         return totals
 
     def bounds(self) -> Floats:
@@ -130,7 +132,8 @@ class _Front:
     def _bounds(self, totals: Floats) -> Floats:
         course, labels = self._course, self.labels
         over = (labels.used - self._caps) @ course.prices.T
-        found: Floats = totals + (course.follow[len(self._stages)][:, labels.own] + over.T[:, :, None]).max(axis=0)
+        follow = course.follow[len(self._stages)][:, course.chain.before[labels.own]]
+        found: Floats = totals + (follow + over.T[:, :, None]).max(axis=0)
         return found
 
     def advance(self, max_labels: int) -> None:
@@ -142,16 +145,22 @@ class _Front:
         used = labels.used[parent] + self._course.terms[:, stage, own].T
         fits = (used + self._least[stage] <= self._caps).all(axis=1)
         parent, own, used = parent[fits], own[fits], used[fits]
-        made = _Labels(self._classes[stage, labels.own[parent]], own, totals[parent, own], used, parent)
+        if len(own) > _SPARE * max_labels:
+            kept = self._most_promising(bounds[parent, own], _SPARE * max_labels)
+            parent, own, used = parent[kept], own[kept], used[kept]
+        made = _Labels(self._alike[stage, chain.before[labels.own[parent]]], own, totals[parent, own], used, parent)
         made = made.take(_unbeaten(made, self._caps - self._most[stage], chain.num_options))
         if len(made.own) > max_labels:
-            values = bounds[made.parent, made.own]
-            order = np.argsort(values, kind="stable")
-            self.dropped_bound = min(self.dropped_bound, float(values[order[max_labels]]))
-            made = made.take(order[:max_labels])
+            made = made.take(self._most_promising(bounds[made.parent, made.own], max_labels))
         self.labels = made
         self._stages.append(made)
         self.num_labels += len(made.own)
+
+    def _most_promising(self, bounds: Floats, num: int) -> npt.NDArray[np.intp]:
+        """Numbers of the labels with the least bounds; the least of the others is what is dropped."""
+        order = np.argsort(bounds, kind="stable")
+        self.dropped_bound = min(self.dropped_bound, float(bounds[order[num]]))
+        return order[:num]
 
     def best(self) -> Ints | None:
         """The best choice, once there are no more units, if it is better than what is looked for."""
@@ -173,7 +182,7 @@ class _Front:
 
 @dataclass(frozen=True, slots=True)
 class _Labels:
-    """Ways to choose the first units: options of the last two, seconds without the last, bytes per row."""
+    """Ways to choose the first units: the class of the last but one, the last's option, seconds without it, bytes."""
 
     before: Ints
     own: Ints

@@ -59,7 +59,7 @@ class MemoryRows:
     far away it is beyond three.
 
     Args:
-        constant: What is there whatever the strategies, per row.
+        constant: What is there whatever the options, per row.
         phases: For each phase, what a unit adds: (before, three before, two before, one before, at, one after, two
             after, three after, after), arrays of shape (units, options).
     """
@@ -74,27 +74,27 @@ class MemoryRows:
         held, late = field("held_bytes"), field("grad_bytes") + field("waiting_bytes")
         if model.num_backwards > 1:  # those of earlier micro-batches are there from the start
             held, late = held + late, np.zeros_like(late)
-        kept, done = held + field("kept_bytes"), held + late
+        alive, done = held + field("activation_bytes"), held + late
+        kept = alive + field("kept_bytes")
         ahead = kept + field("backward_ahead_bytes")
-        using, coming = held + field("forward_use_bytes"), held + field("forward_ahead_bytes")
-        forward = *(kept,) * 4, using, coming, *(held,) * 3
-        using, swapped = held + field("backward_use_bytes"), done + field("late_replicas_bytes")
+        using = alive + field("forward_transient_bytes") + field("forward_use_bytes")
+        forward = *(kept,) * 4, using, held + field("forward_ahead_bytes"), *(held,) * 3
+        using = alive + field("backward_transient_bytes") + field("backward_use_bytes")
+        swapped = done + field("late_replicas_bytes")
         flying = held + field("in_flight_bytes"), done + field("replicas_bytes"), swapped
         backward = *(kept,) * 3, ahead, using, *flying, done
-        gradients = *backward[:4], held + field("filling_bytes"), *backward[5:]
-        slicing = held + field("slicing_bytes"), held + field("whole_in_flight_bytes")
+        computed = alive + field("gradients_transient_bytes")
+        gradients = *backward[:4], computed + field("filling_bytes"), *backward[5:]
+        slicing = computed + field("slicing_bytes"), held + field("whole_in_flight_bytes")
         slices = *backward[:4], *slicing, *backward[6:]
-        reduce = *(kept,) * 2, ahead, held + field("sent_bytes"), held + field("ending_bytes"), swapped, *(done,) * 3
+        ending = alive + field("sent_bytes"), held + field("ending_bytes")
+        reduce = *(kept,) * 2, ahead, *ending, swapped, *(done,) * 3
         if model.steps_together:
             step = (done + field("step_bytes"),) * 9
         else:
             step = (*(done,) * 4, done + field("largest_step_bytes"), *(done,) * 4)
-        return cls(_constant(model), (forward, backward, gradients, slices, reduce, step))
-
-    def only(self, options: Ints) -> "MemoryRows":
-        """The same with some of the options."""
-        kept: dict[int, Ints] = {id(part): part[:, options] for phase in self.phases for part in phase}
-        return MemoryRows(self.constant, tuple(tuple(kept[id(part)] for part in phase) for phase in self.phases))
+        constant = np.full(len(_PHASES) * len(options), model.buffer_bytes, dtype=np.int64)
+        return cls(constant, (forward, backward, gradients, slices, reduce, step))
 
     @property
     def num_units(self) -> int:
@@ -152,18 +152,3 @@ def _fields(options: Sequence[Sequence[Option]]) -> Callable[[str], Ints]:
         return np.array([[getattr(option, name) for option in own] for own in options], dtype=np.int64)
 
     return field
-
-
-def _constant(model: ModelCosts) -> Ints:
-    """Bytes of each row that do not depend on strategies: activations, what computations need, buffers."""
-    units = model.units
-    activations = np.cumsum([unit.activation_bytes for unit in units], dtype=np.int64)
-    forward = activations + np.array([unit.forward_transient_bytes for unit in units], dtype=np.int64)
-    backward = activations + np.array([unit.backward_transient_bytes for unit in units], dtype=np.int64)
-    late = [
-        u.backward_transient_bytes if u.gradients_transient_bytes is None else u.gradients_transient_bytes
-        for u in units
-    ]
-    gradients = activations + np.array(late, dtype=np.int64)
-    reduce = np.concatenate([[0], activations[:-1]])  # when the unit before it has run
-    return np.concatenate([forward, backward, gradients, gradients, reduce, np.zeros_like(reduce)]) + model.buffer_bytes

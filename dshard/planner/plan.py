@@ -11,19 +11,20 @@ from typing import Any
 from dshard.arguments import checked
 from dshard.errors import PlanError
 from dshard.planner.categories import PeakParts, parts_of_peak
-from dshard.planner.costs import Cluster, Link, Links, ModelCosts
+from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitCosts
 from dshard.planner.files import read_text, write_text
 from dshard.planner.memory import moments
 from dshard.planner.records import of_record, to_record
 from dshard.planner.solver import Certificate, solve
-from dshard.planner.tables import choice_table, mix_text, peak_text, unit_table
+from dshard.planner.tables import Choice, choice_table, mix_text, named, peak_text, unit_table
 from dshard.planner.texts import bytes_text, number_text, parse_bytes, seconds_text
 from dshard.planner.ties import MEASURED
 from dshard.planner.timeline import Timeline, simulate, step_time
 from dshard.policies import Strategy
 
-SCHEMA = 4
+SCHEMA = 5
 _BEFORE_MEMORY = 3  # which knew nothing of memory that ranks share
+_BEFORE_CHECKPOINTING = 4  # nor this of a choice of activation checkpointing
 _SINGLES = ("ddp", "zero1", "zero2", "keep", "full")
 
 
@@ -152,13 +153,19 @@ class Plan:
         return self.cluster.memory_bytes if self.certificate is None else self.certificate.limit_bytes
 
     @property
+    def checkpointing(self) -> tuple[str, ...]:
+        """Activation checkpointing of each unit: "none", "selective" or "full"."""
+        return tuple(unit.checkpointing for unit in self.model.units)
+
+    @property
     def by_parameter(self) -> dict[str, Strategy]:
         """The strategy of each parameter, by its name in the model."""
         units = zip(self.model.units, self.strategies, strict=True)
         return {name: strategy for unit, strategy in units for name in unit.param_names}
 
     def __str__(self) -> str:
-        names = ", ".join(f"{len(list(run))} x {name}" for name, run in groupby(map(str, self.strategies)))
+        choices = map(named, self.strategies, self.checkpointing)
+        names = ", ".join(f"{len(list(run))} x {name}" for name, run in groupby(choices))
         return (
             f"{names}: step {seconds_text(self.step_s)}, of which {seconds_text(self.exposed_s)} waits for "
             f"communication; peak {bytes_text(self.peak_bytes)}"
@@ -172,9 +179,15 @@ class Plan:
         rates += f"; {number_text(self.tokens_per_s)} tokens/s" if self.tokens_per_s is not None else ""
         rates += f"; {number_text(self.tflops)} TFLOP/s per rank" if self.flops else ""
         known = self.candidates or tuple(map(Strategy.of, _SINGLES))
-        others = {str(strategy): (strategy,) * len(model.units) for strategy in known}
-        if self.certificate is not None and self.certificate.fastest not in (self.strategies, *others.values()):
-            others[f"fastest: {mix_text(self.certificate.fastest)}"] = self.certificate.fastest
+        others: dict[str, Choice] = {
+            named(strategy, kind): (model.under(kind), (strategy,) * len(model.units))
+            for kind in model.checkpointing
+            for strategy in known
+        }
+        if self.certificate is not None:
+            fastest = model.under(self.certificate.fastest_checkpointing), self.certificate.fastest
+            if fastest not in ((model, self.strategies), *others.values()):
+                others[f"fastest: {mix_text(*fastest)}"] = fastest
         lines = [
             *unit_table(model.units, self.strategies),
             "",
@@ -185,7 +198,7 @@ class Plan:
             + (f" of {bytes_text(self._limit_bytes)}" if self._limit_bytes else ""),
             *peak_text(self.memory_at_peak, model.units),
             "",
-            *choice_table(model, cluster, self.strategies, others, self._limit_bytes),
+            *choice_table((model, self.strategies), cluster, others, self._limit_bytes),
             "",
         ]
         if self.certificate is not None:
@@ -223,8 +236,8 @@ class Plan:
                 "dshard plan --out wrote."
             )
         schema = record.pop("schema")
-        if schema == _BEFORE_MEMORY:
-            _note_messages(record)
+        if schema in (_BEFORE_MEMORY, _BEFORE_CHECKPOINTING):
+            _note_what_was_not_known(record, schema)
         elif schema != SCHEMA:
             raise PlanError(
                 f"plan: must be a plan of schema {SCHEMA}, but it is of {schema!r}. Plan again with this version."
@@ -292,8 +305,25 @@ class Plan:
         margin = min(MEASURED, self.certificate.margin)
         solution = solve(model, cluster, self.candidates, limit, tolerance=margin)
         return replace(
-            self, model=model, cluster=cluster, strategies=solution.strategies, certificate=solution.certificate
+            self,
+            model=solution.model,
+            cluster=cluster,
+            strategies=solution.strategies,
+            certificate=solution.certificate,
         )
+
+
+def _note_what_was_not_known(record: dict[str, Any], schema: int) -> None:
+    """Have an older record say what was so without being said, as far as it has the parts."""
+    if schema == _BEFORE_MEMORY:
+        _note_messages(record)
+    model, certificate = record.get("model"), record.get("certificate")
+    units = model.get("units") if isinstance(model, dict) else None
+    for unit in units if isinstance(units, list) else ():
+        if isinstance(unit, dict):
+            unit |= {"checkpointing": "none", "alternatives": []}
+    if isinstance(certificate, dict) and isinstance(units, list):
+        certificate["fastest_checkpointing"] = ["none"] * len(units)
 
 
 def _note_messages(record: dict[str, Any]) -> None:
@@ -311,8 +341,12 @@ def _note_messages(record: dict[str, Any]) -> None:
 
 def _scaled_model(model: ModelCosts, factor: float) -> ModelCosts:
     names = ("forward_s", "backward_s", "optimizer_s", "optimizer_start_s", "slice_overhead_s")
-    units = (replace(unit, **{name: getattr(unit, name) * factor for name in names}) for unit in model.units)
-    return replace(model, units=tuple(units))
+
+    def scaled(unit: UnitCosts) -> UnitCosts:
+        times = {name: getattr(unit, name) * factor for name in names}
+        return replace(unit, alternatives=tuple(map(scaled, unit.alternatives)), **times)
+
+    return replace(model, units=tuple(map(scaled, model.units)))
 
 
 def _scaled_cluster(cluster: Cluster, factor: float) -> Cluster:

@@ -58,7 +58,7 @@ def smallest_peak(chain: Chain, *, is_exact: bool = False) -> Smallest:
 
 def _between(chain: Chain, best: Smallest) -> Smallest:
     """Halve what lies between the bounds: does any choice fit into the middle?"""
-    free = Chain(np.where(np.isfinite(chain.costs), 0.0, np.inf), chain.rows, chain.is_open, chain.numbers)
+    free = chain.with_costs(np.where(np.isfinite(chain.costs), 0.0, np.inf))
     rows: list[int] = []
     num_searches = 0
     while not best.is_exact and num_searches < _MAX_SEARCHES:

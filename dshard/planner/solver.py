@@ -22,7 +22,8 @@ from dshard.policies import Strategy
 _MAX_LABELS = 600_000
 _NARROW = 100
 _NUM_VIOLATED = 2
-_CLOSE, _MANY = 1e-4, 10  # a gap that a search of not even ten times the narrow one's labels would rarely close
+_CLOSE, _MANY = 5e-4, 10  # a gap that a search of not even ten times the narrow one's labels would rarely close
+_MOST_IN_ROWS, _CLOSE_IN_ROWS = 1000, 2e-3  # where several rows tell labels apart, each is compared with each
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class Certificate:
         peak_bytes: Its peak.
         limit_bytes: What it had to fit into.
         num_labels: Size of the search.
-        fastest: The fastest choice that was found; another one where a simpler one was preferred.
+        fastest: The strategies of the fastest choice that was found; another one where a simpler one was preferred.
+        fastest_checkpointing: Its activation checkpointing.
         fastest_s: Its step.
         fastest_peak_bytes: Its peak.
         margin: By which part of a step the simpler one may be slower.
@@ -49,6 +51,7 @@ class Certificate:
     limit_bytes: int
     num_labels: int
     fastest: tuple[Strategy, ...]
+    fastest_checkpointing: tuple[str, ...]
     fastest_s: float
     fastest_peak_bytes: int
     margin: float
@@ -93,12 +96,19 @@ class Solution:
     """A choice and its certificate.
 
     Args:
+        model: Costs of the units, under the activation checkpointing that each of them has.
         strategies: One per unit.
         certificate: How good it is.
     """
 
+    model: ModelCosts
     strategies: tuple[Strategy, ...]
     certificate: Certificate
+
+    @property
+    def checkpointing(self) -> tuple[str, ...]:
+        """Activation checkpointing, one kind per unit."""
+        return tuple(unit.checkpointing for unit in self.model.units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +141,10 @@ def solve(
     tolerance: float = 0.0,
     progress: Progress = SILENT,
 ) -> Solution:
-    """The strategies with the shortest step whose peak fits.
+    """The strategies, and the activation checkpointing, with the shortest step whose peak fits.
 
     Args:
-        model: Costs of its units.
+        model: Costs of its units; one that has alternatives may be taken as any of them.
         cluster: Devices and links.
         strategies: Those that each unit may have.
         limit_bytes: Of the peak; that of the devices by default.
@@ -160,26 +170,33 @@ def solve(
     bounds = _solve_chain(chain.copy(), limit_bytes, incumbent, max_labels, progress)
     if incumbent.chosen is None:
         raise _does_not_fit(model, chain, known, limit_bytes)
-    found = tuple(known[number] for number in chain.numbers[incumbent.chosen])
-    fastest = chosen = at_rest(model, cluster, known, found, limit_bytes, incumbent.cost)
-    step_s = incumbent.cost
-    simple = simplest(model, cluster, known, limit_bytes, incumbent.cost * (1 + tolerance)) if tolerance else None
-    if simple is not None and simple not in (found, fastest):
-        chosen = at_rest(model, cluster, known, simple, limit_bytes, step_time(model, simple, cluster), is_simple=True)
-        step_s = max(step_time(model, chosen, cluster), incumbent.cost)
+    kinds, numbers = np.divmod(chain.numbers[incumbent.chosen], len(known))
+    own = model.under([model.checkpointing[kind] for kind in kinds])
+    found = tuple(known[number] for number in numbers)
+    fastest = at_rest(own, cluster, known, found, limit_bytes, incumbent.cost)
+    solved, chosen = own, fastest
+    if tolerance:
+        models = [*(model.under(kind) for kind in model.checkpointing), own]
+        simple = simplest(models, cluster, known, limit_bytes, incumbent.cost * (1 + tolerance))
+        if simple is not None and simple not in ((own, found), (own, fastest)):
+            solved, chosen = simple
+            given = solved, cluster, known, chosen, limit_bytes
+            chosen = at_rest(*given, step_time(solved, chosen, cluster), is_simple=True)
+    is_fastest = (solved, chosen) == (own, fastest)
     certificate = Certificate(
-        step_s,
+        incumbent.cost if is_fastest else max(step_time(solved, chosen, cluster), incumbent.cost),
         min(bounds.proven, incumbent.cost),
         min(bounds.relaxed, incumbent.cost),
-        peak_bytes(model, chosen, cluster),
+        peak_bytes(solved, chosen, cluster),
         limit_bytes,
         bounds.num_labels,
         fastest,
+        tuple(unit.checkpointing for unit in own.units),
         incumbent.cost,
-        peak_bytes(model, fastest, cluster),
+        peak_bytes(own, fastest, cluster),
         tolerance,
     )
-    return Solution(chosen, certificate)
+    return Solution(solved, chosen, certificate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +252,7 @@ def _search(
     proven, num_labels, violated = known.proven, known.num_labels, list[int]()
     for width in (_NARROW, max(_NARROW, max_labels // chain.num_units)):
         relaxation.tighten()
+        width = min(width, _MOST_IN_ROWS) if len(relaxation.rows) > 1 else width
         if relaxation.bound >= incumbent.cost * (1 - TOLERANCE):
             return _Bounds(incumbent.cost, relaxation.bound, num_labels), []
         found = search(chain, relaxation, incumbent.cost, width, progress)
@@ -245,7 +263,8 @@ def _search(
             violated = relaxation.new_of(_violated(chain, found.chosen, incumbent.limit_bytes))
             break
         incumbent.improve()
-        is_close = max_labels < _MANY * _NARROW * chain.num_units and proven >= incumbent.cost * (1 - _CLOSE)
+        close = _CLOSE if len(relaxation.rows) == 1 else _CLOSE_IN_ROWS
+        is_close = max_labels < _MANY * _NARROW * chain.num_units and proven >= incumbent.cost * (1 - close)
         if is_close or not np.isfinite(found.dropped_bound):
             break
     relaxed = relaxation.bound - 1e-9 * abs(relaxation.bound)
@@ -269,10 +288,10 @@ def _does_not_fit(model: ModelCosts, chain: Chain, known: Sequence[Strategy], li
     row = int(chain.rows.values(smallest.chosen).argmax())
     phase, unit = chain.rows.name(row)
     terms = chain.rows.terms(row)[np.arange(chain.num_units), smallest.chosen]
-    terms = terms + np.array([u.activation_bytes if _is_live(i, phase, unit) else 0 for i, u in enumerate(model.units)])
     largest = np.argsort(-terms, kind="stable")[:3]
     held = ", ".join(
-        f"{model.units[i].name} ({terms[i]} bytes, {known[chain.numbers[smallest.chosen[i]]]})" for i in largest
+        f"{model.units[i].name} ({terms[i]} bytes, {known[chain.numbers[smallest.chosen[i]] % len(known)]})"
+        for i in largest
     )
     when = f"{phase} of {model.units[unit].name}"
     found = "there is" if smallest.is_exact else "that was found"
@@ -281,11 +300,6 @@ def _does_not_fit(model: ModelCosts, chain: Chain, known: Sequence[Strategy], li
         f"{smallest.peak_bytes} bytes, {smallest.peak_bytes - limit_bytes} too many, in the {when}; most of it is of "
         f"{held}. Use a smaller batch, more ranks, activation checkpointing, split(q), or units of fewer parameters."
     )
-
-
-def _is_live(unit: int, phase: str, running: int) -> bool:
-    """Whether a unit's activations live in that moment."""
-    return unit < running if phase == "reduce" else unit <= running and phase != "step"
 
 
 @checked
@@ -346,7 +360,7 @@ def solve_batch(
         tried[sizes[i]] = rate
         bound = max(bound, _samples_per_s(models[i], cluster, solution.certificate.lower_bound_s))
         if best is None or rate > best.samples_per_s:
-            best = BatchSolution(models[i], solution, rate, rate, tried)
+            best = BatchSolution(solution.model, solution, rate, rate, tried)
     if best is None:
         assert error is not None
         raise error

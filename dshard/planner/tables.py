@@ -14,6 +14,7 @@ from dshard.planner.texts import bytes_text, number_text, seconds_text
 from dshard.planner.timeline import step_time
 from dshard.policies import Strategy
 
+Choice = tuple[ModelCosts, Sequence[Strategy]]
 _MAX_RUNS = 40  # of units that are told one by one
 _MAX_NAME = 48
 _MAX_WIDTH = 110
@@ -23,23 +24,23 @@ def unit_table(units: Sequence[UnitCosts], strategies: Sequence[Strategy]) -> li
     """Each unit, or run of units that are alike, its strategy, bytes and seconds; the middle of many is left out."""
     head = ("unit", "parameters", "strategy", "activations", "forward", "backward")
     runs = list(_runs(units, strategies))
-    rows = [_row_of_run(own, strategy) for (_, strategy), own in runs]
+    rows = [_row_of_run(own, choice) for (_, choice), own in runs]
     if len(rows) > _MAX_RUNS:
         half = _MAX_RUNS // 2
         left = runs[half:-half]
         num = sum(len(own) for _, own in left)
-        mix = Counter(strategy for (_, strategy), own in left for _ in own)
+        mix = Counter(choice for (_, choice), own in left for _ in own)
         rows[half:-half] = [(f"... {num} more units", "", _mix(mix), "", "", "")]
     return aligned([head, *rows], to_left=(0, 2))
 
 
-def _row_of_run(units: list[UnitCosts], strategy: str) -> tuple[str, ...]:
+def _row_of_run(units: list[UnitCosts], choice: str) -> tuple[str, ...]:
     unit = units[0]
     name = _short(unit.name)
     if len(units) > 1:
         name = f"{name} .. {_short(_beyond(unit.name, units[-1].name))} ({len(units)} alike)"
     times = (seconds_text(unit.forward_s), seconds_text(unit.backward_s))
-    return name, bytes_text(unit.param_bytes), strategy, bytes_text(unit.activation_bytes), *times
+    return name, bytes_text(unit.param_bytes), choice, bytes_text(unit.activation_bytes), *times
 
 
 def _beyond(first: str, name: str) -> str:
@@ -57,7 +58,7 @@ def _runs(
     def alike(pair: tuple[UnitCosts, Strategy]) -> tuple[Any, str]:
         unit, strategy = pair
         figures = (unit.numel, unit.param_bytes, unit.activation_bytes, f"{unit.forward_s:.2g} {unit.backward_s:.2g}")
-        return figures, str(strategy)
+        return figures, named(strategy, unit.checkpointing)
 
     for key, run in groupby(zip(units, strategies, strict=True), key=alike):
         yield key, [unit for unit, _ in run]
@@ -65,15 +66,16 @@ def _runs(
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a choice of strategies is predicted to take."""
+    """What a choice is predicted to take."""
 
     step_s: float
     waits_s: float
     peak_bytes: int
 
     @classmethod
-    def of(cls, model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster) -> "_Outcome":
+    def of(cls, choice: Choice, cluster: Cluster) -> "_Outcome":
         """The row of one choice."""
+        model, strategies = choice
         options = options_of(model, strategies, cluster)
         compute_s = model.num_backwards * sum(o.forward_s + o.backward_s for o in options)
         step_s = step_time(model, strategies, cluster)
@@ -81,29 +83,22 @@ class _Outcome:
         return cls(step_s, max(0.0, waits_s), peak_bytes(model, strategies, cluster))
 
 
-def choice_table(
-    model: ModelCosts,
-    cluster: Cluster,
-    chosen: Sequence[Strategy],
-    others: Mapping[str, Sequence[Strategy]],
-    limit_bytes: int,
-) -> list[str]:
+def choice_table(chosen: Choice, cluster: Cluster, others: Mapping[str, Choice], limit_bytes: int) -> list[str]:
     """A choice beside others, the fastest first: time, waiting, rate and peak, and whether it fits.
 
     Choices that take the same time and bytes share a row.
 
     Args:
-        model: Costs of its units.
+        chosen: Costs of the units, and a strategy for each.
         cluster: Devices and links.
-        chosen: A strategy for each unit.
         others: The same for each other choice, by its name; one that is what was chosen gives it its name.
         limit_bytes: Of the peak; 0 where there is none.
     """
-    own = _Outcome.of(model, chosen, cluster)
+    own, model = _Outcome.of(chosen, cluster), chosen[0]
     found: dict[_Outcome, list[str]] = {own: []}
-    for name, strategies in others.items():
-        is_own = tuple(strategies) == tuple(chosen)
-        names = found.setdefault(own if is_own else _Outcome.of(model, strategies, cluster), [])
+    for name, choice in others.items():
+        is_own = choice == chosen
+        names = found.setdefault(own if is_own else _Outcome.of(choice, cluster), [])
         names.insert(0 if is_own else len(names), f"{name} (this plan)" if is_own else name)
     if not any(name.endswith(" (this plan)") for name in found[own]):
         found[own].insert(0, "this plan")
@@ -145,9 +140,15 @@ def peak_text(parts: PeakParts, units: Sequence[UnitCosts]) -> list[str]:
     return lines
 
 
-def mix_text(strategies: Sequence[Strategy]) -> str:
-    """How many units have which strategy."""
-    return _mix(Counter(map(str, strategies)))
+def named(strategy: Strategy, checkpointing: str) -> str:
+    """A unit's strategy, and its activation checkpointing if it has any."""
+    return f"{strategy}" if checkpointing == "none" else f"{strategy} + {checkpointing} checkpointing"
+
+
+def mix_text(model: ModelCosts, strategies: Sequence[Strategy]) -> str:
+    """How many units have which strategy, and which checkpointing."""
+    pairs = zip(model.units, strategies, strict=True)
+    return _mix(Counter(named(strategy, unit.checkpointing) for unit, strategy in pairs))
 
 
 def _mix(counts: Mapping[str, int]) -> str:

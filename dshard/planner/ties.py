@@ -18,19 +18,27 @@ DATASHEET = 0.03
 
 
 def simplest(
-    model: ModelCosts, cluster: Cluster, known: Sequence[Strategy], limit_bytes: int, most_s: float
-) -> tuple[Strategy, ...] | None:
+    models: Sequence[ModelCosts], cluster: Cluster, known: Sequence[Strategy], limit_bytes: int, most_s: float
+) -> tuple[ModelCosts, tuple[Strategy, ...]] | None:
     """The single strategy of least memory whose step takes no longer than `most_s`; None if none fits.
 
     One with slices, as few as can be, is taken if no other is left: their times rest on the model of costs more than
     the rest.
+
+    Args:
+        models: The same one under several kinds of activation checkpointing: an earlier one is preferred.
+        cluster: Devices and links.
+        known: The strategies that a unit may have.
+        limit_bytes: Of the peak.
+        most_s: Of a step.
     """
-    found = {}
-    for same in ((strategy,) * len(model.units) for strategy in known):
-        peak, step_s = peak_bytes(model, same, cluster), step_time(model, same, cluster)
-        if peak <= limit_bytes and step_s <= most_s:
-            found[same] = peak, step_s
-    return min(found, key=lambda same: (same[0].num_slices, *found[same]), default=None)
+    found = []
+    for place, model in enumerate(models):
+        for same in ((strategy,) * len(model.units) for strategy in known):
+            peak, step_s = peak_bytes(model, same, cluster), step_time(model, same, cluster)
+            if peak <= limit_bytes and step_s <= most_s:
+                found.append(((same[0].num_slices, place, peak, step_s), model, same))
+    return min(found, key=lambda each: each[0])[1:] if found else None
 
 
 def at_rest(

@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, ModelCosts
 from dshard.planner.devices import Device, find_device
 from dshard.planner.measuring import measure, optimizer_seconds_per_byte
+from dshard.planner.memory import peak_bytes
 from dshard.planner.plan import Plan
 from dshard.planner.profiles import Overhead, Training, UnitTimes, costs_of
 from dshard.planner.progress import SILENT, Progress, Stretch, Throttled
@@ -25,8 +28,10 @@ from dshard.planner.texts import parse_bytes
 from dshard.planner.ties import DATASHEET, MEASURED
 from dshard.planner.traces import Part, Trace
 from dshard.planner.tracing import trace
+from dshard.planning import recomputing
 from dshard.planning.links import measure_links
 from dshard.planning.overhead import measure_overhead
+from dshard.planning.recomputing import Kinds
 from dshard.policies import Strategy
 from dshard.setup.auto_units import find_units
 from dshard.tensor.meshes import group_of
@@ -47,6 +52,7 @@ def plan(
     device: Device | str | None = None,
     memory: int | str | None = None,
     strategies: Sequence[Strategy | str] | Strategy | str | None = None,
+    checkpointing: Sequence[str] | str = "none",
     batch: int | str | None = None,
     training: Training | None = None,
     loss_of: Callable[[Any], Tensor] | None = None,
@@ -67,6 +73,9 @@ def plan(
         device: A name of `dshard.planner.DEVICES`, or one of your own; None to measure here.
         memory: Limit per rank, in bytes or as text: "38GiB"; None for that of the cluster's devices.
         strategies: That a unit may have, several or one; None for all.
+        checkpointing: Activation checkpointing that a unit may have, one kind or several: "none", "selective" (outputs
+            of matrix products, convolutions and attention are kept, the rest is computed again), "full" (inputs of a
+            unit are kept alone); "auto" for any. `fully_shard(model, plan=plan)` applies what was chosen.
         batch: Samples per rank; None for those of the sample, "auto" for as many as give the most samples per second.
         training: Dtypes and optimizer; None for AdamW in the model's dtypes, as torch runs it by default there.
         loss_of: Loss of an output. Without it: its `loss`, or the sum of what is floating-point in it.
@@ -102,6 +111,7 @@ def plan(
         loss_of=loss_of,
         mesh=mesh,
         progress=progress if is_first else SILENT,
+        checkpointing=checkpointing,
     )
     if cluster is None:
         profile.progress.at("measuring links")
@@ -122,6 +132,7 @@ class Profile:
             takes for each parameter.
         progress: Hears how far planning is.
         rates: Which parts of the device's figures are reached; None for those of its efficiency.
+        checkpointing: As for `plan`.
     """
 
     def __init__(
@@ -135,14 +146,16 @@ class Profile:
         mesh: DeviceMesh | None = None,
         progress: Progress = SILENT,
         rates: Rates | None = None,
+        checkpointing: Sequence[str] | str = "none",
     ) -> None:
         self.progress, self._rates = progress, rates
         self._model, self._sample, self._loss_of, self._mesh = model, sample_input, loss_of, mesh
         self._device, self._training = device, training
-        self._traces: dict[int, Trace] = {}
+        self._traces: dict[tuple[int, Kinds], Trace] = {}
         self._known: dict[int, ModelCosts] = {}
         self._own: Overhead | None = None
-        self._parts = parts_of(model)
+        self._parts, self._kinds = parts_of(model), recomputing.kinds_of(checkpointing)
+        self._may_recompute = tuple(recomputing.may_recompute(model, part) for part in self._parts)
         sizes = [each.shape[0] for each in tensors(sample_input) if each.ndim]
         if not sizes or not sizes[0]:
             raise PlanError(
@@ -155,26 +168,28 @@ class Profile:
             for dtype in dtypes if training.compute_dtype is None else (training.compute_dtype,):
                 device.check(dtype)
 
-    def traced(self, batch: int) -> Trace:
-        """A traced step of so many samples; each is traced once."""
-        if batch not in self._traces:
+    def traced(self, batch: int, kinds: Kinds | str = "none") -> Trace:
+        """A traced step of so many samples, under some activation checkpointing; each is traced once."""
+        kinds = self._kinds_of_parts(kinds)
+        if (batch, kinds) not in self._traces:
             sample = _resized(self._sample, self.batch, batch, is_real=False)
             what = f"tracing a step of {batch} sample{'s' * (batch > 1)}"
             self.progress.at(what)
-            self._traces[batch] = trace(
-                self._model,
-                sample,
-                self._parts,
-                dtype=self._training.compute_dtype,
-                loss_of=self._loss_of,
-                progress=Stretch(self.progress, f"{what}: ", 0.0, 1.0),
-            )
-        return self._traces[batch]
+            with recomputing.under(self._parts, kinds):
+                self._traces[batch, kinds] = trace(
+                    self._model,
+                    sample,
+                    self._parts,
+                    dtype=self._training.compute_dtype,
+                    loss_of=self._loss_of,
+                    progress=Stretch(self.progress, f"{what}: ", 0.0, 1.0),
+                )
+        return self._traces[batch, kinds]
 
     def costs(self, batch: int) -> ModelCosts:
         """Costs of a step of so many samples; each is traced, and measured, once."""
         if batch not in self._known:
-            self._known[batch] = self._costs(self.traced(batch), batch)
+            self._known[batch] = self._of_all_kinds(batch, partial(self.traced, batch))
         return self._known[batch]
 
     def estimated(self, most: int) -> Callable[[int], ModelCosts]:
@@ -182,10 +197,28 @@ class Profile:
 
         def costs_at(batch: int) -> ModelCosts:
             share = (batch - 1) / max(most - 1, 1)
-            between = self.traced(1).between(self.traced(most), share)
-            return self.costs(batch) if between is None else self._costs(between, batch)
+            between = {
+                kind: self.traced(1, kind).between(self.traced(most, kind), share) for kind in {"none", *self._kinds}
+            }
+            known = {kind: each for kind, each in between.items() if each is not None}
+            return self.costs(batch) if known.keys() < between.keys() else self._of_all_kinds(batch, known.__getitem__)
 
         return costs_at
+
+    def _kinds_of_parts(self, kinds: Kinds | str) -> Kinds:
+        """One kind for all parts that may have it, as one for each part."""
+        if not isinstance(kinds, str):
+            return kinds
+        return tuple(kinds if may else "none" for may in self._may_recompute)
+
+    def _of_all_kinds(self, batch: int, traced: Callable[[str], Trace]) -> ModelCosts:
+        """Costs under every kind of activation checkpointing that is asked for."""
+        plain, others = self._costs(traced("none"), batch), []
+        for kind in self._kinds:
+            if kind != "none":
+                other = self._costs(traced(kind), batch, self._kinds_of_parts(kind))
+                others.append(other if self._device is not None else recomputing.shared_times(plain, other))
+        return recomputing.with_alternatives(plain, others, self._kinds)
 
     def plan(
         self,
@@ -221,7 +254,7 @@ class Profile:
         size = self._size(batch)
         costs = self.costs(size)
         strategies = (Strategy.of(strategy).on(cluster.num_ranks),) * len(costs.units)
-        return Plan(costs, cluster, strategies, flops=self._flops(size))
+        return Plan(costs, cluster, strategies, flops=self._flops(size, self._kinds_in(costs)))
 
     def _size(self, batch: int | None) -> int:
         return self.batch if batch is None else batch
@@ -232,17 +265,39 @@ class Profile:
         return float(margin)
 
     def _planned(self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int, tolerance: float) -> Plan:
-        costs = self.costs(batch)
-        self.progress.at(f"choosing strategies of {len(costs.units)} units")
-        solution = solve(costs, cluster, known, limit, tolerance=tolerance, progress=self.progress)
-        return Plan(costs, cluster, solution.strategies, known, solution.certificate, self._flops(batch))
+        costs, room = self.costs(batch), limit
+        while True:  # until the mix that was chosen fits as it runs, and not as its units alone tell
+            self.progress.at(f"choosing strategies of {len(costs.units)} units")
+            solution = solve(costs, cluster, known, room, tolerance=tolerance, progress=self.progress)
+            kinds, model, strategies = self._kinds_in(solution.model), solution.model, solution.strategies
+            if len(set(kinds)) > 1:
+                model = recomputing.with_memory_of(model, self._memory(batch, kinds))
+            peak = peak_bytes(model, strategies, cluster)
+            if peak <= limit:
+                break
+            room -= max(peak - limit, 1)
+        certificate = replace(solution.certificate, peak_bytes=peak, limit_bytes=limit)
+        return Plan(model, cluster, strategies, known, certificate, self._flops(batch, kinds))
 
-    def _flops(self, batch: int) -> float:
-        return float(self.traced(batch).flops * self._training.num_backwards)
+    def _kinds_in(self, model: ModelCosts) -> Kinds:
+        """The kind of activation checkpointing of each part."""
+        kind_of = {unit.name: unit.checkpointing for unit in model.units}
+        return tuple(kind_of[part.label] for part in self._parts)
 
-    def _costs(self, traced: Trace, batch: int) -> ModelCosts:
+    def _flops(self, batch: int, kinds: Kinds | str = "none") -> float:
+        return float(self.traced(batch, kinds).flops * self._training.num_backwards)
+
+    def _memory(self, batch: int, kinds: Kinds) -> ModelCosts:
+        """Costs of which bytes count alone."""
+        times = [UnitTimes(0.0, 0.0)] * len(self._parts)
+        traced = self.traced(batch, kinds)
+        return costs_of(traced, self._model, training=self._training, times=times, batch_size=batch)
+
+    def _costs(self, traced: Trace, batch: int, kinds: Kinds = ()) -> ModelCosts:
+        """Costs of a step that was traced under one kind of activation checkpointing for each part; () for none."""
+        kinds = kinds or self._kinds_of_parts("none")
         if self._device is not None:
-            return costs_of(
+            found = costs_of(
                 traced,
                 self._model,
                 training=self._training,
@@ -250,10 +305,18 @@ class Profile:
                 batch_size=batch,
                 rates=self._rates,
             )
+        else:
+            found = self._measured(traced, batch, kinds)
+        kind_of = {part.label: kind for part, kind in zip(self._parts, kinds, strict=True)}
+        return replace(found, units=tuple(replace(unit, checkpointing=kind_of[unit.name]) for unit in found.units))
+
+    def _measured(self, traced: Trace, batch: int, kinds: Kinds) -> ModelCosts:
+        """The same, of times of real steps on this machine."""
         sample = _resized(self._sample, self.batch, batch, is_real=True)
         dtype = self._training.compute_dtype
         self.progress.at(f"measuring a step of {batch} sample{'s' * (batch > 1)} on this machine")
-        times = measure(self._model, sample, self._parts, dtype=dtype, loss_of=self._loss_of)
+        with recomputing.under(self._parts, kinds):
+            times = measure(self._model, sample, self._parts, dtype=dtype, loss_of=self._loss_of)
         of_byte = optimizer_seconds_per_byte(next(self._model.parameters()).device)
         own = Overhead()
         if self._mesh is not None:

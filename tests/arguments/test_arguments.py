@@ -67,7 +67,9 @@ FREE = {  # public names without a row, and why
                 *("is_inside", "shares_memory", "replicas_share_memory"),
             ),
             "Link": ("time_s",),
+            "ModelCosts": ("under",),
             "ParamCosts": ("shard_numel", "slice_numel"),
+            "UnitCosts": ("under",),
         }.items()
         for name in names
     },
@@ -322,6 +324,10 @@ RIGHT: dict[str, set[str]] = {  # by what the table says that a kind allows
     "a number of samples, 'auto'": INTS - {"0"} | {"'auto'"},
     "one of ('check', 'broadcast', None)": {"'check'", "none"},
     "one of ('mean', 'sum')": {"'mean'"},
+    "one of ('none', 'selective', 'full')": {"'full'"},
+    "'none', 'selective', 'full', 'auto', or a list of at least one of the first three": {
+        *("'full'", "'auto'", "['full']"),
+    },
     "one of ('leave', 'broadcast', 'check')": {"'leave'", "'check'"},
     "one of ('ddp', 'zero1', 'zero2', 'keep', 'full')": {"'full'"},
     "one of ('all_gather', 'reduce_scatter', 'all_reduce', 'broadcast', 'check', None)": (
@@ -352,6 +358,7 @@ RIGHT: dict[str, set[str]] = {  # by what the table says that a kind allows
     "names of modules": {"['x']", "['full']", "['ful']", *NOTHING},
     "a list of UnitCosts": {"[unit]", *NOTHING},
     "a list of ParamCosts": {"[costs]", *NOTHING},
+    "a list of UnitCosts": NOTHING,
     "a dict of Links by numbers of ranks": {"{}", "{2: links}"},
     "a dict of finite numbers above 0 by names of dtypes": {"{}", "{'x': 2.0}"},
     "the ModelCosts of a model": {"costs"},

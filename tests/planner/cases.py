@@ -1,5 +1,6 @@
 """Models and clusters that hypothesis draws, small enough for brute force."""
 
+from dataclasses import replace
 from itertools import product
 
 from hypothesis import strategies as st
@@ -47,7 +48,22 @@ def units(draw, name):
 
 
 @st.composite
-def models(draw, max_units=5):
+def units_with_alternatives(draw, name):
+    """A unit that a solver may checkpoint, in one way or two; what that costs and saves is anything."""
+    unit = draw(units(name))
+    kinds = draw(st.sampled_from([(), ("full",), ("selective",), ("selective", "full")]))
+    others = (draw(units(name)) for _ in kinds)
+    names = ("forward_s", "backward_s", "activation_bytes", "forward_transient_bytes", "backward_transient_bytes")
+    names = (*names, "gradients_transient_bytes", "is_used_in_backward")
+    alternatives = tuple(
+        replace(unit, checkpointing=kind, **{field: getattr(other, field) for field in names})
+        for kind, other in zip(kinds, others, strict=True)
+    )
+    return replace(unit, alternatives=alternatives)
+
+
+@st.composite
+def models(draw, max_units=5, *, units=units):
     num = draw(st.integers(1, max_units))
     distinct = [draw(units(f"u{i}")) for i in range(draw(st.integers(1, num)))]
     chosen = [distinct[draw(st.integers(0, len(distinct) - 1))] for _ in range(num)]
@@ -82,8 +98,10 @@ def clusters(draw):
 
 
 def every_choice(model, cluster, names):
-    """Seconds and peak bytes of every combination of strategies."""
+    """Seconds and peak bytes of every combination of strategies, and of each unit's kinds of checkpointing."""
+    kinds = product(*([each.checkpointing for each in (unit, *unit.alternatives)] for unit in model.units))
     return [
-        (step_time(model, choice, cluster), peak_bytes(model, choice, cluster))
+        (step_time(each, choice, cluster), peak_bytes(each, choice, cluster))
+        for each in map(model.under, kinds)
         for choice in product(names, repeat=len(model.units))
     ]

@@ -29,7 +29,7 @@ from dshard.planner.bounds import Incumbent, Relaxation
 from dshard.planner.chain import Chain
 from dshard.planner.labels import search
 from dshard.policies import Strategy
-from tests.planner.cases import STRATEGIES, clusters, every_choice, models
+from tests.planner.cases import STRATEGIES, clusters, every_choice, models, units_with_alternatives
 
 ALWAYS = settings(max_examples=150, deadline=None)
 SOME_NAMES = st.lists(st.sampled_from(STRATEGIES), min_size=1, max_size=4, unique=True)
@@ -41,6 +41,30 @@ def limits(data, every):
     """A limit at which the answer may change, or near it; never below 1."""
     peak = data.draw(st.sampled_from(sorted({peak for _, peak in every})))
     return max(1, peak + data.draw(st.sampled_from([0, -1, 1000])))
+
+
+@ALWAYS
+@given(models(3, units=units_with_alternatives), clusters(), SOME_NAMES.filter(lambda names: len(names) < 4), st.data())
+def test_with_checkpointing_as_a_choice_the_solver_finds_what_brute_force_finds(model, cluster, names, data):
+    every = every_choice(model, cluster, names)
+    limit = limits(data, every)
+    fitting = [seconds for seconds, peak in every if peak <= limit]
+    if not fitting:
+        least = min(peak for _, peak in every)
+        with pytest.raises(PlanError, match=f"takes {least} bytes, {least - limit} too many"):
+            solve(model, cluster, names, limit)
+        return
+    solution = solve(model, cluster, names, limit)
+    certificate, own = solution.certificate, model.under(solution.checkpointing)
+    assert own == solution.model
+    assert step_time(own, solution.strategies, cluster) == pytest.approx(min(fitting), rel=1e-9, abs=1e-15)
+    assert certificate.step_s == pytest.approx(min(fitting), rel=1e-9, abs=1e-15)
+    assert certificate.gap < 1e-8
+    assert certificate.relaxed_bound_s <= min(fitting) * SLACK + 1e-15
+    assert certificate.peak_bytes == peak_bytes(own, solution.strategies, cluster) <= limit
+    margin = solve(model, cluster, names, limit, tolerance=0.5)  # whatever is simpler fits, and is not much slower
+    assert step_time(margin.model, margin.strategies, cluster) <= min(fitting) * 1.5 * SLACK + 1e-15
+    assert peak_bytes(margin.model, margin.strategies, cluster) == margin.certificate.peak_bytes <= limit
 
 
 @ALWAYS
