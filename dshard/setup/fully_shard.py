@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dshard import arguments
 from dshard.agreement.buffers import broadcast_buffers, check_buffers
 from dshard.agreement.same import VERSIONS, Fact, check_same, refused_together, versions
+from dshard.autograd.checkpointing import modules_that_run
 from dshard.collectives import ShardGroup
 from dshard.optimizer.replace import inherit
 from dshard.planner import Plan
@@ -21,10 +22,10 @@ from dshard.runtime.casts import cast_at
 from dshard.runtime.module_hooks import watch
 from dshard.setup.convert import convert, follow_replaced, move_buffers, own_parameters
 from dshard.setup.initial import compare_parameters
-from dshard.setup.install import Wrapping, modules_that_run, take_in, wrap
+from dshard.setup.install import Wrapping, take_in, wrap
 from dshard.setup.options import Options, checked_modules
 from dshard.setup.plan_report import PlanReport
-from dshard.setup.planned_units import Followed, choices, follow, read_plan
+from dshard.setup.planned_units import Followed, checkpoint_as_planned, choices, follow, read_plan
 from dshard.setup.specs import ParamSpec, Resolver, described, settle
 from dshard.setup.wrap import AutoWrapPolicy, chosen_modules
 from dshard.slices.layers import check_sliced, is_sliced, set_slices
@@ -239,6 +240,8 @@ class _Call:
         """Do it: convert the parameters, make the units, and remember how, for what is added later."""
         sharded, inherited = convert(self.modules, self.specs, places)
         move_buffers(self.modules, self.resolver.mesh)
+        if self.followed.plan is not None:
+            checkpoint_as_planned(self.modules[0], self.followed.plan)
         runtime = wrap(self.wrappings, self.modules, sharded, may_split=self.followed.plan is None)
         set_slices(self.modules, {sharded[id(spec.param)]: spec.num_slices for spec in self.specs})
         for heir in inherited:

@@ -64,17 +64,6 @@ class Wrapping:
     units: tuple[UnitSpec, ...]
 
 
-def modules_that_run(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Some modules; in the place of a container without a forward, those in it that are called."""
-    found: list[nn.Module] = []
-    for module in modules:
-        if type(module).forward is not nn.Module.forward:
-            found.append(module)
-        else:
-            found += modules_that_run(module.children())
-    return found
-
-
 def wrap(
     wrappings: Sequence[Wrapping],
     modules: Sequence[nn.Module],

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from dshard.autograd.checkpointing import MODES, apply_checkpointing, check_plain
 from dshard.errors import DShardError, PlanError
 from dshard.planner import Plan
 from dshard.planner.names import plain_name
@@ -55,7 +56,8 @@ def read_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
 def choices(plan: Plan) -> list[str]:
     """What of a plan is followed, unit by unit; all ranks must follow the same."""
     units = zip(plan.model.units, plan.strategies, strict=True)
-    return [f"{strategy} for {', '.join(unit.param_names) or 'nothing'}" for unit, strategy in units]
+    cut = [f"{strategy} for {', '.join(unit.param_names) or 'nothing'}" for unit, strategy in units]
+    return [*cut, *(f"{mode!r} checkpointing" for mode in getattr(plan, "checkpointing", ()))]
 
 
 def follow(
@@ -80,7 +82,54 @@ def follow(
     units = _units_of(plan, modules, found, num_ranks)
     _check_bytes(plan, found, precision)
     planned = {plain_name(name): strategy for name, strategy in plan.by_parameter.items()}
+    for mode, checkpointed in _checkpointed(modules[0], plan).items():
+        check_plain(checkpointed, mode, root=modules[0])
     return Followed(StrategyRules(named={name: planned[plain_name(name)] for name, _ in found}), plan, tuple(units))
+
+
+def checkpoint_as_planned(model: nn.Module, plan: Any) -> None:
+    """Have each unit of a plan keep for backward what the plan says: `apply_checkpointing` on its modules.
+
+    Ahead of the units' hooks or after them: these stand around a module's forward, and this in it.
+
+    Args:
+        model: That the plan is for.
+        plan: With a mode per unit as `checkpointing`; none means "none" for all.
+
+    Raises:
+        PlanError: It has modes for other units, one that is none, or one for the whole model.
+        StateError: A module is checkpointed already.
+    """
+    for mode, modules in _checkpointed(model, plan).items():
+        apply_checkpointing(modules, mode, root=model)
+
+
+def _checkpointed(model: nn.Module, plan: Any) -> dict[str, list[nn.Module]]:
+    """The modules that a plan has checkpointed, by mode.
+
+    Raises:
+        PlanError: As `checkpoint_as_planned`.
+    """
+    modes, units = getattr(plan, "checkpointing", ()), plan.model.units
+    wrong = next((mode for mode in modes if mode not in MODES), None)
+    if wrong is not None or len(modes) not in (0, len(units)):
+        raise PlanError(
+            f"fully_shard: a plan's checkpointing must be one of {', '.join(MODES)} for each of its {len(units)} "
+            f"units, but it has {len(modes)} modes{'' if wrong is None else f', and one is {wrong!r}'}. Plan again."
+        )
+    runs: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        runs.setdefault(_plain_module(name), module)
+    found: dict[str, dict[nn.Module, None]] = {}
+    for mode, unit in zip(modes, units, strict=False):
+        if mode != "none" and any(not _plain_module(name) for name in unit.modules):
+            raise PlanError(
+                f"fully_shard: the whole model must not be checkpointed, for its backward would begin with all that is "
+                f"saved, but this plan has {mode!r} for {unit.name or 'it'}. Give that unit 'none'."
+            )
+        if mode != "none":
+            found.setdefault(mode, {}).update(dict.fromkeys(runs[_plain_module(name)] for name in unit.modules))
+    return {mode: list(modules) for mode, modules in found.items()}
 
 
 def _is_strategy(text: Any) -> bool:

@@ -1,0 +1,262 @@
+"""Activation checkpointing of modules: their forwards keep less for backward, which computes the rest again."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry
+
+from dshard.errors import StateError
+
+MODES = ("none", "selective", "full")
+
+_KEEP_THEIR_INPUT = (nn.Linear.forward, nn.Embedding.forward)  # and nothing else, however they are run
+_MORE_PRODUCTS = ("addbmm", "_grouped_mm", "_scaled_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu")
+
+
+def apply_checkpointing(
+    modules: Sequence[nn.Module], mode: str, *, root: nn.Module | None = None
+) -> Callable[[], None]:
+    """Have the forwards of some modules keep less for backward.
+
+    "full" keeps a module's inputs and computes everything again in backward; "selective" also keeps the outputs of
+    matrix products, convolutions and attention: all of which torch's table counts floating-point operations, so what
+    `torch.utils.flop_counter.register_flop_formula` was called for, too. "none" changes nothing.
+
+    In the place of a container without a forward, the modules in it run so. Linear layers and embeddings, which keep
+    their input alone as they are, are left as they are. Names of modules and parameters stay. Without gradients a
+    forward is the module's own.
+
+    Args:
+        modules: Not in one another.
+        mode: One of `MODES`.
+        root: Of the model, whose names errors tell, and within which nothing around the modules may be checkpointed.
+
+    Returns:
+        Takes it off again.
+
+    Raises:
+        StateError: `mode` is none, or a module, one in it or one around it is checkpointed already.
+
+    Communicates:
+        Nothing.
+    """
+    if mode not in MODES:
+        raise StateError(f"checkpointing: a mode must be one of {', '.join(MODES)}, but it is {mode!r}. Choose one.")
+    if mode == "none":
+        return lambda: None
+    check_plain(modules, mode, root=root)
+    changed = []
+    for module in dict.fromkeys(map(_compiled, modules_that_run(modules))):
+        own = vars(module).get("forward")
+        if own is None and type(module).forward in _KEEP_THEIR_INPUT:
+            continue
+        forward = partial(_run, module.forward, mode)
+        changed.append((module, own, forward))
+        vars(module)["forward"] = forward
+
+    def take_off() -> None:
+        for module, own, forward in changed:
+            if vars(module).get("forward") is not forward:
+                continue  # somebody else has put another one there
+            if own is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = own
+
+    return take_off
+
+
+@contextmanager
+def checkpointed(modules: Sequence[nn.Module], mode: str) -> Iterator[None]:
+    """Some modules run as `apply_checkpointing` has them, within the block."""
+    take_off = apply_checkpointing(modules, mode)
+    try:
+        yield
+    finally:
+        take_off()
+
+
+def check_plain(modules: Sequence[nn.Module], mode: str, *, root: nn.Module | None = None) -> None:
+    """Refuse modules that are checkpointed already, hold one that is, lie in one, or lie in one another.
+
+    Raises:
+        StateError: Names the module.
+    """
+    inside = {each for module in modules for each in module.modules()}
+    for top in modules if root is None else (root,):
+        for name, each in top.named_modules():
+            how = _checkpoints(each)
+            if how is not None and (each in inside or not inside.isdisjoint(each.modules())):
+                raise StateError(
+                    f"{name or type(each).__name__}: a module is checkpointed once, but this one is already, by {how}, "
+                    f"and {mode!r} is asked for it, for one in it or for one around it. Take one of them off."
+                )
+    for module in modules:
+        below = next((each for each in modules if each is not module and each in set(module.modules())), None)
+        if below is not None:
+            raise StateError(
+                f"{type(module).__name__}: modules that are checkpointed must not lie in one another, but this one "
+                f"holds a {type(below).__name__} that is to be, too. Leave one of them out."
+            )
+
+
+def modules_that_run(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Some modules; in the place of a container without a forward, those in it that are called."""
+    found: list[nn.Module] = []
+    for module in modules:
+        if type(module).forward is not nn.Module.forward:
+            found.append(module)
+        else:
+            found += modules_that_run(module.children())
+    return found
+
+
+def _checkpoints(module: nn.Module) -> str | None:
+    """What checkpoints a module, if something does that can be seen."""
+    own = vars(module).get("forward")
+    if isinstance(module, CheckpointWrapper):
+        return "torch's checkpoint_wrapper"
+    if isinstance(own, partial) and own.func is _run:
+        return f"{own.args[1]!r} checkpointing of its unit"
+    if isinstance(own, partial) and own.func is checkpoint:
+        return "torch's checkpoint"
+    return "gradient_checkpointing=True" if getattr(module, "gradient_checkpointing", False) is True else None
+
+
+def _compiled(module: nn.Module) -> nn.Module:
+    """The module in torch.compile's wrapper: what is computed again is told within the graph."""
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else inner
+
+
+def _run(forward: Callable[..., Any], mode: str, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module that is checkpointed."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    for each in (*args, *kwargs.values()):
+        if hasattr(each, "get_seq_length"):  # of transformers
+            raise StateError(
+                "checkpointing: what runs again in backward must write to nothing twice, but this module was given a "
+                f"{type(each).__name__}, to which it adds keys and values. Set model.config.use_cache = False."
+            )
+    function = partial(forward, **kwargs) if kwargs else forward
+    if mode == "full":
+        return checkpoint(function, *args, use_reentrant=False)
+    if torch.compiler.is_compiling():
+        return checkpoint(function, *args, use_reentrant=False, context_fn=_contexts_in_graph)
+    return checkpoint(function, *args, use_reentrant=False, context_fn=_contexts)
+
+
+def _contexts_in_graph() -> Any:
+    """Those of torch, which mark the operations of a graph; nothing in one is written in place."""
+
+    def policy(_: Any, func: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if _is_kept(func, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _contexts() -> "tuple[_Keeping, _Giving]":
+    """What a selective forward and its recomputation run in.
+
+    Torch's own refuse products that are written to later (`nn.ReLU(inplace=True)` after a layer, T5's scores), and a
+    second backward; they would also keep attention with dropout, of which to skip it moves the random numbers that
+    come after it.
+    """
+    kept: list[_Output] = []
+    return _Keeping(kept), _Giving(kept)
+
+
+def _is_kept(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the output of an operation is worth its memory."""
+    packet = getattr(func, "overloadpacket", func)  # operations of higher order have none
+    if packet not in flop_registry and getattr(packet, "__name__", "") not in _MORE_PRODUCTS:
+        return False
+    schema = getattr(func, "_schema", None)
+    return schema is None or not (schema.is_mutable or _draws(schema.arguments, args, kwargs))
+
+
+def _draws(arguments: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation uses random numbers: attention with dropout does."""
+    for i, argument in enumerate(arguments):
+        if argument.name == "dropout_p":
+            return bool(kwargs.get("dropout_p", args[i] if i < len(args) else argument.default_value))
+    return False
+
+
+class _Output:
+    """What an operation gave, as long as nobody needs it."""
+
+    __slots__ = ("_value", "_versions", "func")
+
+    def __init__(self, func: Any, value: Any) -> None:
+        self.func, self._value = func, tree_map_only(Tensor, _alias, value)
+        self._versions = _versions(self._value)
+
+    def take(self, func: Any) -> Any:
+        """The output, once; None if it is another operation's, or was written to since."""
+        value, self._value = self._value, None
+        return value if func == self.func and _versions(value) == self._versions else None
+
+
+def _alias(value: Tensor) -> Tensor:
+    """The tensor, without the history that autograd is about to give it, but with its counter of writes."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # noqa: FBT003
+        return value.detach()
+
+
+def _versions(value: Any) -> list[int]:
+    return [each._version for each in tree_iter(value) if isinstance(each, Tensor)]
+
+
+class _Selecting(TorchDispatchMode):
+    """Sees the operations of a module's forward.
+
+    Args:
+        kept: Outputs, in order.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, kept: list[_Output]) -> None:
+        super().__init__()
+        self.kept = kept
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Torch asks whether graphs that are compiled already may run under it."""
+        return True
+
+
+class _Keeping(_Selecting):
+    """The forward: keeps outputs of products."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if _is_kept(func, args, kwargs or {}):
+            self.kept.append(_Output(func, out))
+        return out
+
+
+class _Giving(_Selecting):
+    """Its recomputation: gives what was kept; what is not there any more is computed."""
+
+    def __enter__(self) -> Any:
+        self._next = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_kept(func, args, kwargs or {}) and self._next < len(self.kept):
+            self._next += 1
+            value = self.kept[self._next - 1].take(func)
+            if value is not None:
+                return value
+        return func(*args, **(kwargs or {}))
