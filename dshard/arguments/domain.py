@@ -203,7 +203,6 @@ DEVICE_OR_NAME = either(
 BY_NUM_RANKS = mapping_of(LINKS, "a dict of Links by numbers of ranks", "Leave it out.", keys=int)
 UNITS = list_of(ours("UnitCosts", ""), "a list of UnitCosts", "Pass [UnitCosts(...)].")
 PARAM_COSTS = list_of(ours("ParamCosts", ""), "a list of ParamCosts", "Pass [ParamCosts(...)].")
-UNIT_COSTS = list_of(ours("UnitCosts", ""), "a list of UnitCosts", "Pass [UnitCosts(...)].")
 CHECKPOINTING = one_of("none", "selective", "full")
 SOME_CHECKPOINTING = either(
     one_of("none", "selective", "full", "auto"),

@@ -260,7 +260,7 @@ TABLE: dict[str, Row] = {
         "source": TEXT,
         "modules": list_of(TEXT, "names of modules", "Pass ('blocks.0',)."),
         "checkpointing": domain.CHECKPOINTING,
-        "alternatives": domain.UNIT_COSTS,
+        "alternatives": domain.UNITS,
     },
     "Training": {
         "compute_dtype": optional(domain.FLOAT),

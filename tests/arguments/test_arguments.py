@@ -358,7 +358,6 @@ RIGHT: dict[str, set[str]] = {  # by what the table says that a kind allows
     "names of modules": {"['x']", "['full']", "['ful']", *NOTHING},
     "a list of UnitCosts": {"[unit]", *NOTHING},
     "a list of ParamCosts": {"[costs]", *NOTHING},
-    "a list of UnitCosts": NOTHING,
     "a dict of Links by numbers of ranks": {"{}", "{2: links}"},
     "a dict of finite numbers above 0 by names of dtypes": {"{}", "{'x': 2.0}"},
     "the ModelCosts of a model": {"costs"},
