@@ -1,13 +1,14 @@
 """Plans at five memory limits, run for real: beside every single strategy, and beside what was predicted.
 
-The limits lie between the predicted peaks of `full` and of `ddp` everywhere. Times are of one interleaved run; peaks
-are counted in a step of their own.
+The limits lie between the predicted peaks of `full` and of `ddp` everywhere; with activation checkpointing as a
+choice, between that of `full` with all of it and that of `ddp` with none. Times are of one interleaved run; peaks are
+counted in a step of their own.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,18 @@ from dshard.bench.output import Output, table
 from dshard.bench.plots import Bars
 from dshard.errors import PlanError
 from dshard.planner import Plan
+from dshard.planner.costs import CHECKPOINTING
 from dshard.planner.profiles import Training
+from dshard.planner.tables import named
 from dshard.planning.links import measure_links
 from dshard.planning.plan import Profile
+from dshard.policies import Strategy
 from dshard.tensor.meshes import default_mesh
 from dshard.testing import counted_peak
 
 _SINGLES = ("ddp", "zero1", "zero2", "keep", "full")
 _BATCH, _TOKENS = 4, 64
+_MORE_TOKENS = 256  # where activations are to count
 _NUM_LIMITS = 5
 _NUM_WARMUPS = 3
 
@@ -49,9 +54,15 @@ class Planned:
     plan: str
     text: str
 
+    @classmethod
+    def of(cls, limit_bytes: int, plan: Plan) -> Planned:
+        """A plan for it."""
+        return cls(limit_bytes, plan.to_json(), str(plan))
 
-def _ids(size: Size) -> Tensor:
-    return torch.randint(0, size.vocab, (_BATCH, _TOKENS), generator=torch.Generator().manual_seed(dist.get_rank()))
+
+def _ids(size: Size, num_tokens: int) -> Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randint(0, size.vocab, (_BATCH, num_tokens), generator=generator)
 
 
 def _loss(logits: Tensor) -> Tensor:
@@ -63,21 +74,23 @@ def _model(size: Size) -> GPT:
     return GPT(size)
 
 
-def _plans(size: Size, num_limits: int) -> tuple[list[Planned], dict[str, tuple[float, int]]]:
-    """Plans at each limit, and predicted seconds and bytes of each single strategy, of one set of measurements."""
+def _plans(size: Size, num_tokens: int, kinds: Sequence[str]) -> tuple[list[Planned], dict[str, Planned]]:
+    """Plans at each limit, and each single strategy with each kind of checkpointing, of one set of measurements."""
     mesh = default_mesh()
     training = Training(step_bytes_per_element=8, steps_together=False)  # AdamW's default on CPU
-    profile = Profile(_model(size), (_ids(size),), device=None, training=training, loss_of=_loss, mesh=mesh)
+    given = _model(size), (_ids(size, num_tokens),)
+    profile = Profile(*given, device=None, training=training, loss_of=_loss, mesh=mesh, checkpointing=kinds)
     with tempfile.TemporaryDirectory() as folder:
         cluster = measure_links(mesh, path=Path(folder) / "links.json")
-    given = {name: profile.given(cluster, name) for name in _SINGLES}
-    low, high = given["full"].peak_bytes, given["ddp"].peak_bytes
-    found = []
-    for i in range(num_limits):
-        limit = low + (high - low) * i // max(num_limits - 1, 1)
-        plan = profile.plan(cluster, memory=limit)
-        found.append(Planned(limit, plan.to_json(), str(plan)))
-    return found, {name: (plan.step_s, plan.peak_bytes) for name, plan in given.items()}
+    singles = {
+        named(Strategy.of(name), kind): profile.given(cluster, name, checkpointing=kind)
+        for kind in kinds
+        for name in _SINGLES
+    }
+    low, high = singles[named(Strategy.of("full"), kinds[-1])].peak_bytes, singles["ddp"].peak_bytes
+    limits = [low + (high - low) * i // (_NUM_LIMITS - 1) for i in range(_NUM_LIMITS)]
+    plans = [Planned.of(limit, profile.plan(cluster, memory=limit)) for limit in limits]
+    return plans, {name: Planned.of(plan.peak_bytes, plan) for name, plan in singles.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +102,12 @@ class _Trained:
     step: Step
 
 
-def _trained(size: Size, choice: str) -> _Trained:
-    """A model under a single strategy, or a plan as JSON."""
+def _trained(size: Size, num_tokens: int, plan: str) -> _Trained:
+    """A model under a plan."""
     model: Any = _model(size)
-    options = {"strategy": choice} if choice in _SINGLES else {"plan": Plan.from_json(choice)}
-    dshard.fully_shard(model, **options)
+    dshard.fully_shard(model, plan=Plan.from_json(plan))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    ids = _ids(size)
+    ids = _ids(size, num_tokens)
 
     def step() -> None:
         _loss(model(ids)).backward()
@@ -105,15 +117,15 @@ def _trained(size: Size, choice: str) -> _Trained:
     return _Trained(model, optimizer, step)
 
 
-def _times(size: Size, choices: Mapping[str, str], num_rounds: int) -> dict[str, Summary]:
-    variants = {name: _trained(size, choice).step for name, choice in choices.items()}
+def _times(size: Size, num_tokens: int, plans: Mapping[str, str], num_rounds: int) -> dict[str, Summary]:
+    variants = {name: _trained(size, num_tokens, plan).step for name, plan in plans.items()}
     samples = interleave(variants, num_rounds=num_rounds, num_warmups=_NUM_WARMUPS)
     return {name: summary(some) for name, some in samples.items()}
 
 
-def _peak(size: Size, choice: str) -> int:
+def _peak(size: Size, num_tokens: int, plan: str) -> int:
     """Bytes counted in the third step."""
-    trained = _trained(size, choice)
+    trained = _trained(size, num_tokens, plan)
     for _ in range(2):
         trained.step()
     with counted_peak(trained.model, trained.optimizer) as counted:
@@ -121,26 +133,39 @@ def _peak(size: Size, choice: str) -> int:
     return counted.num_bytes
 
 
-def run(output: Output, *, num_ranks: int, num_rounds: int, size: Size) -> None:
-    """Measure, print and write `plan_gloo_N`; times are rank 0's, peaks those of the rank that has most."""
+def run(output: Output, *, num_ranks: int, num_rounds: int, size: Size, with_checkpointing: bool = False) -> None:
+    """Measure, print and write `plan_gloo_N`; times are rank 0's, peaks those of the rank that has most.
+
+    Args:
+        output: Where to.
+        num_ranks: Of gloo.
+        num_rounds: Of the interleaved run.
+        size: Of the model.
+        with_checkpointing: Whether the planner may have each unit computed again, in part or whole.
+    """
+    num_tokens, kinds = (_MORE_TOKENS, CHECKPOINTING) if with_checkpointing else (_TOKENS, CHECKPOINTING[:1])
     with gloo_world(num_ranks) as world:
-        plans, predicted = world.run(_plans, size, _NUM_LIMITS, timeout_s=WORLD_TIMEOUT_S)[0]
+        plans, singles = world.run(_plans, size, num_tokens, kinds, timeout_s=WORLD_TIMEOUT_S)[0]
         names = {plan.plan: f"plan {i + 1}" for i, plan in reversed(list(enumerate(plans)))}  # equal ones by the first
-        choices = {name: name for name in _SINGLES} | {name: plan for plan, name in names.items()}
-        times = world.run(_times, size, choices, num_rounds, timeout_s=WORLD_TIMEOUT_S)[0]
-        counted = {name: world.run(_peak, size, choice, timeout_s=WORLD_TIMEOUT_S) for name, choice in choices.items()}
-    peaks = {name: max(of_ranks) for name, of_ranks in counted.items()}
-    rows = [_row(plan, names[plan.plan], times, peaks, predicted) for plan in plans]
-    singles = {
-        name: {"predicted_ms": predicted[name][0] * 1e3, "predicted_mb": predicted[name][1] / 1e6, **times[name]}
-        | {"counted_mb": peaks[name] / 1e6}
-        for name in _SINGLES
+        given = {name: single.plan for name, single in singles.items()} | {name: plan for plan, name in names.items()}
+        times = world.run(_times, size, num_tokens, given, num_rounds, timeout_s=WORLD_TIMEOUT_S)[0]
+        counted = {
+            name: max(world.run(_peak, size, num_tokens, plan, timeout_s=WORLD_TIMEOUT_S))
+            for name, plan in given.items()
+        }
+    predicted = {name: Plan.from_json(single.plan) for name, single in singles.items()}
+    rows = [_row(plan, names[plan.plan], times, counted, predicted) for plan in plans]
+    of_singles = {
+        name: {"predicted_ms": plan.step_s * 1e3, "predicted_mb": plan.peak_bytes / 1e6, **times[name]}
+        | {"counted_mb": counted[name] / 1e6}
+        for name, plan in predicted.items()
     }
-    _print(rows, singles, num_ranks)
-    facts = output.header(num_ranks=num_ranks, batch=_BATCH, tokens=_TOKENS)
+    _print(rows, of_singles, num_ranks)
+    facts = output.header(num_ranks=num_ranks, batch=_BATCH, tokens=num_tokens)
     bars = {f"{row['limit_mb']:.0f} MB": {"plan": row["measured_ms"], "best single": row["best_ms"]} for row in rows}
     panel = Bars("a step by limit", "ms, median", bars)
-    output.write(f"plan_gloo_{num_ranks}", {"header": facts, "limits": rows, "singles": singles}, [panel])
+    name = "plan_checkpointing" if with_checkpointing else "plan"
+    output.write(f"{name}_gloo_{num_ranks}", {"header": facts, "limits": rows, "singles": of_singles}, [panel])
 
 
 def _row(
@@ -148,11 +173,11 @@ def _row(
     name: str,
     times: Mapping[str, Summary],
     peaks: Mapping[str, int],
-    predicted: Mapping[str, tuple[float, int]],
+    predicted: Mapping[str, Plan],
 ) -> dict[str, Any]:
     """A plan beside the single strategies that are predicted to fit."""
     plan = Plan.from_json(planned.plan)
-    fitting = [single for single, (_, peak) in predicted.items() if peak <= planned.limit_bytes]
+    fitting = [name for name, single in predicted.items() if single.peak_bytes <= planned.limit_bytes]
     if not fitting:
         raise PlanError("bench: no single strategy fits into the least limit. Report this as a bug.")
     best = min(fitting, key=lambda single: times[single]["median_ms"] or 0.0)
@@ -166,6 +191,7 @@ def _row(
         "best_single": best,
         "best_ms": best_ms,
         "of_best": measured / best_ms,
+        "quartiles_ms": [[times[each]["q1_ms"], times[each]["q3_ms"]] for each in (name, best)],
         "predicted_mb": plan.peak_bytes / 1e6,
         "counted_mb": peaks[name] / 1e6,
         "peak_error": plan.peak_bytes / peaks[name] - 1,

@@ -99,6 +99,10 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
         parser.add_argument("--world-sizes", type=int, nargs="+", default=sizes, metavar="RANKS", help=_spaced(sizes))
     if name == "step":
         parser.add_argument("--family", action="store_true", help="nine other kinds of work in the place of the GPT's")
+    if name == "plan":
+        parser.add_argument(
+            "--checkpointing", action="store_true", help="longer sequences, and each unit may be computed again"
+        )
     if name == "scale":
         parser.add_argument("--units", type=int, nargs="+", default=_UNITS, help=f"two or more ({_spaced(_UNITS)})")
     if name == "collectives":
@@ -254,7 +258,8 @@ def _measure_gpt(args: argparse.Namespace, output: Any) -> None:
     elif args.benchmark == "memory":
         memory.run(output, num_ranks=args.ranks, size=size)
     elif args.benchmark == "plan":
-        planned.run(output, num_ranks=args.ranks, num_rounds=args.rounds, size=size)
+        choice = args.checkpointing
+        planned.run(output, num_ranks=args.ranks, num_rounds=args.rounds, size=size, with_checkpointing=choice)
     elif args.benchmark == "checkpoint":
         checkpoint.run(output, num_ranks=args.ranks, num_rounds=args.rounds, size=size)
     elif args.benchmark == "host":

@@ -249,10 +249,19 @@ class Profile:
             except PlanError:
                 sizes.discard(best)
 
-    def given(self, cluster: Cluster, strategy: Strategy | str, batch: int | None = None) -> Plan:
-        """The same strategy for all units, whether it fits or not."""
+    def given(
+        self, cluster: Cluster, strategy: Strategy | str, batch: int | None = None, *, checkpointing: str | None = None
+    ) -> Plan:
+        """The same strategy, and the same activation checkpointing, for all units, whether it fits or not.
+
+        Args:
+            cluster: Ranks and links.
+            strategy: Of all units.
+            batch: Samples per rank; None for those of the sample.
+            checkpointing: Of the units that may have it; None for the first kind that is asked for.
+        """
         size = self._size(batch)
-        costs = self.costs(size)
+        costs = self.costs(size).under(self._kinds[0] if checkpointing is None else checkpointing)
         strategies = (Strategy.of(strategy).on(cluster.num_ranks),) * len(costs.units)
         return Plan(costs, cluster, strategies, flops=self._flops(size, self._kinds_in(costs)))
 
