@@ -145,7 +145,8 @@ def _run(forward: Callable[..., Any], mode: str, /, *args: Any, **kwargs: Any) -
         if hasattr(each, "get_seq_length"):  # of transformers
             raise StateError(
                 "checkpointing: what runs again in backward must write to nothing twice, but this module was given a "
-                f"{type(each).__name__}, to which it adds keys and values. Set model.config.use_cache = False."
+                f"{type(each).__name__}, to which it adds keys and values. Pass use_cache=False to the model, or set "
+                "it in the config of each module that has one."
             )
     function = partial(forward, **kwargs) if kwargs else forward
     if mode == "full":
