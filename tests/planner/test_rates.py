@@ -34,6 +34,9 @@ ROWS = (
     {**ROW, "n_gpus": 64, "sharding": "HYBRID_SHARD", "mlp": "swiglu", "kv_heads": 2, "ffn": 512},
     {**ROW, "n_gpus": 128, "gpus_per_node": 4, "internode_gbps_per_node": 400, "precision": "amp_bf16 (DEFAULT)"},
     {**ROW, "n_gpus": 1, "layers": 3},
+    {**ROW, "micro_batch": 100},
+    {**ROW, "micro_batch": 100, "grad_accum": 2, "sharding": "SHARD_GRAD_OP"},
+    {**ROW, "n_gpus": 16, "micro_batch": 300, "sharding": "HYBRID_SHARD"},
     {**ROW, "gpu": "mi300x"},
 )
 
