@@ -210,6 +210,8 @@ TABLE: dict[str, Row] = {
         "replicas": domain.BY_NUM_RANKS,
         "source": TEXT,
         "overlaps": FLAG,
+        "interference": domain.FROM_0,
+        "stragglers": domain.FROM_0,
     },
     "Link": {
         "alpha_s": domain.FROM_0,

@@ -13,8 +13,10 @@ _DESCRIPTION = """\
 Fits the constants of predicted times to measured runs, and writes a profile for dshard plan and simulate --profile.
   dshard calibrate runs.tsv --out profile.json
 RUNS is a table of tab-separated values, one run a row: gpu, n_gpus, layers, d_model, heads, vocab, seq, micro_batch and
-tokens_s_gpu; and, where they are not the usual, kv_heads, ffn, mlp, tied, gpus_per_node, internode_gbps_per_node,
-sharding, grad_accum, precision, compile, act_ckpt, source, id. What few rows say nothing about stays as it is shipped.
+tokens_s_gpu or step_s; and, where they are not the usual, kv_heads, ffn, n_params, mlp, tied, gpus_per_node,
+internode_gbps_per_node, sharding, parallelism, grad_accum, precision, compile, act_ckpt, source, id. They may be
+written as is usual elsewhere (H100-SXM, zero3, hsdp, selective (op)); rows that are not understood, or of what is not
+predicted (tensor parallelism, fp8), are counted and not used. What few rows say nothing about stays as it is shipped.
 """
 
 

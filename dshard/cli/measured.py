@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dshard.cli.gpt import GPT, GPTConfig
 from dshard.cli.llama import Llama, LlamaConfig
+from dshard.cli.notations import SkippedError, canonical, seconds_of
 from dshard.cli.presets import checkpoint_blocks
 from dshard.cli.usage import UsageError
 
@@ -22,9 +23,8 @@ if TYPE_CHECKING:
     from dshard.planner.calibration import Floats, Run, Terms
     from dshard.planner.traces import Trace
 
-NEEDED = ("gpu", "n_gpus", "layers", "d_model", "heads", "vocab", "seq", "micro_batch", "tokens_s_gpu")
-_DEFAULTS = {"grad_accum": "1", "compile": "0", "act_ckpt": "none", "precision": "bf16", "mlp": "gelu", "tied": "0"}
-_SHARDINGS = {"FULL_SHARD": "full", "SHARD_GRAD_OP": "keep", "HYBRID_SHARD": "hybrid", "": "full"}
+NEEDED = ("gpu", "n_gpus", "layers", "d_model", "heads", "vocab", "seq", "micro_batch")
+RATES = ("tokens_s_gpu", "step_s")
 _PAIRED = ("source", "model", "gpu", "n_gpus", "micro_batch", "grad_accum", "seq", "precision", "act_ckpt", "compile")
 _LAYERS = 5  # that are traced: the one in the middle stands for all that are no first or last one
 
@@ -56,44 +56,28 @@ def read_runs(path: Path) -> Table:
             f"RUNS must be a table of tab-separated values, but {path} cannot be read: {error}."
         ) from error
     missing = [name for name in NEEDED if rows and name not in rows[0]]
+    if rows and not missing and not any(name in rows[0] for name in RATES):
+        missing = [RATES[0]]
     if not rows or missing:
-        what = f"has no column {missing[0]!r}" if rows else "has no rows"
-        raise UsageError(f"RUNS must have the columns {', '.join(NEEDED)}, but {path} {what}. Pass another.")
+        what, wanted = f"has no column {missing[0]!r}" if rows else "has no rows", ", ".join(NEEDED)
+        raise UsageError(
+            f"RUNS must have the columns {wanted}, and {' or '.join(RATES)}, but {path} {what}. Pass another."
+        )
     traced: dict[tuple[str, ...], _Traced] = {}
     runs, skipped = [], dict[str, int]()
     for number, row in enumerate(rows, 2):
-        row = {**_DEFAULTS, **{name: value for name, value in row.items() if value}}
-        why = _reason(row)
-        if why is not None:
-            skipped[why] = skipped.get(why, 0) + 1
-            continue
         try:
-            runs.append(_run(row, number, traced))
+            empty = [name for name in NEEDED if not row[name]]
+            if empty or not any(row.get(name) for name in RATES):
+                raise SkippedError(f"no {(*empty, RATES[0])[0]}")
+            runs.append(_run(canonical(row), number, traced))
+        except SkippedError as why:
+            skipped[str(why)] = skipped.get(str(why), 0) + 1
         except (ValueError, ZeroDivisionError) as error:
             raise UsageError(f"RUNS must hold numbers, but line {number} of {path} does not: {error}.") from error
     if not runs:
         raise UsageError(f"RUNS must have rows that can be used, but {path} has none: {', '.join(skipped)}.")
     return Table(tuple(runs), skipped)
-
-
-def _reason(row: dict[str, str]) -> str | None:
-    """Why a row cannot be used."""
-    empty = [name for name in NEEDED if name not in row]
-    if empty:
-        return f"no {empty[0]}"
-    if _device(row["gpu"]) is None:
-        return f"unknown device {row['gpu']}"
-    if "fp8" in row["precision"]:
-        return "fp8"
-    return None if row.get("sharding", "") in _SHARDINGS else f"sharding {row['sharding']}"
-
-
-def _device(name: str) -> Device | None:
-    """A device by its name here, or as tables write it: a100_80gb."""
-    from dshard.planner import DEVICES
-
-    plain = name.lower().replace("_", "-")
-    return DEVICES.get(plain.removesuffix("b") if plain.endswith("gb") else plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,25 +91,23 @@ class _Traced:
 
 
 def _run(row: dict[str, str], number: int, traced: dict[tuple[str, ...], _Traced]) -> Run:
+    from dshard.planner import DEVICES
     from dshard.planner.calibration import Run
 
-    device = _device(row["gpu"])
-    assert device is not None
-    is_whole = row["act_ckpt"] in ("full", "full block")
+    device = DEVICES[row["gpu"]]
+    is_whole = row["act_ckpt"] == "full"
     names = ("d_model", "heads", "kv_heads", "ffn", "mlp", "vocab", "tied", "seq", "layers")
     key = (*(row.get(name, "") for name in names), str(is_whole))
     if key not in traced:
         traced[key] = _trace(row, is_checkpointed=is_whole)
     found, batch, num_ranks = traced[key], int(row["micro_batch"]), int(row["n_gpus"])
-    is_pure = "pure" in row["precision"].lower() and "amp" not in row["precision"] and num_ranks == 1
-    stored = 2 if is_pure else 4
-    reduced = 4 if "DEFAULT" in row["precision"] or "fp32" in row["precision"] else 2
+    stored = 2 if "pure" in row["precision"] and num_ranks == 1 else 4
+    reduced = 4 if "fp32 reduce" in row["precision"] else 2
     numels = _expanded([float(each) for each in found.numels], found.repeats)
     forward, backward = (_terms(found, batch, device, is_backward=half) for half in (False, True))
     backward = _recomputed(forward, backward, row["act_ckpt"])
     memory = device.memory_bytes_per_s
-    sharding = _SHARDINGS[row.get("sharding", "")]
-    per_host = min(num_ranks, int(row.get("gpus_per_node") or device.per_host))
+    sharding, per_host, num_backwards = row["sharding"], int(row["gpus_per_node"]), int(row.get("grad_accum", 1))
     gbit = row.get("internode_gbps_per_node")
     within = per_host if sharding == "hybrid" else num_ranks
     unused = found.one.unused_in_backward
@@ -134,12 +116,12 @@ def _run(row: dict[str, str], number: int, traced: dict[tuple[str, ...], _Traced
         source=row.get("source", "given"),
         pair=tuple(row.get(name, "") for name in _PAIRED),
         sharding=sharding,
-        seconds=batch * int(row["grad_accum"]) * int(row["seq"]) / float(row["tokens_s_gpu"]),
+        seconds=seconds_of(row),
         device=device,
         num_ranks=num_ranks,
         ranks_per_host=per_host,
         network=float(gbit) * 1e9 / 8 if gbit else device.between_hosts.bytes_per_s,
-        num_backwards=int(row["grad_accum"]),
+        num_backwards=num_backwards,
         is_compiled=row["compile"] == "1",
         forward=_with_copies(forward, 2 * numels / memory),
         backward=_with_copies(backward, reduced * numels / memory),
@@ -174,7 +156,7 @@ def _trace(row: dict[str, str], *, is_checkpointed: bool) -> _Traced:
 
 
 def _model(row: dict[str, str], layers: int) -> nn.Module:
-    width, heads, vocab = int(row["d_model"]), int(row["heads"]), int(row["vocab"].strip("~"))
+    width, heads, vocab = int(row["d_model"]), int(row["heads"]), int(row["vocab"])
     with torch.device("meta"):
         if row["mlp"] == "swiglu":
             inner = int(row.get("ffn") or 4 * width)
@@ -233,12 +215,12 @@ def _with_copies(terms: Terms, copied_s: Floats) -> Terms:
 
 
 def _recomputed(forward: Terms, backward: Terms, checkpointing: str) -> Terms:
-    """Backward with what selective checkpointing computes again: all of every other block, or all but products."""
+    """Backward with what selective checkpointing computes again: all of every so many blocks, or all but products."""
     from dataclasses import fields, replace
 
-    if checkpointing.startswith("selective (op"):
+    if checkpointing == "op":
         return replace(backward, other_s=backward.other_s + forward.other_s)
-    if checkpointing.startswith("selective"):
-        names = [each.name for each in fields(forward)]
-        return replace(backward, **{n: getattr(backward, n) + getattr(forward, n) / 2 for n in names})
+    if checkpointing.startswith("every"):
+        names, number = [each.name for each in fields(forward)], int(checkpointing.split()[1])
+        return replace(backward, **{n: getattr(backward, n) + getattr(forward, n) / number for n in names})
     return backward

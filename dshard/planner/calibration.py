@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dshard.planner.devices import Device
-from dshard.planner.rates import START_S, Constant, Misses, Rates, of_family
+from dshard.planner.rates import START_S, Constant, Misses, Rates, of_family, ring_hop_s
 
 Floats = npt.NDArray[np.float64]
 
-_NOISE = 0.06  # of one run's time, that no constant explains
+_NOISE = 0.1  # of one run's time, that no constant explains; more than runs scatter, as those of a source err together
 _OUTLIER = 2.5  # times that: what is off by more counts less
 _MAX_STEPS, _STEP = 30, 1e-4
 
@@ -94,9 +94,11 @@ class Run:
 
 def predicted_s(run: Run, values: Mapping[str, float]) -> float:
     """Time of a step: what `step_time` gives with these constants, for one strategy of all units."""
-    forward_s, backward_s = (_compute_s(run, each, values) for each in (run.forward, run.backward))
     gather_s, reduce_s = _collectives_s(run, values)
     again_s = np.zeros_like(gather_s) if run.sharding == "keep" else gather_s * run.uses_backward
+    slowest, lost = 1 + values["stragglers"] * log2(run.num_ranks), values["interference"]
+    forward_s = _compute_s(run, run.forward, values) * slowest + lost * gather_s
+    backward_s = _compute_s(run, run.backward, values) * slowest + lost * (again_s + reduce_s)
     after = np.append(gather_s[1:], 0.0)
     total_s = gather_s[0] + np.maximum(forward_s, after).sum()
     beside = np.append(reduce_s[1:], 0.0) + np.append(0.0, again_s[:-1])
@@ -117,9 +119,9 @@ def _collectives_s(run: Run, values: Mapping[str, float]) -> tuple[Floats, Float
     within, near = run.within, run.device.within_host
     inside = near.bytes_per_s * values["inside"]
     contended = run.network * values["between"] * (run.num_hosts / 2) ** -values["contention"]
-    rate, hop_s = inside, near.latency_s
+    rate, hop_s = inside, near.latency_s * values["hops"]
     if within > run.ranks_per_host:
-        rate, hop_s = min(contended, inside), values["hop_s"]
+        rate, hop_s = min(contended, inside), ring_hop_s(values, run.device, run.ranks_per_host)
 
     def of(num_bytes: Floats) -> Floats:
         wire = num_bytes * (within - 1) / within
@@ -129,7 +131,7 @@ def _collectives_s(run: Run, values: Mapping[str, float]) -> tuple[Floats, Float
     replicas = run.num_ranks // within
     if replicas > 1:
         wire = 2 * run.grad_bytes / within * (replicas - 1) / replicas * min(within, run.ranks_per_host)
-        start_s = START_S + 2 * values["hop_s"] * log2(run.num_ranks)
+        start_s = START_S + 2 * values["hops"] * run.device.between_hosts.latency_s * log2(run.num_hosts)
         reduce_s = reduce_s + np.where(run.grad_bytes > 0, start_s + wire / min(contended, inside), 0.0)
     return of(run.gather_bytes), reduce_s
 

@@ -258,6 +258,8 @@ class Cluster:
         replicas: For such a number, links measured among ranks that hold the same shard, all groups at a time.
         source: Where the figures come from.
         overlaps: Whether collectives run beside computation. Over gloo they do not: the cores that compute copy, too.
+        interference: Part of a collective's time that what computes beside it loses: the device moves the bytes.
+        stragglers: By which part the computation that all wait for takes longer than that of one device.
     """
 
     num_ranks: int
@@ -270,6 +272,8 @@ class Cluster:
     replicas: dict[int, Links] = field(default_factory=dict)
     source: str = "given"
     overlaps: bool = True
+    interference: float = 0.0
+    stragglers: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_ranks > self.ranks_per_host and (self.across is None or self.num_ranks % self.ranks_per_host):

@@ -120,11 +120,11 @@ def options_of_unit(
                 known[cut] = Sizes.of(unit, *cut, cluster), Reduction.of(unit, *cut, cluster)
             if cut not in times:
                 times[cut] = _Times.of(unit, *cut, cluster)
-            options.append(_option(unit, strategy, (*known[cut], times[cut]), num_backwards))
+            options.append(_option(unit, strategy, (*known[cut], times[cut]), num_backwards, cluster))
     return options
 
 
-def _option(unit: UnitCosts, strategy: Strategy, parts: "_Parts", num_backwards: int) -> Option:
+def _option(unit: UnitCosts, strategy: Strategy, parts: "_Parts", num_backwards: int, cluster: Cluster) -> Option:
     """What `unit` costs under a strategy that cuts it so."""
     sizes, reduction, times = parts
     whole = strategy.base == "ddp"
@@ -136,6 +136,11 @@ def _option(unit: UnitCosts, strategy: Strategy, parts: "_Parts", num_backwards:
     ahead = sizes.gathered + sizes.gather_slice + sizes.moving
     again_use, again_slices = (sizes.gathered, 2 * sizes.gather_slice) if is_gathered else (0, 0)
     in_flight, late = reduction.in_flight + reduction.split_grads, unit.gradients_transient_bytes
+    gather_again_s, reduce_early_s = 0.0 if stays else times.gather_again_s, 0.0 if waits else times.reduce_s
+    gather_backward_s = times.gather_again_s if again else 0.0
+    # Per micro-batch: the first gathers, and the last reduces, otherwise than the others.
+    gathers_s = times.gather_s + (num_backwards - 1) * gather_again_s
+    reductions_s, lost = times.reduce_s + (num_backwards - 1) * reduce_early_s, cluster.interference
     return Option(
         held_bytes=sizes.stored + (sizes.gathered if stays else 0),
         kept_bytes=0 if stays or freed else sizes.gathered,
@@ -156,14 +161,14 @@ def _option(unit: UnitCosts, strategy: Strategy, parts: "_Parts", num_backwards:
         step_bytes=sum(sizes.steps),
         largest_step_bytes=max(sizes.steps, default=0),
         gather_s=times.gather_s,
-        gather_again_s=0.0 if stays else times.gather_again_s,
-        gather_backward_s=times.gather_again_s if again else 0.0,
-        forward_s=times.forward_s,
+        gather_again_s=gather_again_s,
+        gather_backward_s=gather_backward_s,
+        forward_s=times.forward_s + lost * (times.forward_comm_s + gathers_s / num_backwards),
         forward_comm_s=times.forward_comm_s,
-        backward_s=times.backward_s,
+        backward_s=times.backward_s + lost * (times.backward_comm_s + gather_backward_s + reductions_s / num_backwards),
         backward_comm_s=times.backward_comm_s,
         reduce_s=times.reduce_s,
-        reduce_early_s=0.0 if waits else times.reduce_s,
+        reduce_early_s=reduce_early_s,
         optimizer_s=unit.optimizer_s * sizes.share + unit.optimizer_start_s,
         activation_bytes=unit.activation_bytes,
         forward_transient_bytes=unit.forward_transient_bytes,
@@ -205,13 +210,13 @@ class _Times:
         forward_comm_s = sum(gather_slices) - ahead_s
         backward_comm_s = forward_comm_s + sum(reduce_slices) - last_s
         overhead_s = unit.slice_overhead_s * max(num_steps - len(split), 0)
-        grad_bytes = sum(p.numel * p.grad_itemsize for p in rest)
+        grad_bytes, slowest = sum(p.numel * p.grad_itemsize for p in rest), 1 + cluster.stragglers
         return cls(
             gather_s=gather_s + ahead_s,
             gather_again_s=again_s + ahead_s,
-            forward_s=_with_slices(unit.forward_s + overhead_s, forward_comm_s, num_steps),
+            forward_s=_with_slices((unit.forward_s + overhead_s) * slowest, forward_comm_s, num_steps),
             forward_comm_s=forward_comm_s,
-            backward_s=_with_slices(unit.backward_s + overhead_s, backward_comm_s, num_steps),
+            backward_s=_with_slices((unit.backward_s + overhead_s) * slowest, backward_comm_s, num_steps),
             backward_comm_s=backward_comm_s,
             reduce_s=cluster.reduce_scatter_s(grad_bytes, within) + last_s + _replicas_s(unit, within, cluster),
         )

@@ -324,6 +324,8 @@ def _note_what_was_not_known(record: dict[str, Any], schema: int) -> None:
             unit |= {"checkpointing": "none", "alternatives": []}
     if isinstance(certificate, dict) and isinstance(units, list):
         certificate["fastest_checkpointing"] = ["none"] * len(units)
+    if isinstance(record.get("cluster"), dict):
+        record["cluster"] |= {"interference": 0.0, "stragglers": 0.0}
 
 
 def _note_messages(record: dict[str, Any]) -> None:

@@ -139,13 +139,15 @@ class Rates:
         """
         per_host = min(num_ranks, device.per_host) if ranks_per_host is None else ranks_per_host
         near, far = device.within_host, device.between_hosts
-        inside = Link(START_S + near.latency_s, 1 / (near.bytes_per_s * self.values["inside"]), near.latency_s)
+        hop_s = near.latency_s * self.values["hops"]
+        inside = Link(START_S + hop_s, 1 / (near.bytes_per_s * self.values["inside"]), hop_s)
         across = None
         if num_ranks > per_host:
             rate = self.between(between_hosts or far.bytes_per_s, near.bytes_per_s, num_ranks // per_host)
-            hop_s = self.values["hop_s"]
+            hop_s = ring_hop_s(self.values, device, per_host)
             link = Link(START_S + hop_s, 1 / rate, hop_s)
-            tree = replace(link, alpha_s=START_S + 2 * hop_s * log2(num_ranks), alpha_per_rank_s=0.0)
+            levels_s = 2 * far.latency_s * self.values["hops"] * log2(num_ranks // per_host)
+            tree = replace(link, alpha_s=START_S + levels_s, alpha_per_rank_s=0.0)
             across = Links(link, link, tree)
         return Cluster(
             num_ranks=num_ranks,
@@ -155,6 +157,8 @@ class Rates:
             memory_bytes=device.limit_bytes,
             keeps_received_rows=False,
             source=f"{device.source}; rates of {self.source}",
+            interference=self.values["interference"],
+            stragglers=self.values["stragglers"] * log2(num_ranks),
         )
 
     def between(self, network: float, near: float, num_hosts: int) -> float:
@@ -201,6 +205,12 @@ def of_family(values: Mapping[str, float], name: str, device: Device) -> float:
     return own if own is not None else exp(sum(map(log, known)) / len(known))
 
 
+def ring_hop_s(values: Mapping[str, float], device: Device, per_host: int) -> float:
+    """What each rank of a ring across hosts costs on average: a ring leaves a host once in a turn."""
+    near, far = device.within_host, device.between_hosts
+    return values["hops"] * (far.latency_s + (per_host - 1) * near.latency_s) / per_host
+
+
 def kind_of(op: Op) -> str:
     """What bounds an operation: "product", "attention" or "other"."""
     if "attention" in op.name:
@@ -240,8 +250,16 @@ PRIORS: Mapping[str, Constant] = {
     "inside": _prior(0.75, 0.2, _OF_RATE, "links of a host; nccl-tests reach 70 to 80 % of NVLink"),
     "between": _prior(0.9, 0.1, _OF_RATE, "network between two hosts; nccl-tests reach about 90 %"),
     "contention": _prior(0.2, 0.25, "exponent of hosts / 2", "hosts share switches: the more, the slower each"),
-    "hop_s": _prior(1e-5, 0.5, "seconds", "per rank of a ring across hosts: what a small part of a message waits"),
+    "hops": _prior(
+        5.4, 0.1, "times the table's latency", "NCCL's table: of a large message (Simple), of that of a small one (LL)"
+    ),
     "copies": _prior(
         8.0, 0.5, "times the bytes", "into and out of buffers of collectives, and casts; nothing hides them"
+    ),
+    "interference": _prior(
+        0.15, 0.5, "of a collective's time", "NCCL's kernels hold 16 to 24 of a device's 108 to 132 multiprocessors"
+    ),
+    "stragglers": _prior(
+        0.01, 0.5, "per doubling of ranks", "devices of a kind differ by percents: the slowest of more is slower"
     ),
 }

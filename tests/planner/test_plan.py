@@ -110,7 +110,24 @@ def without_memory(record):
     for links in (cluster["inside"], cluster["across"], *cluster["shards"].values(), *cluster["replicas"].values()):
         if links is not None:
             assert links.pop("in_place") is None
+    without_checkpointing(record)
     return json.dumps({**record, "schema": 3})
+
+
+def without_checkpointing(record):
+    """What a plan of schema 4 had: nothing that computes again, no doubt about clusters."""
+    for unit in record["model"]["units"]:
+        assert (unit.pop("checkpointing"), unit.pop("alternatives")) == ("none", [])
+    for name in ("interference", "stragglers"):
+        assert record["cluster"].pop(name) == 0
+    if record["certificate"] is not None:
+        assert set(record["certificate"].pop("fastest_checkpointing")) == {"none"}
+    return json.dumps({**record, "schema": 4})
+
+
+def test_a_plan_from_before_checkpointing_was_a_choice_is_one_of_none():
+    plan = small()
+    assert Plan.from_json(without_checkpointing(json.loads(plan.to_json()))) == plan
 
 
 def test_a_plan_from_before_ranks_shared_memory_is_one_of_messages():
