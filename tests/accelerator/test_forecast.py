@@ -112,11 +112,10 @@ def test_forecast_is_what_the_simulated_allocator_counts(accelerator, size, stra
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         stats = pool.submit(counted, SIZES[size], strategy).result(timeout=300)
     products = next(each.num_bytes for each in seen.workspaces if each.name == "cuBLAS")  # it computes no products
-    found = {
-        "live": seen.live_bytes / stats["peak_requested_bytes"],
-        "active": (seen.active_bytes - products) / stats["peak_active_bytes"],
-        "reserved": (seen.reserved_bytes - products) / stats["peak_reserved_bytes"],
-    }
-    print(size, strategy, {name: f"{ratio:.3f}" for name, ratio in found.items()})
-    assert 0.95 <= found["active"] <= 1.05, found
-    assert 0.85 <= found["reserved"] <= 1.15, found
+    active, reserved = stats["peak_active_bytes"], stats["peak_reserved_bytes"]
+    found = (seen.live_bytes / stats["peak_requested_bytes"], (seen.active_bytes - products) / active)
+    found += ((seen.reserved_bytes - products) / reserved,)
+    print(size, strategy, " ".join(f"{ratio:.3f}" for ratio in found), f"{reserved / active:.3f}")
+    assert 0.99 <= found[0] <= 1.15, found  # what lives is the planner's; of what it counts too much see planner.md
+    assert abs(found[1] / found[0] - 1) < 0.02, found  # blocks are what the allocator makes of that
+    assert 0.9 <= found[2] <= 1.15, found
