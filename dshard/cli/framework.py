@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 _CHUNKS = 8  # of the sequence, where logits are computed in chunks: torchtune's CEWithChunkedOutputLoss
 _POSITIONS = 131_072  # that a Llama 3.2 has angles for
@@ -21,12 +28,29 @@ class Recipe:
     Attributes:
         is_compiled: Each block is compiled, in two halves around attention, and so is the loss.
         is_chunked: Logits and their loss are computed in chunks of the sequence.
-        is_checkpointed: Blocks are computed again in backward.
+        checkpointing: What is computed again in backward: "none", "full" (each block), "second" (every second block),
+            or "op" (of each block all but attention and every second product: torchtitan's selective checkpointing).
+        steps_early: The optimizer steps each parameter in backward, and its gradient is gone.
     """
 
-    is_compiled: bool
-    is_chunked: bool
-    is_checkpointed: bool
+    is_compiled: bool = False
+    is_chunked: bool = False
+    checkpointing: str = "none"
+    steps_early: bool = False
+
+    @property
+    def fuses(self) -> bool:
+        """Whether the partitioner says what blocks keep: where single operations are, they alone."""
+        return self.is_compiled and self.checkpointing != "op"
+
+    def __str__(self) -> str:
+        words = {
+            "compiled": self.is_compiled,
+            "loss in chunks": self.is_chunked,
+            f"checkpointed: {self.checkpointing}": self.checkpointing != "none",
+            "steps in backward": self.steps_early,
+        }
+        return ", ".join(word for word, is_so in words.items() if is_so) or "eager"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +159,7 @@ class BeforeAttention(nn.Module):
     def forward(self, x: Tensor, angles: Tensor, places: Tensor) -> tuple[Tensor, ...]:
         """(batch, time, width) in, three times that out."""
         sizes = self.sizes
-        if self.recipe.is_compiled:
+        if self.recipe.fuses:
             kept = (
                 sizes.width,
                 _NUMBER,
@@ -195,6 +219,20 @@ class _Block(nn.Module):
         return self.after(x, mixed.transpose(1, 2).flatten(2).clone())
 
 
+def _contexts() -> Any:
+    """What keeps single operations of a block."""
+    num_products = {False: 0, True: 0}
+
+    def policy(context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        is_kept = "scaled_dot_product" in str(op)
+        if op is torch.ops.aten.mm.default:
+            num_products[context.is_recompute] += 1
+            is_kept = num_products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
 class Decoder(nn.Module):
     """A Llama as torchtune runs it, up to its loss.
 
@@ -208,11 +246,20 @@ class Decoder(nn.Module):
         self.recipe = recipe
         self.tokens = nn.Embedding(sizes.vocab, sizes.width)
         self.blocks = nn.ModuleList(_Block(sizes, recipe) for _ in range(sizes.layers))
+        self._checkpoint(recipe.checkpointing)
         self.norm = _Norm(sizes.width)
         self.head = nn.Linear(sizes.width, sizes.vocab, bias=False)
         if sizes.is_tied:
             self.head.weight = self.tokens.weight
         self.register_buffer("angles", torch.empty(_POSITIONS, sizes.head_width // 2, 2, dtype=torch.float32))
+
+    def _checkpoint(self, how: str) -> None:
+        again: Any = partial(checkpoint, use_reentrant=False)
+        if how == "op":
+            again = partial(again, context_fn=_contexts)
+        for i, block in enumerate(self.blocks):
+            if how in ("full", "op") or (how == "second" and i % 2 == 0):
+                block.forward = partial(again, block.forward)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The loss of tokens of shape (batch, time)."""

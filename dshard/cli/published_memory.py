@@ -8,19 +8,19 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from dshard.cli.framework import Decoder, Recipe, Sizes
-from dshard.cli.presets import checkpoint_blocks
 
 if TYPE_CHECKING:
-    from dshard.planner import Plan
+    from dshard.planner import ModelCosts, Plan
 
 RUNS = Path(__file__).parents[1] / "planner" / "published_runs.tsv"
+_UNKNOWN = "offload", "lora", "8-bit"  # what no plan knows
 _KINDS = {"max active": "active_bytes", "max reserved": "reserved_bytes", "max allocated": "live_bytes"}
 
 
@@ -52,22 +52,31 @@ def memory_rows(path: Path = RUNS) -> list[MemoryRow]:
     """Every run of a file whose peak was published, with the prediction for it."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
-    found, chunked = [], set[str]()
+    found, said = [], dict[str, str]()
     for row in rows:
-        if "chunked cross entropy" in row["notes"].lower():
-            chunked.add(row["source"])  # what is added stays for the rows that follow
-        if not row["peak_mem_gib"] or row["mem_kind"] not in _KINDS or row["mlp"] != "swiglu":
+        is_further = row["notes"].startswith("cumulative")  # what was added stays for the rows that follow
+        notes = said.get(row["source"], "") * is_further + row["notes"].lower()
+        said[row["source"]] = notes
+        is_known = row["mlp"] == "swiglu" and row["mem_kind"] in _KINDS and not any(each in notes for each in _UNKNOWN)
+        if not row["peak_mem_gib"] or not is_known:
             continue
         recipe = Recipe(
             is_compiled=row["compile"] == "1",
-            is_chunked=row["source"] in chunked and row["notes"].startswith("cumulative"),
-            is_checkpointed=row["act_ckpt"].startswith("full"),
+            is_chunked="chunked cross entropy" in notes,
+            checkpointing=_checkpointing(row["act_ckpt"]),
+            steps_early="step into backward" in notes,
         )
         plan = plan_of(row, recipe)
         predicted = int(getattr(plan.memory_seen, _KINDS[row["mem_kind"]]))
         published = int(float(row["peak_mem_gib"]) * 2**30)
-        found.append(MemoryRow(row["id"], row["mem_kind"], published, predicted, _text(recipe)))
+        found.append(MemoryRow(row["id"], row["mem_kind"], published, predicted, str(recipe)))
     return found
+
+
+def _checkpointing(told: str) -> str:
+    if told.startswith("selective"):
+        return "op" if "op" in told else "second"
+    return "full" if told.startswith("full") else "none"
 
 
 def plan_of(row: dict[str, str], recipe: Recipe) -> Plan:
@@ -80,8 +89,6 @@ def plan_of(row: dict[str, str], recipe: Recipe) -> Plan:
         model = Decoder(Sizes.of(row), recipe)
     if is_pure:
         model.to(torch.bfloat16).angles = model.angles.float()
-    if recipe.is_checkpointed:
-        checkpoint_blocks(model)
     training = Training(
         compute_dtype=torch.bfloat16,
         reduce_dtype=torch.float32 if "fp32" in row["precision"] or "DEFAULT" in row["precision"] else None,
@@ -95,18 +102,22 @@ def plan_of(row: dict[str, str], recipe: Recipe) -> Plan:
     sharding = {"HYBRID_SHARD": f"hybrid({within})", "SHARD_GRAD_OP": "keep", "FULL_SHARD": "full"}
     strategy = "ddp" if ranks == 1 else sharding[row["sharding"]]
     cluster = cluster_of(name, ranks)
-    return dshard.plan(
+    found = dshard.plan(
         model, sample, cluster=cluster, device=name, memory="10TiB", strategies=strategy, training=training
     )
+    return replace(found, model=_stepped_early(found.model)) if recipe.steps_early else found
 
 
-def _text(recipe: Recipe) -> str:
-    words = [
-        "compiled" * recipe.is_compiled,
-        "loss in chunks" * recipe.is_chunked,
-        "checkpointed" * recipe.is_checkpointed,
-    ]
-    return ", ".join(filter(None, words)) or "eager"
+def _stepped_early(model: ModelCosts) -> ModelCosts:
+    """The same where of each unit only the largest gradient is there at a time, and no reduced ones."""
+    units = []
+    for unit in model.units:
+        largest = max(param.numel * param.gather_itemsize for param in unit.params)
+        late = unit.gradients_transient_bytes
+        late = unit.backward_transient_bytes if late is None else late
+        params = tuple(replace(param, grad_itemsize=0) for param in unit.params)
+        units.append(replace(unit, params=params, gradients_transient_bytes=late + largest))
+    return replace(model, units=tuple(units))
 
 
 def main(paths: Sequence[str]) -> None:

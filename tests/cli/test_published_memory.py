@@ -9,13 +9,12 @@ from dshard.cli.framework import AfterAttention, BeforeAttention, KeptLoss, Reci
 from dshard.cli.published_memory import RUNS, main, memory_rows
 
 SIZES = Sizes(layers=2, width=64, head_width=16, kv_width=32, times=2, inner=160, vocab=100, is_tied=False)
-EAGER, COMPILED = (Recipe(is_compiled=own, is_chunked=False, is_checkpointed=False) for own in (False, True))
+EAGER, COMPILED = Recipe(), Recipe(is_compiled=True)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
 
-@pytest.mark.slow
 def test_published_peaks_are_predicted_within_a_twentieth_and_never_below(capsys):
     rows = memory_rows()
     assert [row.name for row in rows] == ["tune-2", "tune-3", "tune-4", "tune-5"]
@@ -29,6 +28,35 @@ def test_runs_without_a_peak_have_no_row(tmp_path):
     head, *rows = RUNS.read_text().splitlines()
     path = tmp_path / "runs.tsv"
     path.write_text("\n".join([head, *(row for row in rows if not row.startswith("tune"))]))
+    assert memory_rows(path) == []
+
+
+def test_each_way_to_keep_less_keeps_less(tmp_path):
+    def peak(compiled: int = 0, checkpointing: str = "none", notes: str = "") -> int:
+        head = RUNS.read_text().splitlines()[0].split("\t")
+        told = {"id": "x", "source": "given", "layers": 8, "d_model": 64, "heads": 4, "kv_heads": 2, "ffn": 160}
+        told |= {"mlp": "swiglu", "vocab": 100, "tied": 0, "gpu": "a100_80gb", "n_gpus": 1, "micro_batch": 2}
+        told |= {"seq": 512, "precision": "bf16 pure", "compile": compiled, "act_ckpt": checkpointing}
+        told |= {"notes": notes, "peak_mem_gib": 1, "mem_kind": "max allocated"}
+        path = tmp_path / "runs.tsv"
+        path.write_text("\t".join(head) + "\n" + "\t".join(str(told.get(name, "")) for name in head))
+        (row,) = memory_rows(path)
+        return row.predicted_bytes
+
+    eager, compiled = peak(), peak(compiled=1)
+    second, single, full = (
+        peak(checkpointing=told) for told in ("selective (every 2nd layer)", "selective (op)", "full")
+    )
+    early = peak(checkpointing="full", notes="fuse optimizer step into backward")
+    assert early < full < single < second < eager
+    assert compiled < eager
+
+
+def test_what_no_plan_knows_has_no_row(tmp_path):
+    head, *rows = RUNS.read_text().splitlines()
+    (row,) = (row for row in rows if row.startswith("tune-5"))
+    path = tmp_path / "runs.tsv"
+    path.write_text("\n".join([head, row.replace("+ activation checkpointing", "+ activation offloading")]))
     assert memory_rows(path) == []
 
 
