@@ -88,7 +88,7 @@ _GATHERED = ("gathered", "moving")  # whose memory is of the stream of gathers
 _NOTHING = Option(**{each.name: 0 for each in fields(Option)})
 
 
-def _keyed(option: Option) -> list[Option]:
+def keyed(option: Option) -> list[Option]:
     """An option cut into one for each of `_KEYS`; their sum is the option."""
     o, whole = option, option.sent_bytes
     gathered = o.forward_use_bytes
@@ -168,7 +168,7 @@ def _replayed(
 ) -> CachingAllocator:
     """Two steps on an allocator."""
     options = options_of(model, strategies, cluster)
-    rows = MemoryRows.of(model, [_keyed(option) for option in options])
+    rows = MemoryRows.of(model, [keyed(option) for option in options])
     replay = _Replay(allocator)
     for i, size in enumerate(_always(model, strategies, cluster, options)):
         replay.grow((i, "always"), size)

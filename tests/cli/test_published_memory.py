@@ -31,6 +31,19 @@ def test_runs_without_a_peak_have_no_row(tmp_path):
     assert memory_rows(path) == []
 
 
+def test_a_peak_that_no_choice_was_made_by_is_predicted_as_well(tmp_path):
+    """Of the same table, and not among the runs that are shipped: the next row, 23.1 GiB."""
+    head, *rows = RUNS.read_text().splitlines()
+    (last,) = (row for row in rows if row.startswith("tune-5"))
+    further = last.replace("tune-5", "tune-6").replace("24.9", "23.1")
+    further = further.replace("activation checkpointing", "fuse optimizer step into backward")
+    path = tmp_path / "runs.tsv"
+    path.write_text("\n".join([head, *(row for row in rows if row.startswith("tune")), further]))
+    *_, row = memory_rows(path)
+    assert row.name == "tune-6"
+    assert 0 <= row.error <= 0.05, row
+
+
 def test_each_way_to_keep_less_keeps_less(tmp_path):
     def peak(compiled: int = 0, checkpointing: str = "none", notes: str = "") -> int:
         head = RUNS.read_text().splitlines()[0].split("\t")

@@ -1,13 +1,16 @@
 """The allocator on sequences worked out by hand, and what holds for every forecast."""
 
+from dataclasses import fields
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dshard.planner import Plan, simulate
 from dshard.planner.allocator import ROUND_BYTES, CachingAllocator
-from dshard.planner.forecast import forecast
+from dshard.planner.forecast import forecast, keyed
 from dshard.planner.memory import moments
+from dshard.planner.options import options_of
 from dshard.policies import Strategy
 from tests.planner.cases import STRATEGIES, clusters, models
 
@@ -42,6 +45,7 @@ def after(*sizes, expandable=False):
         ((12 * MIB, 14 * MIB, -1, -2, 26 * MIB), 26 * MIB, 52 * MIB, 40 * MIB),  # segments do not become one
         ((30 * MIB, -1, 10 * MIB, 20 * MIB, -2, -3, 30 * MIB), 30 * MIB, 30 * MIB, 40 * MIB),  # neighbours do
         ((40 * MIB, 24 * MIB, -1, -2, 24 * MIB, 40 * MIB), 64 * MIB, 64 * MIB, 80 * MIB),  # the smallest that fits
+        ((30 * MIB, 4 * MIB, -1, 5 * MIB, 30 * MIB), 39 * MIB, 50 * MIB, 80 * MIB),  # what can grow comes last
     ],
 )
 def test_allocator_takes_and_makes_what_torch_does(requests, active, reserved, grown):
@@ -73,6 +77,19 @@ def test_no_byte_is_handed_out_twice_and_none_is_lost(steps, expandable):
     free = [entry for entries in allocator._free.values() for entry in entries]
     assert sum(size for size, _, _ in free) == allocator.reserved_bytes
     assert allocator.active_bytes == 0
+
+
+@given(st.data())
+def test_blocks_of_a_unit_have_all_of_its_bytes(data):
+    model, cluster = data.draw(models()), data.draw(clusters())
+    strategies = [data.draw(st.sampled_from(STRATEGIES)) for _ in model.units]
+    for option in options_of(model, strategies, cluster):
+        parts = keyed(option)
+        names = [each.name for each in fields(option) if each.name.endswith("_bytes")]
+        for name in names:
+            values = [getattr(part, name) for part in parts]
+            assert sum(values) == getattr(option, name), name
+            assert min(values) >= 0, name
 
 
 @given(st.data())
