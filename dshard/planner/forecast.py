@@ -7,7 +7,7 @@ import numpy as np
 
 from dshard.planner.allocator import Block, CachingAllocator
 from dshard.planner.costs import COUNTER_BYTES, Cluster, ModelCosts, ParamCosts
-from dshard.planner.memory import MemoryRows
+from dshard.planner.memory import MemoryRows, moments
 from dshard.planner.options import Option, options_of
 from dshard.planner.texts import bytes_text
 from dshard.planner.workspaces import Workspace, workspaces_of
@@ -64,11 +64,13 @@ def forecast(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster
     Of what there is at each moment the sum is that of `moments`, so nothing here is below it. Two steps are replayed,
     for the second finds the segments of the first.
     """
-    replayed = [
-        _replayed(model, strategies, cluster, CachingAllocator(expandable=expandable)) for expandable in (False, True)
-    ]
-    plain, expandable = replayed
-    live = int(_values(model, options_of(model, strategies, cluster)).max())
+    options = options_of(model, strategies, cluster)
+    always = list(_always(model, strategies, cluster, options))
+    changes = _changes(model, options)
+    plain, expandable = CachingAllocator(), CachingAllocator(expandable=True)
+    for allocator in (plain, expandable):
+        _replay(allocator, always, changes)
+    live = max(moment.num_bytes for moment in moments(model, strategies, cluster))
     return MemoryForecast(
         live,
         plain.peak_active_bytes,
@@ -76,10 +78,6 @@ def forecast(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster
         expandable.peak_reserved_bytes,
         workspaces_of(strategies, cluster),
     )
-
-
-def _values(model: ModelCosts, options: Sequence[Option]) -> np.ndarray:
-    return MemoryRows.of(model, [[option] for option in options]).values(np.zeros(len(options), dtype=np.int64))
 
 
 # What a unit's bytes at a moment are, beside those held: the block of memory, and how much of each field of an Option.
@@ -93,7 +91,8 @@ def keyed(option: Option) -> list[Option]:
     o, whole = option, option.sent_bytes
     gathered = o.forward_use_bytes
     ahead, again = min(gathered, o.forward_ahead_bytes), min(gathered, o.backward_ahead_bytes)
-    send_fill, send_slice = (min(whole, n - o.backward_use_bytes) for n in (o.filling_bytes, o.slicing_bytes))
+    use_fill, use_slice = (min(o.backward_use_bytes, n) for n in (o.filling_bytes, o.slicing_bytes))
+    send_fill, send_slice = min(whole, o.filling_bytes - use_fill), min(whole, o.slicing_bytes - use_slice)
     flying, arrived, ending = (min(whole, n) for n in (o.in_flight_bytes, o.whole_in_flight_bytes, o.ending_bytes))
     return [
         replace(_NOTHING, held_bytes=o.held_bytes),
@@ -104,8 +103,8 @@ def keyed(option: Option) -> list[Option]:
             forward_ahead_bytes=ahead,
             backward_use_bytes=o.backward_use_bytes,
             backward_ahead_bytes=again,
-            filling_bytes=min(o.backward_use_bytes, o.filling_bytes),
-            slicing_bytes=min(o.backward_use_bytes, o.slicing_bytes),
+            filling_bytes=use_fill,
+            slicing_bytes=use_slice,
         ),
         replace(
             _NOTHING,
@@ -131,8 +130,8 @@ def keyed(option: Option) -> list[Option]:
         ),
         replace(
             _NOTHING,
-            filling_bytes=o.filling_bytes - o.backward_use_bytes - send_fill,
-            slicing_bytes=o.slicing_bytes - o.backward_use_bytes - send_slice,
+            filling_bytes=o.filling_bytes - use_fill - send_fill,
+            slicing_bytes=o.slicing_bytes - use_slice - send_slice,
         ),
         replace(_NOTHING, ending_bytes=o.ending_bytes - ending - (o.in_flight_bytes - flying)),
         replace(_NOTHING, replicas_bytes=o.replicas_bytes, late_replicas_bytes=o.late_replicas_bytes),
@@ -140,53 +139,46 @@ def keyed(option: Option) -> list[Option]:
     ]
 
 
-class _Replay:
-    """Blocks by what they hold, made and let go so that each has as many bytes as it should."""
-
-    def __init__(self, allocator: CachingAllocator) -> None:
-        self._allocator = allocator
-        self._held: dict[tuple[int, str], list[tuple[int, Block]]] = {}
-
-    def shrink(self, key: tuple[int, str], num_bytes: int) -> None:
-        """Let go of what there is too much, tensor by tensor."""
-        held = self._held.get(key, [])
-        while held and sum(size for size, _ in held) > num_bytes:
-            self._allocator.free(held.pop()[1])
-
-    def grow(self, key: tuple[int, str], num_bytes: int, num_tensors: int = 1, stream: str = "compute") -> None:
-        """Make what lacks, as so many tensors."""
-        held = self._held.setdefault(key, [])
-        lacking = num_bytes - sum(size for size, _ in held)
-        part = lacking // num_tensors // _WHOLE * _WHOLE
-        for size in (*[part] * (num_tensors - 1), lacking - part * (num_tensors - 1)):
-            if size > 0:
-                held.append((size, self._allocator.allocate(size, stream)))
-
-
-def _replayed(
-    model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster, allocator: CachingAllocator
-) -> CachingAllocator:
-    """Two steps on an allocator."""
-    options = options_of(model, strategies, cluster)
+def _changes(model: ModelCosts, options: Sequence[Option]) -> list[list[tuple[int, int, int]]]:
+    """At each moment of two steps, what has other bytes than before: unit, number of the name, bytes."""
     rows = MemoryRows.of(model, [keyed(option) for option in options])
-    replay = _Replay(allocator)
-    for i, size in enumerate(_always(model, strategies, cluster, options)):
-        replay.grow((i, "always"), size)
     held = np.array([option.held_bytes for option in options], dtype=np.int64)
-    before: np.ndarray | None = None
-    for row in rows.in_time() * 2:
+    order = rows.in_time()
+    before = np.zeros((len(options), len(_NAMES)), dtype=np.int64)
+    found = []
+    for row in (*order, order[0]):
         now = np.concatenate([rows.terms(row), _activations(model, *rows.name(row))], axis=1)
         now[:, 0] -= held
-        changed = np.argwhere(now != before) if before is not None else np.argwhere(now)
-        keys = [(int(unit), int(column)) for unit, column in changed]
-        for unit, column in keys:
-            replay.shrink((unit, _NAMES[column]), int(now[unit, column]))
-        for unit, column in keys:
-            name = _NAMES[column]
-            stream = "gathers" if name in _GATHERED else "compute"
-            replay.grow((unit, name), int(now[unit, column]), _TENSORS if name == "activations" else 1, stream)
+        found.append([(int(unit), int(name), int(now[unit, name])) for unit, name in np.argwhere(now != before)])
         before = now
-    return allocator
+    return found + found[1:-1]
+
+
+def _replay(allocator: CachingAllocator, always: Sequence[int], changes: Sequence[list[tuple[int, int, int]]]) -> None:
+    """Two steps on an allocator: at each moment what is gone is let go first."""
+    for size in always:
+        if size > 0:
+            allocator.allocate(size)
+    held: dict[tuple[int, int], list[tuple[int, Block]]] = {}
+    for moment in changes:
+        for unit, name, num_bytes in moment:
+            blocks = held.setdefault((unit, name), [])
+            while blocks and sum(size for size, _ in blocks) > num_bytes:
+                allocator.free(blocks.pop()[1])
+        for unit, name, num_bytes in moment:
+            blocks = held[unit, name]
+            lacking = num_bytes - sum(size for size, _ in blocks)
+            stream = "gathers" if _NAMES[name] in _GATHERED else "compute"
+            for size in _tensors(lacking, _TENSORS if _NAMES[name] == "activations" else 1):
+                blocks.append((size, allocator.allocate(size, stream)))
+
+
+def _tensors(num_bytes: int, count: int) -> Iterator[int]:
+    """Sizes of so many tensors."""
+    part = num_bytes // count // _WHOLE * _WHOLE
+    for size in (*[part] * (count - 1), num_bytes - part * (count - 1)):
+        if size > 0:
+            yield size
 
 
 _NAMES = (*_KEYS, "activations", "computing")
