@@ -91,6 +91,7 @@ def keyed(option: Option) -> list[Option]:
     o, whole = option, option.sent_bytes
     gathered = o.forward_use_bytes
     ahead, again = min(gathered, o.forward_ahead_bytes), min(gathered, o.backward_ahead_bytes)
+    moving, late = o.forward_ahead_bytes - ahead, o.backward_ahead_bytes - again
     use_fill, use_slice = (min(o.backward_use_bytes, n) for n in (o.filling_bytes, o.slicing_bytes))
     send_fill, send_slice = min(whole, o.filling_bytes - use_fill), min(whole, o.slicing_bytes - use_slice)
     flying, arrived, ending = (min(whole, n) for n in (o.in_flight_bytes, o.whole_in_flight_bytes, o.ending_bytes))
@@ -106,11 +107,7 @@ def keyed(option: Option) -> list[Option]:
             filling_bytes=use_fill,
             slicing_bytes=use_slice,
         ),
-        replace(
-            _NOTHING,
-            forward_ahead_bytes=o.forward_ahead_bytes - ahead,
-            backward_ahead_bytes=o.backward_ahead_bytes - again,
-        ),
+        replace(_NOTHING, forward_ahead_bytes=moving, backward_ahead_bytes=late),
         replace(
             _NOTHING,
             filling_bytes=send_fill,

@@ -150,7 +150,7 @@ class Plan:
 
     @cached_property
     def memory_seen(self) -> MemoryForecast:
-        """The peak as users of CUDA see it: active, reserved, and what `nvidia-smi` shows."""
+        """The peak as users of CUDA see it, active and reserved, and what `nvidia-smi` shows."""
         return forecast(self.model, self.strategies, self.cluster)
 
     @property
