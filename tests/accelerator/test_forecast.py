@@ -106,9 +106,9 @@ def planned(size: Size, strategy: str) -> dshard.Plan:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("strategy", ["ddp", "keep", "full", "hybrid(4)"])
+@pytest.mark.parametrize("strategy", ["ddp", "keep", "full", "hybrid(4)", "FSDP2"])
 def test_forecast_is_what_the_simulated_allocator_counts(accelerator, size, strategy):
-    seen = planned(SIZES[size], strategy).memory_seen
+    seen = planned(SIZES[size], "full" if strategy == "FSDP2" else strategy).memory_seen
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         stats = pool.submit(counted, SIZES[size], strategy).result(timeout=300)
     products = next(each.num_bytes for each in seen.workspaces if each.name == "cuBLAS")  # it computes no products
