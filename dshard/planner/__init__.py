@@ -2,12 +2,14 @@
 
 from dshard.planner.costs import Cluster, Link, Links, ModelCosts, ParamCosts, UnitCosts
 from dshard.planner.devices import DEVICES, EFFICIENCY, Device, Efficiency, Wire, device_named
+from dshard.planner.forecast import MemoryForecast
 from dshard.planner.measuring import measure_step
 from dshard.planner.memory import Moment, moments, peak_bytes
 from dshard.planner.plan import Comparison, Measured, Plan
 from dshard.planner.profiles import Training, cluster_of
 from dshard.planner.solver import BatchSolution, Certificate, Solution, solve, solve_batch
 from dshard.planner.timeline import MemoryEvent, Segment, Timeline, simulate, step_time
+from dshard.planner.workspaces import Workspace
 
 __all__ = [
     "DEVICES",
@@ -22,6 +24,7 @@ __all__ = [
     "Links",
     "Measured",
     "MemoryEvent",
+    "MemoryForecast",
     "ModelCosts",
     "Moment",
     "ParamCosts",
@@ -32,6 +35,7 @@ __all__ = [
     "Training",
     "UnitCosts",
     "Wire",
+    "Workspace",
     "cluster_of",
     "device_named",
     "measure_step",

@@ -13,6 +13,7 @@ from dshard.errors import PlanError
 from dshard.planner.categories import PeakParts, parts_of_peak
 from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitCosts
 from dshard.planner.files import read_text, write_text
+from dshard.planner.forecast import MemoryForecast, forecast
 from dshard.planner.memory import moments
 from dshard.planner.records import of_record, to_record
 from dshard.planner.solver import Certificate, solve
@@ -148,6 +149,11 @@ class Plan:
         """The moment of the peak, and what its bytes are."""
         return parts_of_peak(self.model, self.strategies, self.cluster)
 
+    @cached_property
+    def memory_seen(self) -> MemoryForecast:
+        """The peak as users of CUDA see it, active and reserved, and what `nvidia-smi` shows."""
+        return forecast(self.model, self.strategies, self.cluster)
+
     @property
     def _limit_bytes(self) -> int:
         return self.cluster.memory_bytes if self.certificate is None else self.certificate.limit_bytes
@@ -197,6 +203,7 @@ class Plan:
             f"peak: {bytes_text(self.peak_bytes)}"
             + (f" of {bytes_text(self._limit_bytes)}" if self._limit_bytes else ""),
             *peak_text(self.memory_at_peak, model.units),
+            *([] if cluster.keeps_received_rows else self.memory_seen.lines()),
             "",
             *choice_table((model, self.strategies), cluster, others, self._limit_bytes),
             "",

@@ -55,7 +55,10 @@ FREE = {  # public names without a row, and why
         sorted({*importlib.import_module("dshard.collectives").__all__} - {"CommRecord", "CommTrace"}), OWN_LEVEL
     ),
     **dict.fromkeys(
-        ("BatchSolution", "Certificate", "Comparison", "MemoryEvent", "Moment", "Segment", "Solution", "Timeline"),
+        (
+            *("BatchSolution", "Certificate", "Comparison", "MemoryEvent", "MemoryForecast", "Moment", "Segment"),
+            *("Solution", "Timeline", "Workspace"),
+        ),
         RESULT,
     ),
     "Device.seconds": "the planner asks it for every operation",

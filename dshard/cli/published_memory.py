@@ -1,0 +1,134 @@
+"""Peaks of memory that were published, beside what is predicted for the same runs.
+
+`python -m dshard.cli.published_memory` prints the table, of the runs that are shipped or of another file.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from dshard.cli.framework import Decoder, Recipe, Sizes
+
+if TYPE_CHECKING:
+    from dshard.planner import ModelCosts, Plan
+
+RUNS = Path(__file__).parents[1] / "planner" / "published_runs.tsv"
+_UNKNOWN = "offload", "lora", "8-bit"  # what no plan knows
+_KINDS = {"max active": "active_bytes", "max reserved": "reserved_bytes", "max allocated": "live_bytes"}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """A run whose peak was published.
+
+    Attributes:
+        name: Of the run.
+        kind: Which of a `MemoryForecast`'s figures was published.
+        published_bytes: The most memory that it took.
+        predicted_bytes: The same, predicted.
+        what: What the run did, as far as it costs memory.
+    """
+
+    name: str
+    kind: str
+    published_bytes: int
+    predicted_bytes: int
+    what: str
+
+    @property
+    def error(self) -> float:
+        """By which part of what was published the prediction is too high; negative if it is too low."""
+        return self.predicted_bytes / self.published_bytes - 1
+
+
+def memory_rows(path: Path = RUNS) -> list[MemoryRow]:
+    """Every run of a file whose peak was published, with the prediction for it."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    found, said = [], dict[str, str]()
+    for row in rows:
+        is_further = row["notes"].startswith("cumulative")  # what was added stays for the rows that follow
+        notes = said.get(row["source"], "") * is_further + row["notes"].lower()
+        said[row["source"]] = notes
+        is_known = row["mlp"] == "swiglu" and row["mem_kind"] in _KINDS and not any(each in notes for each in _UNKNOWN)
+        if not row["peak_mem_gib"] or not is_known:
+            continue
+        recipe = Recipe(
+            is_compiled=row["compile"] == "1",
+            is_chunked="chunked cross entropy" in notes,
+            checkpointing=_checkpointing(row["act_ckpt"]),
+            steps_early="step into backward" in notes,
+        )
+        plan = plan_of(row, recipe)
+        predicted = int(getattr(plan.memory_seen, _KINDS[row["mem_kind"]]))
+        published = int(float(row["peak_mem_gib"]) * 2**30)
+        found.append(MemoryRow(row["id"], row["mem_kind"], published, predicted, str(recipe)))
+    return found
+
+
+def _checkpointing(told: str) -> str:
+    if told.startswith("selective"):
+        return "op" if "op" in told else "second"
+    return "full" if told.startswith("full") else "none"
+
+
+def plan_of(row: dict[str, str], recipe: Recipe) -> Plan:
+    """The plan that a run is: its model, traced, under its sharding."""
+    import dshard
+    from dshard.planner import Training, cluster_of
+
+    ranks, is_pure = int(row["n_gpus"]), "pure" in row["precision"].lower() and int(row["n_gpus"]) == 1
+    with torch.device("meta"):
+        model = Decoder(Sizes.of(row), recipe)
+    if is_pure:
+        model.to(torch.bfloat16).angles = model.angles.float()
+    training = Training(
+        compute_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32 if "fp32" in row["precision"] or "DEFAULT" in row["precision"] else None,
+        state_bytes_per_element=4 if is_pure else 8,
+        step_bytes_per_element=0,  # torchtune's and torchtitan's AdamW is fused
+        tokens_per_sample=int(row["seq"]),
+    )
+    name = row["gpu"].lower().replace("_", "-").removesuffix("b")
+    sample = torch.empty(int(row["micro_batch"]), int(row["seq"]), dtype=torch.int64, device="meta")
+    within = min(ranks, int(row["gpus_per_node"] or 8))
+    sharding = {"HYBRID_SHARD": f"hybrid({within})", "SHARD_GRAD_OP": "keep", "FULL_SHARD": "full"}
+    strategy = "ddp" if ranks == 1 else sharding[row["sharding"]]
+    cluster = cluster_of(name, ranks)
+    found = dshard.plan(
+        model, sample, cluster=cluster, device=name, memory="10TiB", strategies=strategy, training=training
+    )
+    return replace(found, model=_stepped_early(found.model)) if recipe.steps_early else found
+
+
+def _stepped_early(model: ModelCosts) -> ModelCosts:
+    """The same where of each unit only the largest gradient is there at a time, and no reduced ones."""
+    units = []
+    for unit in model.units:
+        largest = max(param.numel * param.gather_itemsize for param in unit.params)
+        late = unit.gradients_transient_bytes
+        late = unit.backward_transient_bytes if late is None else late
+        params = tuple(replace(param, grad_itemsize=0) for param in unit.params)
+        units.append(replace(unit, params=params, gradients_transient_bytes=late + largest))
+    return replace(model, units=tuple(units))
+
+
+def main(paths: Sequence[str]) -> None:
+    """Print the table."""
+    for path in map(Path, paths or [str(RUNS)]):
+        for row in memory_rows(path):
+            print(
+                f"{row.name:12} {row.what:40} {row.kind}: published {row.published_bytes / 2**30:.1f} GiB, "
+                f"predicted {row.predicted_bytes / 2**30:.2f} GiB, {row.error:+.1%}"
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

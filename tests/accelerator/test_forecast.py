@@ -1,0 +1,121 @@
+"""What the planner says that CUDA's allocator will count, beside what the simulated accelerator's counts.
+
+Its sizes are CUDA's: blocks, splits, segments. Models here have no attention: the simulated one writes its result in
+another layout than CUDA's, which costs a copy.
+"""
+
+import gc
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional as F
+
+import dshard
+from dshard.bench.models import shard, training_step
+from dshard.planner import Training, cluster_of
+
+RANKS, TOKENS = 8, 512
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Tokens known, features, blocks, samples."""
+
+    vocab: int
+    width: int
+    layers: int
+    batch: int
+
+
+SIZES = {
+    "narrow": Size(vocab=4096, width=512, layers=8, batch=4),
+    "wide": Size(vocab=8192, width=2048, layers=6, batch=2),
+    "long": Size(vocab=1000, width=768, layers=16, batch=6),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(size.vocab, size.width)
+        self.blocks = nn.ModuleList(Block(size.width) for _ in range(size.layers))
+        self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, size.vocab, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def counted(size: Size, strategy: str) -> dict[str, int]:
+    """What the simulated allocator counts in a step of one of eight ranks; for a process of its own."""
+    from tests.accelerator import device
+
+    torch.manual_seed(0)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with device.dry_world(RANKS) as accelerator:
+        sim = torch.device("sim")
+        with sim:
+            model: nn.Module = Model(size)
+        if strategy == "FSDP2":
+            model = shard(strategy, model, sim, policy=policy)
+        else:
+            dshard.fully_shard(model, mesh=init_device_mesh("sim", (RANKS,)), strategy=strategy, mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        step = training_step(model, optimizer, torch.randint(0, size.vocab, (size.batch, TOKENS + 1), device=sim))
+        step()
+        gc.collect()
+        accelerator.empty_cache()  # the whole model was there while it was cut
+        step()
+        step()
+        accelerator.reset_peaks()
+        step()
+        found: dict[str, int] = accelerator.stats()
+        return found
+
+
+def planned(size: Size, strategy: str) -> dshard.Plan:
+    with torch.device("meta"):
+        model, ids = Model(size), torch.empty(size.batch, TOKENS, dtype=torch.int64)
+    training = Training(torch.bfloat16, torch.float32, step_bytes_per_element=0)  # fused
+
+    def loss(logits: Tensor) -> Tensor:
+        rows = logits.flatten(0, 1)
+        return F.cross_entropy(rows, torch.zeros(rows.shape[0], dtype=torch.int64))
+
+    cluster = cluster_of("h100-80g", RANKS)
+    return dshard.plan(
+        model, ids, cluster=cluster, device="h100-80g", strategies=strategy, training=training, loss_of=loss
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("strategy", ["ddp", "keep", "full", "hybrid(4)", "FSDP2"])
+def test_forecast_is_what_the_simulated_allocator_counts(accelerator, size, strategy):
+    seen = planned(SIZES[size], "full" if strategy == "FSDP2" else strategy).memory_seen
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        stats = pool.submit(counted, SIZES[size], strategy).result(timeout=300)
+    products = next(each.num_bytes for each in seen.workspaces if each.name == "cuBLAS")  # it computes no products
+    active, reserved = stats["peak_active_bytes"], stats["peak_reserved_bytes"]
+    found = (seen.live_bytes / stats["peak_requested_bytes"], (seen.active_bytes - products) / active)
+    found += ((seen.reserved_bytes - products) / reserved,)
+    print(size, strategy, " ".join(f"{ratio:.3f}" for ratio in found), f"{reserved / active:.3f}")
+    assert 0.99 <= found[0] <= 1.15, found  # what lives is the planner's; of what it counts too much see planner.md
+    assert abs(found[1] / found[0] - 1) < 0.02, found  # blocks are what the allocator makes of that
+    assert 0.9 <= found[2] <= 1.15, found
