@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NEEDED = ("gpu", "n_gpus", "layers", "d_model", "heads", "vocab", "seq", "micro_batch", "tokens_s_gpu")
 _DEFAULTS = {"grad_accum": "1", "compile": "0", "act_ckpt": "none", "precision": "bf16", "mlp": "gelu", "tied": "0"}
 _SHARDINGS = {"FULL_SHARD": "full", "SHARD_GRAD_OP": "keep", "HYBRID_SHARD": "hybrid", "": "full"}
-_PAIRED = ("source", "model", "gpu", "n_gpus", "micro_batch", "grad_accum", "seq", "precision", "act_ckpt", "compile")
+PAIRED = ("source", "model", "gpu", "n_gpus", "micro_batch", "grad_accum", "seq", "precision", "act_ckpt", "compile")
 _LAYERS = 5  # that are traced: the one in the middle stands for all that are no first or last one
 
 
@@ -132,7 +132,7 @@ def _run(row: dict[str, str], number: int, traced: dict[tuple[str, ...], _Traced
     return Run(
         name=row.get("id", f"line {number}"),
         source=row.get("source", "given"),
-        pair=tuple(row.get(name, "") for name in _PAIRED),
+        pair=tuple(row.get(name, "") for name in PAIRED),
         sharding=sharding,
         seconds=batch * int(row["grad_accum"]) * int(row["seq"]) / float(row["tokens_s_gpu"]),
         device=device,

@@ -6,8 +6,10 @@ from dshard.planner.measuring import measure_step
 from dshard.planner.memory import Moment, moments, peak_bytes
 from dshard.planner.plan import Comparison, Measured, Plan
 from dshard.planner.profiles import Training, cluster_of
+from dshard.planner.rates import Constant, Misses, Rates, published
 from dshard.planner.solver import BatchSolution, Certificate, Solution, solve, solve_batch
 from dshard.planner.timeline import MemoryEvent, Segment, Timeline, simulate, step_time
+from dshard.planner.work import Work
 
 __all__ = [
     "DEVICES",
@@ -16,27 +18,32 @@ __all__ = [
     "Certificate",
     "Cluster",
     "Comparison",
+    "Constant",
     "Device",
     "Efficiency",
     "Link",
     "Links",
     "Measured",
     "MemoryEvent",
+    "Misses",
     "ModelCosts",
     "Moment",
     "ParamCosts",
     "Plan",
+    "Rates",
     "Segment",
     "Solution",
     "Timeline",
     "Training",
     "UnitCosts",
     "Wire",
+    "Work",
     "cluster_of",
     "device_named",
     "measure_step",
     "moments",
     "peak_bytes",
+    "published",
     "simulate",
     "solve",
     "solve_batch",

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from dshard.planner.devices import Device, find_device
 from dshard.planner.measuring import measure, optimizer_seconds_per_byte
 from dshard.planner.memory import peak_bytes
 from dshard.planner.plan import Plan
-from dshard.planner.profiles import Overhead, Training, UnitTimes, costs_of
+from dshard.planner.profiles import Overhead, Training, UnitTimes, check_profile, costs_of
 from dshard.planner.progress import SILENT, Progress, Stretch, Throttled
-from dshard.planner.rates import Rates
+from dshard.planner.rates import Rates, find_rates
 from dshard.planner.solver import solve, solve_batch
 from dshard.planner.steps import tensors
 from dshard.planner.texts import parse_bytes
@@ -57,6 +58,7 @@ def plan(
     training: Training | None = None,
     loss_of: Callable[[Any], Tensor] | None = None,
     margin: float | None = None,
+    profile: Rates | str | Path | None = None,
 ) -> Plan:
     """Choose a strategy for each unit of a model, so that a step is shortest and fits into memory.
 
@@ -81,10 +83,13 @@ def plan(
         loss_of: Loss of an output. Without it: its `loss`, or the sum of what is floating-point in it.
         margin: By which part of a step the preferred may be slower than the fastest; 0 for the fastest. None for what
             the times are known to: 0.02 where they were measured, 0.03 by a description of a device.
+        profile: Of what `device` says, which parts runs reach: what `dshard calibrate` wrote, as a path or read by
+            `Rates.load`, or "published" for the one that is shipped. Links are those of `cluster`: see `cluster_of`.
 
     Raises:
         ArgumentError: An argument is none of what it may be.
-        PlanError: Nothing fits, and by how much; or `sample_input` holds no batch.
+        PlanError: Nothing fits, and by how much; or `sample_input` holds no batch; or `profile` is given without
+            `device`, or with links that it does not know of.
         StateError: The model cannot be traced, or the device does not compute in its dtype.
 
     Communicates:
@@ -101,9 +106,12 @@ def plan(
     if training is None:  # on CPU, torch's AdamW steps one parameter after the other
         is_here = named is None and all(p.device.type == "cpu" for p in model.parameters())
         training = Training(step_bytes_per_element=8, steps_together=False) if is_here else Training()
+    rates = None if profile is None else find_rates(profile)
+    if rates is not None:
+        check_profile(named, cluster)
     progress = Throttled(lambda line: log.info("plan: %s", line), every_s=_EVERY_S)
     is_first = mesh is None or mesh.get_rank() == 0
-    profile = Profile(
+    costs = Profile(
         model,
         sample_input,
         device=named,
@@ -112,11 +120,12 @@ def plan(
         mesh=mesh,
         progress=progress if is_first else SILENT,
         checkpointing=checkpointing,
+        rates=rates,
     )
     if cluster is None:
-        profile.progress.at("measuring links")
+        costs.progress.at("measuring links")
         cluster = measure_links(mesh)
-    return profile.plan(cluster, memory=memory, strategies=strategies, batch=batch, margin=margin)
+    return costs.plan(cluster, memory=memory, strategies=strategies, batch=batch, margin=margin)
 
 
 class Profile:
@@ -312,6 +321,11 @@ class Profile:
 
     def _measured(self, traced: Trace, batch: int, kinds: Kinds) -> ModelCosts:
         """The same, of times of real steps on this machine."""
+        if self._training.is_compiled:
+            raise PlanError(
+                "plan: is_compiled is for times that a device and a profile tell, but these are measured here, of the "
+                "model as it is. Pass device= and profile=, or a compiled model and is_compiled=False."
+            )
         sample = _resized(self._sample, self.batch, batch, is_real=True)
         dtype = self._training.compute_dtype
         self.progress.at(f"measuring a step of {batch} sample{'s' * (batch > 1)} on this machine")

@@ -1,0 +1,37 @@
+"""What the predicted time of a measured run is, by the terms that a plan's step has."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import fields, replace
+
+from dshard.planner.calibration import Run, Terms, predicted_s
+
+_OF_TERMS = {"products": "product_s", "attention": "attention_s", "copies for collectives": "copied_s"}
+
+
+def spent(run: Run, values: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of a run's predicted step by what takes them, the most first; they add up to it.
+
+    Each is what the step would take with nothing else in it; memory traffic, and waiting for communication between
+    hosts, are what the others leave of a step without communication, and of the whole.
+    """
+
+    def only(names: Collection[str], optimizer_s: float = 0.0) -> float:
+        forward, backward = (_with(terms, names) for terms in (run.forward, run.backward))
+        return predicted_s(replace(silent, forward=forward, backward=backward, optimizer_s=optimizer_s), values)
+
+    silent = replace(run, gather_bytes=0 * run.gather_bytes, grad_bytes=0 * run.grad_bytes)
+    found = {term: only((name,)) for term, name in _OF_TERMS.items()}
+    found["optimizer"] = only((), run.optimizer_s)
+    computed_s = predicted_s(silent, values)
+    found["memory traffic"] = computed_s - sum(found.values())
+    if run.within <= run.ranks_per_host:
+        one_host = replace(run, num_ranks=min(run.num_ranks, run.ranks_per_host))
+        found["waiting within hosts"] = predicted_s(one_host, values) - computed_s
+    found["waiting between hosts"] = predicted_s(run, values) - sum(found.values())
+    least_s = 1e-9 * sum(found.values())  # of a difference that is none but for rounding
+    return {term: s for term, s in sorted(found.items(), key=lambda item: -item[1]) if s > least_s}
+
+
+def _with(terms: Terms, names: Collection[str]) -> Terms:
+    """Terms without all but some."""
+    return replace(terms, **{f.name: 0 * getattr(terms, f.name) for f in fields(terms) if f.name not in names})
