@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 
 from dshard.arguments import checked
 from dshard.collectives import ReduceOp, all_reduce
@@ -24,7 +23,7 @@ from dshard.planner.profiles import Overhead, Training, UnitTimes, check_profile
 from dshard.planner.progress import SILENT, Progress, Stretch, Throttled
 from dshard.planner.rates import Rates, find_rates
 from dshard.planner.solver import solve, solve_batch
-from dshard.planner.steps import tensors
+from dshard.planner.steps import resized, tensors
 from dshard.planner.texts import parse_bytes
 from dshard.planner.ties import DATASHEET, MEASURED
 from dshard.planner.traces import Part, Trace
@@ -181,7 +180,7 @@ class Profile:
         """A traced step of so many samples, under some activation checkpointing; each is traced once."""
         kinds = self._kinds_of_parts(kinds)
         if (batch, kinds) not in self._traces:
-            sample = _resized(self._sample, self.batch, batch, is_real=False)
+            sample = resized(self._sample, self.batch, batch, is_real=False)
             what = f"tracing a step of {batch} sample{'s' * (batch > 1)}"
             self.progress.at(what)
             with recomputing.under(self._parts, kinds):
@@ -326,7 +325,7 @@ class Profile:
                 "plan: is_compiled is for times that a device and a profile tell, but these are measured here, of the "
                 "model as it is. Pass device= and profile=, or a compiled model and is_compiled=False."
             )
-        sample = _resized(self._sample, self.batch, batch, is_real=True)
+        sample = resized(self._sample, self.batch, batch, is_real=True)
         dtype = self._training.compute_dtype
         self.progress.at(f"measuring a step of {batch} sample{'s' * (batch > 1)} on this machine")
         with recomputing.under(self._parts, kinds):
@@ -379,18 +378,3 @@ def strategies_for(cluster: Cluster) -> tuple[Strategy, ...]:
     if 1 < within < cluster.num_ranks:
         names = (*names, f"hybrid({within})", f"hybrid({within}, keep)")
     return tuple(map(Strategy.of, names))
-
-
-def _resized(sample: Any, old: int, new: int, *, is_real: bool) -> Any:
-    """A sample with another number of rows in each tensor that has as many as the batch."""
-    if old == new:
-        return sample
-
-    def resize(tensor: Tensor) -> Tensor:
-        if not tensor.ndim or tensor.shape[0] != old:
-            return tensor
-        if not is_real:
-            return torch.empty((new, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-        return tensor.repeat(-(-new // old), *[1] * (tensor.ndim - 1))[:new]
-
-    return tree_map_only(Tensor, resize, sample)
