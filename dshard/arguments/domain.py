@@ -179,6 +179,7 @@ MEMORY = kind(
 PLAN_OR_PATH = either(
     ours("Plan", "Pass what dshard.plan gave."), PATH, allowed="a Plan, or the path of a file that holds one"
 )
+PROFILE = either(ours("Rates", "Pass 'published'."), PATH, allowed="'published', the path of a profile, or a Rates")
 ABOVE_0 = number("a finite number above 0", "Pass 1.0.", lambda value: 0 < value < math.inf)
 FROM_0 = number("a finite number, 0 or more", "Pass 0.", lambda value: 0 <= value < math.inf)
 BYTES = number("a number of bytes, 0 or more", "Pass 0.", lambda value: 0 <= value < math.inf)
@@ -202,6 +203,9 @@ DEVICE_OR_NAME = either(
 )
 BY_NUM_RANKS = mapping_of(LINKS, "a dict of Links by numbers of ranks", "Leave it out.", keys=int)
 UNITS = list_of(ours("UnitCosts", ""), "a list of UnitCosts", "Pass [UnitCosts(...)].")
+CONSTANTS = mapping_of(ours("Constant", ""), "a dict of Constants by their names", "Pass Rates.load(path).constants.")
+WORK = list_of(ours("Work", ""), "a list of Work", "Leave it out.")
+MISSES = list_of(ours("Misses", ""), "a list of Misses", "Leave it out.")
 PARAM_COSTS = list_of(ours("ParamCosts", ""), "a list of ParamCosts", "Pass [ParamCosts(...)].")
 CHECKPOINTING = one_of("none", "selective", "full")
 SOME_CHECKPOINTING = either(

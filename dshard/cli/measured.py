@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 NEEDED = ("gpu", "n_gpus", "layers", "d_model", "heads", "vocab", "seq", "micro_batch")
 RATES = ("tokens_s_gpu", "step_s")
-_PAIRED = ("source", "model", "gpu", "n_gpus", "micro_batch", "grad_accum", "seq", "precision", "act_ckpt", "compile")
+PAIRED = ("source", "model", "gpu", "n_gpus", "micro_batch", "grad_accum", "seq", "precision", "act_ckpt", "compile")
 _LAYERS = 5  # that are traced: the one in the middle stands for all that are no first or last one
 
 
@@ -114,7 +114,7 @@ def _run(row: dict[str, str], number: int, traced: dict[tuple[str, ...], _Traced
     return Run(
         name=row.get("id", f"line {number}"),
         source=row.get("source", "given"),
-        pair=tuple(row.get(name, "") for name in _PAIRED),
+        pair=tuple(row.get(name, "") for name in PAIRED),
         sharding=sharding,
         seconds=seconds_of(row),
         device=device,

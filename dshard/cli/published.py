@@ -1,178 +1,326 @@
-"""Published runs of PyTorch FSDP, simulated beside the figures that were published, with one set of constants."""
+"""Measured runs beside what a profile predicts of them: how far off it is by source, and where most, and why."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dshard.cli.progress import open_progress
-from dshard.cli.target import writing
+from dshard.cli.target import rates_of, writing
+from dshard.cli.usage import UsageError
 
 if TYPE_CHECKING:
-    from dshard.planner import Plan
-    from dshard.planner.progress import Progress
+    from dshard.planner import Misses, Rates
+    from dshard.planner.calibration import Pairs, Run
 
-_PAPER = "Zhao et al., PyTorch FSDP, VLDB 2023, 5.4"
-_BLOG = "PyTorch blog, 14 March 2022"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One published figure and the run behind it.
-
-    Args:
-        name: Of the run.
-        preset: Of the model.
-        device: Name of it.
-        gbit: Network of a host.
-        world: Number of ranks.
-        batch: Samples per rank.
-        sequence: Tokens per sample.
-        figure: What was published: TFLOPS per GPU; or by which part they fell since `since` ranks.
-        source: Where.
-        since: Number of ranks that the figure compares with.
-        is_fitted: Whether the efficiency of computation was taken from this row.
-        dtype: Of computations.
-        state_bytes_per_element: Of the optimizer.
-    """
-
-    name: str
-    preset: str
-    device: str
-    gbit: float
-    world: int
-    batch: int
-    sequence: int
-    figure: float
-    source: str
-    since: int | None = None
-    is_fitted: bool = False
-    dtype: str = "bfloat16"
-    state_bytes_per_element: int = 8
-
-
-def _mingpt(world: int, batch: int, figure: float) -> Row:
-    is_fitted = (world, batch) == (512, 2)
-    return Row("minGPT-175B", "gpt3-175b", "a100-80g", 2000, world, batch, 2048, figure, _PAPER, is_fitted=is_fitted)
-
-
-def _t5(batch: int) -> Row:
-    return Row("T5-11B", "t5-11b", "a100-80g", 2000, 512, batch, 512, 0.07, _PAPER, since=8)
-
-
-def _announced(name: str, preset: str, batch: int, sequence: int, figure: float) -> Row:
-    sgd = {"dtype": "float16", "state_bytes_per_element": 0}
-    return Row(name, preset, "a100-40g", 400, 128, batch, sequence, figure, _BLOG, **sgd)  # type: ignore[arg-type]
-
-
-ROWS = (
-    *(_mingpt(world, 1, 173) for world in (128, 192, 256, 384, 512)),
-    *(_mingpt(world, 2, 186) for world in (128, 192, 256, 384, 512)),
-    _t5(8),
-    _t5(16),
-    _announced("GPT-175B", "gpt3-175b", 20, 512, 159),
-    _announced("GPT-1T", "gpt-1t", 4, 2048, 84),
+SHIPPED = Path("published")
+_NUM_WORST = 10
+_RARE = 0.1  # of all runs: what no more of them have is told
+_MAX_TOLD = 3
+_WAITS = ((0.01, "less than 1%"), (0.1, "1 to 10%"), (1.01, "10% or more"))
+_STATES = (
+    (0.1, "less than 10% of the memory"),
+    (0.3, "10 to 30% of the memory"),
+    (float("inf"), "30% of the memory or more"),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A row, what was predicted, and by which part of the published figure that is too large.
+class Held:
+    """A run beside its prediction.
 
-    The error of a figure that compares two numbers of ranks is the difference of both shares.
+    Attributes:
+        name: of the run.
+        source: who measured.
+        model: its name, where the table has one.
+        device: on which it ran.
+        num_ranks: on how many.
+        sharding: full, keep or hybrid.
+        micro_batch: samples of a rank, per backward.
+        sequence: tokens of a sample.
+        tokens_s_gpu: tokens per second and GPU, as measured.
+        measured_s: time of a step.
+        predicted_s: likewise.
+        error: the part of the measured time by which the predicted one is too long; below 0 if it is too short.
+        others_error: mean of that of the other runs of this model by this source; None if there are none.
+        terms: what the predicted step is, as parts of it, the most first.
+        waits: the part of it that waits for communication.
+        states: the part of a device's memory that 16 bytes per parameter would fill: fp32 under Adam.
+        rare: what it has, as few other runs.
     """
 
-    row: Row
-    predicted: float
+    name: str
+    source: str
+    model: str
+    device: str
+    num_ranks: int
+    sharding: str
+    micro_batch: int
+    sequence: int
+    tokens_s_gpu: float
+    measured_s: float
+    predicted_s: float
     error: float
-    step_s: float
-    exposed: float
-    peak_bytes: int
+    others_error: float | None
+    terms: dict[str, float]
+    waits: float
+    states: float
+    rare: tuple[str, ...]
 
 
-def published(progress: Progress) -> list[Found]:
-    """All rows; models are traced once for each length and batch.
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All runs of a table.
 
-    Args:
-        progress: hears how far it is.
+    Attributes:
+        profile: whose predictions they are.
+        rows: one per run.
+        skipped: why other runs are not among them, and how many.
+        by_source: how far off predictions are, and last of all runs.
+        aside: the same, by source, of constants that had not seen its runs, where the profile knows that.
+        pairs: of runs that differ in sharding alone.
+    """
+
+    profile: str
+    rows: tuple[Held, ...]
+    skipped: dict[str, int]
+    by_source: tuple[Misses, ...]
+    aside: dict[str, Misses]
+    pairs: Pairs
+
+
+def report_of(path: Path, rates: Rates) -> Report:
+    """Reads a table, and predicts each run of it.
+
+    Raises:
+        UsageError: it is none.
 
     Communicates: nothing.
     """
-    import torch
+    from dshard.cli.measured import read_runs
+    from dshard.planner.calibration import misses_of, pairs_of
+    from dshard.planner.rates import runs_file
 
-    from dshard.cli.models import build_model
-    from dshard.planner import DEVICES, Training, cluster_of
-    from dshard.planner.progress import Stretch
-    from dshard.planning.plan import Profile
-
-    profiles: dict[tuple[Any, ...], Profile] = {}
-
-    def simulate(row: Row, world: int) -> Plan:
-        device = DEVICES[row.device]
-        key = (row.preset, row.device, row.sequence, row.dtype, row.batch)
-        if key not in profiles:
-            sampled = build_model(row.preset, batch=row.batch, sequence=row.sequence, is_checkpointed=True)
-            dtype = getattr(torch, row.dtype)
-            training = Training(dtype, dtype, row.state_bytes_per_element, 0)
-            profiles[key] = Profile(sampled.model, sampled.sample, device=device, training=training)
-        shares = ((ROWS.index(row) + k) / len(ROWS) for k in (0, 1))
-        profiles[key].progress = Stretch(progress, f"{row.name} on {world} ranks: ", *shares)
-        cluster = cluster_of(device, world, between_hosts=row.gbit * 1e9 / 8)
-        return profiles[key].given(cluster, "full")
-
-    found = []
-    for row in ROWS:
-        plan = simulate(row, row.world)
-        predicted, error = plan.tflops, plan.tflops / row.figure - 1
-        if row.since is not None:
-            predicted = 1 - plan.tflops / simulate(row, row.since).tflops
-            error = predicted - row.figure
-        found.append(Found(row, predicted, error, plan.step_s, plan.exposed_s / plan.step_s, plan.peak_bytes))
-    return found
+    table = read_runs(runs_file() if path == SHIPPED else path)
+    runs, constants = table.runs, rates.constants
+    sources = sorted({run.source for run in runs})
+    by_source = [misses_of([run for run in runs if run.source == each], constants, each) for each in sources]
+    if len(sources) > 1:
+        by_source.append(misses_of(runs, constants, "all"))
+    counted = {each.source: each.num_runs for each in by_source}
+    aside = {each.source: each for each in rates.misses if counted.get(each.source) == each.num_runs}
+    rows = [_held(run, rates, rare) for run, rare in zip(runs, _rare(runs), strict=True)]
+    rows = [replace(row, others_error=_others_error(row, rows)) for row in rows]
+    return Report(rates.source, tuple(rows), table.skipped, tuple(by_source), aside, pairs_of(runs, constants))
 
 
-def table(found: list[Found]) -> str:
-    """As Markdown: one line per row."""
-    lines = [
-        "| run | GPUs | batch | published | predicted | error | communication that waits | peak |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for each in found:
-        row = each.row
-        if row.since is None:
-            figures = (f"{row.figure:.0f} TFLOPS", f"{each.predicted:.0f} TFLOPS", f"{each.error:+.0%}")
-        else:
-            figures = (
-                f"-{row.figure:.0%} since {row.since}",
-                f"{-each.predicted:+.1%}",
-                f"{each.error * 100:+.1f} points",
-            )
-        error = f"{figures[2]} (fitted)" if row.is_fitted else figures[2]
-        device = "40 GB" if row.device == "a100-40g" else "80 GB"
-        cells = (f"{row.name}, {row.sequence} tokens", f"{row.world} x A100 {device}", str(row.batch), *figures[:2])
-        lines.append(f"| {' | '.join(cells)} | {error} | {each.exposed:.1%} | {each.peak_bytes / 2**30:.1f} GiB |")
+def _held(run: Run, rates: Rates, rare: tuple[str, ...]) -> Held:
+    from dshard.planner.calibration import predicted_s
+    from dshard.planner.spent import spent
+
+    seconds, pair = predicted_s(run, rates.values), _pair(run)
+    terms = {term: took_s / seconds for term, took_s in spent(run, rates.values).items()}
+    tokens = int(pair["micro_batch"]) * run.num_backwards * int(pair["seq"])
+    return Held(
+        name=run.name,
+        source=run.source,
+        model=pair["model"],
+        device=run.device.name,
+        num_ranks=run.num_ranks,
+        sharding=run.sharding,
+        micro_batch=int(pair["micro_batch"]),
+        sequence=int(pair["seq"]),
+        tokens_s_gpu=tokens / run.seconds,
+        measured_s=run.seconds,
+        predicted_s=seconds,
+        error=seconds / run.seconds - 1,
+        others_error=None,
+        terms=terms,
+        waits=sum(part for term, part in terms.items() if term.startswith("waiting")),
+        states=_states(run),
+        rare=rare,
+    )
+
+
+def _others_error(row: Held, rows: Sequence[Held]) -> float | None:
+    """Mean error of other runs of a model."""
+    alike = [each for each in rows if (each.source, each.model, each.device) == (row.source, row.model, row.device)]
+    errors = [each.error for each in alike if each is not row]
+    return sum(errors) / len(errors) if errors else None
+
+
+def _states(run: Run) -> float:
+    return 16 * _num_params(run) / run.within / run.device.memory_bytes
+
+
+def _num_params(run: Run) -> float:
+    return float(run.gather_bytes.sum()) / 2  # in bf16
+
+
+def _pair(run: Run) -> dict[str, str]:
+    """The columns of a run's row that runs have in common which differ in sharding alone."""
+    from dshard.cli.measured import PAIRED
+
+    return dict(zip(PAIRED, run.pair, strict=True))
+
+
+def _rare(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """Of each run what it has as few others: the numbers that are that large or small, and the words."""
+    numbers: dict[str, Callable[[Run], float]] = {
+        "GPUs": lambda run: run.num_ranks,
+        "parameters": _num_params,
+        "samples at once": lambda run: int(_pair(run)["micro_batch"]),
+        "tokens per sample": lambda run: int(_pair(run)["seq"]),
+        "micro-batches": lambda run: run.num_backwards,
+        "% of the memory for states": lambda run: round(100 * _states(run)),
+    }
+    words: dict[str, Callable[[Run], str]] = {
+        "on": lambda run: run.device.name,
+        "sharding": lambda run: run.sharding,
+        "precision": lambda run: _pair(run)["precision"],
+        "checkpointing": lambda run: _pair(run)["act_ckpt"],
+        "compiled:": lambda run: "yes" if run.is_compiled else "no",
+    }
+    found: list[list[tuple[float, str]]] = [[] for _ in runs]
+    for what, number in numbers.items():
+        values = [number(run) for run in runs]
+        for told, value in zip(found, values, strict=True):
+            few, many = (sum(map(is_as, values)) for is_as in (value.__ge__, value.__le__))
+            told.append((min(few, many) / len(runs), f"{_number(value)}{'' if what[0] == '%' else ' '}{what}"))
+    for what, word in words.items():
+        texts = [word(run) for run in runs]
+        for told, text in zip(found, texts, strict=True):
+            told.append((texts.count(text) / len(runs), f"{what} {text}"))
+    return [tuple(text for part, text in sorted(told)[:_MAX_TOLD] if part <= _RARE) for told in found]
+
+
+def _number(value: float) -> str:
+    """A count as people write it: 512, 65,536, 6.7B."""
+    for unit, scale in (("B", 1e9), ("M", 1e6)):
+        if value >= scale:
+            return f"{value / scale:.3g}{unit}"
+    return f"{value:,.0f}"
+
+
+def text_of(report: Report) -> str:
+    """The report as Markdown."""
+    skipped = "".join(f"; {num} not used: {why}" for why, num in report.skipped.items())
+    lines = [f"{len(report.rows)} runs{skipped}; profile: {report.profile}", "", *_source_table(report), ""]
+    if report.pairs.num_pairs:
+        told = f"{report.pairs.num_right} of {report.pairs.num_pairs}"
+        lines += [f"pairs that differ in sharding alone: the faster one told in {told}", ""]
+    lines += [*_group_table(report.rows), ""]
+    worst = sorted(report.rows, key=lambda row: -abs(row.error))[:_NUM_WORST]
+    lines += [f"the {len(worst)} runs that are missed most:", "", *_row_table(worst)]
     return "\n".join(lines)
 
 
-def run(out: Path | None) -> int:
-    """Prints the table, and writes it as JSON with the constants behind it."""
-    import torch
+def _source_table(report: Report) -> list[str]:
+    """One line per source: with the profile's constants, and with constants of the other sources alone."""
+    head: tuple[str, ...] = ("runs of", "number", "mean error", "9 in 10 below")
+    if report.aside:
+        head = (*head, "kept aside: mean error", "9 in 10 below")
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for each in report.by_source:
+        told: tuple[str, ...] = (_short(each.source), str(each.num_runs), f"{each.mean:.1%}", f"{each.p90:.1%}")
+        if report.aside:
+            aside = report.aside.get(each.source)
+            told = (*told, *(("-", "-") if aside is None else (f"{aside.mean:.1%}", f"{aside.p90:.1%}")))
+        lines.append(f"| {' | '.join(told)} |")
+    return lines
 
-    from dshard.planner import EFFICIENCY
+
+def _groups(row: Held) -> tuple[str, ...]:
+    """What a run has that errors may come from; of each kind one."""
+    states = next(text for most, text in _STATES if row.states < most)
+    waits = next(text for most, text in _WAITS if row.waits < most)
+    largest = next(iter(row.terms))
+    return f"most of the predicted step: {largest}", f"waiting: {waits} of it", f"16 bytes per parameter fill {states}"
+
+
+def _group_table(rows: Sequence[Held]) -> list[str]:
+    """One line per group of runs that have something."""
+    import numpy as np
+
+    found: dict[tuple[int, str], list[float]] = {}
+    for row in rows:
+        for kind, text in enumerate(_groups(row)):
+            found.setdefault((kind, text), []).append(row.error)
+    lines = ["| runs where | number | mean error | with its sign | 9 in 10 below |", "|---|---|---|---|---|"]
+    for (_, text), errors in sorted(found.items(), key=lambda item: (item[0][0], -len(item[1]))):
+        off = np.abs(errors)
+        figures = f"{off.mean():.1%} | {np.mean(errors):+.1%} | {np.quantile(off, 0.9):.1%}"
+        lines.append(f"| {text} | {len(errors)} | {figures} |")
+    return lines
+
+
+def _row_table(rows: Sequence[Held]) -> list[str]:
+    """One line per run."""
+    from dshard.planner.texts import seconds_text
+
+    head: tuple[str, ...] = ("run", "model", "GPUs", "sharding", "samples x tokens", "measured", "predicted", "error")
+    head = (*head, "others of its model", "most of its step", "rare among the runs")
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        shares = ", ".join(f"{term} {part:.0%}" for term, part in list(row.terms.items())[:2])
+        cells = (
+            row.name,
+            row.model or "-",
+            f"{row.num_ranks} x {row.device}",
+            row.sharding,
+            f"{row.micro_batch} x {row.sequence:,}",
+            seconds_text(row.measured_s),
+            seconds_text(row.predicted_s),
+            f"{row.error:+.0%}",
+            "-" if row.others_error is None else f"{row.others_error:+.0%}",
+            shares,
+            ", ".join(row.rare) or "-",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _short(source: str) -> str:
+    """A repository of GitHub by its name."""
+    found = re.search(r"github\.com/([^/]+/[^/]+)", source)
+    return found[1] if found else source
+
+
+def record_of(report: Report, name: str) -> dict[str, Any]:
+    """The report as JSON has it."""
+    from dshard.planner.records import to_record
+
+    return {"runs": name, **to_record(report)}
+
+
+def run(path: Path, profile: Path | None, out: Path | None) -> int:
+    """Prints the report of a table, and writes it as JSON.
+
+    Args:
+        path: of the table, or `SHIPPED`.
+        profile: of --profile; None for the shipped one.
+        out: of --out.
+
+    Raises:
+        UsageError: on bad input.
+    """
+    from dshard.errors import DShardError
     from dshard.planner.files import write_text
 
-    with open_progress("dshard simulate") as progress:
-        found = published(progress)
-    print(table(found))
+    rates = rates_of(SHIPPED if profile is None else profile)
+    assert rates is not None
+    try:
+        with open_progress("dshard simulate") as progress:
+            progress.at("tracing the models of the runs")
+            report = report_of(path, rates)
+    except DShardError as error:
+        raise UsageError.of(error) from error
+    print(text_of(report))
     if out is not None:
-        record = {
-            "command": "dshard simulate --published",
-            "torch": torch.__version__,
-            "efficiency": asdict(EFFICIENCY),
-            "rows": [asdict(each) for each in found],
-        }
         with writing("--out", out):
-            write_text(out, json.dumps(record, indent=1) + "\n")
+            write_text(out, json.dumps(record_of(report, path.name), indent=1) + "\n")
     return 0

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 _DTYPES = ("bfloat16", "float16", "float32")
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _STATE_BYTES = {"adamw": (8, 4), "momentum": (4, 0), "sgd": (0, 0)}  # per element: kept, and while it steps
-_SHIPPED = Path("published")
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -29,6 +28,7 @@ def add_options(parser: argparse.ArgumentParser, *, needs_device: bool = True) -
     model = parser.add_argument_group("model and training")
     model.add_argument("--batch", help="samples per rank, or auto (1; of module:function, those of its sample)")
     model.add_argument("--sequence", type=int, metavar="TOKENS", help="per sample (what is usual for the model)")
+    model.add_argument("--compile", action="store_true", help="by torch.compile, which fuses kernels; needs --profile")
     model.add_argument("--checkpoint", action="store_true", help="blocks compute their forward again in backward")
     model.add_argument(
         "--checkpointing",
@@ -105,8 +105,9 @@ class Target:
                 f"--world {-(-num_ranks // usual) * usual}."
             )
         per_host = min(num_ranks, usual)
-        make = cluster_of if self.rates is None else self.rates.cluster
-        return make(self.device, num_ranks, ranks_per_host=per_host, between_hosts=self.between_hosts)
+        return cluster_of(
+            self.device, num_ranks, ranks_per_host=per_host, between_hosts=self.between_hosts, profile=self.rates
+        )
 
 
 def target_of(args: argparse.Namespace) -> Target:
@@ -122,7 +123,7 @@ def target_of(args: argparse.Namespace) -> Target:
     from dshard.planner.devices import find_device
     from dshard.planner.texts import parse_bytes
 
-    batch, rates, checkpointing = _batch(args.batch), _rates(args.profile), _checkpointing(args)
+    batch, rates, checkpointing = _batch(args.batch), _rates_for(args), _checkpointing(args)
     for name in ("sequence", "ranks_per_host", "hosts"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -153,7 +154,9 @@ def target_of(args: argparse.Namespace) -> Target:
     )
     sampled.model.to(getattr(torch, args.master))
     reduced = dtype if args.reduce_dtype is None else getattr(torch, args.reduce_dtype)
-    training = Training(dtype, reduced, state_bytes, step_bytes, tokens_per_sample=sampled.num_tokens)
+    training = Training(
+        dtype, reduced, state_bytes, step_bytes, tokens_per_sample=sampled.num_tokens, is_compiled=args.compile
+    )
     rate = None if args.between_hosts is None else args.between_hosts * 1e9 / 8
     margin = None if args.margin is None else args.margin / 100
     hosts = args.ranks_per_host, args.hosts
@@ -175,15 +178,27 @@ def _checkpointing(args: argparse.Namespace) -> tuple[str, ...]:
     return kinds_of("none" if given is None else ANY if ANY in given else given)
 
 
-def _rates(path: Path | None) -> Rates | None:
-    """The profile in a file, or the one that is shipped."""
-    from dshard.errors import PlanError
-    from dshard.planner.rates import Rates, published
+def _rates_for(args: argparse.Namespace) -> Rates | None:
+    """The profile, which a compiled model needs."""
+    if args.compile and args.profile is None:
+        raise UsageError(
+            "--compile needs --profile, which says how many bytes fused kernels save, but it is not given. Pass "
+            "--profile published."
+        )
+    return rates_of(args.profile)
 
-    if path is None or path == _SHIPPED:
-        return None if path is None else published()
+
+def rates_of(path: Path | None) -> Rates | None:
+    """The profile in a file, or the one that is shipped.
+
+    Raises:
+        UsageError: there is none.
+    """
+    from dshard.errors import PlanError
+    from dshard.planner.rates import find_rates
+
     try:
-        return Rates.load(path)
+        return None if path is None else find_rates(path)
     except PlanError as error:
         raise UsageError(f"--profile must be what dshard calibrate wrote, but reading it says: {error}") from error
 

@@ -7,8 +7,10 @@ from dshard.planner.measuring import measure_step
 from dshard.planner.memory import Moment, moments, peak_bytes
 from dshard.planner.plan import Comparison, Measured, Plan
 from dshard.planner.profiles import Training, cluster_of
+from dshard.planner.rates import Constant, Misses, Rates, published
 from dshard.planner.solver import BatchSolution, Certificate, Solution, solve, solve_batch
 from dshard.planner.timeline import MemoryEvent, Segment, Timeline, simulate, step_time
+from dshard.planner.work import Work
 from dshard.planner.workspaces import Workspace
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "Certificate",
     "Cluster",
     "Comparison",
+    "Constant",
     "Device",
     "Efficiency",
     "Link",
@@ -25,22 +28,26 @@ __all__ = [
     "Measured",
     "MemoryEvent",
     "MemoryForecast",
+    "Misses",
     "ModelCosts",
     "Moment",
     "ParamCosts",
     "Plan",
+    "Rates",
     "Segment",
     "Solution",
     "Timeline",
     "Training",
     "UnitCosts",
     "Wire",
+    "Work",
     "Workspace",
     "cluster_of",
     "device_named",
     "measure_step",
     "moments",
     "peak_bytes",
+    "published",
     "simulate",
     "solve",
     "solve_batch",

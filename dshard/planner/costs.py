@@ -6,6 +6,7 @@ from functools import cached_property
 
 from dshard.arguments import checked
 from dshard.errors import ArgumentError, PlanError
+from dshard.planner.work import Work
 
 CHECKPOINTING = ("none", "selective", "full")  # activation checkpointing, by what is computed again
 COUNTER_BYTES = 4  # of steps, which an optimizer with states keeps per parameter
@@ -76,6 +77,7 @@ class UnitCosts:
         modules: Names of the modules in whose forward it is in use; of the model itself "".
         checkpointing: Activation checkpointing that these costs are of: "none", "selective" or "full".
         alternatives: The same unit under other kinds of it; a plan may take one in its place.
+        work: What its forward and its backward are, by what takes their time; nothing where they were measured.
     """
 
     name: str
@@ -94,6 +96,7 @@ class UnitCosts:
     modules: tuple[str, ...] = ("",)
     checkpointing: str = "none"
     alternatives: tuple["UnitCosts", ...] = ()
+    work: tuple[Work, ...] = ()
 
     def __post_init__(self) -> None:
         if self.gradients_transient_bytes is not None and self.activation_bytes + self.gradients_transient_bytes < 0:

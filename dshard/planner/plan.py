@@ -18,6 +18,7 @@ from dshard.planner.memory import moments
 from dshard.planner.records import of_record, to_record
 from dshard.planner.solver import Certificate, solve
 from dshard.planner.tables import Choice, choice_table, mix_text, named, peak_text, unit_table
+from dshard.planner.terms import bound_text, terms_of
 from dshard.planner.texts import bytes_text, number_text, parse_bytes, seconds_text
 from dshard.planner.ties import MEASURED
 from dshard.planner.timeline import Timeline, simulate, step_time
@@ -154,6 +155,15 @@ class Plan:
         """The peak as users of CUDA see it, active and reserved, and what `nvidia-smi` shows."""
         return forecast(self.model, self.strategies, self.cluster)
 
+    @cached_property
+    def time_by_term(self) -> dict[str, float]:
+        """Seconds of the step by what takes them, the most first; they add up to `step_s`.
+
+        These are arithmetic, traffic, copies, the optimizer, and waiting for communication. Where times were measured,
+        all that computes is one term.
+        """
+        return terms_of(self.model, self.strategies, self.cluster, self.timeline)
+
     @property
     def _limit_bytes(self) -> int:
         return self.cluster.memory_bytes if self.certificate is None else self.certificate.limit_bytes
@@ -199,6 +209,7 @@ class Plan:
             "",
             f"ranks: {cluster.num_ranks} on {hosts} host{'s' * (hosts > 1)}; batch: {model.batch_size} per rank",
             f"step: {seconds_text(self.step_s)}, of which {seconds_text(self.exposed_s)} waits for communication",
+            *bound_text(self.time_by_term),
             f"rate: {rates}",
             f"peak: {bytes_text(self.peak_bytes)}"
             + (f" of {bytes_text(self._limit_bytes)}" if self._limit_bytes else ""),
@@ -328,7 +339,7 @@ def _note_what_was_not_known(record: dict[str, Any], schema: int) -> None:
     units = model.get("units") if isinstance(model, dict) else None
     for unit in units if isinstance(units, list) else ():
         if isinstance(unit, dict):
-            unit |= {"checkpointing": "none", "alternatives": []}
+            unit |= {"checkpointing": "none", "alternatives": [], "work": []}
     if isinstance(certificate, dict) and isinstance(units, list):
         certificate["fastest_checkpointing"] = ["none"] * len(units)
     if isinstance(record.get("cluster"), dict):

@@ -1,8 +1,9 @@
 """From a traced step, and a device or measured times, to the costs that the planner plans with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,11 @@ from dshard.arguments import checked
 from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, Link, Links, ModelCosts, ParamCosts, UnitCosts
 from dshard.planner.devices import Device, find_device
-from dshard.planner.rates import Rates
+from dshard.planner.flops import Op
+from dshard.planner.rates import Rates, find_rates
+from dshard.planner.timing import work_of
 from dshard.planner.traces import Trace
+from dshard.planner.work import Work
 
 _START_S = 6.6e-6  # of a collective: torch/distributed/tensor/_collective_utils.py
 
@@ -30,6 +34,8 @@ class Training:
         steps_together: Whether it steps all parameters at once (`foreach`), as by default on CUDA, or one by one.
         num_backwards: Micro-batches per step of the optimizer.
         tokens_per_sample: For rates of tokens; 0 where samples have none.
+        is_compiled: Whether `torch.compile` fuses what is neither product nor attention. Needs a device and a profile,
+            whose constant "fused" says what is left of its memory traffic.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -39,6 +45,7 @@ class Training:
     steps_together: bool = True
     num_backwards: int = 1
     tokens_per_sample: int = 0
+    is_compiled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +102,7 @@ def costs_of(
     Raises:
         PlanError: Neither a device nor times are given.
     """
-    if times is None:
-        times, optimizer_s_per_byte = _told(trace, device, rates)
+    told = _Told.of(trace, device, rates, training) if times is None else _Told(times, optimizer_s_per_byte)
     params = dict(model.named_parameters())
     splittable = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding))}
     units, names = [], {module: name for name, module in model.named_modules()}
@@ -108,18 +114,19 @@ def costs_of(
             UnitCosts(
                 name=trace.parts[i].label,
                 params=tuple(own),
-                forward_s=times[i].forward_s + overhead.forward_s * len(own) + copies.forward_s,
-                backward_s=times[i].backward_s + overhead.backward_s * num_trained + copies.backward_s,
+                forward_s=told.times[i].forward_s + overhead.forward_s * len(own) + copies.forward_s,
+                backward_s=told.times[i].backward_s + overhead.backward_s * num_trained + copies.backward_s,
                 activation_bytes=memory.kept,
                 forward_transient_bytes=memory.forward,
                 backward_transient_bytes=memory.backward,
                 gradients_transient_bytes=memory.gradients,
-                optimizer_s=_touched_bytes(own) * optimizer_s_per_byte,
+                optimizer_s=_touched_bytes(own) * told.optimizer_s_per_byte,
                 optimizer_start_s=overhead.optimizer_s * num_trained,
                 slice_overhead_s=device.efficiency.kernel_s if device is not None else 2e-5,
                 is_used_in_backward=i not in trace.unused_in_backward,
                 source="measured" if device is None else f"traced, {device.name}",
                 modules=tuple(names[module] for module in trace.parts[i].modules),
+                work=told.work(i, copies),
             )
         )
     return ModelCosts(
@@ -133,17 +140,48 @@ def costs_of(
     )
 
 
-def _told(trace: Trace, device: Device | None, rates: Rates | None) -> tuple[list[UnitTimes], float]:
-    """What a device tells: times of the parts, and of a byte that an optimizer's step reads or writes.
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """Times of each part, and of a byte that an optimizer's step reads or writes.
 
-    Raises:
-        PlanError: There is none.
+    Attributes:
+        works: of forward and backward of each part, where a device tells them.
     """
-    if device is None:
-        raise PlanError("plan: must know a device, or measured times, but has neither. Pass device='a100-80g'.")
-    if rates is not None:
-        return _times_of(trace, device, rates), rates.seconds_per_byte(device)
-    return _times_of(trace, device, rates), 1 / (device.memory_bytes_per_s * device.efficiency.memory)
+
+    times: Sequence[UnitTimes]
+    optimizer_s_per_byte: float
+    works: Sequence[tuple[Work, Work]] = ()
+
+    @classmethod
+    def of(cls, trace: Trace, device: Device | None, rates: Rates | None, training: Training) -> "_Told":
+        """What a device tells.
+
+        Raises:
+            PlanError: There is none, or no profile that knows of compiled models.
+        """
+        if device is None:
+            raise PlanError("plan: must know a device, or measured times, but has neither. Pass device='a100-80g'.")
+        if training.is_compiled and rates is None:
+            raise PlanError(
+                "plan: is_compiled needs a profile, which says how many bytes fused kernels save, but there is none. "
+                "Pass profile='published', or --profile published."
+            )
+        ops: list[tuple[list[Op], list[Op]]] = [([], []) for _ in trace.parts]
+        for phase in trace.phases:
+            ops[phase.part][phase.is_backward].extend(phase.ops)
+        fused = training.is_compiled
+        halves = [[work_of(half, device, rates, is_compiled=fused) for half in both] for both in ops]
+        times = [UnitTimes(forward.total_s, backward.total_s) for forward, backward in halves]
+        reached = device.memory_bytes_per_s * device.efficiency.memory
+        of_byte = 1 / reached if rates is None else rates.seconds_per_byte(device)
+        return cls(times, of_byte, [(forward, backward) for forward, backward in halves])
+
+    def work(self, part: int, copies: UnitTimes) -> tuple[Work, ...]:
+        """Forward and backward of a part, with the copies for its collectives."""
+        if not self.works:
+            return ()
+        forward, backward = self.works[part]
+        return replace(forward, copies_s=copies.forward_s), replace(backward, copies_s=copies.backward_s)
 
 
 def _buffer_bytes(model: nn.Module) -> int:
@@ -161,14 +199,6 @@ def _copies_of(params: Sequence[ParamCosts], device: Device | None, rates: Rates
         return UnitTimes(0.0, 0.0)
     gathered, reduced = (sum(p.numel * getattr(p, f"{kind}_itemsize") for p in params) for kind in ("gather", "grad"))
     return UnitTimes(rates.copies_s(device, gathered), rates.copies_s(device, reduced))
-
-
-def _times_of(trace: Trace, device: Device, rates: Rates | None) -> list[UnitTimes]:
-    seconds = [[0.0, 0.0] for _ in trace.parts]
-    for phase in trace.phases:
-        took_s = device.seconds(phase.ops) if rates is None else rates.seconds(device, phase.ops)
-        seconds[phase.part][phase.is_backward] += took_s
-    return [UnitTimes(*each) for each in seconds]
 
 
 @dataclass(slots=True)
@@ -231,22 +261,51 @@ def _param_costs(name: str, param: Tensor, training: Training, splittable: set[i
     )
 
 
+def check_profile(device: Device | None, cluster: Cluster | None) -> None:
+    """Check that a profile has a device to speak of, and that links are not a datasheet's beside it.
+
+    Raises:
+        PlanError: It has not, or they are.
+    """
+    if device is None:
+        raise PlanError(
+            "plan: profile= says which parts of a device's figures are reached, but device is None: times are measured "
+            "here. Pass device='a100-80g', or leave profile= out."
+        )
+    if cluster is not None and cluster.num_ranks > 1 and cluster.source == device.source:
+        raise PlanError(
+            "plan: profile= has rates of links, too, but those of cluster are the datasheet's alone. Pass "
+            f"cluster=cluster_of({device.name!r}, {cluster.num_ranks}, profile=...) with the same profile."
+        )
+
+
 @checked
 def cluster_of(
-    device: Device | str, num_ranks: int, *, ranks_per_host: int | None = None, between_hosts: float | None = None
+    device: Device | str,
+    num_ranks: int,
+    *,
+    ranks_per_host: int | None = None,
+    between_hosts: float | None = None,
+    profile: Rates | str | Path | None = None,
 ) -> Cluster:
-    """Hosts of a device, as its datasheet has them.
+    """Hosts of a device, as its datasheet has them, or with links as fast as runs found them.
 
     Args:
         device: All ranks are alike; one of your own, or a name of `DEVICES`.
         num_ranks: All of them.
         ranks_per_host: Of a host; None for the usual host, or for fewer where there are not as many.
         between_hosts: Bytes per second of a whole host's network; None for the usual host's.
+        profile: Which parts of the datasheet's figures links reach: what `dshard calibrate` wrote, as a path or read by
+            `Rates.load`, or "published" for the one that is shipped; None for the same part of all.
 
     Raises:
         ArgumentError: There is no device of this name, or a number is none that is allowed.
+        PlanError: There is no such profile.
     """
     device = find_device(device, "cluster_of: device")
+    if profile is not None:
+        rates = find_rates(profile)
+        return rates.cluster(device, num_ranks, ranks_per_host=ranks_per_host, between_hosts=between_hosts)
     per_host = min(num_ranks, device.per_host) if ranks_per_host is None else ranks_per_host
     near, far = device.within_host, device.between_hosts
     across = None

@@ -9,6 +9,7 @@ from math import exp, log, log2
 from pathlib import Path
 from typing import Any
 
+from dshard.arguments import checked
 from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, Link, Links
 from dshard.planner.devices import Device
@@ -60,6 +61,7 @@ class Misses:
     p90: float
 
 
+@checked
 @dataclass(frozen=True)
 class Rates:
     """A profile: the constants of the model of time.
@@ -171,6 +173,7 @@ class Rates:
         """Time of the copies into and out of a buffer of a collective, on the stream that computes."""
         return num_bytes * self.values["copies"] * self.seconds_per_byte(device)
 
+    @checked
     def save(self, path: str | Path) -> None:
         """Write it as JSON.
 
@@ -180,6 +183,7 @@ class Rates:
         write_text(Path(path), json.dumps({"schema": SCHEMA, **to_record(self)}, indent=1) + "\n")
 
     @classmethod
+    @checked
     def load(cls, path: str | Path) -> "Rates":
         """Read what `save`, or `dshard calibrate --out`, wrote.
 
@@ -196,6 +200,17 @@ class Rates:
             raise PlanError(
                 f"{path}: must be a profile as JSON, but reading it says: {error} Pass what dshard calibrate wrote."
             ) from error
+
+
+def find_rates(profile: "Rates | str | Path") -> Rates:
+    """A profile: itself, the one that is shipped ("published"), or that in a file.
+
+    Raises:
+        PlanError: There is no such file, or it holds no profile; names the path.
+    """
+    if isinstance(profile, Rates):
+        return profile
+    return published() if str(profile) == "published" else Rates.load(profile)
 
 
 def of_family(values: Mapping[str, float], name: str, device: Device) -> float:

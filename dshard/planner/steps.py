@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from dshard.errors import StateError
 
@@ -90,3 +91,18 @@ def loss_in(output: Any) -> Tensor:
     for each in values[1:]:
         total = total + each.sum()
     return total
+
+
+def resized(sample: Any, old: int, new: int, *, is_real: bool) -> Any:
+    """A sample with another number of rows in each tensor that has as many as the batch."""
+    if old == new:
+        return sample
+
+    def resize(tensor: Tensor) -> Tensor:
+        if not tensor.ndim or tensor.shape[0] != old:
+            return tensor
+        if not is_real:
+            return torch.empty((new, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+        return tensor.repeat(-(-new // old), *[1] * (tensor.ndim - 1))[:new]
+
+    return tree_map_only(Tensor, resize, sample)

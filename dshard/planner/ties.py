@@ -12,7 +12,7 @@ _TOLERANCE = 1e-9
 # Of a step: two plans that are predicted to be closer than that cannot be told apart.
 MEASURED = 0.02
 # What computation takes is missed alike whatever the strategy; what differs between strategies is waiting. The largest
-# miss of that among the published runs (docs/simulate.md) is 7.6 points of a step, at 512 GPUs under full, which sends
+# miss of that among runs of papers (docs/simulate.md) is 7.6 points of a step, at 512 GPUs under full, which sends
 # three parts where the others send two: a third of it does not cancel out between them.
 DATASHEET = 0.03
 

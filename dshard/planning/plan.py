@@ -4,12 +4,12 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 
 from dshard.arguments import checked
 from dshard.collectives import ReduceOp, all_reduce
@@ -19,11 +19,11 @@ from dshard.planner.devices import Device, find_device
 from dshard.planner.measuring import measure, optimizer_seconds_per_byte
 from dshard.planner.memory import peak_bytes
 from dshard.planner.plan import Plan
-from dshard.planner.profiles import Overhead, Training, UnitTimes, costs_of
+from dshard.planner.profiles import Overhead, Training, UnitTimes, check_profile, costs_of
 from dshard.planner.progress import SILENT, Progress, Stretch, Throttled
-from dshard.planner.rates import Rates
+from dshard.planner.rates import Rates, find_rates
 from dshard.planner.solver import solve, solve_batch
-from dshard.planner.steps import tensors
+from dshard.planner.steps import resized, tensors
 from dshard.planner.texts import parse_bytes
 from dshard.planner.ties import DATASHEET, MEASURED
 from dshard.planner.traces import Part, Trace
@@ -57,6 +57,7 @@ def plan(
     training: Training | None = None,
     loss_of: Callable[[Any], Tensor] | None = None,
     margin: float | None = None,
+    profile: Rates | str | Path | None = None,
 ) -> Plan:
     """Choose a strategy for each unit of a model, so that a step is shortest and fits into memory.
 
@@ -81,10 +82,13 @@ def plan(
         loss_of: Loss of an output. Without it: its `loss`, or the sum of what is floating-point in it.
         margin: By which part of a step the preferred may be slower than the fastest; 0 for the fastest. None for what
             the times are known to: 0.02 where they were measured, 0.03 by a description of a device.
+        profile: Of what `device` says, which parts runs reach: what `dshard calibrate` wrote, as a path or read by
+            `Rates.load`, or "published" for the one that is shipped. Links are those of `cluster`: see `cluster_of`.
 
     Raises:
         ArgumentError: An argument is none of what it may be.
-        PlanError: Nothing fits, and by how much; or `sample_input` holds no batch.
+        PlanError: Nothing fits, and by how much; or `sample_input` holds no batch; or `profile` is given without
+            `device`, or with links that it does not know of.
         StateError: The model cannot be traced, or the device does not compute in its dtype.
 
     Communicates:
@@ -101,9 +105,12 @@ def plan(
     if training is None:  # on CPU, torch's AdamW steps one parameter after the other
         is_here = named is None and all(p.device.type == "cpu" for p in model.parameters())
         training = Training(step_bytes_per_element=8, steps_together=False) if is_here else Training()
+    rates = None if profile is None else find_rates(profile)
+    if rates is not None:
+        check_profile(named, cluster)
     progress = Throttled(lambda line: log.info("plan: %s", line), every_s=_EVERY_S)
     is_first = mesh is None or mesh.get_rank() == 0
-    profile = Profile(
+    costs = Profile(
         model,
         sample_input,
         device=named,
@@ -112,11 +119,12 @@ def plan(
         mesh=mesh,
         progress=progress if is_first else SILENT,
         checkpointing=checkpointing,
+        rates=rates,
     )
     if cluster is None:
-        profile.progress.at("measuring links")
+        costs.progress.at("measuring links")
         cluster = measure_links(mesh)
-    return profile.plan(cluster, memory=memory, strategies=strategies, batch=batch, margin=margin)
+    return costs.plan(cluster, memory=memory, strategies=strategies, batch=batch, margin=margin)
 
 
 class Profile:
@@ -172,7 +180,7 @@ class Profile:
         """A traced step of so many samples, under some activation checkpointing; each is traced once."""
         kinds = self._kinds_of_parts(kinds)
         if (batch, kinds) not in self._traces:
-            sample = _resized(self._sample, self.batch, batch, is_real=False)
+            sample = resized(self._sample, self.batch, batch, is_real=False)
             what = f"tracing a step of {batch} sample{'s' * (batch > 1)}"
             self.progress.at(what)
             with recomputing.under(self._parts, kinds):
@@ -321,7 +329,12 @@ class Profile:
 
     def _measured(self, traced: Trace, batch: int, kinds: Kinds) -> ModelCosts:
         """The same, of times of real steps on this machine."""
-        sample = _resized(self._sample, self.batch, batch, is_real=True)
+        if self._training.is_compiled:
+            raise PlanError(
+                "plan: is_compiled is for times that a device and a profile tell, but these are measured here, of the "
+                "model as it is. Pass device= and profile=, or a compiled model and is_compiled=False."
+            )
+        sample = resized(self._sample, self.batch, batch, is_real=True)
         dtype = self._training.compute_dtype
         self.progress.at(f"measuring a step of {batch} sample{'s' * (batch > 1)} on this machine")
         with recomputing.under(self._parts, kinds):
@@ -374,18 +387,3 @@ def strategies_for(cluster: Cluster) -> tuple[Strategy, ...]:
     if 1 < within < cluster.num_ranks:
         names = (*names, f"hybrid({within})", f"hybrid({within}, keep)")
     return tuple(map(Strategy.of, names))
-
-
-def _resized(sample: Any, old: int, new: int, *, is_real: bool) -> Any:
-    """A sample with another number of rows in each tensor that has as many as the batch."""
-    if old == new:
-        return sample
-
-    def resize(tensor: Tensor) -> Tensor:
-        if not tensor.ndim or tensor.shape[0] != old:
-            return tensor
-        if not is_real:
-            return torch.empty((new, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-        return tensor.repeat(-(-new // old), *[1] * (tensor.ndim - 1))[:new]
-
-    return tree_map_only(Tensor, resize, sample)

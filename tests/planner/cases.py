@@ -94,6 +94,8 @@ def clusters(draw):
         draw(links(is_one_host=False)) if num_hosts > 1 else None,
         overlaps=draw(st.booleans()),
         keeps_received_rows=draw(st.booleans()),
+        interference=draw(st.sampled_from([0.0, 0.125])),
+        stragglers=draw(st.sampled_from([0.0, 0.0625])),
     )
 
 

@@ -38,6 +38,7 @@ ROWS = (
     {**ROW, "micro_batch": 100, "grad_accum": 2, "sharding": "SHARD_GRAD_OP"},
     {**ROW, "n_gpus": 16, "micro_batch": 300, "sharding": "HYBRID_SHARD"},
     {**ROW, "gpu": "mi300x"},
+    {**ROW, "compile": 1},
 )
 
 
@@ -53,7 +54,7 @@ def table_of(rows, path):
     return path
 
 
-def simulated_s(row, run):
+def simulated(row, run):
     """The same run as plan and simulate see it: all layers, traced, under one strategy."""
     from dshard.cli.presets import checkpoint_blocks
 
@@ -62,18 +63,20 @@ def simulated_s(row, run):
     if row.get("act_ckpt"):
         checkpoint_blocks(model)
     reduced = torch.float32 if "precision" in row else torch.bfloat16
-    training = Training(torch.bfloat16, reduced, num_backwards=int(row.get("grad_accum", 1)))
+    training = Training(
+        torch.bfloat16, reduced, num_backwards=int(row.get("grad_accum", 1)), is_compiled="compile" in row
+    )
     sample = torch.empty(row["micro_batch"], row["seq"], dtype=torch.int64, device="meta")
     profile = Profile(model, sample, device=run.device, training=training, loss_of=_loss, rates=SHIPPED)
     cluster = SHIPPED.cluster(run.device, run.num_ranks, ranks_per_host=run.ranks_per_host, between_hosts=run.network)
     name = "hybrid(8)" if run.sharding == "hybrid" else run.sharding
-    return profile.given(cluster, name).step_s
+    return profile.given(cluster, name)
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_what_is_fitted_is_what_plan_and_simulate_predict(row, tmp_path):
     (run,) = read_runs(table_of([row], tmp_path / "runs.tsv")).runs
-    assert predicted_s(run, SHIPPED.values) == pytest.approx(simulated_s(row, run), rel=1e-3)
+    assert predicted_s(run, SHIPPED.values) == pytest.approx(simulated(row, run).step_s, rel=1e-3)
 
 
 @given(
