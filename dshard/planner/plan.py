@@ -15,7 +15,9 @@ from dshard.planner.costs import Cluster, Link, Links, ModelCosts
 from dshard.planner.files import read_text, write_text
 from dshard.planner.memory import moments
 from dshard.planner.records import of_record, to_record
+from dshard.planner.robust import Doubt, doubt_lines
 from dshard.planner.solver import Certificate, solve
+from dshard.planner.spreads import Interval, interval_text
 from dshard.planner.tables import choice_table, mix_text, peak_text, unit_table
 from dshard.planner.texts import bytes_text, number_text, parse_bytes, seconds_text
 from dshard.planner.ties import MEASURED
@@ -91,6 +93,7 @@ class Plan:
         candidates: Those that each unit could have had.
         certificate: How good the choice is; None for one that was given rather than found.
         flops: Floating-point operations of a step on one rank, recomputation included.
+        doubt: How far off the predictions may be; None for costs that say nothing of it.
     """
 
     model: ModelCosts
@@ -99,6 +102,7 @@ class Plan:
     candidates: tuple[Strategy, ...] = ()
     certificate: Certificate | None = None
     flops: float = 0.0
+    doubt: Doubt | None = None
 
     def __post_init__(self) -> None:
         if len(self.strategies) != len(self.model.units):
@@ -116,6 +120,12 @@ class Plan:
     def step_s(self) -> float:
         """Predicted time of a step, in seconds."""
         return self.timeline.step_s
+
+    @property
+    def step_interval_s(self) -> Interval | None:
+        """What a real step takes in 8 of 10, by runs that calibration kept aside; None where nobody knows."""
+        steps = None if self.doubt is None else self.doubt.steps
+        return None if steps is None else Interval(self.step_s * steps.low, self.step_s * steps.high)
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -152,6 +162,11 @@ class Plan:
         return self.cluster.memory_bytes if self.certificate is None else self.certificate.limit_bytes
 
     @property
+    def _step_text(self) -> str:
+        interval = self.step_interval_s
+        return seconds_text(self.step_s) + (f" ({interval_text(interval)})" if interval else "")
+
+    @property
     def by_parameter(self) -> dict[str, Strategy]:
         """The strategy of each parameter, by its name in the model."""
         units = zip(self.model.units, self.strategies, strict=True)
@@ -160,7 +175,7 @@ class Plan:
     def __str__(self) -> str:
         names = ", ".join(f"{len(list(run))} x {name}" for name, run in groupby(map(str, self.strategies)))
         return (
-            f"{names}: step {seconds_text(self.step_s)}, of which {seconds_text(self.exposed_s)} waits for "
+            f"{names}: step {self._step_text}, of which {seconds_text(self.exposed_s)} waits for "
             f"communication; peak {bytes_text(self.peak_bytes)}"
         )
 
@@ -179,7 +194,7 @@ class Plan:
             *unit_table(model.units, self.strategies),
             "",
             f"ranks: {cluster.num_ranks} on {hosts} host{'s' * (hosts > 1)}; batch: {model.batch_size} per rank",
-            f"step: {seconds_text(self.step_s)}, of which {seconds_text(self.exposed_s)} waits for communication",
+            f"step: {self._step_text}, of which {seconds_text(self.exposed_s)} waits for communication",
             f"rate: {rates}",
             f"peak: {bytes_text(self.peak_bytes)}"
             + (f" of {bytes_text(self._limit_bytes)}" if self._limit_bytes else ""),
@@ -187,6 +202,7 @@ class Plan:
             "",
             *choice_table(model, cluster, self.strategies, others, self._limit_bytes),
             "",
+            *(doubt_lines(self.doubt) if self.doubt is not None else ()),
         ]
         if self.certificate is not None:
             lines.append(f"certificate: {self.certificate}")
@@ -229,6 +245,7 @@ class Plan:
             raise PlanError(
                 f"plan: must be a plan of schema {SCHEMA}, but it is of {schema!r}. Plan again with this version."
             )
+        record.setdefault("doubt", None)  # of a plan that was written before there was one
         try:
             return of_record(cls, record)
         except PlanError:
@@ -292,7 +309,12 @@ class Plan:
         margin = min(MEASURED, self.certificate.margin)
         solution = solve(model, cluster, self.candidates, limit, tolerance=margin)
         return replace(
-            self, model=model, cluster=cluster, strategies=solution.strategies, certificate=solution.certificate
+            self,
+            model=model,
+            cluster=cluster,
+            strategies=solution.strategies,
+            certificate=solution.certificate,
+            doubt=None,
         )
 
 

@@ -19,6 +19,7 @@ from dshard.planner.plan import Plan
 from dshard.planner.profiles import Overhead, Training, UnitTimes, costs_of
 from dshard.planner.progress import SILENT, Progress, Stretch, Throttled
 from dshard.planner.rates import Rates
+from dshard.planner.robust import Doubt, robust
 from dshard.planner.solver import solve, solve_batch
 from dshard.planner.steps import tensors
 from dshard.planner.texts import parse_bytes
@@ -197,7 +198,7 @@ class Profile:
         margin: float | None = None,
     ) -> Plan:
         """The best plan on a cluster; arguments and errors are those of `dshard.plan`."""
-        tolerance = self._margin(margin)
+        tolerance, most = self._margin(margin), float("inf") if margin is None else margin
         limit = cluster.memory_bytes if memory is None else parse_bytes(memory, "memory")
         if strategies is None:
             strategies = strategies_for(cluster)
@@ -205,14 +206,14 @@ class Profile:
             strategies = (strategies,)
         known = tuple(dict.fromkeys(Strategy.of(each).on(cluster.num_ranks) for each in strategies))
         if not isinstance(batch, str):
-            return self._planned(self._size(batch), cluster, known, limit, tolerance)
+            return self._planned(self._size(batch), cluster, known, limit, tolerance, most)
         sizes = set(_BATCHES)
         while True:  # sizes between two traced ones are estimated, none too low; what is chosen is traced
             estimate, told = self.estimated(max(sizes)), self.progress
             found = solve_batch(estimate, sizes, cluster, known, limit, tolerance=tolerance, progress=told)
             best = found.model.batch_size // found.model.num_backwards
             try:
-                return self._planned(best, cluster, known, limit, tolerance)
+                return self._planned(best, cluster, known, limit, tolerance, most)
             except PlanError:
                 sizes.discard(best)
 
@@ -221,7 +222,7 @@ class Profile:
         size = self._size(batch)
         costs = self.costs(size)
         strategies = (Strategy.of(strategy).on(cluster.num_ranks),) * len(costs.units)
-        return Plan(costs, cluster, strategies, flops=self._flops(size))
+        return Plan(costs, cluster, strategies, flops=self._flops(size), doubt=self._doubt())
 
     def _size(self, batch: int | None) -> int:
         return self.batch if batch is None else batch
@@ -231,11 +232,19 @@ class Profile:
             return MEASURED if self._device is None else DATASHEET
         return float(margin)
 
-    def _planned(self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int, tolerance: float) -> Plan:
+    def _doubt(self) -> Doubt | None:
+        return None if self._rates is None or self._rates.spread is None else Doubt(self._rates.spread.steps)
+
+    def _planned(
+        self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int, tolerance: float, most: float
+    ) -> Plan:
         costs = self.costs(batch)
         self.progress.at(f"choosing strategies of {len(costs.units)} units")
         solution = solve(costs, cluster, known, limit, tolerance=tolerance, progress=self.progress)
-        return Plan(costs, cluster, solution.strategies, known, solution.certificate, self._flops(batch))
+        doubt = None
+        if (spread := None if self._rates is None else self._rates.spread) is not None:
+            solution, doubt = robust(costs, cluster, solution, known, spread, margin=tolerance, most=most)
+        return Plan(costs, cluster, solution.strategies, known, solution.certificate, self._flops(batch), doubt)
 
     def _flops(self, batch: int) -> float:
         return float(self.traced(batch).flops * self._training.num_backwards)
