@@ -68,7 +68,7 @@ def across_s(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster
 
 
 def close_of(
-    steps_s: Mapping[str, float], across: Mapping[str, float], pairs: Interval, margin: float, most: float
+    steps_s: Mapping[str, float], across: Mapping[str, float], pairs: Interval, margin: float, most: float | None
 ) -> tuple[Close, ...]:
     """Which choices cannot be told apart from the fastest, with the worst case of each, the smallest first.
 
@@ -77,7 +77,7 @@ def close_of(
         across: Communication across hosts, likewise.
         pairs: Seconds by which a difference may be longer, per second of communication more; holds 0.
         margin: By which part of a step all differences may be off besides.
-        most: By which part of the fastest step a choice may be predicted to be longer, however little that says.
+        most: By which part of the fastest step a choice may be predicted to be longer; None for any.
     """
 
     def longer_s(one: str, other: str, *, end: float) -> float:
@@ -91,7 +91,7 @@ def close_of(
     names = [
         name
         for name, step_s in steps_s.items()
-        if step_s <= fastest_s * (1 + most)
+        if (most is None or step_s <= fastest_s * (1 + most))
         and (step_s <= fastest_s * (1 + margin) or longer_s(name, fastest, end=-1) <= 0)
     ]
     found = []
@@ -109,7 +109,7 @@ def robust(
     spread: Spread,
     *,
     margin: float,
-    most: float = float("inf"),
+    most: float | None = None,
 ) -> tuple[Solution, Doubt]:
     """The choice whose worst case is smallest, of those that cannot be told apart; and what is known of them.
 
@@ -123,7 +123,7 @@ def robust(
         known: The strategies that a unit may have.
         spread: Of the profile that the costs are from.
         margin: By which part of a step differences may be off that nothing explains.
-        most: By which part the choice may be predicted to be slower than the fastest.
+        most: By which part the choice may be predicted to be slower than the fastest; None for any.
     """
     told, limit = solution.certificate, solution.certificate.limit_bytes
     choices = {str(each): (each,) * len(model.units) for each in known}
@@ -146,12 +146,13 @@ def robust(
         if taken != FASTEST:
             chosen = at_rest(model, cluster, known, chosen, limit, steps_s[taken], is_simple=True)
         step_s = max(step_time(model, chosen, cluster), told.fastest_s)
-        doubt_s = pairs.high * (across_s(model, told.fastest, cluster) - across[taken])
+        less_s = across_s(model, told.fastest, cluster) - across[taken]
+        doubt_s = max(pairs.low * less_s, pairs.high * less_s)
         certificate = replace(
             told,
             step_s=step_s,
             peak_bytes=peak_bytes(model, chosen, cluster),
-            margin=max(margin, doubt_s / told.fastest_s),
+            margin=max(margin, doubt_s / told.fastest_s if told.fastest_s else 0.0),
         )
         solution = Solution(chosen, certificate)
     return solution, Doubt(spread.steps, pairs, spread.num_pairs, close, taken)

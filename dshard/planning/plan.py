@@ -198,7 +198,7 @@ class Profile:
         margin: float | None = None,
     ) -> Plan:
         """The best plan on a cluster; arguments and errors are those of `dshard.plan`."""
-        tolerance, most = self._margin(margin), float("inf") if margin is None else margin
+        tolerance = self._margin(margin)
         limit = cluster.memory_bytes if memory is None else parse_bytes(memory, "memory")
         if strategies is None:
             strategies = strategies_for(cluster)
@@ -206,14 +206,14 @@ class Profile:
             strategies = (strategies,)
         known = tuple(dict.fromkeys(Strategy.of(each).on(cluster.num_ranks) for each in strategies))
         if not isinstance(batch, str):
-            return self._planned(self._size(batch), cluster, known, limit, tolerance, most)
+            return self._planned(self._size(batch), cluster, known, limit, margin)
         sizes = set(_BATCHES)
         while True:  # sizes between two traced ones are estimated, none too low; what is chosen is traced
             estimate, told = self.estimated(max(sizes)), self.progress
             found = solve_batch(estimate, sizes, cluster, known, limit, tolerance=tolerance, progress=told)
             best = found.model.batch_size // found.model.num_backwards
             try:
-                return self._planned(best, cluster, known, limit, tolerance, most)
+                return self._planned(best, cluster, known, limit, margin)
             except PlanError:
                 sizes.discard(best)
 
@@ -236,9 +236,9 @@ class Profile:
         return None if self._rates is None or self._rates.spread is None else Doubt(self._rates.spread.steps)
 
     def _planned(
-        self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int, tolerance: float, most: float
+        self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int, most: float | None
     ) -> Plan:
-        costs = self.costs(batch)
+        costs, tolerance = self.costs(batch), self._margin(most)
         self.progress.at(f"choosing strategies of {len(costs.units)} units")
         solution = solve(costs, cluster, known, limit, tolerance=tolerance, progress=self.progress)
         doubt = None

@@ -43,7 +43,7 @@ def table_of(rows, path):
     return path
 
 
-def simulated_s(row, run):
+def simulated(row, run):
     """The same run as plan and simulate see it: all layers, traced, under one strategy."""
     from dshard.cli.presets import checkpoint_blocks
 
@@ -57,13 +57,13 @@ def simulated_s(row, run):
     profile = Profile(model, sample, device=run.device, training=training, loss_of=_loss, rates=SHIPPED)
     cluster = SHIPPED.cluster(run.device, run.num_ranks, ranks_per_host=run.ranks_per_host, between_hosts=run.network)
     name = "hybrid(8)" if run.sharding == "hybrid" else run.sharding
-    return profile.given(cluster, name).step_s
+    return profile.given(cluster, name)
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_what_is_fitted_is_what_plan_and_simulate_predict(row, tmp_path):
     (run,) = read_runs(table_of([row], tmp_path / "runs.tsv")).runs
-    assert predicted_s(run, SHIPPED.values) == pytest.approx(simulated_s(row, run), rel=1e-3)
+    assert predicted_s(run, SHIPPED.values) == pytest.approx(simulated(row, run).step_s, rel=1e-3)
 
 
 @given(
