@@ -141,7 +141,7 @@ def robust(
     pairs = spread.pairs or _NONE
     close = close_of(steps_s, across, pairs, margin, most)
     taken = best(close)
-    if margin and taken != best(close_of(steps_s, across, _NONE, margin, most)):
+    if taken != best(close_of(steps_s, across, _NONE, margin, most)):
         chosen = choices[taken]
         if taken != FASTEST:
             chosen = at_rest(model, cluster, known, chosen, limit, steps_s[taken], is_simple=True)
