@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(misses_table([misses_of(table.runs, found.constants, "fitted to all"), *found.misses])))
     pairs = pairs_of(table.runs, found.constants)
     print(f"pairs that differ in sharding alone: the faster one told in {pairs.num_right} of {pairs.num_pairs}")
+    print("\n".join(spread_lines(found.spread)))
     if args.out is not None:
         with writing("--out", args.out):
             found.save(args.out)
@@ -73,6 +74,21 @@ def constants_table(rates: Any) -> list[str]:
     lines = ["| constant | value | known to | before | unit |", "|---|---|---|---|---|"]
     for name, each in rates.constants.items():
         lines.append(f"| {name} | {each.value:.3g} | {each.uncertainty:.0%} | {each.prior:.3g} | {each.unit} |")
+    return lines
+
+
+def spread_lines(spread: Any) -> list[str]:
+    """In which interval measured steps and differences lie, and which part of each source in that of the others."""
+    from dshard.planner.spreads import IN_TEN
+
+    lines = []
+    if spread.steps is not None:
+        steps = f"{spread.steps.low:.2f} to {spread.steps.high:.2f}"
+        lines.append(f"steps take {steps} of the predicted time in {IN_TEN} of 10 ({spread.num_runs} runs kept aside)")
+    lines += [f"  in the interval of the others: {part:.0%} of {source}" for source, part in spread.covered.items()]
+    if spread.pairs is not None:
+        pairs = f"{spread.pairs.low:.2f} to {spread.pairs.high:.2f} s"
+        lines.append(f"differences between shardings, per second more across hosts: {pairs} ({spread.num_pairs} pairs)")
     return lines
 
 

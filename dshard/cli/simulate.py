@@ -170,9 +170,12 @@ def simulated(
 
 def table(found: dict[tuple[int, str], Plan], limit_bytes: int) -> str:
     """One row per simulated step."""
+    from dshard.planner.spreads import IN_TEN
     from dshard.planner.texts import bytes_text
 
-    rows = [("ranks", "strategy", "batch", "step", "exposed", "TFLOP/s per rank", "samples/s", "peak", "fits")]
+    known = any(plan.step_interval_s for plan in found.values())
+    head = ("exposed", "TFLOP/s per rank", "samples/s", "peak", "fits")
+    rows = [("ranks", "strategy", "batch", "step", *[f"{IN_TEN} in 10"] * known, *head)]
     for (world, name), plan in found.items():
         rows.append(
             (
@@ -180,6 +183,7 @@ def table(found: dict[tuple[int, str], Plan], limit_bytes: int) -> str:
                 name,
                 str(plan.model.batch_size),
                 f"{plan.step_s:.4g} s",
+                *[f"{each.low:.3g} to {each.high:.3g} s" for each in (plan.step_interval_s,) if each],
                 f"{plan.exposed_s / plan.step_s:.1%}",
                 f"{plan.tflops:.4g}",
                 f"{plan.samples_per_s:.4g}",

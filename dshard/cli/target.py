@@ -44,7 +44,10 @@ def add_options(parser: argparse.ArgumentParser, *, needs_device: bool = True) -
         model.add_argument(name, choices=_DTYPES, type=_dtype_name, default=default, help=text)
     model.add_argument("--optimizer", choices=tuple(_STATE_BYTES), default="adamw", help="(%(default)s)")
     model.add_argument(
-        "--margin", type=float, metavar="PERCENT", help="by which a simpler plan may be slower; 0 for the fastest (3)"
+        "--margin",
+        type=float,
+        metavar="PERCENT",
+        help="by which a simpler plan may be slower; 0 for the fastest (3; with --profile, what cannot be told apart)",
     )
     devices = parser.add_argument_group("devices")
     devices.add_argument("--device", required=needs_device, help="such as a100-40g; an unknown name lists all")

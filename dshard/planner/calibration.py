@@ -10,12 +10,14 @@ import numpy.typing as npt
 
 from dshard.planner.devices import Device
 from dshard.planner.rates import START_S, Constant, Misses, Rates, of_family, ring_hop_s
+from dshard.planner.spreads import Spread, spread_of
 
 Floats = npt.NDArray[np.float64]
 
 _NOISE = 0.1  # of one run's time, that no constant explains; more than runs scatter, as those of a source err together
 _OUTLIER = 2.5  # times that: what is off by more counts less
 _MAX_STEPS, _STEP = 30, 1e-4
+_TELLING = 0.01  # of a step: pairs whose communication differs by less say nothing of how well that is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,19 @@ def _collectives_s(run: Run, values: Mapping[str, float]) -> tuple[Floats, Float
     return of(run.gather_bytes), reduce_s
 
 
+def across_s(run: Run, values: Mapping[str, float]) -> float:
+    """What collectives of a step take across hosts, hidden or not: all but what a host does alone."""
+    if run.within > run.ranks_per_host:
+        return _communicates_s(run, values)
+    return _communicates_s(run, values) - _communicates_s(replace(run, num_ranks=run.within), values)
+
+
+def _communicates_s(run: Run, values: Mapping[str, float]) -> float:
+    gather_s, reduce_s = _collectives_s(run, values)
+    again_s = 0.0 if run.sharding == "keep" else gather_s @ run.uses_backward
+    return float(run.num_backwards * (gather_s.sum() + again_s + reduce_s.sum()))
+
+
 def fitted(runs: Sequence[Run], known: Mapping[str, Constant]) -> dict[str, Constant]:
     """The constants that fit some runs best, shrunk to what was known of them; the fewer runs, the less they move.
 
@@ -189,18 +204,39 @@ def errors_of(runs: Sequence[Run], constants: Mapping[str, Constant]) -> Floats:
     return np.array([predicted_s(run, values) / run.seconds - 1 for run in runs])
 
 
-def kept_aside(runs: Sequence[Run], known: Mapping[str, Constant]) -> tuple[Misses, ...]:
-    """Of each source, and of all together: how far off its runs are by constants of the other sources alone."""
-    sources = sorted({run.source for run in runs})
-    found, off = [], []
-    for source in sources:
+def constants_aside(runs: Sequence[Run], known: Mapping[str, Constant]) -> dict[str, dict[str, Constant]]:
+    """For each source, the constants of the others' runs alone."""
+    found = {}
+    for source in sorted({run.source for run in runs}):
         others = [run for run in runs if run.source != source]
+        found[source] = fitted(others, known) if others else dict(known)
+    return found
+
+
+def kept_aside(runs: Sequence[Run], aside: Mapping[str, Mapping[str, Constant]]) -> tuple[Misses, ...]:
+    """Of each source, and of all together: how far off its runs are by constants of the other sources alone."""
+    found, off = [], []
+    for source, constants in aside.items():
         own = [run for run in runs if run.source == source]
-        constants = fitted(others, known) if others else dict(known)
         found.append(misses_of(own, constants, source))
         off.append(np.abs(errors_of(own, constants)))
     every = np.concatenate(off)
     return (*found, Misses("all", len(runs), float(every.mean()), float(np.quantile(every, 0.9))))
+
+
+def spread_aside(runs: Sequence[Run], aside: Mapping[str, Mapping[str, Constant]], known: Spread) -> Spread:
+    """How far measured steps, and differences between shardings, are from predictions by the other sources alone."""
+    values = {of: {name: each.value for name, each in constants.items()} for of, constants in aside.items()}
+    predicted = [predicted_s(run, values[run.source]) for run in runs]
+    parts = [run.seconds / step_s for run, step_s in zip(runs, predicted, strict=True)]
+    slopes = []
+    for (one, one_s), (other, other_s) in combinations(zip(runs, predicted, strict=True), 2):
+        if one.pair != other.pair or one.sharding == other.sharding:
+            continue
+        more_s = across_s(one, values[one.source]) - across_s(other, values[other.source])
+        if abs(more_s) > _TELLING * min(one_s, other_s):
+            slopes.append(((one.seconds - other.seconds) - (one_s - other_s)) / more_s)
+    return spread_of(parts, [run.source for run in runs], slopes, known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,4 +268,6 @@ def calibrated(runs: Sequence[Run], known: Rates, source: str) -> Rates:
         known: What is moved: where the runs say nothing, it stays.
         source: Of the runs, for whoever reads the profile.
     """
-    return Rates(fitted(runs, known.constants), kept_aside(runs, known.constants), source)
+    aside = constants_aside(runs, known.constants)
+    spread = spread_aside(runs, aside, known.spread or Spread())
+    return Rates(fitted(runs, known.constants), kept_aside(runs, aside), source, spread)

@@ -131,16 +131,15 @@ def _option(unit: UnitCosts, strategy: Strategy, parts: "_Parts", num_backwards:
     stays, freed = strategy.base in ("zero1", "zero2"), strategy.base in ("full", "ddp")
     again = strategy.base == "full" and unit.is_used_in_backward
     waits = strategy.base == "zero1" and num_backwards > 1
-    use = sizes.gathered + 2 * sizes.gather_slice
+    use, lost = sizes.gathered + 2 * sizes.gather_slice, cluster.interference
     is_gathered = again or strategy.base == "keep" or (whole and unit.is_used_in_backward)
     ahead = sizes.gathered + sizes.gather_slice + sizes.moving
     again_use, again_slices = (sizes.gathered, 2 * sizes.gather_slice) if is_gathered else (0, 0)
     in_flight, late = reduction.in_flight + reduction.split_grads, unit.gradients_transient_bytes
     gather_again_s, reduce_early_s = 0.0 if stays else times.gather_again_s, 0.0 if waits else times.reduce_s
-    gather_backward_s = times.gather_again_s if again else 0.0
+    gather_backward_s, later = times.gather_again_s if again else 0.0, num_backwards - 1
     # Per micro-batch: the first gathers, and the last reduces, otherwise than the others.
-    gathers_s = times.gather_s + (num_backwards - 1) * gather_again_s
-    reductions_s, lost = times.reduce_s + (num_backwards - 1) * reduce_early_s, cluster.interference
+    gathers_s, reductions_s = times.gather_s + later * gather_again_s, times.reduce_s + later * reduce_early_s
     return Option(
         held_bytes=sizes.stored + (sizes.gathered if stays else 0),
         kept_bytes=0 if stays or freed else sizes.gathered,

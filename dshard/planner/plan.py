@@ -15,8 +15,11 @@ from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitCosts
 from dshard.planner.files import read_text, write_text
 from dshard.planner.forecast import MemoryForecast, forecast
 from dshard.planner.memory import moments
+from dshard.planner.older import OLDER, note_what_was_not_known
 from dshard.planner.records import of_record, to_record
+from dshard.planner.robust import Doubt, doubt_lines
 from dshard.planner.solver import Certificate, solve
+from dshard.planner.spreads import Interval, interval_text
 from dshard.planner.tables import Choice, choice_table, mix_text, named, peak_text, unit_table
 from dshard.planner.terms import bound_text, terms_of
 from dshard.planner.texts import bytes_text, number_text, parse_bytes, seconds_text
@@ -25,8 +28,6 @@ from dshard.planner.timeline import Timeline, simulate, step_time
 from dshard.policies import Strategy
 
 SCHEMA = 5
-_BEFORE_MEMORY = 3  # which knew nothing of memory that ranks share
-_BEFORE_CHECKPOINTING = 4  # nor this of a choice of activation checkpointing
 _SINGLES = ("ddp", "zero1", "zero2", "keep", "full")
 
 
@@ -94,6 +95,7 @@ class Plan:
         candidates: Those that each unit could have had.
         certificate: How good the choice is; None for one that was given rather than found.
         flops: Floating-point operations of a step on one rank, recomputation included.
+        doubt: How far off the predictions may be; None for costs that say nothing of it.
     """
 
     model: ModelCosts
@@ -102,6 +104,7 @@ class Plan:
     candidates: tuple[Strategy, ...] = ()
     certificate: Certificate | None = None
     flops: float = 0.0
+    doubt: Doubt | None = None
 
     def __post_init__(self) -> None:
         if len(self.strategies) != len(self.model.units):
@@ -119,6 +122,12 @@ class Plan:
     def step_s(self) -> float:
         """Predicted time of a step, in seconds."""
         return self.timeline.step_s
+
+    @property
+    def step_interval_s(self) -> Interval | None:
+        """What a real step takes in 8 of 10, by runs that calibration kept aside; None where nobody knows."""
+        steps = None if self.doubt is None else self.doubt.steps
+        return None if steps is None else Interval(self.step_s * steps.low, self.step_s * steps.high)
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -174,6 +183,11 @@ class Plan:
         return tuple(unit.checkpointing for unit in self.model.units)
 
     @property
+    def _step_text(self) -> str:
+        interval = self.step_interval_s
+        return seconds_text(self.step_s) + (f" ({interval_text(interval)})" if interval else "")
+
+    @property
     def by_parameter(self) -> dict[str, Strategy]:
         """The strategy of each parameter, by its name in the model."""
         units = zip(self.model.units, self.strategies, strict=True)
@@ -183,7 +197,7 @@ class Plan:
         choices = map(named, self.strategies, self.checkpointing)
         names = ", ".join(f"{len(list(run))} x {name}" for name, run in groupby(choices))
         return (
-            f"{names}: step {seconds_text(self.step_s)}, of which {seconds_text(self.exposed_s)} waits for "
+            f"{names}: step {self._step_text}, of which {seconds_text(self.exposed_s)} waits for "
             f"communication; peak {bytes_text(self.peak_bytes)}"
         )
 
@@ -208,7 +222,7 @@ class Plan:
             *unit_table(model.units, self.strategies),
             "",
             f"ranks: {cluster.num_ranks} on {hosts} host{'s' * (hosts > 1)}; batch: {model.batch_size} per rank",
-            f"step: {seconds_text(self.step_s)}, of which {seconds_text(self.exposed_s)} waits for communication",
+            f"step: {self._step_text}, of which {seconds_text(self.exposed_s)} waits for communication",
             *bound_text(self.time_by_term),
             f"rate: {rates}",
             f"peak: {bytes_text(self.peak_bytes)}"
@@ -218,6 +232,7 @@ class Plan:
             "",
             *choice_table((model, self.strategies), cluster, others, self._limit_bytes),
             "",
+            *(doubt_lines(self.doubt) if self.doubt is not None else ()),
         ]
         if self.certificate is not None:
             lines.append(f"certificate: {self.certificate}")
@@ -254,8 +269,8 @@ class Plan:
                 "dshard plan --out wrote."
             )
         schema = record.pop("schema")
-        if schema in (_BEFORE_MEMORY, _BEFORE_CHECKPOINTING):
-            _note_what_was_not_known(record, schema)
+        if schema in OLDER:
+            note_what_was_not_known(record, schema)
         elif schema != SCHEMA:
             raise PlanError(
                 f"plan: must be a plan of schema {SCHEMA}, but it is of {schema!r}. Plan again with this version."
@@ -328,35 +343,8 @@ class Plan:
             cluster=cluster,
             strategies=solution.strategies,
             certificate=solution.certificate,
+            doubt=None,
         )
-
-
-def _note_what_was_not_known(record: dict[str, Any], schema: int) -> None:
-    """Have an older record say what was so without being said, as far as it has the parts."""
-    if schema == _BEFORE_MEMORY:
-        _note_messages(record)
-    model, certificate = record.get("model"), record.get("certificate")
-    units = model.get("units") if isinstance(model, dict) else None
-    for unit in units if isinstance(units, list) else ():
-        if isinstance(unit, dict):
-            unit |= {"checkpointing": "none", "alternatives": [], "work": []}
-    if isinstance(certificate, dict) and isinstance(units, list):
-        certificate["fastest_checkpointing"] = ["none"] * len(units)
-    if isinstance(record.get("cluster"), dict):
-        record["cluster"] |= {"interference": 0.0, "stragglers": 0.0}
-
-
-def _note_messages(record: dict[str, Any]) -> None:
-    """Have all links of a record be those of ranks that exchange messages, as far as it has links."""
-    cluster = record.get("cluster")
-    if not isinstance(cluster, dict):
-        return
-    given = [cluster.get("inside"), cluster.get("across")]
-    for name in ("shards", "replicas"):
-        given += cluster[name].values() if isinstance(cluster.get(name), dict) else []
-    for links in given:
-        if isinstance(links, dict):
-            links["in_place"] = None
 
 
 def _scaled_model(model: ModelCosts, factor: float) -> ModelCosts:

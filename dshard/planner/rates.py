@@ -16,6 +16,7 @@ from dshard.planner.devices import Device
 from dshard.planner.files import read_text, write_text
 from dshard.planner.flops import Op
 from dshard.planner.records import of_record, to_record
+from dshard.planner.spreads import Spread
 
 SCHEMA = 1
 START_S = 6.6e-6  # of a collective: torch/distributed/tensor/_collective_utils.py
@@ -70,11 +71,13 @@ class Rates:
         constants: By name; see `PRIORS`.
         misses: By source, when that was kept aside.
         source: Which runs, and by which command.
+        spread: How far off predictions are, of steps and of differences between strategies; None where no run said.
     """
 
     constants: dict[str, Constant]
     misses: tuple[Misses, ...] = field(default=())
     source: str = "priors"
+    spread: Spread | None = None
 
     def __post_init__(self) -> None:
         wrong = sorted(self.constants.keys() ^ PRIORS.keys())
@@ -195,6 +198,7 @@ class Rates:
             record: Any = json.loads(text)
             if not isinstance(record, dict) or record.pop("schema", None) != SCHEMA:
                 raise PlanError(f"profile: must be a profile of schema {SCHEMA}.")
+            record.setdefault("spread", None)  # of a profile that was written before there was one
             return of_record(cls, record, "profile")
         except (ValueError, TypeError, RecursionError) as error:
             raise PlanError(

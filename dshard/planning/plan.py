@@ -22,6 +22,7 @@ from dshard.planner.plan import Plan
 from dshard.planner.profiles import Overhead, Training, UnitTimes, check_profile, costs_of
 from dshard.planner.progress import SILENT, Progress, Stretch, Throttled
 from dshard.planner.rates import Rates, find_rates
+from dshard.planner.robust import Doubt, robust
 from dshard.planner.solver import solve, solve_batch
 from dshard.planner.steps import resized, tensors
 from dshard.planner.texts import parse_bytes
@@ -246,14 +247,14 @@ class Profile:
             strategies = (strategies,)
         known = tuple(dict.fromkeys(Strategy.of(each).on(cluster.num_ranks) for each in strategies))
         if not isinstance(batch, str):
-            return self._planned(self._size(batch), cluster, known, limit, tolerance)
+            return self._planned(self._size(batch), cluster, known, limit, margin)
         sizes = set(_BATCHES)
         while True:  # sizes between two traced ones are estimated, none too low; what is chosen is traced
             estimate, told = self.estimated(max(sizes)), self.progress
             found = solve_batch(estimate, sizes, cluster, known, limit, tolerance=tolerance, progress=told)
             best = found.model.batch_size // found.model.num_backwards
             try:
-                return self._planned(best, cluster, known, limit, tolerance)
+                return self._planned(best, cluster, known, limit, margin)
             except PlanError:
                 sizes.discard(best)
 
@@ -271,7 +272,8 @@ class Profile:
         size = self._size(batch)
         costs = self.costs(size).under(self._kinds[0] if checkpointing is None else checkpointing)
         strategies = (Strategy.of(strategy).on(cluster.num_ranks),) * len(costs.units)
-        return Plan(costs, cluster, strategies, flops=self._flops(size, self._kinds_in(costs)))
+        flops = self._flops(size, self._kinds_in(costs))
+        return Plan(costs, cluster, strategies, flops=flops, doubt=self._doubt())
 
     def _size(self, batch: int | None) -> int:
         return self.batch if batch is None else batch
@@ -281,11 +283,19 @@ class Profile:
             return MEASURED if self._device is None else DATASHEET
         return float(margin)
 
-    def _planned(self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int, tolerance: float) -> Plan:
-        costs, room = self.costs(batch), limit
+    def _doubt(self) -> Doubt | None:
+        return None if self._rates is None or self._rates.spread is None else Doubt(self._rates.spread.steps)
+
+    def _planned(
+        self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int, most: float | None
+    ) -> Plan:
+        costs, room, tolerance, doubt = self.costs(batch), limit, self._margin(most), None
+        spread = None if self._rates is None else self._rates.spread
         while True:  # until the mix that was chosen fits as it runs, and not as its units alone tell
             self.progress.at(f"choosing strategies of {len(costs.units)} units")
             solution = solve(costs, cluster, known, room, tolerance=tolerance, progress=self.progress)
+            if spread is not None:
+                solution, doubt = robust(costs, cluster, solution, known, spread, margin=tolerance, most=most)
             kinds, model, strategies = self._kinds_in(solution.model), solution.model, solution.strategies
             if len(set(kinds)) > 1:
                 model = recomputing.with_memory_of(model, self._memory(batch, kinds))
@@ -294,7 +304,7 @@ class Profile:
                 break
             room -= max(peak - limit, 1)
         certificate = replace(solution.certificate, peak_bytes=peak, limit_bytes=limit)
-        return Plan(model, cluster, strategies, known, certificate, self._flops(batch, kinds))
+        return Plan(model, cluster, strategies, known, certificate, self._flops(batch, kinds), doubt)
 
     def _kinds_in(self, model: ModelCosts) -> Kinds:
         """The kind of activation checkpointing of each part."""

@@ -15,6 +15,7 @@ def refused(capsys, *args):
 
 
 def test_runs_of_few_columns_make_a_profile_that_plan_and_simulate_take(tmp_path, capsys):
+    known = published().spread  # which two runs say nothing of
     rows = [{**ROW, "n_gpus": ranks, "tokens_s_gpu": 2e5} for ranks in (8, 16)] + [{**ROW, "gpu": "abacus"}]
     runs, out = table_of(rows, tmp_path / "runs.tsv"), tmp_path / "profile.json"
     assert main(["calibrate", str(runs), "--out", str(out)]) == 0
@@ -22,6 +23,7 @@ def test_runs_of_few_columns_make_a_profile_that_plan_and_simulate_take(tmp_path
     assert "2 runs; 1 not used: unknown device abacus" in text
     assert "| product.a100 |" in text
     assert "| given | 2 |" in text
+    assert f"steps take {known.steps.low:.2f} to {known.steps.high:.2f} of the predicted time in 8 of 10" in text
     found = Rates.load(out)
     assert found.source == "2 runs of runs.tsv"
     assert found != published()
@@ -30,6 +32,7 @@ def test_runs_of_few_columns_make_a_profile_that_plan_and_simulate_take(tmp_path
         assert main(["simulate", *TINY, *profile, "--strategy", "full"]) == 0
         steps.append(capsys.readouterr().out)
     assert len(set(steps)) == 3
+    assert ["8 in 10" in text for text in steps] == [False, True, True]
     assert main(["plan", *TINY, "--profile", str(out)]) == 0
     assert "rates of 2 runs of runs.tsv" in capsys.readouterr().out
 
@@ -65,6 +68,8 @@ def test_the_shipped_profile_is_what_the_command_makes(tmp_path, capsys):
         one, other = made.constants[name], shipped.constants[name]
         assert one.value == pytest.approx(other.value, rel=1e-3)
         assert one.uncertainty == pytest.approx(other.uncertainty, rel=1e-2)
+    for one, other in ((made.spread.steps, shipped.spread.steps), (made.spread.pairs, shipped.spread.pairs)):
+        assert (one.low, one.high) == pytest.approx((other.low, other.high), rel=1e-2)
     for one, other in zip(made.misses, shipped.misses, strict=True):
         assert (one.source, one.num_runs) == (other.source, other.num_runs)
         assert (one.mean, one.p90) == pytest.approx((other.mean, other.p90), rel=1e-2)
