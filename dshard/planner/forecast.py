@@ -47,15 +47,22 @@ class MemoryForecast:
         more = sum(each.most_bytes - each.num_bytes for each in self.workspaces)
         return self.device_bytes + more
 
-    def lines(self) -> list[str]:
-        """As text: two lines."""
+    def lines(self, limit_bytes: int = 0) -> list[str]:
+        """As text, with what to do where segments exceed a limit of the bytes that live; 0 for none."""
         outside = [f"{each.name} {bytes_text(each.num_bytes)}" for each in self.workspaces if not each.is_reserved]
-        return [
+        lines = [
             f"  on CUDA: active {bytes_text(self.active_bytes)}, reserved {bytes_text(self.reserved_bytes)} "
             f"(expandable segments: {bytes_text(self.expandable_bytes)})",
             f"  nvidia-smi: {bytes_text(self.device_bytes)} to {bytes_text(self.most_device_bytes)}, with "
             f"{', '.join(outside)}",
         ]
+        if self.live_bytes <= limit_bytes < self.reserved_bytes:
+            less = bytes_text(limit_bytes - (self.reserved_bytes - self.live_bytes))
+            lines.append(
+                f"  segments take more than the limit, which is of live bytes: set "
+                f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or plan for {less}"
+            )
+        return lines
 
 
 def forecast(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster) -> MemoryForecast:

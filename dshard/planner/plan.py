@@ -228,7 +228,7 @@ class Plan:
             f"peak: {bytes_text(self.peak_bytes)}"
             + (f" of {bytes_text(self._limit_bytes)}" if self._limit_bytes else ""),
             *peak_text(self.memory_at_peak, model.units),
-            *([] if cluster.keeps_received_rows else self.memory_seen.lines()),
+            *([] if cluster.keeps_received_rows else self.memory_seen.lines(self._limit_bytes)),
             "",
             *choice_table((model, self.strategies), cluster, others, self._limit_bytes),
             "",

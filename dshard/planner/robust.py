@@ -148,7 +148,7 @@ def robust(
         doubt_s = max(pairs.low * less_s, pairs.high * less_s)
         certificate = replace(
             told,
-            step_s=max(step_time(own, chosen, cluster), told.fastest_s),
+            step_s=told.fastest_s if taken == FASTEST else max(step_time(own, chosen, cluster), told.fastest_s),
             peak_bytes=peak_bytes(own, chosen, cluster),
             margin=max(margin, doubt_s / told.fastest_s if told.fastest_s else 0.0),
         )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dshard.planner import Plan, simulate
 from dshard.planner.allocator import ROUND_BYTES, CachingAllocator
-from dshard.planner.forecast import forecast, keyed
+from dshard.planner.forecast import MemoryForecast, forecast, keyed
 from dshard.planner.memory import moments
 from dshard.planner.options import options_of
 from dshard.policies import Strategy
@@ -106,3 +106,12 @@ def test_active_is_no_less_than_live_and_reserved_no_less_than_active(data):
     assert seen.active_bytes <= seen.expandable_bytes + 32 * MIB  # which may cut what the other may not
     assert Plan.from_json(Plan(model, cluster, strategies).to_json()).memory_seen == seen
     assert simulate(model, strategies, cluster).peak_bytes == seen.live_bytes
+
+
+def test_where_segments_exceed_a_limit_that_live_bytes_keep_the_text_says_what_to_do():
+    seen = MemoryForecast(
+        live_bytes=70 * MIB, active_bytes=71 * MIB, reserved_bytes=80 * MIB, expandable_bytes=72 * MIB
+    )
+    assert "expandable_segments:True, or plan for 66 MiB" in seen.lines(76 * MIB)[-1]
+    for limit in (0, 69 * MIB, 80 * MIB):  # none, one that does not hold anyway, one that holds all
+        assert len(seen.lines(limit)) == 2
