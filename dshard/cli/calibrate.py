@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ tokens_s_gpu or step_s; and, where they are not the usual, kv_heads, ffn, n_para
 internode_gbps_per_node, sharding, parallelism, grad_accum, precision, compile, act_ckpt, source, id. They may be
 written as is usual elsewhere (H100-SXM, zero3, hsdp, selective (op)); rows that are not understood, or of what is not
 predicted (tensor parallelism, fp8), are counted and not used. What few rows say nothing about stays as it is shipped.
+  torchrun --nproc-per-node 2 -m dshard calibrate --measure --out here.json
+measures the devices at hand instead; dshard plan --device here --profile here.json plans for them.
 """
 
 
@@ -28,19 +31,22 @@ def add_parser(commands: Any) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", metavar="RUNS", type=Path, help="a table, or published for the one that is shipped")
+    parser.add_argument(
+        "runs", metavar="RUNS", type=Path, nargs="?", help="a table, or published for the one that is shipped"
+    )
+    parser.add_argument("--measure", action="store_true", help="no RUNS: the devices at hand, alone or under torchrun")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the profile as JSON")
     parser.add_argument("--from-priors", action="store_true", help="start from what was known before any run")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fits, and prints the constants and how far predictions are off.
+    """Fits, and prints the constants and how far predictions are off; or measures.
 
     Raises:
         UsageError: on bad input.
 
-    Communicates: nothing.
+    Communicates: nothing, or with --measure what measuring does.
     """
     from dshard.cli.measured import read_runs
     from dshard.errors import DShardError
@@ -49,6 +55,13 @@ def run(args: argparse.Namespace) -> int:
 
     if args.out is not None:
         check_folder("--out", args.out)
+    if (args.runs is None) != args.measure:
+        given = "both are" if args.measure else "neither is"
+        raise UsageError(
+            f"RUNS is a table of runs, and --measure measures instead, but {given} given. Pass one of them."
+        )
+    if args.measure:
+        return _measure(args)
     is_shipped = args.runs == Path("published")
     table = read_runs(runs_file() if is_shipped else args.runs)
     try:
@@ -67,6 +80,55 @@ def run(args: argparse.Namespace) -> int:
         with writing("--out", args.out):
             found.save(args.out)
     return 0
+
+
+def _measure(args: argparse.Namespace) -> int:
+    """Measures on all ranks; the first prints and writes."""
+    import torch
+
+    from dshard.cli.world import process_group, read_world
+    from dshard.errors import DShardError
+    from dshard.planner.rates import PRIORS, Rates, published
+    from dshard.planning.calibrating import measure_here
+
+    world = read_world(os.environ, "auto")
+    known = Rates(dict(PRIORS)) if args.from_priors else published()
+    try:
+        if world.size == 1:
+            found = measure_here(world.device, known)
+        else:
+            if world.device.type == "cpu":
+                torch.set_num_threads(1)  # as torchrun's ranks train
+            with process_group(world):
+                mesh = torch.distributed.init_device_mesh(world.device.type, (world.size,))
+                found = measure_here(world.device, known, mesh)
+    except DShardError as error:
+        raise UsageError.of(error) from error
+    if not world.is_first:
+        return 0
+    print("| measured | per second | spread over shapes |\n|---|---|---|")
+    for name, each in found.reached.items():
+        unit = "GB" if name == "memory" else "GFLOP"
+        print(f"| {name} | {each.per_s / 1e9:.4g} {unit} | {each.uncertainty:.0%} |")
+    print("\n".join(links_lines(found.rates.here)))
+    if args.out is not None:
+        with writing("--out", args.out):
+            found.rates.save(args.out)
+    return 0
+
+
+def links_lines(here: Any) -> list[str]:
+    """Of ranks that measured: how long a gather and a reduction take."""
+    if here is None or here.cluster is None:
+        return []
+    cluster = here.cluster
+    lines = []
+    for name in ("all_gather", "reduce_scatter", "all_reduce", "in_place"):
+        link = getattr(cluster.shards[cluster.num_ranks], name)
+        if link is not None:
+            rate = f"{1e-9 / link.seconds_per_byte:.3g} GB/s" if link.seconds_per_byte else "no time per byte"
+            lines.append(f"{name} among {cluster.num_ranks} ranks: {link.alpha_s * 1e6:.0f} us, {rate}")
+    return lines
 
 
 def constants_table(rates: Any) -> list[str]:

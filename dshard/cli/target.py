@@ -123,7 +123,6 @@ def target_of(args: argparse.Namespace) -> Target:
 
     from dshard.errors import DShardError
     from dshard.planner import Training
-    from dshard.planner.devices import find_device
     from dshard.planner.texts import parse_bytes
 
     batch, rates, checkpointing = _batch(args.batch), _rates_for(args), _checkpointing(args)
@@ -139,7 +138,7 @@ def target_of(args: argparse.Namespace) -> Target:
         raise UsageError(f"--margin must be a finite number of percents, 0 or more, but it is {args.margin}.")
     state_bytes, step_bytes = _STATE_BYTES[args.optimizer]
     try:
-        device = find_device(args.device, "--device")
+        device = _device(args.device, rates)
         dtype = getattr(torch, args.dtype)
         if args.dtype not in device.flops_per_s:
             known = ", ".join(device.flops_per_s)
@@ -179,6 +178,27 @@ def _checkpointing(args: argparse.Namespace) -> tuple[str, ...]:
     if given is not None and ANY in given and len(given) > 1:
         raise UsageError(f"--checkpointing must be {ANY} alone, or other kinds, but it is {' '.join(given)}.")
     return kinds_of("none" if given is None else ANY if ANY in given else given)
+
+
+def _device(name: str, rates: Rates | None) -> Device:
+    """The device of --device: of a datasheet, or the one that the profile has measured.
+
+    Raises:
+        ArgumentError: there is none of this name.
+        UsageError: the profile has measured none.
+    """
+    from dshard.planner.devices import find_device
+    from dshard.planner.rates import HERE
+
+    if name != HERE:
+        return find_device(name, "--device")
+    if rates is None or rates.here is None:
+        lacks = "there is no --profile" if rates is None else "this --profile has none"
+        raise UsageError(
+            f"--device {HERE} is what a profile has measured, but {lacks}. Pass --profile with what dshard calibrate "
+            "--measure --out wrote."
+        )
+    return rates.here.device
 
 
 def _rates_for(args: argparse.Namespace) -> Rates | None:

@@ -20,6 +20,7 @@ from dshard.planner.spreads import Spread
 
 SCHEMA = 1
 START_S = 6.6e-6  # of a collective: torch/distributed/tensor/_collective_utils.py
+HERE = "here"  # the name of a device that was measured
 _WAY_OUT = "Pass what dshard calibrate --out wrote."
 _FAMILIES = {"h200": "h100"}  # the same arithmetic
 
@@ -62,6 +63,19 @@ class Misses:
     p90: float
 
 
+@dataclass(frozen=True, slots=True)
+class Here:
+    """Devices that were measured, rather than described by a datasheet.
+
+    Args:
+        device: Its figures: those of which a profile's parts are what was measured.
+        cluster: The ranks that measured, and their links; None for one.
+    """
+
+    device: Device
+    cluster: Cluster | None = None
+
+
 @checked
 @dataclass(frozen=True)
 class Rates:
@@ -72,12 +86,14 @@ class Rates:
         misses: By source, when that was kept aside.
         source: Which runs, and by which command.
         spread: How far off predictions are, of steps and of differences between strategies; None where no run said.
+        here: Devices that `dshard calibrate --measure` measured; None where it did not.
     """
 
     constants: dict[str, Constant]
     misses: tuple[Misses, ...] = field(default=())
     source: str = "priors"
     spread: Spread | None = None
+    here: Here | None = None
 
     def __post_init__(self) -> None:
         wrong = sorted(self.constants.keys() ^ PRIORS.keys())
@@ -143,6 +159,9 @@ class Rates:
             between_hosts: Bytes per second of a whole host's network; None for the usual host's.
         """
         per_host = min(num_ranks, device.per_host) if ranks_per_host is None else ranks_per_host
+        known = self.here.cluster if self.here is not None and device == self.here.device else None
+        if known is not None and (known.num_ranks, known.ranks_per_host) == (num_ranks, per_host):
+            return known
         near, far = device.within_host, device.between_hosts
         hop_s = near.latency_s * self.values["hops"]
         inside = Link(START_S + hop_s, 1 / (near.bytes_per_s * self.values["inside"]), hop_s)
@@ -198,7 +217,8 @@ class Rates:
             record: Any = json.loads(text)
             if not isinstance(record, dict) or record.pop("schema", None) != SCHEMA:
                 raise PlanError(f"profile: must be a profile of schema {SCHEMA}.")
-            record.setdefault("spread", None)  # of a profile that was written before there was one
+            for name in ("spread", "here"):
+                record.setdefault(name, None)  # of a profile that was written before there was one
             return of_record(cls, record, "profile")
         except (ValueError, TypeError, RecursionError) as error:
             raise PlanError(

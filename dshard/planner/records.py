@@ -61,7 +61,7 @@ def _of_value(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, list):
             raise _wrong(where, "a list", value)
         return tuple(_of_value(args[0], each, f"{where}[{i}]") for i, each in enumerate(value))
-    if origin is dict:
+    if origin in (dict, Mapping):
         if not isinstance(value, dict):
             raise _wrong(where, "an object", value)
         return {args[0](key): _of_value(args[1], each, f"{where}[{key}]") for key, each in value.items()}

@@ -1,0 +1,184 @@
+"""The devices at hand, measured: what their products, attention, memory and links reach, as a profile."""
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from dshard.collectives import ReduceOp, all_reduce
+from dshard.planner import Cluster, Device, Rates, Wire
+from dshard.planner.rates import HERE, Here, of_family
+from dshard.planning.links import measure_links
+from dshard.tensor.meshes import group_of
+
+_ROUNDS = 7
+_SHAPES: Mapping[str, tuple[tuple[int, int, int], ...]] = {  # rows, inner, columns: square, tall, narrow
+    "cpu": ((512, 512, 512), (2048, 256, 1024), (256, 1024, 256)),
+    "cuda": ((4096, 4096, 4096), (16384, 2048, 8192), (2048, 8192, 2048)),
+}
+_LENGTHS: Mapping[str, tuple[int, ...]] = {"cpu": (128, 256, 512), "cuda": (1024, 2048, 4096)}
+_HEADS, _HEAD_DIM = 8, 64
+_COPIED: Mapping[str, tuple[int, ...]] = {"cpu": (1 << 24, 1 << 25), "cuda": (1 << 27, 1 << 28)}  # no cache holds it
+_BACKWARD = 2.5  # times the operations of attention's forward: five products in the place of two
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A rate that was measured.
+
+    Args:
+        per_s: FLOP or bytes per second: the median of all shapes.
+        uncertainty: Standard deviation of its logarithm over the shapes.
+    """
+
+    per_s: float
+    uncertainty: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured.
+
+    Args:
+        rates: A profile of which the device "here" is a part.
+        reached: Rates by name, on the slowest rank.
+    """
+
+    rates: Rates
+    reached: dict[str, Reached]
+
+
+def measure_here(device: torch.device, known: Rates, mesh: DeviceMesh | None = None) -> Measured:
+    """Measure the device at hand, and the links between those of a mesh.
+
+    The device is described so that the parts of its figures that a profile knows give what was measured: its peak is
+    what products reached, over the part that the profile has them reach. Constants stay as they are known.
+
+    Args:
+        device: Of this rank.
+        known: The profile that is taken for all that is not measured.
+        mesh: Of the ranks at hand, of one dim; None where there is one.
+
+    Communicates:
+        What `measure_links` does, and an all-reduce: all ranks get the rates of the slowest.
+    """
+    reached = _rates_of(device)
+    if mesh is not None:
+        reached = _slowest(reached, mesh)
+    cluster = None if mesh is None else measure_links(mesh, again=True)
+    described = _described(device, known, reached, cluster)
+    if cluster is not None:
+        cluster = replace(cluster, memory_bytes=described.limit_bytes)
+    return Measured(
+        replace(known, here=Here(described, cluster), source=f"{known.source}; {described.source}"), reached
+    )
+
+
+def _rates_of(device: torch.device) -> dict[str, Reached]:
+    """Products and attention by dtype, and memory."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        found[f"products {name}"] = products(device, dtype)
+        found[f"attention {name}"] = attention(device, dtype)
+    return found | {"memory": memory(device)}
+
+
+def products(device: torch.device, dtype: torch.dtype) -> Reached:
+    """FLOP per second of matrix products."""
+    found = []
+    for rows, inner, columns in _SHAPES[device.type]:
+        a = torch.randn(rows, inner, device=device).to(dtype)
+        b = torch.randn(inner, columns, device=device).to(dtype)
+        found.append(2 * rows * inner * columns / _median_s(partial(torch.mm, a, b), device))
+    return _reached(found)
+
+
+def attention(device: torch.device, dtype: torch.dtype) -> Reached:
+    """FLOP per second of attention, forward and backward, counted without mask."""
+    found = []
+    for length in _LENGTHS[device.type]:
+        x = torch.randn(1, _HEADS, length, _HEAD_DIM, device=device).to(dtype).requires_grad_()
+        num = (1 + _BACKWARD) * 4 * _HEADS * length * length * _HEAD_DIM
+        found.append(num / _median_s(partial(_attend, x), device))
+    return _reached(found)
+
+
+def _attend(x: Tensor) -> None:
+    F.scaled_dot_product_attention(x, x, x).sum().backward()
+
+
+def memory(device: torch.device) -> Reached:
+    """Bytes per second of copies, read and written."""
+    found = []
+    for numel in _COPIED[device.type]:
+        x = torch.ones(numel, device=device)
+        y = torch.zeros_like(x)
+        found.append(2 * x.nbytes / _median_s(partial(y.copy_, x), device))
+    return _reached(found)
+
+
+def _slowest(reached: dict[str, Reached], mesh: DeviceMesh) -> dict[str, Reached]:
+    """The least rates of all ranks, and the largest uncertainties."""
+    group = group_of(mesh)
+    rows = [[each.per_s, -each.uncertainty] for each in reached.values()]
+    mine = torch.tensor(rows, dtype=torch.float64, device=group.device)
+    least = all_reduce([mine], group, ReduceOp.MIN, label="calibrate").wait()[0].tolist()
+    return {name: Reached(per_s, -uncertainty) for name, (per_s, uncertainty) in zip(reached, least, strict=True)}
+
+
+def _described(device: torch.device, known: Rates, reached: dict[str, Reached], cluster: Cluster | None) -> Device:
+    """The device, with figures of which the profile's parts are what was measured."""
+    near = far = Wire(1e12, 0.0)  # of one rank: nothing is sent
+    per_host = num_ranks = 1
+    if cluster is not None:
+        link, per_host, num_ranks = cluster.inside.all_gather, cluster.ranks_per_host, cluster.num_ranks
+        near = Wire(1 / max(link.seconds_per_byte * known.values["inside"], 1e-15), link.alpha_s / known.values["hops"])
+        across = (cluster.across or cluster.inside).all_gather
+        far = Wire(1 / max(across.seconds_per_byte * known.values["between"], 1e-15), near.latency_s)
+    blank = Device(HERE, {"float32": 1.0}, 1.0, 1, per_host, near, far, "")
+    of_products = of_family(known.values, "product", blank)
+    peaks = {name.split()[1]: each.per_s / of_products for name, each in reached.items() if name.startswith("products")}
+    return replace(
+        blank,
+        flops_per_s=peaks,
+        memory_bytes_per_s=reached["memory"].per_s / known.values["memory"],
+        memory_bytes=_memory_bytes(device, per_host),
+        source=f"measured on {num_ranks} {device.type} rank{'s' * (num_ranks > 1)}",
+    )
+
+
+def _memory_bytes(device: torch.device, per_host: int) -> int:
+    """Of the device, or this rank's part of the host's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_host
+
+
+def _reached(rates: list[float]) -> Reached:
+    return Reached(statistics.median(rates), statistics.stdev(map(math.log, rates)))
+
+
+def _median_s(run: Callable[[], object], device: torch.device) -> float:
+    """Of some runs, after two that do not count."""
+    times = []
+    for _ in range(_ROUNDS + 2):
+        _wait(device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
