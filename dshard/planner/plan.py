@@ -179,7 +179,7 @@ class Plan:
 
     @property
     def checkpointing(self) -> tuple[str, ...]:
-        """Activation checkpointing of each unit: "none", "selective" or "full"."""
+        """What each unit computes again: none, selective or full activation checkpointing."""
         return tuple(unit.checkpointing for unit in self.model.units)
 
     @property

@@ -375,6 +375,7 @@ RIGHT: dict[str, set[str]] = {  # by what the table says that a kind allows
     "a Cluster": {"cluster"},
     "a dict of Constants by their names": {"{}"},
     "a list of Misses": NOTHING,
+    **dict.fromkeys(("a Doubt", "a Spread", "a Here"), set[str]()),
     "a list of Work": NOTHING,
     "a Certificate": set(),
     "a Link": {"link"},
