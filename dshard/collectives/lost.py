@@ -198,7 +198,7 @@ class _Case:
     def solve(self) -> Verdict | None:
         """Look until somebody is to blame, or all have answered."""
         board, question, began = _State.board, 0, time.monotonic()
-        others = [rank for rank in self.world if rank != self.own]  # a chain of groups may lead to the one to blame
+        others = self._others()  # a chain of groups may lead to the one to blame
         self.processes |= board.processes([rank for rank in self.world if rank not in self.processes])
         verdict = None
         while verdict is None and time.monotonic() - began < PATIENCE_S:
@@ -219,11 +219,20 @@ class _Case:
         """What words of ends, and ends without a word, say now."""
         gone = self.gone()  # looked at first: what ends between the two looks has written its word by the second
         ends = [end for end in _State.board.ends() if end.rank != self.own]
-        return _by_word(ends) or self.by_death(gone, ends) or _by_finding(ends)
+        word = _by_word(ends)
+        if word is not None and any(end.how == "raised" and not end.ranks for end in ends):
+            return word
+        silent = self.by_death(gone, ends) or (self.stopped(self._others()) if word is not None else None)
+        if word is not None and silent is not None:  # what left may have had all that it needed of the other
+            return Verdict((*silent.ranks, *word.ranks), f"{silent.text}, and {word.text}")
+        return word or silent or _by_finding(ends)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in self.world if rank != self.own]
 
     def gone(self) -> list[int]:
         """Ranks whose processes on this host have ended."""
-        return [rank for rank in self.world if rank != self.own and self._is_dead(rank)]
+        return [rank for rank in self._others() if self._is_dead(rank)]
 
     def by_death(self, gone: Sequence[int], ends: Sequence[End]) -> Verdict | None:
         """Processes that are gone, without having written why."""
@@ -281,7 +290,7 @@ class _Case:
         """The store itself is out of reach."""
         held_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         holder = "the launcher of the first host" if held_by_launcher else "rank 0"
-        away = [rank for rank in self.world if rank != self.own and not self._is_here(rank)]
+        away = [rank for rank in self._others() if not self._is_here(rank)]
         store = f"the store of the process group, which {holder} holds,"
         why = "has ended, its host is down, or the link"
         if not away:

@@ -179,7 +179,7 @@ class Plan:
 
     @property
     def checkpointing(self) -> tuple[str, ...]:
-        """What each unit computes again: none, selective or full activation checkpointing."""
+        """Which activations each unit computes again, by name (none, selective or full)."""
         return tuple(unit.checkpointing for unit in self.model.units)
 
     @property

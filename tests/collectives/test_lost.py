@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -178,6 +180,33 @@ def test_a_rank_that_writes_its_word_while_it_is_looked_at_has_not_ended_without
     verdict = lost._Case([0, 1], 0, {1: gone})._of_ends()
     assert verdict is not None
     assert "rank 1 raised ValueError: of its own" in verdict.text
+
+
+@pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_rank_that_is_stopped_or_dead_is_named_ahead_of_one_that_had_all_it_needed_and_left(monkeypatch, sign):
+    # Found: rank 2 stopped within the last barrier; rank 0 was through it, and rank 1 blamed rank 0 alone.
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        of_rank_2 = RankProcess("here", process.pid, "a host", state_of(process.pid)[1])
+        process.send_signal(sign)
+        until = time.monotonic() + 20
+        while state_of(process.pid)[0] not in ("T", "Z") and time.monotonic() < until:
+            time.sleep(0.01)
+        ends = [End(0, "left", "its program has come to an end", time.time())]
+        monkeypatch.setattr(lost._State, "own", RankProcess("here", os.getpid(), "a host", "now"))
+        monkeypatch.setattr(lost._State, "board", SimpleNamespace(ends=lambda: list(ends)))
+        verdict = lost._Case([0, 1, 2], 1, {2: of_rank_2})._of_ends()
+        ends.append(End(0, "raised", "ValueError: of its own", time.time()))
+        of_raised = lost._Case([0, 1, 2], 1, {2: of_rank_2})._of_ends()
+    finally:
+        process.kill()
+        process.wait()
+    assert verdict is not None
+    assert verdict.ranks == (2, 0)
+    what = "is stopped, by a signal" if sign == signal.SIGSTOP else "was killed, or ended without a word"
+    assert re.search(rf"^rank 2 \(pid \d+ on here\) {what}.*, and rank 0 has left: its program", verdict.text)
+    assert of_raised is not None
+    assert of_raised.text.startswith("rank 0 raised ValueError")
 
 
 @pytest.mark.parametrize(("rank", "agent", "waits"), [(0, "False", True), (1, "False", False), (0, "True", False)])
