@@ -1,7 +1,7 @@
 """`dshard.plan`: from a model, a sample of its input and the devices to the best strategy for each of its units."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from dshard.planner.ties import DATASHEET, MEASURED
 from dshard.planner.traces import Part, Trace
 from dshard.planner.tracing import trace
 from dshard.planning import recomputing
-from dshard.planning.links import measure_links
+from dshard.planning.meshes import PlannedMesh, strategies_for
 from dshard.planning.overhead import measure_overhead
 from dshard.planning.recomputing import Kinds
 from dshard.policies import Strategy
@@ -71,7 +71,8 @@ def plan(
         model: Not sharded yet; may be on meta if a device is named.
         sample_input: Of one rank: a tensor, a tuple of arguments or a dict of keyword arguments; dim 0 is the batch.
         cluster: Ranks and links: `dshard.planner.cluster_of(device, 512)`, or what `measure_links` gave.
-        mesh: In its place: the ranks at hand, whose links are measured, or read from where they were kept.
+        mesh: In its place: the ranks at hand, whose links are measured, or read from where they were kept. Of two dims,
+            to replicate over and to shard over, a parameter is shared by the ranks of the second, or whole.
         device: A name of `dshard.planner.DEVICES`, or one of your own; None to measure here.
         memory: Limit per rank, in bytes or as text: "38GiB"; None for that of the cluster's devices.
         strategies: That a unit may have, several or one; None for all.
@@ -110,6 +111,7 @@ def plan(
     if rates is not None:
         check_profile(named, cluster)
     progress = Throttled(lambda line: log.info("plan: %s", line), every_s=_EVERY_S)
+    here = None if mesh is None else PlannedMesh.of(mesh)
     is_first = mesh is None or mesh.get_rank() == 0
     costs = Profile(
         model,
@@ -117,14 +119,15 @@ def plan(
         device=named,
         training=training,
         loss_of=loss_of,
-        mesh=mesh,
+        mesh=None if here is None else here.whole,
         progress=progress if is_first else SILENT,
         checkpointing=checkpointing,
         rates=rates,
     )
     if cluster is None:
         costs.progress.at("measuring links")
-        cluster = measure_links(mesh)
+        cluster = here.links()
+        strategies = here.strategies(strategies, cluster)
     return costs.plan(cluster, memory=memory, strategies=strategies, batch=batch, margin=margin)
 
 
@@ -388,12 +391,3 @@ def parts_of(model: nn.Module) -> tuple[Part, ...]:
     name_of = {id(param): name for name, param in params.items()}
     units = find_units(model, list(params.values()), "root")
     return tuple(Part(unit.label, unit.modules, tuple(name_of[id(p)] for p in unit.params)) for unit in units)
-
-
-def strategies_for(cluster: Cluster) -> tuple[Strategy, ...]:
-    """All that a unit may have on a cluster: shards over all ranks, or within a host and replicated across."""
-    names: Iterable[str] = ("ddp", "zero1", "zero2", "keep", "full", "split(2)", "split(4)", "split(8)")
-    within = cluster.ranks_per_host
-    if 1 < within < cluster.num_ranks:
-        names = (*names, f"hybrid({within})", f"hybrid({within}, keep)")
-    return tuple(map(Strategy.of, names))

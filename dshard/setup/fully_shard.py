@@ -108,7 +108,8 @@ def fully_shard(
             "split(q)" for weights of layers that are gathered and used in `q` slices, or a `Strategy`; or a dict of
             those by patterns of parameter names, of which the first that matches decides, as in
             `{"*embed*": "ddp", "layers.*": "full"}`. `set_strategy` changes it between two steps.
-        plan: What `dshard.plan` made for this model and as many ranks, or the path of its file (of `Plan.save`, or
+        plan: What `dshard.plan` made for this model and as many ranks (on a mesh of two dims one where those of the
+            second share parameters), or the path of its file (of `Plan.save`, or
             `dshard plan --out`): its units, and the strategy of each. After the second step the logger "dshard", and
             `plan_report(model)`, say how that compares with it.
         virtual_ranks: For the whole model: train as so many ranks would, a multiple of the number of processes, with
@@ -199,7 +200,7 @@ class _Call:
         found = own_parameters(modules, options.ignored)
         followed = Followed(strategies)
         if plan is not None:
-            followed = follow(plan, modules, found, group_of(mesh).num_ranks, precision)
+            followed = follow(plan, modules, found, tuple(mesh.shape), precision)
         averages = options.grad_reduce == "mean"
         resolver = Resolver(mesh, options.placement_fn, averages, precision, followed.strategies)
         followed.strategies.check_names("fully_shard", [name for name, _ in found])

@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def follow(
     plan: Plan,
     modules: Sequence[nn.Module],
     found: Sequence[tuple[str, nn.Parameter]],
-    num_ranks: int,
+    mesh_shape: tuple[int, ...],
     precision: PrecisionRules,
 ) -> Followed:
     """What a plan says of a model.
@@ -73,18 +74,35 @@ def follow(
         plan: Made for the same model.
         modules: One: the model.
         found: All parameters of it, by name.
-        num_ranks: That will share it.
+        mesh_shape: Ranks that will share it; of two dims, that replicate it, and that share it.
         precision: The parameters' dtypes on their ways.
 
     Raises:
-        PlanError: It was made for another model, another number of ranks or other dtypes.
+        PlanError: It was made for another model, another number of ranks, another mesh or other dtypes.
     """
-    units = _units_of(plan, modules, found, num_ranks)
+    units = _units_of(plan, modules, found, prod(mesh_shape))
     _check_bytes(plan, found, precision)
-    planned = {plain_name(name): strategy for name, strategy in plan.by_parameter.items()}
+    planned = {plain_name(name): _on_mesh(strategy, mesh_shape) for name, strategy in plan.by_parameter.items()}
     for mode, checkpointed in _checkpointed(modules[0], plan).items():
         check_plain(checkpointed, mode, root=modules[0])
     return Followed(StrategyRules(named={name: planned[plain_name(name)] for name, _ in found}), plan, tuple(units))
+
+
+def _on_mesh(strategy: Strategy, shape: tuple[int, ...]) -> Strategy:
+    """A strategy among all ranks, as one on a mesh that says itself who replicates and who shares.
+
+    Raises:
+        PlanError: Others would share a parameter than the mesh has.
+    """
+    if len(shape) == 1 or strategy.base == "ddp":
+        return strategy
+    within = prod(shape) if strategy.within is None else strategy.within
+    if within != shape[-1]:
+        raise PlanError(
+            f"fully_shard: on a mesh of shape {shape} {shape[-1]} ranks share a parameter, but the plan has "
+            f"{strategy}, which is for {within}. Pass a mesh of one dim, or plan with this mesh: dshard.plan(mesh=...)."
+        )
+    return replace(strategy, within=None)
 
 
 def checkpoint_as_planned(model: nn.Module, plan: Any) -> None:

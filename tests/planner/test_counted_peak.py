@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import dshard
 from dshard.collectives import BufferPool, memory
@@ -67,13 +68,16 @@ def loss_of(output: Tensor) -> Tensor:
     return output.square().sum()
 
 
-def trained_peak(name: str, plan: str, foreach: bool, reduce_dtype: torch.dtype | None) -> int:
+def trained_peak(
+    name: str, plan: str, foreach: bool, reduce_dtype: torch.dtype | None, shape: tuple[int, ...] = ()
+) -> int:
     case = CASES[name]
     torch.manual_seed(0)
     model = case.make()
     mixed = dshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     policy = {} if reduce_dtype is None else {"mp_policy": mixed}
-    dshard.fully_shard(model, plan=Plan.from_json(plan), **policy)
+    mesh: Any = init_device_mesh("cpu", shape) if shape else None
+    dshard.fully_shard(model, mesh=mesh, plan=Plan.from_json(plan), **policy)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
 
     def step() -> None:
@@ -143,11 +147,30 @@ def test_through_memory_full_values_count_once_per_host_and_what_is_put_out_unti
     check(worlds, plans(name, num_ranks, foreach, reduce_dtype, MEMORY), name, foreach, reduce_dtype)
 
 
-def check(pool: WorldPool, given: dict[str, Plan], name: str, foreach: bool, reduce_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("links", [MESSAGES, MEMORY], ids=["messages", "memory"])
+@pytest.mark.parametrize("name", ["widths", "deep", "gpt"])
+def test_on_a_mesh_of_two_dims_it_is_so_too(messaging: WorldPool, worlds: WorldPool, name, links):
+    model, within = costs(name, True, None), ("hybrid(2)", "hybrid(2, keep)", "hybrid(2, zero1)", "ddp")
+    mix = tuple(within[i % len(within)] for i in range(len(model.units)))
+    choices = {"mix": mix} | {text: (text,) * len(model.units) for text in within}
+    cluster = Cluster(4, 4, links)
+    given = {text: Plan(model, cluster, tuple(map(Strategy.of, choice))) for text, choice in choices.items()}
+    check(messaging if links is MESSAGES else worlds, given, name, True, None, shape=(2, 2))
+
+
+def check(
+    pool: WorldPool,
+    given: dict[str, Plan],
+    name: str,
+    foreach: bool,
+    reduce_dtype: torch.dtype | None,
+    shape: tuple[int, ...] = (),
+) -> None:
     """Hold the peaks of some plans against what is counted."""
     found = {}
     for text, plan in given.items():
-        counted = max(pool.run(plan.cluster.num_ranks, trained_peak, name, plan.to_json(), foreach, reduce_dtype))
+        arguments = name, plan.to_json(), foreach, reduce_dtype, shape
+        counted = max(pool.run(plan.cluster.num_ranks, trained_peak, *arguments))
         found[text] = plan.peak_bytes / counted
     most = {"split(2)": 1.07}  # of what is reckoned with, a backward gathers less since it leaves out unneeded units
     assert all(1 <= ratio <= most.get(text, 1.05) for text, ratio in found.items()), str(found)

@@ -1,0 +1,115 @@
+"""The ranks at hand, as a plan sees them: links and strategies of a mesh of one dim, or of replicas by shards."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from dshard import collectives
+from dshard.errors import PlanError
+from dshard.planner import Cluster, Link
+from dshard.planning.links import measure_links
+from dshard.policies import Strategy
+
+_NAME = "dshard_all"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMesh:
+    """What of a mesh decides a plan.
+
+    Args:
+        whole: All of its ranks, as one dim.
+        within: Of a mesh of two dims, the size of the second: as many ranks share a parameter, and no others can.
+    """
+
+    whole: DeviceMesh
+    within: int | None = None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> "PlannedMesh":
+        """A mesh that `fully_shard` takes.
+
+        Raises:
+            PlanError: It has more dims than two.
+
+        Communicates:
+            Of two dims that are not the whole world, the making of a process group, the first time.
+        """
+        if mesh.ndim == 1:
+            return cls(mesh)
+        if mesh.ndim != 2:
+            raise PlanError(
+                "plan: mesh must have one dim, to shard over, or two, to replicate over and to shard over, but it has "
+                f"{mesh.ndim} (shape {tuple(mesh.shape)}). Pass some of its dims, as in mesh['dp']."
+            )
+        num_replicas, within = mesh.shape
+        if num_replicas == 1:
+            return cls(mesh[mesh.mesh_dim_names[1]]) if mesh.mesh_dim_names else cls(_flattened(mesh))
+        return cls(_flattened(mesh), within)
+
+    def links(self) -> Cluster:
+        """Its links, measured.
+
+        Communicates:
+            As `measure_links`.
+        """
+        if self.within is None or self.within == 1:
+            return measure_links(self.whole)
+        return in_stages(measure_links(self.whole, within=(self.within,)), self.within)
+
+    def strategies(
+        self, asked: Sequence[Strategy | str] | Strategy | str | None, cluster: Cluster
+    ) -> tuple[Strategy, ...]:
+        """One strategy or several, resolved for all of its ranks; None for all that there are.
+
+        Raises:
+            PlacementError, PlanError: One is none that the mesh can have.
+        """
+        if isinstance(asked, (str, Strategy)):
+            asked = (asked,)
+        elif asked is None:
+            asked = strategies_for(cluster) if self.within is None else strategies_within(self.within)
+        return tuple(dict.fromkeys(self._resolved(Strategy.of(each), cluster.num_ranks) for each in asked))
+
+    def _resolved(self, strategy: Strategy, num_ranks: int) -> Strategy:
+        if self.within is None or strategy.base == "ddp":
+            return strategy.on(num_ranks)
+        if strategy.within not in (None, self.within):
+            raise PlanError(
+                f"plan: on a mesh of two dims the second says how many ranks share a parameter ({self.within}), but "
+                f"strategies has {strategy}. Pass 'full', 'keep', 'zero1', 'zero2' or 'ddp', or a mesh of one dim."
+            )
+        return replace(strategy, within=self.within).on(num_ranks)
+
+
+def _flattened(mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.size() == collectives.world_size():
+        return DeviceMesh(mesh.device_type, mesh.mesh.flatten())
+    return mesh._flatten(_NAME)  # part of another one, whose dims have names
+
+
+def in_stages(cluster: Cluster, within: int) -> Cluster:
+    """A cluster where what is whole on all ranks is reduced as on a mesh of two dims: over one, then over the other."""
+    num_ranks, links = cluster.num_ranks, cluster.replicas[1]
+    stages = ((within, cluster.shards[within].all_reduce), (num_ranks // within, cluster.replicas[within].all_reduce))
+    per_byte = sum(2 * (num - 1) / num * link.seconds_per_byte for num, link in stages)
+    alpha_s = sum(link.alpha_s + link.alpha_per_rank_s * (num - 2) for num, link in stages)
+    both = Link(alpha_s, per_byte * num_ranks / (2 * (num_ranks - 1)), source=links.all_reduce.source)
+    return replace(cluster, replicas={**cluster.replicas, 1: replace(links, all_reduce=both)})
+
+
+def strategies_for(cluster: Cluster) -> tuple[Strategy, ...]:
+    """All that a unit may have on a cluster: shards over all ranks, or within a host and replicated across."""
+    names: Iterable[str] = ("ddp", "zero1", "zero2", "keep", "full", "split(2)", "split(4)", "split(8)")
+    within = cluster.ranks_per_host
+    if 1 < within < cluster.num_ranks:
+        names = (*names, f"hybrid({within})", f"hybrid({within}, keep)")
+    return tuple(map(Strategy.of, names))
+
+
+def strategies_within(within: int) -> tuple[Strategy, ...]:
+    """All that a unit may have on a mesh of two dims, where so many ranks share a parameter."""
+    names = ("ddp", "zero1", "zero2", "keep", "full", "split(2)", "split(4)", "split(8)")
+    known = (Strategy.of(name) for name in names)
+    return tuple(dict.fromkeys(each if each.base == "ddp" else replace(each, within=within) for each in known))
