@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dshard.planner import Cluster, Link, Links, ModelCosts, ParamCosts, UnitCosts, peak_bytes, solve, step_time
-from dshard.planning.plan import strategies_for
+from dshard.planning.meshes import strategies_for
 
 STRATEGIES = ("ddp", "zero2", "keep", "full", "hybrid(8)", "split(4)")
 PARTS = (0.02, 0.1, 0.3)

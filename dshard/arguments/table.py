@@ -184,6 +184,7 @@ TABLE: dict[str, Row] = {
         "ranks_per_host": optional(count(1)),
         "between_hosts": optional(domain.ABOVE_0),
         "profile": optional(domain.PROFILE),
+        "tensor_parallel": count(1),
     },
     "Rates": {
         "constants": domain.CONSTANTS,
@@ -224,6 +225,7 @@ TABLE: dict[str, Row] = {
         "overlaps": FLAG,
         "interference": domain.FROM_0,
         "stragglers": domain.FROM_0,
+        "tensor_parallel": count(1),
     },
     "Link": {
         "alpha_s": domain.FROM_0,
@@ -246,6 +248,7 @@ TABLE: dict[str, Row] = {
         "steps_together": FLAG,
         "tokens_per_sample": count(0),
         "source": TEXT,
+        "tensor_parallel": count(1),
     },
     "ParamCosts": {
         "name": TEXT,

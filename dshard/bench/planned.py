@@ -28,7 +28,7 @@ from dshard.planner.costs import CHECKPOINTING
 from dshard.planner.profiles import Training
 from dshard.planner.tables import named
 from dshard.planning.links import measure_links
-from dshard.planning.plan import Profile
+from dshard.planning.profile import Profile
 from dshard.policies import Strategy
 from dshard.tensor.meshes import default_mesh
 from dshard.testing import counted_peak

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +28,7 @@ class LlamaConfig:
 class _Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_width, self.times = config.width // config.num_heads, config.num_heads // config.num_kv_heads
         kv_width = config.width // config.num_heads * config.num_kv_heads
         self.q = nn.Linear(config.width, config.width, bias=False)
         self.k, self.v = (nn.Linear(config.width, kv_width, bias=False) for _ in range(2))
@@ -34,11 +36,10 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         """Mixes each position with those before it; (batch, time, width) in and out."""
-        q = self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        k, v = (each(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2) for each in (self.k, self.v))
+        heads = (each(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k, v = heads  # as many as this rank has, where layers are cut
         q, k = _turned(q, angles), _turned(k, angles)
-        times = self.num_heads // self.num_kv_heads
-        k, v = (each.repeat_interleave(times, dim=1) for each in (k, v))
+        k, v = (each.repeat_interleave(self.times, dim=1) for each in (k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
@@ -70,7 +71,20 @@ class Llama(nn.Module):
 
     Args:
         config: its shape.
+
+    Attributes:
+        tp_plan: how its layers may be cut, in the words of Hugging Face.
     """
+
+    tp_plan: Mapping[str, str] = MappingProxyType(
+        {
+            "tokens": "embedding_rowwise",
+            **{f"blocks.*.attention.{name}": "colwise" for name in ("q", "k", "v")},
+            **{f"blocks.*.{name}": "colwise" for name in ("gate", "up")},
+            **{f"blocks.*.{name}": "rowwise" for name in ("attention.out", "down")},
+            "head": "colwise_gather_output",
+        }
+    )
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -135,7 +135,7 @@ def _run(row: dict[str, str], number: int, traced: dict[tuple[str, ...], _Traced
 def _trace(row: dict[str, str], *, is_checkpointed: bool) -> _Traced:
     """Traces a model of a few layers, each unit of which stands for itself, and one block for the rest."""
     from dshard.planner.tracing import trace
-    from dshard.planning.plan import parts_of
+    from dshard.planning.profile import parts_of
 
     layers = int(row["layers"])
     model = _model(row, min(layers, _LAYERS))

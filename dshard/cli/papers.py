@@ -105,7 +105,7 @@ def rows_of(progress: Progress) -> list[Found]:
     from dshard.cli.models import build_model
     from dshard.planner import DEVICES, Training, cluster_of
     from dshard.planner.progress import Stretch
-    from dshard.planning.plan import Profile
+    from dshard.planning.profile import Profile
 
     profiles: dict[tuple[Any, ...], Profile] = {}
 

@@ -44,8 +44,9 @@ def run(args: argparse.Namespace) -> int:
 
     Communicates: nothing.
     """
+    from dshard.cli.cut_layers import cut_layers
     from dshard.errors import DShardError
-    from dshard.planning.plan import Profile
+    from dshard.planning.profile import Profile
 
     if args.world < 1:
         raise UsageError(f"--world must be at least 1, but it is {args.world}.")
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     sampled, batch, margin = target.sampled, target.batch, target.margin
     try:
         cluster = target.cluster(args.world)
-        with open_progress("dshard plan") as progress:
+        with open_progress("dshard plan") as progress, cut_layers(sampled.model, target.tensor_parallel):
             profile = Profile(
                 sampled.model,
                 sampled.sample,

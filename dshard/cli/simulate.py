@@ -84,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
     Communicates: nothing.
     """
+    from dshard.cli.cut_layers import cut_layers
     from dshard.errors import DShardError
     from dshard.planner import drawing
 
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     check_picture("--curve", args.curve)
     target = target_of(args)
     try:
-        with open_progress("dshard simulate") as progress:
+        with open_progress("dshard simulate") as progress, cut_layers(target.sampled.model, target.tensor_parallel):
             found = simulated(target, args.world, args.strategy, progress)
     except DShardError as error:
         raise UsageError.of(error) from error
@@ -139,7 +140,7 @@ def simulated(
         StateError: a strategy is none, or the model cannot be traced.
     """
     from dshard.planner.progress import Stretch
-    from dshard.planning.plan import Profile
+    from dshard.planning.profile import Profile
     from dshard.policies import Strategy
 
     kinds = {name: None if name == _PLANNED else Strategy.of(name) for name in strategies}

@@ -55,6 +55,9 @@ def add_options(parser: argparse.ArgumentParser, *, needs_device: bool = True) -
     devices.add_argument("--memory", help="limit per rank, such as 38GiB (95%% of the device's)")
     devices.add_argument("--ranks-per-host", type=int, metavar="RANKS", help="(what is usual for the device)")
     devices.add_argument("--hosts", type=int, help="the same, as the number of hosts")
+    devices.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="RANKS", help="of a host, over which layers are cut (1)"
+    )
     devices.add_argument("--between-hosts", type=float, metavar="GBIT", help="network of a host, in Gbit/s (usual)")
 
 
@@ -72,6 +75,7 @@ class Target:
         margin: as of `dshard.plan`.
         rates: of --profile.
         checkpointing: that a unit may have, as of `dshard.plan`.
+        tensor_parallel: ranks over which layers are cut.
     """
 
     sampled: Sampled
@@ -85,6 +89,7 @@ class Target:
     between_hosts: float | None
     rates: Rates | None
     checkpointing: tuple[str, ...]
+    tensor_parallel: int
 
     def cluster(self, num_ranks: int) -> Cluster:
         """So many ranks on the usual hosts, or on those that were asked for.
@@ -109,7 +114,12 @@ class Target:
             )
         per_host = min(num_ranks, usual)
         return cluster_of(
-            self.device, num_ranks, ranks_per_host=per_host, between_hosts=self.between_hosts, profile=self.rates
+            self.device,
+            num_ranks,
+            ranks_per_host=per_host,
+            between_hosts=self.between_hosts,
+            profile=self.rates,
+            tensor_parallel=self.tensor_parallel,
         )
 
 
@@ -126,7 +136,7 @@ def target_of(args: argparse.Namespace) -> Target:
     from dshard.planner.texts import parse_bytes
 
     batch, rates, checkpointing = _batch(args.batch), _rates_for(args), _checkpointing(args)
-    for name in ("sequence", "ranks_per_host", "hosts"):
+    for name in ("sequence", "ranks_per_host", "hosts", "tensor_parallel"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, but it is {value}.")
@@ -162,7 +172,9 @@ def target_of(args: argparse.Namespace) -> Target:
     rate = None if args.between_hosts is None else args.between_hosts * 1e9 / 8
     margin = None if args.margin is None else args.margin / 100
     hosts = args.ranks_per_host, args.hosts
-    return Target(sampled, training, device, limit, batch, margin, *hosts, rate, rates, checkpointing)
+    return Target(
+        sampled, training, device, limit, batch, margin, *hosts, rate, rates, checkpointing, args.tensor_parallel
+    )
 
 
 def _checkpointing(args: argparse.Namespace) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import types
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from dshard.planner.steps import pieces_of
 from dshard.planner.traces import Part
 
 _LEAST = 5  # blocks: the first two and the last two run, and one at least is told from these
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
+_CUTS = "torch.distributed.tensor"  # which cuts layers, by hooks and placements
 _STATE = ("_parameters", "_buffers", "_modules")
 
 
@@ -73,15 +75,18 @@ def _num_uses(model: nn.Module) -> Counter[int]:
     for module in model.modules():
         uses.update(id(child) for child in module._modules.values() if child is not None)
         held = (*module._parameters.values(), *module._buffers.values())
-        uses.update(id(value.untyped_storage()) for value in held if value is not None)
+        uses.update(_storages(held))
     return uses
+
+
+def _storages(held: Iterable[Tensor | None]) -> list[int]:
+    return [id(each.untyped_storage()) for value in held if value is not None for each in pieces_of(value)]
 
 
 def _is_alone(block: nn.Module, num_uses: Counter[int]) -> bool:
     for module in block.modules():
         held = (*module._parameters.values(), *module._buffers.values())
-        keys = [id(value.untyped_storage()) for value in held if value is not None]
-        if num_uses[id(module)] != 1 or any(num_uses[key] != 1 for key in keys):
+        if num_uses[id(module)] != 1 or any(num_uses[key] != 1 for key in _storages(held)):
             return False
     return True
 
@@ -128,7 +133,7 @@ def _are_alike(one: nn.Module, other: nn.Module, pairs: dict[Any, Any], names: s
     mine, its = vars(one), vars(other)
     if type(one) is not type(other) or isinstance(one, torch.jit.ScriptModule) or mine.keys() != its.keys():
         return False
-    if _has_hooks(mine) or _has_hooks(its) or one.training is not other.training:
+    if _has_hooks(mine, _CUTS) or _has_hooks(its, _CUTS) or one.training is not other.training:
         return False
     for slot in ("_parameters", "_buffers"):
         metas = [{name: _meta(value) for name, value in values[slot].items()} for values in (mine, its)]
@@ -139,19 +144,36 @@ def _are_alike(one: nn.Module, other: nn.Module, pairs: dict[Any, Any], names: s
             if hasattr(type(one), name):
                 return False
             names.add((type(one), name))
-        elif not _is_same(mine[name], its[name], pairs):
+        elif not _is_same(_unnumbered(name, mine[name]), _unnumbered(name, its[name]), pairs):
             return False
     return True
 
 
-def _has_hooks(values: dict[str, Any]) -> bool:
-    return any(name.endswith("_hooks") and isinstance(value, dict) and value for name, value in values.items())
+def _has_hooks(values: dict[str, Any], but: str = "-") -> bool:
+    """Whether there are hooks, but for those that a part of torch has set."""
+    hooks = (value.values() for name, value in values.items() if name.endswith("_hooks") and isinstance(value, dict))
+    return any(not str(getattr(hook, "__module__", "")).startswith(but) for each in hooks for hook in each)
+
+
+def _unnumbered(name: str, value: Any) -> Any:
+    """Hooks by their order, not by their numbers, of which no two are the same."""
+    return list(value.values()) if name.endswith("_hooks") and isinstance(value, dict) else value
 
 
 def _meta(value: Tensor | None) -> object:
     if value is None:
         return None
-    return type(value), value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+    cut = getattr(value, "placements", None), getattr(value, "device_mesh", None)
+    return type(value), value.shape, value.stride(), value.dtype, value.device, value.requires_grad, cut
+
+
+def _closure(function: types.FunctionType) -> list[Any]:
+    """What a function has of its own, beside its code."""
+    return [
+        *(cell.cell_contents for cell in function.__closure__ or ()),
+        function.__defaults__,
+        function.__kwdefaults__,
+    ]
 
 
 def _is_same(one: Any, other: Any, pairs: dict[Any, Any]) -> bool:
@@ -168,6 +190,10 @@ def _is_same(one: Any, other: Any, pairs: dict[Any, Any]) -> bool:
         return one.__func__ is other.__func__ and _is_same(one.__self__, other.__self__, pairs)
     if isinstance(one, functools.partial):
         return _is_same([one.func, one.args, one.keywords], [other.func, other.args, other.keywords], pairs)
+    if isinstance(one, types.FunctionType) and one.__module__.startswith(_CUTS):
+        return one.__code__ is other.__code__ and _is_same(_closure(one), _closure(other), pairs)
+    if type(one).__module__.startswith(_CUTS):  # such as a placement
+        return bool(one == other)
     if dataclasses.is_dataclass(one):
         names = [field.name for field in dataclasses.fields(one)]
         return all(_is_same(getattr(one, name), getattr(other, name), pairs) for name in names)

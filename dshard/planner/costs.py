@@ -158,6 +158,7 @@ class ModelCosts:
         steps_together: Whether the optimizer steps all parameters at once (foreach), rather than one by one.
         tokens_per_sample: For rates of tokens; 0 where samples have none.
         source: Where the figures come from.
+        tensor_parallel: Ranks over which layers are cut: parameters, bytes and times are those of one of them.
     """
 
     units: tuple[UnitCosts, ...]
@@ -167,6 +168,7 @@ class ModelCosts:
     steps_together: bool = True
     tokens_per_sample: int = 0
     source: str = "given"
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         if not self.units:
@@ -263,6 +265,7 @@ class Cluster:
         overlaps: Whether collectives run beside computation. Over gloo they do not: the cores that compute copy, too.
         interference: Part of a collective's time that what computes beside it loses: the device moves the bytes.
         stragglers: By which part the computation that all wait for takes longer than that of one device.
+        tensor_parallel: Ranks that stand behind each of these: those over which layers are cut, on the same host.
     """
 
     num_ranks: int
@@ -277,6 +280,7 @@ class Cluster:
     overlaps: bool = True
     interference: float = 0.0
     stragglers: float = 0.0
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         if self.num_ranks > self.ranks_per_host and (self.across is None or self.num_ranks % self.ranks_per_host):

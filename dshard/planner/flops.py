@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 aten = torch.ops.aten
+_COLLECTIVE = "_c10d_functional."
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class Op:
     Args:
         name: Of the operation.
         flops: Of matrix products, convolutions and attention; two for a multiplication with addition, 0 for others.
-        num_bytes: Read and written, each tensor once.
+        num_bytes: Read and written, each tensor once. Of a collective: of the full tensor that it gathers or reduces.
         dtype: Of what it computes.
     """
 
@@ -27,6 +29,11 @@ class Op:
     flops: int
     num_bytes: int
     dtype: torch.dtype
+
+    @property
+    def collective(self) -> str | None:
+        """The collective that it is, among the ranks over which layers are cut; None for what computes."""
+        return next((kind for kind in COLLECTIVES if self.name.startswith(f"{_COLLECTIVE}{kind}")), None)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
@@ -52,7 +59,7 @@ _READS_ROWS = (aten.embedding, aten.index, aten.index_select, aten.gather)
 def cost_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Op | None:
     """What a kernel costs; None for what runs none: views, and memory that is only taken."""
     packet = func.overloadpacket
-    if packet in _FREE or _is_view(func):
+    if packet in _FREE or _is_view(func) or str(packet) == f"{_COLLECTIVE}wait_tensor":
         return None
     read, written = list(_tensors((args, dict(kwargs)))), list(_tensors(out))
     if not written:
@@ -65,6 +72,8 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: An
     if packet in _READS_ROWS:
         read = [*read[1:], *written]
     num_bytes = sum(map(_num_bytes, read)) + sum(map(_num_bytes, written))
+    if str(packet).startswith(_COLLECTIVE):
+        num_bytes = max(sum(map(_num_bytes, read)), sum(map(_num_bytes, written)))
     dtypes = [each.dtype for each in (*written, *read) if each.dtype.is_floating_point]
     return Op(str(packet), flops, num_bytes, dtypes[0] if dtypes else torch.int64)
 

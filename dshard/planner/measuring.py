@@ -21,6 +21,7 @@ from dshard.planner.steps import run_step, swapped, tensors
 from dshard.planner.traces import Part
 
 _MIN_S, _MAX_STEPS = 1.5, 100
+_NUM_TOGETHER = 12  # steps that all ranks take
 _NUM_PARAMS, _NUMEL = 16, 1 << 17
 _ADAMW_BYTES = 28  # per element: reads a parameter, its gradient and two states, and writes all but the gradient
 
@@ -34,6 +35,7 @@ def measure(
     loss_of: Callable[[Any], Tensor] | None = None,
     num_steps: int = 5,
     min_s: float = _MIN_S,
+    is_alone: bool = True,
 ) -> list[UnitTimes]:
     """Run real steps of a model that is not sharded, and take the median times of its parts.
 
@@ -48,6 +50,7 @@ def measure(
         loss_of: As for `trace`.
         num_steps: At least as many, after one that does not count.
         min_s: Seconds that they take together at least, for another program may use the cores for a while.
+        is_alone: Whether no other rank takes part in these steps. Else there are as many on each: `min_s` counts not.
 
     Raises:
         PlanError: The model is on meta.
@@ -56,6 +59,8 @@ def measure(
         raise PlanError(
             "plan: only a model with values can be measured, but this one is on meta. Pass device='a100-80g'."
         )
+    if not is_alone:
+        num_steps, min_s = max(num_steps, _NUM_TOGETHER), 0.0
     clock = _Clock(model, parts)
     samples: list[dict[bool, list[float]]] = []
     with clock.hooks():

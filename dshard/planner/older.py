@@ -4,19 +4,40 @@ from typing import Any
 
 _BEFORE_MEMORY = 3  # which knew nothing of memory that ranks share
 _BEFORE_CHECKPOINTING = 4  # nor this of a choice of activation checkpointing, nor of what is known of times
-OLDER = (_BEFORE_MEMORY, _BEFORE_CHECKPOINTING)
+_BEFORE_CUT_LAYERS = 5  # nor this of layers that are cut over ranks
+OLDER = (_BEFORE_MEMORY, _BEFORE_CHECKPOINTING, _BEFORE_CUT_LAYERS)
 
 
 def note_what_was_not_known(record: dict[str, Any], schema: int) -> None:
     """Have an older record say what was so without being said, as far as it has the parts."""
     if schema == _BEFORE_MEMORY:
         _note_messages(record)
-    model, certificate = record.get("model"), record.get("certificate")
-    units = model.get("units") if isinstance(model, dict) else None
-    for unit in units if isinstance(units, list) else ():
-        if isinstance(unit, dict):
-            unit |= {"checkpointing": "none", "alternatives": [], "work": []}
-    if isinstance(certificate, dict) and isinstance(units, list):
+    if schema < _BEFORE_CUT_LAYERS:
+        _note_no_choices(record)
+    for part in _dicts([record.get("model"), record.get("cluster")]):
+        part |= {"tensor_parallel": 1}
+    for unit in _units_of(record):
+        for kind in (unit, *_dicts(unit.get("alternatives"))):
+            for work in _dicts(kind.get("work")):
+                work |= {"cut_s": 0.0}
+
+
+def _units_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    (model,) = _dicts([record.get("model")]) or ({},)
+    return _dicts(model.get("units"))
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    """What of a list can be a part of a plan."""
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _note_no_choices(record: dict[str, Any]) -> None:
+    """Have a record be one without activation checkpointing."""
+    units = _units_of(record)
+    for unit in units:
+        unit |= {"checkpointing": "none", "alternatives": [], "work": []}
+    for certificate in _dicts([record.get("certificate")]):
         certificate["fastest_checkpointing"] = ["none"] * len(units)
     record["doubt"] = record.get("doubt")
     if isinstance(record.get("cluster"), dict):

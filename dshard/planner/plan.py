@@ -20,14 +20,14 @@ from dshard.planner.records import of_record, to_record
 from dshard.planner.robust import Doubt, doubt_lines
 from dshard.planner.solver import Certificate, solve
 from dshard.planner.spreads import Interval, interval_text
-from dshard.planner.tables import Choice, choice_table, mix_text, named, peak_text, unit_table
+from dshard.planner.tables import Choice, choice_table, mix_text, named, peak_text, ranks_text, unit_table
 from dshard.planner.terms import bound_text, terms_of
 from dshard.planner.texts import bytes_text, number_text, parse_bytes, seconds_text
 from dshard.planner.ties import MEASURED
 from dshard.planner.timeline import Timeline, simulate, step_time
 from dshard.policies import Strategy
 
-SCHEMA = 5
+SCHEMA = 6
 _SINGLES = ("ddp", "zero1", "zero2", "keep", "full")
 
 
@@ -204,7 +204,6 @@ class Plan:
     def explain(self) -> str:
         """Tables: each unit, or run of units that are alike; the totals; and the plan beside every single strategy."""
         cluster, model = self.cluster, self.model
-        hosts = -(-cluster.num_ranks // cluster.ranks_per_host)
         rates = f"{number_text(self.samples_per_s)} samples/s"
         rates += f"; {number_text(self.tokens_per_s)} tokens/s" if self.tokens_per_s is not None else ""
         rates += f"; {number_text(self.tflops)} TFLOP/s per rank" if self.flops else ""
@@ -221,7 +220,7 @@ class Plan:
         lines = [
             *unit_table(model.units, self.strategies),
             "",
-            f"ranks: {cluster.num_ranks} on {hosts} host{'s' * (hosts > 1)}; batch: {model.batch_size} per rank",
+            f"ranks: {ranks_text(cluster)}; batch: {model.batch_size} per rank",
             f"step: {self._step_text}, of which {seconds_text(self.exposed_s)} waits for communication",
             *bound_text(self.time_by_term),
             f"rate: {rates}",

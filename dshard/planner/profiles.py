@@ -3,22 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from dshard.arguments import checked
 from dshard.errors import PlanError
-from dshard.planner.costs import Cluster, Link, Links, ModelCosts, ParamCosts, UnitCosts
-from dshard.planner.devices import Device, find_device
+from dshard.planner.clusters import cluster_of
+from dshard.planner.costs import ModelCosts, ParamCosts, UnitCosts
+from dshard.planner.devices import Device
 from dshard.planner.flops import Op
-from dshard.planner.rates import Rates, find_rates
+from dshard.planner.rates import Rates
+from dshard.planner.steps import pieces_of
 from dshard.planner.timing import work_of
 from dshard.planner.traces import Trace
 from dshard.planner.work import Work
-
-_START_S = 6.6e-6  # of a collective: torch/distributed/tensor/_collective_utils.py
 
 
 @checked
@@ -82,6 +81,7 @@ def costs_of(
     overhead: Overhead = Overhead(),
     batch_size: int = 1,
     rates: Rates | None = None,
+    tensor_parallel: int = 1,
 ) -> ModelCosts:
     """Costs of a model's step, units in the order in which forward uses them.
 
@@ -98,16 +98,16 @@ def costs_of(
         overhead: Of dshard itself, for each parameter: what it adds to measured times.
         batch_size: Samples of the traced step.
         rates: Which parts of the device's figures are reached; None for those of its efficiency.
+        tensor_parallel: Ranks over which layers of the model, and so of the trace, are cut.
 
     Raises:
         PlanError: Neither a device nor times are given.
     """
-    told = _Told.of(trace, device, rates, training) if times is None else _Told(times, optimizer_s_per_byte)
-    params = dict(model.named_parameters())
-    splittable = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding))}
-    units, names = [], {module: name for name, module in model.named_modules()}
+    given = _Told(times or (), optimizer_s_per_byte)
+    told = given if times is not None else _Told.of(trace, device, rates, training, tensor_parallel)
+    units, params, names = [], _params_of(model, training), {module: name for name, module in model.named_modules()}
     for i, memory in zip(trace.order, _memory_of(trace), strict=True):
-        own = [_param_costs(name, params[name], training, splittable) for name in trace.parts[i].params]
+        own = [params[name] for name in trace.parts[i].params]
         num_trained = sum(1 for p in own if p.grad_itemsize)
         copies = _copies_of(own, device, rates)
         units.append(
@@ -137,6 +137,7 @@ def costs_of(
         steps_together=training.steps_together,
         tokens_per_sample=training.tokens_per_sample,
         source=units[0].source if units else "traced",
+        tensor_parallel=tensor_parallel,
     )
 
 
@@ -153,7 +154,14 @@ class _Told:
     works: Sequence[tuple[Work, Work]] = ()
 
     @classmethod
-    def of(cls, trace: Trace, device: Device | None, rates: Rates | None, training: Training) -> "_Told":
+    def of(
+        cls,
+        trace: Trace,
+        device: Device | None,
+        rates: Rates | None,
+        training: Training,
+        num_cut: int,
+    ) -> "_Told":
         """What a device tells.
 
         Raises:
@@ -169,8 +177,8 @@ class _Told:
         ops: list[tuple[list[Op], list[Op]]] = [([], []) for _ in trace.parts]
         for phase in trace.phases:
             ops[phase.part][phase.is_backward].extend(phase.ops)
-        fused = training.is_compiled
-        halves = [[work_of(half, device, rates, is_compiled=fused) for half in both] for both in ops]
+        fused, cut = training.is_compiled, None if num_cut == 1 else cluster_of(device, num_cut, profile=rates)
+        halves = [[work_of(half, device, rates, is_compiled=fused, cut=cut) for half in both] for both in ops]
         times = [UnitTimes(forward.total_s, backward.total_s) for forward, backward in halves]
         reached = device.memory_bytes_per_s * device.efficiency.memory
         of_byte = 1 / reached if rates is None else rates.seconds_per_byte(device)
@@ -185,7 +193,8 @@ class _Told:
 
 
 def _buffer_bytes(model: nn.Module) -> int:
-    return sum({id(b.untyped_storage()): b.numel() * b.element_size() for b in model.buffers()}.values())
+    pieces = (piece for buffer in model.buffers() for piece in pieces_of(buffer))
+    return sum({id(b.untyped_storage()): b.numel() * b.element_size() for b in pieces}.values())
 
 
 def _touched_bytes(params: Sequence[ParamCosts]) -> int:
@@ -242,7 +251,13 @@ def _memory_of(trace: Trace) -> list[_Memory]:
     return found
 
 
-def _param_costs(name: str, param: Tensor, training: Training, splittable: set[int]) -> ParamCosts:
+def _params_of(model: nn.Module, training: Training) -> dict[str, ParamCosts]:
+    splittable = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding))}
+    return {name: _param_costs(name, param, training, splittable) for name, param in model.named_parameters()}
+
+
+def _param_costs(name: str, whole: Tensor, training: Training, splittable: set[int]) -> ParamCosts:
+    param = pieces_of(whole)[0]
     stored = param.element_size()
     casts = param.dtype.is_floating_point and training.compute_dtype is not None
     gathered = training.compute_dtype.itemsize if casts and training.compute_dtype is not None else stored
@@ -254,76 +269,8 @@ def _param_costs(name: str, param: Tensor, training: Training, splittable: set[i
         index_numel=param.numel() // length if length else 0,
         stored_itemsize=stored,
         gather_itemsize=gathered,
-        grad_itemsize=reduced if param.requires_grad else 0,
-        state_bytes_per_element=training.state_bytes_per_element if param.requires_grad else 0,
-        step_bytes_per_element=training.step_bytes_per_element if param.requires_grad else 0,
-        can_split=id(param) in splittable,
+        grad_itemsize=reduced if whole.requires_grad else 0,
+        state_bytes_per_element=training.state_bytes_per_element if whole.requires_grad else 0,
+        step_bytes_per_element=training.step_bytes_per_element if whole.requires_grad else 0,
+        can_split=id(whole) in splittable and param is whole,
     )
-
-
-def check_profile(device: Device | None, cluster: Cluster | None) -> None:
-    """Check that a profile has a device to speak of, and that links are not a datasheet's beside it.
-
-    Raises:
-        PlanError: It has not, or they are.
-    """
-    if device is None:
-        raise PlanError(
-            "plan: profile= says which parts of a device's figures are reached, but device is None: times are measured "
-            "here. Pass device='a100-80g', or leave profile= out."
-        )
-    if cluster is not None and cluster.num_ranks > 1 and cluster.source == device.source:
-        raise PlanError(
-            "plan: profile= has rates of links, too, but those of cluster are the datasheet's alone. Pass "
-            f"cluster=cluster_of({device.name!r}, {cluster.num_ranks}, profile=...) with the same profile."
-        )
-
-
-@checked
-def cluster_of(
-    device: Device | str,
-    num_ranks: int,
-    *,
-    ranks_per_host: int | None = None,
-    between_hosts: float | None = None,
-    profile: Rates | str | Path | None = None,
-) -> Cluster:
-    """Hosts of a device, as its datasheet has them, or with links as fast as runs found them.
-
-    Args:
-        device: All ranks are alike; one of your own, or a name of `DEVICES`.
-        num_ranks: All of them.
-        ranks_per_host: Of a host; None for the usual host, or for fewer where there are not as many.
-        between_hosts: Bytes per second of a whole host's network; None for the usual host's.
-        profile: Which parts of the datasheet's figures links reach: what `dshard calibrate` wrote, as a path or read by
-            `Rates.load`, or "published" for the one that is shipped; None for the same part of all.
-
-    Raises:
-        ArgumentError: There is no device of this name, or a number is none that is allowed.
-        PlanError: There is no such profile.
-    """
-    device = find_device(device, "cluster_of: device")
-    if profile is not None:
-        rates = find_rates(profile)
-        return rates.cluster(device, num_ranks, ranks_per_host=ranks_per_host, between_hosts=between_hosts)
-    per_host = min(num_ranks, device.per_host) if ranks_per_host is None else ranks_per_host
-    near, far = device.within_host, device.between_hosts
-    across = None
-    if num_ranks > per_host:
-        rate = min(between_hosts or far.bytes_per_s, near.bytes_per_s)
-        hop_s = (far.latency_s + (per_host - 1) * near.latency_s) / per_host  # a ring leaves a host once in a turn
-        across = _links(rate, hop_s, device)
-    return Cluster(
-        num_ranks=num_ranks,
-        ranks_per_host=per_host,
-        inside=_links(near.bytes_per_s, near.latency_s, device),
-        across=across,
-        memory_bytes=device.limit_bytes,
-        keeps_received_rows=False,
-        source=device.source,
-    )
-
-
-def _links(bytes_per_s: float, latency_s: float, device: Device) -> Links:
-    seconds_per_byte = 1 / (bytes_per_s * device.efficiency.network)
-    return Links.of(Link(_START_S + latency_s, seconds_per_byte, latency_s, source=device.source))

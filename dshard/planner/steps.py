@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from dshard.errors import StateError
@@ -74,6 +75,15 @@ def arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def tensors(tree: Any) -> Iterator[Tensor]:
     """All tensors in a nest of containers."""
     return (each for each in tree_iter(tree) if isinstance(each, Tensor))
+
+
+def pieces_of(value: Tensor) -> list[Tensor]:
+    """What a tensor holds on this rank: of a DTensor its part, of a plain one itself."""
+    if not is_traceable_wrapper_subclass(value):
+        return [value]
+    names, _ = value.__tensor_flatten__()
+    held = (getattr(value, name) for name in names)
+    return [piece for each in held if isinstance(each, Tensor) for piece in pieces_of(each)]
 
 
 def loss_in(output: Any) -> Tensor:

@@ -83,6 +83,13 @@ class _Outcome:
         return cls(step_s, max(0.0, waits_s), peak_bytes(model, strategies, cluster))
 
 
+def ranks_text(cluster: Cluster) -> str:
+    """How many ranks on how many hosts, and over how many more layers are cut."""
+    num_hosts, num_cut = -(-cluster.num_ranks // cluster.ranks_per_host), cluster.tensor_parallel
+    cut = f" by {num_cut} over which layers are cut" if num_cut > 1 else ""
+    return f"{cluster.num_ranks}{cut} on {num_hosts} host{'s' * (num_hosts > 1)}"
+
+
 def choice_table(chosen: Choice, cluster: Cluster, others: Mapping[str, Choice], limit_bytes: int) -> list[str]:
     """A choice beside others, the fastest first: time, waiting, rate and peak, and whether it fits.
 

@@ -15,6 +15,7 @@ _OF_WORK = {
     "traffic_s": "memory traffic",
     "copies_s": "copies for collectives",
     "starts_s": "starts of kernels",
+    "cut_s": "tensor parallelism",
 }
 _COMPUTED, _SLICES, _OPTIMIZER = "computation", "slices", "optimizer"
 SLOWEST, BESIDE = "the slowest of the devices", "computing beside collectives"

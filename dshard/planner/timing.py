@@ -3,13 +3,16 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+from dshard.planner.costs import Cluster
 from dshard.planner.devices import Device
 from dshard.planner.flops import Op
 from dshard.planner.rates import Rates, kind_of
 from dshard.planner.work import Work
 
 
-def work_of(ops: Iterable[Op], device: Device, rates: Rates | None, *, is_compiled: bool = False) -> Work:
+def work_of(
+    ops: Iterable[Op], device: Device, rates: Rates | None, *, is_compiled: bool = False, cut: Cluster | None = None
+) -> Work:
     """What some operations take on a device.
 
     Args:
@@ -18,8 +21,26 @@ def work_of(ops: Iterable[Op], device: Device, rates: Rates | None, *, is_compil
         rates: Which parts of its figures are reached; None for those of its efficiency, by which an operation is bound
             by its arithmetic or by its traffic.
         is_compiled: Whether traffic of what is neither product nor attention is that of fused kernels; needs rates.
+        cut: The ranks over which layers are cut; None for no such.
     """
-    known = list(ops)
+    known: list[Op] = []
+    sent: list[Op] = []
+    for op in ops:
+        (known if op.collective is None else sent).append(op)
+    found = _computed(known, device, rates, is_compiled=is_compiled)
+    return found if cut is None else replace(found, cut_s=sum((_sent_s(op, cut) for op in sent), 0.0))
+
+
+def _sent_s(op: Op, cut: Cluster) -> float:
+    """A collective among all ranks of a cluster; all to all sends as much of a tensor as a gather."""
+    if op.collective == "all_reduce":
+        return cut.all_reduce_s(op.num_bytes)
+    if op.collective == "reduce_scatter":
+        return cut.reduce_scatter_s(op.num_bytes, cut.num_ranks)
+    return cut.all_gather_s(op.num_bytes, cut.num_ranks)
+
+
+def _computed(known: list[Op], device: Device, rates: Rates | None, *, is_compiled: bool) -> Work:
     if rates is None:
         return _of_device(known, device)
     by_kind: dict[str, list[Op]] = {"product": [], "attention": [], "other": []}

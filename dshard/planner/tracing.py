@@ -1,17 +1,23 @@
 """What a model's step costs, told from one step on fake tensors: operations, bytes and what stays alive, per unit."""
 
 import bisect
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_map_only
 
 from dshard.errors import StateError
@@ -20,9 +26,11 @@ from dshard.planner.flops import Op, cost_of
 from dshard.planner.lives import Event, Life, Record, phases_of
 from dshard.planner.progress import SILENT, Progress
 from dshard.planner.repeats import Watcher
-from dshard.planner.steps import run_step, swapped, tensors
+from dshard.planner.steps import pieces_of, run_step, swapped, tensors
 from dshard.planner.stretching import DoubtError, stretched
 from dshard.planner.traces import Part, Trace
+
+_ASKS, _CALLS = "torch.distributed.tensor._sharding_prop", "torch.nn.modules.module"
 
 
 def trace(
@@ -93,7 +101,8 @@ def _traced(
                     f"plan: a step is traced on tensors without data, but the model's forward asks for a value "
                     f"({error.func}). Pass measured costs, or a model whose forward does not depend on data."
                 ) from error
-        inputs = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors(sample)}
+        pieces = (piece for each in tensors(sample) for piece in pieces_of(each))
+        inputs = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in pieces}
     return recorder.trace(sum(inputs.values()))
 
 
@@ -104,8 +113,29 @@ def _state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _fake(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A tensor like another one, on CPU and without data, inside of a fake mode."""
+    if is_traceable_wrapper_subclass(value):  # a DTensor: of one that holds this rank's part
+        names, context = value.__tensor_flatten__()
+        held = {name: getattr(value, name) for name in names}
+        parts = {name: _fake(each, dtype) if isinstance(each, Tensor) else each for name, each in held.items()}
+        made = type(value).__tensor_unflatten__(parts, context, value.shape, value.stride()).detach()
+        return _like(value, made)
     wanted = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
     made = torch.empty_strided(tuple(value.shape), value.stride(), dtype=wanted, device="cpu")
+    return _like(value, made)
+
+
+def _is_asked_for_shapes() -> bool:
+    """Whether DTensor asks what an operation of full tensors would give: none that this rank runs."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name in (_ASKS, _CALLS):
+            return name == _ASKS
+        frame = frame.f_back
+    return False
+
+
+def _like(value: Tensor, made: Tensor) -> Tensor:
     if isinstance(value, nn.Parameter):
         return nn.Parameter(made, requires_grad=value.requires_grad)
     return made.requires_grad_(value.requires_grad)
@@ -143,23 +173,25 @@ class _Recorder(TorchDispatchMode):
         self._stack: list[int] = []
         self._last: int | None = None
         self._changes: list[tuple[int, int]] = []  # number of the first node of autograd, and its part
-        self._is_backward = False
+        self._is_backward = self._has_dtensors = False
 
     def watch(self, values: Mapping[str, Tensor]) -> None:
         """Tell parameters, and their gradients when they come, from activations."""
         for name, value in values.items():
             part = self._part_of_param.get(name)
-            self._known[id(value.untyped_storage())] = part
-            if part is not None and part == self._first_part_of_root:
-                self._part_of_storage[id(value.untyped_storage())] = part
+            for piece in pieces_of(value):
+                self._known[id(piece.untyped_storage())] = part
+                if part is not None and part == self._first_part_of_root:
+                    self._part_of_storage[id(piece.untyped_storage())] = part
             if part is not None and value.requires_grad:
                 self._part_of_variable[id(value)] = part
                 value.register_hook(self._note_gradient)
 
     def _note_gradient(self, grad: Tensor) -> None:
-        life = self._lives.get(id(grad.untyped_storage()))
-        if life is not None:
-            life.is_gradient = True
+        for piece in pieces_of(grad):
+            life = self._lives.get(id(piece.untyped_storage()))
+            if life is not None:
+                life.is_gradient = True
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -205,8 +237,11 @@ class _Recorder(TorchDispatchMode):
         return self._changes[i - 1][1] if i else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            self._has_dtensors = True
+            return NotImplemented  # what it does with this rank's parts comes here again
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.prim.device.default:
+        if func is torch.ops.prim.device.default or (self._has_dtensors and _is_asked_for_shapes()):
             return out
         if not self._is_backward:
             self.watcher.used(tensors((args, kwargs or {})))
@@ -247,7 +282,7 @@ class _Recorder(TorchDispatchMode):
         self._refs.append(weakref.ref(storage, end))
 
     def _life_of(self, value: Tensor) -> Life | None:
-        return self._lives.get(id(value.untyped_storage()))
+        return self._lives.get(id(pieces_of(value)[0].untyped_storage()))
 
     def trace(self, input_bytes: int) -> Trace:
         """The step that was noted, with the blocks that did not run.

@@ -13,6 +13,7 @@ class Work:
         traffic_s: What is read from memory and written to it.
         copies_s: Of these alone what goes into and out of buffers of collectives.
         starts_s: Of kernels.
+        cut_s: Collectives among the ranks over which layers are cut; what computes waits for them.
     """
 
     products_s: float = 0.0
@@ -20,6 +21,7 @@ class Work:
     traffic_s: float = 0.0
     copies_s: float = 0.0
     starts_s: float = 0.0
+    cut_s: float = 0.0
 
     @property
     def total_s(self) -> float:

@@ -59,8 +59,12 @@ def workspaces_of(strategies: Sequence[Strategy], cluster: Cluster) -> tuple[Wor
 
 
 def _num_communicators(strategies: Sequence[Strategy], cluster: Cluster) -> int:
-    """Groups in which a rank communicates: all ranks, and under `hybrid` those with its shards, and its replicas."""
+    """Groups in which a rank communicates: all ranks, and under `hybrid` those with its shards, and its replicas.
+
+    One more is that of the ranks over which layers are cut.
+    """
+    num_cut = int(cluster.tensor_parallel > 1)
     if cluster.num_ranks == 1:
-        return 0
+        return num_cut
     within = {own.on(cluster.num_ranks).within or cluster.num_ranks for own in strategies if own.base != "ddp"}
-    return 1 + 2 * len(within - {cluster.num_ranks})
+    return 1 + 2 * len(within - {cluster.num_ranks}) + num_cut

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def measure_links(
     if num_ranks == 1:
         memory = _memory(group_of(mesh), memory_bytes)
         return Cluster(1, 1, Links.of(Link(0.0, 0.0)), memory_bytes=memory, source="one rank")
-    per_host = _ranks_per_host(num_ranks)
+    per_host = _ranks_per_host(mesh.mesh.flatten().tolist())
     parts = tuple(dict.fromkeys((num_ranks, *([per_host] if per_host > 1 else ()), *within)))
     if mesh.ndim != 1 or any(part < 2 or num_ranks % part for part in parts):
         raise PlanError(
@@ -126,10 +127,13 @@ def _once(group: ShardGroup, width: int) -> HostCopy | None:
     return collectives.make_host_copy(_gather_plan(group, _bucket(group, width)), group, label="links")
 
 
-def _ranks_per_host(num_ranks: int) -> int:
-    """As torchrun says; all of them where it says nothing that divides them."""
+def _ranks_per_host(ranks: Sequence[int]) -> int:
+    """As torchrun says, of a mesh's ranks; all of them where it says nothing that cuts them into alike neighbours."""
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    return per_host if 0 < per_host < num_ranks and num_ranks % per_host == 0 else num_ranks
+    if per_host <= 0:
+        return len(ranks)
+    nums = {len(list(own)) for _, own in groupby(rank // per_host for rank in ranks)}
+    return nums.pop() if len(nums) == 1 else len(ranks)
 
 
 def _memory(group: ShardGroup, given: int | None) -> int:

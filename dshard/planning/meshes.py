@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dshard import collectives
 from dshard.errors import PlanError
@@ -21,14 +23,20 @@ class PlannedMesh:
     Args:
         whole: All of its ranks, as one dim.
         within: Of a mesh of two dims, the size of the second: as many ranks share a parameter, and no others can.
+        tensor_parallel: Ranks over which layers are cut, beside this mesh.
     """
 
     whole: DeviceMesh
     within: int | None = None
+    tensor_parallel: int = 1
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> "PlannedMesh":
+    def of(cls, mesh: DeviceMesh, tensor_parallel: int = 1) -> "PlannedMesh":
         """A mesh that `fully_shard` takes.
+
+        Args:
+            mesh: Of one dim or two.
+            tensor_parallel: Ranks over which layers are cut, beside it.
 
         Raises:
             PlanError: It has more dims than two.
@@ -37,7 +45,7 @@ class PlannedMesh:
             Of two dims that are not the whole world, the making of a process group, the first time.
         """
         if mesh.ndim == 1:
-            return cls(mesh)
+            return cls(mesh, tensor_parallel=tensor_parallel)
         if mesh.ndim != 2:
             raise PlanError(
                 "plan: mesh must have one dim, to shard over, or two, to replicate over and to shard over, but it has "
@@ -45,8 +53,9 @@ class PlannedMesh:
             )
         num_replicas, within = mesh.shape
         if num_replicas == 1:
-            return cls(mesh[mesh.mesh_dim_names[1]]) if mesh.mesh_dim_names else cls(_flattened(mesh))
-        return cls(_flattened(mesh), within)
+            alone = mesh[mesh.mesh_dim_names[1]] if mesh.mesh_dim_names else _flattened(mesh)
+            return cls(alone, tensor_parallel=tensor_parallel)
+        return cls(_flattened(mesh), within, tensor_parallel)
 
     def links(self) -> Cluster:
         """Its links, measured.
@@ -55,8 +64,10 @@ class PlannedMesh:
             As `measure_links`.
         """
         if self.within is None or self.within == 1:
-            return measure_links(self.whole)
-        return in_stages(measure_links(self.whole, within=(self.within,)), self.within)
+            found = measure_links(self.whole)
+        else:
+            found = in_stages(measure_links(self.whole, within=(self.within,)), self.within)
+        return replace(found, tensor_parallel=self.tensor_parallel)
 
     def strategies(
         self, asked: Sequence[Strategy | str] | Strategy | str | None, cluster: Cluster
@@ -70,6 +81,8 @@ class PlannedMesh:
             asked = (asked,)
         elif asked is None:
             asked = strategies_for(cluster) if self.within is None else strategies_within(self.within)
+            if self.tensor_parallel > 1:  # whose parameters know their own mesh beside this one, and no other
+                asked = [each for each in asked if each.num_slices == 1 and each.within in (None, self.within)]
         return tuple(dict.fromkeys(self._resolved(Strategy.of(each), cluster.num_ranks) for each in asked))
 
     def _resolved(self, strategy: Strategy, num_ranks: int) -> Strategy:
@@ -81,6 +94,37 @@ class PlannedMesh:
                 f"strategies has {strategy}. Pass 'full', 'keep', 'zero1', 'zero2' or 'ddp', or a mesh of one dim."
             )
         return replace(strategy, within=self.within).on(num_ranks)
+
+
+def tensor_parallel_of(model: nn.Module) -> int:
+    """Over how many ranks layers of a model are cut: those of the mesh of its DTensor parameters; 1 where it has none.
+
+    Raises:
+        PlanError: Several meshes have as many parameters, of other sizes.
+    """
+    meshes = {name: param.device_mesh for name, param in model.named_parameters() if isinstance(param, DTensor)}
+    sizes = {mesh.size(): name for name, mesh in meshes.items()}
+    if len(sizes) > 1:
+        (one, first), (other, second), *_ = sizes.items()
+        raise PlanError(
+            f"plan: all layers must be cut over as many ranks, but {first} is over {one} and {second} over {other}. "
+            "Leave expert parallelism out, or pass costs of your own to dshard.planner.solve."
+        )
+    return next(iter(sizes), 1)
+
+
+def check_tensor_parallel(num_cut: int, cluster: Cluster) -> None:
+    """Check that a cluster is one of ranks behind each of which stand as many as a model is cut over.
+
+    Raises:
+        PlanError: It is not.
+    """
+    if num_cut != cluster.tensor_parallel:
+        raise PlanError(
+            f"plan: cluster must say over how many ranks the model's layers are cut ({num_cut}, by its DTensor "
+            f"parameters), but it says {cluster.tensor_parallel}. Pass cluster=cluster_of(device, num_ranks, "
+            f"tensor_parallel={num_cut})."
+        )
 
 
 def _flattened(mesh: DeviceMesh) -> DeviceMesh:

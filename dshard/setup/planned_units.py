@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dshard.autograd.checkpointing import MODES, apply_checkpointing, check_plain
 from dshard.errors import DShardError, PlanError
 from dshard.planner import Plan
 from dshard.planner.names import plain_name
+from dshard.planner.steps import pieces_of
 from dshard.policies import Precision, PrecisionRules, Strategy, StrategyRules
 from dshard.setup.auto_units import FoundUnit
 
@@ -171,7 +173,8 @@ def _units_of(
     runs: dict[str, nn.Module] = {}
     for name, module in modules[0].named_modules():
         runs.setdefault(_plain_module(name), module)
-    here = {name: (param.shape[0] if param.ndim else 1, param.numel()) for name, param in params.items()}
+    own = {name: pieces_of(param)[0] if isinstance(param, DTensor) else param for name, param in params.items()}
+    here = {name: (param.shape[0] if param.ndim else 1, param.numel()) for name, param in own.items()}
     costs = [param for unit in plan.model.units for param in unit.params]
     planned = {plain_name(param.name): (param.length, param.numel) for param in costs}
     wrong = [name for name in (*here, *planned) if here.get(name) != planned.get(name)]

@@ -7,11 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_iter
 
 from dshard.collectives import Buffer, BufferPool
 from dshard.collectives.arena import Arena, is_others
+from dshard.planner.steps import pieces_of
 from dshard.tensor import ShardedTensor
 from dshard.units.buckets import HostCopies
 from dshard.units.unit import Unit
@@ -41,6 +46,10 @@ class CountedPeak(TorchDispatchMode):
             value = value.shard_storage.resolve()
         if not isinstance(value, Tensor) or value.is_meta:
             return
+        if is_traceable_wrapper_subclass(value):  # a DTensor: its part on this rank
+            for piece in pieces_of(value):
+                self.note(piece, is_new=is_new)
+            return
         storage = value.untyped_storage()
         num_bytes, known = storage.nbytes(), self._alive.get(storage._cdata)
         is_known = known is not None and known[1] == num_bytes and not known[0].expired()
@@ -66,7 +75,7 @@ class CountedPeak(TorchDispatchMode):
             self.num_bytes = max(self.num_bytes, self.alive_bytes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, ShardedTensor) for kind in types):
+        if any(issubclass(kind, ShardedTensor) or is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # it is taken apart first, and what its shards do comes here
         out = func(*args, **(kwargs or {}))
         for value in tree_iter(out):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dshard
-from dshard.planning.plan import parse_bytes
+from dshard.planner.texts import parse_bytes
 from dshard.testing import WorldPool
 from dshard.units.eviction import Eviction
 from dshard.units.unit import Unit

@@ -14,10 +14,11 @@ from dshard.errors import PlanError, StateError
 from dshard.planner import DEVICES, Cluster, Link, Links, Training, Wire, cluster_of, peak_bytes
 from dshard.planner.measuring import measure, measure_step
 from dshard.planner.progress import Throttled
-from dshard.planner.texts import bytes_text, seconds_text
+from dshard.planner.texts import bytes_text, parse_bytes, seconds_text
 from dshard.planner.ties import DATASHEET
 from dshard.planning import plan as planning
-from dshard.planning.plan import Profile, parse_bytes, parts_of, strategies_for
+from dshard.planning.meshes import strategies_for
+from dshard.planning.profile import Profile, parts_of
 from dshard.policies import Strategy
 from dshard.testing import World
 from tests.planner.models import CASES, CONFIG, convolutions, gpt

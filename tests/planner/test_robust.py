@@ -31,7 +31,7 @@ from dshard.planner.calibration import calibrated, predicted_s
 from dshard.planner.rates import PRIORS, Rates, published
 from dshard.planner.robust import Close, Doubt, across_s, close_of, doubt_lines, robust
 from dshard.planner.spreads import Interval, Spread, holding, spread_of
-from dshard.planning.plan import Profile
+from dshard.planning.profile import Profile
 from dshard.policies import Strategy
 from tests.planner.cases import STRATEGIES, clusters, models
 from tests.planner.test_rates import ROW, SHIPPED, simulated, table_of

@@ -30,7 +30,7 @@ from dshard.planner import (
 from dshard.planner.calibration import predicted_s
 from dshard.planner.spent import spent
 from dshard.planner.terms import bound_text
-from dshard.planning.plan import Profile
+from dshard.planning.profile import Profile
 from dshard.policies import Strategy
 from tests.planner.cases import STRATEGIES, clusters, models
 from tests.planner.test_rates import ROWS, simulated, table_of

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import dshard
 from dshard.cli.gpt import GPT, GPTConfig
 from dshard.planner import DEVICES, Training, cluster_of
-from dshard.planning.plan import Profile
+from dshard.planning.profile import Profile
 from dshard.policies import Strategy
 from dshard.setup.planned_units import checkpoint_as_planned
 from dshard.testing import WorldPool

@@ -1,0 +1,305 @@
+"""A model's costs at any batch size, told or measured here, and the plans that come of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dshard.collectives import ReduceOp, all_reduce
+from dshard.errors import PlanError
+from dshard.planner.costs import Cluster, ModelCosts
+from dshard.planner.devices import Device
+from dshard.planner.measuring import measure, optimizer_seconds_per_byte
+from dshard.planner.memory import peak_bytes
+from dshard.planner.plan import Plan
+from dshard.planner.profiles import Overhead, Training, UnitTimes, costs_of
+from dshard.planner.progress import SILENT, Progress, Stretch
+from dshard.planner.rates import Rates
+from dshard.planner.robust import Doubt, robust
+from dshard.planner.solver import solve, solve_batch
+from dshard.planner.steps import resized, tensors
+from dshard.planner.texts import parse_bytes
+from dshard.planner.ties import DATASHEET, MEASURED
+from dshard.planner.traces import Part, Trace
+from dshard.planner.tracing import trace
+from dshard.planning import recomputing
+from dshard.planning.meshes import strategies_for, tensor_parallel_of
+from dshard.planning.overhead import measure_overhead
+from dshard.planning.recomputing import Kinds
+from dshard.policies import Strategy
+from dshard.setup.auto_units import find_units
+from dshard.tensor.meshes import group_of
+
+_BATCHES = (*range(1, 17), *range(18, 33, 2), *range(40, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
+
+
+class Profile:
+    """A model's costs at any batch size.
+
+    Args:
+        model: As for `plan`.
+        sample_input: As for `plan`.
+        device: Tells the times; None to measure them.
+        training: Dtypes and optimizer.
+        loss_of: As for `plan`.
+        mesh: Of ranks that measure together: each takes the times of the slowest, and on CPU adds what dshard itself
+            takes for each parameter.
+        progress: Hears how far planning is.
+        rates: Which parts of the device's figures are reached; None for those of its efficiency.
+        checkpointing: As for `plan`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample_input: Any,
+        *,
+        device: Device | None,
+        training: Training,
+        loss_of: Callable[[Any], Tensor] | None = None,
+        mesh: DeviceMesh | None = None,
+        progress: Progress = SILENT,
+        rates: Rates | None = None,
+        checkpointing: Sequence[str] | str = "none",
+    ) -> None:
+        self.progress, self._rates = progress, rates
+        self._model, self._sample, self._loss_of, self._mesh = model, sample_input, loss_of, mesh
+        self._device, self._training, self._num_cut = device, training, tensor_parallel_of(model)
+        self._traces: dict[tuple[int, Kinds], Trace] = {}
+        self._known: dict[int, ModelCosts] = {}
+        self._own: Overhead | None = None
+        self._parts, self._kinds = parts_of(model), recomputing.kinds_of(checkpointing)
+        self._may_recompute = tuple(recomputing.may_recompute(model, part) for part in self._parts)
+        sizes = [each.shape[0] for each in tensors(sample_input) if each.ndim]
+        if not sizes or not sizes[0]:
+            raise PlanError(
+                "plan: sample_input must hold a tensor whose dim 0 is the batch, but it holds none. Pass the arguments "
+                "of a forward."
+            )
+        self.batch = int(sizes[0])
+        if device is not None:
+            dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+            for dtype in dtypes if training.compute_dtype is None else (training.compute_dtype,):
+                device.check(dtype)
+
+    def traced(self, batch: int, kinds: Kinds | str = "none") -> Trace:
+        """A traced step of so many samples, under some activation checkpointing; each is traced once."""
+        kinds = self._kinds_of_parts(kinds)
+        if (batch, kinds) not in self._traces:
+            sample = resized(self._sample, self.batch, batch, is_real=False)
+            what = f"tracing a step of {batch} sample{'s' * (batch > 1)}"
+            self.progress.at(what)
+            with recomputing.under(self._parts, kinds):
+                self._traces[batch, kinds] = trace(
+                    self._model,
+                    sample,
+                    self._parts,
+                    dtype=self._training.compute_dtype,
+                    loss_of=self._loss_of,
+                    progress=Stretch(self.progress, f"{what}: ", 0.0, 1.0),
+                )
+        return self._traces[batch, kinds]
+
+    def costs(self, batch: int) -> ModelCosts:
+        """Costs of a step of so many samples; each is traced, and measured, once."""
+        if batch not in self._known:
+            self._known[batch] = self._of_all_kinds(batch, partial(self.traced, batch))
+        return self._known[batch]
+
+    def estimated(self, most: int) -> Callable[[int], ModelCosts]:
+        """Costs at sizes up to a largest one, of traces at 1 and there; exact where they cannot be told from these."""
+
+        def costs_at(batch: int) -> ModelCosts:
+            share = (batch - 1) / max(most - 1, 1)
+            between = {
+                kind: self.traced(1, kind).between(self.traced(most, kind), share) for kind in {"none", *self._kinds}
+            }
+            known = {kind: each for kind, each in between.items() if each is not None}
+            return self.costs(batch) if known.keys() < between.keys() else self._of_all_kinds(batch, known.__getitem__)
+
+        return costs_at
+
+    def _kinds_of_parts(self, kinds: Kinds | str) -> Kinds:
+        """One kind for all parts that may have it, as one for each part."""
+        if not isinstance(kinds, str):
+            return kinds
+        return tuple(kinds if may else "none" for may in self._may_recompute)
+
+    def _of_all_kinds(self, batch: int, traced: Callable[[str], Trace]) -> ModelCosts:
+        """Costs under every kind of activation checkpointing that is asked for."""
+        plain, others = self._costs(traced("none"), batch), []
+        for kind in self._kinds:
+            if kind != "none":
+                other = self._costs(traced(kind), batch, self._kinds_of_parts(kind))
+                others.append(other if self._device is not None else recomputing.shared_times(plain, other))
+        return recomputing.with_alternatives(plain, others, self._kinds)
+
+    def plan(
+        self,
+        cluster: Cluster,
+        *,
+        memory: int | str | None = None,
+        strategies: Sequence[Strategy | str] | Strategy | str | None = None,
+        batch: int | str | None = None,
+        margin: float | None = None,
+    ) -> Plan:
+        """The best plan on a cluster; arguments and errors are those of `dshard.plan`."""
+        tolerance = self._margin(margin)
+        limit = cluster.memory_bytes if memory is None else parse_bytes(memory, "memory")
+        if strategies is None:
+            strategies = strategies_for(cluster)
+        elif isinstance(strategies, (str, Strategy)):
+            strategies = (strategies,)
+        known = tuple(dict.fromkeys(Strategy.of(each).on(cluster.num_ranks) for each in strategies))
+        if not isinstance(batch, str):
+            return self._planned(self._size(batch), cluster, known, limit, margin)
+        sizes = set(_BATCHES)
+        while True:  # sizes between two traced ones are estimated, none too low; what is chosen is traced
+            estimate, told = self.estimated(max(sizes)), self.progress
+            found = solve_batch(estimate, sizes, cluster, known, limit, tolerance=tolerance, progress=told)
+            best = found.model.batch_size // found.model.num_backwards
+            try:
+                return self._planned(best, cluster, known, limit, margin)
+            except PlanError:
+                sizes.discard(best)
+
+    def given(
+        self, cluster: Cluster, strategy: Strategy | str, batch: int | None = None, *, checkpointing: str | None = None
+    ) -> Plan:
+        """The same strategy, and the same activation checkpointing, for all units, whether it fits or not.
+
+        Args:
+            cluster: Ranks and links.
+            strategy: Of all units.
+            batch: Samples per rank; None for those of the sample.
+            checkpointing: Of the units that may have it; None for the first kind that is asked for.
+        """
+        size = self._size(batch)
+        costs = self.costs(size).under(self._kinds[0] if checkpointing is None else checkpointing)
+        strategies = (Strategy.of(strategy).on(cluster.num_ranks),) * len(costs.units)
+        flops = self._flops(size, self._kinds_in(costs))
+        return Plan(costs, cluster, strategies, flops=flops, doubt=self._doubt())
+
+    def _size(self, batch: int | None) -> int:
+        return self.batch if batch is None else batch
+
+    def _margin(self, margin: float | None) -> float:
+        if margin is None:
+            return MEASURED if self._device is None else DATASHEET
+        return float(margin)
+
+    def _doubt(self) -> Doubt | None:
+        return None if self._rates is None or self._rates.spread is None else Doubt(self._rates.spread.steps)
+
+    def _planned(
+        self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int, most: float | None
+    ) -> Plan:
+        costs, room, tolerance, doubt = self.costs(batch), limit, self._margin(most), None
+        spread = None if self._rates is None else self._rates.spread
+        while True:  # until the mix that was chosen fits as it runs, and not as its units alone tell
+            self.progress.at(f"choosing strategies of {len(costs.units)} units")
+            solution = solve(costs, cluster, known, room, tolerance=tolerance, progress=self.progress)
+            if spread is not None:
+                solution, doubt = robust(costs, cluster, solution, known, spread, margin=tolerance, most=most)
+            kinds, model, strategies = self._kinds_in(solution.model), solution.model, solution.strategies
+            if len(set(kinds)) > 1:
+                model = recomputing.with_memory_of(model, self._memory(batch, kinds))
+            peak = peak_bytes(model, strategies, cluster)
+            if peak <= limit:
+                break
+            room -= max(peak - limit, 1)
+        certificate = replace(solution.certificate, peak_bytes=peak, limit_bytes=limit)
+        return Plan(model, cluster, strategies, known, certificate, self._flops(batch, kinds), doubt)
+
+    def _kinds_in(self, model: ModelCosts) -> Kinds:
+        """The kind of activation checkpointing of each part."""
+        kind_of = {unit.name: unit.checkpointing for unit in model.units}
+        return tuple(kind_of[part.label] for part in self._parts)
+
+    def _flops(self, batch: int, kinds: Kinds | str = "none") -> float:
+        return float(self.traced(batch, kinds).flops * self._training.num_backwards)
+
+    def _memory(self, batch: int, kinds: Kinds) -> ModelCosts:
+        """Costs of which bytes count alone."""
+        times = [UnitTimes(0.0, 0.0)] * len(self._parts)
+        traced = self.traced(batch, kinds)
+        return costs_of(
+            traced, self._model, training=self._training, times=times, batch_size=batch, tensor_parallel=self._num_cut
+        )
+
+    def _costs(self, traced: Trace, batch: int, kinds: Kinds = ()) -> ModelCosts:
+        """Costs of a step that was traced under one kind of activation checkpointing for each part; () for none."""
+        kinds = kinds or self._kinds_of_parts("none")
+        if self._device is not None:
+            found = costs_of(
+                traced,
+                self._model,
+                training=self._training,
+                device=self._device,
+                batch_size=batch,
+                rates=self._rates,
+                tensor_parallel=self._num_cut,
+            )
+        else:
+            found = self._measured(traced, batch, kinds)
+        kind_of = {part.label: kind for part, kind in zip(self._parts, kinds, strict=True)}
+        return replace(found, units=tuple(replace(unit, checkpointing=kind_of[unit.name]) for unit in found.units))
+
+    def _measured(self, traced: Trace, batch: int, kinds: Kinds) -> ModelCosts:
+        """The same, of times of real steps on this machine."""
+        if self._training.is_compiled:
+            raise PlanError(
+                "plan: is_compiled is for times that a device and a profile tell, but these are measured here, of the "
+                "model as it is. Pass device= and profile=, or a compiled model and is_compiled=False."
+            )
+        sample = resized(self._sample, self.batch, batch, is_real=True)
+        dtype = self._training.compute_dtype
+        self.progress.at(f"measuring a step of {batch} sample{'s' * (batch > 1)} on this machine")
+        with recomputing.under(self._parts, kinds):
+            times = measure(
+                self._model, sample, self._parts, dtype=dtype, loss_of=self._loss_of, is_alone=self._num_cut == 1
+            )
+        of_byte = optimizer_seconds_per_byte(next(self._model.parameters()).device)
+        own = Overhead()
+        if self._mesh is not None:
+            mine = torch.tensor([*(t.forward_s for t in times), *(t.backward_s for t in times), of_byte], device="cpu")
+            slowest = all_reduce([mine], group_of(self._mesh), ReduceOp.MAX, label="plan").wait()[0].tolist()
+            times = [UnitTimes(*each) for each in zip(slowest[: len(times)], slowest[len(times) : -1], strict=True)]
+            of_byte, own = slowest[-1], self._overhead()
+        return costs_of(
+            traced,
+            self._model,
+            training=self._training,
+            times=times,
+            optimizer_s_per_byte=of_byte,
+            overhead=own,
+            batch_size=batch,
+            tensor_parallel=self._num_cut,
+        )
+
+    def _overhead(self) -> Overhead:
+        """What dshard itself takes per parameter; nothing where a device works behind the host."""
+        if self._mesh is None or self._mesh.device_type != "cpu":
+            return Overhead()
+        if self._own is None:
+            self.progress.at("measuring what dshard itself takes for a parameter")
+            self._own = measure_overhead(self._mesh)
+        return self._own
+
+
+def parts_of(model: nn.Module) -> tuple[Part, ...]:
+    """The units that `fully_shard` would find on the root of a model, by name.
+
+    Raises:
+        PlanError: It has no parameters.
+    """
+    params = dict(model.named_parameters())
+    if not params:
+        raise PlanError("plan: the model must have parameters, but it has none. Pass a model that has.")
+    name_of = {id(param): name for name, param in params.items()}
+    units = find_units(model, list(params.values()), "root")
+    return tuple(Part(unit.label, unit.modules, tuple(name_of[id(p)] for p in unit.params)) for unit in units)

@@ -1,0 +1,256 @@
+"""Plans for models whose layers are cut over some ranks: what they cost, and that they are followed."""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import dshard
+from dshard.cli import main
+from dshard.cli.cut_layers import cut_layers
+from dshard.cli.llama import Llama, LlamaConfig
+from dshard.planner import Cluster, Link, Links, Plan, Training, cluster_of
+from dshard.planner.alike import find_runs
+from dshard.planner.tracing import trace
+from dshard.planning import meshes
+from dshard.planning.links import measure_links
+from dshard.planning.meshes import tensor_parallel_of
+from dshard.planning.profile import Profile, parts_of
+from dshard.testing import WorldPool, counted_peak, fake_world
+
+WIDTH, NUM_BLOCKS = 128, 4
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def build(width: int = WIDTH) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width) for _ in range(NUM_BLOCKS)))
+
+
+def cut(model: nn.Module, mesh: Any, *, sequence: bool = False) -> nn.Module:
+    """Cut the layers of all blocks; the rest is whole on all ranks of the mesh, or cut along the sequence."""
+    for block in model.children():
+        how: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        if sequence:
+            how = {
+                "norm": SequenceParallel(sequence_dim=0),
+                "up": ColwiseParallel(input_layouts=Shard(0)),
+                "down": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
+            }
+        parallelize_module(block, mesh, how)
+    if sequence:
+        whole, part = Replicate(), Shard(0)
+        given = PrepareModuleInput(input_layouts=whole, desired_input_layouts=part, use_local_output=False)
+        parallelize_module(model, mesh, given)
+        parallelize_module(model, mesh, PrepareModuleOutput(output_layouts=part, desired_output_layouts=whole))
+    return model
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().sum()
+
+
+def two_dims() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def counted(strategy: str, checkpointing: str, sequence: bool) -> tuple[int, int]:
+    """Predicted and counted peak of a model that is cut over two ranks, on two."""
+    mesh = two_dims()
+    model = cut(build(), mesh["tp"], sequence=sequence)
+    x = torch.ones(64, WIDTH)
+    training = Training(step_bytes_per_element=4)
+    profile = Profile(
+        model,
+        x,
+        device=dshard.planner.DEVICES["titan-rtx"],
+        training=training,
+        loss_of=loss_of,
+        checkpointing=checkpointing,
+    )
+    cluster = Cluster(2, 2, Links.of(Link(0.0, 1e-9)), tensor_parallel=2)
+    plan = profile.given(cluster, strategy)
+    dshard.fully_shard(model, mesh=mesh["dp"], plan=Plan.from_json(plan.to_json()))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+    def step() -> None:
+        loss_of(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    with counted_peak(model, optimizer) as found:
+        step()
+        step()
+    return plan.peak_bytes, found.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("sequence", "checkpointing", "strategy"),
+    [
+        *((sequence, "none", strategy) for sequence in (False, True) for strategy in ("ddp", "zero1", "keep", "full")),
+        *((sequence, "full", strategy) for sequence in (False, True) for strategy in ("zero1", "full")),
+    ],
+)
+def test_peaks_are_those_of_one_rank_s_parts(messaging: WorldPool, strategy, checkpointing, sequence):
+    for predicted, found in messaging.run(4, counted, strategy, checkpointing, sequence):
+        assert 1 <= predicted / found <= 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    plan: Plan
+    losses: list[float]
+
+
+def planned_and_trained(home: str, plans: bool, asked: Any = None) -> Told:
+    mesh = two_dims()
+    model = cut(build(), mesh["tp"])
+    plan: Any = None
+    if plans:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "home", lambda: Path(home))
+            patch.setattr(meshes, "measure_links", partial(measure_links, sizes=(1 << 14, 1 << 18), num_rounds=2))
+            plan = dshard.plan(model, torch.ones(8, WIDTH), mesh=mesh["dp"], memory="1GiB", strategies=asked, margin=0)
+    dshard.fully_shard(model, mesh=mesh["dp"], plan=plan)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + mesh.get_local_rank("dp"))
+        loss = loss_of(model(torch.randn(8, WIDTH, generator=generator)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Told(plan, losses)
+
+
+@pytest.mark.slow
+def test_a_plan_of_ranks_at_hand_measures_together_and_trains_as_without_one(worlds: WorldPool, tmp_path):
+    expected = [told.losses for told in worlds.run(4, planned_and_trained, str(tmp_path), False)]
+    for asked in (None, ["ddp", "full"], ["keep"]):
+        found = worlds.run(4, planned_and_trained, str(tmp_path), True, asked)
+        assert [told.losses for told in found] == expected
+        assert found[0].plan.model.tensor_parallel == found[0].plan.cluster.tensor_parallel == 2
+        assert len({told.plan.to_json() for told in found[::2]}) == 1  # of ranks that share parameters
+        assert not any(s.within or s.num_slices > 1 for s in found[0].plan.strategies)
+        assert "ranks: 2 by 2 over which layers are cut on 1 host" in found[0].plan.explain()
+
+
+def llama(num_blocks: int = 3, width: int = 256) -> Llama:
+    with torch.device("meta"):
+        return Llama(LlamaConfig(num_blocks, width, 8, 4, 2 * width, 1024))
+
+
+def traced(num_cut: int, **given: Any) -> Any:
+    model = llama(**given)
+    with cut_layers(model, num_cut):
+        assert tensor_parallel_of(model) == num_cut
+        return trace(model, torch.zeros(2, 64, dtype=torch.int64), parts_of(model))
+
+
+@pytest.mark.parametrize("num_cut", [2, 4])
+def test_a_rank_does_its_part_of_products_and_sends_what_the_formula_says(num_cut):
+    whole, part = traced(1), traced(num_cut)
+    assert num_cut * part.flops == whole.flops
+    sent = [op for phase in part.phases for op in phase.ops if op.collective]
+    kinds = Counter(op.collective for op in sent)
+    # Of a block: outputs of two row-wise layers, and gradients of the inputs of two kinds of column-wise ones; q, k and
+    # v, and gate and up, each give theirs. Then the embedding, and the gradient of what the head is given.
+    assert kinds == {"all_reduce": 3 * (2 + 5) + 2, "all_gather": 1}
+    activation = 4 * 2 * 64 * 256
+    assert {op.num_bytes for op in sent if op.collective == "all_reduce"} == {activation}
+    assert [op.num_bytes for op in sent if op.collective == "all_gather"] == [4 * 2 * 64 * 1024]
+
+
+def test_what_is_sent_takes_the_time_of_links_within_a_host():
+    for profile in (None, "published"):
+        model, cluster = llama(), cluster_of("h100-80g", 64, profile=profile, tensor_parallel=4)
+        with cut_layers(model, 4):
+            given = {"cluster": cluster, "device": "h100-80g", "profile": profile, "strategies": "full"}
+            plan = dshard.plan(model, torch.zeros(2, 64, dtype=torch.int64), **given)
+        near = cluster_of("h100-80g", 4, profile=profile)
+        expected = 23 * near.all_reduce_s(4 * 2 * 64 * 256) + near.all_gather_s(4 * 2 * 64 * 1024, 4)
+        assert sum(work.cut_s for unit in plan.model.units for work in unit.work) == pytest.approx(expected)
+        assert plan.time_by_term["tensor parallelism"] == pytest.approx(expected)
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("profile", [None, "published"])
+def test_ranks_that_hold_the_same_part_share_a_host_s_link_with_the_others(profile):
+    whole, part = (cluster_of("h100-80g", 64, profile=profile, tensor_parallel=num) for num in (1, 4))
+    assert (part.num_ranks, part.ranks_per_host, part.tensor_parallel) == (16, 2, 4)
+    assert part.inside == whole.inside
+    assert whole.across is not None
+    assert part.across is not None
+    ratio = part.across.all_gather.seconds_per_byte / whole.across.all_gather.seconds_per_byte
+    assert ratio == pytest.approx(4)
+    given = cluster_of("h100-80g", 16, ranks_per_host=2, profile=profile)  # as many hosts, and all for themselves
+    assert given.across is not None
+    assert part.across.all_gather.alpha_per_rank_s == pytest.approx(given.across.all_gather.alpha_per_rank_s)
+    assert cluster_of("h100-80g", 8, tensor_parallel=8).num_ranks == 1
+    with pytest.raises(dshard.PlanError, match=r"must divide the ranks of a host.*but it is 16.*tensor_parallel=8"):
+        cluster_of("h100-80g", 64, tensor_parallel=16)
+
+
+def test_a_cluster_that_says_otherwise_than_the_model_is_refused():
+    model = llama()
+    with (
+        cut_layers(model, 4),
+        pytest.raises(dshard.PlanError, match=r"\(4, by its DTensor.*it says 1.*tensor_parallel=4"),
+    ):
+        dshard.plan(model, torch.zeros(2, 64, dtype=torch.int64), cluster=cluster_of("h100-80g", 8), device="h100-80g")
+    with fake_world(0, 8):
+        both = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        for i, layer in enumerate(both):
+            mesh = init_device_mesh("cpu", (8 >> i, 1 << i), mesh_dim_names=("dp", "tp"))
+            parallelize_module(layer, mesh["dp"], ColwiseParallel())
+        with pytest.raises(dshard.PlanError, match=r"0\.bias is over 8 and 1\.bias over 4"):
+            tensor_parallel_of(both)
+
+
+def test_blocks_that_are_cut_alike_are_told_from_four_of_them():
+    one = traced(4, num_blocks=9, width=64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dshard.planner.tracing.find_runs", lambda *_: ())
+        other = traced(4, num_blocks=9, width=64)
+    assert (one.order, one.phases, one.unused_in_backward) == (other.order, other.phases, other.unused_in_backward)
+    model = llama(9)
+    with cut_layers(model, 4):
+        assert [len(run.blocks) for run in find_runs(model, parts_of(model))] == [9]
+        odd = model.blocks[4].down
+        odd.register_forward_hook(lambda module, args, out: out)
+        assert find_runs(model, parts_of(model)) == ()
+
+
+def test_the_command_cuts_layers_of_models_that_say_how(capsys, tmp_path):
+    given = ["--world", "16", "--device", "h100-80g", "--batch", "1", "--sequence", "128"]
+    assert main(["plan", "llama3-8b", *given, "--tensor-parallel", "8", "--out", str(tmp_path / "plan.json")]) == 0
+    assert "ranks: 2 by 8 over which layers are cut on 2 hosts" in capsys.readouterr().out
+    assert Plan.load(tmp_path / "plan.json").cluster.tensor_parallel == 8
+    assert main(["plan", "gpt2", *given, "--tensor-parallel", "8"]) == 2
+    assert "says how its layers are cut" in capsys.readouterr().err
