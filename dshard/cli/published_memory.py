@@ -1,7 +1,7 @@
 """Peaks of memory that were published, beside what is predicted for the same runs.
 
-`dshard simulate --published` prints the table; `python -m dshard.cli.published_memory` prints it alone, of the runs that
-are shipped or of another file.
+`dshard simulate --published` prints the table; `python -m dshard.cli.published_memory` prints it alone, of the runs
+that are shipped or of another file.
 """
 
 from __future__ import annotations

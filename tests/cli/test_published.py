@@ -90,9 +90,7 @@ def test_a_profile_of_the_same_runs_says_how_far_off_each_source_is_when_kept_as
     assert cells(text, "all")[2] == f"{misses_of(read_runs(runs).runs, found.constants, 'all').mean:.1%}"
 
 
-def test_the_shipped_table_is_read_with_the_shipped_profile_and_has_peaks_of_memory(
-    runs, monkeypatch, tmp_path, capsys
-):
+def test_the_shipped_table_has_the_shipped_profile_and_peaks_of_memory(runs, monkeypatch, tmp_path, capsys):
     out, row = tmp_path / "rows.json", published_memory.MemoryRow("one", "max active", 4 << 30, 5 << 30, "eager")
     monkeypatch.setattr(rates, "runs_file", lambda: runs)
     monkeypatch.setattr(published_memory, "memory_rows", lambda: [row])
