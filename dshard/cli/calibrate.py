@@ -144,10 +144,13 @@ def spread_lines(spread: Any) -> list[str]:
     from dshard.planner.spreads import IN_TEN
 
     lines = []
+    is_one = spread.num_sources == 1
     if spread.steps is not None:
-        steps = f"{spread.steps.low:.2f} to {spread.steps.high:.2f}"
-        lines.append(f"steps take {steps} of the predicted time in {IN_TEN} of 10 ({spread.num_runs} runs kept aside)")
-    lines += [f"  in the interval of the others: {part:.0%} of {source}" for source, part in spread.covered.items()]
+        steps = f"{spread.steps.low:.2f} to {spread.steps.high:.2f} of the predicted time in {IN_TEN} of 10"
+        whose = "of the source" if is_one else "of a source that is none of these"
+        lines.append(f"steps {whose} take {steps} ({spread.num_runs} runs kept aside)")
+    known = "known before" if is_one else "of the others"
+    lines += [f"  in the interval {known}: {part:.0%} of {source}" for source, part in spread.covered.items()]
     if spread.pairs is not None:
         pairs = f"{spread.pairs.low:.2f} to {spread.pairs.high:.2f} s"
         lines.append(f"differences between shardings, per second more across hosts: {pairs} ({spread.num_pairs} pairs)")
