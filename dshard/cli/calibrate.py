@@ -110,7 +110,7 @@ def _measure(args: argparse.Namespace) -> int:
     for name, each in found.reached.items():
         unit = "GB" if name == "memory" else "GFLOP"
         print(f"| {name} | {each.per_s / 1e9:.4g} {unit} | {each.uncertainty:.0%} |")
-    print("\n".join(links_lines(found.rates.here)))
+    print("\n".join([*links_lines(found.rates.here), *shares_lines(found.shares)]))
     if args.out is not None:
         with writing("--out", args.out):
             found.rates.save(args.out)
@@ -129,6 +129,11 @@ def links_lines(here: Any) -> list[str]:
             rate = f"{1e-9 / link.seconds_per_byte:.3g} GB/s" if link.seconds_per_byte else "no time per byte"
             lines.append(f"{name} among {cluster.num_ranks} ranks: {link.alpha_s * 1e6:.0f} us, {rate}")
     return lines
+
+
+def shares_lines(shares: Any) -> list[str]:
+    """Constants of what ranks share, as far as they were measured."""
+    return [f"{name}: {each.value:.3g} {each.unit}, known to {each.uncertainty:.0%}" for name, each in shares.items()]
 
 
 def constants_table(rates: Any) -> list[str]:
