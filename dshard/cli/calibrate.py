@@ -110,7 +110,7 @@ def _measure(args: argparse.Namespace) -> int:
     for name, each in found.reached.items():
         unit = "GB" if name == "memory" else "GFLOP"
         print(f"| {name} | {each.per_s / 1e9:.4g} {unit} | {each.uncertainty:.0%} |")
-    print("\n".join(links_lines(found.rates.here)))
+    print("\n".join([*links_lines(found.rates.here), *shares_lines(found.shares)]))
     if args.out is not None:
         with writing("--out", args.out):
             found.rates.save(args.out)
@@ -131,6 +131,11 @@ def links_lines(here: Any) -> list[str]:
     return lines
 
 
+def shares_lines(shares: Any) -> list[str]:
+    """Constants of what ranks share, as far as they were measured."""
+    return [f"{name}: {each.value:.3g} {each.unit}, known to {each.uncertainty:.0%}" for name, each in shares.items()]
+
+
 def constants_table(rates: Any) -> list[str]:
     """As Markdown: one line per constant."""
     lines = ["| constant | value | known to | before | unit |", "|---|---|---|---|---|"]
@@ -144,10 +149,13 @@ def spread_lines(spread: Any) -> list[str]:
     from dshard.planner.spreads import IN_TEN
 
     lines = []
+    is_one = spread.num_sources == 1
     if spread.steps is not None:
-        steps = f"{spread.steps.low:.2f} to {spread.steps.high:.2f}"
-        lines.append(f"steps take {steps} of the predicted time in {IN_TEN} of 10 ({spread.num_runs} runs kept aside)")
-    lines += [f"  in the interval of the others: {part:.0%} of {source}" for source, part in spread.covered.items()]
+        steps = f"{spread.steps.low:.2f} to {spread.steps.high:.2f} of the predicted time in {IN_TEN} of 10"
+        whose = "of the source" if is_one else "of a source that is none of these"
+        lines.append(f"steps {whose} take {steps} ({spread.num_runs} runs kept aside)")
+    known = "known before" if is_one else "of the others"
+    lines += [f"  in the interval {known}: {part:.0%} of {source}" for source, part in spread.covered.items()]
     if spread.pairs is not None:
         pairs = f"{spread.pairs.low:.2f} to {spread.pairs.high:.2f} s"
         lines.append(f"differences between shardings, per second more across hosts: {pairs} ({spread.num_pairs} pairs)")

@@ -14,6 +14,7 @@ from dshard.cli.target import rates_of, writing
 from dshard.cli.usage import UsageError
 
 if TYPE_CHECKING:
+    from dshard.cli.published_memory import MemoryRow
     from dshard.planner import Misses, Rates
     from dshard.planner.calibration import Pairs, Run
 
@@ -83,6 +84,7 @@ class Report:
         by_source: how far off predictions are, and last of all runs.
         aside: the same, by source, of constants that had not seen its runs, where the profile knows that.
         pairs: of runs that differ in sharding alone.
+        memory: runs whose peak of memory was published; none of a table other than the shipped one.
     """
 
     profile: str
@@ -91,6 +93,7 @@ class Report:
     by_source: tuple[Misses, ...]
     aside: dict[str, Misses]
     pairs: Pairs
+    memory: tuple[MemoryRow, ...]
 
 
 def report_of(path: Path, rates: Rates) -> Report:
@@ -102,6 +105,7 @@ def report_of(path: Path, rates: Rates) -> Report:
     Communicates: nothing.
     """
     from dshard.cli.measured import read_runs
+    from dshard.cli.published_memory import memory_rows
     from dshard.planner.calibration import misses_of, pairs_of
     from dshard.planner.rates import runs_file
 
@@ -115,7 +119,8 @@ def report_of(path: Path, rates: Rates) -> Report:
     aside = {each.source: each for each in rates.misses if counted.get(each.source) == each.num_runs}
     rows = [_held(run, rates, rare) for run, rare in zip(runs, _rare(runs), strict=True)]
     rows = [replace(row, others_error=_others_error(row, rows)) for row in rows]
-    return Report(rates.source, tuple(rows), table.skipped, tuple(by_source), aside, pairs_of(runs, constants))
+    memory = tuple(memory_rows()) if path == SHIPPED else ()
+    return Report(rates.source, tuple(rows), table.skipped, tuple(by_source), aside, pairs_of(runs, constants), memory)
 
 
 def _held(run: Run, rates: Rates, rare: tuple[str, ...]) -> Held:
@@ -216,6 +221,10 @@ def text_of(report: Report) -> str:
     lines += [*_group_table(report.rows), ""]
     worst = sorted(report.rows, key=lambda row: -abs(row.error))[:_NUM_WORST]
     lines += [f"the {len(worst)} runs that are missed most:", "", *_row_table(worst)]
+    if report.memory:
+        from dshard.cli.published_memory import memory_table
+
+        lines += ["", "peaks of memory that were published:", "", *memory_table(report.memory)]
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
 """Peaks of memory that were published, beside what is predicted for the same runs.
 
-`python -m dshard.cli.published_memory` prints the table, of the runs that are shipped or of another file.
+`dshard simulate --published` prints the table; `python -m dshard.cli.published_memory` prints it alone, of the runs
+that are shipped or of another file.
 """
 
 from __future__ import annotations
@@ -120,14 +121,18 @@ def _stepped_early(model: ModelCosts) -> ModelCosts:
     return replace(model, units=tuple(units))
 
 
+def memory_table(rows: Sequence[MemoryRow]) -> list[str]:
+    """As Markdown: one line per run whose peak was published."""
+    lines = ["| run | what it did | kind of peak | published | predicted | error |", "|---" * 6 + "|"]
+    for row in rows:
+        published, predicted = f"{row.published_bytes / 2**30:.1f} GiB", f"{row.predicted_bytes / 2**30:.2f} GiB"
+        lines.append(f"| {row.name} | {row.what} | {row.kind} | {published} | {predicted} | {row.error:+.1%} |")
+    return lines
+
+
 def main(paths: Sequence[str]) -> None:
     """Print the table."""
-    for path in map(Path, paths or [str(RUNS)]):
-        for row in memory_rows(path):
-            print(
-                f"{row.name:12} {row.what:40} {row.kind}: published {row.published_bytes / 2**30:.1f} GiB, "
-                f"predicted {row.predicted_bytes / 2**30:.2f} GiB, {row.error:+.1%}"
-            )
+    print("\n".join(memory_table([row for path in paths or [str(RUNS)] for row in memory_rows(Path(path))])))
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ class ShardGroup:
         return self  # a process group is a resource, not a value
 
     def neighbours(self, num_ranks: int) -> "ShardGroup":
-        """Groups of `num_ranks` ranks each, which must divide the size: the one that this rank is in; made once.
+        """Groups of `num_ranks` ranks each, the last of what is left: the one that this rank is in; made once.
 
         Communicates:
             The first time, as the making of a process group does; all ranks must call this alike.

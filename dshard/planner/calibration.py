@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dshard.planner.devices import Device
-from dshard.planner.rates import START_S, Constant, Misses, Rates, of_family, ring_hop_s
+from dshard.planner.rates import START_S, Constant, Misses, Rates, of_family, ring_hop_s, with_families
 from dshard.planner.spreads import Spread, spread_of
 
 Floats = npt.NDArray[np.float64]
@@ -17,6 +17,7 @@ Floats = npt.NDArray[np.float64]
 _NOISE = 0.1  # of one run's time, that no constant explains; more than runs scatter, as those of a source err together
 _OUTLIER = 2.5  # times that: what is off by more counts less
 _MAX_STEPS, _STEP = 30, 1e-4
+_NUM_FOLDS = 10  # of the runs of one source, of which each is kept aside in turn
 _TELLING = 0.01  # of a step: pairs whose communication differs by less say nothing of how well that is known
 
 
@@ -225,10 +226,15 @@ def kept_aside(runs: Sequence[Run], aside: Mapping[str, Mapping[str, Constant]])
 
 
 def spread_aside(runs: Sequence[Run], aside: Mapping[str, Mapping[str, Constant]], known: Spread) -> Spread:
-    """How far measured steps, and differences between shardings, are from predictions by the other sources alone."""
+    """How far measured steps, and differences between shardings, are from predictions by the other sources alone.
+
+    Of runs of one source, steps are by constants of the rest of its runs.
+    """
     values = {of: {name: each.value for name, each in constants.items()} for of, constants in aside.items()}
     predicted = [predicted_s(run, values[run.source]) for run in runs]
     parts = [run.seconds / step_s for run, step_s in zip(runs, predicted, strict=True)]
+    if len(aside) == 1:
+        parts = _parts_in_turn(runs, next(iter(aside.values())))
     slopes = []
     for (one, one_s), (other, other_s) in combinations(zip(runs, predicted, strict=True), 2):
         if one.pair != other.pair or one.sharding == other.sharding:
@@ -237,6 +243,19 @@ def spread_aside(runs: Sequence[Run], aside: Mapping[str, Mapping[str, Constant]
         if abs(more_s) > _TELLING * min(one_s, other_s):
             slopes.append(((one.seconds - other.seconds) - (one_s - other_s)) / more_s)
     return spread_of(parts, [run.source for run in runs], slopes, known)
+
+
+def _parts_in_turn(runs: Sequence[Run], known: Mapping[str, Constant]) -> list[float]:
+    """Of each run its measured by its predicted time, with constants of a part of the runs that it is not in."""
+    num_folds = min(len(runs), _NUM_FOLDS)
+    parts = [0.0] * len(runs)
+    for fold in range(num_folds):
+        others = [run for place, run in enumerate(runs) if place % num_folds != fold]
+        constants = fitted(others, known) if others else known
+        values = {name: each.value for name, each in constants.items()}
+        for place in range(fold, len(runs), num_folds):
+            parts[place] = runs[place].seconds / predicted_s(runs[place], values)
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +287,7 @@ def calibrated(runs: Sequence[Run], known: Rates, source: str) -> Rates:
         known: What is moved: where the runs say nothing, it stays.
         source: Of the runs, for whoever reads the profile.
     """
-    aside = constants_aside(runs, known.constants)
+    constants = with_families(known.constants, (run.device for run in runs))
+    aside = constants_aside(runs, constants)
     spread = spread_aside(runs, aside, known.spread or Spread())
-    return Rates(fitted(runs, known.constants), kept_aside(runs, aside), source, spread)
+    return Rates(fitted(runs, constants), kept_aside(runs, aside), source, spread)

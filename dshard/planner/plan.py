@@ -125,7 +125,10 @@ class Plan:
 
     @property
     def step_interval_s(self) -> Interval | None:
-        """What a real step takes in 8 of 10, by runs that calibration kept aside; None where nobody knows."""
+        """What a real step takes in 8 of 10, by runs that calibration kept aside; None where nobody knows.
+
+        By the shipped profile, on a cluster of which no run was seen; by one of runs of a cluster, there.
+        """
         steps = None if self.doubt is None else self.doubt.steps
         return None if steps is None else Interval(self.step_s * steps.low, self.step_s * steps.high)
 

@@ -12,11 +12,11 @@ from typing import Any
 from dshard.arguments import checked
 from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, Link, Links
-from dshard.planner.devices import Device
+from dshard.planner.devices import DEVICES, Device
 from dshard.planner.files import read_text, write_text
 from dshard.planner.flops import Op
 from dshard.planner.records import of_record, to_record
-from dshard.planner.spreads import Spread
+from dshard.planner.spreads import Spread, widened
 
 SCHEMA = 1
 START_S = 6.6e-6  # of a collective: torch/distributed/tensor/_collective_utils.py
@@ -96,7 +96,8 @@ class Rates:
     here: Here | None = None
 
     def __post_init__(self) -> None:
-        wrong = sorted(self.constants.keys() ^ PRIORS.keys())
+        wrong = sorted(PRIORS.keys() - self.constants.keys())
+        wrong += [name for name in self.constants if name not in PRIORS and not _is_of_family(name)]
         if wrong:
             raise PlanError(
                 f"profile: must have the constants {', '.join(PRIORS)}, but {wrong[0]!r} is missing or unknown. "
@@ -116,6 +117,23 @@ class Rates:
     def of_family(self, name: str, device: Device) -> float:
         """The constant "product" or "attention" of a device."""
         return of_family(self.values, name, device)
+
+    def spread_on(self, device: Device) -> Spread | None:
+        """How far off predictions for a device are: farther where no run, or few, were on one of its family."""
+        spread, name = self.spread, f"product.{family_of(device)}"
+        if spread is None or spread.steps is None or name in PRIORS or self._has_measured(device):
+            return spread
+        own = self.constants.get(name) or _of_other_family(self.values, name)
+        return replace(spread, steps=widened(spread.steps, own.uncertainty))
+
+    def _has_measured(self, device: Device) -> bool:
+        return self.here is not None and device == self.here.device
+
+    def _lacks(self, device: Device) -> str:
+        family = family_of(device)
+        if f"product.{family}" in self.constants or self._has_measured(device):
+            return ""
+        return f", none of them on {family}: calibrate with runs of yours"
 
     def seconds_per_byte(self, device: Device) -> float:
         """Of what an operation reads and writes."""
@@ -180,7 +198,7 @@ class Rates:
             across=across,
             memory_bytes=device.limit_bytes,
             keeps_received_rows=False,
-            source=f"{device.source}; rates of {self.source}",
+            source=f"{device.source}; rates of {self.source}{self._lacks(device)}",
             interference=self.values["interference"],
             stragglers=self.values["stragglers"] * log2(num_ranks),
         )
@@ -219,6 +237,8 @@ class Rates:
                 raise PlanError(f"profile: must be a profile of schema {SCHEMA}.")
             for name in ("spread", "here"):
                 record.setdefault(name, None)  # of a profile that was written before there was one
+            if isinstance(record["spread"], dict):
+                record["spread"].setdefault("num_sources", 0)
             return of_record(cls, record, "profile")
         except (ValueError, TypeError, RecursionError) as error:
             raise PlanError(
@@ -238,10 +258,35 @@ def find_rates(profile: "Rates | str | Path") -> Rates:
 
 
 def of_family(values: Mapping[str, float], name: str, device: Device) -> float:
-    """A constant that devices of a family have together; of a family that has none, the mean of the others."""
-    own = values.get(f"{name}.{family_of(device)}")
-    known = [value for key, value in values.items() if key.startswith(f"{name}.")]
-    return own if own is not None else exp(sum(map(log, known)) / len(known))
+    """A constant that devices of a family have together; of a family that has none, what is known without runs."""
+    name = f"{name}.{family_of(device)}"
+    own = values.get(name)
+    return own if own is not None else _of_other_family(values, name).value
+
+
+def with_families(known: Mapping[str, Constant], devices: Iterable[Device]) -> dict[str, Constant]:
+    """Constants, and those of the families of some devices besides, for runs on them to move."""
+    values, found = {name: constant.value for name, constant in known.items()}, dict(known)
+    for device in devices:
+        for name in (f"product.{family_of(device)}", f"attention.{family_of(device)}"):
+            if name not in found and _is_of_family(name):
+                found[name] = _of_other_family(values, name)
+    return found
+
+
+def _of_other_family(values: Mapping[str, float], name: str) -> Constant:
+    """What is known without runs: of the family, or else the mean of those that have runs."""
+    if name in OTHER_FAMILIES:
+        return OTHER_FAMILIES[name]
+    kind = name.partition(".")[0]
+    known = [log(value) for key, value in values.items() if key in PRIORS and key.startswith(f"{kind}.")]
+    mean, spread = exp(sum(known) / len(known)), 0.3 if kind == "product" else 0.5
+    return _prior(mean, spread, _OF_PEAK, "no run of this family, and no figure: the mean of the others")
+
+
+def _is_of_family(name: str) -> bool:
+    kind, _, family = name.partition(".")
+    return kind in ("product", "attention") and family in map(family_of, DEVICES.values())
 
 
 def ring_hop_s(values: Mapping[str, float], device: Device, per_host: int) -> float:
@@ -301,4 +346,11 @@ PRIORS: Mapping[str, Constant] = {
     "stragglers": _prior(
         0.01, 0.5, "per doubling of ranks", "devices of a kind differ by percents: the slowest of more is slower"
     ),
+}
+_BEST = "of the largest product that stas00/ml-engineering measured, as much as on an A100 and an H100"
+OTHER_FAMILIES: Mapping[str, Constant] = {  # of which no run is shipped: known by a figure or two
+    "product.b200": _prior(0.67, 0.2, _OF_PEAK, f"1,745 of 2,250 TFLOPS; {_BEST}"),
+    "product.mi300x": _prior(0.45, 0.25, _OF_PEAK, f"668 of 1,307 TFLOPS (an MI325X 60 %); {_BEST}"),
+    "attention.b200": _prior(0.3, 0.5, _OF_PEAK, "no figure; below an H100's, whose kernels it runs"),
+    "attention.mi300x": _prior(0.25, 0.5, _OF_PEAK, "no figure; to products as on an H100"),
 }

@@ -41,7 +41,8 @@ class Doubt:
     """How far a plan's predictions may be off.
 
     Args:
-        steps: Of a measured step, in parts of the predicted one; None where nothing says so.
+        steps: Of a measured step, in parts of the predicted one; None where nothing says so. On a cluster of which the
+            profile has seen no run, unless it is of that cluster's; wider on devices of a family without runs.
         pairs: Seconds by which a difference between two choices may be longer, for each second that one communicates
             longer across hosts.
         num_pairs: Runs that say the latter.

@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from dshard.collectives import ReduceOp, all_reduce
-from dshard.planner import Cluster, Device, Rates, Wire
+from dshard.planner import Cluster, Constant, Device, Rates, Wire
 from dshard.planner.rates import HERE, Here, of_family
 from dshard.planning.links import measure_links
+from dshard.planning.sharing import measured_shares
 from dshard.tensor.meshes import group_of
 
 _ROUNDS = 7
@@ -50,17 +51,21 @@ class Measured:
     Args:
         rates: A profile of which the device "here" is a part.
         reached: Rates by name, on the slowest rank.
+        shares: Constants of what ranks share, where they could be measured.
     """
 
     rates: Rates
     reached: dict[str, Reached]
+    shares: dict[str, Constant]
 
 
 def measure_here(device: torch.device, known: Rates, mesh: DeviceMesh | None = None) -> Measured:
     """Measure the device at hand, and the links between those of a mesh.
 
     The device is described so that the parts of its figures that a profile knows give what was measured: its peak is
-    what products reached, over the part that the profile has them reach. Constants stay as they are known.
+    what products reached, over the part that the profile has them reach. Constants stay as they are known, but for
+    those of what ranks share: what computation loses beside collectives, where these run beside it, and contention
+    between three hosts or more.
 
     Args:
         device: Of this rank.
@@ -68,18 +73,21 @@ def measure_here(device: torch.device, known: Rates, mesh: DeviceMesh | None = N
         mesh: Of the ranks at hand, of one dim; None where there is one.
 
     Communicates:
-        What `measure_links` does, and an all-reduce: all ranks get the rates of the slowest.
+        What `measure_links` and `measured_shares` do, and an all-reduce: all ranks get the rates of the slowest.
     """
     reached = _rates_of(device)
     if mesh is not None:
         reached = _slowest(reached, mesh)
     cluster = None if mesh is None else measure_links(mesh, again=True)
+    shares = {} if mesh is None or cluster is None else measured_shares(mesh, cluster, known.constants)
+    known = replace(known, constants=known.constants | shares)
     described = _described(device, known, reached, cluster)
     if cluster is not None:
         cluster = replace(cluster, memory_bytes=described.limit_bytes)
-    return Measured(
-        replace(known, here=Here(described, cluster), source=f"{known.source}; {described.source}"), reached
-    )
+        if "interference" in shares:
+            cluster = replace(cluster, interference=shares["interference"].value)
+    here = Here(described, cluster)
+    return Measured(replace(known, here=here, source=f"{known.source}; {described.source}"), reached, shares)
 
 
 def _rates_of(device: torch.device) -> dict[str, Reached]:
@@ -143,7 +151,8 @@ def _described(device: torch.device, known: Rates, reached: dict[str, Reached], 
         link, per_host, num_ranks = cluster.inside.all_gather, cluster.ranks_per_host, cluster.num_ranks
         near = Wire(1 / max(link.seconds_per_byte * known.values["inside"], 1e-15), link.alpha_s / known.values["hops"])
         across = (cluster.across or cluster.inside).all_gather
-        far = Wire(1 / max(across.seconds_per_byte * known.values["between"], 1e-15), near.latency_s)
+        contended = max(1.0, num_ranks / per_host / 2) ** known.values["contention"]  # of two hosts' rate
+        far = Wire(contended / max(across.seconds_per_byte * known.values["between"], 1e-15), near.latency_s)
     blank = Device(HERE, {"float32": 1.0}, 1.0, 1, per_host, near, far, "")
     of_products = of_family(known.values, "product", blank)
     peaks = {name.split()[1]: each.per_s / of_products for name, each in reached.items() if name.startswith("products")}

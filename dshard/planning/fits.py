@@ -105,7 +105,7 @@ def cluster_through(measured: Measurement, per_host: int, memory_bytes: int, bac
     return Cluster(
         num_ranks=num_ranks,
         ranks_per_host=per_host,
-        inside=shards[per_host],
+        inside=shards[per_host if per_host > 1 else num_ranks],  # of one rank, nothing is sent
         across=shards[num_ranks] if per_host < num_ranks else None,
         memory_bytes=memory_bytes,
         overlaps=backend != "gloo",

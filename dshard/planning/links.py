@@ -198,7 +198,7 @@ def _measure_group(
             runs.append(partial(_gather_in_place, own, homes, host_copy))
         elif in_place:
             runs.append(runs[0])  # there is no file left
-        seconds = _alone_s if is_alone else _beside_computation_s
+        seconds = alone_s if is_alone else _beside_computation_s
         for i, run in enumerate(runs):
             out[i, j] = seconds(run, everyone, num_rounds)
 
@@ -260,14 +260,24 @@ def _nothing() -> None:
     """Do nothing: collectives are timed alone."""
 
 
-def _alone_s(run: Callable[[_Work], None], everyone: ShardGroup, num_rounds: int) -> float:
+def gathering(group: ShardGroup, size: int) -> Callable[[_Work], None]:
+    """A gather of some tensors of `size` bytes together, as dshard makes it; what is given runs while it is under way.
+
+    Communicates:
+        When it runs: that gather. All ranks of the group must run it alike.
+    """
+    shards, _, bucket, _ = _tensors(group, size)
+    return partial(_gather, group, shards, bucket, BufferPool())
+
+
+def alone_s(run: Callable[[_Work], None], everyone: ShardGroup, num_rounds: int) -> float:
     """Median of some runs that all ranks start together, after one that does not count."""
     times = []
     for _ in range(num_rounds + 1):
-        _start_together(everyone)
+        start_together(everyone)
         start = time.perf_counter()
         run(_nothing)
-        _synchronize(everyone)
+        synchronize(everyone)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 
@@ -290,7 +300,7 @@ def _beside_computation_s(run: Callable[[_Work], None], everyone: ShardGroup, nu
     together: list[float] = []
     for _ in range(num_rounds):
         for step, times in ((compute, alone), (partial(run, compute), together)):
-            _start_together(everyone)
+            start_together(everyone)
             start = time.perf_counter()
             for _ in range(_NUM_IN_A_ROW):
                 step()
@@ -298,11 +308,17 @@ def _beside_computation_s(run: Callable[[_Work], None], everyone: ShardGroup, nu
     return max(statistics.median(together) - num_steps * statistics.median(alone), _LEAST_S)
 
 
-def _start_together(everyone: ShardGroup) -> None:
+def start_together(everyone: ShardGroup) -> None:
+    """Return on all ranks at about the same time, with nothing left to do on their devices.
+
+    Communicates:
+        An all-reduce of a number.
+    """
     collectives.all_reduce([torch.zeros(1, device=everyone.device)], everyone, ReduceOp.MAX, label="links").wait()
-    _synchronize(everyone)
+    synchronize(everyone)
 
 
-def _synchronize(group: ShardGroup) -> None:
+def synchronize(group: ShardGroup) -> None:
+    """Wait for what this rank's device has still to do."""
     if group.device_type == "cuda":
         torch.cuda.synchronize(group.device)

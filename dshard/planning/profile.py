@@ -69,6 +69,7 @@ class Profile:
         self.progress, self._rates = progress, rates
         self._model, self._sample, self._loss_of, self._mesh = model, sample_input, loss_of, mesh
         self._device, self._training, self._num_cut = device, training, tensor_parallel_of(model)
+        self._spread = None if rates is None or device is None else rates.spread_on(device)
         self._traces: dict[tuple[int, Kinds], Trace] = {}
         self._known: dict[int, ModelCosts] = {}
         self._own: Overhead | None = None
@@ -193,18 +194,17 @@ class Profile:
         return float(margin)
 
     def _doubt(self) -> Doubt | None:
-        return None if self._rates is None or self._rates.spread is None else Doubt(self._rates.spread.steps)
+        return None if self._spread is None else Doubt(self._spread.steps)
 
     def _planned(
         self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int, most: float | None
     ) -> Plan:
         costs, room, tolerance, doubt = self.costs(batch), limit, self._margin(most), None
-        spread = None if self._rates is None else self._rates.spread
         while True:  # until the mix that was chosen fits as it runs, and not as its units alone tell
             self.progress.at(f"choosing strategies of {len(costs.units)} units")
             solution = solve(costs, cluster, known, room, tolerance=tolerance, progress=self.progress)
-            if spread is not None:
-                solution, doubt = robust(costs, cluster, solution, known, spread, margin=tolerance, most=most)
+            if self._spread is not None:
+                solution, doubt = robust(costs, cluster, solution, known, self._spread, margin=tolerance, most=most)
             kinds, model, strategies = self._kinds_in(solution.model), solution.model, solution.strategies
             if len(set(kinds)) > 1:
                 model = recomputing.with_memory_of(model, self._memory(batch, kinds))

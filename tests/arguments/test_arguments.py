@@ -64,7 +64,10 @@ FREE = {  # public names without a row, and why
     **dict.fromkeys(("Constant", "Misses"), "part of a Rates, which looks at them"),
     "Work": "part of a UnitCosts, which looks at it",
     **dict.fromkeys(
-        (f"Rates.{name}" for name in ("of_family", "seconds_per_byte", "seconds", "cluster", "between", "copies_s")),
+        (
+            f"Rates.{name}"
+            for name in ("of_family", "spread_on", "seconds_per_byte", "seconds", "cluster", "between", "copies_s")
+        ),
         "the planner asks it; plan and cluster_of have looked at what they were given",
     ),
     "Device.seconds": "the planner asks it for every operation",

@@ -15,7 +15,6 @@ def refused(capsys, *args):
 
 
 def test_runs_of_few_columns_make_a_profile_that_plan_and_simulate_take(tmp_path, capsys):
-    known = published().spread  # which two runs say nothing of
     rows = [{**ROW, "n_gpus": ranks, "tokens_s_gpu": 2e5} for ranks in (8, 16)] + [{**ROW, "gpu": "abacus"}]
     runs, out = table_of(rows, tmp_path / "runs.tsv"), tmp_path / "profile.json"
     assert main(["calibrate", str(runs), "--out", str(out)]) == 0
@@ -23,8 +22,12 @@ def test_runs_of_few_columns_make_a_profile_that_plan_and_simulate_take(tmp_path
     assert "2 runs; 1 not used: unknown device abacus" in text
     assert "| product.a100 |" in text
     assert "| given | 2 |" in text
-    assert f"steps take {known.steps.low:.2f} to {known.steps.high:.2f} of the predicted time in 8 of 10" in text
-    found = Rates.load(out)
+    found, known = Rates.load(out), published().spread
+    steps = f"{found.spread.steps.low:.2f} to {found.spread.steps.high:.2f}"
+    assert f"steps of the source take {steps} of the predicted time in 8 of 10 (2 runs kept aside)" in text
+    (part,) = found.spread.covered.values()
+    assert f"in the interval known before: {part:.0%} of given" in text
+    assert found.spread.pairs == known.pairs
     assert found.source == "2 runs of runs.tsv"
     assert found != published()
     steps = []

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from dshard.cli import main, published
+from dshard.cli import main, published, published_memory
 from dshard.cli.measured import read_runs
 from dshard.planner import rates
 from dshard.planner.calibration import errors_of, misses_of, predicted_s
@@ -90,12 +90,17 @@ def test_a_profile_of_the_same_runs_says_how_far_off_each_source_is_when_kept_as
     assert cells(text, "all")[2] == f"{misses_of(read_runs(runs).runs, found.constants, 'all').mean:.1%}"
 
 
-def test_the_shipped_table_is_read_with_the_shipped_profile(runs, monkeypatch, capsys):
+def test_the_shipped_table_has_the_shipped_profile_and_peaks_of_memory(runs, monkeypatch, tmp_path, capsys):
+    out, row = tmp_path / "rows.json", published_memory.MemoryRow("one", "max active", 4 << 30, 5 << 30, "eager")
     monkeypatch.setattr(rates, "runs_file", lambda: runs)
-    assert main(["simulate", "--published"]) == 0
+    monkeypatch.setattr(published_memory, "memory_rows", lambda: [row])
+    assert main(["simulate", "--published", "--out", str(out)]) == 0
     shipped = capsys.readouterr().out
     assert main(["simulate", "--runs", str(runs), "--profile", "published"]) == 0
-    assert capsys.readouterr().out == shipped
+    times = capsys.readouterr().out.rstrip("\n")
+    assert shipped.startswith(times)
+    assert cells(shipped[len(times) :], "one") == ["one", "eager", "max active", "4.0 GiB", "5.00 GiB", "+25.0%"]
+    assert json.loads(out.read_text())["memory"][0]["predicted_bytes"] == 5 << 30
 
 
 def test_a_table_or_profile_that_is_none_is_refused(runs, tmp_path, capsys):

@@ -138,6 +138,14 @@ def test_a_size_in_a_device_s_name_is_that_of_its_memory():
     assert makers == {"NVIDIA", "AMD"}
 
 
+def test_memory_is_what_drivers_show_and_every_figure_was_checked():
+    shown = {"h100-96g": 97_871, "h200": 143_771, "b200": 183_359, "rtx-4090": 24_564, "a6000": 49_140, "l40s": 46_068}
+    for name, mib in shown.items():
+        assert 0.99 * mib * 2**20 <= DEVICES[name].memory_bytes <= 1.01 * mib * 2**20, name
+    for name, device in DEVICES.items():
+        assert "checked: " in device.source or name in ("v100-32g", "titan-rtx")
+
+
 def test_devices_of_one_family_differ_in_memory():
     for family in ("a100", "h100"):
         kinds = [device for name, device in DEVICES.items() if name.startswith(family)]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import math
 
 import numpy as np
@@ -16,7 +17,7 @@ from dshard.planner import DEVICES, ModelCosts, ParamCosts, Training, UnitCosts,
 from dshard.planner.calibration import calibrated, errors_of, fitted, predicted_s
 from dshard.planner.flops import Op
 from dshard.planner.options import options_of
-from dshard.planner.rates import PRIORS, Rates, published
+from dshard.planner.rates import OTHER_FAMILIES, PRIORS, Rates, published
 from dshard.planning.profile import Profile
 from dshard.policies import Strategy
 
@@ -190,7 +191,10 @@ def test_a_profile_is_read_as_it_was_written_and_anything_else_refused(tmp_path)
     path = tmp_path / "profile.json"
     SHIPPED.save(path)
     assert Rates.load(path) == SHIPPED
-    text = path.read_text()
+    text, record = path.read_text(), json.loads(path.read_text())
+    del record["spread"]["num_sources"]  # as before it was counted
+    path.write_text(json.dumps(record))
+    assert Rates.load(path) == dataclasses.replace(SHIPPED, spread=dataclasses.replace(SHIPPED.spread, num_sources=0))
     for wrong, message in (
         ("{", "must be a profile as JSON, but reading it says"),
         ('{"schema": 0}', "must be a profile of schema 1"),
@@ -218,8 +222,42 @@ def test_the_shipped_constants_are_few_and_each_has_a_reason_and_an_uncertainty(
     assert every.p90 <= 0.22
 
 
-def test_a_family_without_runs_has_the_mean_of_the_others():
+def test_a_family_without_runs_has_what_is_known_of_it_or_the_mean_of_the_others():
     of = SHIPPED.of_family
-    low, high = sorted((of("product", A100), of("product", H100)))
-    assert low < of("product", DEVICES["mi300x"]) < high
-    assert of("product", DEVICES["h200"]) == of("product", H100)
+    for name in ("product", "attention"):
+        low, high = sorted((of(name, A100), of(name, H100)))
+        assert low < of(name, DEVICES["l40s"]) < high
+        assert of(name, DEVICES["mi300x"]) == OTHER_FAMILIES[f"{name}.mi300x"].value < low
+        assert of(name, DEVICES["h200"]) == of(name, H100)
+
+
+def test_predictions_for_a_family_without_runs_are_less_certain_until_there_are_some(tmp_path):
+    shipped, device = SHIPPED.spread, DEVICES["mi300x"]
+    assert SHIPPED.spread_on(A100) == SHIPPED.spread_on(DEVICES["h200"]) == shipped
+    unseen = SHIPPED.spread_on(device)
+    assert unseen.steps.low < shipped.steps.low < shipped.steps.high < unseen.steps.high
+    assert unseen.steps.high / unseen.steps.low < 2.5
+    assert unseen.pairs == shipped.pairs
+    assert "none of them on mi300x: calibrate" in SHIPPED.cluster(device, 8).source
+    assert "none of them" not in SHIPPED.cluster(A100, 8).source
+    rows = [{**ROW, "gpu": "mi300x", "d_model": 2048, "heads": 16, "seq": 1024, "micro_batch": n} for n in (2, 4, 8)]
+    truth = {**SHIPPED.values, "product.mi300x": 0.6, "attention.mi300x": 0.25}
+    made = read_runs(table_of(rows, tmp_path / "runs.tsv")).runs
+    found = calibrated([dataclasses.replace(run, seconds=predicted_s(run, truth)) for run in made], SHIPPED, "mine")
+    assert set(found.constants) - set(PRIORS) == {"product.mi300x", "attention.mi300x"}
+    assert found.of_family("product", device) == pytest.approx(0.6, rel=0.1)
+    assert found.of_family("product", A100) == pytest.approx(SHIPPED.of_family("product", A100), rel=1e-6)
+    assert found.spread_on(device).steps.high < unseen.steps.high
+    assert "none of them" not in found.cluster(device, 8).source
+    found.save(tmp_path / "mine.json")
+    assert Rates.load(tmp_path / "mine.json") == found
+    with pytest.raises(PlanError, match=r"'product.abacus' is missing or unknown"):
+        Rates({**PRIORS, "product.abacus": PRIORS["memory"]})
+
+
+def test_the_shipped_interval_holds_most_of_each_source_that_it_did_not_see():
+    covered = SHIPPED.spread.covered.values()
+    assert len(covered) == SHIPPED.spread.num_sources == 4
+    assert np.mean(list(covered)) >= 0.8
+    assert min(covered) >= 0.6
+    assert SHIPPED.spread.steps.high / SHIPPED.spread.steps.low < 1.5

@@ -1,8 +1,10 @@
 """Intervals of predictions, and the choice among those that they leave open."""
 
 import json
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -30,7 +32,7 @@ from dshard.planner.calibration import across_s as across_of_run
 from dshard.planner.calibration import calibrated, predicted_s
 from dshard.planner.rates import PRIORS, Rates, published
 from dshard.planner.robust import Close, Doubt, across_s, close_of, doubt_lines, robust
-from dshard.planner.spreads import Interval, Spread, holding, spread_of
+from dshard.planner.spreads import Interval, Spread, around_one, holding, spread_of, variance_of, widened
 from dshard.planning.profile import Profile
 from dshard.policies import Strategy
 from tests.planner.cases import STRATEGIES, clusters, models
@@ -57,13 +59,58 @@ def test_an_interval_holds_8_of_10_runs_that_it_did_not_see(values):
     assert inside >= 0.8 * len(values)
 
 
-def test_few_runs_say_nothing_of_the_spread_and_leave_what_was_known():
-    known = Spread(Interval(0.9, 1.1), 274, {"a": 0.8}, PAIRS, 16)
-    assert spread_of([1.5], ["mine"], [], known) == known
-    assert spread_of([1.5], ["mine"], [], Spread()) == Spread()
-    found = spread_of([1 + i / 100 for i in range(20)], ["a"] * 10 + ["b"] * 10, [0.5] * 9, known)
-    assert found == Spread(Interval(1.01, 1.18), 20, {"a": 0.0, "b": 0.0}, Interval(0.0, 0.5), 9)
-    assert spread_of([1.0] * 20, ["a"] * 18 + ["b"] * 2, [], known).covered == {"b": 1.0}
+def test_few_pairs_say_nothing_and_leave_what_was_known():
+    known = Spread(Interval(0.9, 1.1), 274, {"a": 0.8}, PAIRS, 16, 4)
+    assert spread_of([], [], [0.5] * 8, known) == known
+    assert spread_of([], [], [], Spread()) == Spread()
+    found = spread_of([1.0] * 20, ["a"] * 10 + ["b"] * 10, [0.5] * 9, Spread())
+    assert found == Spread(Interval(1.0, 1.0), 20, {"a": 1.0, "b": 1.0}, Interval(0.0, 0.5), 9, 2)
+
+
+def test_sources_count_alike_however_many_runs_they_have():
+    few, many = [1.3, 1 / 1.3], [1.02, 1 / 1.02] * 100
+    found = spread_of([*few, *many], ["few"] * 2 + ["many"] * 200, [], Spread())
+    square = (math.log(1.3) ** 2 + math.log(1.02) ** 2) / 2
+    assert found.steps == around_one(square)
+    assert math.log(found.steps.high) == pytest.approx(1.2816 * math.sqrt(square), rel=1e-4)
+    assert found.covered == {"few": 0.0, "many": 1.0}  # in what the other alone says
+    assert (found.num_runs, found.num_sources) == (202, 2)
+
+
+def test_the_interval_for_a_source_that_was_not_seen_holds_8_in_10_whichever_sources_have_the_runs():
+    random = np.random.default_rng(0)
+    inside = 0
+    for _ in range(400):  # sources are off by 6 % each, and their runs by 8 %
+        sizes = [200, 30, 10, 10, 4, 4, 2, 40]
+        *seen, new = [random.normal(0, 0.06) + random.normal(0, 0.08, size) for size in sizes]
+        names = [str(i) for i, each in enumerate(seen) for _ in each]
+        found = spread_of(np.exp(np.concatenate(seen)).tolist(), names, [], Spread()).steps
+        inside += np.mean((found.low <= np.exp(new)) & (np.exp(new) <= found.high))
+    assert 0.75 < inside / 400 < 0.85
+
+
+def test_runs_of_one_cluster_draw_its_interval_to_what_they_show():
+    known = Spread(around_one(0.12**2), 274, {"a": 0.8}, PAIRS, 16, 4)
+    widths = []
+    for num in (1, 9, 200):
+        found = spread_of([1.03, 1 / 1.03] * num, ["mine"] * 2 * num, [], known)
+        assert (found.covered, found.num_sources, found.pairs) == ({"mine": 1.0}, 1, PAIRS)
+        widths.append(math.log(found.steps.high))
+    assert math.log(known.steps.high) > widths[0] > widths[1] > widths[2]
+    assert widths[2] == pytest.approx(1.2816 * math.log(1.03), rel=0.3)
+    wider = spread_of([1.5] * 20, ["mine"] * 20, [], known)
+    assert wider.steps.high > known.steps.high
+    assert wider.covered == {"mine": 0.0}
+    assert spread_of([1.5], ["mine"], [], Spread()).steps == around_one(math.log(1.5) ** 2)
+
+
+def test_a_factor_more_widens_an_interval_and_none_leaves_it():
+    same = widened(Interval(0.9, 1.2), 0.0)
+    assert (same.low, same.high) == pytest.approx((0.9, 1.2))
+    found = widened(Interval(0.9, 1.2), 0.2)
+    assert math.log(found.high) == pytest.approx(math.hypot(math.log(1.2), 1.2816 * 0.2), rel=1e-4)
+    assert math.log(found.low) == pytest.approx(-math.hypot(math.log(0.9), 1.2816 * 0.2), rel=1e-4)
+    assert variance_of(around_one(0.04)) == pytest.approx(0.04)
 
 
 @pytest.mark.parametrize(

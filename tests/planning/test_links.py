@@ -69,6 +69,20 @@ def test_whether_ranks_share_memory_is_found_out_and_figures_of_the_one_are_none
     assert known[0] != known[2]
 
 
+def measured_on_hosts_of_one(path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        return measured(path)
+
+
+def test_hosts_of_one_rank_each_are_measured(worlds: WorldPool, tmp_path):
+    found, other = worlds.run(2, measured_on_hosts_of_one, tmp_path / "links.json")
+    assert found == other
+    assert (found["num_ranks"], found["ranks_per_host"]) == (2, 1)
+    assert set(found["shards"]) == {"2"}
+    assert found["across"] == found["shards"]["2"]
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"seconds": 3}'])
 def test_a_file_of_something_else_is_measured_anew(worlds: WorldPool, tmp_path, text):
     path = tmp_path / "links.json"
