@@ -279,6 +279,7 @@ TABLE: dict[str, Row] = {
         "checkpointing": domain.CHECKPOINTING,
         "alternatives": domain.UNITS,
         "work": domain.WORK,
+        "home_s_per_byte": domain.FROM_0,
     },
     "Training": {
         "compute_dtype": optional(domain.FLOAT),
@@ -289,6 +290,7 @@ TABLE: dict[str, Row] = {
         "num_backwards": count(1),
         "tokens_per_sample": count(0),
         "is_compiled": FLAG,
+        "is_offloaded": FLAG,
     },
     "Measured": {"step_s": domain.ABOVE_0, "peak_bytes": optional(domain.BYTES)},
     "Wire": {"bytes_per_s": domain.ABOVE_0, "latency_s": domain.FROM_0},

@@ -29,6 +29,7 @@ def add_options(parser: argparse.ArgumentParser, *, needs_device: bool = True) -
     model.add_argument("--batch", help="samples per rank, or auto (1; of module:function, those of its sample)")
     model.add_argument("--sequence", type=int, metavar="TOKENS", help="per sample (what is usual for the model)")
     model.add_argument("--compile", action="store_true", help="by torch.compile, which fuses kernels; needs --profile")
+    model.add_argument("--offload", action="store_true", help="parameters and optimizer in the CPU's memory")
     model.add_argument("--checkpoint", action="store_true", help="blocks compute their forward again in backward")
     model.add_argument(
         "--checkpointing",
@@ -167,7 +168,13 @@ def target_of(args: argparse.Namespace) -> Target:
     sampled.model.to(getattr(torch, args.master))
     reduced = dtype if args.reduce_dtype is None else getattr(torch, args.reduce_dtype)
     training = Training(
-        dtype, reduced, state_bytes, step_bytes, tokens_per_sample=sampled.num_tokens, is_compiled=args.compile
+        dtype,
+        reduced,
+        state_bytes,
+        step_bytes,
+        tokens_per_sample=sampled.num_tokens,
+        is_compiled=args.compile,
+        is_offloaded=args.offload,
     )
     rate = None if args.between_hosts is None else args.between_hosts * 1e9 / 8
     margin = None if args.margin is None else args.margin / 100

@@ -74,6 +74,8 @@ class _Shards:
 
 
 def _shards(unit: UnitCosts, strategy: Strategy, cluster: Cluster) -> _Shards:
+    if unit.is_offloaded:
+        return _Shards(params=0, states=0, split_grads=0)
     own = strategy.on(cluster.num_ranks)
     within = 1 if own.base == "ddp" else own.within or cluster.num_ranks
     numels = [(param, param.shard_numel(within)) for param in unit.params]

@@ -78,6 +78,8 @@ class UnitCosts:
         checkpointing: Activation checkpointing that these costs are of: "none", "selective" or "full".
         alternatives: The same unit under other kinds of it; a plan may take one in its place.
         work: What its forward and its backward are, by what takes their time; nothing where they were measured.
+        home_s_per_byte: Where shards, gradients and states are kept in the CPU's memory, and the optimizer steps there:
+            of copies from there, or back. 0 where they are kept on the device.
     """
 
     name: str
@@ -97,6 +99,7 @@ class UnitCosts:
     checkpointing: str = "none"
     alternatives: tuple["UnitCosts", ...] = ()
     work: tuple[Work, ...] = ()
+    home_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         if self.gradients_transient_bytes is not None and self.activation_bytes + self.gradients_transient_bytes < 0:
@@ -113,6 +116,11 @@ class UnitCosts:
         if found is self:
             return self
         return replace(found, alternatives=tuple(replace(kind, alternatives=()) for kind in kinds if kind is not found))
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether its parameters are kept in the CPU's memory."""
+        return self.home_s_per_byte > 0
 
     @property
     def param_names(self) -> tuple[str, ...]:

@@ -213,7 +213,8 @@ def _always(
     for unit, strategy, option in zip(model.units, strategies, options, strict=True):
         own = strategy.on(cluster.num_ranks)
         within = 1 if own.base == "ddp" else own.within or cluster.num_ranks
-        sizes = [size for param in unit.params for size in _of_param(param, param.shard_numel(within))]
+        params = () if unit.is_offloaded else unit.params
+        sizes = [size for param in params for size in _of_param(param, param.shard_numel(within))]
         yield from sizes
         yield option.held_bytes - sum(sizes)
 

@@ -129,7 +129,8 @@ def _option(unit: UnitCosts, strategy: Strategy, parts: "_Parts", num_backwards:
     sizes, reduction, times = parts
     whole = strategy.base == "ddp"
     stays, freed = strategy.base in ("zero1", "zero2"), strategy.base in ("full", "ddp")
-    again = strategy.base == "full" and unit.is_used_in_backward
+    is_copied = whole and unit.is_offloaded  # at each use, from the CPU's memory
+    again = (strategy.base == "full" or is_copied) and unit.is_used_in_backward
     waits = strategy.base == "zero1" and num_backwards > 1
     use, lost = sizes.gathered + 2 * sizes.gather_slice, cluster.interference
     is_gathered = again or strategy.base == "keep" or (whole and unit.is_used_in_backward)
@@ -144,7 +145,7 @@ def _option(unit: UnitCosts, strategy: Strategy, parts: "_Parts", num_backwards:
         held_bytes=sizes.stored + (sizes.gathered if stays else 0),
         kept_bytes=0 if stays or freed else sizes.gathered,
         forward_use_bytes=0 if stays else use,
-        forward_ahead_bytes=sizes.moving if stays else 0 if whole else ahead,
+        forward_ahead_bytes=sizes.moving if stays else 0 if whole and not is_copied else ahead,
         backward_use_bytes=use if is_gathered else 0,
         backward_ahead_bytes=ahead if again else 0,
         filling_bytes=again_use + reduction.filling(again_slices),
@@ -152,10 +153,12 @@ def _option(unit: UnitCosts, strategy: Strategy, parts: "_Parts", num_backwards:
         sent_bytes=reduction.sent + reduction.split_grads,
         in_flight_bytes=in_flight + reduction.slice_in_flight,
         whole_in_flight_bytes=in_flight,
-        ending_bytes=in_flight + reduction.slice_in_flight + max(reduction.sums, reduction.slice_sums),
-        replicas_bytes=reduction.among_replicas,
+        ending_bytes=in_flight
+        + reduction.slice_in_flight
+        + max(reduction.sums, reduction.slice_sums, reduction.homing),
+        replicas_bytes=reduction.among_replicas + reduction.homing,
         late_replicas_bytes=reduction.late_among_replicas,
-        grad_bytes=reduction.grads,
+        grad_bytes=reduction.homing if times.is_homing_slow else reduction.grads,
         waiting_bytes=reduction.sent if waits else 0,
         step_bytes=sum(sizes.steps),
         largest_step_bytes=max(sizes.steps, default=0),
@@ -187,6 +190,7 @@ class _Times:
     backward_s: float
     backward_comm_s: float
     reduce_s: float
+    is_homing_slow: bool  # whether gradients queue for their way to the CPU's memory
 
     @classmethod
     def of(cls, unit: UnitCosts, within: int, num_slices: int, cluster: Cluster) -> "_Times":
@@ -198,6 +202,9 @@ class _Times:
             again_s = cluster.in_place_s(gather_bytes, within)
             cast_bytes = sum(p.numel * p.gather_itemsize for p in rest if p.gather_itemsize != p.stored_itemsize)
             gather_s = max(again_s, cluster.all_gather_s(cast_bytes, within))  # what has changed is copied, if cast
+        if unit.is_offloaded:  # the copy comes first; both beside the unit before
+            copied_s = unit.home_s_per_byte * sum(p.shard_numel(within) * p.stored_itemsize for p in unit.params)
+            gather_s, again_s = gather_s + copied_s, again_s + copied_s
         gather_slices, reduce_slices, num_steps = [], [], 0
         for param in split:
             num = min(num_slices, ceil_div(param.length, within))
@@ -210,6 +217,8 @@ class _Times:
         backward_comm_s = forward_comm_s + sum(reduce_slices) - last_s
         overhead_s = unit.slice_overhead_s * max(num_steps - len(split), 0)
         grad_bytes, slowest = sum(p.numel * p.grad_itemsize for p in rest), 1 + cluster.stragglers
+        out_bytes = sum(p.shard_numel(within) * p.stored_itemsize for p in rest if p.grad_itemsize)
+        reduce_s = cluster.reduce_scatter_s(grad_bytes, within) + last_s + _replicas_s(unit, within, cluster)
         return cls(
             gather_s=gather_s + ahead_s,
             gather_again_s=again_s + ahead_s,
@@ -217,7 +226,8 @@ class _Times:
             forward_comm_s=forward_comm_s,
             backward_s=_with_slices((unit.backward_s + overhead_s) * slowest, backward_comm_s, num_steps),
             backward_comm_s=backward_comm_s,
-            reduce_s=cluster.reduce_scatter_s(grad_bytes, within) + last_s + _replicas_s(unit, within, cluster),
+            reduce_s=max(reduce_s, unit.home_s_per_byte * out_bytes),  # a copy home runs beside the next reduction
+            is_homing_slow=unit.home_s_per_byte * out_bytes > unit.backward_s,
         )
 
 

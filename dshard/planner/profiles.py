@@ -13,6 +13,7 @@ from dshard.planner.clusters import cluster_of
 from dshard.planner.costs import ModelCosts, ParamCosts, UnitCosts
 from dshard.planner.devices import Device
 from dshard.planner.flops import Op
+from dshard.planner.hosts import home_of
 from dshard.planner.rates import Rates
 from dshard.planner.steps import pieces_of
 from dshard.planner.timing import work_of
@@ -35,6 +36,8 @@ class Training:
         tokens_per_sample: For rates of tokens; 0 where samples have none.
         is_compiled: Whether `torch.compile` fuses what is neither product nor attention. Needs a device and a profile,
             whose constant "fused" says what is left of its memory traffic.
+        is_offloaded: Whether parameters, gradients and states are kept in the CPU's memory, where the optimizer steps:
+            `offload_policy=CPUOffloadPolicy()` of `fully_shard`. Needs a device.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -45,6 +48,7 @@ class Training:
     num_backwards: int = 1
     tokens_per_sample: int = 0
     is_compiled: bool = False
+    is_offloaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,7 @@ def costs_of(
             )
         )
     return ModelCosts(
-        units=tuple(units),
+        units=tuple(_offloaded(unit, device) for unit in units) if training.is_offloaded else tuple(units),
         batch_size=batch_size * training.num_backwards,
         num_backwards=training.num_backwards,
         buffer_bytes=_buffer_bytes(model) + trace.input_bytes,
@@ -138,6 +142,26 @@ def costs_of(
         tokens_per_sample=training.tokens_per_sample,
         source=units[0].source if units else "traced",
         tensor_parallel=tensor_parallel,
+    )
+
+
+def _offloaded(unit: UnitCosts, device: Device | None) -> UnitCosts:
+    """A unit that is kept in the CPU's memory, where its optimizer steps.
+
+    Raises:
+        PlanError: There is no device, which says how long copies take.
+    """
+    if device is None:
+        raise PlanError(
+            "plan: is_offloaded needs a device, which says how long copies from the CPU's memory take, but times are "
+            "measured here. Pass device='h100-80g'."
+        )
+    home = home_of(device)
+    return replace(
+        unit,
+        params=tuple(replace(param, can_split=False) for param in unit.params),
+        optimizer_s=_touched_bytes(unit.params) * home.step_seconds_per_byte,
+        home_s_per_byte=home.seconds_per_byte,
     )
 
 

@@ -37,6 +37,8 @@ class Sizes:
         once = rest if cluster.shares_memory(within) else []  # the host has the full values of these, and no rank
         beside = [p for p in once if p in casts or p.numel == 1]
         slices = [p.slice_numel(within, num_slices) * p.gather_itemsize for p in split if _copies(p, within)]
+        if unit.is_offloaded:
+            return cls._offloaded(rest, within, cluster)
         return cls(
             stored=sum(
                 n * (p.stored_itemsize + p.state_bytes_per_element) + COUNTER_BYTES * (p.state_bytes_per_element > 0)
@@ -48,6 +50,22 @@ class Sizes:
             gather_slice=max(slices, default=0),
             steps=[n * p.step_bytes_per_element for p, n in numels.items()],
             share=sum(numels.values()) / max(unit.numel, 1),
+        )
+
+    @classmethod
+    def _offloaded(cls, params: Sequence[ParamCosts], within: int, cluster: Cluster) -> "Sizes":
+        """Of a unit that is kept in the CPU's memory: on the device are copies, and what they are gathered from."""
+        numels = [(p, p.shard_numel(within)) for p in params]
+        row = sum(n * p.stored_itemsize for p, n in numels)
+        cast = sum(n * p.gather_itemsize for p, n in numels if p.gather_itemsize != p.stored_itemsize)
+        is_row = within == 1 and not cast  # what arrives is what is used
+        return cls(
+            stored=0,
+            gathered=sum(_gathered_bytes(p, within, cluster) for p in params),
+            moving=(0 if is_row else row) + (cast if within > 1 else 0) + _header_bytes(within, cluster),
+            gather_slice=0,
+            steps=[],
+            share=sum(n for _, n in numels) / max(sum(p.numel for p in params), 1),
         )
 
 
@@ -85,6 +103,7 @@ class Reduction:
         late_among_replicas: Through memory, the sums that are put out for them then.
         split_grads: Reduced gradients of parameters that are split; there from their first slice on.
         grads: Reduced gradients, with flags and padding.
+        homing: Of what is kept in the CPU's memory, reduced gradients on their way there.
     """
 
     sent: int
@@ -100,6 +119,7 @@ class Reduction:
     late_among_replicas: int
     split_grads: int
     grads: int
+    homing: int
 
     def filling(self, gathered_slices: int) -> int:
         """What there is of gradients in its backward, and of slices of parameters, until one of gradients leaves."""
@@ -144,7 +164,8 @@ class Reduction:
             among_replicas=among,
             late_among_replicas=late,
             split_grads=(split_grads := sum(p.shard_numel(within) * p.stored_itemsize for p in split)),
-            grads=_grad_bytes(trained, within, row) + split_grads,
+            grads=0 if unit.is_offloaded else _grad_bytes(trained, within, row) + split_grads,
+            homing=_homing_bytes(trained, within, row) if unit.is_offloaded else 0,
         )
 
 
@@ -177,6 +198,12 @@ def _grad_bytes(trained: Sequence[ParamCosts], within: int, row: int) -> int:
     converts = any(p.grad_itemsize != p.stored_itemsize for p in trained)
     converted = sum(p.shard_numel(within) * p.stored_itemsize for p in trained)
     return converted if converts else row
+
+
+def _homing_bytes(trained: Sequence[ParamCosts], within: int, row: int) -> int:
+    """The reduced row, and beside it what it is converted to."""
+    converted = sum(p.shard_numel(within) * p.stored_itemsize for p in trained)
+    return row + (converted if any(p.grad_itemsize != p.stored_itemsize for p in trained) else 0)
 
 
 def _sum_bytes(row: int, itemsize: int, num_rows: int) -> int:

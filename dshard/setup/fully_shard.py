@@ -200,7 +200,7 @@ class _Call:
         found = own_parameters(modules, options.ignored)
         followed = Followed(strategies)
         if plan is not None:
-            followed = follow(plan, modules, found, tuple(mesh.shape), precision)
+            followed = follow(plan, modules, found, tuple(mesh.shape), precision, offloads=options.offloads)
         averages = options.grad_reduce == "mean"
         resolver = Resolver(mesh, options.placement_fn, averages, precision, followed.strategies)
         followed.strategies.check_names("fully_shard", [name for name, _ in found])

@@ -107,11 +107,16 @@ class Options:
             )
         return replicated
 
+    @property
+    def offloads(self) -> bool:
+        """Whether parameters are to be kept elsewhere than on a mesh's devices, unless these are CPUs."""
+        return isinstance(self.offload_policy, Offload) or type(self.offload_policy).__name__ == "CPUOffloadPolicy"
+
     def offload_on(self, mesh: DeviceMesh) -> Offload | None:
         """What the offload policy asks for on a mesh; None where a parameter is kept where it is used."""
         if isinstance(self.offload_policy, Offload):  # of any two devices
             return self.offload_policy
-        if type(self.offload_policy).__name__ != "CPUOffloadPolicy" or mesh.device_type == "cpu":
+        if not self.offloads or mesh.device_type == "cpu":
             return None
         return Offload(torch.device("cpu"), device_of(mesh), pins=self.offload_policy.pin_memory)
 

@@ -69,6 +69,8 @@ def follow(
     found: Sequence[tuple[str, nn.Parameter]],
     mesh_shape: tuple[int, ...],
     precision: PrecisionRules,
+    *,
+    offloads: bool = False,
 ) -> Followed:
     """What a plan says of a model.
 
@@ -78,12 +80,14 @@ def follow(
         found: All parameters of it, by name.
         mesh_shape: Ranks that will share it; of two dims, that replicate it, and that share it.
         precision: The parameters' dtypes on their ways.
+        offloads: Whether they are to be kept in the CPU's memory, if that is another than the mesh's.
 
     Raises:
         PlanError: It was made for another model, another number of ranks, another mesh or other dtypes.
     """
     units = _units_of(plan, modules, found, prod(mesh_shape))
     _check_bytes(plan, found, precision)
+    _check_offload(plan, offloads)
     planned = {plain_name(name): _on_mesh(strategy, mesh_shape) for name, strategy in plan.by_parameter.items()}
     for mode, checkpointed in _checkpointed(modules[0], plan).items():
         check_plain(checkpointed, mode, root=modules[0])
@@ -213,6 +217,19 @@ def _holds_its_own(unit: FoundUnit[nn.Parameter]) -> bool:
     """Whether all parameters of a unit lie in its modules."""
     held = {id(param) for module in unit.modules for param in module.parameters()}
     return all(id(param) in held for param in unit.params)
+
+
+def _check_offload(plan: Plan, offloads: bool) -> None:
+    planned = any(unit.is_offloaded for unit in plan.model.units)
+    if planned is offloads:
+        return
+    where, way_out = "on the device", "Leave it out, or plan with Training(is_offloaded=True), or --offload"
+    if planned:
+        where, way_out = "in the CPU's memory", "Pass offload_policy=CPUOffloadPolicy()"
+    raise PlanError(
+        f"fully_shard: a plan is for parameters that are kept where it has them ({where}), but offload_policy says "
+        f"otherwise. {way_out}."
+    )
 
 
 def _check_bytes(plan: Plan, found: Sequence[tuple[str, nn.Parameter]], precision: PrecisionRules) -> None:

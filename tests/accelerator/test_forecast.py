@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import dshard
@@ -63,7 +63,7 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def counted(size: Size, strategy: str) -> dict[str, int]:
+def counted(size: Size, strategy: str, offloads: bool = False) -> dict[str, int]:
     """What the simulated allocator counts in a step of one of eight ranks; for a process of its own."""
     from tests.accelerator import device
 
@@ -76,7 +76,9 @@ def counted(size: Size, strategy: str) -> dict[str, int]:
         if strategy == "FSDP2":
             model = shard(strategy, model, sim, policy=policy)
         else:
-            dshard.fully_shard(model, mesh=init_device_mesh("sim", (RANKS,)), strategy=strategy, mp_policy=policy)
+            mesh = init_device_mesh("sim", (RANKS,))
+            offload = CPUOffloadPolicy() if offloads else None
+            dshard.fully_shard(model, mesh=mesh, strategy=strategy, mp_policy=policy, offload_policy=offload)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         step = training_step(model, optimizer, torch.randint(0, size.vocab, (size.batch, TOKENS + 1), device=sim))
         step()
@@ -90,10 +92,10 @@ def counted(size: Size, strategy: str) -> dict[str, int]:
         return found
 
 
-def planned(size: Size, strategy: str) -> dshard.Plan:
+def planned(size: Size, strategy: str, offloads: bool = False) -> dshard.Plan:
     with torch.device("meta"):
         model, ids = Model(size), torch.empty(size.batch, TOKENS, dtype=torch.int64)
-    training = Training(torch.bfloat16, torch.float32, step_bytes_per_element=0)  # fused
+    training = Training(torch.bfloat16, torch.float32, step_bytes_per_element=0, is_offloaded=offloads)  # fused
 
     def loss(logits: Tensor) -> Tensor:
         rows = logits.flatten(0, 1)
@@ -108,14 +110,26 @@ def planned(size: Size, strategy: str) -> dshard.Plan:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("strategy", ["ddp", "keep", "full", "hybrid(4)", "FSDP2"])
 def test_forecast_is_what_the_simulated_allocator_counts(accelerator, size, strategy):
-    seen = planned(SIZES[size], "full" if strategy == "FSDP2" else strategy).memory_seen
+    check(size, strategy, offloads=False, most=1.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("strategy", ["ddp", "full"])
+def test_of_what_is_kept_in_the_memory_of_the_cpu_copies_count_on_the_device(accelerator, size, strategy):
+    # Its parts are small beside one wide unit's, of which the planner counts a copy too many: see planner.md.
+    check(size, strategy, offloads=True, most=1.3)
+
+
+def check(size: str, strategy: str, *, offloads: bool, most: float) -> None:
+    seen = planned(SIZES[size], "full" if strategy == "FSDP2" else strategy, offloads).memory_seen
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        stats = pool.submit(counted, SIZES[size], strategy).result(timeout=300)
+        stats = pool.submit(counted, SIZES[size], strategy, offloads).result(timeout=300)
     products = next(each.num_bytes for each in seen.workspaces if each.name == "cuBLAS")  # it computes no products
     active, reserved = stats["peak_active_bytes"], stats["peak_reserved_bytes"]
     found = (seen.live_bytes / stats["peak_requested_bytes"], (seen.active_bytes - products) / active)
     found += ((seen.reserved_bytes - products) / reserved,)
     print(size, strategy, " ".join(f"{ratio:.3f}" for ratio in found), f"{reserved / active:.3f}")
-    assert 0.99 <= found[0] <= 1.15, found  # what lives is the planner's; of what it counts too much see planner.md
-    assert abs(found[1] / found[0] - 1) < 0.02, found  # blocks are what the allocator makes of that
-    assert 0.9 <= found[2] <= 1.15, found
+    assert 0.99 <= found[0] <= most, found  # what lives is the planner's; of what it counts too much see planner.md
+    assert abs(found[1] / found[0] - 1) < (0.05 if offloads else 0.02), found  # what the allocator makes of that
+    assert 0.87 <= found[2] <= 1.15, found

@@ -49,8 +49,14 @@ def units(draw, name):
 
 @st.composite
 def units_with_alternatives(draw, name):
-    """A unit that a solver may checkpoint, in one way or two; what that costs and saves is anything."""
+    """A unit that a solver may checkpoint, in one way or two; what that costs and saves is anything.
+
+    Some are kept in the CPU's memory.
+    """
     unit = draw(units(name))
+    if draw(st.sampled_from([False, False, True])):
+        whole = tuple(replace(param, can_split=False) for param in unit.params)
+        unit = replace(unit, params=whole, home_s_per_byte=draw(st.integers(1, 2000)) / 997e6)
     kinds = draw(st.sampled_from([(), ("full",), ("selective",), ("selective", "full")]))
     others = (draw(units(name)) for _ in kinds)
     names = ("forward_s", "backward_s", "activation_bytes", "forward_transient_bytes", "backward_transient_bytes")
