@@ -147,7 +147,6 @@ def target_of(args: argparse.Namespace) -> Target:
         raise UsageError(f"--between-hosts must be a finite number above 0, but it is {args.between_hosts}.")
     if args.margin is not None and not 0 <= args.margin < float("inf"):
         raise UsageError(f"--margin must be a finite number of percents, 0 or more, but it is {args.margin}.")
-    state_bytes, step_bytes = _STATE_BYTES[args.optimizer]
     try:
         device = _device(args.device, rates)
         dtype = getattr(torch, args.dtype)
@@ -166,22 +165,18 @@ def target_of(args: argparse.Namespace) -> Target:
         is_checkpointed=args.checkpoint,
     )
     sampled.model.to(getattr(torch, args.master))
-    reduced = dtype if args.reduce_dtype is None else getattr(torch, args.reduce_dtype)
     training = Training(
         dtype,
-        reduced,
-        state_bytes,
-        step_bytes,
+        dtype if args.reduce_dtype is None else getattr(torch, args.reduce_dtype),
+        *_STATE_BYTES[args.optimizer],
         tokens_per_sample=sampled.num_tokens,
         is_compiled=args.compile,
         is_offloaded=args.offload,
     )
     rate = None if args.between_hosts is None else args.between_hosts * 1e9 / 8
     margin = None if args.margin is None else args.margin / 100
-    hosts = args.ranks_per_host, args.hosts
-    return Target(
-        sampled, training, device, limit, batch, margin, *hosts, rate, rates, checkpointing, args.tensor_parallel
-    )
+    hosts, cut = (args.ranks_per_host, args.hosts), args.tensor_parallel
+    return Target(sampled, training, device, limit, batch, margin, *hosts, rate, rates, checkpointing, cut)
 
 
 def _checkpointing(args: argparse.Namespace) -> tuple[str, ...]:

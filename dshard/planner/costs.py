@@ -123,6 +123,12 @@ class UnitCosts:
         return self.home_s_per_byte > 0
 
     @property
+    def late_transient_bytes(self) -> int:
+        """What its backward needs from its first gradient of a parameter on."""
+        late = self.gradients_transient_bytes
+        return self.backward_transient_bytes if late is None else late
+
+    @property
     def param_names(self) -> tuple[str, ...]:
         """Names of its parameters."""
         return tuple(param.name for param in self.params)

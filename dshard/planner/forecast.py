@@ -196,7 +196,7 @@ def _activations(model: ModelCosts, phase: str, unit: int) -> np.ndarray:
     last = unit if phase == "reduce" else unit + 1
     found[:last, 0] = [each.activation_bytes for each in model.units[:last]]
     own = model.units[unit]
-    late = own.backward_transient_bytes if own.gradients_transient_bytes is None else own.gradients_transient_bytes
+    late = own.late_transient_bytes
     more = {"forward": own.forward_transient_bytes, "backward": own.backward_transient_bytes, "reduce": 0}.get(
         phase, late
     )

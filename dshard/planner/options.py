@@ -127,35 +127,31 @@ def options_of_unit(
 def _option(unit: UnitCosts, strategy: Strategy, parts: "_Parts", num_backwards: int, cluster: Cluster) -> Option:
     """What `unit` costs under a strategy that cuts it so."""
     sizes, reduction, times = parts
-    whole = strategy.base == "ddp"
-    stays, freed = strategy.base in ("zero1", "zero2"), strategy.base in ("full", "ddp")
-    is_copied = whole and unit.is_offloaded  # at each use, from the CPU's memory
-    again = (strategy.base == "full" or is_copied) and unit.is_used_in_backward
+    whole, stays = strategy.base == "ddp", strategy.base in ("zero1", "zero2")
+    moves = strategy.base == "full" or (whole and unit.is_offloaded)  # to the device, at each use
+    again = moves and unit.is_used_in_backward
     waits = strategy.base == "zero1" and num_backwards > 1
     use, lost = sizes.gathered + 2 * sizes.gather_slice, cluster.interference
     is_gathered = again or strategy.base == "keep" or (whole and unit.is_used_in_backward)
     ahead = sizes.gathered + sizes.gather_slice + sizes.moving
-    again_use, again_slices = (sizes.gathered, 2 * sizes.gather_slice) if is_gathered else (0, 0)
-    in_flight, late = reduction.in_flight + reduction.split_grads, unit.gradients_transient_bytes
+    again_use, slices = (sizes.gathered, 2 * sizes.gather_slice) if is_gathered else (0, 0)
     gather_again_s, reduce_early_s = 0.0 if stays else times.gather_again_s, 0.0 if waits else times.reduce_s
     gather_backward_s, later = times.gather_again_s if again else 0.0, num_backwards - 1
     # Per micro-batch: the first gathers, and the last reduces, otherwise than the others.
     gathers_s, reductions_s = times.gather_s + later * gather_again_s, times.reduce_s + later * reduce_early_s
     return Option(
         held_bytes=sizes.stored + (sizes.gathered if stays else 0),
-        kept_bytes=0 if stays or freed else sizes.gathered,
+        kept_bytes=sizes.gathered if strategy.base == "keep" else 0,
         forward_use_bytes=0 if stays else use,
-        forward_ahead_bytes=sizes.moving if stays else 0 if whole and not is_copied else ahead,
+        forward_ahead_bytes=sizes.moving if stays else 0 if whole and not moves else ahead,
         backward_use_bytes=use if is_gathered else 0,
         backward_ahead_bytes=ahead if again else 0,
-        filling_bytes=again_use + reduction.filling(again_slices),
-        slicing_bytes=again_use + reduction.slicing(again_slices),
+        filling_bytes=again_use + reduction.filling(slices),
+        slicing_bytes=again_use + reduction.slicing(slices),
         sent_bytes=reduction.sent + reduction.split_grads,
-        in_flight_bytes=in_flight + reduction.slice_in_flight,
-        whole_in_flight_bytes=in_flight,
-        ending_bytes=in_flight
-        + reduction.slice_in_flight
-        + max(reduction.sums, reduction.slice_sums, reduction.homing),
+        in_flight_bytes=reduction.flying + reduction.slice_in_flight,
+        whole_in_flight_bytes=reduction.flying,
+        ending_bytes=reduction.flying + reduction.slice_in_flight + reduction.ending,
         replicas_bytes=reduction.among_replicas + reduction.homing,
         late_replicas_bytes=reduction.late_among_replicas,
         grad_bytes=reduction.homing if times.is_homing_slow else reduction.grads,
@@ -175,7 +171,7 @@ def _option(unit: UnitCosts, strategy: Strategy, parts: "_Parts", num_backwards:
         activation_bytes=unit.activation_bytes,
         forward_transient_bytes=unit.forward_transient_bytes,
         backward_transient_bytes=unit.backward_transient_bytes,
-        gradients_transient_bytes=unit.backward_transient_bytes if late is None else late,
+        gradients_transient_bytes=unit.late_transient_bytes,
     )
 
 

@@ -121,6 +121,16 @@ class Reduction:
     grads: int
     homing: int
 
+    @property
+    def flying(self) -> int:
+        """What there is of its reduction while that is under way, without slices."""
+        return self.in_flight + self.split_grads
+
+    @property
+    def ending(self) -> int:
+        """What there is more when a reduction ends: rows that are added up, or the reduced one on its way home."""
+        return max(self.sums, self.slice_sums, self.homing)
+
     def filling(self, gathered_slices: int) -> int:
         """What there is of gradients in its backward, and of slices of parameters, until one of gradients leaves."""
         return self.sent + self.small + max(self.large, gathered_slices, self.slice_raw) + self.split_grads
