@@ -113,13 +113,13 @@ def _state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _fake(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A tensor like another one, on CPU and without data, inside of a fake mode."""
+    wanted = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
     if is_traceable_wrapper_subclass(value):  # a DTensor: of one that holds this rank's part
         names, context = value.__tensor_flatten__()
         held = {name: getattr(value, name) for name in names}
-        parts = {name: _fake(each, dtype) if isinstance(each, Tensor) else each for name, each in held.items()}
+        parts = {name: _fake(each, None) if isinstance(each, Tensor) else each for name, each in held.items()}
         made = type(value).__tensor_unflatten__(parts, context, value.shape, value.stride()).detach()
-        return _like(value, made)
-    wanted = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
+        return _like(value, made.to(wanted))
     made = torch.empty_strided(tuple(value.shape), value.stride(), dtype=wanted, device="cpu")
     return _like(value, made)
 
