@@ -7,9 +7,10 @@ import numpy as np
 
 from dshard.arguments import checked
 from dshard.errors import PlanError
-from dshard.planner.bounds import Incumbent, Relaxation
+from dshard.planner.bounds import Relaxation
 from dshard.planner.chain import Chain
 from dshard.planner.costs import Cluster, ModelCosts
+from dshard.planner.incumbent import Incumbent
 from dshard.planner.labels import TOLERANCE, promising, search
 from dshard.planner.memory import Ints, peak_bytes
 from dshard.planner.progress import SILENT, Progress, Stretch
@@ -23,7 +24,7 @@ _MAX_LABELS = 600_000
 _NARROW = 100
 _NUM_VIOLATED = 2
 _CLOSE, _MANY = 5e-4, 10  # a gap that a search of not even ten times the narrow one's labels would rarely close
-_MOST_IN_ROWS, _CLOSE_IN_ROWS = 1000, 2e-3  # where several rows tell labels apart, each is compared with each
+_MOST_IN_ROWS, _CLOSE_IN_ROWS = 3000, 2e-3  # where several rows tell labels apart, each is compared with each
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,18 +183,18 @@ def solve(
             solved, chosen = simple
             given = solved, cluster, known, chosen, limit_bytes
             chosen = at_rest(*given, step_time(solved, chosen, cluster), is_simple=True)
-    is_fastest = (solved, chosen) == (own, fastest)
+    is_fastest, fastest_peak = (solved, chosen) == (own, fastest), peak_bytes(own, fastest, cluster)
     certificate = Certificate(
         incumbent.cost if is_fastest else max(step_time(solved, chosen, cluster), incumbent.cost),
         min(bounds.proven, incumbent.cost),
         min(bounds.relaxed, incumbent.cost),
-        peak_bytes(solved, chosen, cluster),
+        fastest_peak if is_fastest else peak_bytes(solved, chosen, cluster),
         limit_bytes,
         bounds.num_labels,
         fastest,
         tuple(unit.checkpointing for unit in own.units),
         incumbent.cost,
-        peak_bytes(own, fastest, cluster),
+        fastest_peak,
         tolerance,
     )
     return Solution(solved, chosen, certificate)
@@ -220,17 +221,19 @@ def _solve_chain(chain: Chain, limit_bytes: int, incumbent: Incumbent, max_label
         return _Bounds(np.inf, np.inf, 0)
     incumbent.offer(smallest.chosen)
     relaxation = Relaxation(chain, limit_bytes, incumbent)
-    violated = _violated(chain, relaxation.chosen, limit_bytes)[:1]
-    found = _Bounds(-np.inf, -np.inf, 0) if violated else _Bounds(incumbent.cost, relaxation.bound, 0)
-    while violated and found.num_labels <= max_labels:
-        while violated:
-            for row in violated:
-                relaxation.add(row)
-            progress.at(f"bounding at {len(relaxation.rows)} moments")
-            relaxation.ascend()
-            incumbent.improve()
-            violated = relaxation.new_of(_violated(chain, relaxation.chosen, limit_bytes)[:1])
+    found, violated = _Bounds(-np.inf, -np.inf, 0), list[int]()
+    while found.num_labels <= max_labels:
+        for row in violated:
+            relaxation.add(row)
+        relaxation.ascend()
+        progress.at(f"bounding at {len(relaxation.rows)} moments")
+        if not relaxation.rows:
+            return _Bounds(incumbent.cost, relaxation.bound, 0)
+        relaxation.round()
+        relaxation.isolate()
         found, violated = _search(chain, relaxation, incumbent, max_labels, found, progress)
+        if not violated:
+            break
     return found
 
 
@@ -243,12 +246,7 @@ def _search(
         The best bounds so far, and rows that count from now on: a choice that violates them would be better.
     """
     for head in promising(chain, relaxation, incumbent.cost):
-        chosen = relaxation.dive(head)
-        if chain.cost(chosen) < incumbent.cost and (
-            rows := relaxation.new_of(_violated(chain, chosen, incumbent.limit_bytes))
-        ):
-            return known, rows
-    incumbent.improve()
+        relaxation.dive(head)
     proven, num_labels, violated = known.proven, known.num_labels, list[int]()
     for width in (_NARROW, max(_NARROW, max_labels // chain.num_units)):
         relaxation.tighten()
@@ -262,7 +260,7 @@ def _search(
         if found.chosen is not None and not incumbent.offer(found.chosen):
             violated = relaxation.new_of(_violated(chain, found.chosen, incumbent.limit_bytes))
             break
-        incumbent.improve()
+        incumbent.improve(relaxation.priced)
         close = _CLOSE if len(relaxation.rows) == 1 else _CLOSE_IN_ROWS
         is_close = max_labels < _MANY * _NARROW * chain.num_units and proven >= incumbent.cost * (1 - close)
         if is_close or not np.isfinite(found.dropped_bound):
