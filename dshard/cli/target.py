@@ -53,6 +53,12 @@ def add_options(parser: argparse.ArgumentParser, *, needs_device: bool = True) -
     devices.add_argument("--device", required=needs_device, help="such as a100-40g; an unknown name lists all")
     devices.add_argument("--profile", type=Path, metavar="FILE", help="of dshard calibrate; published: that is shipped")
     devices.add_argument("--memory", help="limit per rank, such as 38GiB (95%% of the device's)")
+    devices.add_argument(
+        "--memory-of",
+        choices=("live", "reserved", "expandable"),
+        default="live",
+        help="what it limits: tensors, or segments of CUDA's allocator, fixed or expandable (%(default)s)",
+    )
     devices.add_argument("--ranks-per-host", type=int, metavar="RANKS", help="(what is usual for the device)")
     devices.add_argument("--hosts", type=int, help="the same, as the number of hosts")
     devices.add_argument(
@@ -71,6 +77,7 @@ class Target:
     """A model, how it is trained and on what; the number of ranks is still open.
 
     Attributes:
+        memory_of: what it limits, as of `dshard.plan`.
         batch: samples per rank, "auto", or None for those of the sample.
         margin: as of `dshard.plan`.
         rates: of --profile.
@@ -82,6 +89,7 @@ class Target:
     training: Training
     device: Device
     limit_bytes: int
+    memory_of: str
     batch: int | str | None
     margin: float | None
     ranks_per_host: int | None
@@ -173,7 +181,18 @@ def target_of(args: argparse.Namespace) -> Target:
     margin = None if args.margin is None else args.margin / 100
     hosts = args.ranks_per_host, args.hosts
     return Target(
-        sampled, training, device, limit, batch, margin, *hosts, rate, rates, checkpointing, args.tensor_parallel
+        sampled,
+        training,
+        device,
+        limit,
+        args.memory_of,
+        batch,
+        margin,
+        *hosts,
+        rate,
+        rates,
+        checkpointing,
+        args.tensor_parallel,
     )
 
 

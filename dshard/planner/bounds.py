@@ -112,7 +112,7 @@ class Relaxation:
             for _ in range(_STEPS_ALONE):
                 _, price, mixed = self._mixed([k])
                 alone[k] = price[0]
-                if mixed - self._evaluate(alone) <= _NEAR * abs(mixed):
+                if mixed - self._evaluate(alone) <= _TOLERANCE * abs(mixed):
                     break
 
     def _mixed(self, rows: Sequence[int]) -> tuple[Floats, Floats, float]:

@@ -47,8 +47,8 @@ class MemoryForecast:
         more = sum(each.most_bytes - each.num_bytes for each in self.workspaces)
         return self.device_bytes + more
 
-    def lines(self, limit_bytes: int = 0) -> list[str]:
-        """As text, with what to do where segments exceed a limit of the bytes that live; 0 for none."""
+    def lines(self, limit_bytes: int = 0, memory_of: str = "live") -> list[str]:
+        """As text, with what to do where segments exceed a limit of the bytes that live, or others; 0 for none."""
         outside = [f"{each.name} {bytes_text(each.num_bytes)}" for each in self.workspaces if not each.is_reserved]
         lines = [
             f"  on CUDA: active {bytes_text(self.active_bytes)}, reserved {bytes_text(self.reserved_bytes)} "
@@ -59,8 +59,10 @@ class MemoryForecast:
         if self.live_bytes <= limit_bytes < self.reserved_bytes:
             less = bytes_text(limit_bytes - (self.reserved_bytes - self.live_bytes))
             lines.append(
-                f"  segments take more than the limit, which is of live bytes: set "
-                f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or plan for {less}"
+                "  the limit holds with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and not without"
+                if memory_of == "expandable"
+                else f"  segments take more than the limit, which is of live bytes: set "
+                f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or plan for {less}, or with memory_of='reserved'"
             )
         return lines
 

@@ -43,6 +43,8 @@ class Certificate:
         fastest_s: Its step.
         fastest_peak_bytes: Its peak.
         margin: By which part of a step the simpler one may be slower.
+        left_bytes: Of the limit, what was left free: what is proved holds for live bytes within the rest.
+        memory_of: What had to fit: "live" bytes, or "reserved" or "expandable" ones of CUDA's allocator.
     """
 
     step_s: float
@@ -56,6 +58,8 @@ class Certificate:
     fastest_s: float
     fastest_peak_bytes: int
     margin: float
+    left_bytes: int = 0
+    memory_of: str = "live"
 
     @property
     def gap(self) -> float:
@@ -83,6 +87,10 @@ class Certificate:
             f"step {seconds_text(self.step_s)}, at least {bound} by proof (gap {self.gap:.2g}; "
             f"relaxation {relaxed}); peak {bytes_text(self.peak_bytes)} of {bytes_text(self.limit_bytes)}"
         )
+        if self.left_bytes:
+            room, left = bytes_text(self.limit_bytes - self.left_bytes), bytes_text(self.left_bytes)
+            what = "a mix as it runs" if self.memory_of == "live" else f"the allocator ({self.memory_of} bytes)"
+            text = f"{text};\n  all of it is proved for live bytes within {room}: {left} are left for {what}"
         if not self.slower_by:
             return text
         return (
