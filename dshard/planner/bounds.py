@@ -7,6 +7,7 @@ cheapest mix of the choices so far that fits on average: its prices lead to a ch
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
@@ -20,6 +21,7 @@ _MAX_STEPS = 60
 _STEPS_ALONE = 12
 _CAUTION = 0.3  # of the best prices so far in what is tried next: those of a mix leap at first
 _MAX_ROWS = 12
+_MOST_SPLICED = 3
 _ENOUGH_CLOSED = 0.01  # of all options, for more of them to be likely
 _TOLERANCE, _NEAR = 1e-7, 1e-4  # relative: bounds that differ by less do not pay for more steps; or for another row
 _SLOW = 100.0  # times the longest step that there is, for a mix that fits always
@@ -147,11 +149,12 @@ class Relaxation:
     def round(self) -> None:
         """Make choices that fit of those in the cheapest mix."""
         shares, _, _ = self._mixed(range(len(self.rows)))
-        mixed = [self._known[k].chosen for k in np.flatnonzero(shares[1:] > 0)]
-        for place, chosen in enumerate(mixed):
+        order = np.argsort(-shares[1:], kind="stable")[: int((shares[1:] > 0).sum())]
+        mixed = [self._known[k].chosen for k in order]
+        for chosen in mixed:
             self._incumbent.repair(chosen)
-            for other in mixed[:place]:
-                self._incumbent.splice(chosen, other)
+        for one, other in combinations(mixed[:_MOST_SPLICED], 2):
+            self._incumbent.splice(one, other)
         self._incumbent.improve(self.priced)
 
     @property

@@ -9,7 +9,7 @@ from dshard.planner.chain import Chain, Floats
 from dshard.planner.memory import Ints
 from dshard.planner.swaps import Swaps
 
-_MAX_ROUNDS = 100
+_MAX_ROUNDS, _MAX_REPAIRS = 100, 30
 _NUM_TRIED = 16
 _MOST_SWAPS = 256  # of one kind that are looked at
 _APART = 3  # units between which changes neither add up nor take away
@@ -82,7 +82,7 @@ class Incumbent:
     def repair(self, chosen: Ints) -> None:
         """Make a choice fit: while a row is over the limit, those changes that cost least for the bytes."""
         chosen, units = chosen.copy(), np.arange(self._chain.num_units)
-        for _ in range(_MAX_ROUNDS):
+        for _ in range(_MAX_REPAIRS):
             swaps = Swaps(self._chain, chosen)
             row = int(swaps.values.argmax())
             over = int(swaps.values[row]) - self.limit_bytes

@@ -15,7 +15,7 @@ TOLERANCE = 1e-12  # relative: a choice that is better by less is no better
 _BLOCK = 1024
 _NUM_EARLY, _EARLY_LABELS = 8, 4000  # stages whose decisions tell rows apart
 _SPARE = 3  # times as many labels are compared with one another as may stay
-_NUM_PROMISING = 2
+_NUM_PROMISING = 1
 _NUM_NEAR = 3
 
 

@@ -24,7 +24,7 @@ _MAX_LABELS = 600_000
 _NARROW = 100
 _NUM_VIOLATED = 2
 _CLOSE, _MANY = 5e-4, 10  # a gap that a search of not even ten times the narrow one's labels would rarely close
-_MOST_IN_ROWS, _CLOSE_IN_ROWS = 3000, 2e-3  # where several rows tell labels apart, each is compared with each
+_MOST_IN_ROWS, _CLOSE_IN_ROWS = 3000, 1e-3  # where several rows tell labels apart, each is compared with each
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,13 +265,16 @@ def _search(
         num_labels += found.num_labels
         best_s = incumbent.cost if found.chosen is None else chain.cost(found.chosen)
         proven = max(proven, min(best_s, found.dropped_bound))
-        if found.chosen is not None and not incumbent.offer(found.chosen):
-            violated = relaxation.new_of(_violated(chain, found.chosen, incumbent.limit_bytes))
-            break
+        if found.chosen is not None:
+            incumbent.repair(found.chosen)
         incumbent.improve(relaxation.priced)
         close = _CLOSE if len(relaxation.rows) == 1 else _CLOSE_IN_ROWS
-        is_close = max_labels < _MANY * _NARROW * chain.num_units and proven >= incumbent.cost * (1 - close)
-        if is_close or not np.isfinite(found.dropped_bound):
+        is_long = max_labels < _MANY * _NARROW * chain.num_units
+        if is_long and max(proven, relaxation.bound) >= incumbent.cost * (1 - close):
+            break
+        if found.chosen is not None:
+            violated = relaxation.new_of(_violated(chain, found.chosen, incumbent.limit_bytes))
+        if violated or not np.isfinite(found.dropped_bound):
             break
     relaxed = relaxation.bound - 1e-9 * abs(relaxation.bound)
     return _Bounds(max(proven, relaxed), relaxed, num_labels), violated
