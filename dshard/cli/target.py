@@ -179,21 +179,9 @@ def target_of(args: argparse.Namespace) -> Target:
     )
     rate = None if args.between_hosts is None else args.between_hosts * 1e9 / 8
     margin = None if args.margin is None else args.margin / 100
-    hosts = args.ranks_per_host, args.hosts
-    return Target(
-        sampled,
-        training,
-        device,
-        limit,
-        args.memory_of,
-        batch,
-        margin,
-        *hosts,
-        rate,
-        rates,
-        checkpointing,
-        args.tensor_parallel,
-    )
+    hosts = args.ranks_per_host, args.hosts, rate
+    limits = limit, args.memory_of
+    return Target(sampled, training, device, *limits, batch, margin, *hosts, rates, checkpointing, args.tensor_parallel)
 
 
 def _checkpointing(args: argparse.Namespace) -> tuple[str, ...]:

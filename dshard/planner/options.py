@@ -137,8 +137,7 @@ def _cut(strategy: Strategy, cluster: Cluster) -> tuple[int, int]:
 
 def _option(unit: UnitCosts, strategy: Strategy, parts: "_Parts", num_backwards: int, cluster: Cluster) -> Option:
     """What `unit` costs under a strategy that cuts it so."""
-    sizes, reduction, comm = parts
-    whole = strategy.base == "ddp"
+    (sizes, reduction, comm), whole = parts, strategy.base == "ddp"
     stays, freed = strategy.base in ("zero1", "zero2"), strategy.base in ("full", "ddp")
     again = strategy.base == "full" and unit.is_used_in_backward
     waits = strategy.base == "zero1" and num_backwards > 1
@@ -151,6 +150,7 @@ def _option(unit: UnitCosts, strategy: Strategy, parts: "_Parts", num_backwards:
     gather_backward_s, later = comm.gather_again_s if again else 0.0, num_backwards - 1
     # Per micro-batch: the first gathers, and the last reduces, otherwise than the others.
     gathers_s, reductions_s = comm.gather_s + later * gather_again_s, comm.reduce_s + later * reduce_early_s
+    lost_s = lost * (comm.backward_comm_s + gather_backward_s + reductions_s / num_backwards)
     return Option(
         held_bytes=sizes.stored + (sizes.gathered if stays else 0),
         kept_bytes=0 if stays or freed else sizes.gathered,
@@ -175,8 +175,7 @@ def _option(unit: UnitCosts, strategy: Strategy, parts: "_Parts", num_backwards:
         gather_backward_s=gather_backward_s,
         forward_s=comm.forward_s(unit, cluster) + lost * (comm.forward_comm_s + gathers_s / num_backwards),
         forward_comm_s=comm.forward_comm_s,
-        backward_s=comm.backward_s(unit, cluster)
-        + lost * (comm.backward_comm_s + gather_backward_s + reductions_s / num_backwards),
+        backward_s=comm.backward_s(unit, cluster) + lost_s,
         backward_comm_s=comm.backward_comm_s,
         reduce_s=comm.reduce_s,
         reduce_early_s=reduce_early_s,
