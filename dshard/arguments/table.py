@@ -92,6 +92,7 @@ TABLE: dict[str, Row] = {
         "mesh": optional(domain.MESH),
         "device": optional(domain.DEVICE_OR_NAME),
         "memory": optional(domain.MEMORY),
+        "memory_of": domain.MEMORY_OF,
         "strategies": optional(domain.SOME_STRATEGIES),
         "checkpointing": domain.SOME_CHECKPOINTING,
         "batch": optional(either(count(1, "Pass 'auto'."), one_of("auto"), allowed="a number of samples, 'auto'")),

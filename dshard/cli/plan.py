@@ -69,7 +69,12 @@ def run(args: argparse.Namespace) -> int:
                 checkpointing=target.checkpointing,
             )
             planned = profile.plan(
-                cluster, memory=target.limit_bytes, strategies=args.strategy, batch=batch, margin=margin
+                cluster,
+                memory=target.limit_bytes,
+                memory_of=target.memory_of,
+                strategies=args.strategy,
+                batch=batch,
+                margin=margin,
             )
     except DShardError as error:
         raise UsageError.of(error) from error

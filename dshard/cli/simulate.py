@@ -162,7 +162,9 @@ def simulated(
             shares = (len(found) / num, (len(found) + 1) / num)
             profile.progress = Stretch(progress, f"{world} ranks, {name}: ", *shares)
             if strategy is None:
-                plan = profile.plan(cluster, memory=limit, batch=target.batch, margin=target.margin)
+                plan = profile.plan(
+                    cluster, memory=limit, memory_of=target.memory_of, batch=target.batch, margin=target.margin
+                )
             else:
                 plan = profile.given(cluster, strategy, given)
             found[world, name] = plan

@@ -54,6 +54,12 @@ def add_options(parser: argparse.ArgumentParser, *, needs_device: bool = True) -
     devices.add_argument("--device", required=needs_device, help="such as a100-40g; an unknown name lists all")
     devices.add_argument("--profile", type=Path, metavar="FILE", help="of dshard calibrate; published: that is shipped")
     devices.add_argument("--memory", help="limit per rank, such as 38GiB (95%% of the device's)")
+    devices.add_argument(
+        "--memory-of",
+        choices=("live", "reserved", "expandable"),
+        default="live",
+        help="what it limits: tensors, or segments of CUDA's allocator, fixed or expandable (%(default)s)",
+    )
     devices.add_argument("--ranks-per-host", type=int, metavar="RANKS", help="(what is usual for the device)")
     devices.add_argument("--hosts", type=int, help="the same, as the number of hosts")
     devices.add_argument(
@@ -72,6 +78,7 @@ class Target:
     """A model, how it is trained and on what; the number of ranks is still open.
 
     Attributes:
+        memory_of: what it limits, as of `dshard.plan`.
         batch: samples per rank, "auto", or None for those of the sample.
         margin: as of `dshard.plan`.
         rates: of --profile.
@@ -83,6 +90,7 @@ class Target:
     training: Training
     device: Device
     limit_bytes: int
+    memory_of: str
     batch: int | str | None
     margin: float | None
     ranks_per_host: int | None
@@ -175,8 +183,9 @@ def target_of(args: argparse.Namespace) -> Target:
     )
     rate = None if args.between_hosts is None else args.between_hosts * 1e9 / 8
     margin = None if args.margin is None else args.margin / 100
-    hosts, cut = (args.ranks_per_host, args.hosts), args.tensor_parallel
-    return Target(sampled, training, device, limit, batch, margin, *hosts, rate, rates, checkpointing, cut)
+    hosts = args.ranks_per_host, args.hosts, rate
+    limits = limit, args.memory_of
+    return Target(sampled, training, device, *limits, batch, margin, *hosts, rates, checkpointing, args.tensor_parallel)
 
 
 def _checkpointing(args: argparse.Namespace) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """What the bytes at the peak of a step are: parameters, gradients, optimizer, copies, activations."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -89,10 +89,10 @@ def _shards(unit: UnitCosts, strategy: Strategy, cluster: Cluster) -> _Shards:
 
 def _only(**given: int) -> Option:
     """An option that has nothing but these."""
-    return replace(_NOTHING, **given)
+    return _NOTHING._replace(**given)
 
 
-_NOTHING = Option(**{field.name: 0 for field in fields(Option)})
+_NOTHING = Option(**dict.fromkeys(Option._fields, 0))
 
 
 def _activations(option: Option) -> Option:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import permutations
 from operator import attrgetter
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from dshard.planner.costs import Cluster, ModelCosts, ParamCosts, UnitCosts
 from dshard.planner.memory import Ints, MemoryRows
-from dshard.planner.options import Option, options_of_unit
+from dshard.planner.options import Option, options_of_unit, table_of
 from dshard.policies import Strategy
 
 Floats = npt.NDArray[np.float64]
@@ -61,15 +62,15 @@ class Chain:
                 distinct.append(options_of_unit(each, strategies, cluster, model.num_backwards))
             kinds.append(known[key])
         again = model.num_backwards > 1
-        is_open = _worth_having(distinct, MemoryRows.of(model, distinct), again=again)[kinds]
+        table = table_of(distinct)
+        rows = MemoryRows.of_table(model, table)
+        is_open = _worth_having(table, rows, again=again)[kinds]
         numbers = np.flatnonzero(is_open.any(axis=0))
-        options = [[own[number] for number in numbers] for own in distinct]
-        times = _Times(options, kinds)
+        times = _Times(table[:, numbers], kinds)
         before, after = times.classes(("gather_backward_s",)), times.classes(_SENT if again else _SENT[:2])
         costs = times.costs(before, after, model.num_backwards, overlaps=cluster.overlaps)
         costs += np.where(is_open[:, numbers], 0.0, np.inf)[:, None, :, None]
-        rows = MemoryRows.of(model, [options[kind] for kind in kinds])
-        return cls(_laid_out(costs), rows, is_open[:, numbers], numbers, before, after)
+        return cls(_laid_out(costs), rows.of_units(kinds, numbers), is_open[:, numbers], numbers, before, after)
 
     @property
     def num_units(self) -> int:
@@ -142,22 +143,20 @@ def _content(unit: UnitCosts) -> tuple[object, ...]:
     return _UNIT(unit), *map(_PARAM, unit.params), *map(_content, unit.alternatives)
 
 
-def _worth_having(options: Sequence[Sequence[Option]], rows: MemoryRows, *, again: bool) -> npt.NDArray[np.bool_]:
+def _worth_having(table: Floats, rows: MemoryRows, *, again: bool) -> npt.NDArray[np.bool_]:
     """Whether, for each option of each unit, no other costs less or the same in every row and in every time."""
-    names = [field.name for field in fields(Option) if field.name.endswith("_s")]
+    names = [name for name in Option._fields if name.endswith("_s")]
     names = [name for name in names if again or name not in ("gather_again_s", "reduce_early_s")]
-    times = np.array([[[getattr(o, name) for name in names] for o in own] for own in options])
-    terms = np.concatenate(
-        [np.stack([part for phase in rows.phases for part in phase], axis=2).astype(np.float64), times], 2
-    )
-    num = terms.shape[1]
-    is_open = np.ones(terms.shape[:2], dtype=bool)
-    for i in range(num):
-        for j in range(num):
-            no_worse = (terms[:, j] <= terms[:, i]).all(axis=1)
-            is_same = (terms[:, j] == terms[:, i]).all(axis=1)
-            if i != j:
-                is_open[:, i] &= ~(no_worse & (~is_same | (j < i)))
+    times = table[:, :, [Option._fields.index(name) for name in names]].transpose(2, 1, 0)
+    parts = rows.phases.reshape(-1, *rows.phases.shape[2:]).transpose(0, 2, 1).astype(np.float64)
+    unlike = {each.tobytes(): each for each in (*parts, *times)}  # many are the same
+    terms = np.array(list(unlike.values()))  # (rows and times, options, units)
+    is_open = np.ones(table.shape[:2], dtype=bool)
+    for i, j in permutations(range(terms.shape[1]), 2):
+        no_worse = (terms[:, j] <= terms[:, i]).all(axis=0)
+        if no_worse.any():
+            is_same = (terms[:, j] == terms[:, i]).all(axis=0)
+            is_open[:, i] &= ~(no_worse & (~is_same | (j < i)))
     return is_open
 
 
@@ -168,17 +167,17 @@ class _Times:
     """Seconds of options.
 
     Args:
-        options: Of units that differ, each as many.
+        table: Options of units that differ, as `table_of` gives them.
         kinds: For each unit of the model, which of these it is.
     """
 
-    def __init__(self, options: Sequence[Sequence[Option]], kinds: Sequence[int]) -> None:
-        self._options, self._kinds = options, kinds
+    def __init__(self, table: Floats, kinds: Sequence[int]) -> None:
+        self._table, self._kinds = table, kinds
 
     def of(self, name: str) -> Floats:
         """One field; shape (units, S)."""
-        found = np.array([[getattr(option, name) for option in own] for own in self._options], dtype=np.float64)
-        return found[self._kinds]
+        found: Floats = self._table[:, :, Option._fields.index(name)][self._kinds]
+        return found
 
     def classes(self, names: Sequence[str]) -> Ints:
         """Numbers for options of which each unit has the same in some fields; shape (S)."""

@@ -1,7 +1,7 @@
 """Memory as users of CUDA see it: what lives, what the allocator counts for it, what it has reserved, and the rest."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -47,8 +47,8 @@ class MemoryForecast:
         more = sum(each.most_bytes - each.num_bytes for each in self.workspaces)
         return self.device_bytes + more
 
-    def lines(self, limit_bytes: int = 0) -> list[str]:
-        """As text, with what to do where segments exceed a limit of the bytes that live; 0 for none."""
+    def lines(self, limit_bytes: int = 0, memory_of: str = "live") -> list[str]:
+        """As text, with what to do where segments exceed a limit of the bytes that live, or others; 0 for none."""
         outside = [f"{each.name} {bytes_text(each.num_bytes)}" for each in self.workspaces if not each.is_reserved]
         lines = [
             f"  on CUDA: active {bytes_text(self.active_bytes)}, reserved {bytes_text(self.reserved_bytes)} "
@@ -59,8 +59,10 @@ class MemoryForecast:
         if self.live_bytes <= limit_bytes < self.reserved_bytes:
             less = bytes_text(limit_bytes - (self.reserved_bytes - self.live_bytes))
             lines.append(
-                f"  segments take more than the limit, which is of live bytes: set "
-                f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or plan for {less}"
+                "  the limit holds with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and not without"
+                if memory_of == "expandable"
+                else f"  segments take more than the limit, which is of live bytes: set "
+                f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or plan for {less}, or with memory_of='reserved'"
             )
         return lines
 
@@ -90,7 +92,7 @@ def forecast(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster
 # What a unit's bytes at a moment are, beside those held: the block of memory, and how much of each field of an Option.
 _KEYS = ("held", "gathered", "moving", "send", "received", "raw", "sums", "replicas", "temporaries")
 _GATHERED = ("gathered", "moving")  # whose memory is of the stream of gathers
-_NOTHING = Option(**{each.name: 0 for each in fields(Option)})
+_NOTHING = Option(**dict.fromkeys(Option._fields, 0))
 
 
 def keyed(option: Option) -> list[Option]:
@@ -103,9 +105,8 @@ def keyed(option: Option) -> list[Option]:
     send_fill, send_slice = min(whole, o.filling_bytes - use_fill), min(whole, o.slicing_bytes - use_slice)
     flying, arrived, ending = (min(whole, n) for n in (o.in_flight_bytes, o.whole_in_flight_bytes, o.ending_bytes))
     return [
-        replace(_NOTHING, held_bytes=o.held_bytes),
-        replace(
-            _NOTHING,
+        _NOTHING._replace(held_bytes=o.held_bytes),
+        _NOTHING._replace(
             kept_bytes=o.kept_bytes,
             forward_use_bytes=gathered,
             forward_ahead_bytes=ahead,
@@ -114,9 +115,8 @@ def keyed(option: Option) -> list[Option]:
             filling_bytes=use_fill,
             slicing_bytes=use_slice,
         ),
-        replace(_NOTHING, forward_ahead_bytes=moving, backward_ahead_bytes=late),
-        replace(
-            _NOTHING,
+        _NOTHING._replace(forward_ahead_bytes=moving, backward_ahead_bytes=late),
+        _NOTHING._replace(
             filling_bytes=send_fill,
             slicing_bytes=send_slice,
             sent_bytes=whole,
@@ -125,21 +125,19 @@ def keyed(option: Option) -> list[Option]:
             ending_bytes=ending,
             waiting_bytes=o.waiting_bytes,
         ),
-        replace(
-            _NOTHING,
+        _NOTHING._replace(
             in_flight_bytes=o.in_flight_bytes - flying,
             whole_in_flight_bytes=o.whole_in_flight_bytes - arrived,
             ending_bytes=o.in_flight_bytes - flying,
             grad_bytes=o.grad_bytes,
         ),
-        replace(
-            _NOTHING,
+        _NOTHING._replace(
             filling_bytes=o.filling_bytes - use_fill - send_fill,
             slicing_bytes=o.slicing_bytes - use_slice - send_slice,
         ),
-        replace(_NOTHING, ending_bytes=o.ending_bytes - ending - (o.in_flight_bytes - flying)),
-        replace(_NOTHING, replicas_bytes=o.replicas_bytes, late_replicas_bytes=o.late_replicas_bytes),
-        replace(_NOTHING, step_bytes=o.step_bytes, largest_step_bytes=o.largest_step_bytes),
+        _NOTHING._replace(ending_bytes=o.ending_bytes - ending - (o.in_flight_bytes - flying)),
+        _NOTHING._replace(replicas_bytes=o.replicas_bytes, late_replicas_bytes=o.late_replicas_bytes),
+        _NOTHING._replace(step_bytes=o.step_bytes, largest_step_bytes=o.largest_step_bytes),
     ]
 
 

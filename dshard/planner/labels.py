@@ -5,16 +5,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dshard.planner.bounds import Relaxation, following
+from dshard.planner.bounds import Relaxation
 from dshard.planner.chain import Chain, Floats
 from dshard.planner.memory import Ints
+from dshard.planner.paths import Paths
 from dshard.planner.progress import SILENT, Progress
 
 TOLERANCE = 1e-12  # relative: a choice that is better by less is no better
 _BLOCK = 1024
 _NUM_EARLY, _EARLY_LABELS = 8, 4000  # stages whose decisions tell rows apart
 _SPARE = 3  # times as many labels are compared with one another as may stay
-_NUM_PROMISING = 2
+_NUM_PROMISING = 1
 _NUM_NEAR = 3
 
 
@@ -77,7 +78,7 @@ class _Course:
         chain: The mirror image of the chain.
         terms: Bytes per row, unit and option.
         prices: Shape (vectors, rows): each gives a bound.
-        follow: For all of these, as `following` gives it.
+        follow: For all of these, as `Paths.following` gives it.
     """
 
     chain: Chain
@@ -88,7 +89,7 @@ class _Course:
     @classmethod
     def of(cls, chain: Chain, relaxation: Relaxation) -> "_Course":
         mirrored, terms, prices = chain.mirrored(), relaxation.terms[:, ::-1], relaxation.known_prices
-        return cls(mirrored, terms, prices, following(mirrored, np.tensordot(prices, terms, axes=1)))
+        return cls(mirrored, terms, prices, Paths(mirrored).following(np.tensordot(prices, terms, axes=1)))
 
     def in_order(self, chosen: Ints) -> Ints:
         """The first options of a course as a choice, -1 for the rest."""
@@ -110,7 +111,7 @@ class _Front:
         self._course, self._caps = course, caps
         self._upper = upper * (1 - TOLERANCE) if np.isfinite(upper) else upper
         self._least, self._most = _futures(course.chain, course.terms)
-        self._alike = course.chain.alike()
+        self._alike, self._parted = course.chain.alike(), _parted(course.chain, course.terms)
         fits = (course.terms[:, 0].T + self._least[0] <= caps).all(axis=1)
         first = np.flatnonzero(course.chain.is_open[0] & fits)
         zeros = np.zeros(len(first), dtype=np.int64)
@@ -149,7 +150,7 @@ class _Front:
             kept = self._most_promising(bounds[parent, own], _SPARE * max_labels)
             parent, own, used = parent[kept], own[kept], used[kept]
         made = _Labels(self._alike[stage, chain.before[labels.own[parent]]], own, totals[parent, own], used, parent)
-        made = made.take(_unbeaten(made, self._caps - self._most[stage], chain.num_options))
+        made = made.take(self._unbeaten(made, stage))
         if len(made.own) > max_labels:
             made = made.take(self._most_promising(bounds[made.parent, made.own], max_labels))
         self.labels = made
@@ -161,6 +162,38 @@ class _Front:
         order = np.argsort(bounds, kind="stable")
         self.dropped_bound = min(self.dropped_bound, float(bounds[order[num]]))
         return order[:num]
+
+    def _unbeaten(self, labels: "_Labels", stage: int) -> npt.NDArray[np.intp]:
+        """Numbers of the labels that no other beats, or all but some that are beaten.
+
+        Those compare that mean the same to the units that follow: the last option's class is the same, and what the
+        next unit's class adds to the seconds of the last one.
+        """
+        costs = self._course.chain.costs[stage].reshape(-1, self._course.chain.costs.shape[3])
+        place = labels.before * self._course.chain.num_options + labels.own
+        kinds, kind = np.unique(place, return_inverse=True)
+        more = costs[kinds] - costs[kinds, :1]
+        more = np.unique(more, axis=0, return_inverse=True)[1].reshape(-1) if len(kinds) else kinds
+        group = more[kind] * self._course.chain.costs.shape[1] + self._course.chain.before[labels.own]
+        return _unbeaten(group, labels.cost + costs[place, 0], self._excess(labels.used, stage))
+
+    def _excess(self, used: Floats, stage: int) -> Floats:
+        """Bytes beyond the limits with the least that may come, as far as they tell labels apart: (labels, rows).
+
+        Rows to which all that may come adds as much are one, of which the fullest counts; and less is not better where
+        a row holds whatever comes.
+        """
+        excess, enough = used + self._least[stage] - self._caps, self._least[stage] - self._most[stage]
+        is_one, found = self._parted <= stage, list[tuple[float, Floats, float]]()
+        for k in range(excess.shape[1]):
+            if len(used) and not is_one[k, :k].any():
+                fullest = excess[:, is_one[k]].max(axis=1)
+                found.append((float(fullest.max()) - enough[k], fullest, enough[k]))
+        kept = list[tuple[Floats, float]]()
+        for beyond, fullest, least in sorted(found, key=lambda each: -each[0]):
+            if beyond > 0 and not any(np.ptp(fullest - other) == 0 for other, _ in kept):
+                kept.append((fullest, least))
+        return np.array([np.maximum(*each) for each in kept]).reshape(len(kept), len(used)).T
 
     def best(self) -> Ints | None:
         """The best choice, once there are no more units, if it is better than what is looked for."""
@@ -207,41 +240,34 @@ def _futures(chain: Chain, terms: Floats) -> tuple[Floats, Floats]:
     return after(least), after(most)
 
 
-def _unbeaten(labels: _Labels, enough: Floats, num_options: int) -> npt.NDArray[np.intp]:
-    """Numbers of the labels that no other with the same last two options beats, or all but some that are beaten.
+def _parted(chain: Chain, terms: Floats) -> Ints:
+    """For each two rows the last unit to which it matters, for an option, which of them it is; -1 for none."""
+    num, found = len(terms), np.full((len(terms), len(terms)), -1)
+    for k in range(num):
+        more = terms - terms[k]
+        most, least = (np.where(chain.is_open, sign * more, -np.inf).max(axis=2) for sign in (1, -1))
+        found[k] = np.where(most + least > 0, np.arange(chain.num_units), -1).max(axis=1)
+    return found
+
+
+def _unbeaten(group: Ints, cost: Floats, used: Floats) -> npt.NDArray[np.intp]:
+    """Numbers of the labels that no other of their group beats, or all but some that are beaten.
 
     Args:
-        labels: Of one stage.
-        enough: Bytes per row below which the row holds whatever comes: there less is not better.
-        num_options: Per unit.
+        group: Of each label.
+        cost: Seconds.
+        used: Bytes, of which less is better; shape (labels, rows).
     """
-    group = labels.before * num_options + labels.own
-    used = labels.used[:, _distinct(labels.used, enough)]
-    order = np.lexsort([labels.cost, *used.T[::-1], group])
-    kept = []
-    for part in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
-        if not len(part):
-            continue
-        if used.shape[1] <= 1:
-            cost = labels.cost[part]
-            lowest = np.minimum.accumulate(cost)
-            kept.append(part[np.concatenate([[True], cost[1:] < lowest[:-1]])])
-        else:
-            kept.append(_unbeaten_rows(part, np.column_stack([labels.cost, used])[part]))
-    return np.concatenate(kept) if kept else np.zeros(0, dtype=np.intp)
-
-
-def _distinct(used: Floats, enough: Floats) -> list[int]:
-    """The rows that tell labels apart: not those that hold whatever comes, nor those that move with a stricter one."""
-    if not len(used):
-        return []
-    kept: list[int] = []
-    for k in np.argsort(used.max(axis=0) - enough)[::-1]:
-        if used[:, k].max() <= enough[k]:
-            continue
-        if not any(np.ptp(used[:, k] - used[:, other]) == 0 for other in kept):
-            kept.append(int(k))
-    return kept
+    order = np.lexsort([cost, *used.T[::-1], group])
+    if used.shape[1] <= 1:
+        ranks = np.empty(len(order), dtype=np.int64)
+        ranks[np.lexsort([used[:, 0] if used.shape[1] else group, cost])] = np.arange(len(order))
+        ranks = ranks[order] - len(order) * np.cumsum(np.diff(group[order], prepend=group[order][:1]) != 0)
+        is_least = np.minimum.accumulate(ranks) == ranks  # those of a later group are below all of an earlier one
+        return order[is_least]
+    parts = np.split(order, np.flatnonzero(np.diff(group[order])) + 1)
+    kept = [_unbeaten_rows(part, np.column_stack([cost, used])[part]) for part in parts if len(part)]
+    return np.concatenate(kept) if kept else order
 
 
 def _unbeaten_rows(part: npt.NDArray[np.intp], values: Floats) -> npt.NDArray[np.intp]:
@@ -252,8 +278,8 @@ def _unbeaten_rows(part: npt.NDArray[np.intp], values: Floats) -> npt.NDArray[np
     for start in range(0, len(part), _BLOCK):
         block = values[start : start + _BLOCK]
         rivals = block if start == 0 else np.concatenate([values[:_BLOCK], block])
-        beats = (rivals[:, None] <= block[None]).all(axis=2)
-        offset = len(rivals) - len(block)
-        beats &= np.arange(len(rivals))[:, None] < np.arange(len(block))[None] + offset
+        beats = np.arange(len(rivals))[:, None] < np.arange(len(block)) + len(rivals) - len(block)
+        for rival, own in zip(rivals.T[1:], block.T[1:], strict=True):  # it takes no more time, for it comes before
+            beats &= rival[:, None] <= own
         kept[start : start + _BLOCK] = ~beats.any(axis=0)
     return part[kept]

@@ -1,6 +1,6 @@
 """Peak memory of a step: what is held, and the most that lives at one moment beside it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from dshard.arguments import checked
 from dshard.planner.costs import Cluster, ModelCosts
-from dshard.planner.options import Option, options_of
+from dshard.planner.options import Option, options_of, table_of
 from dshard.policies import Strategy
 
 Ints = npt.NDArray[np.int64]
@@ -60,17 +60,25 @@ class MemoryRows:
 
     Args:
         constant: What is there whatever the options, per row.
-        phases: For each phase, what a unit adds: (before, three before, two before, one before, at, one after, two
-            after, three after, after), arrays of shape (units, options).
+        phases: What an option of a unit adds, shape (phases, 9, units, options): the unit comes before a row, three
+            before, two before, one before, is its own, one after, two after, three after, after.
     """
 
     constant: Ints
-    phases: tuple[tuple[Ints, ...], ...]
+    phases: Ints
 
     @classmethod
     def of(cls, model: ModelCosts, options: Sequence[Sequence[Option]]) -> "MemoryRows":
         """Rows for units of which each has some options, all of them as many."""
-        field = _fields(options)
+        return cls.of_table(model, table_of(options))
+
+    @classmethod
+    def of_table(cls, model: ModelCosts, table: npt.NDArray[np.float64]) -> "MemoryRows":
+        """The same of their fields: see `table_of`."""
+
+        def field(name: str) -> Ints:
+            return table[:, :, Option._fields.index(name)].astype(np.int64)
+
         held, late = field("held_bytes"), field("grad_bytes") + field("waiting_bytes")
         if model.num_backwards > 1:  # those of earlier micro-batches are there from the start
             held, late = held + late, np.zeros_like(late)
@@ -93,13 +101,18 @@ class MemoryRows:
             step = (done + field("step_bytes"),) * 9
         else:
             step = (*(done,) * 4, done + field("largest_step_bytes"), *(done,) * 4)
-        constant = np.full(len(_PHASES) * len(options), model.buffer_bytes, dtype=np.int64)
-        return cls(constant, (forward, backward, gradients, slices, reduce, step))
+        constant = np.full(len(_PHASES) * len(table), model.buffer_bytes, dtype=np.int64)
+        return cls(constant, np.array((forward, backward, gradients, slices, reduce, step)))
+
+    def of_units(self, which: Sequence[int], options: Ints) -> "MemoryRows":
+        """Rows for other units, which are alike to some of these, with some of the options."""
+        phases = self.phases[:, :, np.asarray(which)[:, None], options]
+        return MemoryRows(np.full(len(_PHASES) * len(which), self.constant[0]), phases)
 
     @property
     def num_units(self) -> int:
         """Number of units of the model."""
-        return self.phases[0][0].shape[0]
+        return self.phases.shape[2]
 
     def name(self, row: int) -> tuple[str, int]:
         """Phase and unit of a row."""
@@ -125,30 +138,21 @@ class MemoryRows:
 
     def values(self, chosen: Ints) -> Ints:
         """Bytes of every row, for the number of the option of each unit."""
-        units = np.arange(self.num_units)
-        return self._sums(lambda part: part[units, chosen])
+        return self._sums(self.phases[:, :, np.arange(self.num_units), chosen])
 
     def least(self, is_open: npt.NDArray[np.bool_]) -> Ints:
         """The least bytes of every row, taken alone, with any options that are open."""
-        return self._sums(lambda part: np.where(is_open, part, np.iinfo(np.int64).max).min(axis=1))
+        return self._sums(np.where(is_open, self.phases, np.iinfo(np.int64).max).min(axis=3))
 
-    def _sums(self, pick: Callable[[Ints], Ints]) -> Ints:
-        """Bytes of every row from one value per unit."""
-        num, zeros = self.num_units, np.zeros(_FAR + 1, dtype=np.int64)
-        found = []
-        for phase in self.phases:
-            before, *near, after = map(pick, phase)
-            sums = np.concatenate([zeros, np.cumsum(before)])[:num]  # of units below e - 3
-            sums += np.concatenate([np.cumsum(after[::-1])[::-1], zeros])[_FAR + 1 :]  # of units above e + 3
-            for away, part in zip(range(-_FAR, _FAR + 1), near, strict=True):
-                if abs(away) < num:
-                    sums[max(0, -away) : num - max(0, away)] += part[max(0, away) : num - max(0, -away)]
-            found.append(sums)
-        return np.concatenate(found) + self.constant
-
-
-def _fields(options: Sequence[Sequence[Option]]) -> Callable[[str], Ints]:
-    def field(name: str) -> Ints:
-        return np.array([[getattr(option, name) for option in own] for own in options], dtype=np.int64)
-
-    return field
+    def _sums(self, parts: Ints) -> Ints:
+        """Bytes of every row from what each unit adds, as `phases`."""
+        num = self.num_units
+        ahead, after = np.cumsum(parts[:, 0], axis=1), np.cumsum(parts[:, -1, ::-1], axis=1)[:, ::-1]
+        sums = np.zeros((len(parts), num), dtype=np.int64)
+        sums[:, _FAR + 1 :] += ahead[:, : -_FAR - 1]
+        sums[:, : -_FAR - 1] += after[:, _FAR + 1 :]
+        for away in range(-_FAR, _FAR + 1):
+            if abs(away) < num:
+                rows = slice(max(0, -away), num - max(0, away))
+                sums[:, rows] += parts[:, away + _FAR + 1, max(0, away) : num - max(0, -away)]
+        return sums.reshape(-1) + self.constant

@@ -14,6 +14,8 @@ def note_what_was_not_known(record: dict[str, Any], schema: int) -> None:
         _note_messages(record)
     if schema < _BEFORE_CUT_LAYERS:
         _note_no_choices(record)
+    for certificate in _dicts([record.get("certificate")]):
+        certificate |= {"left_bytes": 0, "memory_of": "live"}
     for part in _dicts([record.get("model"), record.get("cluster")]):
         part |= {"tensor_parallel": 1}
     for unit in _units_of(record):

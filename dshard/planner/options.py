@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from dshard.planner.costs import Cluster, ModelCosts, UnitCosts, ceil_div
 from dshard.planner.sizes import Reduction, Sizes, split_of
 from dshard.policies import Strategy
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """One unit under one strategy.
 
     Args:
@@ -81,6 +84,11 @@ class Option:
     gradients_transient_bytes: int
 
 
+def table_of(options: Sequence[Sequence[Option]]) -> npt.NDArray[np.float64]:
+    """All fields of the options of some units, each of as many; shape (units, options, fields)."""
+    return np.array(options, dtype=np.float64)
+
+
 def options_of(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster) -> list[Option]:
     """The option of each unit under its strategy.
 
@@ -109,36 +117,39 @@ def options_of_unit(
     Returns:
         All strategies for the first kind, then for the second, and so on.
     """
-    known: dict[tuple[int, int], tuple[Sizes, Reduction]] = {}
-    options = []
-    for unit in kinds:
-        times: dict[tuple[int, int], _Times] = {}
-        for strategy in strategies:
-            within = 1 if strategy.base == "ddp" else strategy.within or cluster.num_ranks
-            cut = within, strategy.num_slices
-            if cut not in known:
-                known[cut] = Sizes.of(unit, *cut, cluster), Reduction.of(unit, *cut, cluster)
-            if cut not in times:
-                times[cut] = _Times.of(unit, *cut, cluster)
-            options.append(_option(unit, strategy, (*known[cut], times[cut]), num_backwards, cluster))
-    return options
+    known: dict[tuple[int, int], tuple[Sizes, Reduction, _Comm]] = {}  # whatever the kind
+    cuts = [_cut(strategy, cluster) for strategy in strategies]
+    for cut in cuts:
+        if cut not in known:
+            given = kinds[0], *cut, cluster
+            known[cut] = Sizes.of(*given), Reduction.of(*given), _Comm.of(*given)
+    return [
+        _option(unit, strategy, known[cut], num_backwards, cluster)
+        for unit in kinds
+        for strategy, cut in zip(strategies, cuts, strict=True)
+    ]
+
+
+def _cut(strategy: Strategy, cluster: Cluster) -> tuple[int, int]:
+    """How many ranks share a parameter, and in how many slices it is gathered."""
+    return 1 if strategy.base == "ddp" else strategy.within or cluster.num_ranks, strategy.num_slices
 
 
 def _option(unit: UnitCosts, strategy: Strategy, parts: "_Parts", num_backwards: int, cluster: Cluster) -> Option:
     """What `unit` costs under a strategy that cuts it so."""
-    sizes, reduction, times = parts
-    whole, stays = strategy.base == "ddp", strategy.base in ("zero1", "zero2")
-    moves = strategy.base == "full" or (whole and unit.is_offloaded)  # to the device, at each use
-    again = moves and unit.is_used_in_backward
+    (sizes, reduction, comm), whole = parts, strategy.base == "ddp"
+    stays, moves = strategy.base in ("zero1", "zero2"), strategy.base == "full" or (whole and unit.is_offloaded)
+    again = moves and unit.is_used_in_backward  # moved to where it is used, each time
     waits = strategy.base == "zero1" and num_backwards > 1
     use, lost = sizes.gathered + 2 * sizes.gather_slice, cluster.interference
     is_gathered = again or strategy.base == "keep" or (whole and unit.is_used_in_backward)
     ahead = sizes.gathered + sizes.gather_slice + sizes.moving
     again_use, slices = (sizes.gathered, 2 * sizes.gather_slice) if is_gathered else (0, 0)
-    gather_again_s, reduce_early_s = 0.0 if stays else times.gather_again_s, 0.0 if waits else times.reduce_s
-    gather_backward_s, later = times.gather_again_s if again else 0.0, num_backwards - 1
+    gather_again_s, reduce_early_s = 0.0 if stays else comm.gather_again_s, 0.0 if waits else comm.reduce_s
+    gather_backward_s, later = comm.gather_again_s if again else 0.0, num_backwards - 1
     # Per micro-batch: the first gathers, and the last reduces, otherwise than the others.
-    gathers_s, reductions_s = times.gather_s + later * gather_again_s, times.reduce_s + later * reduce_early_s
+    gathers_s, reductions_s = comm.gather_s + later * gather_again_s, comm.reduce_s + later * reduce_early_s
+    lost_s = lost * (comm.backward_comm_s + gather_backward_s + reductions_s / num_backwards)
     return Option(
         held_bytes=sizes.stored + (sizes.gathered if stays else 0),
         kept_bytes=sizes.gathered if strategy.base == "keep" else 0,
@@ -154,18 +165,18 @@ def _option(unit: UnitCosts, strategy: Strategy, parts: "_Parts", num_backwards:
         ending_bytes=reduction.flying + reduction.slice_in_flight + reduction.ending,
         replicas_bytes=reduction.among_replicas + reduction.homing,
         late_replicas_bytes=reduction.late_among_replicas,
-        grad_bytes=reduction.homing if times.is_homing_slow else reduction.grads,
+        grad_bytes=reduction.homing if comm.homing_s > unit.backward_s else reduction.grads,  # or they queue
         waiting_bytes=reduction.sent if waits else 0,
         step_bytes=sum(sizes.steps),
         largest_step_bytes=max(sizes.steps, default=0),
-        gather_s=times.gather_s,
+        gather_s=comm.gather_s,
         gather_again_s=gather_again_s,
         gather_backward_s=gather_backward_s,
-        forward_s=times.forward_s + lost * (times.forward_comm_s + gathers_s / num_backwards),
-        forward_comm_s=times.forward_comm_s,
-        backward_s=times.backward_s + lost * (times.backward_comm_s + gather_backward_s + reductions_s / num_backwards),
-        backward_comm_s=times.backward_comm_s,
-        reduce_s=times.reduce_s,
+        forward_s=comm.forward_s(unit, cluster) + lost * (comm.forward_comm_s + gathers_s / num_backwards),
+        forward_comm_s=comm.forward_comm_s,
+        backward_s=comm.backward_s(unit, cluster) + lost_s,
+        backward_comm_s=comm.backward_comm_s,
+        reduce_s=comm.reduce_s,
         reduce_early_s=reduce_early_s,
         optimizer_s=unit.optimizer_s * sizes.share + unit.optimizer_start_s,
         activation_bytes=unit.activation_bytes,
@@ -176,20 +187,20 @@ def _option(unit: UnitCosts, strategy: Strategy, parts: "_Parts", num_backwards:
 
 
 @dataclass(frozen=True, slots=True)
-class _Times:
-    """Seconds of a unit's computations and collectives."""
+class _Comm:
+    """Seconds of a unit's collectives, whatever its activation checkpointing, and in how many steps it computes."""
 
     gather_s: float
     gather_again_s: float
-    forward_s: float
     forward_comm_s: float
-    backward_s: float
     backward_comm_s: float
     reduce_s: float
-    is_homing_slow: bool  # whether gradients queue for their way to the CPU's memory
+    homing_s: float  # of gradients on their way to the CPU's memory
+    num_steps: int
+    num_split: int
 
     @classmethod
-    def of(cls, unit: UnitCosts, within: int, num_slices: int, cluster: Cluster) -> "_Times":
+    def of(cls, unit: UnitCosts, within: int, num_slices: int, cluster: Cluster) -> "_Comm":
         """Times of one forward and backward."""
         split, rest = split_of(unit, num_slices)
         gather_bytes = sum(p.numel * p.gather_itemsize for p in rest)
@@ -211,20 +222,31 @@ class _Times:
         ahead_s, last_s = (gather_slices[0], reduce_slices[-1]) if num_steps else (0.0, 0.0)
         forward_comm_s = sum(gather_slices) - ahead_s
         backward_comm_s = forward_comm_s + sum(reduce_slices) - last_s
-        overhead_s = unit.slice_overhead_s * max(num_steps - len(split), 0)
-        grad_bytes, slowest = sum(p.numel * p.grad_itemsize for p in rest), 1 + cluster.stragglers
+        grad_bytes = sum(p.numel * p.grad_itemsize for p in rest)
         out_bytes = sum(p.shard_numel(within) * p.stored_itemsize for p in rest if p.grad_itemsize)
         reduce_s = cluster.reduce_scatter_s(grad_bytes, within) + last_s + _replicas_s(unit, within, cluster)
         return cls(
             gather_s=gather_s + ahead_s,
             gather_again_s=again_s + ahead_s,
-            forward_s=_with_slices((unit.forward_s + overhead_s) * slowest, forward_comm_s, num_steps),
             forward_comm_s=forward_comm_s,
-            backward_s=_with_slices((unit.backward_s + overhead_s) * slowest, backward_comm_s, num_steps),
             backward_comm_s=backward_comm_s,
             reduce_s=max(reduce_s, unit.home_s_per_byte * out_bytes),  # a copy home runs beside the next reduction
-            is_homing_slow=unit.home_s_per_byte * out_bytes > unit.backward_s,
+            homing_s=unit.home_s_per_byte * out_bytes,
+            num_steps=num_steps,
+            num_split=len(split),
         )
+
+    def forward_s(self, unit: UnitCosts, cluster: Cluster) -> float:
+        """Its forward, with slices that are waited for."""
+        return self._computing_s(unit.forward_s, self.forward_comm_s, unit, cluster)
+
+    def backward_s(self, unit: UnitCosts, cluster: Cluster) -> float:
+        """Its backward, likewise."""
+        return self._computing_s(unit.backward_s, self.backward_comm_s, unit, cluster)
+
+    def _computing_s(self, own_s: float, comm_s: float, unit: UnitCosts, cluster: Cluster) -> float:
+        overhead_s = unit.slice_overhead_s * max(self.num_steps - self.num_split, 0)
+        return _with_slices((own_s + overhead_s) * (1 + cluster.stragglers), comm_s, self.num_steps)
 
 
 def _with_slices(compute_s: float, comm_s: float, num_steps: int) -> float:
@@ -239,4 +261,4 @@ def _replicas_s(unit: UnitCosts, within: int, cluster: Cluster) -> float:
     return cluster.all_reduce_s(shard_bytes, within) if within < cluster.num_ranks else 0.0
 
 
-_Parts = tuple[Sizes, Reduction, _Times]
+_Parts = tuple[Sizes, Reduction, _Comm]

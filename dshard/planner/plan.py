@@ -18,7 +18,8 @@ from dshard.planner.memory import moments
 from dshard.planner.older import OLDER, note_what_was_not_known
 from dshard.planner.records import of_record, to_record
 from dshard.planner.robust import Doubt, doubt_lines
-from dshard.planner.solver import Certificate, solve
+from dshard.planner.rooms import fitted
+from dshard.planner.solver import Certificate, Solution, solve
 from dshard.planner.spreads import Interval, interval_text
 from dshard.planner.tables import Choice, choice_table, mix_text, named, peak_text, ranks_text, unit_table
 from dshard.planner.terms import bound_text, terms_of
@@ -181,6 +182,14 @@ class Plan:
         return self.cluster.memory_bytes if self.certificate is None else self.certificate.limit_bytes
 
     @property
+    def _left_bytes(self) -> int:
+        return 0 if self.certificate is None else self.certificate.left_bytes
+
+    @property
+    def _memory_of(self) -> str:
+        return "live" if self.certificate is None else self.certificate.memory_of
+
+    @property
     def checkpointing(self) -> tuple[str, ...]:
         """Which activations each unit computes again, by name (none, selective or full)."""
         return tuple(unit.checkpointing for unit in self.model.units)
@@ -230,9 +239,9 @@ class Plan:
             f"peak: {bytes_text(self.peak_bytes)}"
             + (f" of {bytes_text(self._limit_bytes)}" if self._limit_bytes else ""),
             *peak_text(self.memory_at_peak, model.units),
-            *([] if cluster.keeps_received_rows else self.memory_seen.lines(self._limit_bytes)),
+            *([] if cluster.keeps_received_rows else self.memory_seen.lines(self._limit_bytes, self._memory_of)),
             "",
-            *choice_table((model, self.strategies), cluster, others, self._limit_bytes),
+            *choice_table((model, self.strategies), cluster, others, self._limit_bytes - self._left_bytes),
             "",
             *(doubt_lines(self.doubt) if self.doubt is not None else ()),
         ]
@@ -338,7 +347,11 @@ class Plan:
         cluster = _scaled_cluster(self.cluster, factor)
         limit = self.certificate.limit_bytes if memory_bytes is None else parse_bytes(memory_bytes, "memory_bytes")
         margin = min(MEASURED, self.certificate.margin)
-        solution = solve(model, cluster, self.candidates, limit, tolerance=margin)
+
+        def choose(room: int) -> tuple[Solution, None]:
+            return solve(model, cluster, self.candidates, room, tolerance=margin), None
+
+        solution, _ = fitted(choose, cluster, limit, self.certificate.memory_of)
         return replace(
             self,
             model=solution.model,

@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dshard.planner.bounds import Incumbent, Relaxation
+from dshard.planner.bounds import Relaxation
 from dshard.planner.chain import Chain
+from dshard.planner.incumbent import Incumbent
 from dshard.planner.labels import search
 from dshard.planner.memory import Ints
 

@@ -7,9 +7,10 @@ import numpy as np
 
 from dshard.arguments import checked
 from dshard.errors import PlanError
-from dshard.planner.bounds import Incumbent, Relaxation
+from dshard.planner.bounds import Relaxation
 from dshard.planner.chain import Chain
 from dshard.planner.costs import Cluster, ModelCosts
+from dshard.planner.incumbent import Incumbent
 from dshard.planner.labels import TOLERANCE, promising, search
 from dshard.planner.memory import Ints, peak_bytes
 from dshard.planner.progress import SILENT, Progress, Stretch
@@ -23,7 +24,7 @@ _MAX_LABELS = 600_000
 _NARROW = 100
 _NUM_VIOLATED = 2
 _CLOSE, _MANY = 5e-4, 10  # a gap that a search of not even ten times the narrow one's labels would rarely close
-_MOST_IN_ROWS, _CLOSE_IN_ROWS = 1000, 2e-3  # where several rows tell labels apart, each is compared with each
+_MOST_IN_ROWS, _CLOSE_IN_ROWS = 3000, 1e-3  # where several rows tell labels apart, each is compared with each
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class Certificate:
         fastest_s: Its step.
         fastest_peak_bytes: Its peak.
         margin: By which part of a step the simpler one may be slower.
+        left_bytes: Of the limit, what was left free: what is proved holds for live bytes within the rest.
+        memory_of: What had to fit: "live" bytes, or "reserved" or "expandable" ones of CUDA's allocator.
     """
 
     step_s: float
@@ -55,6 +58,8 @@ class Certificate:
     fastest_s: float
     fastest_peak_bytes: int
     margin: float
+    left_bytes: int = 0
+    memory_of: str = "live"
 
     @property
     def gap(self) -> float:
@@ -82,6 +87,10 @@ class Certificate:
             f"step {seconds_text(self.step_s)}, at least {bound} by proof (gap {self.gap:.2g}; "
             f"relaxation {relaxed}); peak {bytes_text(self.peak_bytes)} of {bytes_text(self.limit_bytes)}"
         )
+        if self.left_bytes:
+            room, left = bytes_text(self.limit_bytes - self.left_bytes), bytes_text(self.left_bytes)
+            what = "a mix as it runs" if self.memory_of == "live" else f"the allocator ({self.memory_of} bytes)"
+            text = f"{text};\n  all of it is proved for live bytes within {room}: {left} are left for {what}"
         if not self.slower_by:
             return text
         return (
@@ -182,18 +191,18 @@ def solve(
             solved, chosen = simple
             given = solved, cluster, known, chosen, limit_bytes
             chosen = at_rest(*given, step_time(solved, chosen, cluster), is_simple=True)
-    is_fastest = (solved, chosen) == (own, fastest)
+    is_fastest, fastest_peak = (solved, chosen) == (own, fastest), peak_bytes(own, fastest, cluster)
     certificate = Certificate(
         incumbent.cost if is_fastest else max(step_time(solved, chosen, cluster), incumbent.cost),
         min(bounds.proven, incumbent.cost),
         min(bounds.relaxed, incumbent.cost),
-        peak_bytes(solved, chosen, cluster),
+        fastest_peak if is_fastest else peak_bytes(solved, chosen, cluster),
         limit_bytes,
         bounds.num_labels,
         fastest,
         tuple(unit.checkpointing for unit in own.units),
         incumbent.cost,
-        peak_bytes(own, fastest, cluster),
+        fastest_peak,
         tolerance,
     )
     return Solution(solved, chosen, certificate)
@@ -220,17 +229,19 @@ def _solve_chain(chain: Chain, limit_bytes: int, incumbent: Incumbent, max_label
         return _Bounds(np.inf, np.inf, 0)
     incumbent.offer(smallest.chosen)
     relaxation = Relaxation(chain, limit_bytes, incumbent)
-    violated = _violated(chain, relaxation.chosen, limit_bytes)[:1]
-    found = _Bounds(-np.inf, -np.inf, 0) if violated else _Bounds(incumbent.cost, relaxation.bound, 0)
-    while violated and found.num_labels <= max_labels:
-        while violated:
-            for row in violated:
-                relaxation.add(row)
-            progress.at(f"bounding at {len(relaxation.rows)} moments")
-            relaxation.ascend()
-            incumbent.improve()
-            violated = relaxation.new_of(_violated(chain, relaxation.chosen, limit_bytes)[:1])
+    found, violated = _Bounds(-np.inf, -np.inf, 0), list[int]()
+    while found.num_labels <= max_labels:
+        for row in violated:
+            relaxation.add(row)
+        relaxation.ascend()
+        progress.at(f"bounding at {len(relaxation.rows)} moments")
+        if not relaxation.rows:
+            return _Bounds(incumbent.cost, relaxation.bound, 0)
+        relaxation.round()
+        relaxation.isolate()
         found, violated = _search(chain, relaxation, incumbent, max_labels, found, progress)
+        if not violated:
+            break
     return found
 
 
@@ -243,12 +254,7 @@ def _search(
         The best bounds so far, and rows that count from now on: a choice that violates them would be better.
     """
     for head in promising(chain, relaxation, incumbent.cost):
-        chosen = relaxation.dive(head)
-        if chain.cost(chosen) < incumbent.cost and (
-            rows := relaxation.new_of(_violated(chain, chosen, incumbent.limit_bytes))
-        ):
-            return known, rows
-    incumbent.improve()
+        relaxation.dive(head)
     proven, num_labels, violated = known.proven, known.num_labels, list[int]()
     for width in (_NARROW, max(_NARROW, max_labels // chain.num_units)):
         relaxation.tighten()
@@ -259,13 +265,16 @@ def _search(
         num_labels += found.num_labels
         best_s = incumbent.cost if found.chosen is None else chain.cost(found.chosen)
         proven = max(proven, min(best_s, found.dropped_bound))
-        if found.chosen is not None and not incumbent.offer(found.chosen):
-            violated = relaxation.new_of(_violated(chain, found.chosen, incumbent.limit_bytes))
-            break
-        incumbent.improve()
+        if found.chosen is not None:
+            incumbent.repair(found.chosen)
+        incumbent.improve(relaxation.priced)
         close = _CLOSE if len(relaxation.rows) == 1 else _CLOSE_IN_ROWS
-        is_close = max_labels < _MANY * _NARROW * chain.num_units and proven >= incumbent.cost * (1 - close)
-        if is_close or not np.isfinite(found.dropped_bound):
+        is_long = max_labels < _MANY * _NARROW * chain.num_units
+        if is_long and max(proven, relaxation.bound) >= incumbent.cost * (1 - close):
+            break
+        if found.chosen is not None:
+            violated = relaxation.new_of(_violated(chain, found.chosen, incumbent.limit_bytes))
+        if violated or not np.isfinite(found.dropped_bound):
             break
     relaxed = relaxation.bound - 1e-9 * abs(relaxation.bound)
     return _Bounds(max(proven, relaxed), relaxed, num_labels), violated

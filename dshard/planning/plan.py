@@ -35,6 +35,7 @@ def plan(
     mesh: DeviceMesh | None = None,
     device: Device | str | None = None,
     memory: int | str | None = None,
+    memory_of: str = "live",
     strategies: Sequence[Strategy | str] | Strategy | str | None = None,
     checkpointing: Sequence[str] | str = "none",
     batch: int | str | None = None,
@@ -58,6 +59,8 @@ def plan(
             to replicate over and to shard over, a parameter is shared by the ranks of the second, or whole.
         device: A name of `dshard.planner.DEVICES`, or one of your own; None to measure here.
         memory: Limit per rank, in bytes or as text: "38GiB"; None for that of the cluster's devices.
+        memory_of: What it limits: "live" bytes of tensors, or what CUDA's allocator makes of them by a simulation:
+            "reserved" segments, or "expandable" ones. Those are held by leaving room.
         strategies: That a unit may have, several or one; None for all.
         checkpointing: Activation checkpointing that a unit may have, one kind or several: "none", "selective" (outputs
             of matrix products, convolutions and attention are kept, the rest is computed again), "full" (inputs of a
@@ -106,7 +109,9 @@ def plan(
         costs.progress.at("measuring links")
         cluster = here.links()
         strategies = here.strategies(strategies, cluster)
-    return costs.plan(cast("Cluster", cluster), memory=memory, strategies=strategies, batch=batch, margin=margin)
+    return costs.plan(
+        cast("Cluster", cluster), memory=memory, memory_of=memory_of, strategies=strategies, batch=batch, margin=margin
+    )
 
 
 def _ranks_of(model: nn.Module, cluster: Cluster | None, mesh: DeviceMesh | None) -> PlannedMesh | None:

@@ -14,13 +14,13 @@ from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, ModelCosts
 from dshard.planner.devices import Device
 from dshard.planner.measuring import measure, optimizer_seconds_per_byte
-from dshard.planner.memory import peak_bytes
 from dshard.planner.plan import Plan
 from dshard.planner.profiles import Overhead, Training, UnitTimes, costs_of
 from dshard.planner.progress import SILENT, Progress, Stretch
 from dshard.planner.rates import Rates
 from dshard.planner.robust import Doubt, robust
-from dshard.planner.solver import solve, solve_batch
+from dshard.planner.rooms import fitted
+from dshard.planner.solver import Solution, solve, solve_batch
 from dshard.planner.steps import resized, tensors
 from dshard.planner.texts import parse_bytes
 from dshard.planner.ties import DATASHEET, MEASURED
@@ -144,6 +144,7 @@ class Profile:
         cluster: Cluster,
         *,
         memory: int | str | None = None,
+        memory_of: str = "live",
         strategies: Sequence[Strategy | str] | Strategy | str | None = None,
         batch: int | str | None = None,
         margin: float | None = None,
@@ -157,14 +158,14 @@ class Profile:
             strategies = (strategies,)
         known = tuple(dict.fromkeys(Strategy.of(each).on(cluster.num_ranks) for each in strategies))
         if not isinstance(batch, str):
-            return self._planned(self._size(batch), cluster, known, limit, margin)
+            return self._planned(self._size(batch), cluster, known, limit, memory_of, margin)
         sizes = set(_BATCHES)
         while True:  # sizes between two traced ones are estimated, none too low; what is chosen is traced
             estimate, told = self.estimated(max(sizes)), self.progress
             found = solve_batch(estimate, sizes, cluster, known, limit, tolerance=tolerance, progress=told)
             best = found.model.batch_size // found.model.num_backwards
             try:
-                return self._planned(best, cluster, known, limit, margin)
+                return self._planned(best, cluster, known, limit, memory_of, margin)
             except PlanError:
                 sizes.discard(best)
 
@@ -197,23 +198,26 @@ class Profile:
         return None if self._spread is None else Doubt(self._spread.steps)
 
     def _planned(
-        self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int, most: float | None
+        self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int, memory_of: str, most: float | None
     ) -> Plan:
-        costs, room, tolerance, doubt = self.costs(batch), limit, self._margin(most), None
-        while True:  # until the mix that was chosen fits as it runs, and not as its units alone tell
+        costs, tolerance = self.costs(batch), self._margin(most)
+        spread = self._spread
+
+        def choose(room: int) -> tuple[Solution, Doubt | None]:
             self.progress.at(f"choosing strategies of {len(costs.units)} units")
             solution = solve(costs, cluster, known, room, tolerance=tolerance, progress=self.progress)
-            if self._spread is not None:
-                solution, doubt = robust(costs, cluster, solution, known, self._spread, margin=tolerance, most=most)
-            kinds, model, strategies = self._kinds_in(solution.model), solution.model, solution.strategies
-            if len(set(kinds)) > 1:
-                model = recomputing.with_memory_of(model, self._memory(batch, kinds))
-            peak = peak_bytes(model, strategies, cluster)
-            if peak <= limit:
-                break
-            room -= max(peak - limit, 1)
-        certificate = replace(solution.certificate, peak_bytes=peak, limit_bytes=limit)
-        return Plan(model, cluster, strategies, known, certificate, self._flops(batch, kinds), doubt)
+            doubt = None
+            if spread is not None:
+                solution, doubt = robust(costs, cluster, solution, known, spread, margin=tolerance, most=most)
+            kinds = self._kinds_in(solution.model)
+            if len(set(kinds)) > 1:  # what a mix takes as it runs, and not as its units alone tell
+                model = recomputing.with_memory_of(solution.model, self._memory(batch, kinds))
+                solution = replace(solution, model=model)
+            return solution, doubt
+
+        found, doubt = fitted(choose, cluster, limit, memory_of)
+        flops = self._flops(batch, self._kinds_in(found.model))
+        return Plan(found.model, cluster, found.strategies, known, found.certificate, flops, doubt)
 
     def _kinds_in(self, model: ModelCosts) -> Kinds:
         """The kind of activation checkpointing of each part."""

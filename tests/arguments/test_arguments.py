@@ -339,6 +339,7 @@ RIGHT: dict[str, set[str]] = {  # by what the table says that a kind allows
     "one of ('check', 'broadcast', None)": {"'check'", "none"},
     "one of ('mean', 'sum')": {"'mean'"},
     "one of ('none', 'selective', 'full')": {"'full'"},
+    "one of ('live', 'reserved', 'expandable')": set(),
     "'none', 'selective', 'full', 'auto', or a list of at least one of the first three": {
         *("'full'", "'auto'", "['full']"),
     },

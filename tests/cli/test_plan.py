@@ -434,3 +434,13 @@ def test_the_t5_trains():
     assert checkpoint_blocks(model) == 4
     model(tokens).sum().backward()
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads, strict=True))
+
+
+def test_a_limit_of_what_the_allocator_reserves_is_asked_for(printed):
+    options = (*TINY, "--world", 8, "--batch", 64, "--memory", "460MiB", "--margin", 0, "--out", "plan.json")
+    printed("plan", *options)
+    live = Plan.load("plan.json")
+    printed("plan", *options, "--memory-of", "reserved")
+    reserved = Plan.load("plan.json")
+    assert (live.certificate.memory_of, reserved.certificate.memory_of) == ("live", "reserved")
+    assert reserved.memory_seen.reserved_bytes <= 460 << 20 < live.memory_seen.reserved_bytes

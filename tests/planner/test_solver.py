@@ -25,8 +25,9 @@ from dshard.planner import (
     solver,
     step_time,
 )
-from dshard.planner.bounds import Incumbent, Relaxation
+from dshard.planner.bounds import Relaxation
 from dshard.planner.chain import Chain
+from dshard.planner.incumbent import Incumbent
 from dshard.planner.labels import search
 from dshard.policies import Strategy
 from tests.planner.cases import STRATEGIES, clusters, every_choice, models, units_with_alternatives
