@@ -7,7 +7,7 @@ import numpy as np
 
 from dshard.planner.costs import COUNTER_BYTES, Cluster, ModelCosts, UnitCosts
 from dshard.planner.memory import MemoryRows
-from dshard.planner.options import Option, options_of
+from dshard.planner.options import Option, only, options_of
 from dshard.policies import Strategy
 
 
@@ -48,11 +48,11 @@ def parts_of_peak(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cl
     stored = [_shards(unit, strategy, cluster) for unit, strategy, _ in units]
     constant = int(rows.constant[row])
     found = {
-        "parameters": told([_only(held_bytes=own.params) for own in stored]),
+        "parameters": told([only(held_bytes=own.params) for own in stored]),
         "gradients": told([_gradients(option, own.split_grads) for option, own in zip(options, stored, strict=True)]),
         "optimizer": told(
             [
-                _only(held_bytes=own.states, step_bytes=option.step_bytes, largest_step_bytes=option.largest_step_bytes)
+                only(held_bytes=own.states, step_bytes=option.step_bytes, largest_step_bytes=option.largest_step_bytes)
                 for option, own in zip(options, stored, strict=True)
             ]
         ),
@@ -87,17 +87,9 @@ def _shards(unit: UnitCosts, strategy: Strategy, cluster: Cluster) -> _Shards:
     )
 
 
-def _only(**given: int) -> Option:
-    """An option that has nothing but these."""
-    return _NOTHING._replace(**given)
-
-
-_NOTHING = Option(**dict.fromkeys(Option._fields, 0))
-
-
 def _activations(option: Option) -> Option:
     """What of an option's bytes its computation keeps or needs, without parameters and their gradients."""
-    return _only(
+    return only(
         activation_bytes=option.activation_bytes,
         forward_transient_bytes=option.forward_transient_bytes,
         backward_transient_bytes=option.backward_transient_bytes,
@@ -108,7 +100,7 @@ def _activations(option: Option) -> Option:
 def _gradients(option: Option, split: int) -> Option:
     """What of an option's bytes are gradients: computed ones, those that wait for their reduction, reduced ones."""
     beside = option.backward_use_bytes + option.sent_bytes  # copies in use, and the send buffer with what is split
-    return _only(
+    return only(
         grad_bytes=option.grad_bytes,
         waiting_bytes=option.waiting_bytes,
         filling_bytes=max(0, option.filling_bytes - beside) + split,

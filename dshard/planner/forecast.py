@@ -8,7 +8,7 @@ import numpy as np
 from dshard.planner.allocator import Block, CachingAllocator
 from dshard.planner.costs import COUNTER_BYTES, Cluster, ModelCosts, ParamCosts
 from dshard.planner.memory import MemoryRows, moments
-from dshard.planner.options import Option, options_of
+from dshard.planner.options import Option, only, options_of
 from dshard.planner.texts import bytes_text
 from dshard.planner.workspaces import Workspace, workspaces_of
 from dshard.policies import Strategy
@@ -92,7 +92,6 @@ def forecast(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster
 # What a unit's bytes at a moment are, beside those held: the block of memory, and how much of each field of an Option.
 _KEYS = ("held", "gathered", "moving", "send", "received", "raw", "sums", "replicas", "temporaries")
 _GATHERED = ("gathered", "moving")  # whose memory is of the stream of gathers
-_NOTHING = Option(**dict.fromkeys(Option._fields, 0))
 
 
 def keyed(option: Option) -> list[Option]:
@@ -105,8 +104,8 @@ def keyed(option: Option) -> list[Option]:
     send_fill, send_slice = min(whole, o.filling_bytes - use_fill), min(whole, o.slicing_bytes - use_slice)
     flying, arrived, ending = (min(whole, n) for n in (o.in_flight_bytes, o.whole_in_flight_bytes, o.ending_bytes))
     return [
-        _NOTHING._replace(held_bytes=o.held_bytes),
-        _NOTHING._replace(
+        only(held_bytes=o.held_bytes),
+        only(
             kept_bytes=o.kept_bytes,
             forward_use_bytes=gathered,
             forward_ahead_bytes=ahead,
@@ -115,8 +114,8 @@ def keyed(option: Option) -> list[Option]:
             filling_bytes=use_fill,
             slicing_bytes=use_slice,
         ),
-        _NOTHING._replace(forward_ahead_bytes=moving, backward_ahead_bytes=late),
-        _NOTHING._replace(
+        only(forward_ahead_bytes=moving, backward_ahead_bytes=late),
+        only(
             filling_bytes=send_fill,
             slicing_bytes=send_slice,
             sent_bytes=whole,
@@ -125,19 +124,19 @@ def keyed(option: Option) -> list[Option]:
             ending_bytes=ending,
             waiting_bytes=o.waiting_bytes,
         ),
-        _NOTHING._replace(
+        only(
             in_flight_bytes=o.in_flight_bytes - flying,
             whole_in_flight_bytes=o.whole_in_flight_bytes - arrived,
             ending_bytes=o.in_flight_bytes - flying,
             grad_bytes=o.grad_bytes,
         ),
-        _NOTHING._replace(
+        only(
             filling_bytes=o.filling_bytes - use_fill - send_fill,
             slicing_bytes=o.slicing_bytes - use_slice - send_slice,
         ),
-        _NOTHING._replace(ending_bytes=o.ending_bytes - ending - (o.in_flight_bytes - flying)),
-        _NOTHING._replace(replicas_bytes=o.replicas_bytes, late_replicas_bytes=o.late_replicas_bytes),
-        _NOTHING._replace(step_bytes=o.step_bytes, largest_step_bytes=o.largest_step_bytes),
+        only(ending_bytes=o.ending_bytes - ending - (o.in_flight_bytes - flying)),
+        only(replicas_bytes=o.replicas_bytes, late_replicas_bytes=o.late_replicas_bytes),
+        only(step_bytes=o.step_bytes, largest_step_bytes=o.largest_step_bytes),
     ]
 
 

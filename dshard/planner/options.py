@@ -84,6 +84,11 @@ class Option(NamedTuple):
     gradients_transient_bytes: int
 
 
+def only(**given: int) -> Option:
+    """An option of which some fields are given, and the others 0."""
+    return Option(**(dict.fromkeys(Option._fields, 0) | given))
+
+
 def table_of(options: Sequence[Sequence[Option]]) -> npt.NDArray[np.float64]:
     """All fields of the options of some units, each of as many; shape (units, options, fields)."""
     return np.array(options, dtype=np.float64)
