@@ -1,5 +1,6 @@
 """A plan, found again in the model that is to follow it: its units, and the strategy of each parameter."""
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from dshard.autograd.checkpointing import MODES, apply_checkpointing, check_plain
 from dshard.errors import DShardError, PlanError
@@ -17,6 +17,8 @@ from dshard.planner.names import plain_name
 from dshard.planner.steps import pieces_of
 from dshard.policies import Precision, PrecisionRules, Strategy, StrategyRules
 from dshard.setup.auto_units import FoundUnit
+
+log = logging.getLogger("dshard")
 
 _ALIKE = 0.02  # norms and biases may compute in a dtype of their own; a plan has one for all
 
@@ -85,24 +87,27 @@ def follow(
     Raises:
         PlanError: It was made for another model, another number of ranks, another mesh or other dtypes.
     """
-    units = _units_of(plan, modules, found, prod(mesh_shape))
+    units = _units_of(plan, modules, found, mesh_shape)
     _check_bytes(plan, found, precision)
     _check_offload(plan, offloads)
-    planned = {plain_name(name): _on_mesh(strategy, mesh_shape) for name, strategy in plan.by_parameter.items()}
+    planned = {
+        plain_name(name): _on_mesh(strategy, plan.cluster.num_ranks, mesh_shape)
+        for name, strategy in plan.by_parameter.items()
+    }
     for mode, checkpointed in _checkpointed(modules[0], plan).items():
         check_plain(checkpointed, mode, root=modules[0])
     return Followed(StrategyRules(named={name: planned[plain_name(name)] for name, _ in found}), plan, tuple(units))
 
 
-def _on_mesh(strategy: Strategy, shape: tuple[int, ...]) -> Strategy:
-    """A strategy among all ranks, as one on a mesh that says itself who replicates and who shares.
+def _on_mesh(strategy: Strategy, num_ranks: int, shape: tuple[int, ...]) -> Strategy:
+    """A strategy among the ranks of a plan, as one on a mesh that says itself who replicates and who shares.
 
     Raises:
         PlanError: Others would share a parameter than the mesh has.
     """
     if len(shape) == 1 or strategy.base == "ddp":
         return strategy
-    within = prod(shape) if strategy.within is None else strategy.within
+    within = num_ranks if strategy.within is None else strategy.within
     if within != shape[-1]:
         raise PlanError(
             f"fully_shard: on a mesh of shape {shape} {shape[-1]} ranks share a parameter, but the plan has "
@@ -165,19 +170,20 @@ def _is_strategy(text: Any) -> bool:
 
 
 def _units_of(
-    plan: Plan, modules: Sequence[nn.Module], found: Sequence[tuple[str, nn.Parameter]], num_ranks: int
+    plan: Plan, modules: Sequence[nn.Module], found: Sequence[tuple[str, nn.Parameter]], mesh_shape: tuple[int, ...]
 ) -> list[FoundUnit[nn.Parameter]]:
     """The units of a plan in a model that is to be sharded, but for that of the root."""
-    if len(modules) != 1 or plan.cluster.num_ranks != num_ranks:
+    if len(modules) != 1 or plan.cluster.num_ranks not in (prod(mesh_shape), mesh_shape[-1]):  # those that share alone
         raise PlanError(
             f"fully_shard: a plan is for one model on the ranks that it was made for ({plan.cluster.num_ranks}), but "
-            f"these are {len(modules)} modules on {num_ranks} ranks. Plan again."
+            f"these are {len(modules)} modules on {prod(mesh_shape)} ranks. Plan again."
         )
     params = {plain_name(name): param for name, param in found}
     runs: dict[str, nn.Module] = {}
     for name, module in modules[0].named_modules():
         runs.setdefault(_plain_module(name), module)
-    own = {name: pieces_of(param)[0] if isinstance(param, DTensor) else param for name, param in params.items()}
+    is_cut = plan.model.tensor_parallel > 1  # else it is for the model as it was before its layers were cut
+    own = {name: pieces_of(param)[0] if is_cut else param for name, param in params.items()}
     here = {name: (param.shape[0] if param.ndim else 1, param.numel()) for name, param in own.items()}
     costs = [param for unit in plan.model.units for param in unit.params]
     planned = {plain_name(param.name): (param.length, param.numel) for param in costs}
@@ -220,16 +226,18 @@ def _holds_its_own(unit: FoundUnit[nn.Parameter]) -> bool:
 
 
 def _check_offload(plan: Plan, offloads: bool) -> None:
+    """Refuse to keep on the device what was planned to be elsewhere: it may not fit. The other way round it does."""
     planned = any(unit.is_offloaded for unit in plan.model.units)
-    if planned is offloads:
-        return
-    where, way_out = "on the device", "Leave it out, or plan with Training(is_offloaded=True), or --offload"
-    if planned:
-        where, way_out = "in the CPU's memory", "Pass offload_policy=CPUOffloadPolicy()"
-    raise PlanError(
-        f"fully_shard: a plan is for parameters that are kept where it has them ({where}), but offload_policy says "
-        f"otherwise. {way_out}."
-    )
+    if planned and not offloads:
+        raise PlanError(
+            "fully_shard: this plan is for parameters in the CPU's memory, but there is no offload_policy that keeps "
+            "them there. Pass offload_policy=CPUOffloadPolicy(), or plan with Training(is_offloaded=False)."
+        )
+    if offloads and not planned:
+        log.warning(
+            "fully_shard: the plan is for parameters on the device, but offload_policy keeps them in the CPU's memory: "
+            "a step takes longer than planned. Plan with Training(is_offloaded=True), or dshard plan --offload."
+        )
 
 
 def _check_bytes(plan: Plan, found: Sequence[tuple[str, nn.Parameter]], precision: PrecisionRules) -> None:

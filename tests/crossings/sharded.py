@@ -68,15 +68,16 @@ def last_dim(param: nn.Parameter) -> Shard:
 
 
 def plan_of(row: Mapping[str, str]) -> dshard.Plan:
-    """A plan of four strategies, one unit after the other, for as many ranks as share a parameter."""
+    """A plan of four strategies, one unit after the other, for all ranks that hold the same part."""
     titan = DEVICES["titan-rtx"]
     device = replace(titan, flops_per_s={**titan.flops_per_s, "float64": 1e12, "bfloat16": 1e12})
-    training = Training(*dtypes_of(row))
+    training = Training(*dtypes_of(row), is_offloaded=row["offload"] != "none")
     sample = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     profile = Profile(build(row), sample, device=device, training=training)
-    num_ranks = 2 if row["mesh"] == "HSDP" else num_data_ranks(row)
-    plan = profile.given(cluster_of(device, num_ranks), "full")
+    plan = profile.given(cluster_of(device, num_data_ranks(row)), "full")
     kinds = ("ddp", "zero1", "full", "zero2")
+    if row["mesh"] == "HSDP":
+        kinds = ("ddp", "hybrid(2, zero1)", "hybrid(2)", "hybrid(2, zero2)")
     return replace(plan, strategies=tuple(Strategy.of(kinds[i % 4]) for i in range(len(plan.strategies))))
 
 

@@ -84,15 +84,17 @@ def test_dims_of_a_larger_mesh_and_dims_of_one_rank_are_planned_for(worlds: Worl
     assert worlds.run(2, train, (1, 2), str(tmp_path), "full")[0][1] == {"full"}
 
 
-def follow(shape: tuple[int, ...], strategies: str) -> Any:
-    model = build()
-    plan = dshard.plan(model, tokens(), cluster=cluster_of("titan-rtx", 4), device="titan-rtx", strategies=strategies)
+def follow(shape: tuple[int, ...], strategies: str, num_ranks: int = 4) -> Any:
+    model, cluster = build(), cluster_of("titan-rtx", num_ranks)
+    plan = dshard.plan(model, tokens(), cluster=cluster, device="titan-rtx", strategies=strategies)
     dshard.fully_shard(model, mesh=mesh_of(shape), plan=plan)
     return losses(model, dist.get_rank())
 
 
 def test_a_plan_of_a_described_cluster_is_followed_on_a_mesh_that_cuts_alike(worlds: WorldPool):
-    assert worlds.run(4, follow, (2, 2), "hybrid(2)") == worlds.run(4, follow, (4,), "hybrid(2)")
+    expected = worlds.run(4, follow, (4,), "hybrid(2)")
+    assert worlds.run(4, follow, (2, 2), "hybrid(2)") == expected
+    assert worlds.run(4, follow, (2, 2), "full", 2) == expected  # for the ranks that share alone
 
 
 def refused(shape: tuple[int, ...], strategies: str) -> str:

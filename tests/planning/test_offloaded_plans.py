@@ -14,6 +14,7 @@ from dshard.cli.gpt import GPT, GPTConfig
 from dshard.planner import DEVICES, Cluster, Link, Links, Plan, Training, cluster_of, step_time
 from dshard.planner.hosts import home_of
 from dshard.policies import Strategy
+from dshard.setup import planned_units
 from dshard.testing import WorldPool
 
 TITAN = DEVICES["titan-rtx"]
@@ -102,14 +103,22 @@ def refused(offloads: bool, policy: Any) -> str:
     return str(told.value)
 
 
+def warnings() -> list[str]:
+    """Of a plan that knows nothing of offload, followed with it."""
+    found: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planned_units.log, "warning", found.append)
+        assert follow(False, CPUOffloadPolicy()) == follow(True, CPUOffloadPolicy())
+    return found
+
+
 def test_a_plan_is_followed_under_the_policy_that_it_was_made_for(worlds: WorldPool):
     assert worlds.run(2, follow, True, CPUOffloadPolicy()) == worlds.run(2, follow, False, OffloadPolicy())
-    for text in worlds.run(2, refused, True, None):
-        assert (
-            "(in the CPU's memory), but offload_policy says otherwise. Pass offload_policy=CPUOffloadPolicy()" in text
-        )
-    for text in worlds.run(2, refused, False, CPUOffloadPolicy()):
-        assert "(on the device), but offload_policy says otherwise. Leave it out, or plan with Training(is_off" in text
+    for policy in (None, OffloadPolicy()):
+        for text in worlds.run(2, refused, True, policy):
+            assert "is for parameters in the CPU's memory, but there is no offload_policy that keeps them there" in text
+    for warned in worlds.run(2, warnings):
+        assert ["the plan is for parameters on the device" in text for text in warned] == [True]
 
 
 def test_the_command_plans_for_one_device_what_it_cannot_hold(capsys, tmp_path):
