@@ -15,7 +15,7 @@ from dshard.planner.devices import Device
 from dshard.planner.flops import Op
 from dshard.planner.hosts import home_of
 from dshard.planner.rates import Rates
-from dshard.planner.steps import pieces_of
+from dshard.planner.steps import own_part, pieces_of
 from dshard.planner.timing import work_of
 from dshard.planner.traces import Trace
 from dshard.planner.work import Work
@@ -281,7 +281,7 @@ def _params_of(model: nn.Module, training: Training) -> dict[str, ParamCosts]:
 
 
 def _param_costs(name: str, whole: Tensor, training: Training, splittable: set[int]) -> ParamCosts:
-    param = pieces_of(whole)[0]
+    param = own_part(whole)
     stored = param.element_size()
     casts = param.dtype.is_floating_point and training.compute_dtype is not None
     gathered = training.compute_dtype.itemsize if casts and training.compute_dtype is not None else stored

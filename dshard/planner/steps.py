@@ -86,6 +86,16 @@ def pieces_of(value: Tensor) -> list[Tensor]:
     return [piece for each in held if isinstance(each, Tensor) for piece in pieces_of(each)]
 
 
+def is_cut(value: Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which each rank has a part; told by what it has, for this is no part of it."""
+    return is_traceable_wrapper_subclass(value) and hasattr(value, "placements")
+
+
+def own_part(value: Tensor) -> Tensor:
+    """What this rank has of a DTensor; any other tensor is its own."""
+    return pieces_of(value)[0] if is_cut(value) else value
+
+
 def loss_in(output: Any) -> Tensor:
     """The loss in an output, or the sum of what is floating-point in it."""
     loss = getattr(output, "loss", None)

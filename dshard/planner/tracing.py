@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
-    is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
 from torch.utils._pytree import tree_map_only
@@ -26,7 +25,7 @@ from dshard.planner.flops import Op, cost_of
 from dshard.planner.lives import Event, Life, Record, phases_of
 from dshard.planner.progress import SILENT, Progress
 from dshard.planner.repeats import Watcher
-from dshard.planner.steps import pieces_of, run_step, swapped, tensors
+from dshard.planner.steps import is_cut, pieces_of, run_step, swapped, tensors
 from dshard.planner.stretching import DoubtError, stretched
 from dshard.planner.traces import Part, Trace
 
@@ -114,11 +113,12 @@ def _state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _fake(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A tensor like another one, on CPU and without data, inside of a fake mode."""
     wanted = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
-    if is_traceable_wrapper_subclass(value):  # a DTensor: of one that holds this rank's part
-        names, context = value.__tensor_flatten__()
-        held = {name: getattr(value, name) for name in names}
+    if is_cut(value):
+        cut: Any = value
+        names, context = cut.__tensor_flatten__()
+        held = {name: getattr(cut, name) for name in names}
         parts = {name: _fake(each, None) if isinstance(each, Tensor) else each for name, each in held.items()}
-        made = type(value).__tensor_unflatten__(parts, context, value.shape, value.stride()).detach()
+        made = type(cut).__tensor_unflatten__(parts, context, cut.shape, cut.stride()).detach()
         return _like(value, made.to(wanted))
     made = torch.empty_strided(tuple(value.shape), value.stride(), dtype=wanted, device="cpu")
     return _like(value, made)
