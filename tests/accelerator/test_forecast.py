@@ -132,4 +132,4 @@ def check(size: str, strategy: str, *, offloads: bool, most: float) -> None:
     print(size, strategy, " ".join(f"{ratio:.3f}" for ratio in found), f"{reserved / active:.3f}")
     assert 0.99 <= found[0] <= most, found  # what lives is the planner's; of what it counts too much see planner.md
     assert abs(found[1] / found[0] - 1) < (0.05 if offloads else 0.02), found  # what the allocator makes of that
-    assert 0.87 <= found[2] <= 1.15, found
+    assert (0.87 if offloads else 0.9) <= found[2] <= (1.2 if offloads else 1.15), found
