@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from dshard.planner.devices import Device
 from dshard.planner.flops import Op
 from dshard.planner.hosts import home_of
 from dshard.planner.rates import Rates
-from dshard.planner.steps import own_part, pieces_of
+from dshard.planner.steps import is_cut, pieces_of, shape_of
 from dshard.planner.timing import work_of
 from dshard.planner.traces import Trace
 from dshard.planner.work import Work
@@ -280,21 +281,20 @@ def _params_of(model: nn.Module, training: Training) -> dict[str, ParamCosts]:
     return {name: _param_costs(name, param, training, splittable) for name, param in model.named_parameters()}
 
 
-def _param_costs(name: str, whole: Tensor, training: Training, splittable: set[int]) -> ParamCosts:
-    param = own_part(whole)
+def _param_costs(name: str, param: Tensor, training: Training, splittable: set[int]) -> ParamCosts:
     stored = param.element_size()
     casts = param.dtype.is_floating_point and training.compute_dtype is not None
     gathered = training.compute_dtype.itemsize if casts and training.compute_dtype is not None else stored
     reduced = training.reduce_dtype.itemsize if training.reduce_dtype is not None else gathered
-    length = param.shape[0] if param.ndim else 1
+    length, *rest = shape_of(param) or (1,)
     return ParamCosts(
         name=name,
         length=length,
-        index_numel=param.numel() // length if length else 0,
+        index_numel=prod(rest) if length else 0,
         stored_itemsize=stored,
         gather_itemsize=gathered,
-        grad_itemsize=reduced if whole.requires_grad else 0,
-        state_bytes_per_element=training.state_bytes_per_element if whole.requires_grad else 0,
-        step_bytes_per_element=training.step_bytes_per_element if whole.requires_grad else 0,
-        can_split=id(whole) in splittable and param is whole,
+        grad_itemsize=reduced if param.requires_grad else 0,
+        state_bytes_per_element=training.state_bytes_per_element if param.requires_grad else 0,
+        step_bytes_per_element=training.step_bytes_per_element if param.requires_grad else 0,
+        can_split=id(param) in splittable and not is_cut(param),
     )

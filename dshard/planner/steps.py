@@ -91,9 +91,14 @@ def is_cut(value: Tensor) -> bool:
     return is_traceable_wrapper_subclass(value) and hasattr(value, "placements")
 
 
-def own_part(value: Tensor) -> Tensor:
-    """What this rank has of a DTensor; any other tensor is its own."""
-    return pieces_of(value)[0] if is_cut(value) else value
+def shape_of(value: Tensor) -> tuple[int, ...]:
+    """The shape of what the rank that has most has of a DTensor; any other tensor's own."""
+    cut: Any = value
+    shape = list(value.shape)
+    for dim, placement in enumerate(cut.placements if is_cut(value) else ()):
+        if placement.is_shard():
+            shape[placement.dim] = -(-shape[placement.dim] // cut.device_mesh.size(dim))
+    return tuple(shape)
 
 
 def loss_in(output: Any) -> Tensor:

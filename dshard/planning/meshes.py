@@ -1,19 +1,22 @@
 """The ranks at hand, as a plan sees them: links and strategies of a mesh of one dim, or of replicas by shards."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dshard import collectives
+from dshard.collectives import ShardGroup
 from dshard.errors import PlanError
-from dshard.planner import Cluster, Link
+from dshard.planner import Cluster, Link, Plan
 from dshard.planning.links import measure_links
 from dshard.policies import Strategy
 
 _NAME = "dshard_all"
+_REFUSED = "!"  # ahead of what a rank raised
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +26,20 @@ class PlannedMesh:
     Args:
         whole: All of its ranks, as one dim.
         within: Of a mesh of two dims, the size of the second: as many ranks share a parameter, and no others can.
-        tensor_parallel: Ranks over which layers are cut, beside this mesh.
+        cut_over: That of the ranks over which layers are cut, beside this one; None for no such.
     """
 
     whole: DeviceMesh
     within: int | None = None
-    tensor_parallel: int = 1
+    cut_over: DeviceMesh | None = None
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, tensor_parallel: int = 1) -> "PlannedMesh":
+    def of(cls, mesh: DeviceMesh, cut_over: DeviceMesh | None = None) -> "PlannedMesh":
         """A mesh that `fully_shard` takes.
 
         Args:
             mesh: Of one dim or two.
-            tensor_parallel: Ranks over which layers are cut, beside it.
+            cut_over: That of the ranks over which layers are cut, beside it.
 
         Raises:
             PlanError: It has more dims than two.
@@ -45,7 +48,7 @@ class PlannedMesh:
             Of two dims that are not the whole world, the making of a process group, the first time.
         """
         if mesh.ndim == 1:
-            return cls(mesh, tensor_parallel=tensor_parallel)
+            return cls(mesh, cut_over=cut_over)
         if mesh.ndim != 2:
             raise PlanError(
                 "plan: mesh must have one dim, to shard over, or two, to replicate over and to shard over, but it has "
@@ -54,8 +57,8 @@ class PlannedMesh:
         num_replicas, within = mesh.shape
         if num_replicas == 1:
             alone = mesh[mesh.mesh_dim_names[1]] if mesh.mesh_dim_names else _flattened(mesh)
-            return cls(alone, tensor_parallel=tensor_parallel)
-        return cls(_flattened(mesh), within, tensor_parallel)
+            return cls(alone, cut_over=cut_over)
+        return cls(_flattened(mesh), within, cut_over)
 
     def links(self) -> Cluster:
         """Its links, measured.
@@ -67,7 +70,31 @@ class PlannedMesh:
             found = measure_links(self.whole)
         else:
             found = in_stages(measure_links(self.whole, within=(self.within,)), self.within)
-        return replace(found, tensor_parallel=self.tensor_parallel)
+        return replace(found, tensor_parallel=num_cut_over(self.cut_over))
+
+    def shared(self, make: Callable[[], Plan]) -> Plan:
+        """A plan; of ranks over which layers are cut the first one's, for what they measured differs.
+
+        Where they recomputed other layers, they would wait for one another in backward.
+
+        Raises:
+            PlanError: What that rank's `make` raises.
+
+        Communicates:
+            For each dim of their mesh two broadcasts, of 8 bytes and of the plan.
+        """
+        if self.cut_over is None:
+            return make()
+        try:
+            text = make().to_json()
+        except PlanError as error:
+            text = f"{_REFUSED}{error}"
+        device = torch.device(self.cut_over.device_type)
+        for dim in range(self.cut_over.ndim):
+            text = _first_text(text, ShardGroup.of_mesh(self.cut_over.get_group(dim), device))
+        if text.startswith(_REFUSED):
+            raise PlanError(text.removeprefix(_REFUSED))
+        return Plan.from_json(text)
 
     def strategies(
         self, asked: Sequence[Strategy | str] | Strategy | str | None, cluster: Cluster
@@ -81,7 +108,7 @@ class PlannedMesh:
             asked = (asked,)
         elif asked is None:
             asked = strategies_for(cluster) if self.within is None else strategies_within(self.within)
-            if self.tensor_parallel > 1:  # whose parameters know their own mesh beside this one, and no other
+            if self.cut_over is not None:  # whose parameters know their own mesh beside this one, and no other
                 asked = [each for each in asked if each.num_slices == 1 and each.within in (None, self.within)]
         return tuple(dict.fromkeys(self._resolved(Strategy.of(each), cluster.num_ranks) for each in asked))
 
@@ -96,11 +123,11 @@ class PlannedMesh:
         return replace(strategy, within=self.within).on(num_ranks)
 
 
-def tensor_parallel_of(model: nn.Module) -> int:
-    """Over how many ranks layers of a model are cut: those of the mesh of its DTensor parameters; 1 where it has none.
+def mesh_cut_over(model: nn.Module) -> DeviceMesh | None:
+    """The ranks over which layers of a model are cut: the mesh of its DTensor parameters, if it has any.
 
     Raises:
-        PlanError: Several meshes have as many parameters, of other sizes.
+        PlanError: There are several, of other sizes.
     """
     meshes = {name: param.device_mesh for name, param in model.named_parameters() if isinstance(param, DTensor)}
     sizes = {mesh.size(): name for name, mesh in meshes.items()}
@@ -110,7 +137,21 @@ def tensor_parallel_of(model: nn.Module) -> int:
             f"plan: all layers must be cut over as many ranks, but {first} is over {one} and {second} over {other}. "
             "Leave expert parallelism out, or pass costs of your own to dshard.planner.solve."
         )
-    return next(iter(sizes), 1)
+    return next(iter(meshes.values()), None)
+
+
+def num_cut_over(mesh: DeviceMesh | None) -> int:
+    """How many ranks that are; 1 where there is no such mesh."""
+    return 1 if mesh is None else mesh.size()
+
+
+def _first_text(text: str, group: ShardGroup) -> str:
+    """What the first rank of a group has to say."""
+    own = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    (length,) = collectives.broadcast([torch.tensor([len(own)])], group, label="plan").wait()
+    sent = own if group.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
+    (found,) = collectives.broadcast([sent], group, label="plan").wait()
+    return bytes(found.tolist()).decode()
 
 
 def check_tensor_parallel(num_cut: int, cluster: Cluster) -> None:

@@ -2,8 +2,9 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +18,7 @@ from dshard.planner.plan import Plan
 from dshard.planner.profiles import Training
 from dshard.planner.progress import SILENT, Throttled
 from dshard.planner.rates import Rates, find_rates
-from dshard.planning.meshes import PlannedMesh, check_tensor_parallel, tensor_parallel_of
+from dshard.planning.meshes import PlannedMesh, mesh_cut_over
 from dshard.planning.profile import Profile
 from dshard.policies import Strategy
 
@@ -81,10 +82,10 @@ def plan(
 
     Communicates:
         With `mesh=` what `measure_links` and `measure_overhead` do, and an all-reduce of measured times, so that all
-        ranks get one plan.
+        ranks get one plan; of a model whose layers are cut over others, a broadcast of the plan among these.
         With `cluster=` nothing: ranks that measure their own times, without a device, may get different ones.
     """
-    here = _ranks_of(model, cluster, mesh)
+    ranks = _ranks_of(model, cluster, mesh)
     named = None if device is None else find_device(device, "plan: device")
     if training is None:  # on CPU, torch's AdamW steps one parameter after the other
         is_here = named is None and all(p.device.type == "cpu" for p in model.parameters())
@@ -100,32 +101,30 @@ def plan(
         device=named,
         training=training,
         loss_of=loss_of,
-        mesh=None if here is None else here.whole,
+        mesh=ranks.whole if isinstance(ranks, PlannedMesh) else None,
         progress=progress if is_first else SILENT,
         checkpointing=checkpointing,
         rates=rates,
     )
-    if here is not None:
-        costs.progress.at("measuring links")
-        cluster = here.links()
-        strategies = here.strategies(strategies, cluster)
-    return costs.plan(
-        cast("Cluster", cluster), memory=memory, memory_of=memory_of, strategies=strategies, batch=batch, margin=margin
-    )
+    made = partial(costs.plan, memory=memory, memory_of=memory_of, batch=batch, margin=margin)
+    if isinstance(ranks, Cluster):
+        return made(ranks, strategies=strategies)
+    costs.progress.at("measuring links")
+    measured = ranks.links()
+    return ranks.shared(lambda: made(measured, strategies=ranks.strategies(strategies, measured)))
 
 
-def _ranks_of(model: nn.Module, cluster: Cluster | None, mesh: DeviceMesh | None) -> PlannedMesh | None:
-    """The mesh of ranks at hand; None where a cluster is given.
+def _ranks_of(model: nn.Module, cluster: Cluster | None, mesh: DeviceMesh | None) -> Cluster | PlannedMesh:
+    """Which ranks there are: the cluster, or those of the mesh.
 
     Raises:
-        PlanError: Both are given, or neither; or layers of the model are cut otherwise than the cluster says.
+        PlanError: Both are given, or neither.
     """
-    if (cluster is None) == (mesh is None):
+    if cluster is not None and mesh is None:
+        return cluster
+    if mesh is None or cluster is not None:
         raise PlanError(
             f"plan: either cluster or mesh says which ranks there are, but {'neither' if mesh is None else 'both'} is "
             "given. Pass mesh=, or cluster=dshard.planner.cluster_of(device, 512)."
         )
-    num_cut = tensor_parallel_of(model)
-    if cluster is not None:
-        check_tensor_parallel(num_cut, cluster)
-    return None if mesh is None else PlannedMesh.of(mesh, num_cut)
+    return PlannedMesh.of(mesh, mesh_cut_over(model))

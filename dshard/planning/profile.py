@@ -27,7 +27,7 @@ from dshard.planner.ties import DATASHEET, MEASURED
 from dshard.planner.traces import Part, Trace
 from dshard.planner.tracing import trace
 from dshard.planning import recomputing
-from dshard.planning.meshes import strategies_for, tensor_parallel_of
+from dshard.planning.meshes import check_tensor_parallel, mesh_cut_over, num_cut_over, strategies_for
 from dshard.planning.overhead import measure_overhead
 from dshard.planning.recomputing import Kinds
 from dshard.policies import Strategy
@@ -68,7 +68,7 @@ class Profile:
     ) -> None:
         self.progress, self._rates = progress, rates
         self._model, self._sample, self._loss_of, self._mesh = model, sample_input, loss_of, mesh
-        self._device, self._training, self._num_cut = device, training, tensor_parallel_of(model)
+        self._device, self._training, self._num_cut = device, training, num_cut_over(mesh_cut_over(model))
         self._spread = None if rates is None or device is None else rates.spread_on(device)
         self._traces: dict[tuple[int, Kinds], Trace] = {}
         self._known: dict[int, ModelCosts] = {}
@@ -150,6 +150,7 @@ class Profile:
         margin: float | None = None,
     ) -> Plan:
         """The best plan on a cluster; arguments and errors are those of `dshard.plan`."""
+        check_tensor_parallel(self._num_cut, cluster)
         tolerance = self._margin(margin)
         limit = cluster.memory_bytes if memory is None else parse_bytes(memory, "memory")
         if strategies is None:

@@ -21,7 +21,7 @@ from dshard.runtime import Runtime
 from dshard.runtime.casts import cast_at
 from dshard.runtime.module_hooks import watch
 from dshard.setup.convert import convert, follow_replaced, move_buffers, own_parameters
-from dshard.setup.initial import compare_parameters
+from dshard.setup.initial import compare_parameters, groups_cut_over
 from dshard.setup.install import Wrapping, take_in, wrap
 from dshard.setup.options import Options, checked_modules
 from dshard.setup.plan_report import PlanReport
@@ -130,7 +130,8 @@ def fully_shard(
 
     Communicates:
         With `sync="check"` an all-reduce of 16 bytes per parameter, with "broadcast" a broadcast of all weights;
-        always an all-reduce of 288 bytes that compares options, names and shapes.
+        always an all-reduce of 288 bytes that compares options, names and shapes; with `plan` one more of 32 bytes for
+        each dim of the meshes of DTensors.
     """
     given = locals()
     with refused_together("fully_shard", _Call.FACTS, _group_to_ask(mesh)):
@@ -138,6 +139,9 @@ def fully_shard(
         call = _Call.resolved(given.pop("module"), Options(**given))
     check_same("fully_shard", call.facts(), call.resolver.group)
     places = settle(call.specs)
+    if call.followed.plan is not None:  # what is recomputed sends among ranks over which layers are cut
+        for group in groups_cut_over(call.modules, call.specs, places):
+            check_same("fully_shard", {"plan": choices(call.followed.plan)}, group)
     compare_parameters(call.modules, call.specs, places, call.resolver.group, sync)
     runtime = call.apply(places)
     runtime.context.change(**call.options.of_model)

@@ -1,6 +1,6 @@
 """Do the ranks start from the same parameters? Over every mesh that says that they hold the same ones."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from torch import Tensor, nn
@@ -50,11 +50,9 @@ def compare_parameters(
     for (name, param), place in zip(found, places, strict=True):
         own = group_of(place.mesh)
         parts.setdefault(own.full_name, (own, []))[1].append((name, _compared(param)))
-    for inner in _inner_meshes(modules, found, places):
-        axes = [dim for dim in range(inner.mesh.ndim) if dim not in inner.data_dims]
-        for axis, (_, own) in zip(axes, inner.axes, strict=True):
-            alike = [(name, _compared(p)) for name, p in found if _is_replicated(p, inner, axis)]
-            parts[f"replicated over {own.full_name}"] = own, alike
+    for inner, axis, own in _inner_axes(modules, found, places):
+        alike = [(name, _compared(p)) for name, p in found if _is_replicated(p, inner, axis)]
+        parts[f"replicated over {own.full_name}"] = own, alike
     for own, tensors in parts.values():
         if own is not group:
             check_same_structure(tensors, own)
@@ -64,9 +62,27 @@ def compare_parameters(
             broadcast_weights(tensors, own)
 
 
+def groups_cut_over(
+    modules: Sequence[nn.Module], specs: Sequence[ParamSpec], places: Sequence[Place]
+) -> list[ShardGroup]:
+    """The ranks over which layers of some modules are cut, along each dim of their meshes."""
+    axes = _inner_axes(modules, [(spec.name, spec.param) for spec in specs], places)
+    return list({own.full_name: own for _, _, own in axes}.values())
+
+
 def _compared(param: Tensor) -> Tensor:
     """What is compared of a parameter: its local tensor, and whether it takes a gradient."""
     return local_of(param).requires_grad_(param.requires_grad)
+
+
+def _inner_axes(
+    modules: Sequence[nn.Module], found: Sequence[_Found], places: Sequence[Place]
+) -> Iterator[tuple[TPLayout, int, ShardGroup]]:
+    """Each dim of such meshes that is no dim of data parallelism, and the ranks along it."""
+    for inner in _inner_meshes(modules, found, places):
+        axes = [dim for dim in range(inner.mesh.ndim) if dim not in inner.data_dims]
+        for axis, (_, own) in zip(axes, inner.axes, strict=True):
+            yield inner, axis, own
 
 
 def _inner_meshes(modules: Sequence[nn.Module], found: Sequence[_Found], places: Sequence[Place]) -> list[TPLayout]:

@@ -14,7 +14,7 @@ from dshard.autograd.checkpointing import MODES, apply_checkpointing, check_plai
 from dshard.errors import DShardError, PlanError
 from dshard.planner import Plan
 from dshard.planner.names import plain_name
-from dshard.planner.steps import own_part
+from dshard.planner.steps import shape_of
 from dshard.policies import Precision, PrecisionRules, Strategy, StrategyRules
 from dshard.setup.auto_units import FoundUnit
 
@@ -183,8 +183,8 @@ def _units_of(
     for name, module in modules[0].named_modules():
         runs.setdefault(_plain_module(name), module)
     is_cut = plan.model.tensor_parallel > 1  # else it is for the model as it was before its layers were cut
-    own = {name: own_part(param) if is_cut else param for name, param in params.items()}
-    here = {name: (param.shape[0] if param.ndim else 1, param.numel()) for name, param in own.items()}
+    shapes = {name: shape_of(param) if is_cut else tuple(param.shape) for name, param in params.items()}
+    here = {name: (shape[0] if shape else 1, prod(shape)) for name, shape in shapes.items()}
     costs = [param for unit in plan.model.units for param in unit.params]
     planned = {plain_name(param.name): (param.length, param.numel) for param in costs}
     wrong = [name for name in (*here, *planned) if here.get(name) != planned.get(name)]

@@ -27,10 +27,12 @@ from dshard.cli.cut_layers import cut_layers
 from dshard.cli.llama import Llama, LlamaConfig
 from dshard.planner import Cluster, Link, Links, Plan, Training, cluster_of
 from dshard.planner.alike import find_runs
+from dshard.planner.measuring import measure
+from dshard.planner.profiles import UnitTimes
 from dshard.planner.tracing import trace
-from dshard.planning import meshes
+from dshard.planning import meshes, profile
 from dshard.planning.links import measure_links
-from dshard.planning.meshes import tensor_parallel_of
+from dshard.planning.meshes import mesh_cut_over, num_cut_over
 from dshard.planning.profile import Profile, parts_of
 from dshard.testing import WorldPool, counted_peak, fake_world
 
@@ -84,7 +86,7 @@ def counted(strategy: str, checkpointing: str, sequence: bool, dtype: torch.dtyp
     model = cut(build(), mesh["tp"], sequence=sequence)
     x = torch.ones(64, WIDTH)
     training = Training(dtype, step_bytes_per_element=4)
-    profile = Profile(
+    own = Profile(
         model,
         x,
         device=dshard.planner.DEVICES["a100-80g"],
@@ -93,7 +95,7 @@ def counted(strategy: str, checkpointing: str, sequence: bool, dtype: torch.dtyp
         checkpointing=checkpointing,
     )
     cluster = Cluster(2, 2, Links.of(Link(0.0, 1e-9)), tensor_parallel=2)
-    plan = profile.given(cluster, strategy)
+    plan = own.given(cluster, strategy)
     policy = {} if dtype is None else {"mp_policy": dshard.MixedPrecisionPolicy(param_dtype=dtype)}
     dshard.fully_shard(model, mesh=mesh["dp"], plan=Plan.from_json(plan.to_json()), **policy)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
@@ -168,6 +170,89 @@ def test_a_plan_of_ranks_at_hand_measures_together_and_trains_as_without_one(wor
         assert "ranks: 2 by 2 over which layers are cut on 1 host" in found[0].plan.explain()
 
 
+def recomputing_differently(home: str) -> Any:
+    """A measured plan that recomputes some blocks, where ranks that are cut over one another measured other times."""
+    mesh = two_dims()
+    model, x = cut(build(), mesh["tp"]), torch.ones(2048, WIDTH)
+    given: dict[str, Any] = {"mesh": mesh["dp"], "checkpointing": "auto", "margin": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "home", lambda: Path(home))
+        patch.setattr(meshes, "measure_links", partial(measure_links, sizes=(1 << 14, 1 << 18), num_rounds=2))
+        whole = dshard.plan(model, x, **given, memory="1GiB", strategies="ddp")
+        if mesh.get_local_rank("tp"):  # it sees the first blocks take longest, and so recomputes the last
+            patch.setattr(profile, "measure", slow_first)
+        plan = dshard.plan(model, x, **given, memory=whole.peak_bytes * 3 // 4, strategies="ddp")
+    dshard.fully_shard(model, mesh=mesh["dp"], plan=plan)
+    loss_of(model(x)).backward()
+    return plan.to_json()
+
+
+def slow_first(*args: Any, **kwargs: Any) -> list[UnitTimes]:
+    times = measure(*args, **kwargs)
+    return [UnitTimes(5.0 - place, 10.0 - place) for place, _ in enumerate(times)]
+
+
+def test_ranks_over_which_layers_are_cut_recompute_alike_whatever_they_measured(worlds: WorldPool, tmp_path):
+    found = worlds.run(4, recomputing_differently, str(tmp_path))
+    assert len(set(found)) == 1
+    assert {"none"} < set(Plan.from_json(found[0]).checkpointing)
+
+
+def too_little(home: str) -> str:
+    mesh = two_dims()
+    memory = 1000 if mesh.get_local_rank("tp") == 0 else "1GiB"
+    model = cut(build(), mesh["tp"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "home", lambda: Path(home))
+        patch.setattr(meshes, "measure_links", partial(measure_links, sizes=(1 << 14, 1 << 18), num_rounds=2))
+        with pytest.raises(dshard.PlanError) as told:
+            dshard.plan(model, torch.ones(8, WIDTH), mesh=mesh["dp"], memory=memory)
+    return str(told.value)
+
+
+def test_what_fits_on_some_of_them_alone_is_refused_on_all(worlds: WorldPool, tmp_path):
+    for text in worlds.run(4, too_little, str(tmp_path)):
+        assert "the peak must fit into 1000 bytes" in text
+
+
+def uneven() -> list[tuple[int, int]]:
+    """Plans of a described cluster, each rank's own, for a vocabulary that the ranks do not divide."""
+    mesh = two_dims()
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(2, 64, 4, 2, 128, vocab_size=1025))
+    tokens = torch.randint(1025, (2, 16), generator=torch.Generator().manual_seed(0))
+    ends = {"tokens": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, mesh["tp"], ends)
+    cluster = cluster_of("titan-rtx", 4, tensor_parallel=2)
+    plan = dshard.plan(model, tokens, cluster=cluster, device="titan-rtx", strategies=["full"])
+    dshard.fully_shard(model, mesh=mesh["dp"], plan=plan)
+    model(tokens).square().mean().backward()
+    return [(p.length, p.numel) for unit in plan.model.units for p in unit.params]
+
+
+def test_of_uneven_parts_the_largest_is_planned_for_on_every_rank(worlds: WorldPool):
+    first, *others = worlds.run(4, uneven)
+    assert all(each == first for each in others)
+    assert (513, 513 * 64) in first
+
+
+def other_plans() -> str:
+    mesh = two_dims()
+    model, cluster = cut(build(), mesh["tp"]), cluster_of("titan-rtx", 4, tensor_parallel=2)
+    kind = ("none", "full")[mesh.get_local_rank("tp")]
+    given: dict[str, Any] = {"cluster": cluster, "device": "titan-rtx", "checkpointing": kind}
+    plan = dshard.plan(model, torch.ones(8, WIDTH), **given, strategies="full")
+    with pytest.raises(dshard.DivergenceError) as told:
+        dshard.fully_shard(model, mesh=mesh["dp"], plan=plan)
+    return str(told.value)
+
+
+def test_plans_that_differ_among_ranks_over_which_layers_are_cut_are_refused(worlds: WorldPool):
+    for text in worlds.run(4, other_plans):
+        assert "fully_shard: all ranks must pass the same plan, but" in text
+        assert "'full' checkpointing" in text
+
+
 def llama(num_blocks: int = 3, width: int = 256) -> Llama:
     with torch.device("meta"):
         return Llama(LlamaConfig(num_blocks, width, 8, 4, 2 * width, 1024))
@@ -176,7 +261,7 @@ def llama(num_blocks: int = 3, width: int = 256) -> Llama:
 def traced(num_cut: int, **given: Any) -> Any:
     model = llama(**given)
     with cut_layers(model, num_cut):
-        assert tensor_parallel_of(model) == num_cut
+        assert num_cut_over(mesh_cut_over(model)) == num_cut
         return trace(model, torch.zeros(2, 64, dtype=torch.int64), parts_of(model))
 
 
@@ -195,12 +280,12 @@ def test_a_rank_does_its_part_of_products_and_sends_what_the_formula_says(num_cu
 
 
 def test_what_is_sent_takes_the_time_of_links_within_a_host():
-    for profile in (None, "published"):
-        model, cluster = llama(), cluster_of("h100-80g", 64, profile=profile, tensor_parallel=4)
+    for rates in (None, "published"):
+        model, cluster = llama(), cluster_of("h100-80g", 64, profile=rates, tensor_parallel=4)
         with cut_layers(model, 4):
-            given = {"cluster": cluster, "device": "h100-80g", "profile": profile, "strategies": "full"}
+            given = {"cluster": cluster, "device": "h100-80g", "profile": rates, "strategies": "full"}
             plan = dshard.plan(model, torch.zeros(2, 64, dtype=torch.int64), **given)
-        near = cluster_of("h100-80g", 4, profile=profile)
+        near = cluster_of("h100-80g", 4, profile=rates)
         expected = 23 * near.all_reduce_s(4 * 2 * 64 * 256) + near.all_gather_s(4 * 2 * 64 * 1024, 4)
         assert sum(work.cut_s for unit in plan.model.units for work in unit.work) == pytest.approx(expected)
         assert plan.time_by_term["tensor parallelism"] == pytest.approx(expected)
@@ -237,7 +322,7 @@ def test_a_cluster_that_says_otherwise_than_the_model_is_refused():
             mesh = init_device_mesh("cpu", (8 >> i, 1 << i), mesh_dim_names=("dp", "tp"))
             parallelize_module(layer, mesh["dp"], ColwiseParallel())
         with pytest.raises(dshard.PlanError, match=r"0\.bias is over 8 and 1\.bias over 4"):
-            tensor_parallel_of(both)
+            mesh_cut_over(both)
 
 
 def test_blocks_that_are_cut_alike_are_told_from_four_of_them():
