@@ -7,9 +7,7 @@ from dshard.arguments import checked
 from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, Link, Links
 from dshard.planner.devices import Device, find_device
-from dshard.planner.rates import Rates, find_rates
-
-_START_S = 6.6e-6  # of a collective: torch/distributed/tensor/_collective_utils.py
+from dshard.planner.rates import START_S, Rates, find_rates
 
 
 def check_profile(device: Device | None, cluster: Cluster | None) -> None:
@@ -57,16 +55,28 @@ def cluster_of(
         PlanError: There is no such profile; or layers would be cut over a part of a host's ranks that is none.
     """
     device = find_device(device, "cluster_of: device")
-    if profile is None:
-        found = _of_datasheet(device, num_ranks, ranks_per_host, between_hosts)
-    else:
-        rates = find_rates(profile)
-        found = rates.cluster(device, num_ranks, ranks_per_host=ranks_per_host, between_hosts=between_hosts)
-    return _beside(found, tensor_parallel)
-
-
-def _of_datasheet(device: Device, num_ranks: int, ranks_per_host: int | None, between_hosts: float | None) -> Cluster:
     per_host = min(num_ranks, device.per_host) if ranks_per_host is None else ranks_per_host
+    rates = None if profile is None else find_rates(profile)
+    if tensor_parallel == 1:
+        return _described(device, rates, num_ranks, per_host, between_hosts)
+    if per_host % tensor_parallel or num_ranks % tensor_parallel:
+        fitting = [num for num in range(1, tensor_parallel) if per_host % num == 0 and num_ranks % num == 0]
+        raise PlanError(
+            f"cluster_of: tensor_parallel must divide the ranks of a host, over whose links layers are cut, but it is "
+            f"{tensor_parallel}, and {min(per_host, num_ranks)} of {num_ranks} ranks are on a host. Pass "
+            f"tensor_parallel={fitting[-1]}."
+        )
+    each = (between_hosts or device.between_hosts.bytes_per_s) / tensor_parallel  # as many groups send at a time
+    found = _described(device, rates, num_ranks // tensor_parallel, per_host // tensor_parallel, each)
+    slowest = 0.0 if rates is None else rates.stragglers(num_ranks)  # of all ranks
+    return replace(found, tensor_parallel=tensor_parallel, stragglers=slowest)
+
+
+def _described(
+    device: Device, rates: Rates | None, num_ranks: int, per_host: int, between_hosts: float | None
+) -> Cluster:
+    if rates is not None:
+        return rates.cluster(device, num_ranks, ranks_per_host=per_host, between_hosts=between_hosts)
     near, far = device.within_host, device.between_hosts
     across = None
     if num_ranks > per_host:
@@ -86,38 +96,4 @@ def _of_datasheet(device: Device, num_ranks: int, ranks_per_host: int | None, be
 
 def _links(bytes_per_s: float, latency_s: float, device: Device) -> Links:
     seconds_per_byte = 1 / (bytes_per_s * device.efficiency.network)
-    return Links.of(Link(_START_S + latency_s, seconds_per_byte, latency_s, source=device.source))
-
-
-def _beside(cluster: Cluster, num_cut: int) -> Cluster:
-    """The ranks of a cluster that hold the same part of layers that are cut over `num_cut` neighbours."""
-    if num_cut == 1:
-        return cluster
-    per_host = cluster.ranks_per_host
-    if per_host % num_cut or cluster.num_ranks % num_cut:
-        raise PlanError(
-            f"cluster_of: tensor_parallel must divide the ranks of a host, over whose links layers are cut, but it is "
-            f"{num_cut}, and {min(per_host, cluster.num_ranks)} of {cluster.num_ranks} ranks are on a host. Pass "
-            f"tensor_parallel={max(num for num in range(1, per_host + 1) if per_host % num == 0 and num <= num_cut)}."
-        )
-    left, across = per_host // num_cut, cluster.across
-    if across is not None:
-        near_s = cluster.inside.all_gather.alpha_per_rank_s
-        across = Links(
-            *(
-                _shared(link, num_cut, per_host, left, near_s)
-                for link in (across.all_gather, across.reduce_scatter, across.all_reduce)
-            )
-        )
-    num_ranks = cluster.num_ranks // num_cut
-    return replace(cluster, num_ranks=num_ranks, ranks_per_host=left, across=across, tensor_parallel=num_cut)
-
-
-def _shared(link: Link, num_sharing: int, per_host: int, left: int, near_s: float) -> Link:
-    """A link between hosts that several groups use at a time; a ring of fewer ranks per host leaves it more often."""
-    hop_s = link.alpha_per_rank_s
-    if hop_s:
-        far_s = hop_s * per_host - (per_host - 1) * near_s
-        hop_s = (far_s + (left - 1) * near_s) / left
-    alpha_s = link.alpha_s + (hop_s - link.alpha_per_rank_s)
-    return replace(link, alpha_s=alpha_s, alpha_per_rank_s=hop_s, seconds_per_byte=link.seconds_per_byte * num_sharing)
+    return Links.of(Link(START_S + latency_s, seconds_per_byte, latency_s, source=device.source))

@@ -1,7 +1,8 @@
 """Floating-point operations and bytes of one operation of torch, from the shapes that it was given."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,8 +11,13 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 aten = torch.ops.aten
-_COLLECTIVE = "_c10d_functional."
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+_FUNCTIONAL = "_c10d_functional"
+_COLLECTIVES: Mapping[str, str] = MappingProxyType(
+    {
+        **{f"{_FUNCTIONAL}.{kind}": kind for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")},
+        "_dtensor.shard_dim_alltoall": "all_to_all",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,7 @@ class Op:
     @property
     def collective(self) -> str | None:
         """The collective that it is, among the ranks over which layers are cut; None for what computes."""
-        return next((kind for kind in COLLECTIVES if self.name.startswith(f"{_COLLECTIVE}{kind}")), None)
+        return next((kind for name, kind in _COLLECTIVES.items() if self.name.startswith(name)), None)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
@@ -59,7 +65,7 @@ _READS_ROWS = (aten.embedding, aten.index, aten.index_select, aten.gather)
 def cost_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Op | None:
     """What a kernel costs; None for what runs none: views, and memory that is only taken."""
     packet = func.overloadpacket
-    if packet in _FREE or _is_view(func) or str(packet) == f"{_COLLECTIVE}wait_tensor":
+    if packet in _FREE or _is_view(func) or str(packet) == f"{_FUNCTIONAL}.wait_tensor":
         return None
     read, written = list(_tensors((args, dict(kwargs)))), list(_tensors(out))
     if not written:
@@ -72,10 +78,11 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: An
     if packet in _READS_ROWS:
         read = [*read[1:], *written]
     num_bytes = sum(map(_num_bytes, read)) + sum(map(_num_bytes, written))
-    if str(packet).startswith(_COLLECTIVE):
-        num_bytes = max(sum(map(_num_bytes, read)), sum(map(_num_bytes, written)))
     dtypes = [each.dtype for each in (*written, *read) if each.dtype.is_floating_point]
-    return Op(str(packet), flops, num_bytes, dtypes[0] if dtypes else torch.int64)
+    found = Op(str(packet), flops, num_bytes, dtypes[0] if dtypes else torch.int64)
+    if found.collective is None:
+        return found
+    return replace(found, num_bytes=max(sum(map(_num_bytes, read)), sum(map(_num_bytes, written))))
 
 
 def _is_view(func: Any) -> bool:

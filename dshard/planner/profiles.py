@@ -163,6 +163,7 @@ def _offloaded(unit: UnitCosts, device: Device | None) -> UnitCosts:
         params=tuple(replace(param, can_split=False) for param in unit.params),
         optimizer_s=_touched_bytes(unit.params) * home.step_seconds_per_byte,
         home_s_per_byte=home.seconds_per_byte,
+        source=f"{unit.source}; parameters in the CPU's memory ({home.source}; which part is reached is not measured)",
     )
 
 
@@ -190,10 +191,16 @@ class _Told:
         """What a device tells.
 
         Raises:
-            PlanError: There is none, or no profile that knows of compiled models.
+            PlanError: There is none, or no profile that knows of compiled models; or such a model cannot be compiled.
         """
         if device is None:
             raise PlanError("plan: must know a device, or measured times, but has neither. Pass device='a100-80g'.")
+        beside = "is_offloaded" if training.is_offloaded else "a model whose layers are cut" if num_cut > 1 else None
+        if training.is_compiled and beside is not None:
+            raise PlanError(
+                f"plan: is_compiled and {beside} do not go together, for torch.compile takes no such parameters of a "
+                "sharded model. Leave one of them out."
+            )
         if training.is_compiled and rates is None:
             raise PlanError(
                 "plan: is_compiled needs a profile, which says how many bytes fused kernels save, but there is none. "

@@ -178,7 +178,8 @@ class Rates:
         """
         per_host = min(num_ranks, device.per_host) if ranks_per_host is None else ranks_per_host
         known = self.here.cluster if self.here is not None and device == self.here.device else None
-        if known is not None and (known.num_ranks, known.ranks_per_host) == (num_ranks, per_host):
+        is_measured = known is not None and (known.num_ranks, known.ranks_per_host) == (num_ranks, per_host)
+        if known is not None and is_measured and between_hosts is None:
             return known
         near, far = device.within_host, device.between_hosts
         hop_s = near.latency_s * self.values["hops"]
@@ -200,8 +201,12 @@ class Rates:
             keeps_received_rows=False,
             source=f"{device.source}; rates of {self.source}{self._lacks(device)}",
             interference=self.values["interference"],
-            stragglers=self.values["stragglers"] * log2(num_ranks),
+            stragglers=self.stragglers(num_ranks),
         )
+
+    def stragglers(self, num_ranks: int) -> float:
+        """By which part the slowest of so many devices takes longer."""
+        return self.values["stragglers"] * log2(num_ranks)
 
     def between(self, network: float, near: float, num_hosts: int) -> float:
         """Bytes per second from host to host: fewer, the more hosts there are; never more than within a host."""

@@ -77,6 +77,19 @@ def test_a_plan_is_kept_with_what_it_says_of_homes(tmp_path):
     assert step_time(plan.model, plan.strategies, plan.cluster) == plan.step_s
 
 
+def test_a_plan_says_where_its_rates_are_from_and_that_nobody_measured_them():
+    costs = next(line for line in planned(offloads=True).explain().splitlines() if line.startswith("costs: "))
+    assert HOME.source in costs
+    assert "is not measured" in costs
+
+
+def test_what_torch_compile_cannot_take_is_not_planned_for():
+    cluster = cluster_of(TITAN, 4, profile="published")
+    training = Training(is_offloaded=True, is_compiled=True)
+    with pytest.raises(dshard.PlanError, match="is_compiled and is_offloaded do not go together"):
+        dshard.plan(build(), tokens(), cluster=cluster, device=TITAN, profile="published", training=training)
+
+
 def test_times_that_are_measured_here_tell_nothing_of_copies():
     with pytest.raises(dshard.PlanError, match="is_offloaded needs a device"):
         dshard.plan(build(), tokens(), cluster=cluster_of(TITAN, 2), training=Training(is_offloaded=True))

@@ -25,10 +25,12 @@ import dshard
 from dshard.cli import main
 from dshard.cli.cut_layers import cut_layers
 from dshard.cli.llama import Llama, LlamaConfig
-from dshard.planner import Cluster, Link, Links, Plan, Training, cluster_of
+from dshard.planner import Cluster, Link, Links, Plan, Training, Work, cluster_of
 from dshard.planner.alike import find_runs
+from dshard.planner.flops import Op
 from dshard.planner.measuring import measure
 from dshard.planner.profiles import UnitTimes
+from dshard.planner.timing import work_of
 from dshard.planner.tracing import trace
 from dshard.planning import meshes, profile
 from dshard.planning.links import measure_links
@@ -279,6 +281,30 @@ def test_a_rank_does_its_part_of_products_and_sends_what_the_formula_says(num_cu
     assert [op.num_bytes for op in sent if op.collective == "all_gather"] == [4 * 2 * 64 * 1024]
 
 
+def test_along_a_sequence_parts_are_gathered_ahead_of_layers_and_scattered_behind():
+    model, rows = build(), 64
+    with fake_world(0, 8):
+        cut(model, init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))["tp"], sequence=True)
+        traced_step = trace(model, torch.ones(rows, WIDTH), parts_of(model), loss_of=loss_of)
+    sent = [op for phase in traced_step.phases for op in phase.ops if op.collective]
+    # Of a block, forward and backward: ahead of its first layer, and behind its last. Then what the model gives back.
+    assert Counter(op.collective for op in sent) == {"all_gather": 2 * NUM_BLOCKS + 1, "reduce_scatter": 2 * NUM_BLOCKS}
+    assert {op.num_bytes for op in sent} == {4 * rows * WIDTH}
+    near = cluster_of("h100-80g", 2)
+    known = work_of(sent, dshard.planner.DEVICES["h100-80g"], None, cut=near)
+    gathers, scatters = 2 * NUM_BLOCKS + 1, 2 * NUM_BLOCKS
+    expected = gathers * near.all_gather_s(4 * rows * WIDTH, 2) + scatters * near.reduce_scatter_s(4 * rows * WIDTH, 2)
+    assert known == Work(cut_s=pytest.approx(expected))
+
+
+def test_all_to_all_is_a_collective_by_either_name():
+    for name in ("_c10d_functional.all_to_all_single", "_dtensor.shard_dim_alltoall"):
+        op = Op(name, 0, 1 << 20, torch.float32)
+        assert op.collective == "all_to_all"
+        near = cluster_of("h100-80g", 4)
+        assert work_of([op], dshard.planner.DEVICES["h100-80g"], None, cut=near).cut_s == near.all_gather_s(1 << 20, 4)
+
+
 def test_what_is_sent_takes_the_time_of_links_within_a_host():
     for rates in (None, "published"):
         model, cluster = llama(), cluster_of("h100-80g", 64, profile=rates, tensor_parallel=4)
@@ -307,6 +333,13 @@ def test_ranks_that_hold_the_same_part_share_a_host_s_link_with_the_others(profi
     assert cluster_of("h100-80g", 8, tensor_parallel=8).num_ranks == 1
     with pytest.raises(dshard.PlanError, match=r"must divide the ranks of a host.*but it is 16.*tensor_parallel=8"):
         cluster_of("h100-80g", 64, tensor_parallel=16)
+
+
+def test_what_torch_compile_cannot_take_is_not_planned_for():
+    model, cluster = llama(), cluster_of("h100-80g", 8, profile="published", tensor_parallel=4)
+    given = {"device": "h100-80g", "profile": "published", "training": Training(is_compiled=True)}
+    with cut_layers(model, 4), pytest.raises(dshard.PlanError, match="is_compiled and a model whose layers are cut"):
+        dshard.plan(model, torch.zeros(2, 64, dtype=torch.int64), cluster=cluster, **given)
 
 
 def test_a_cluster_that_says_otherwise_than_the_model_is_refused():
