@@ -115,27 +115,26 @@ def costs_of(
         own = [params[name] for name in trace.parts[i].params]
         num_trained = sum(1 for p in own if p.grad_itemsize)
         copies = _copies_of(own, device, rates)
-        units.append(
-            UnitCosts(
-                name=trace.parts[i].label,
-                params=tuple(own),
-                forward_s=told.times[i].forward_s + overhead.forward_s * len(own) + copies.forward_s,
-                backward_s=told.times[i].backward_s + overhead.backward_s * num_trained + copies.backward_s,
-                activation_bytes=memory.kept,
-                forward_transient_bytes=memory.forward,
-                backward_transient_bytes=memory.backward,
-                gradients_transient_bytes=memory.gradients,
-                optimizer_s=_touched_bytes(own) * told.optimizer_s_per_byte,
-                optimizer_start_s=overhead.optimizer_s * num_trained,
-                slice_overhead_s=device.efficiency.kernel_s if device is not None else 2e-5,
-                is_used_in_backward=i not in trace.unused_in_backward,
-                source="measured" if device is None else f"traced, {device.name}",
-                modules=tuple(names[module] for module in trace.parts[i].modules),
-                work=told.work(i, copies),
-            )
+        unit = UnitCosts(
+            name=trace.parts[i].label,
+            params=tuple(own),
+            forward_s=told.times[i].forward_s + overhead.forward_s * len(own) + copies.forward_s,
+            backward_s=told.times[i].backward_s + overhead.backward_s * num_trained + copies.backward_s,
+            activation_bytes=memory.kept,
+            forward_transient_bytes=memory.forward,
+            backward_transient_bytes=memory.backward,
+            gradients_transient_bytes=memory.gradients,
+            optimizer_s=_touched_bytes(own) * told.optimizer_s_per_byte,
+            optimizer_start_s=overhead.optimizer_s * num_trained,
+            slice_overhead_s=device.efficiency.kernel_s if device is not None else 2e-5,
+            is_used_in_backward=i not in trace.unused_in_backward,
+            source="measured" if device is None else f"traced, {device.name}",
+            modules=tuple(names[module] for module in trace.parts[i].modules),
+            work=told.work(i, copies),
         )
+        units.append(_offloaded(unit, device) if training.is_offloaded else unit)
     return ModelCosts(
-        units=tuple(_offloaded(unit, device) for unit in units) if training.is_offloaded else tuple(units),
+        units=tuple(units),
         batch_size=batch_size * training.num_backwards,
         num_backwards=training.num_backwards,
         buffer_bytes=_buffer_bytes(model) + trace.input_bytes,

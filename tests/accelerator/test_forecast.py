@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import dshard
 from dshard.bench.models import shard, training_step
 from dshard.planner import Training, cluster_of
+from tests.models import ResidualMlp
 
 RANKS, TOKENS = 8, 512
 
@@ -40,20 +41,11 @@ SIZES = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 class Model(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.embed = nn.Embedding(size.vocab, size.width)
-        self.blocks = nn.ModuleList(Block(size.width) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(ResidualMlp(size.width, 4 * size.width) for _ in range(size.layers))
         self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, size.vocab, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -66,7 +66,16 @@ FREE = {  # public names without a row, and why
     **dict.fromkeys(
         (
             f"Rates.{name}"
-            for name in ("of_family", "spread_on", "seconds_per_byte", "seconds", "cluster", "between", "copies_s")
+            for name in (
+                "of_family",
+                "spread_on",
+                "seconds_per_byte",
+                "seconds",
+                "cluster",
+                "between",
+                "copies_s",
+                "stragglers",
+            )
         ),
         "the planner asks it; plan and cluster_of have looked at what they were given",
     ),

@@ -5,46 +5,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import dshard
-from dshard.cli.gpt import GPT, GPTConfig
 from dshard.planner import Cluster, Link, Links, cluster_of
 from dshard.planning import meshes
 from dshard.planning.links import measure_links
 from dshard.planning.meshes import PlannedMesh, in_stages
 from dshard.policies import Strategy
 from dshard.testing import WorldPool
+from tests.planning.small import build, losses, tokens
 
 NAMES = ("replicate", "shard")
 
 
-def build() -> GPT:
-    torch.manual_seed(0)
-    return GPT(GPTConfig(block_size=16, num_layers=3, width=32, num_heads=4, vocab_size=64))
-
-
-def tokens(seed: int = 0) -> torch.Tensor:
-    return torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed))
-
-
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-def losses(model: nn.Module, seed: int) -> list[float]:
-    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for step in range(3):
-        x = tokens(10 * step + seed)
-        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
 
 
 def train(shape: tuple[int, ...], home: str, asked: Any = None, whole: tuple[int, ...] = ()) -> Any:

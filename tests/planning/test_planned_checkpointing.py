@@ -11,12 +11,14 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import dshard
-from dshard.cli.gpt import GPT, GPTConfig
+from dshard.cli.gpt import GPT
 from dshard.planner import DEVICES, Training, cluster_of
 from dshard.planning.profile import Profile
 from dshard.policies import Strategy
 from dshard.setup.planned_units import checkpoint_as_planned
 from dshard.testing import WorldPool
+from tests.planning import small
+from tests.planning.small import losses, tokens
 
 TITAN = DEVICES["titan-rtx"]
 MODES = ("none", "selective", "full")
@@ -31,12 +33,7 @@ class Planned(dshard.Plan):
 
 
 def build(*, tie: bool = False) -> GPT:
-    torch.manual_seed(0)
-    return GPT(GPTConfig(16, 6, 32, 4, 64, tie))
-
-
-def tokens(seed: int = 0) -> torch.Tensor:
-    return torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed))
+    return small.build(tie=tie, num_layers=6)
 
 
 def plan_of(model: nn.Module, modes: tuple[str, ...], strategies: tuple[str, ...] = ("full",)) -> Any:
@@ -65,16 +62,8 @@ def train(modes: tuple[str, ...], strategies: tuple[str, ...], compiles: str = "
     for block in model.blocks if compiles == "after" else ():
         block.compile(backend="aot_eager", fullgraph=True)
     assert list(model.state_dict()) == names
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(3):
-        x = tokens(10 * step + dist.get_rank())
-        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, ["forward" in vars(block) for block in model.blocks]
+    found = losses(model, dist.get_rank())
+    return found, ["forward" in vars(block) for block in model.blocks]
 
 
 @pytest.mark.parametrize("kind", [{}, {"tie": True}], ids=["plain", "tied"])

@@ -19,28 +19,25 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dshard
-from dshard.cli.gpt import GPT, GPTConfig
+from dshard.cli.gpt import GPT
 from dshard.optimizer.step_hooks import num_listeners
 from dshard.planner import DEVICES, Training, cluster_of
 from dshard.planning.profile import Profile
 from dshard.policies import Strategy
 from dshard.runtime.runtime import runtime_of
 from dshard.testing import WorldPool
+from tests.planning import small
+from tests.planning.small import losses, tokens
 
 TITAN = DEVICES["titan-rtx"]
 KINDS = ("ddp", "zero1", "zero2", "keep", "full")
 
 
 def build(*, tie=False, shares=False):
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(16, 4, 32, 4, 64, tie))
+    model = small.build(tie=tie)
     if shares:  # what two blocks hold is left to the root
         model.blocks[2].mlp.up = model.blocks[1].mlp.up
     return model
-
-
-def tokens(seed=0):
-    return torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed))
 
 
 def plan_of(model, strategies):
@@ -56,16 +53,8 @@ def train(strategies, **kind):
     model = build(**kind)
     plan = plan_of(model, strategies)
     dshard.fully_shard(model, plan=dshard.Plan.from_json(plan.to_json()))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
     assert model._dshard_units[0].model.split is None  # no units are looked for: they are the plan's
-    for step in range(3):
-        x = tokens(10 * step + dist.get_rank())
-        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    found = losses(model, dist.get_rank())
     units = list(dict.fromkeys(u for m in model.modules() for u in vars(m).get("_dshard_units", ())))
     whole = {name: p.to_local().numel() == p.numel() for name, p in model.named_parameters()}
     assert whole == {name: str(strategy) == "ddp" for name, strategy in plan.by_parameter.items()}
@@ -76,7 +65,7 @@ def train(strategies, **kind):
         for unit, strategy in zip(plan.model.units, plan.strategies, strict=True)
     }
     assert made == asked
-    return losses
+    return found
 
 
 @pytest.mark.parametrize("kind", [{}, {"tie": True}, {"shares": True}], ids=["plain", "tied", "shared"])
@@ -127,18 +116,10 @@ def train_wrapped(make, of_plan, of_model):
     names = [name for name, _ in model.named_parameters()]
     dshard.fully_shard(model, plan=plan)
     assert [name for name, _ in model.named_parameters()] == names
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(2):
-        x = tokens(10 * step + dist.get_rank())
-        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    found = losses(model, dist.get_rank(), num_steps=2)
     whole = [p.to_local().numel() == p.numel() for p in model.parameters()]
     assert whole == [str(strategy) == "ddp" for strategy in plan.by_parameter.values()]
-    return losses, whole
+    return found, whole
 
 
 @pytest.mark.parametrize("make", [build, nested])

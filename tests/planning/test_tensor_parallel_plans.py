@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -37,22 +36,14 @@ from dshard.planning.links import measure_links
 from dshard.planning.meshes import mesh_cut_over, num_cut_over
 from dshard.planning.profile import Profile, parts_of
 from dshard.testing import WorldPool, counted_peak, fake_world
+from tests.models import ResidualMlp
 
 WIDTH, NUM_BLOCKS = 128, 4
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 def build(width: int = WIDTH) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(width) for _ in range(NUM_BLOCKS)))
+    return nn.Sequential(*(ResidualMlp(width, 4 * width) for _ in range(NUM_BLOCKS)))
 
 
 def cut(model: nn.Module, mesh: Any, *, sequence: bool = False) -> nn.Module:
