@@ -4,17 +4,32 @@
 $ python benchmarks/calibration_transfer.py
 ```
 
-Each line fits from the priors to one part of the shipped table and predicts the other; then come steps of more GPUs
-than any run of the table has. Takes a few minutes on one core: the models are traced first.
+Each line fits from the priors to one part of the shipped table and predicts the other. Then come steps of more GPUs
+than any run of the table has; attention that reaches more, or less, of a peak the longer the sequence is; which part
+of each source the intervals hold that the others alone give; and what a few runs of a source give for the rest of it.
+Takes a quarter of an hour on one core: the models are traced first.
 """
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from dshard.cli.measured import read_runs
+from dshard.cli.measured import PAIRED, read_runs
 from dshard.planner import DEVICES
-from dshard.planner.calibration import Run, Terms, fitted, misses_of, predicted_s
-from dshard.planner.rates import PRIORS, family_of, published, runs_file
+from dshard.planner.calibration import (
+    Run,
+    Terms,
+    calibrated,
+    constants_aside,
+    errors_of,
+    fitted,
+    kept_aside,
+    misses_of,
+    predicted_s,
+    spread_aside,
+)
+from dshard.planner.rates import PRIORS, Constant, Rates, family_of, published, runs_file
+from dshard.planner.spreads import Interval, Spread, holding
 
 PARTS: dict[str, Callable[[Run], bool]] = {
     "at most 64 GPUs": lambda run: run.num_ranks <= 64,
@@ -28,6 +43,8 @@ PARTS: dict[str, Callable[[Run], bool]] = {
 }
 SIZES = (64, 128, 512, 1024, 2048)
 BASES = ("mod-031", "mpt-010", "titan24a-2", "titan24a-6", "mpt-001")
+EXPONENTS = (-0.1, 0.0, 0.1)
+NUM_OWN, NUM_DRAWS = (10, 25), 3
 
 
 def moved(run: Run, name: str, num_ranks: int, sharding: str) -> Run:
@@ -54,12 +71,68 @@ def moved(run: Run, name: str, num_ranks: int, sharding: str) -> Run:
     return replace(found, optimizer_s=run.optimizer_s * memory * run.within / found.within)
 
 
+def with_power(run: Run, exponent: float) -> Run:
+    """Of which attention reaches (tokens of a sample / 2,048) ^ exponent of what the constant says."""
+    times = (int(run.pair[PAIRED.index("seq")]) / 2048) ** -exponent
+    forward, backward = (replace(each, attention_s=each.attention_s * times) for each in (run.forward, run.backward))
+    return replace(run, forward=forward, backward=backward)
+
+
+def parts_of(runs: Sequence[Run], constants: Mapping[str, Constant]) -> list[float]:
+    """The measured step of each in parts of the predicted one."""
+    return [1 / (1 + off) for off in errors_of(runs, constants)]
+
+
+def interval_text(interval: Interval, parts: Sequence[float]) -> str:
+    """Which part of some runs it holds."""
+    held = sum(interval.low <= part <= interval.high for part in parts) / len(parts)
+    return f"{held:.0%} of {interval.low:.2f} to {interval.high:.2f}"
+
+
+def print_intervals(runs: Sequence[Run]) -> None:
+    """Of each source: what others give, when each of their runs counts alike, and when each source does."""
+    print("\n| runs of | each run counted alike | each source alike |\n|---|---|---|")
+    for source, constants in constants_aside(runs, PRIORS).items():
+        others, own = ([run for run in runs if (run.source == source) is is_own] for is_own in (False, True))
+        aside = constants_aside(others, PRIORS)
+        apart = [part for of, each in aside.items() for part in parts_of([r for r in others if r.source == of], each)]
+        alike, by_source = holding(apart), spread_aside(others, aside, Spread()).steps
+        assert alike is not None
+        assert by_source is not None
+        parts = parts_of(own, constants)
+        print(f"| {source} | {interval_text(alike, parts)} | {interval_text(by_source, parts)} |")
+
+
+def print_own(runs: Sequence[Run]) -> None:
+    """Of the large sources: profiles of a few runs, drawn at random, held against the rest of the source."""
+    print("\n| runs of | the profile of | others of the source in its intervals |\n|---|---|---|")
+    for source in ("Modalities/modalities", "mosaicml/llm-foundry"):
+        others, own = ([run for run in runs if (source in run.source) is is_own] for is_own in (False, True))
+        aside = constants_aside(others, PRIORS)
+        known = Rates(fitted(others, PRIORS), spread=spread_aside(others, aside, Spread()))
+        for number in NUM_OWN:
+            texts = []
+            for seed in range(NUM_DRAWS):
+                drawn = random.Random(seed).sample(own, number)
+                found = calibrated(drawn, known, "drawn")
+                assert found.spread is not None
+                assert found.spread.steps is not None
+                rest = [run for run in own if not any(run is each for each in drawn)]
+                texts.append(interval_text(found.spread.steps, parts_of(rest, found.constants)))
+            print(f"| {source} | {number} of {len(own)} | {'; '.join(texts)} |")
+
+
 def main() -> None:
-    """Prints both tables."""
+    """Prints all tables."""
     runs = read_runs(runs_file()).runs
     print("| fitted to | predicts | mean error | 9 in 10 below |\n|---|---|---|---|")
-    for name, is_seen in PARTS.items():
-        constants = fitted([run for run in runs if is_seen(run)], PRIORS)
+    rows = [(name, is_seen, PRIORS) for name, is_seen in PARTS.items()]
+    few = "at most 128 GPUs"
+    rows += [
+        (f"{few}, the length of a hop free", PARTS[few], {**PRIORS, "hops": replace(PRIORS["hops"], uncertainty=3.0)})
+    ]
+    for name, is_seen, known in rows:
+        constants = fitted([run for run in runs if is_seen(run)], known)
         misses = misses_of([run for run in runs if not is_seen(run)], constants, name)
         print(f"| {name} | {misses.num_runs} others | {misses.mean:.1%} | {misses.p90:.1%} |")
     by_name, values = {run.name: run for run in runs}, published().values
@@ -70,6 +143,15 @@ def main() -> None:
             for sharding in ("full", "hybrid"):
                 eight, *more = (predicted_s(moved(by_name[name], device, n, sharding), values) for n in (8, *SIZES))
                 print(f"| {name} | {device} | {sharding} | {' | '.join(f'{each / eight - 1:+.0%}' for each in more)} |")
+    print(
+        "\n| attention reaches (tokens / 2,048) ^ | each source kept aside: mean error | 9 in 10 below |\n|---|---|---|"
+    )
+    for exponent in EXPONENTS:
+        powered = [with_power(run, exponent) for run in runs]
+        every = kept_aside(powered, constants_aside(powered, PRIORS))[-1]
+        print(f"| {exponent:+.1f} | {every.mean:.1%} | {every.p90:.1%} |")
+    print_intervals(runs)
+    print_own(runs)
 
 
 if __name__ == "__main__":

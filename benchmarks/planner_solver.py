@@ -1,9 +1,9 @@
 """How long the planner's solver takes, and what it proves: `python benchmarks/planner_solver.py [OPTIONS] [UNITS ...]`.
 
 Layers of a transformer on 64 ranks in hosts of 8, six strategies each, or all that `dshard.plan` tries, at limits
-between all-full and all-ddp; with `--checkpointing` each may compute its forward again, in part or whole, and limits
-lie between all-full, all checkpointed, and all-ddp without. Families: `alike` (one width), `widths` (five, at random),
-`random` (width, tokens and times at random). CPU seconds.
+between all-full and all-ddp, of which `--limits` gives others; with `--checkpointing` each may compute its forward
+again, in part or whole, and limits lie between all-full, all checkpointed, and all-ddp without. Families: `alike` (one
+width), `widths` (five, at random), `random` (width, tokens and times at random). CPU seconds.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def family(name: str, num_units: int, *, is_choice: bool = False) -> ModelCosts:
     return ModelCosts(tuple(layers))
 
 
-def main(sizes: Sequence[int], *, tries_all: bool, is_choice: bool) -> None:
+def main(sizes: Sequence[int], parts: Sequence[float], *, tries_all: bool, is_choice: bool) -> None:
     """Print a table."""
     inside, across = Links.of(Link(2e-5, 1 / 200e9, 1e-6)), Links.of(Link(3e-5, 1 / 40e9, 2e-6))
     cluster = Cluster(64, 8, inside, across, keeps_received_rows=False)
@@ -79,7 +79,7 @@ def main(sizes: Sequence[int], *, tries_all: bool, is_choice: bool) -> None:
             model = family(name, num_units, is_choice=is_choice)
             low = peak_bytes(model.under("full"), ["full"] * num_units, cluster)
             high = peak_bytes(model, ["ddp"] * num_units, cluster)
-            for part in PARTS:
+            for part in parts:
                 started = time.process_time()
                 solution = solve(model, cluster, strategies, low + int((high - low) * part))
                 took, proof = time.process_time() - started, solution.certificate
@@ -89,8 +89,8 @@ def main(sizes: Sequence[int], *, tries_all: bool, is_choice: bool) -> None:
                 plan = ", ".join(f"{count} {strategy}" for strategy, count in counts)
                 ratio = step_time(model.under("full"), ["full"] * num_units, cluster) / proof.step_s
                 out.write(
-                    f"| {name} | {num_units} | {part:.0%} | {took:.1f} | {proof.gap:.1g} | {proof.relaxed_gap:.1g} | "
-                    f"{ratio:.3f} | {plan} |\n"
+                    f"| {name} | {num_units} | {100 * part:g}% | {took:.1f} | {proof.gap:.1g} | "
+                    f"{proof.relaxed_gap:.1g} | {ratio:.3f} | {plan} |\n"
                 )
                 out.flush()
 
@@ -100,5 +100,8 @@ if __name__ == "__main__":
     parser.add_argument("sizes", nargs="*", type=int, default=[100, 2000], metavar="UNITS", help="(100 2000)")
     parser.add_argument("--all", action="store_true", help="all strategies that dshard.plan tries, rather than six")
     parser.add_argument("--checkpointing", action="store_true", help="each layer may be checkpointed, in two ways")
+    parser.add_argument(
+        "--limits", nargs="+", type=float, default=PARTS, metavar="PART", help="0 is all full, 1 all ddp"
+    )
     given = parser.parse_args()
-    main(given.sizes, tries_all=given.all, is_choice=given.checkpointing)
+    main(given.sizes, given.limits, tries_all=given.all, is_choice=given.checkpointing)

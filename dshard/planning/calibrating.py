@@ -1,7 +1,6 @@
 """The devices at hand, measured: what their products, attention, memory and links reach, as a profile."""
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 from dshard.collectives import ReduceOp, all_reduce
 from dshard.planner import Cluster, Constant, Device, Rates, Wire
 from dshard.planner.rates import HERE, Here, of_family
-from dshard.planning.links import measure_links
+from dshard.planning.links import measure_links, total_bytes
 from dshard.planning.sharing import measured_shares
 from dshard.tensor.meshes import group_of
 
@@ -160,16 +159,9 @@ def _described(device: torch.device, known: Rates, reached: dict[str, Reached], 
         blank,
         flops_per_s=peaks,
         memory_bytes_per_s=reached["memory"].per_s / known.values["memory"],
-        memory_bytes=_memory_bytes(device, per_host),
+        memory_bytes=total_bytes(device, per_host),
         source=f"measured on {num_ranks} {device.type} rank{'s' * (num_ranks > 1)}",
     )
-
-
-def _memory_bytes(device: torch.device, per_host: int) -> int:
-    """Of the device, or this rank's part of the host's."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_host
 
 
 def _reached(rates: list[float]) -> Reached:

@@ -31,7 +31,7 @@ _NUM_IN_A_ROW = 3
 _LEAST_S = 1e-6
 _SCRATCH_NUMEL, _WIDTH = 1 << 21, 256
 _SCHEMA = 3
-_MEMORY_FREE = 0.95  # of a device, beside its context
+_MEMORY_FREE = 0.95  # of a device, beside its context; of a host, beside its system
 
 
 _Work = Callable[[], None]
@@ -66,7 +66,8 @@ def measure_links(
         within: Numbers of neighbouring ranks that may share a parameter, besides all, and those of a host.
         sizes: Bytes of the tensors that are gathered and reduced.
         num_rounds: Of which the median counts.
-        memory_bytes: Of each rank; None for 95% of a CUDA device's, and 0, for none known, elsewhere.
+        memory_bytes: Of each rank; None for 95% of its CUDA device's, or else of its part of the host's: the least of
+            all ranks.
         path: Of the file; None for one in `~/.cache/dshard`, named after backend, ranks and host.
         again: Measure, even if the file is there.
 
@@ -74,13 +75,13 @@ def measure_links(
         PlanError: The mesh has several dims; or a number of neighbours does not divide that of the ranks.
 
     Communicates:
-        What is measured; the making of full values once per host; a broadcast and all-reduces of the figures. All ranks
-        must call this alike.
+        What is measured; the making of full values once per host; a broadcast and all-reduces of the figures, and of
+        the memory where none is given. All ranks must call this alike.
     """
     mesh = default_mesh() if mesh is None else mesh
     num_ranks = mesh.size()
     if num_ranks == 1:
-        memory = _memory(group_of(mesh), memory_bytes)
+        memory = _memory(group_of(mesh), memory_bytes, 1)
         return Cluster(1, 1, Links.of(Link(0.0, 0.0)), memory_bytes=memory, source="one rank")
     per_host = _ranks_per_host(mesh.mesh.flatten().tolist())
     parts = tuple(dict.fromkeys((num_ranks, *([per_host] if per_host > 1 else ()), *within)))
@@ -108,7 +109,7 @@ def measure_links(
         if group.rank == 0:
             _write(file, known, figures)
     measurement = Measurement(figures, parts, tuple(sizes), in_place, num_ranks)
-    return cluster_through(measurement, per_host, _memory(group, memory_bytes), group.backend)
+    return cluster_through(measurement, per_host, _memory(group, memory_bytes, per_host), group.backend)
 
 
 def _in_place(groups: Sequence[ShardGroup], everyone: ShardGroup) -> list[InPlace]:
@@ -136,10 +137,19 @@ def _ranks_per_host(ranks: Sequence[int]) -> int:
     return nums.pop() if len(nums) == 1 else len(ranks)
 
 
-def _memory(group: ShardGroup, given: int | None) -> int:
-    if given is not None or group.device_type != "cuda":
-        return given or 0
-    return int(torch.cuda.get_device_properties(group.device).total_memory * _MEMORY_FREE)
+def _memory(group: ShardGroup, given: int | None, per_host: int) -> int:
+    if given is not None:
+        return given
+    sharing = max(per_host, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))  # of a host those of other meshes, too
+    mine = torch.tensor([total_bytes(group.device, sharing)])
+    return int(collectives.all_reduce([mine], group, ReduceOp.MIN, label="links").wait()[0].item() * _MEMORY_FREE)
+
+
+def total_bytes(device: torch.device, per_host: int) -> int:
+    """Memory of a device, or one rank's part of the host's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_host
 
 
 def _default_path(group: ShardGroup) -> Path:

@@ -153,6 +153,11 @@ class Profile:
         check_tensor_parallel(self._num_cut, cluster)
         tolerance = self._margin(margin)
         limit = cluster.memory_bytes if memory is None else parse_bytes(memory, "memory")
+        if not limit:
+            raise PlanError(
+                "plan: memory must be given where the cluster's memory_bytes is 0, for none known. Pass "
+                "memory='16GiB', or a Cluster that says it."
+            )
         if strategies is None:
             strategies = strategies_for(cluster)
         elif isinstance(strategies, (str, Strategy)):

@@ -1,6 +1,7 @@
 """Links measured on real groups: alike on all ranks, kept in a file, and planned with."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dshard
 from dshard.cli.gpt import GPT, GPTConfig
-from dshard.planner import Cluster
+from dshard.planner import Cluster, Link, Links
 from dshard.planner.records import to_record
 from dshard.planning.links import measure_links
 from dshard.testing import WorldPool
@@ -115,7 +116,7 @@ def plan_and_train(home):
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "home", lambda: Path(home))
-        plan = dshard.plan(model, tokens, mesh=mesh(), memory="1GiB", strategies=("ddp", "zero1", "keep", "full"))
+        plan = dshard.plan(model, tokens, mesh=mesh(), strategies=("ddp", "zero1", "keep", "full"))
     dshard.fully_shard(model, plan=plan)
     model(tokens).sum().backward()
     return plan.to_json()
@@ -129,6 +130,28 @@ def test_all_ranks_plan_alike_with_what_they_measured(worlds: WorldPool, tmp_pat
     assert isinstance(plan.cluster, Cluster)
     assert plan.cluster.source == "measured over gloo, 2 ranks"
     assert list((tmp_path / ".cache" / "dshard").iterdir())
+
+
+def memory_when(path: Path, sharing: tuple[int, ...]) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(sharing[dist.get_rank()]))
+        return measure_links(mesh(), sizes=SIZES, num_rounds=2, path=path).memory_bytes
+
+
+@pytest.mark.parametrize("sharing", [(2, 2), (2, 4), (4, 2)])
+def test_without_a_device_the_memory_is_that_of_the_rank_with_the_least_of_its_host(
+    worlds: WorldPool, tmp_path, sharing
+):
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for found in worlds.run(2, memory_when, tmp_path / "links.json", sharing):
+        assert found == int(total // max(sharing) * 0.95)
+
+
+def test_a_cluster_of_no_known_memory_needs_to_be_told_it():
+    cluster = Cluster(2, 2, Links.of(Link(0.0, 0.0)))
+    with pytest.raises(dshard.PlanError, match=r"^plan: memory must be given .* Pass memory='16GiB'"):
+        dshard.plan(torch.nn.Linear(2, 2), torch.ones(1, 2), cluster=cluster)
+    assert dshard.plan(torch.nn.Linear(2, 2), torch.ones(1, 2), cluster=cluster, memory="1MiB").peak_bytes < 1 << 20
 
 
 def test_one_of_cluster_and_mesh_says_which_ranks_there_are():
