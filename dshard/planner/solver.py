@@ -311,6 +311,11 @@ def _does_not_fit(model: ModelCosts, chain: Chain, known: Sequence[Strategy], li
     )
 
 
+def can_fit(model: ModelCosts, cluster: Cluster, strategies: Sequence[Strategy], limit_bytes: int) -> bool:
+    """Whether some choice may fit into a limit; False if by proof none does. Times count not."""
+    return smallest_peak(Chain.of(model, strategies, cluster)).least_bytes <= limit_bytes
+
+
 @checked
 def solve_batch(
     costs_at: Callable[[int], ModelCosts],

@@ -1,7 +1,9 @@
 """The ranks at hand, as a plan sees them: links and strategies of a mesh of one dim, or of replicas by shards."""
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from dshard import collectives
 from dshard.collectives import ShardGroup
 from dshard.errors import PlanError
 from dshard.planner import Cluster, Link, Plan
+from dshard.planner.records import of_record, to_record
 from dshard.planning.links import measure_links
 from dshard.policies import Strategy
 
@@ -61,16 +64,19 @@ class PlannedMesh:
         return cls(_flattened(mesh), within, cut_over)
 
     def links(self) -> Cluster:
-        """Its links, measured.
+        """Its links, measured; of ranks over which layers are cut those of the first one's mesh.
 
         Communicates:
-            As `measure_links`.
+            As `measure_links`; of such ranks, for each dim of their mesh, two broadcasts besides.
         """
         if self.within is None or self.within == 1:
             found = measure_links(self.whole)
         else:
             found = in_stages(measure_links(self.whole, within=(self.within,)), self.within)
-        return replace(found, tensor_parallel=num_cut_over(self.cut_over))
+        if self.cut_over is None:
+            return found
+        record: Any = json.loads(self._first(json.dumps(to_record(found))))
+        return replace(of_record(Cluster, record, "links"), tensor_parallel=num_cut_over(self.cut_over))
 
     def shared(self, make: Callable[[], Plan]) -> Plan:
         """A plan; of ranks over which layers are cut the first one's, for what they measured differs.
@@ -89,12 +95,18 @@ class PlannedMesh:
             text = make().to_json()
         except PlanError as error:
             text = f"{_REFUSED}{error}"
-        device = torch.device(self.cut_over.device_type)
-        for dim in range(self.cut_over.ndim):
-            text = _first_text(text, ShardGroup.of_mesh(self.cut_over.get_group(dim), device))
+        text = self._first(text)
         if text.startswith(_REFUSED):
             raise PlanError(text.removeprefix(_REFUSED))
         return Plan.from_json(text)
+
+    def _first(self, text: str) -> str:
+        """What the first of the ranks over which layers are cut has to say."""
+        assert self.cut_over is not None
+        device = torch.device(self.cut_over.device_type)
+        for dim in range(self.cut_over.ndim):
+            text = _first_text(text, ShardGroup.of_mesh(self.cut_over.get_group(dim), device))
+        return text
 
     def strategies(
         self, asked: Sequence[Strategy | str] | Strategy | str | None, cluster: Cluster

@@ -1,38 +1,35 @@
 """A model's costs at any batch size, told or measured here, and the plans that come of them."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dshard.collectives import ReduceOp, all_reduce
 from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, ModelCosts
 from dshard.planner.devices import Device
-from dshard.planner.measuring import measure, optimizer_seconds_per_byte
 from dshard.planner.plan import Plan
-from dshard.planner.profiles import Overhead, Training, UnitTimes, costs_of
+from dshard.planner.profiles import Training, UnitTimes, costs_of
 from dshard.planner.progress import SILENT, Progress, Stretch
 from dshard.planner.rates import Rates
 from dshard.planner.robust import Doubt, robust
 from dshard.planner.rooms import fitted
-from dshard.planner.solver import Solution, solve, solve_batch
+from dshard.planner.solver import Solution, can_fit, solve, solve_batch
 from dshard.planner.steps import resized, tensors
 from dshard.planner.texts import parse_bytes
 from dshard.planner.ties import DATASHEET, MEASURED
 from dshard.planner.traces import Part, Trace
 from dshard.planner.tracing import trace
 from dshard.planning import recomputing
+from dshard.planning.measured_steps import MeasuredSteps
 from dshard.planning.meshes import check_tensor_parallel, mesh_cut_over, num_cut_over, strategies_for
-from dshard.planning.overhead import measure_overhead
 from dshard.planning.recomputing import Kinds
 from dshard.policies import Strategy
 from dshard.setup.auto_units import find_units
-from dshard.tensor.meshes import group_of
 
 _BATCHES = (*range(1, 17), *range(18, 33, 2), *range(40, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
 
@@ -72,7 +69,6 @@ class Profile:
         self._spread = None if rates is None or device is None else rates.spread_on(device)
         self._traces: dict[tuple[int, Kinds], Trace] = {}
         self._known: dict[int, ModelCosts] = {}
-        self._own: Overhead | None = None
         self._parts, self._kinds = parts_of(model), recomputing.kinds_of(checkpointing)
         self._may_recompute = tuple(recomputing.may_recompute(model, part) for part in self._parts)
         sizes = [each.shape[0] for each in tensors(sample_input) if each.ndim]
@@ -108,21 +104,26 @@ class Profile:
     def costs(self, batch: int) -> ModelCosts:
         """Costs of a step of so many samples; each is traced, and measured, once."""
         if batch not in self._known:
-            self._known[batch] = self._of_all_kinds(batch, partial(self.traced, batch))
+            self._known[batch] = self._of_all_kinds(partial(self.traced, batch), partial(self._costs, batch))
         return self._known[batch]
 
     def estimated(self, most: int) -> Callable[[int], ModelCosts]:
-        """Costs at sizes up to a largest one, of traces at 1 and there; exact where they cannot be told from these."""
+        """Costs at sizes up to a largest one, of traces at 2 and there; exact where they cannot be told from these."""
+        return lambda batch: self._of_all_kinds(self._between(batch, most), partial(self._costs, batch))
 
-        def costs_at(batch: int) -> ModelCosts:
-            share = (batch - 1) / max(most - 1, 1)
-            between = {
-                kind: self.traced(1, kind).between(self.traced(most, kind), share) for kind in {"none", *self._kinds}
-            }
-            known = {kind: each for kind, each in between.items() if each is not None}
-            return self.costs(batch) if known.keys() < between.keys() else self._of_all_kinds(batch, known.__getitem__)
+    def _between(self, batch: int, most: int) -> Callable[[str], Trace]:
+        """Traces of so many samples, of any kind of activation checkpointing.
 
-        return costs_at
+        A batch of one is traced by itself: some of what is contiguous in it is not in others.
+        """
+
+        def traced(kind: str) -> Trace:
+            if not 2 < batch < most:
+                return self.traced(batch, kind)
+            found = self.traced(2, kind).between(self.traced(most, kind), (batch - 2) / (most - 2))
+            return self.traced(batch, kind) if found is None else found
+
+        return traced
 
     def _kinds_of_parts(self, kinds: Kinds | str) -> Kinds:
         """One kind for all parts that may have it, as one for each part."""
@@ -130,12 +131,12 @@ class Profile:
             return kinds
         return tuple(kinds if may else "none" for may in self._may_recompute)
 
-    def _of_all_kinds(self, batch: int, traced: Callable[[str], Trace]) -> ModelCosts:
+    def _of_all_kinds(self, traced: Callable[[str], Trace], costs: Callable[[Trace, Kinds], ModelCosts]) -> ModelCosts:
         """Costs under every kind of activation checkpointing that is asked for."""
-        plain, others = self._costs(traced("none"), batch), []
+        plain, others = costs(traced("none"), self._kinds_of_parts("none")), []
         for kind in self._kinds:
             if kind != "none":
-                other = self._costs(traced(kind), batch, self._kinds_of_parts(kind))
+                other = costs(traced(kind), self._kinds_of_parts(kind))
                 others.append(other if self._device is not None else recomputing.shared_times(plain, other))
         return recomputing.with_alternatives(plain, others, self._kinds)
 
@@ -165,7 +166,7 @@ class Profile:
         known = tuple(dict.fromkeys(Strategy.of(each).on(cluster.num_ranks) for each in strategies))
         if not isinstance(batch, str):
             return self._planned(self._size(batch), cluster, known, limit, memory_of, margin)
-        sizes = set(_BATCHES)
+        sizes = set(_BATCHES if self._device is not None else self._measured_sizes(cluster, known, limit))
         while True:  # sizes between two traced ones are estimated, none too low; what is chosen is traced
             estimate, told = self.estimated(max(sizes)), self.progress
             found = solve_batch(estimate, sizes, cluster, known, limit, tolerance=tolerance, progress=told)
@@ -174,6 +175,18 @@ class Profile:
                 return self._planned(best, cluster, known, limit, memory_of, margin)
             except PlanError:
                 sizes.discard(best)
+
+    def _measured_sizes(self, cluster: Cluster, known: tuple[Strategy, ...], limit: int) -> Sequence[int]:
+        """Sizes at which something may fit, after real steps that times are told from; the least if nothing does."""
+
+        def may_fit(batch: int) -> bool:
+            model = self._of_all_kinds(self._between(batch, max(_BATCHES)), partial(self._bytes, batch))
+            return can_fit(model, cluster, known, limit)
+
+        sizes = _BATCHES[: max(1, bisect_left(_BATCHES, 1, key=lambda batch: int(not may_fit(batch))))]
+        for kind in dict.fromkeys(("none", *self._kinds)):
+            self._steps.measure_up_to(sizes[-1], self._kinds_of_parts(kind))
+        return sizes
 
     def given(
         self, cluster: Cluster, strategy: Strategy | str, batch: int | None = None, *, checkpointing: str | None = None
@@ -217,7 +230,8 @@ class Profile:
                 solution, doubt = robust(costs, cluster, solution, known, spread, margin=tolerance, most=most)
             kinds = self._kinds_in(solution.model)
             if len(set(kinds)) > 1:  # what a mix takes as it runs, and not as its units alone tell
-                model = recomputing.with_memory_of(solution.model, self._memory(batch, kinds))
+                exact = self._bytes(batch, self.traced(batch, kinds), kinds)
+                model = recomputing.with_memory_of(solution.model, exact)
                 solution = replace(solution, model=model)
             return solution, doubt
 
@@ -233,72 +247,72 @@ class Profile:
     def _flops(self, batch: int, kinds: Kinds | str = "none") -> float:
         return float(self.traced(batch, kinds).flops * self._training.num_backwards)
 
-    def _memory(self, batch: int, kinds: Kinds) -> ModelCosts:
+    def _bytes(self, batch: int, traced: Trace, kinds: Kinds) -> ModelCosts:
         """Costs of which bytes count alone."""
         times = [UnitTimes(0.0, 0.0)] * len(self._parts)
-        traced = self.traced(batch, kinds)
-        return costs_of(
+        found = costs_of(
             traced, self._model, training=self._training, times=times, batch_size=batch, tensor_parallel=self._num_cut
         )
+        return self._with_kinds(found, kinds)
 
-    def _costs(self, traced: Trace, batch: int, kinds: Kinds = ()) -> ModelCosts:
-        """Costs of a step that was traced under one kind of activation checkpointing for each part; () for none."""
-        kinds = kinds or self._kinds_of_parts("none")
-        if self._device is not None:
-            found = costs_of(
-                traced,
-                self._model,
-                training=self._training,
-                device=self._device,
-                batch_size=batch,
-                rates=self._rates,
-                tensor_parallel=self._num_cut,
-            )
-        else:
-            found = self._measured(traced, batch, kinds)
+    def _costs(self, batch: int, traced: Trace, kinds: Kinds) -> ModelCosts:
+        """Costs of a step that was traced under one kind of activation checkpointing for each part."""
+        if self._device is None:
+            return self._with_kinds(self._measured(batch, traced, kinds), kinds)
+        found = costs_of(
+            traced,
+            self._model,
+            training=self._training,
+            device=self._device,
+            batch_size=batch,
+            rates=self._rates,
+            tensor_parallel=self._num_cut,
+        )
+        return self._with_kinds(found, kinds)
+
+    def _with_kinds(self, costs: ModelCosts, kinds: Kinds) -> ModelCosts:
         kind_of = {part.label: kind for part, kind in zip(self._parts, kinds, strict=True)}
-        return replace(found, units=tuple(replace(unit, checkpointing=kind_of[unit.name]) for unit in found.units))
+        return replace(costs, units=tuple(replace(unit, checkpointing=kind_of[unit.name]) for unit in costs.units))
 
-    def _measured(self, traced: Trace, batch: int, kinds: Kinds) -> ModelCosts:
+    def _measured(self, batch: int, traced: Trace, kinds: Kinds) -> ModelCosts:
         """The same, of times of real steps on this machine."""
+        steps = self._steps
+        found = costs_of(
+            traced,
+            self._model,
+            training=self._training,
+            times=steps.times(batch, kinds),
+            optimizer_s_per_byte=steps.optimizer_s_per_byte,
+            overhead=steps.overhead,
+            batch_size=batch,
+            tensor_parallel=self._num_cut,
+        )
+        source = steps.source(batch, kinds)
+        return replace(found, units=tuple(replace(unit, source=source) for unit in found.units), source=source)
+
+    @cached_property
+    def _steps(self) -> MeasuredSteps:
+        """Real steps on this machine.
+
+        Raises:
+            PlanError: They would tell nothing of a compiled model.
+        """
         if self._training.is_compiled:
             raise PlanError(
                 "plan: is_compiled is for times that a device and a profile tell, but these are measured here, of the "
                 "model as it is. Pass device= and profile=, or a compiled model and is_compiled=False."
             )
-        sample = resized(self._sample, self.batch, batch, is_real=True)
-        dtype = self._training.compute_dtype
-        self.progress.at(f"measuring a step of {batch} sample{'s' * (batch > 1)} on this machine")
-        with recomputing.under(self._parts, kinds):
-            times = measure(
-                self._model, sample, self._parts, dtype=dtype, loss_of=self._loss_of, is_alone=self._num_cut == 1
-            )
-        of_byte = optimizer_seconds_per_byte(next(self._model.parameters()).device)
-        own = Overhead()
-        if self._mesh is not None:
-            mine = torch.tensor([*(t.forward_s for t in times), *(t.backward_s for t in times), of_byte], device="cpu")
-            slowest = all_reduce([mine], group_of(self._mesh), ReduceOp.MAX, label="plan").wait()[0].tolist()
-            times = [UnitTimes(*each) for each in zip(slowest[: len(times)], slowest[len(times) : -1], strict=True)]
-            of_byte, own = slowest[-1], self._overhead()
-        return costs_of(
-            traced,
+        return MeasuredSteps(
             self._model,
-            training=self._training,
-            times=times,
-            optimizer_s_per_byte=of_byte,
-            overhead=own,
-            batch_size=batch,
-            tensor_parallel=self._num_cut,
+            self._sample,
+            self.batch,
+            self._parts,
+            dtype=self._training.compute_dtype,
+            loss_of=self._loss_of,
+            mesh=self._mesh,
+            cut_over=mesh_cut_over(self._model),
+            progress=self.progress,
         )
-
-    def _overhead(self) -> Overhead:
-        """What dshard itself takes per parameter; nothing where a device works behind the host."""
-        if self._mesh is None or self._mesh.device_type != "cpu":
-            return Overhead()
-        if self._own is None:
-            self.progress.at("measuring what dshard itself takes for a parameter")
-            self._own = measure_overhead(self._mesh)
-        return self._own
 
 
 def parts_of(model: nn.Module) -> tuple[Part, ...]:

@@ -31,7 +31,7 @@ from dshard.planner.measuring import measure
 from dshard.planner.profiles import UnitTimes
 from dshard.planner.timing import work_of
 from dshard.planner.tracing import trace
-from dshard.planning import meshes, profile
+from dshard.planning import measured_steps, meshes
 from dshard.planning.links import measure_links
 from dshard.planning.meshes import mesh_cut_over, num_cut_over
 from dshard.planning.profile import Profile, parts_of
@@ -173,7 +173,7 @@ def recomputing_differently(home: str) -> Any:
         patch.setattr(meshes, "measure_links", partial(measure_links, sizes=(1 << 14, 1 << 18), num_rounds=2))
         whole = dshard.plan(model, x, **given, memory="1GiB", strategies="ddp")
         if mesh.get_local_rank("tp"):  # it sees the first blocks take longest, and so recomputes the last
-            patch.setattr(profile, "measure", slow_first)
+            patch.setattr(measured_steps, "measure", slow_first)
         plan = dshard.plan(model, x, **given, memory=whole.peak_bytes * 3 // 4, strategies="ddp")
     dshard.fully_shard(model, mesh=mesh["dp"], plan=plan)
     loss_of(model(x)).backward()
@@ -182,7 +182,7 @@ def recomputing_differently(home: str) -> Any:
 
 def slow_first(*args: Any, **kwargs: Any) -> list[UnitTimes]:
     times = measure(*args, **kwargs)
-    return [UnitTimes(5.0 - place, 10.0 - place) for place, _ in enumerate(times)]
+    return [UnitTimes((5 - i) * each.forward_s, (5 - i) * each.backward_s) for i, each in enumerate(times)]
 
 
 def test_ranks_over_which_layers_are_cut_recompute_alike_whatever_they_measured(worlds: WorldPool, tmp_path):

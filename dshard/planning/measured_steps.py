@@ -1,0 +1,186 @@
+"""Times of real steps on the ranks at hand, measured at some batch sizes and told from these at others."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dshard.collectives import ReduceOp, ShardGroup, all_reduce
+from dshard.errors import PlanError
+from dshard.planner.measuring import measure, optimizer_seconds_per_byte
+from dshard.planner.profiles import Overhead, UnitTimes
+from dshard.planner.progress import Progress
+from dshard.planner.steps import resized
+from dshard.planner.traces import Part
+from dshard.planning import recomputing
+from dshard.planning.overhead import measure_overhead
+from dshard.planning.recomputing import Kinds
+from dshard.tensor.meshes import group_of
+
+
+class MeasuredSteps:
+    """What the parts of a model take in real steps, before it is sharded.
+
+    Args:
+        model: On a device with memory.
+        sample_input: As for `plan`.
+        batch: Samples that it holds.
+        parts: Of the model.
+        dtype: Of parameters where they are used; None for that of each.
+        loss_of: As for `plan`.
+        mesh: Of ranks that measure together: each takes the times of the slowest, and on CPU adds what dshard itself
+            takes for each parameter. None for one rank.
+        cut_over: That of the ranks over which layers are cut, of which the slowest counts, too.
+        progress: Hears what is measured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample_input: Any,
+        batch: int,
+        parts: Sequence[Part],
+        *,
+        dtype: torch.dtype | None,
+        loss_of: Callable[[Any], Tensor] | None,
+        mesh: DeviceMesh | None,
+        cut_over: DeviceMesh | None,
+        progress: Progress,
+    ) -> None:
+        self._model, self._sample, self._batch, self._parts = model, sample_input, batch, parts
+        self._dtype, self._loss_of, self._mesh, self._progress = dtype, loss_of, mesh, progress
+        self._is_alone = cut_over is None
+        self._groups = [] if mesh is None else [group_of(mesh)]
+        if cut_over is not None:
+            device = torch.device(cut_over.device_type)
+            self._groups += [ShardGroup.of_mesh(cut_over.get_group(dim), device) for dim in range(cut_over.ndim)]
+        self._known: dict[Kinds, dict[int, list[UnitTimes]]] = {}
+        self._most: int | None = None  # up to which sizes were measured, for others to be told from them
+
+    def measure_up_to(self, most: int, kinds: Kinds) -> None:
+        """Measure one sample, two, four and so on, and the largest; what lies between is told from these.
+
+        Of sizes whose steps take more memory than there is times are told from the two below.
+
+        Args:
+            most: The largest size; the least that any rank asks for counts.
+            kinds: Activation checkpointing of each part.
+
+        Raises:
+            PlanError: A step of one sample takes more memory than there is.
+        """
+        if self._most is None:
+            self._most = int(self._agreed([float(most)], ReduceOp.MIN)[0])
+        for size in (*(1 << power for power in range(self._most.bit_length() - 1)), self._most):
+            if not self._is_measured(size, kinds):
+                break
+        if not self._known[kinds]:
+            raise self._too_large(1)
+
+    def times(self, batch: int, kinds: Kinds) -> list[UnitTimes]:
+        """Of each part.
+
+        Args:
+            batch: Samples of the step.
+            kinds: Activation checkpointing of each part.
+
+        Raises:
+            PlanError: The step takes more memory than there is, and others were not measured.
+        """
+        known = self._known.setdefault(kinds, {})
+        if batch in known:
+            return known[batch]
+        if self._most is not None and known:
+            return _told(known, batch)
+        if not self._is_measured(batch, kinds):
+            raise self._too_large(batch)
+        return known[batch]
+
+    def source(self, batch: int, kinds: Kinds) -> str:
+        """Where times come from: "measured", or up to which size they were."""
+        most = max(self._known[kinds])
+        return "measured" if batch <= most else f"measured up to {most} samples"
+
+    @cached_property
+    def optimizer_s_per_byte(self) -> float:
+        """Of what the optimizer reads and writes."""
+        return self._agreed([optimizer_seconds_per_byte(self._device)], ReduceOp.MAX)[0]
+
+    @cached_property
+    def overhead(self) -> Overhead:
+        """What dshard itself takes per parameter; nothing where a device works behind the host."""
+        if self._mesh is None or self._mesh.device_type != "cpu":
+            return Overhead()
+        self._progress.at("measuring what dshard itself takes for a parameter")
+        found = measure_overhead(self._mesh)
+        return Overhead(*self._agreed([found.forward_s, found.backward_s, found.optimizer_s], ReduceOp.MAX))
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device
+
+    def _is_measured(self, batch: int, kinds: Kinds) -> bool:
+        """Measure a step, once; False if on some rank it takes more memory than there is."""
+        known = self._known.setdefault(kinds, {})
+        if batch not in known:
+            self._progress.at(f"measuring a step of {batch} sample{'s' * (batch > 1)} on this machine")
+            found = self._agreed(self._seconds(batch, kinds), ReduceOp.MAX)
+            if found[0] == float("inf"):
+                return False
+            num = len(self._parts)
+            known[batch] = [UnitTimes(*each) for each in zip(found[:num], found[num:], strict=True)]
+        return True
+
+    def _seconds(self, batch: int, kinds: Kinds) -> list[float]:
+        """All forwards, then all backwards, on this rank; infinite if memory runs out."""
+        sample = resized(self._sample, self._batch, batch, is_real=True)
+        try:
+            with recomputing.under(self._parts, kinds):
+                times = measure(
+                    self._model,
+                    sample,
+                    self._parts,
+                    dtype=self._dtype,
+                    loss_of=self._loss_of,
+                    is_alone=self._is_alone,
+                )
+        except torch.OutOfMemoryError:
+            times = [UnitTimes(float("inf"), float("inf"))] * len(self._parts)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [*(each.forward_s for each in times), *(each.backward_s for each in times)]
+
+    def _agreed(self, values: list[float], op: ReduceOp) -> list[float]:
+        """The largest, or least, of all ranks that measure together."""
+        for group in self._groups:
+            (found,) = all_reduce([torch.tensor(values, dtype=torch.float64)], group, op, label="plan").wait()
+            values = found.tolist()
+        return values
+
+    def _too_large(self, batch: int) -> PlanError:
+        return PlanError(
+            f"plan: a step must fit into the memory of {self._device} before the model is sharded, for its times to be "
+            f"measured, but one of {batch} sample{'s' * (batch > 1)} ran out of it. Pass device=, of whose description "
+            "times are told, or a smaller batch."
+        )
+
+
+def _told(known: dict[int, list[UnitTimes]], batch: int) -> list[UnitTimes]:
+    """On the line between the sizes on either side; of a larger one, on that through the last two."""
+    sizes = sorted(known)
+    if len(sizes) == 1:
+        times = batch / sizes[0]
+        return [UnitTimes(times * each.forward_s, times * each.backward_s) for each in known[sizes[0]]]
+    at = min(max(bisect_left(sizes, batch), 1), len(sizes) - 1)
+    low, high = sizes[at - 1], sizes[at]
+    share = (batch - low) / (high - low)
+
+    def between(one: float, other: float) -> float:
+        return one + share * max(other - one, 0.0 if share > 1 else other - one)
+
+    pairs = zip(known[low], known[high], strict=True)
+    return [UnitTimes(between(a.forward_s, b.forward_s), between(a.backward_s, b.backward_s)) for a, b in pairs]
