@@ -51,11 +51,43 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
     return sdpa_backward_flop_count(*shapes)
 
 
-# Operations that torch's own table of formulas lacks.
-_FLOPS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
+def _grouped(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
+    """Of products of groups: a matrix is cut along the dim that the other's stack, or the result's, has one more of."""
+    rows, inner, columns = one.shape[-2], one.shape[-1], other.shape[-1]
+    return 2 * rows * inner * columns * (one.shape[0] if one.ndim == other.ndim == 3 else 1)
+
+
+def _grouped_backward(rows: Tensor, stack: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * _grouped(rows, stack)
+
+
+def grouped_like(
+    one: Tensor,
+    other: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A tensor like what `torch.ops.aten._grouped_mm` gives, of which torch knows the shape in bfloat16 alone."""
+    shape = [one.shape[-2], other.shape[-1]]
+    if one.ndim == other.ndim == 3:
+        shape.insert(0, one.shape[0])
+    elif one.ndim == other.ndim == 2:
+        shape.insert(0, 1 if offs is None else len(offs))
+    return one.new_empty(shape, dtype=one.dtype if out_dtype is None else out_dtype)
+
+
+# Operations that torch's own table of formulas lacks, by name: some are of other libraries.
+_FLOPS: Mapping[str, Callable[..., int]] = MappingProxyType(
+    {
+        "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+        "aten._grouped_mm": _grouped,
+        "aten._scaled_grouped_mm": _grouped,
+        "transformers.grouped_mm_fallback": _grouped,
+        "transformers.grouped_mm_fallback_backward": _grouped_backward,
+    }
+)
 # These make memory, and touch none of it.
 _FREE = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view)
 # These read no more of their first operand than they write.
@@ -71,8 +103,8 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: An
     if not written:
         return None
     formula = flop_registry.get(packet)
-    if packet in _FLOPS:
-        flops = int(_FLOPS[packet](*args, **kwargs))
+    if str(packet) in _FLOPS:
+        flops = int(_FLOPS[str(packet)](*args, **kwargs))
     else:
         flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
     if packet in _READS_ROWS:

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_map_only
 
 from dshard.errors import StateError
 from dshard.planner.alike import Run, find_runs
-from dshard.planner.flops import Op, cost_of
+from dshard.planner.flops import Op, cost_of, grouped_like
 from dshard.planner.lives import Event, Life, Record, phases_of
 from dshard.planner.progress import SILENT, Progress
 from dshard.planner.repeats import Watcher
@@ -92,10 +92,12 @@ def _traced(
         with recorder.hooks(), recorder.watcher.watching(), recorder:
             try:
                 run_step(model, sample, loss_of, recorder.begin_backward)
-            except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise StateError(
-                    f"plan: a step is traced on tensors without data, but the model's forward asks for a value "
-                    f"({error.func}). Pass measured costs, or a model whose forward does not depend on data."
+                    "plan: a step is traced on tensors without data, but the model's forward asks for a value, or for "
+                    f"a shape that depends on values ({error.func}). Pass a model whose forward does not (for "
+                    "transformers' mixtures of experts: experts_implementation='grouped_mm'), or costs of your own to "
+                    "dshard.planner.solve."
                 ) from error
         pieces = (piece for each in tensors(sample) for piece in pieces_of(each))
         inputs = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in pieces}
@@ -237,7 +239,8 @@ class _Recorder(TorchDispatchMode):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             self._has_dtensors = True
             return NotImplemented  # what it does with this rank's parts comes here again
-        out = func(*args, **(kwargs or {}))
+        run = grouped_like if func is torch.ops.aten._grouped_mm.default else func
+        out = run(*args, **(kwargs or {}))
         if func is torch.ops.prim.device.default or (self._has_dtensors and _is_asked_for_shapes()):
             return out
         if not self._is_backward:
