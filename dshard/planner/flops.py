@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -61,6 +62,26 @@ def _grouped_backward(rows: Tensor, stack: Tensor, *_: Any, **__: Any) -> int:
     return 2 * _grouped(rows, stack)
 
 
+def _recurrent(sequence: Tensor, of_inputs: Tensor, of_states: Tensor, *_: Any, **__: Any) -> int:
+    """Of a layer of an LSTM: each element of its two matrices is used once for each step of each sample."""
+    return 2 * sequence.shape[0] * sequence.shape[1] * (of_inputs.numel() + of_states.numel())
+
+
+def _recurrent_backward(*args: Any, **kwargs: Any) -> int:
+    return 2 * _recurrent(*args, **kwargs)
+
+
+def _trilinear(one: Tensor, two: Tensor, three: Tensor, *dims: Any, **__: Any) -> int:
+    """Of the sum over products of three tensors, each repeated along some dims: that of `nn.Bilinear`."""
+    shapes = []
+    for tensor, own in zip((one, two, three), dims[:3], strict=True):
+        shape = list(tensor.shape)
+        for dim in own:
+            shape.insert(dim, 1)
+        shapes.append(shape)
+    return 2 * prod(torch.broadcast_shapes(*shapes))
+
+
 def grouped_like(
     one: Tensor,
     other: Tensor,
@@ -84,6 +105,9 @@ _FLOPS: Mapping[str, Callable[..., int]] = MappingProxyType(
         "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
         "aten._grouped_mm": _grouped,
         "aten._scaled_grouped_mm": _grouped,
+        "aten._trilinear": _trilinear,
+        "aten.mkldnn_rnn_layer": _recurrent,
+        "aten.mkldnn_rnn_layer_backward": _recurrent_backward,
         "transformers.grouped_mm_fallback": _grouped,
         "transformers.grouped_mm_fallback_backward": _grouped_backward,
     }

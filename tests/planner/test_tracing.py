@@ -179,6 +179,35 @@ class Asks(nn.Module):
         return self.linear(x) if x.sum().item() > 0 else x
 
 
+class Calls(nn.Module):
+    """A module of another signature, called as it wants."""
+
+    def __init__(self, inner, call):
+        super().__init__()
+        self.inner, self.call = inner, call
+
+    def forward(self, x):
+        return self.call(self.inner, x)
+
+
+@pytest.mark.parametrize(
+    ("inner", "call", "forward", "backward"),
+    [
+        (nn.LSTM(8, 16), lambda m, x: m(x)[0], 2 * 4 * 5 * (8 + 16) * 64, 2),
+        (nn.LSTM(8, 16, num_layers=2, bidirectional=True), lambda m, x: m(x)[0], 2 * 4 * 5 * 64 * 2 * (24 + 48), 2),
+        (nn.Bilinear(8, 8, 6), lambda m, x: m(x, x), 2 * 4 * 5 * 8 * 8 * 6, 1),
+        (nn.Conv1d(5, 6, 3), lambda m, x: m(x), 2 * 4 * 6 * 6 * 5 * 3, 1),
+        (nn.Linear(8, 6), lambda m, x: m(x), 2 * 4 * 5 * 8 * 6, 1),
+    ],
+    ids=["lstm", "lstm of two layers, both ways", "bilinear", "conv", "linear"],
+)
+def test_operations_of_other_layers_are_counted(inner, call, forward, backward):
+    model = Calls(inner, call)
+    found = trace(model, torch.ones(4, 5, 8), parts_of(model))
+    sums = [sum(phase.flops for phase in found.phases if phase.is_backward is half) for half in (False, True)]
+    assert sums == [forward, backward * forward]
+
+
 class Detached(nn.Module):
     def __init__(self):
         super().__init__()
