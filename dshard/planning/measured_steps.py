@@ -59,12 +59,12 @@ class MeasuredSteps:
             device = torch.device(cut_over.device_type)
             self._groups += [ShardGroup.of_mesh(cut_over.get_group(dim), device) for dim in range(cut_over.ndim)]
         self._known: dict[Kinds, dict[int, list[UnitTimes]]] = {}
-        self._most: int | None = None  # up to which sizes were measured, for others to be told from them
+        self._tells = False  # of sizes that were not measured, from those that were
 
     def measure_up_to(self, most: int, kinds: Kinds) -> None:
-        """Measure one sample, two, four and so on, and the largest; what lies between is told from these.
+        """Measure one sample, two, four and so on, and the largest; all others are told from these.
 
-        Of sizes whose steps take more memory than there is times are told from the two below.
+        Where memory runs out, larger sizes are told from the two below.
 
         Args:
             most: The largest size; the least that any rank asks for counts.
@@ -73,9 +73,8 @@ class MeasuredSteps:
         Raises:
             PlanError: A step of one sample takes more memory than there is.
         """
-        if self._most is None:
-            self._most = int(self._agreed([float(most)], ReduceOp.MIN)[0])
-        for size in (*(1 << power for power in range(self._most.bit_length() - 1)), self._most):
+        self._tells, most = True, int(self._agreed([float(most)], ReduceOp.MIN)[0])
+        for size in (*(1 << power for power in range(most.bit_length() - 1)), most):
             if not self._is_measured(size, kinds):
                 break
         if not self._known[kinds]:
@@ -94,7 +93,7 @@ class MeasuredSteps:
         known = self._known.setdefault(kinds, {})
         if batch in known:
             return known[batch]
-        if self._most is not None and known:
+        if self._tells and known:
             return _told(known, batch)
         if not self._is_measured(batch, kinds):
             raise self._too_large(batch)
@@ -137,12 +136,11 @@ class MeasuredSteps:
 
     def _seconds(self, batch: int, kinds: Kinds) -> list[float]:
         """All forwards, then all backwards, on this rank; infinite if memory runs out."""
-        sample = resized(self._sample, self._batch, batch, is_real=True)
         try:
             with recomputing.under(self._parts, kinds):
                 times = measure(
                     self._model,
-                    sample,
+                    resized(self._sample, self._batch, batch, is_real=True),
                     self._parts,
                     dtype=self._dtype,
                     loss_of=self._loss_of,

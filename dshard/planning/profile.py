@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dshard.errors import PlanError
-from dshard.planner.costs import Cluster, ModelCosts
+from dshard.planner.costs import Cluster, Link, Links, ModelCosts
 from dshard.planner.devices import Device
+from dshard.planner.memory import peak_bytes
 from dshard.planner.plan import Plan
 from dshard.planner.profiles import Training, UnitTimes, costs_of
 from dshard.planner.progress import SILENT, Progress, Stretch
@@ -32,6 +33,7 @@ from dshard.policies import Strategy
 from dshard.setup.auto_units import find_units
 
 _BATCHES = (*range(1, 17), *range(18, 33, 2), *range(40, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
+_ONE = Cluster(1, 1, Links.of(Link(0.0, 0.0)))
 
 
 class Profile:
@@ -179,13 +181,22 @@ class Profile:
     def _measured_sizes(self, cluster: Cluster, known: tuple[Strategy, ...], limit: int) -> Sequence[int]:
         """Sizes at which something may fit, after real steps that times are told from; the least if nothing does."""
 
+        def traced(batch: int) -> Callable[[str], Trace]:
+            return self._between(batch, max(_BATCHES))
+
         def may_fit(batch: int) -> bool:
-            model = self._of_all_kinds(self._between(batch, max(_BATCHES)), partial(self._bytes, batch))
+            model = self._of_all_kinds(traced(batch), partial(self._bytes, batch))
             return can_fit(model, cluster, known, limit)
 
-        sizes = _BATCHES[: max(1, bisect_left(_BATCHES, 1, key=lambda batch: int(not may_fit(batch))))]
+        def runs_alone(kind: str, batch: int) -> bool:  # before the model is sharded
+            model = self._bytes(batch, traced(batch)(kind), self._kinds_of_parts(kind))
+            peak = peak_bytes(model, ["ddp"] * len(model.units), _ONE)
+            return not cluster.memory_bytes or peak <= cluster.memory_bytes
+
+        sizes = _up_to(may_fit)
         for kind in dict.fromkeys(("none", *self._kinds)):
-            self._steps.measure_up_to(sizes[-1], self._kinds_of_parts(kind))
+            most = min(sizes[-1], _up_to(partial(runs_alone, kind))[-1])
+            self._steps.measure_up_to(most, self._kinds_of_parts(kind))
         return sizes
 
     def given(
@@ -313,6 +324,11 @@ class Profile:
             cut_over=mesh_cut_over(self._model),
             progress=self.progress,
         )
+
+
+def _up_to(fits: Callable[[int], bool]) -> Sequence[int]:
+    """Batch sizes that fit, if larger ones take more; the smallest one in any case."""
+    return _BATCHES[: max(1, bisect_left(_BATCHES, 1, key=lambda batch: int(not fits(batch))))]
 
 
 def parts_of(model: nn.Module) -> tuple[Part, ...]:

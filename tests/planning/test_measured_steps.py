@@ -1,6 +1,7 @@
 """Times of real steps at any batch size: measured at some, told from these at others, on all ranks alike."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,18 @@ def test_where_steps_run_out_of_memory_larger_ones_are_told_and_the_plan_says_so
     assert found.step_s == pytest.approx(expected.step_s)  # the clock runs on a line
     assert found.model.source == "measured up to 4 samples"
     assert "costs: measured up to 4 samples" in found.explain()
+
+
+def test_steps_that_the_memory_does_not_hold_before_the_model_is_sharded_are_not_run(clocked: Callable[..., Clock]):
+    clocked()
+    small = replace(TWO, memory_bytes=1_050_000)
+    expected = dshard.plan(build(), tokens(), **{**AUTO, "memory": small.memory_bytes})
+    clock = clocked()
+    found = dshard.plan(build(), tokens(), **{**AUTO, "cluster": small})
+    assert clock.measured == [1, 2]
+    assert found.model.batch_size == expected.model.batch_size > 2
+    assert found.step_s == pytest.approx(expected.step_s)
+    assert found.model.source == "measured up to 2 samples"
 
 
 @pytest.mark.parametrize(("batch", "said"), [("auto", "1 sample ran"), (4, "4 samples ran")])
