@@ -42,14 +42,13 @@ _SELECTED: Row = {
     "label": optional(TEXT),
 }
 
+_PLACEMENT_FN = function("a parameter", "Pass a function that returns Shard(dim), as in lambda param: Shard(1).")
 TABLE: dict[str, Row] = {
     "fully_shard": {
         "module": domain.MODULES,
         "mesh": optional(domain.MESH),
         "reshard_after_forward": optional(domain.RESHARD),
-        "shard_placement_fn": optional(
-            function("a parameter", "Pass a function that returns Shard(dim), as in lambda param: Shard(1).")
-        ),
+        "shard_placement_fn": optional(_PLACEMENT_FN),
         "mp_policy": domain.PRECISION,
         "offload_policy": optional(domain.OFFLOAD),
         "ignored_params": optional(domain.PARAMS),
@@ -100,6 +99,7 @@ TABLE: dict[str, Row] = {
         "loss_of": optional(function("an output", "Pass one, as in lambda output: output.loss.")),
         "margin": optional(domain.MARGIN),
         "profile": optional(domain.PROFILE),
+        "shard_placement_fn": optional(_PLACEMENT_FN),
     },
     "plan_report": {"model": MODULE},
     "explain": {"model": MODULE},
@@ -261,6 +261,7 @@ TABLE: dict[str, Row] = {
         "state_bytes_per_element": domain.BYTES,
         "step_bytes_per_element": domain.BYTES,
         "can_split": FLAG,
+        "dim": count(0),
     },
     "UnitCosts": {
         "name": TEXT,

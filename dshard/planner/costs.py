@@ -27,6 +27,7 @@ class ParamCosts:
         state_bytes_per_element: The optimizer keeps between steps: 8 for AdamW in fp32, 0 for plain SGD.
         step_bytes_per_element: Temporaries of the optimizer's step.
         can_split: Whether it may be gathered and used in slices.
+        dim: That is cut. Shards along another than 0 are no part of the full value's memory: they are copied there.
     """
 
     name: str
@@ -38,6 +39,7 @@ class ParamCosts:
     state_bytes_per_element: int = 8
     step_bytes_per_element: int = 0
     can_split: bool = False
+    dim: int = 0
 
     @property
     def numel(self) -> int:

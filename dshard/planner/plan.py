@@ -12,6 +12,7 @@ from dshard.arguments import checked
 from dshard.errors import PlanError
 from dshard.planner.categories import PeakParts, parts_of_peak
 from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitCosts
+from dshard.planner.few_rows import few_rows_text
 from dshard.planner.files import read_text, write_text
 from dshard.planner.forecast import MemoryForecast, forecast
 from dshard.planner.memory import moments
@@ -28,7 +29,7 @@ from dshard.planner.ties import MEASURED
 from dshard.planner.timeline import Timeline, simulate, step_time
 from dshard.policies import Strategy
 
-SCHEMA = 6
+SCHEMA = 7
 _SINGLES = ("ddp", "zero1", "zero2", "keep", "full")
 
 
@@ -239,6 +240,7 @@ class Plan:
             f"peak: {bytes_text(self.peak_bytes)}"
             + (f" of {bytes_text(self._limit_bytes)}" if self._limit_bytes else ""),
             *peak_text(self.memory_at_peak, model.units),
+            *few_rows_text(model.units, self.strategies, cluster.num_ranks, self.peak_bytes),
             *([] if cluster.keeps_received_rows else self.memory_seen.lines(self._limit_bytes, self._memory_of)),
             "",
             *choice_table((model, self.strategies), cluster, others, self._limit_bytes - self._left_bytes),

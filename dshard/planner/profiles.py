@@ -1,9 +1,10 @@
 """From a traced step, and a device or measured times, to the costs that the planner plans with."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +88,7 @@ def costs_of(
     batch_size: int = 1,
     rates: Rates | None = None,
     tensor_parallel: int = 1,
+    dims: Mapping[str, int] = MappingProxyType({}),
 ) -> ModelCosts:
     """Costs of a model's step, units in the order in which forward uses them.
 
@@ -104,13 +106,14 @@ def costs_of(
         batch_size: Samples of the traced step.
         rates: Which parts of the device's figures are reached; None for those of its efficiency.
         tensor_parallel: Ranks over which layers of the model, and so of the trace, are cut.
+        dims: Along which parameters are sharded, by name: dim 0 where it says nothing.
 
     Raises:
         PlanError: Neither a device nor times are given.
     """
     given = _Told(times or (), optimizer_s_per_byte)
     told = given if times is not None else _Told.of(trace, device, rates, training, tensor_parallel)
-    units, params, names = [], _params_of(model, training), {module: name for name, module in model.named_modules()}
+    units, params, names = [], _params_of(model, training, dims), _names_of(model)
     for i, memory in zip(trace.order, _memory_of(trace), strict=True):
         own = [params[name] for name in trace.parts[i].params]
         num_trained = sum(1 for p in own if p.grad_itemsize)
@@ -282,17 +285,25 @@ def _memory_of(trace: Trace) -> list[_Memory]:
     return found
 
 
-def _params_of(model: nn.Module, training: Training) -> dict[str, ParamCosts]:
+def _names_of(model: nn.Module) -> dict[nn.Module, str]:
+    return {module: name for name, module in model.named_modules()}
+
+
+def _params_of(model: nn.Module, training: Training, dims: Mapping[str, int]) -> dict[str, ParamCosts]:
     splittable = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding))}
-    return {name: _param_costs(name, param, training, splittable) for name, param in model.named_parameters()}
+    return {
+        name: _param_costs(name, param, dims.get(name, 0), training, splittable)
+        for name, param in model.named_parameters()
+    }
 
 
-def _param_costs(name: str, param: Tensor, training: Training, splittable: set[int]) -> ParamCosts:
+def _param_costs(name: str, param: Tensor, dim: int, training: Training, splittable: set[int]) -> ParamCosts:
     stored = param.element_size()
     casts = param.dtype.is_floating_point and training.compute_dtype is not None
     gathered = training.compute_dtype.itemsize if casts and training.compute_dtype is not None else stored
     reduced = training.reduce_dtype.itemsize if training.reduce_dtype is not None else gathered
-    length, *rest = shape_of(param) or (1,)
+    shape = shape_of(param) or (1,)
+    length, rest = shape[dim], (*shape[:dim], *shape[dim + 1 :])
     return ParamCosts(
         name=name,
         length=length,
@@ -302,5 +313,6 @@ def _param_costs(name: str, param: Tensor, training: Training, splittable: set[i
         grad_itemsize=reduced if param.requires_grad else 0,
         state_bytes_per_element=training.state_bytes_per_element if param.requires_grad else 0,
         step_bytes_per_element=training.step_bytes_per_element if param.requires_grad else 0,
-        can_split=id(param) in splittable and not is_cut(param),
+        can_split=id(param) in splittable and not is_cut(param) and dim == 0,
+        dim=dim,
     )

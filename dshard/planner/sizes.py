@@ -13,7 +13,8 @@ class Sizes:
 
     Args:
         stored: Shards of parameters and optimizer states; of full values that a host has once, this rank's part of
-            those of which the shards are none: what is cast, and numbers, which every rank holds.
+            those of which the shards are none: what is cast or cut along another dim than 0, and numbers, which every
+            rank holds.
         gathered: Gathered copies of what is not split; 0 where what is stored is used itself.
         moving: What more there is while they are on their way: shards in the compute dtype, headers.
         gather_slice: The largest slice of a parameter that is split.
@@ -35,7 +36,7 @@ class Sizes:
         numels = {param: param.shard_numel(within) for param in unit.params}
         casts = [p for p in unit.params if p.gather_itemsize != p.stored_itemsize]
         once = rest if cluster.shares_memory(within) else []  # the host has the full values of these, and no rank
-        beside = [p for p in once if p in casts or p.numel == 1]
+        beside = [p for p in once if p in casts or p.numel == 1 or p.dim]
         slices = [p.slice_numel(within, num_slices) * p.gather_itemsize for p in split if _copies(p, within)]
         if unit.is_offloaded:
             return cls._offloaded(rest, within, cluster)
@@ -70,12 +71,16 @@ class Sizes:
 
 
 def _gathered_bytes(param: ParamCosts, within: int, cluster: Cluster) -> int:
-    """A gathered copy; and where rows are received one by one, those that a small one is copied out of."""
+    """A gathered copy; and where rows are received one by one, those that it is copied out of.
+
+    What is cut along dim 0, and not small, is received in its place.
+    """
     if within == 1:
         return param.numel * param.gather_itemsize
-    is_direct = cluster.keeps_received_rows and param.numel * param.gather_itemsize >= MIN_DIRECT_BYTES
+    is_large = param.numel * param.gather_itemsize >= MIN_DIRECT_BYTES
+    is_direct = cluster.keeps_received_rows and is_large and param.dim == 0
     in_rows = within * param.shard_numel(within)
-    region = ceil_div(param.numel if is_direct else in_rows, ALIGN_NUMEL) * ALIGN_NUMEL
+    region = ceil_div(param.numel if is_direct or param.dim else in_rows, ALIGN_NUMEL) * ALIGN_NUMEL
     rows = in_rows if cluster.keeps_received_rows and not is_direct else 0
     return (region + rows) * param.gather_itemsize
 

@@ -10,6 +10,7 @@ from dshard.errors import PlanError
 from dshard.planner.bounds import Relaxation
 from dshard.planner.chain import Chain
 from dshard.planner.costs import Cluster, ModelCosts
+from dshard.planner.few_rows import few_rows_advice
 from dshard.planner.incumbent import Incumbent
 from dshard.planner.labels import TOLERANCE, promising, search
 from dshard.planner.memory import Ints, peak_bytes
@@ -178,7 +179,7 @@ def solve(
     incumbent = Incumbent(chain, limit_bytes)
     bounds = _solve_chain(chain.copy(), limit_bytes, incumbent, max_labels, progress)
     if incumbent.chosen is None:
-        raise _does_not_fit(model, chain, known, limit_bytes)
+        raise _does_not_fit(model, chain, known, limit_bytes, cluster.num_ranks)
     kinds, numbers = np.divmod(chain.numbers[incumbent.chosen], len(known))
     own = model.under([model.checkpointing[kind] for kind in kinds])
     found = tuple(known[number] for number in numbers)
@@ -291,7 +292,9 @@ def _violated(chain: Chain, chosen: Ints, limit_bytes: int) -> list[int]:
     return found
 
 
-def _does_not_fit(model: ModelCosts, chain: Chain, known: Sequence[Strategy], limit_bytes: int) -> PlanError:
+def _does_not_fit(
+    model: ModelCosts, chain: Chain, known: Sequence[Strategy], limit_bytes: int, num_ranks: int
+) -> PlanError:
     """Tell by how many bytes, at which moment, and which units hold most then."""
     smallest = smallest_peak(chain, is_exact=True)
     row = int(chain.rows.values(smallest.chosen).argmax())
@@ -304,10 +307,12 @@ def _does_not_fit(model: ModelCosts, chain: Chain, known: Sequence[Strategy], li
     )
     when = f"{phase} of {model.units[unit].name}"
     found = "there is" if smallest.is_exact else "that was found"
+    advice = few_rows_advice((model.units[i] for i in largest), num_ranks)
     return PlanError(
         f"plan: the peak must fit into {limit_bytes} bytes, but the smallest {found} takes "
         f"{smallest.peak_bytes} bytes, {smallest.peak_bytes - limit_bytes} too many, in the {when}; most of it is of "
-        f"{held}. Use a smaller batch, more ranks, activation checkpointing, split(q), or units of fewer parameters."
+        f"{held}. Use {advice}a smaller batch, more ranks, activation checkpointing, split(q), or units of fewer "
+        "parameters."
     )
 
 

@@ -21,6 +21,7 @@ from dshard.planner.rates import Rates, find_rates
 from dshard.planning.meshes import PlannedMesh, mesh_cut_over
 from dshard.planning.profile import Profile
 from dshard.policies import Strategy
+from dshard.units.placing import PlacementFn
 
 log = logging.getLogger("dshard")
 
@@ -44,6 +45,7 @@ def plan(
     loss_of: Callable[[Any], Tensor] | None = None,
     margin: float | None = None,
     profile: Rates | str | Path | None = None,
+    shard_placement_fn: PlacementFn | None = None,
 ) -> Plan:
     """Choose a strategy for each unit of a model, so that a step is shortest and fits into memory.
 
@@ -73,11 +75,14 @@ def plan(
             the times are known to: 0.02 where they were measured, 0.03 by a description of a device.
         profile: Of what `device` says, which parts runs reach: what `dshard calibrate` wrote, as a path or read by
             `Rates.load`, or "published" for the one that is shipped. Links are those of `cluster`: see `cluster_of`.
+        shard_placement_fn: That `fully_shard` will be given, too: the dim along which a parameter is cut, as
+            `Shard(dim)`, or None for dim 0.
 
     Raises:
         ArgumentError: An argument is none of what it may be.
+        PlacementError: `shard_placement_fn` gives no placement of a parameter.
         PlanError: Nothing fits, and by how much; or `sample_input` holds no batch; or `profile` is given without
-            `device`, or with links that it does not know of.
+            `device`, or with links that it does not know of; or `shard_placement_fn` gives `Replicate()` or a mesh.
         StateError: The model cannot be traced, or the device does not compute in its dtype.
 
     Communicates:
@@ -105,6 +110,7 @@ def plan(
         progress=progress if is_first else SILENT,
         checkpointing=checkpointing,
         rates=rates,
+        shard_placement_fn=shard_placement_fn,
     )
     made = partial(costs.plan, memory=memory, memory_of=memory_of, batch=batch, margin=margin)
     if isinstance(ranks, Cluster):

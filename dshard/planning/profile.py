@@ -31,6 +31,7 @@ from dshard.planning.meshes import check_tensor_parallel, mesh_cut_over, num_cut
 from dshard.planning.recomputing import Kinds
 from dshard.policies import Strategy
 from dshard.setup.auto_units import find_units
+from dshard.units.placing import PlacementFn, dim_of
 
 _BATCHES = (*range(1, 17), *range(18, 33, 2), *range(40, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
 _ONE = Cluster(1, 1, Links.of(Link(0.0, 0.0)))
@@ -50,6 +51,7 @@ class Profile:
         progress: Hears how far planning is.
         rates: Which parts of the device's figures are reached; None for those of its efficiency.
         checkpointing: As for `plan`.
+        shard_placement_fn: As for `plan`.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Profile:
         progress: Progress = SILENT,
         rates: Rates | None = None,
         checkpointing: Sequence[str] | str = "none",
+        shard_placement_fn: PlacementFn | None = None,
     ) -> None:
         self.progress, self._rates = progress, rates
         self._model, self._sample, self._loss_of, self._mesh = model, sample_input, loss_of, mesh
@@ -71,6 +74,7 @@ class Profile:
         self._spread = None if rates is None or device is None else rates.spread_on(device)
         self._traces: dict[tuple[int, Kinds], Trace] = {}
         self._known: dict[int, ModelCosts] = {}
+        self._dims = _dims_of(model, shard_placement_fn)
         self._parts, self._kinds = parts_of(model), recomputing.kinds_of(checkpointing)
         self._may_recompute = tuple(recomputing.may_recompute(model, part) for part in self._parts)
         sizes = [each.shape[0] for each in tensors(sample_input) if each.ndim]
@@ -262,7 +266,13 @@ class Profile:
         """Costs of which bytes count alone."""
         times = [UnitTimes(0.0, 0.0)] * len(self._parts)
         found = costs_of(
-            traced, self._model, training=self._training, times=times, batch_size=batch, tensor_parallel=self._num_cut
+            traced,
+            self._model,
+            training=self._training,
+            times=times,
+            batch_size=batch,
+            tensor_parallel=self._num_cut,
+            dims=self._dims,
         )
         return self._with_kinds(found, kinds)
 
@@ -278,6 +288,7 @@ class Profile:
             batch_size=batch,
             rates=self._rates,
             tensor_parallel=self._num_cut,
+            dims=self._dims,
         )
         return self._with_kinds(found, kinds)
 
@@ -297,6 +308,7 @@ class Profile:
             overhead=steps.overhead,
             batch_size=batch,
             tensor_parallel=self._num_cut,
+            dims=self._dims,
         )
         source = steps.source(batch, kinds)
         return replace(found, units=tuple(replace(unit, source=source) for unit in found.units), source=source)
@@ -324,6 +336,28 @@ class Profile:
             cut_over=mesh_cut_over(self._model),
             progress=self.progress,
         )
+
+
+def _dims_of(model: nn.Module, shard_placement_fn: PlacementFn | None) -> dict[str, int]:
+    """The dim along which each parameter is to be sharded.
+
+    Raises:
+        PlacementError: The function gives what is no placement of the parameter.
+        PlanError: It gives one that no strategy decides.
+    """
+    found = dict[str, int]()
+    if shard_placement_fn is None:
+        return found
+    for name, param in model.named_parameters():
+        asked = shard_placement_fn(param)
+        dim = None if hasattr(asked, "mesh_info") else dim_of(name, param, asked)
+        if dim is None and param.ndim:
+            raise PlanError(
+                f"plan: shard_placement_fn must return Shard(dim) or None where a plan chooses who shares a parameter, "
+                f"but for {name} it returned {asked}. Return None there, and pass strategies."
+            )
+        found[name] = dim or 0
+    return found
 
 
 def _up_to(fits: Callable[[int], bool]) -> Sequence[int]:

@@ -31,7 +31,7 @@ from dshard.setup.wrap import AutoWrapPolicy, chosen_modules
 from dshard.slices.layers import check_sliced, is_sliced, set_slices
 from dshard.tensor.meshes import data_parallel_mesh, default_mesh, group_of
 from dshard.units.context import ModelContext
-from dshard.units.placing import Place, PlacementFn, check_mesh
+from dshard.units.placing import Place, PlacementFn, check_mesh, places_of
 from dshard.units.settings import BufferSync
 
 M = TypeVar("M", bound="nn.Module | list[Any] | tuple[Any, ...]")
@@ -204,7 +204,9 @@ class _Call:
         found = own_parameters(modules, options.ignored)
         followed = Followed(strategies)
         if plan is not None:
-            followed = follow(plan, modules, found, tuple(mesh.shape), precision, offloads=options.offloads)
+            dims = [place.dim for place in places_of(found, mesh, options.placement_fn)]
+            shape = tuple(mesh.shape)
+            followed = follow(plan, modules, found, shape, precision, dims=dims, offloads=options.offloads)
         averages = options.grad_reduce == "mean"
         resolver = Resolver(mesh, options.placement_fn, averages, precision, followed.strategies)
         followed.strategies.check_names("fully_shard", [name for name, _ in found])

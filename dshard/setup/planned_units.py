@@ -72,6 +72,7 @@ def follow(
     mesh_shape: tuple[int, ...],
     precision: PrecisionRules,
     *,
+    dims: Sequence[int | None] = (),
     offloads: bool = False,
 ) -> Followed:
     """What a plan says of a model.
@@ -82,12 +83,14 @@ def follow(
         found: All parameters of it, by name.
         mesh_shape: Ranks that will share it; of two dims, that replicate it, and that share it.
         precision: The parameters' dtypes on their ways.
+        dims: Along which each is to be cut; None for a whole copy on every rank. () for dim 0 of all.
         offloads: Whether they are to be kept in the CPU's memory, if that is another than the mesh's.
 
     Raises:
         PlanError: It was made for another model, another number of ranks, another mesh or other dtypes.
     """
     units = _units_of(plan, modules, found, mesh_shape)
+    _check_dims(plan, found, dims)
     _check_bytes(plan, found, precision)
     _check_offload(plan, offloads)
     planned = {
@@ -184,9 +187,10 @@ def _units_of(
         runs.setdefault(_plain_module(name), module)
     is_cut = plan.model.tensor_parallel > 1  # else it is for the model as it was before its layers were cut
     shapes = {name: shape_of(param) if is_cut else tuple(param.shape) for name, param in params.items()}
-    here = {name: (shape[0] if shape else 1, prod(shape)) for name, shape in shapes.items()}
     costs = [param for unit in plan.model.units for param in unit.params]
     planned = {plain_name(param.name): (param.length, param.numel) for param in costs}
+    cut = {plain_name(param.name): param.dim for param in costs}
+    here = {name: (shape[cut.get(name, 0)] if shape else 1, prod(shape)) for name, shape in shapes.items()}
     wrong = [name for name in (*here, *planned) if here.get(name) != planned.get(name)]
     wrong += [name for unit in plan.model.units for name in unit.modules if _plain_module(name) not in runs]
     if wrong:
@@ -223,6 +227,19 @@ def _holds_its_own(unit: FoundUnit[nn.Parameter]) -> bool:
     """Whether all parameters of a unit lie in its modules."""
     held = {id(param) for module in unit.modules for param in module.parameters()}
     return all(id(param) in held for param in unit.params)
+
+
+def _check_dims(plan: Plan, found: Sequence[tuple[str, nn.Parameter]], dims: Sequence[int | None]) -> None:
+    """Refuse to cut a parameter along another dim than was planned with: its shards may be larger."""
+    planned = {plain_name(param.name): param.dim for unit in plan.model.units for param in unit.params}
+    for (name, param), dim in zip(found, dims or (0,) * len(found), strict=True):
+        known = planned[plain_name(name)]
+        if known != (dim or 0):
+            raise PlanError(
+                f"fully_shard: a plan is for the dims that its parameters are cut along, but {name} (shape "
+                f"{tuple(param.shape)}) is cut along dim {known} in the plan, and along dim {dim or 0} here. Pass both "
+                "dshard.plan and fully_shard the same shard_placement_fn, or neither."
+            )
 
 
 def _check_offload(plan: Plan, offloads: bool) -> None:

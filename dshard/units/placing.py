@@ -60,7 +60,7 @@ def places_of(
         asked = shard_placement_fn(param) if shard_placement_fn is not None else None
         info = getattr(asked, "mesh_info", None)
         if info is None:
-            place = Place(mesh, _dim_of(name, param, asked))
+            place = Place(mesh, dim_of(name, param, asked))
         else:
             place = _place_of(name, param, asked, info)
         if isinstance(param, DTensor):
@@ -87,10 +87,15 @@ def _place_of(name: str, param: nn.Parameter, asked: Any, info: Any) -> Place:
             f"to shard over, but it returned a mesh of shape {tuple(mesh.shape)} with shard_mesh_dim={shard} and "
             f"replicate_mesh_dim={replicate}. Pass some of its dims, as in FSDPMeshInfo(mesh['dp'], shard_mesh_dim=0)."
         )
-    return Place(mesh, _dim_of(name, param, asked.placement))
+    return Place(mesh, dim_of(name, param, asked.placement))
 
 
-def _dim_of(name: str, param: nn.Parameter, placement: Any) -> int | None:
+def dim_of(name: str, param: nn.Parameter, placement: Any) -> int | None:
+    """The dim along which a placement cuts a parameter; None for a whole copy on every rank.
+
+    Raises:
+        PlacementError: It is no Shard of one of its dims, no Replicate, and not None, which stands for `Shard(0)`.
+    """
     if placement is None:
         placement = Shard(0)
     if isinstance(placement, Replicate) or param.dim() == 0:

@@ -61,7 +61,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "virtual": (*_LOW, "units", "gradients", "runtime"),
     "hybrid_mesh": ("errors", "arguments", "collectives", "tensor"),
     "setup": (*_UNITS, "runtime", "slices", "planner"),
-    "planning": (*_LOW, "autograd", "runtime", "planner", "setup"),
+    "planning": (*_LOW, "autograd", "units", "runtime", "planner", "setup"),
     "inspection": (*_LOW, "autograd", "units", "runtime", "planner", "setup"),
     "checkpoint": _CORE,
     "interop": (*_CORE, "checkpoint"),
