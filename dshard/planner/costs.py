@@ -46,6 +46,11 @@ class ParamCosts:
         """Elements of the full parameter."""
         return self.length * self.index_numel
 
+    @property
+    def is_beside(self) -> bool:
+        """Whether its shards are no parts of full values that a host has once, but are copied there."""
+        return self.gather_itemsize != self.stored_itemsize or self.dim != 0
+
     def shard_numel(self, within: int) -> int:
         """Elements of the largest shard over `within` ranks."""
         return ceil_div(self.length, within) * self.index_numel

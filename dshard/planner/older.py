@@ -4,7 +4,7 @@ from typing import Any
 
 _BEFORE_MEMORY = 3  # which knew nothing of memory that ranks share
 _BEFORE_CHECKPOINTING = 4  # nor this of a choice of activation checkpointing, nor of what is known of times
-_BEFORE_CUT_LAYERS = 5  # nor this of layers that are cut over ranks, nor of offload
+_BEFORE_CUT_LAYERS = 5  # nor this of layers that are cut over ranks, of offload, nor of dims that are cut
 OLDER = (_BEFORE_MEMORY, _BEFORE_CHECKPOINTING, _BEFORE_CUT_LAYERS)
 
 
@@ -21,6 +21,8 @@ def note_what_was_not_known(record: dict[str, Any], schema: int) -> None:
     for unit in _units_of(record):
         for kind in (unit, *_dicts(unit.get("alternatives"))):
             kind |= {"home_s_per_byte": 0.0}
+            for param in _dicts(kind.get("params")):
+                param |= {"dim": 0}
             for work in _dicts(kind.get("work")):
                 work |= {"cut_s": 0.0}
 

@@ -212,8 +212,8 @@ class _Comm:
         gather_s = again_s = cluster.all_gather_s(gather_bytes, within)
         if cluster.shares_memory(within):
             again_s = cluster.in_place_s(gather_bytes, within)
-            cast_bytes = sum(p.numel * p.gather_itemsize for p in rest if p.gather_itemsize != p.stored_itemsize)
-            gather_s = max(again_s, cluster.all_gather_s(cast_bytes, within))  # what has changed is copied, if cast
+            copied = sum(p.numel * p.gather_itemsize for p in rest if p.is_beside)
+            gather_s = max(again_s, cluster.all_gather_s(copied, within))  # of what has changed
         if unit.is_offloaded:  # the copy comes first; both beside the unit before
             copied_s = unit.home_s_per_byte * sum(p.shard_numel(within) * p.stored_itemsize for p in unit.params)
             gather_s, again_s = gather_s + copied_s, again_s + copied_s

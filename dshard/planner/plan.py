@@ -29,7 +29,7 @@ from dshard.planner.ties import MEASURED
 from dshard.planner.timeline import Timeline, simulate, step_time
 from dshard.policies import Strategy
 
-SCHEMA = 7
+SCHEMA = 6
 _SINGLES = ("ddp", "zero1", "zero2", "keep", "full")
 
 

@@ -36,7 +36,7 @@ class Sizes:
         numels = {param: param.shard_numel(within) for param in unit.params}
         casts = [p for p in unit.params if p.gather_itemsize != p.stored_itemsize]
         once = rest if cluster.shares_memory(within) else []  # the host has the full values of these, and no rank
-        beside = [p for p in once if p in casts or p.numel == 1 or p.dim]
+        beside = [p for p in once if p.is_beside or p.numel == 1]
         slices = [p.slice_numel(within, num_slices) * p.gather_itemsize for p in split if _copies(p, within)]
         if unit.is_offloaded:
             return cls._offloaded(rest, within, cluster)

@@ -307,7 +307,7 @@ def _does_not_fit(
     )
     when = f"{phase} of {model.units[unit].name}"
     found = "there is" if smallest.is_exact else "that was found"
-    advice = few_rows_advice((model.units[i] for i in largest), num_ranks)
+    advice = few_rows_advice([model.units[i] for i in largest], known, num_ranks)
     return PlanError(
         f"plan: the peak must fit into {limit_bytes} bytes, but the smallest {found} takes "
         f"{smallest.peak_bytes} bytes, {smallest.peak_bytes - limit_bytes} too many, in the {when}; most of it is of "

@@ -31,6 +31,10 @@ _NUM_IN_A_ROW = 3
 _LEAST_S = 1e-6
 _SCRATCH_NUMEL, _WIDTH = 1 << 21, 256
 _SCHEMA = 3
+_CONTAINER = (
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)  # of its second, first version
 _MEMORY_FREE = 0.95  # of a device, beside its context; of a host, beside its system
 
 
@@ -66,8 +70,8 @@ def measure_links(
         within: Numbers of neighbouring ranks that may share a parameter, besides all, and those of a host.
         sizes: Bytes of the tensors that are gathered and reduced.
         num_rounds: Of which the median counts.
-        memory_bytes: Of each rank; None for 95% of its CUDA device's, or else of its part of the host's: the least of
-            all ranks.
+        memory_bytes: Of each rank; None for 95% of its CUDA device's, or on CPU of its part of the host's: the least of
+            all ranks. 0 for none known, as on other devices.
         path: Of the file; None for one in `~/.cache/dshard`, named after backend, ranks and host.
         again: Measure, even if the file is there.
 
@@ -146,10 +150,14 @@ def _memory(group: ShardGroup, given: int | None, per_host: int) -> int:
 
 
 def total_bytes(device: torch.device, per_host: int) -> int:
-    """Memory of a device, or one rank's part of the host's."""
+    """Memory of a CUDA device; of a CPU rank, its part of what the host, or its container, has; 0 for none known."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_host
+    if device.type != "cpu":
+        return 0
+    limits = [file.read_text().strip() for file in map(Path, _CONTAINER) if file.exists()]
+    known = [int(limit) for limit in limits if limit.isdecimal()]
+    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *known) // per_host
 
 
 def _default_path(group: ShardGroup) -> Path:

@@ -25,6 +25,9 @@ from dshard.tensor.meshes import group_of
 class MeasuredSteps:
     """What the parts of a model take in real steps, before it is sharded.
 
+    Where memory runs out on one rank, all go on, but for those over which layers are cut: in the middle of a step these
+    wait for one another, until their group's timeout.
+
     Args:
         model: On a device with memory.
         sample_input: As for `plan`.
@@ -102,7 +105,7 @@ class MeasuredSteps:
     def source(self, batch: int, kinds: Kinds) -> str:
         """Where times come from: "measured", or up to which size they were."""
         most = max(self._known[kinds])
-        return "measured" if batch <= most else f"measured up to {most} samples"
+        return "measured" if batch <= most else f"measured up to {most} sample{'s' * (most > 1)}"
 
     @cached_property
     def optimizer_s_per_byte(self) -> float:
@@ -146,7 +149,9 @@ class MeasuredSteps:
                     loss_of=self._loss_of,
                     is_alone=self._is_alone,
                 )
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not _is_of_memory(error):
+                raise
             times = [UnitTimes(float("inf"), float("inf"))] * len(self._parts)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -165,6 +170,11 @@ class MeasuredSteps:
             f"measured, but one of {batch} sample{'s' * (batch > 1)} ran out of it. Pass device=, of whose description "
             "times are told, or a smaller batch."
         )
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """Whether memory ran out: on CPU, torch says so by a RuntimeError."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 def _told(known: dict[int, list[UnitTimes]], batch: int) -> list[UnitTimes]:

@@ -86,9 +86,10 @@ def plan(
         StateError: The model cannot be traced, or the device does not compute in its dtype.
 
     Communicates:
-        With `mesh=` what `measure_links` and `measure_overhead` do, and an all-reduce of measured times, so that all
-        ranks get one plan; of a model whose layers are cut over others, a broadcast of the plan among these.
-        With `cluster=` nothing: ranks that measure their own times, without a device, may get different ones.
+        With `mesh=` what `measure_links` and `measure_overhead` do, and all-reduces of measured times, so that all
+        ranks get one plan; of a model whose layers are cut over others, broadcasts of links and plan among these.
+        With `cluster=` nothing: ranks that measure their own times, without a device, may get different ones. But steps
+        of layers that are cut, and their times, are of all ranks over which they are: these must call this alike.
     """
     ranks = _ranks_of(model, cluster, mesh)
     named = None if device is None else find_device(device, "plan: device")

@@ -181,6 +181,8 @@ class Profile:
                 return self._planned(best, cluster, known, limit, memory_of, margin)
             except PlanError:
                 sizes.discard(best)
+                if not sizes:
+                    raise
 
     def _measured_sizes(self, cluster: Cluster, known: tuple[Strategy, ...], limit: int) -> Sequence[int]:
         """Sizes at which something may fit, after real steps that times are told from; the least if nothing does."""

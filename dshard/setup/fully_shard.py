@@ -204,9 +204,8 @@ class _Call:
         found = own_parameters(modules, options.ignored)
         followed = Followed(strategies)
         if plan is not None:
-            dims = [place.dim for place in places_of(found, mesh, options.placement_fn)]
-            shape = tuple(mesh.shape)
-            followed = follow(plan, modules, found, shape, precision, dims=dims, offloads=options.offloads)
+            places = places_of(found, mesh, options.placement_fn)
+            followed = follow(plan, modules, found, places, mesh, precision, offloads=options.offloads)
         averages = options.grad_reduce == "mean"
         resolver = Resolver(mesh, options.placement_fn, averages, precision, followed.strategies)
         followed.strategies.check_names("fully_shard", [name for name, _ in found])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dshard.autograd.checkpointing import MODES, apply_checkpointing, check_plain
 from dshard.errors import DShardError, PlanError
@@ -17,6 +18,7 @@ from dshard.planner.names import plain_name
 from dshard.planner.steps import shape_of
 from dshard.policies import Precision, PrecisionRules, Strategy, StrategyRules
 from dshard.setup.auto_units import FoundUnit
+from dshard.units.placing import Place
 
 log = logging.getLogger("dshard")
 
@@ -69,10 +71,10 @@ def follow(
     plan: Plan,
     modules: Sequence[nn.Module],
     found: Sequence[tuple[str, nn.Parameter]],
-    mesh_shape: tuple[int, ...],
+    places: Sequence[Place],
+    mesh: DeviceMesh,
     precision: PrecisionRules,
     *,
-    dims: Sequence[int | None] = (),
     offloads: bool = False,
 ) -> Followed:
     """What a plan says of a model.
@@ -81,22 +83,24 @@ def follow(
         plan: Made for the same model.
         modules: One: the model.
         found: All parameters of it, by name.
-        mesh_shape: Ranks that will share it; of two dims, that replicate it, and that share it.
+        places: Where each would go without a plan.
+        mesh: Ranks that will share it; of two dims, that replicate it, and that share it.
         precision: The parameters' dtypes on their ways.
-        dims: Along which each is to be cut; None for a whole copy on every rank. () for dim 0 of all.
         offloads: Whether they are to be kept in the CPU's memory, if that is another than the mesh's.
 
     Raises:
         PlanError: It was made for another model, another number of ranks, another mesh or other dtypes.
     """
+    mesh_shape = tuple(mesh.shape)
     units = _units_of(plan, modules, found, mesh_shape)
-    _check_dims(plan, found, dims)
+    _check_places(plan, found, places, mesh)
     _check_bytes(plan, found, precision)
     _check_offload(plan, offloads)
-    planned = {
-        plain_name(name): _on_mesh(strategy, plan.cluster.num_ranks, mesh_shape)
-        for name, strategy in plan.by_parameter.items()
-    }
+    whole = {plain_name(param.name) for unit in plan.model.units for param in unit.params if not param.can_split}
+    planned = {}
+    for name, strategy in plan.by_parameter.items():
+        own = replace(strategy, num_slices=1) if plain_name(name) in whole else strategy
+        planned[plain_name(name)] = _on_mesh(own, plan.cluster.num_ranks, mesh_shape)
     for mode, checkpointed in _checkpointed(modules[0], plan).items():
         check_plain(checkpointed, mode, root=modules[0])
     return Followed(StrategyRules(named={name: planned[plain_name(name)] for name, _ in found}), plan, tuple(units))
@@ -190,7 +194,7 @@ def _units_of(
     costs = [param for unit in plan.model.units for param in unit.params]
     planned = {plain_name(param.name): (param.length, param.numel) for param in costs}
     cut = {plain_name(param.name): param.dim for param in costs}
-    here = {name: (shape[cut.get(name, 0)] if shape else 1, prod(shape)) for name, shape in shapes.items()}
+    here = {name: (_length(shape, cut.get(name, 0)), prod(shape)) for name, shape in shapes.items()}
     wrong = [name for name in (*here, *planned) if here.get(name) != planned.get(name)]
     wrong += [name for unit in plan.model.units for name in unit.modules if _plain_module(name) not in runs]
     if wrong:
@@ -218,6 +222,11 @@ def _units_of(
     return [unit for unit in units if modules[0] not in unit.modules]
 
 
+def _length(shape: tuple[int, ...], dim: int) -> int:
+    """Of the dim that is cut; of a number 1."""
+    return (shape or (1,))[dim] if dim < max(1, len(shape)) else -1
+
+
 def _plain_module(name: str) -> str:
     """The name of a module without wrappers; that of the model is empty."""
     return plain_name(f"{name}.")[:-1]
@@ -229,17 +238,22 @@ def _holds_its_own(unit: FoundUnit[nn.Parameter]) -> bool:
     return all(id(param) in held for param in unit.params)
 
 
-def _check_dims(plan: Plan, found: Sequence[tuple[str, nn.Parameter]], dims: Sequence[int | None]) -> None:
-    """Refuse to cut a parameter along another dim than was planned with: its shards may be larger."""
+def _check_places(
+    plan: Plan, found: Sequence[tuple[str, nn.Parameter]], places: Sequence[Place], mesh: DeviceMesh
+) -> None:
+    """Refuse to cut a parameter along another dim, or among other ranks, than was planned with: it may take more."""
     planned = {plain_name(param.name): param.dim for unit in plan.model.units for param in unit.params}
-    for (name, param), dim in zip(found, dims or (0,) * len(found), strict=True):
-        known = planned[plain_name(name)]
-        if known != (dim or 0):
-            raise PlanError(
-                f"fully_shard: a plan is for the dims that its parameters are cut along, but {name} (shape "
-                f"{tuple(param.shape)}) is cut along dim {known} in the plan, and along dim {dim or 0} here. Pass both "
-                "dshard.plan and fully_shard the same shard_placement_fn, or neither."
-            )
+    is_whole = {plain_name(name): strategy.base == "ddp" for name, strategy in plan.by_parameter.items()}
+    for (name, param), place in zip(found, places, strict=True):
+        known, whole = planned[plain_name(name)], is_whole[plain_name(name)] or not param.ndim
+        if place.mesh == mesh and (whole or place.dim == known):
+            continue
+        cut = "whole on every rank" if place.dim is None else f"cut along dim {place.dim}"
+        raise PlanError(
+            f"fully_shard: a plan is for the dims that its parameters are cut along, and one mesh, but {name} (shape "
+            f"{tuple(param.shape)}) is cut along dim {known} in the plan, and here {cut} of {tuple(place.mesh.shape)}. "
+            "Pass both dshard.plan and fully_shard the same shard_placement_fn, or neither."
+        )
 
 
 def _check_offload(plan: Plan, offloads: bool) -> None:

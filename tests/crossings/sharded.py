@@ -73,7 +73,8 @@ def plan_of(row: Mapping[str, str]) -> dshard.Plan:
     device = replace(titan, flops_per_s={**titan.flops_per_s, "float64": 1e12, "bfloat16": 1e12})
     training = Training(*dtypes_of(row), is_offloaded=row["offload"] != "none")
     sample = torch.zeros(BATCH, LENGTH, dtype=torch.long)
-    profile = Profile(build(row), sample, device=device, training=training)
+    placed = last_dim if row["placement"] == "last dim" else None
+    profile = Profile(build(row), sample, device=device, training=training, shard_placement_fn=placed)
     plan = profile.given(cluster_of(device, num_data_ranks(row)), "full")
     kinds = ("ddp", "zero1", "full", "zero2")
     if row["mesh"] == "HSDP":

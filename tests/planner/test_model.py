@@ -100,17 +100,15 @@ def test_times_of_a_step_are_those_by_hand():
     assert step_time(model, ["full"] * 3, slow_cluster(1.5)) == pytest.approx(1.5 + 4 + 1.5 + 2 + 3 + 2 + 1.5)
 
 
-def test_a_gather_in_place_costs_what_was_measured_and_the_first_one_of_what_is_cast_a_copy():
+def test_a_gather_in_place_costs_what_was_measured_and_the_first_one_of_what_lies_elsewhere_a_copy():
     link, in_place = Link(0.0, 1.0 / (2 << 20)), Link(0.25, 0.0)
     cluster = Cluster(2, 2, Links.of(link, in_place=in_place), keeps_received_rows=False)
-    (plain,), (cast,) = (
-        ModelCosts(
-            (UnitCosts("w", (ParamCosts("w", 1024, 1024, gather_itemsize=size, grad_itemsize=4),), 1.0, 2.0),)
-        ).units
-        for size in (4, 2)
+    plain, cast, along = (
+        UnitCosts("w", (ParamCosts("w", 1024, 1024, gather_itemsize=size, grad_itemsize=4, dim=dim),), 1.0, 2.0)
+        for size, dim in ((4, 0), (2, 0), (4, 1))
     )
     gathers = {True: 0.25, False: 1.0}  # in place, and of 4 MiB; what is cast has half of that
-    for unit, first_s in ((plain, gathers[True]), (cast, gathers[False] / 2)):
+    for unit, first_s in ((plain, gathers[True]), (cast, gathers[False] / 2), (along, gathers[False])):
         step_s = step_time(ModelCosts((unit,)), ["full"], cluster)
         assert step_s == pytest.approx(first_s + 1.0 + gathers[True] + 2.0 + 1.0)
 

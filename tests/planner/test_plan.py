@@ -6,9 +6,12 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dshard
+from dshard.cli.gpt import GPT, GPTConfig
 from dshard.errors import PlanError
 from dshard.planner import (
     Cluster,
@@ -19,6 +22,7 @@ from dshard.planner import (
     ParamCosts,
     Plan,
     UnitCosts,
+    cluster_of,
     files,
     peak_bytes,
     solve,
@@ -114,8 +118,23 @@ def without_memory(record):
     return json.dumps({**record, "schema": 3})
 
 
+def without_cut_layers(record):
+    """What a plan of schema 5 had: whole layers on the device, cut along dim 0, and a limit of live bytes."""
+    for part in (record["model"], record["cluster"]):
+        assert part.pop("tensor_parallel") == 1
+    for unit in record["model"]["units"]:
+        for kind in (unit, *unit["alternatives"]):
+            assert kind.pop("home_s_per_byte") == 0
+            assert {param.pop("dim") for param in kind["params"]} <= {0}
+            assert {work.pop("cut_s") for work in kind["work"]} <= {0}
+    if record["certificate"] is not None:
+        assert [record["certificate"].pop(name) for name in ("left_bytes", "memory_of")] == [0, "live"]
+    return json.dumps({**record, "schema": 5})
+
+
 def without_checkpointing(record):
     """What a plan of schema 4 had: nothing that computes again, nothing that says how far off it is."""
+    without_cut_layers(record)
     assert record.pop("doubt") is None
     for unit in record["model"]["units"]:
         assert [unit.pop(name) for name in ("checkpointing", "alternatives", "work")] == ["none", [], []]
@@ -124,6 +143,19 @@ def without_checkpointing(record):
     if record["certificate"] is not None:
         assert set(record["certificate"].pop("fastest_checkpointing")) == {"none"}
     return json.dumps({**record, "schema": 4})
+
+
+def test_a_plan_from_before_layers_were_cut_is_one_of_whole_ones():
+    for plan in (small(), choosing()):
+        assert Plan.from_json(without_cut_layers(json.loads(plan.to_json()))) == plan
+
+
+def choosing():
+    """One whose units have alternatives, and parts of time."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(16, 2, 32, 4, 64))
+    given = {"cluster": cluster_of("a100-80g", 8, profile="published"), "device": "a100-80g", "profile": "published"}
+    return dshard.plan(model, torch.zeros(2, 16, dtype=torch.int64), **given, checkpointing="auto")
 
 
 def test_a_plan_from_before_checkpointing_was_a_choice_is_one_of_none():

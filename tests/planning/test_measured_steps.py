@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dshard
-from dshard.planner import Cluster, Link, Links
+from dshard.planner import Cluster, Link, Links, cluster_of
 from dshard.planner.measuring import measure
 from dshard.planner.profiles import UnitTimes
 from dshard.planning import measured_steps, meshes
@@ -41,7 +41,7 @@ class Clock:
         batch = len(sample)
         self.measured.append(batch)
         if batch > self.most:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            torch.empty(1 << 60)  # more than there is
         forward_s = [self.start_s + 1e-4 * batch * (1 + place) for place, _ in enumerate(parts)]
         return [UnitTimes(each, 2 * each) for each in forward_s]
 
@@ -111,6 +111,26 @@ def test_a_step_that_cannot_be_measured_is_refused_by_the_way_out(clocked: Calla
         dshard.plan(build(), tokens(), **{**AUTO, "batch": batch})
 
 
+def test_what_fails_for_other_reasons_is_not_taken_for_a_lack_of_memory(clocked: Callable[..., Clock], monkeypatch):
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("shapes cannot be multiplied")
+
+    clocked()
+    monkeypatch.setattr(measured_steps, "measure", broken)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        dshard.plan(build(), tokens(), **AUTO)
+
+
+@pytest.mark.parametrize("device", [None, "titan-rtx"])
+def test_where_no_batch_holds_what_is_reserved_the_plan_says_so(clocked: Callable[..., Clock], device):
+    clocked()
+    cluster = replace(cluster_of("titan-rtx", 2), memory_bytes=1 << 30)
+    given: dict[str, Any] = {"cluster": cluster, "device": device, "strategies": "full"}
+    limit = dshard.plan(build(), tokens()[:1], **given).peak_bytes + 1000
+    with pytest.raises(dshard.PlanError, match="must fit into"):
+        dshard.plan(build(), tokens(), **given, batch="auto", memory=limit, memory_of="reserved")
+
+
 def quick(patch: pytest.MonkeyPatch, home: str) -> None:
     patch.setattr(Path, "home", lambda: Path(home))
     patch.setattr(
@@ -138,7 +158,7 @@ def test_ranks_take_one_batch_where_memory_runs_out_on_one_of_them(worlds: World
     assert all(other == (first, batch) for other in others)
     plan = dshard.Plan.from_json(first)
     assert plan.peak_bytes <= 1 << 20
-    assert plan.model.source == ("measured" if batch == 1 else "measured up to 1 samples")
+    assert plan.model.source == ("measured" if batch == 1 else "measured up to 1 sample")
 
 
 def batch_of_cut_layers(home: str, checkpointing: str) -> tuple[str, float]:

@@ -1,5 +1,6 @@
 """Plans for parameters that are cut along other dims than the first: stacks of fewer experts than ranks share them."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -121,14 +122,16 @@ def test_a_plan_says_that_a_stack_has_fewer_experts_than_ranks_and_what_to_do():
     assert uneven.peak_bytes - even.peak_bytes > more / 2
     text = " ".join(uneven.explain().split())
     assert "0.up is cut along a dim of 2 (and 11 more along one of fewer elements than ranks)" in text
-    assert (
-        f"about {more / 2**20:.4g} MiB larger than even ones; pass shard_placement_fn= to plan and fully_shard" in text
-    )
+    assert f"about {more / 2**20:.4g} MiB larger than even ones; pass plan and fully_shard a shard_placement_fn" in text
     assert "shard_placement_fn" not in even.explain()
     with pytest.raises(
-        dshard.PlanError, match=r"Use shard_placement_fn=, for \d.up is cut along a dim of 2 over 4 ranks"
+        dshard.PlanError, match=r"Use a shard_placement_fn .*\(\d.up is cut along one of 2\), a smaller"
     ):
         dshard.plan(build(), batch(0), memory=even.peak_bytes, strategies="full", **GIVEN)
+    for strategies in ("ddp", "hybrid(2)"):  # of which no rank holds nothing
+        assert "is cut along" not in dshard.plan(build(), batch(0), **GIVEN, strategies=strategies).explain()
+        with pytest.raises(dshard.PlanError, match="Use a smaller batch"):
+            dshard.plan(build(), batch(0), memory=1000, strategies=strategies, **GIVEN)
     with pytest.raises(dshard.PlanError, match="Use a smaller batch"):
         dshard.plan(build(), batch(0), memory=1000, shard_placement_fn=along_features, **GIVEN)
 
@@ -154,22 +157,73 @@ def test_placements_that_no_plan_decides_are_refused(placed, error, said):
         dshard.plan(build(), batch(0), shard_placement_fn=placed, **GIVEN)
 
 
-def refused(text: str, places: bool) -> str:
-    model = build()
+def refused(text: str, placed: Any, width: int = WIDTH) -> str:
+    model = build() if width == WIDTH else nn.Sequential(nn.Linear(width, width))
     before = [id(param) for param in model.parameters()]
     with pytest.raises(dshard.PlanError) as caught:
-        dshard.fully_shard(
-            model, plan=dshard.Plan.from_json(text), shard_placement_fn=along_features if places else None
-        )
+        dshard.fully_shard(model, plan=dshard.Plan.from_json(text), shard_placement_fn=placed)
     assert [id(param) for param in model.parameters()] == before
     return str(caught.value)
 
 
-@pytest.mark.parametrize("places", [False, True])
-def test_another_placement_than_the_plans_is_refused(worlds: WorldPool, places):
-    fn = None if places else along_features
-    plan = dshard.plan(build(), batch(0), shard_placement_fn=fn, **GIVEN)
-    for said in worlds.run(4, refused, plan.to_json(), places):
-        which = "dim 0 in the plan, and along dim 1 here" if places else "dim 1 in the plan, and along dim 0 here"
-        assert f"0.up (shape (2, 96, 192)) is cut along {which}" in said
-        assert "Pass both dshard.plan and fully_shard the same shard_placement_fn, or neither." in said
+def whole(_: nn.Parameter) -> Replicate:
+    return Replicate()
+
+
+@pytest.mark.parametrize(
+    ("planned", "placed", "said"),
+    [
+        (along_features, None, "cut along dim 1 in the plan, and here cut along dim 0 of (4,)"),
+        (None, along_features, "cut along dim 0 in the plan, and here cut along dim 1 of (4,)"),
+        (None, whole, "cut along dim 0 in the plan, and here whole on every rank of (4,)"),
+    ],
+)
+def test_another_placement_than_the_plans_is_refused(worlds: WorldPool, planned, placed, said):
+    plan = dshard.plan(build(), batch(0), shard_placement_fn=planned, strategies="full", **GIVEN)
+    for text in worlds.run(4, refused, plan.to_json(), placed):
+        assert f"0.up (shape (2, 96, 192)) is {said}" in text
+        assert "Pass both dshard.plan and fully_shard the same shard_placement_fn, or neither." in text
+
+
+def test_a_model_of_fewer_dims_than_the_plan_cuts_is_another(worlds: WorldPool):
+    plan = dshard.plan(nn.Sequential(nn.Linear(8, 8)), torch.ones(2, 8), **GIVEN, strategies="full")
+    record = json.loads(plan.to_json())
+    record["model"]["units"][0]["params"][-1]["dim"] = 1  # of a bias
+    for text in worlds.run(4, refused, json.dumps(record), None, 8):
+        assert "is for the model that it was made for, but the unit of 0.bias is another" in text
+
+
+class Routed(nn.Module):
+    """A weight that can be gathered in slices, and a stack that cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, NUM_EXPERTS * WIDTH)
+        self.up = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        routed = self.router(x).view(-1, NUM_EXPERTS, WIDTH).transpose(0, 1)
+        return x + torch.bmm(routed, self.up).sum(0)
+
+
+def sliced(text: str | None) -> list[float]:
+    """Losses under a plan, or without one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Routed() for _ in range(3)))
+    dshard.fully_shard(model, plan=None if text is None else dshard.Plan.from_json(text))
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(2):
+        loss = loss_of(model(batch(10 * step + dist.get_rank())))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_plan_in_slices_is_followed_where_a_unit_has_what_cannot_be_sliced(worlds: WorldPool):
+    plan = dshard.plan(nn.Sequential(*(Routed() for _ in range(3))), batch(0), strategies="split(4)", **GIVEN)
+    assert {strategy.num_slices for strategy in plan.strategies} == {4}
+    found, expected = worlds.run(4, sliced, plan.to_json()), worlds.run(4, sliced, None)
+    for losses, own in zip(found, expected, strict=True):
+        assert losses == pytest.approx(own, rel=1e-5)

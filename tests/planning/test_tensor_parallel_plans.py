@@ -167,14 +167,14 @@ def recomputing_differently(home: str) -> Any:
     """A measured plan that recomputes some blocks, where ranks that are cut over one another measured other times."""
     mesh = two_dims()
     model, x = cut(build(), mesh["tp"]), torch.ones(2048, WIDTH)
-    given: dict[str, Any] = {"mesh": mesh["dp"], "checkpointing": "auto", "margin": 0}
+    given: dict[str, Any] = {"mesh": mesh["dp"], "margin": 0, "strategies": "ddp"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "home", lambda: Path(home))
         patch.setattr(meshes, "measure_links", partial(measure_links, sizes=(1 << 14, 1 << 18), num_rounds=2))
-        whole = dshard.plan(model, x, **given, memory="1GiB", strategies="ddp")
+        whole = dshard.plan(model, x, **given, memory="1GiB")
         if mesh.get_local_rank("tp"):  # it sees the first blocks take longest, and so recomputes the last
             patch.setattr(measured_steps, "measure", slow_first)
-        plan = dshard.plan(model, x, **given, memory=whole.peak_bytes * 3 // 4, strategies="ddp")
+        plan = dshard.plan(model, x, **given, memory=whole.peak_bytes * 3 // 4, checkpointing="auto")
     dshard.fully_shard(model, mesh=mesh["dp"], plan=plan)
     loss_of(model(x)).backward()
     return plan.to_json()
