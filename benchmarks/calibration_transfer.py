@@ -7,7 +7,7 @@ $ python benchmarks/calibration_transfer.py
 Each line fits from the priors to one part of the shipped table and predicts the other. Then come steps of more GPUs
 than any run of the table has; attention that reaches more, or less, of a peak the longer the sequence is; which part
 of each source the intervals hold that the others alone give; and what a few runs of a source give for the rest of it.
-Takes a quarter of an hour on one core: the models are traced first.
+Takes some minutes on one core: the models are traced first.
 """
 
 import random
