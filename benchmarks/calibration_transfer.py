@@ -5,14 +5,17 @@ $ python benchmarks/calibration_transfer.py
 ```
 
 Each line fits from the priors to one part of the shipped table and predicts the other. Then come steps of more GPUs
-than any run of the table has; attention that reaches more, or less, of a peak the longer the sequence is; which part
-of each source the intervals hold that the others alone give; and what a few runs of a source give for the rest of it.
+than any run of the table has; terms that the model has not: that attention reaches more, or less, of a peak the longer
+the sequence is, and products by their width and rows; which part of each source the intervals hold that the others
+alone give; and what a few runs of a source give for the rest of it.
 Takes some minutes on one core: the models are traced first.
 """
 
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from dshard.cli.measured import PAIRED, read_runs
 from dshard.planner import DEVICES
@@ -43,7 +46,6 @@ PARTS: dict[str, Callable[[Run], bool]] = {
 }
 SIZES = (64, 128, 512, 1024, 2048)
 BASES = ("mod-031", "mpt-010", "titan24a-2", "titan24a-6", "mpt-001")
-EXPONENTS = (-0.1, 0.0, 0.1)
 NUM_OWN, NUM_DRAWS = (10, 25), 3
 
 
@@ -71,11 +73,41 @@ def moved(run: Run, name: str, num_ranks: int, sharding: str) -> Run:
     return replace(found, optimizer_s=run.optimizer_s * memory * run.within / found.within)
 
 
-def with_power(run: Run, exponent: float) -> Run:
-    """Of which attention reaches (tokens of a sample / 2,048) ^ exponent of what the constant says."""
-    times = (int(run.pair[PAIRED.index("seq")]) / 2048) ** -exponent
-    forward, backward = (replace(each, attention_s=each.attention_s * times) for each in (run.forward, run.backward))
+def longer(run: Run, *, products: float = 1.0, attention: float = 1.0) -> Run:
+    """The same, of which arithmetic takes so many times as long."""
+    forward, backward = (
+        replace(each, product_s=each.product_s * products, attention_s=each.attention_s * attention)
+        for each in (run.forward, run.backward)
+    )
     return replace(run, forward=forward, backward=backward)
+
+
+def tokens_of(run: Run) -> int:
+    """Of one sample."""
+    return int(run.pair[PAIRED.index("seq")])
+
+
+def rows_of(run: Run) -> float:
+    """That products of a micro-batch have."""
+    return tokens_of(run) * float(run.pair[PAIRED.index("micro_batch")])
+
+
+def width_of(run: Run) -> float:
+    """About that of a block, which has some 12 times its square of parameters, of 2 bytes each."""
+    return float((np.median(run.gather_bytes) / 24) ** 0.5)
+
+
+TERMS: dict[str, Callable[[Run], Run]] = {
+    "none of these": lambda run: run,
+    "attention reaches (tokens / 2,048) ^ -0.1": lambda run: longer(run, attention=(tokens_of(run) / 2048) ** 0.1),
+    "attention reaches (tokens / 2,048) ^ 0.1": lambda run: longer(run, attention=(tokens_of(run) / 2048) ** -0.1),
+    "products reach 1 / (1 + 64 / width)": lambda run: longer(run, products=1 + 64 / width_of(run)),
+    "products reach 1 / (1 + 256 / width)": lambda run: longer(run, products=1 + 256 / width_of(run)),
+    "products reach (width / 2,048) ^ -0.05": lambda run: longer(run, products=(width_of(run) / 2048) ** 0.05),
+    "products reach 1 / (1 + 1,024 / rows)": lambda run: longer(run, products=1 + 1024 / rows_of(run)),
+    "products reach (rows / 16,384) ^ 0.05": lambda run: longer(run, products=(rows_of(run) / 16384) ** -0.05),
+    "products reach (rows / 16,384) ^ -0.05": lambda run: longer(run, products=(rows_of(run) / 16384) ** 0.05),
+}
 
 
 def parts_of(runs: Sequence[Run], constants: Mapping[str, Constant]) -> list[float]:
@@ -143,13 +175,11 @@ def main() -> None:
             for sharding in ("full", "hybrid"):
                 eight, *more = (predicted_s(moved(by_name[name], device, n, sharding), values) for n in (8, *SIZES))
                 print(f"| {name} | {device} | {sharding} | {' | '.join(f'{each / eight - 1:+.0%}' for each in more)} |")
-    print(
-        "\n| attention reaches (tokens / 2,048) ^ | each source kept aside: mean error | 9 in 10 below |\n|---|---|---|"
-    )
-    for exponent in EXPONENTS:
-        powered = [with_power(run, exponent) for run in runs]
-        every = kept_aside(powered, constants_aside(powered, PRIORS))[-1]
-        print(f"| {exponent:+.1f} | {every.mean:.1%} | {every.p90:.1%} |")
+    print("\n| one more term | each source kept aside: mean error | 9 in 10 below |\n|---|---|---|")
+    for name, with_term in TERMS.items():
+        changed = [with_term(run) for run in runs]
+        every = kept_aside(changed, constants_aside(changed, PRIORS))[-1]
+        print(f"| {name} | {every.mean:.1%} | {every.p90:.1%} |")
     print_intervals(runs)
     print_own(runs)
 
