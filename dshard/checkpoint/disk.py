@@ -50,8 +50,13 @@ def make_folder(folder: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Have the names in a folder survive a crash, on file systems that can say so."""
-    with closing(_open_folder(folder)) as opened, suppress(OSError):  # some network file systems sync by themselves
-        os.fsync(opened)
+    with closing(_open_folder(folder)) as opened:
+        _sync(opened)
+
+
+def _sync(folder: int) -> None:
+    with suppress(OSError):  # some network file systems sync by themselves
+        os.fsync(folder)
 
 
 def _open_folder(folder: Path) -> int:
@@ -126,12 +131,13 @@ def write_whole(path: Path, content: bytes) -> None:
     with create(draft) as opened:
         write_all(opened, content)
     try:
-        draft.rename(path)
+        with closing(_open_folder(path.parent)) as folder:  # who sees the file may give the folder another name at once
+            draft.rename(path)
+            _sync(folder)
     except BaseException:
         with suppress(OSError):
             draft.unlink()
         raise
-    sync_folder(path.parent)
 
 
 def write_all(opened: int, content: bytes | memoryview) -> None:

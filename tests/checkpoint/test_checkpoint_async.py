@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,29 @@ def failing(path: Path) -> list[str]:
 def test_a_failure_on_one_rank_is_told_on_all_at_the_next_call(worlds: WorldPool, tmp_path):
     for said in worlds.run(2, failing, tmp_path / "saved"):
         assert all("No space left on device" in text or "rank 1 could not write" in text for text in said)
+
+
+def slow_to_sync(path: Path) -> Path | None:
+    """A save of which rank 1 is not done with its last file when rank 0 has seen it, and put the checkpoint there."""
+    own = Path.rename
+
+    def rename(draft: Path, target: Path) -> Path:
+        found = own(draft, target)
+        for _ in range(1000):
+            if draft.parent.exists():
+                time.sleep(0.01)
+        return found
+
+    model = made(RECIPE, "full")
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(Path, "rename", rename)
+        pending = save(path, model, asynchronous=True)
+        return None if pending is None else pending.result()
+
+
+def test_a_rank_whose_file_is_seen_at_once_has_written_it(worlds: WorldPool, tmp_path):
+    assert worlds.run(2, slow_to_sync, tmp_path / "saved") == [tmp_path / "saved"] * 2
 
 
 def reused(path: Path) -> None:
