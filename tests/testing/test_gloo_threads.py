@@ -15,6 +15,7 @@ def classes_of_threads() -> dict[str, set[int]]:
     found: dict[str, set[int]] = {}
     for task in Path("/proc/self/task").iterdir():
         found.setdefault((task / "comm").read_text().strip(), set()).add(os.sched_getscheduler(int(task.name)))
+    dist.barrier()  # the other one may still be connecting
     dist.destroy_process_group(group)
     return found
 
