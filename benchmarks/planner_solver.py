@@ -10,11 +10,24 @@ import argparse
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dshard.planner import Cluster, Link, Links, ModelCosts, ParamCosts, UnitCosts, peak_bytes, solve, step_time
+from dshard.planner import (
+    DEVICES,
+    Cluster,
+    Link,
+    Links,
+    ModelCosts,
+    ParamCosts,
+    UnitCosts,
+    peak_bytes,
+    solve,
+    step_time,
+)
+from dshard.planner.costs import Kind
+from dshard.planner.hosts import with_offload
+from dshard.planner.tables import mix_text
 from dshard.planning.meshes import strategies_for
 
 STRATEGIES = ("ddp", "zero2", "keep", "full", "hybrid(8)", "split(4)")
@@ -37,10 +50,9 @@ def layer(number: int, width: int, tokens: int, factor: float, *, is_choice: boo
         optimizer_s=12 * width * width * 20 / 1.5e12,
         slice_overhead_s=1e-5,
     )
-    if not is_choice:
-        return unit
     kinds = {"selective": (unit.activation_bytes // 3, forward_s / 8), "full": (2 * tokens * width, forward_s)}
-    return replace(unit, alternatives=tuple(_again(unit, kind, *each) for kind, each in kinds.items()))
+    others = tuple(_again(unit, kind, *each) for kind, each in kinds.items() if is_choice)
+    return replace(unit, alternatives=others)
 
 
 def _again(unit: UnitCosts, kind: str, kept_bytes: int, again_s: float) -> UnitCosts:
@@ -66,7 +78,7 @@ def family(name: str, num_units: int, *, is_choice: bool = False) -> ModelCosts:
     return ModelCosts(tuple(layers))
 
 
-def main(sizes: Sequence[int], parts: Sequence[float], *, tries_all: bool, is_choice: bool) -> None:
+def main(sizes: Sequence[int], parts: Sequence[float], *, tries_all: bool, is_choice: bool, offload: str) -> None:
     """Print a table."""
     inside, across = Links.of(Link(2e-5, 1 / 200e9, 1e-6)), Links.of(Link(3e-5, 1 / 40e9, 2e-6))
     cluster = Cluster(64, 8, inside, across, keeps_received_rows=False)
@@ -77,17 +89,15 @@ def main(sizes: Sequence[int], parts: Sequence[float], *, tries_all: bool, is_ch
     for num_units in sizes:
         for name in ("alike", "widths", "random"):
             model = family(name, num_units, is_choice=is_choice)
-            low = peak_bytes(model.under("full"), ["full"] * num_units, cluster)
+            model, least = with_offload(model, DEVICES["h100-80g"], offload), Kind("full", offload == "auto")
+            low = peak_bytes(model.under(least), ["full"] * num_units, cluster)
             high = peak_bytes(model, ["ddp"] * num_units, cluster)
             for part in parts:
                 started = time.process_time()
                 solution = solve(model, cluster, strategies, low + int((high - low) * part))
                 took, proof = time.process_time() - started, solution.certificate
-                pairs = zip(solution.strategies, solution.checkpointing, strict=True)
-                names = (f"{own}" if kind == "none" else f"{own} + {kind}" for own, kind in pairs)
-                counts = Counter(names).most_common()
-                plan = ", ".join(f"{count} {strategy}" for strategy, count in counts)
-                ratio = step_time(model.under("full"), ["full"] * num_units, cluster) / proof.step_s
+                plan = mix_text(solution.model, solution.strategies)
+                ratio = step_time(model.under(Kind("full")), ["full"] * num_units, cluster) / proof.step_s
                 out.write(
                     f"| {name} | {num_units} | {100 * part:g}% | {took:.1f} | {proof.gap:.1g} | "
                     f"{proof.relaxed_gap:.1g} | {ratio:.3f} | {plan} |\n"
@@ -99,9 +109,16 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sizes", nargs="*", type=int, default=[100, 2000], metavar="UNITS", help="(100 2000)")
     parser.add_argument("--all", action="store_true", help="all strategies that dshard.plan tries, rather than six")
+    parser.add_argument("--offload", action="store_true", help="each layer may be kept in the CPU's memory")
     parser.add_argument("--checkpointing", action="store_true", help="each layer may be checkpointed, in two ways")
     parser.add_argument(
         "--limits", nargs="+", type=float, default=PARTS, metavar="PART", help="0 is all full, 1 all ddp"
     )
     given = parser.parse_args()
-    main(given.sizes, given.limits, tries_all=given.all, is_choice=given.checkpointing)
+    main(
+        given.sizes,
+        given.limits,
+        tries_all=given.all,
+        is_choice=given.checkpointing,
+        offload="auto" if given.offload else "none",
+    )

@@ -262,11 +262,13 @@ class PrecisionRules:
 
     Args:
         rules: In the order in which they are tried.
-        offload: Where all of the parameters are kept and used, if those are two places.
+        offload: Where parameters are kept and used, if those are two places.
+        away: Names of the parameters of which that is so; None for all.
     """
 
     rules: tuple[_Rule, ...] = ()
     offload: Offload | None = None
+    away: frozenset[str] | None = None
 
     @classmethod
     def of(cls, mp_policy: Any, offload: Offload | None = None) -> "PrecisionRules":
@@ -279,11 +281,11 @@ class PrecisionRules:
 
     def precision_of(self, name: str, dtype: torch.dtype) -> Precision | None:
         """The way of a parameter of this name and dtype; None where it is an ordinary one."""
-        rule = self._rule_for(name)
+        rule, offload = self._rule_for(name), self.offload if self.away is None or name in self.away else None
         if rule is None or not dtype.is_floating_point:
-            return Precision(offload=self.offload) if self.offload is not None else None
+            return Precision(offload=offload) if offload is not None else None
         asked = rule.param_dtype, rule.reduce_dtype or rule.param_dtype
-        found = Precision(output=rule.output_dtype, casts_inputs=rule.casts_inputs, offload=self.offload, asked=asked)
+        found = Precision(output=rule.output_dtype, casts_inputs=rule.casts_inputs, offload=offload, asked=asked)
         return found.for_dtype(dtype)
 
     def precision_of_subclass(self, name: str, dtype: torch.dtype) -> Precision:

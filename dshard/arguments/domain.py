@@ -208,6 +208,7 @@ WORK = list_of(ours("Work", ""), "a list of Work", "Leave it out.")
 MISSES = list_of(ours("Misses", ""), "a list of Misses", "Leave it out.")
 PARAM_COSTS = list_of(ours("ParamCosts", ""), "a list of ParamCosts", "Pass [ParamCosts(...)].")
 CHECKPOINTING = one_of("none", "selective", "full")
+OFFLOADED_UNITS = one_of("none", "all", "auto")
 MEMORY_OF = one_of("live", "reserved", "expandable")
 SOME_CHECKPOINTING = either(
     one_of("none", "selective", "full", "auto"),

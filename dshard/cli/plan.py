@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
                 progress=progress,
                 rates=target.rates,
                 checkpointing=target.checkpointing,
+                offload=target.offload,
             )
             planned = profile.plan(
                 cluster,

@@ -153,6 +153,7 @@ def simulated(
         training=target.training,
         rates=target.rates,
         checkpointing=target.checkpointing,
+        offload=target.offload,
     )
     given = target.batch if isinstance(target.batch, int) else None
     limit, num = target.limit_bytes, len(clusters) * len(kinds)

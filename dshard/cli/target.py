@@ -29,7 +29,14 @@ def add_options(parser: argparse.ArgumentParser, *, needs_device: bool = True) -
     model.add_argument("--batch", help="samples per rank, or auto (1; of module:function, those of its sample)")
     model.add_argument("--sequence", type=int, metavar="TOKENS", help="per sample (what is usual for the model)")
     model.add_argument("--compile", action="store_true", help="by torch.compile, which fuses kernels; needs --profile")
-    model.add_argument("--offload", action="store_true", help="parameters and optimizer in the CPU's memory")
+    model.add_argument(
+        "--offload",
+        nargs="?",
+        choices=("all", "auto"),
+        const="all",
+        default="none",
+        help="parameters and optimizer in the CPU's memory: of all units, or of those that the plan chooses (none)",
+    )
     model.add_argument("--checkpoint", action="store_true", help="blocks compute their forward again in backward")
     model.add_argument(
         "--checkpointing",
@@ -83,6 +90,7 @@ class Target:
         margin: as of `dshard.plan`.
         rates: of --profile.
         checkpointing: that a unit may have, as of `dshard.plan`.
+        offload: as of `dshard.plan`.
         tensor_parallel: ranks over which layers are cut.
     """
 
@@ -98,6 +106,7 @@ class Target:
     between_hosts: float | None
     rates: Rates | None
     checkpointing: tuple[str, ...]
+    offload: str
     tensor_parallel: int
 
     def cluster(self, num_ranks: int) -> Cluster:
@@ -179,13 +188,13 @@ def target_of(args: argparse.Namespace) -> Target:
         *_STATE_BYTES[args.optimizer],
         tokens_per_sample=sampled.num_tokens,
         is_compiled=args.compile,
-        is_offloaded=args.offload,
     )
     rate = None if args.between_hosts is None else args.between_hosts * 1e9 / 8
     margin = None if args.margin is None else args.margin / 100
     hosts = args.ranks_per_host, args.hosts, rate
     limits = limit, args.memory_of
-    return Target(sampled, training, device, *limits, batch, margin, *hosts, rates, checkpointing, args.tensor_parallel)
+    chosen = checkpointing, args.offload
+    return Target(sampled, training, device, *limits, batch, margin, *hosts, rates, *chosen, args.tensor_parallel)
 
 
 def _checkpointing(args: argparse.Namespace) -> tuple[str, ...]:

@@ -1,12 +1,13 @@
 """Pure: what a step costs in time and memory under each strategy, and which strategies are best."""
 
 from dshard.planner.clusters import cluster_of
+from dshard.planner.comparing import Comparison, Measured
 from dshard.planner.costs import Cluster, Link, Links, ModelCosts, ParamCosts, UnitCosts
 from dshard.planner.devices import DEVICES, EFFICIENCY, Device, Efficiency, Wire, device_named
 from dshard.planner.forecast import MemoryForecast
 from dshard.planner.measuring import measure_step
 from dshard.planner.memory import Moment, moments, peak_bytes
-from dshard.planner.plan import Comparison, Measured, Plan
+from dshard.planner.plan import Plan
 from dshard.planner.profiles import Training
 from dshard.planner.rates import Constant, Misses, Rates, published
 from dshard.planner.solver import BatchSolution, Certificate, Solution, solve, solve_batch

@@ -45,9 +45,9 @@ class Chain:
 
     @classmethod
     def of(cls, model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster) -> "Chain":
-        """The chain of a model in which each unit may have any of some strategies, and any checkpointing that it knows.
+        """The chain of a model in which each unit may have any of some strategies, and be of any kind that it knows.
 
-        Options are numbered by `ModelCosts.checkpointing` first: of the second kind there, the first strategy is
+        Options are numbered by `ModelCosts.kinds` first: of the second kind there, the first strategy is
         `len(strategies)`.
         """
         strategies = [strategy.on(cluster.num_ranks) for strategy in strategies]
@@ -57,8 +57,7 @@ class Chain:
             key = _content(unit)
             if key not in known:
                 known[key] = len(distinct)
-                own = {each.checkpointing: each for each in (*unit.alternatives, unit)}
-                each = [own.get(kind, unit) for kind in model.checkpointing]
+                each = [unit.of_kind(kind) for kind in model.kinds]
                 distinct.append(options_of_unit(each, strategies, cluster, model.num_backwards))
             kinds.append(known[key])
         again = model.num_backwards > 1

@@ -9,7 +9,21 @@ from dshard.errors import ArgumentError, PlanError
 from dshard.planner.work import Work
 
 CHECKPOINTING = ("none", "selective", "full")  # activation checkpointing, by what is computed again
+OFFLOAD = ("none", "all", "auto")  # of units: none, all, or those that a plan chooses
 COUNTER_BYTES = 4  # of steps, which an optimizer with states keeps per parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a plan may choose for a unit beside its strategy.
+
+    Args:
+        checkpointing: Activation checkpointing: "none", "selective" or "full".
+        is_offloaded: Whether its parameters, gradients and optimizer states are kept in the CPU's memory.
+    """
+
+    checkpointing: str = "none"
+    is_offloaded: bool = False
 
 
 @checked
@@ -83,7 +97,8 @@ class UnitCosts:
         source: Where the figures come from: a measured step, or FLOPs and a device description.
         modules: Names of the modules in whose forward it is in use; of the model itself "".
         checkpointing: Activation checkpointing that these costs are of: "none", "selective" or "full".
-        alternatives: The same unit under other kinds of it; a plan may take one in its place.
+        alternatives: The same unit with other activation checkpointing, or kept elsewhere; a plan may take one in its
+            place.
         work: What its forward and its backward are, by what takes their time; nothing where they were measured.
         home_s_per_byte: Where shards, gradients and states are kept in the CPU's memory, and the optimizer steps there:
             of copies from there, or back. 0 where they are kept on the device.
@@ -116,18 +131,38 @@ class UnitCosts:
                 "again."
             )
 
-    def under(self, checkpointing: str) -> "UnitCosts":
-        """The unit with this activation checkpointing, the others its alternatives; as it is where it knows no such."""
+    @property
+    def kind(self) -> Kind:
+        """Of which of the kinds that it may have these costs are."""
+        return Kind(self.checkpointing, self.is_offloaded)
+
+    def of_kind(self, kind: Kind) -> "UnitCosts":
+        """Itself or that alternative which is of this kind.
+
+        Where it knows no such activation checkpointing, it has its first one; where it is kept in one place, that.
+        """
         kinds = (self, *self.alternatives)
-        found = next((kind for kind in kinds if kind.checkpointing == checkpointing), self)
+        kept = [each for each in kinds if each.is_offloaded == kind.is_offloaded] or kinds
+        return next((each for each in kept if each.checkpointing == kind.checkpointing), kept[0])
+
+    def under(self, kind: Kind) -> "UnitCosts":
+        """The unit of this kind, as `of_kind`, the others its alternatives."""
+        found = self.of_kind(kind)
         if found is self:
             return self
-        return replace(found, alternatives=tuple(replace(kind, alternatives=()) for kind in kinds if kind is not found))
+        others = [each for each in self.alternatives if each is not found]
+        return replace(found, alternatives=(replace(self, alternatives=()), *others))
 
     @property
     def is_offloaded(self) -> bool:
         """Whether its parameters are kept in the CPU's memory."""
         return self.home_s_per_byte > 0
+
+    @property
+    def touched_bytes(self) -> int:
+        """What the optimizer's step on the whole unit reads and writes, which is its states, too."""
+        trained = [p for p in self.params if p.grad_itemsize]
+        return sum(p.numel * (3 * p.stored_itemsize + 2 * p.state_bytes_per_element) for p in trained)
 
     @property
     def late_transient_bytes(self) -> int:
@@ -197,16 +232,17 @@ class ModelCosts:
                 "plan: a model must have at least one unit, but there is none. Pass a model with parameters."
             )
 
-    def under(self, checkpointing: Sequence[str] | str) -> "ModelCosts":
-        """The model with this activation checkpointing: one kind for each unit that knows it, or one kind per unit."""
-        kinds = (checkpointing,) * len(self.units) if isinstance(checkpointing, str) else checkpointing
-        return replace(self, units=tuple(unit.under(kind) for unit, kind in zip(self.units, kinds, strict=True)))
+    def under(self, kinds: Sequence[Kind] | Kind) -> "ModelCosts":
+        """The model with units of one kind, as far as they know it, or one kind per unit."""
+        each = (kinds,) * len(self.units) if isinstance(kinds, Kind) else kinds
+        return replace(self, units=tuple(unit.under(kind) for unit, kind in zip(self.units, each, strict=True)))
 
     @cached_property
-    def checkpointing(self) -> tuple[str, ...]:
-        """All kinds of activation checkpointing that some unit may have."""
-        known = {kind.checkpointing for unit in self.units for kind in (unit, *unit.alternatives)}
-        return tuple(kind for kind in CHECKPOINTING if kind in known)
+    def kinds(self) -> tuple[Kind, ...]:
+        """All kinds of activation checkpointing that some unit may have, in each place where one may be kept."""
+        known = [each.kind for unit in self.units for each in (unit, *unit.alternatives)]
+        places, modes = {kind.is_offloaded for kind in known}, {kind.checkpointing for kind in known}
+        return tuple(Kind(mode, away) for away in sorted(places) for mode in CHECKPOINTING if mode in modes)
 
 
 @checked

@@ -57,12 +57,13 @@ class MemoryForecast:
             f"{', '.join(outside)}",
         ]
         if self.live_bytes <= limit_bytes < self.reserved_bytes:
-            less = bytes_text(limit_bytes - (self.reserved_bytes - self.live_bytes))
+            less = limit_bytes - (self.reserved_bytes - self.live_bytes)
+            smaller = f"plan for {bytes_text(less)}, or " if less > 0 else "plan "
             lines.append(
                 "  the limit holds with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and not without"
                 if memory_of == "expandable"
                 else f"  segments take more than the limit, which is of live bytes: set "
-                f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or plan for {less}, or with memory_of='reserved'"
+                f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or {smaller}with memory_of='reserved'"
             )
         return lines
 

@@ -1,9 +1,13 @@
 """What stands beside devices: the CPU's memory, where parameters may be kept, and the way there."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from dshard.errors import PlanError
+from dshard.planner.costs import Cluster, ModelCosts, UnitCosts
 from dshard.planner.devices import Device
 from dshard.planner.rates import family_of
+from dshard.policies import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +43,54 @@ def home_of(device: Device) -> Home:
     """The memory beside a device of the table; beside one of your own, what is usual."""
     link, memory, source = _HOSTS.get(family_of(device), _USUAL)
     return Home(1 / (link * _REACHED_BY_COPIES), 1 / (memory * _REACHED_BY_STEPS), source)
+
+
+def with_offload(model: ModelCosts, device: Device | None, offload: str) -> ModelCosts:
+    """A model of which units are kept in the CPU's memory, where the optimizer steps them.
+
+    Args:
+        model: Of which all are kept on the device.
+        device: That says how long copies take; None where nobody does.
+        offload: "none", "all", or "auto" for an alternative of each.
+
+    Raises:
+        PlanError: There is no device.
+    """
+    if offload == "none":
+        return model
+    if device is None:
+        raise PlanError(
+            f"plan: offload={offload!r} needs a device, which says how long copies from the CPU's memory take, but "
+            "times are measured here. Pass device='h100-80g'."
+        )
+    home, found = home_of(device), []
+    for unit in model.units:
+        alone = replace(unit, alternatives=())
+        away = tuple(_offloaded(each, home) for each in (alone, *unit.alternatives))
+        if offload == "all":
+            found.append(replace(away[0], alternatives=away[1:]))
+        else:
+            found.append(replace(unit, alternatives=(*unit.alternatives, *away)) if unit.params else unit)
+    source = f"{model.source}; offload: {home.source} (which part is reached is not measured)"
+    return replace(model, units=tuple(found), source=source)
+
+
+def _offloaded(unit: UnitCosts, home: Home) -> UnitCosts:
+    return replace(
+        unit,
+        params=tuple(replace(param, can_split=False) for param in unit.params),
+        optimizer_s=unit.touched_bytes * home.step_seconds_per_byte,
+        home_s_per_byte=home.seconds_per_byte,
+    )
+
+
+def home_bytes(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster) -> int:
+    """What a rank has in the CPU's memory: shards of what is kept there, their gradients and optimizer states."""
+    total = 0
+    for unit, strategy in zip(model.units, strategies, strict=True):
+        own = strategy.on(cluster.num_ranks)
+        within = 1 if own.base == "ddp" else own.within or cluster.num_ranks
+        for param in unit.params if unit.is_offloaded else ():
+            of_element = param.stored_itemsize * (2 if param.grad_itemsize else 1) + param.state_bytes_per_element
+            total += param.shard_numel(within) * of_element
+    return total

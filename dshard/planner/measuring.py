@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dshard.arguments import checked
 from dshard.errors import PlanError
-from dshard.planner.plan import Measured
+from dshard.planner.comparing import Measured
 from dshard.planner.profiles import UnitTimes
 from dshard.planner.steps import run_step, swapped, tensors
 from dshard.planner.traces import Part

@@ -5,7 +5,8 @@ from typing import Any
 _BEFORE_MEMORY = 3  # which knew nothing of memory that ranks share
 _BEFORE_CHECKPOINTING = 4  # nor this of a choice of activation checkpointing, nor of what is known of times
 _BEFORE_CUT_LAYERS = 5  # nor this of layers that are cut over ranks, of offload, nor of dims that are cut
-OLDER = (_BEFORE_MEMORY, _BEFORE_CHECKPOINTING, _BEFORE_CUT_LAYERS)
+_BEFORE_SOME_OFFLOAD = 6  # nor this of units of which each may be kept elsewhere than others
+OLDER = (_BEFORE_MEMORY, _BEFORE_CHECKPOINTING, _BEFORE_CUT_LAYERS, _BEFORE_SOME_OFFLOAD)
 
 
 def note_what_was_not_known(record: dict[str, Any], schema: int) -> None:
@@ -14,6 +15,19 @@ def note_what_was_not_known(record: dict[str, Any], schema: int) -> None:
         _note_messages(record)
     if schema < _BEFORE_CUT_LAYERS:
         _note_no_choices(record)
+    if schema < _BEFORE_SOME_OFFLOAD:
+        _note_whole_layers(record)
+    units = _units_of(record)
+    for certificate in _dicts([record.get("certificate")]):
+        modes = certificate.pop("fastest_checkpointing", None)
+        if isinstance(modes, list) and len(modes) == len(units):  # all were kept in one place
+            away = [unit.get("home_s_per_byte", 0) != 0 for unit in units]
+            pairs = zip(modes, away, strict=True)
+            certificate["fastest_kinds"] = [{"checkpointing": mode, "is_offloaded": is_away} for mode, is_away in pairs]
+
+
+def _note_whole_layers(record: dict[str, Any]) -> None:
+    """Have a record be one of whole layers on the device, cut along dim 0, and of a limit of live bytes."""
     for certificate in _dicts([record.get("certificate")]):
         certificate |= {"left_bytes": 0, "memory_of": "live"}
     for part in _dicts([record.get("model"), record.get("cluster")]):

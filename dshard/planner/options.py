@@ -114,7 +114,7 @@ def options_of_unit(
     """What a unit costs under each of some strategies.
 
     Args:
-        kinds: The unit under each kind of activation checkpointing.
+        kinds: The unit under each kind of activation checkpointing, and in each place where it may be kept.
         strategies: Resolved: `Strategy.on`.
         cluster: Devices and links.
         num_backwards: Micro-batches per step.
@@ -122,17 +122,16 @@ def options_of_unit(
     Returns:
         All strategies for the first kind, then for the second, and so on.
     """
-    known: dict[tuple[int, int], tuple[Sizes, Reduction, _Comm]] = {}  # whatever the kind
-    cuts = [_cut(strategy, cluster) for strategy in strategies]
-    for cut in cuts:
-        if cut not in known:
-            given = kinds[0], *cut, cluster
-            known[cut] = Sizes.of(*given), Reduction.of(*given), _Comm.of(*given)
-    return [
-        _option(unit, strategy, known[cut], num_backwards, cluster)
-        for unit in kinds
-        for strategy, cut in zip(strategies, cuts, strict=True)
-    ]
+    known: dict[tuple[int, int, bool], tuple[Sizes, Reduction, _Comm]] = {}  # whatever the activation checkpointing
+    found = []
+    for unit in kinds:
+        for strategy in strategies:
+            cut = _cut(strategy, cluster)
+            if (*cut, unit.is_offloaded) not in known:
+                given = unit, *cut, cluster
+                known[*cut, unit.is_offloaded] = Sizes.of(*given), Reduction.of(*given), _Comm.of(*given)
+            found.append(_option(unit, strategy, known[*cut, unit.is_offloaded], num_backwards, cluster))
+    return found
 
 
 def _cut(strategy: Strategy, cluster: Cluster) -> tuple[int, int]:

@@ -11,10 +11,12 @@ from typing import Any
 from dshard.arguments import checked
 from dshard.errors import PlanError
 from dshard.planner.categories import PeakParts, parts_of_peak
-from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitCosts
+from dshard.planner.comparing import Comparison, Measured, scaled_cluster, scaled_model
+from dshard.planner.costs import Cluster, ModelCosts
 from dshard.planner.few_rows import few_rows_text
 from dshard.planner.files import read_text, write_text
 from dshard.planner.forecast import MemoryForecast, forecast
+from dshard.planner.hosts import home_bytes
 from dshard.planner.memory import moments
 from dshard.planner.older import OLDER, note_what_was_not_known
 from dshard.planner.records import of_record, to_record
@@ -22,61 +24,15 @@ from dshard.planner.robust import Doubt, doubt_lines
 from dshard.planner.rooms import fitted
 from dshard.planner.solver import Certificate, Solution, solve
 from dshard.planner.spreads import Interval, interval_text
-from dshard.planner.tables import Choice, choice_table, mix_text, named, peak_text, ranks_text, unit_table
+from dshard.planner.tables import Choice, choice_table, home_text, mix_text, named, peak_text, ranks_text, unit_table
 from dshard.planner.terms import bound_text, terms_of
 from dshard.planner.texts import bytes_text, number_text, parse_bytes, seconds_text
 from dshard.planner.ties import MEASURED
 from dshard.planner.timeline import Timeline, simulate, step_time
 from dshard.policies import Strategy
 
-SCHEMA = 6
+SCHEMA = 7
 _SINGLES = ("ddp", "zero1", "zero2", "keep", "full")
-
-
-@checked
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What a real step took.
-
-    Args:
-        step_s: Its time.
-        peak_bytes: The most bytes that lived at one moment on the rank that has most; None where nobody counted.
-    """
-
-    step_s: float
-    peak_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Prediction against measurement; its text is the report."""
-
-    predicted: Measured
-    measured: Measured
-
-    @property
-    def step_error(self) -> float:
-        """The part of the measured time by which the prediction is too long; negative if it is too short."""
-        return self.predicted.step_s / self.measured.step_s - 1
-
-    @property
-    def peak_error(self) -> float | None:
-        """The same of the peak; None where nobody counted."""
-        if self.measured.peak_bytes is None or self.predicted.peak_bytes is None:
-            return None
-        return self.predicted.peak_bytes / self.measured.peak_bytes - 1
-
-    def __str__(self) -> str:
-        lines = [
-            f"step: predicted {seconds_text(self.predicted.step_s)}, measured {seconds_text(self.measured.step_s)}, "
-            f"error {self.step_error:+.1%}"
-        ]
-        if self.peak_error is not None:
-            lines.append(
-                f"peak: predicted {bytes_text(self.predicted.peak_bytes or 0)}, measured "
-                f"{bytes_text(self.measured.peak_bytes or 0)}, error {self.peak_error:+.1%}"
-            )
-        return "\n".join(lines)
 
 
 def _refuse(constant: str) -> Any:
@@ -196,6 +152,16 @@ class Plan:
         return tuple(unit.checkpointing for unit in self.model.units)
 
     @property
+    def is_offloaded(self) -> tuple[bool, ...]:
+        """Of each unit, whether its parameters are kept in the CPU's memory."""
+        return tuple(unit.is_offloaded for unit in self.model.units)
+
+    @property
+    def home_bytes(self) -> int:
+        """What a rank has in the CPU's memory of what is kept there, which is shards, their gradients and states."""
+        return home_bytes(self.model, self.strategies, self.cluster)
+
+    @property
     def _step_text(self) -> str:
         interval = self.step_interval_s
         return seconds_text(self.step_s) + (f" ({interval_text(interval)})" if interval else "")
@@ -207,7 +173,7 @@ class Plan:
         return {name: strategy for unit, strategy in units for name in unit.param_names}
 
     def __str__(self) -> str:
-        choices = map(named, self.strategies, self.checkpointing)
+        choices = map(named, self.strategies, (unit.kind for unit in self.model.units))
         names = ", ".join(f"{len(list(run))} x {name}" for name, run in groupby(choices))
         return (
             f"{names}: step {self._step_text}, of which {seconds_text(self.exposed_s)} waits for "
@@ -223,11 +189,11 @@ class Plan:
         known = self.candidates or tuple(map(Strategy.of, _SINGLES))
         others: dict[str, Choice] = {
             named(strategy, kind): (model.under(kind), (strategy,) * len(model.units))
-            for kind in model.checkpointing
+            for kind in model.kinds
             for strategy in known
         }
         if self.certificate is not None:
-            fastest = model.under(self.certificate.fastest_checkpointing), self.certificate.fastest
+            fastest = model.under(self.certificate.fastest_kinds), self.certificate.fastest
             if fastest not in ((model, self.strategies), *others.values()):
                 others[f"fastest: {mix_text(*fastest)}"] = fastest
         lines = [
@@ -240,6 +206,7 @@ class Plan:
             f"peak: {bytes_text(self.peak_bytes)}"
             + (f" of {bytes_text(self._limit_bytes)}" if self._limit_bytes else ""),
             *peak_text(self.memory_at_peak, model.units),
+            *home_text(model.units, self.home_bytes, cluster.ranks_per_host),
             *few_rows_text(model.units, self.strategies, cluster.num_ranks, self.peak_bytes),
             *([] if cluster.keeps_received_rows else self.memory_seen.lines(self._limit_bytes, self._memory_of)),
             "",
@@ -344,9 +311,9 @@ class Plan:
         factor = measured.step_s / step_time(self.model, self.strategies, self.cluster)
         more = max(0, (measured.peak_bytes or 0) - self.peak_bytes)
         model = replace(
-            _scaled_model(self.model, factor), buffer_bytes=self.model.buffer_bytes + more, source="replanned, measured"
+            scaled_model(self.model, factor), buffer_bytes=self.model.buffer_bytes + more, source="replanned, measured"
         )
-        cluster = _scaled_cluster(self.cluster, factor)
+        cluster = scaled_cluster(self.cluster, factor)
         limit = self.certificate.limit_bytes if memory_bytes is None else parse_bytes(memory_bytes, "memory_bytes")
         margin = min(MEASURED, self.certificate.margin)
 
@@ -362,31 +329,3 @@ class Plan:
             certificate=solution.certificate,
             doubt=None,
         )
-
-
-def _scaled_model(model: ModelCosts, factor: float) -> ModelCosts:
-    names = ("forward_s", "backward_s", "optimizer_s", "optimizer_start_s", "slice_overhead_s")
-
-    def scaled(unit: UnitCosts) -> UnitCosts:
-        times = {name: getattr(unit, name) * factor for name in names}
-        return replace(unit, alternatives=tuple(map(scaled, unit.alternatives)), **times)
-
-    return replace(model, units=tuple(map(scaled, model.units)))
-
-
-def _scaled_cluster(cluster: Cluster, factor: float) -> Cluster:
-    def link(each: Link) -> Link:
-        names = ("alpha_s", "seconds_per_byte", "alpha_per_rank_s")
-        return replace(each, **{name: getattr(each, name) * factor for name in names})
-
-    def links(each: Links) -> Links:
-        in_place = None if each.in_place is None else link(each.in_place)
-        return Links(link(each.all_gather), link(each.reduce_scatter), link(each.all_reduce), in_place)
-
-    return replace(
-        cluster,
-        inside=links(cluster.inside),
-        across=None if cluster.across is None else links(cluster.across),
-        shards={within: links(each) for within, each in cluster.shards.items()},
-        replicas={within: links(each) for within, each in cluster.replicas.items()},
-    )

@@ -15,7 +15,6 @@ from dshard.planner.clusters import cluster_of
 from dshard.planner.costs import ModelCosts, ParamCosts, UnitCosts
 from dshard.planner.devices import Device
 from dshard.planner.flops import Op
-from dshard.planner.hosts import home_of
 from dshard.planner.rates import Rates
 from dshard.planner.steps import is_cut, pieces_of, shape_of
 from dshard.planner.timing import work_of
@@ -38,8 +37,6 @@ class Training:
         tokens_per_sample: For rates of tokens; 0 where samples have none.
         is_compiled: Whether `torch.compile` fuses what is neither product nor attention. Needs a device and a profile,
             whose constant "fused" says what is left of its memory traffic.
-        is_offloaded: Whether parameters, gradients and states are kept in the CPU's memory, where the optimizer steps:
-            `offload_policy=CPUOffloadPolicy()` of `fully_shard`. Needs a device.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -50,7 +47,6 @@ class Training:
     num_backwards: int = 1
     tokens_per_sample: int = 0
     is_compiled: bool = False
-    is_offloaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +123,6 @@ def costs_of(
             forward_transient_bytes=memory.forward,
             backward_transient_bytes=memory.backward,
             gradients_transient_bytes=memory.gradients,
-            optimizer_s=_touched_bytes(own) * told.optimizer_s_per_byte,
             optimizer_start_s=overhead.optimizer_s * num_trained,
             slice_overhead_s=device.efficiency.kernel_s if device is not None else 2e-5,
             is_used_in_backward=i not in trace.unused_in_backward,
@@ -135,7 +130,7 @@ def costs_of(
             modules=tuple(names[module] for module in trace.parts[i].modules),
             work=told.work(i, copies),
         )
-        units.append(_offloaded(unit, device) if training.is_offloaded else unit)
+        units.append(replace(unit, optimizer_s=unit.touched_bytes * told.optimizer_s_per_byte))
     return ModelCosts(
         units=tuple(units),
         batch_size=batch_size * training.num_backwards,
@@ -145,27 +140,6 @@ def costs_of(
         tokens_per_sample=training.tokens_per_sample,
         source=units[0].source if units else "traced",
         tensor_parallel=tensor_parallel,
-    )
-
-
-def _offloaded(unit: UnitCosts, device: Device | None) -> UnitCosts:
-    """A unit that is kept in the CPU's memory, where its optimizer steps.
-
-    Raises:
-        PlanError: There is no device, which says how long copies take.
-    """
-    if device is None:
-        raise PlanError(
-            "plan: is_offloaded needs a device, which says how long copies from the CPU's memory take, but times are "
-            "measured here. Pass device='h100-80g'."
-        )
-    home = home_of(device)
-    return replace(
-        unit,
-        params=tuple(replace(param, can_split=False) for param in unit.params),
-        optimizer_s=_touched_bytes(unit.params) * home.step_seconds_per_byte,
-        home_s_per_byte=home.seconds_per_byte,
-        source=f"{unit.source}; parameters in the CPU's memory ({home.source}; which part is reached is not measured)",
     )
 
 
@@ -197,11 +171,10 @@ class _Told:
         """
         if device is None:
             raise PlanError("plan: must know a device, or measured times, but has neither. Pass device='a100-80g'.")
-        beside = "is_offloaded" if training.is_offloaded else "a model whose layers are cut" if num_cut > 1 else None
-        if training.is_compiled and beside is not None:
+        if training.is_compiled and num_cut > 1:
             raise PlanError(
-                f"plan: is_compiled and {beside} do not go together, for torch.compile takes no such parameters of a "
-                "sharded model. Leave one of them out."
+                "plan: is_compiled and a model whose layers are cut do not go together, for torch.compile takes no "
+                "such parameters of a sharded model. Leave one of them out."
             )
         if training.is_compiled and rates is None:
             raise PlanError(
@@ -229,11 +202,6 @@ class _Told:
 def _buffer_bytes(model: nn.Module) -> int:
     pieces = (piece for buffer in model.buffers() for piece in pieces_of(buffer))
     return sum({id(b.untyped_storage()): b.numel() * b.element_size() for b in pieces}.values())
-
-
-def _touched_bytes(params: Sequence[ParamCosts]) -> int:
-    """What an optimizer's step reads and writes: parameters and states both, gradients are read."""
-    return sum(p.numel * (3 * p.stored_itemsize + 2 * p.state_bytes_per_element) for p in params)
 
 
 def _copies_of(params: Sequence[ParamCosts], device: Device | None, rates: Rates | None) -> UnitTimes:

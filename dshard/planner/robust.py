@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dshard.planner.costs import Cluster, Link, Links, ModelCosts
+from dshard.planner.costs import Cluster, Kind, Link, Links, ModelCosts
 from dshard.planner.memory import peak_bytes
 from dshard.planner.options import options_of
 from dshard.planner.solver import Certificate, Solution
@@ -144,7 +144,7 @@ def robust(
         own, chosen = given[taken].choice
         if taken != FASTEST:
             chosen = at_rest(own, cluster, known, chosen, told.limit_bytes, steps_s[taken], is_simple=True)
-        fastest_across = across_s(model.under(told.fastest_checkpointing), told.fastest, cluster)
+        fastest_across = across_s(model.under(told.fastest_kinds), told.fastest, cluster)
         less_s = fastest_across - across[taken]
         doubt_s = max(pairs.low * less_s, pairs.high * less_s)
         certificate = replace(
@@ -166,11 +166,11 @@ class _Given:
 
 
 def _choices(model: ModelCosts, cluster: Cluster, told: Certificate, known: Sequence[Strategy]) -> dict[str, _Given]:
-    """Each strategy for all units, with each kind of checkpointing, or that of the fastest choice; and the latter."""
-    fastest = model.under(told.fastest_checkpointing)
-    kinds = {kind: model.under(kind) for kind in model.checkpointing}
+    """Each strategy for all units, of each kind, or of those of the fastest choice; and the latter."""
+    fastest = model.under(told.fastest_kinds)
+    kinds: dict[Kind | str, ModelCosts] = {kind: model.under(kind) for kind in model.kinds}
     if fastest not in kinds.values():
-        kinds["mixed"] = fastest
+        kinds[_mixed(told.fastest_kinds)] = fastest
     found = {}
     for place, (kind, own) in enumerate(kinds.items()):
         for strategy in known:
@@ -182,6 +182,13 @@ def _choices(model: ModelCosts, cluster: Cluster, told: Certificate, known: Sequ
         slices = max(each.num_slices for each in told.fastest)
         found[FASTEST] = _Given((fastest, told.fastest), (slices, len(kinds), told.fastest_peak_bytes))
     return found
+
+
+def _mixed(kinds: Sequence[Kind]) -> str:
+    """What of the kinds of units differs."""
+    differs = {"checkpointing": len({kind.checkpointing for kind in kinds}) > 1}
+    differs["offload"] = len({kind.is_offloaded for kind in kinds}) > 1
+    return f"mixed {' and '.join(name for name, does in differs.items() if does)}"
 
 
 def doubt_lines(doubt: Doubt) -> list[str]:

@@ -5,14 +5,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dshard.planner.bounds import Relaxation
-from dshard.planner.chain import Chain
+from dshard.planner.chain import Chain, Floats
 from dshard.planner.incumbent import Incumbent
 from dshard.planner.labels import search
 from dshard.planner.memory import Ints
 
 _MAX_ROUNDS = 20
-_MAX_SEARCHES = 200
-_MAX_LABELS = 10_000
+_MAX_LABELS = 20_000  # of all units and all searches together
+_FEWEST = 10  # labels of each unit
+_MAX_SWEEPS = 60
+_FIRST, _LAST, _COOLER = 0.05, 1e-4, 0.7  # of a peak: differences of rows that hardly count, and what they become
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +37,12 @@ class Smallest:
         return self.peak_bytes == self.least_bytes
 
 
-def smallest_peak(chain: Chain, *, is_exact: bool = False) -> Smallest:
+def smallest_peak(chain: Chain, *, enough_bytes: int = 0, is_exact: bool = False) -> Smallest:
     """The smallest peak: each unit with what is smallest in the row that decides, in turn for some rows.
 
     Args:
         chain: Of the model.
+        enough_bytes: A peak that is no larger need not be made smaller.
         is_exact: Whether to search for it between the bounds, where they differ.
     """
     floor = chain.rows.least(chain.is_open)
@@ -54,22 +57,69 @@ def smallest_peak(chain: Chain, *, is_exact: bool = False) -> Smallest:
             break
         row = int(values.argmax())
     assert best is not None
+    if best.is_exact or best.peak_bytes <= enough_bytes:
+        return best
+    best = _leveled(chain, best, enough_bytes)
     return _between(chain, best) if is_exact and not best.is_exact else best
+
+
+def _leveled(chain: Chain, best: Smallest, enough_bytes: int) -> Smallest:
+    """Change one unit after the other so that the highest rows, which join as they turn up, become lower together.
+
+    A row counts by an exponential of its bytes; the steeper, the nearer to their maximum is what is made least.
+    Whatever each row is worth, no choice has a smaller peak than the cheapest one has bytes.
+    """
+    chosen, rows, units = best.chosen.copy(), list[int](), range(chain.num_units)
+    terms, scale = np.zeros((chain.num_units, chain.num_options, 0)), _FIRST * best.peak_bytes
+    closed = np.where(chain.is_open, 0.0, np.inf)
+    for _ in range(_MAX_SWEEPS):
+        values = chain.rows.values(chosen)
+        if values.max() < best.peak_bytes:
+            best = replace(best, chosen=chosen.copy(), peak_bytes=int(values.max()))
+        if best.is_exact or best.peak_bytes <= enough_bytes:
+            break
+        row = int(values.argmax())
+        if row not in rows:
+            rows.append(row)
+            terms = np.concatenate([terms, chain.rows.terms(row)[:, :, None].astype(np.float64)], axis=2)
+        loads, is_same = values[rows].astype(np.float64), True
+        for unit in units:
+            others = loads - terms[unit, chosen[unit]]
+            option = int((_worth(others + terms[unit], scale) + closed[unit]).argmin())
+            if option != chosen[unit]:
+                loads, is_same = others + terms[unit, option], False
+                chosen[unit] = option
+        weights = np.exp((loads - loads.max()) / scale)
+        weights /= weights.sum()
+        cheapest = (terms @ weights + closed).min(axis=1).sum() + chain.rows.constant[rows] @ weights
+        best = replace(best, least_bytes=max(best.least_bytes, int(np.ceil(cheapest * (1 - 1e-12)))))
+        if is_same and int(chain.rows.values(chosen).argmax()) in rows:
+            if scale <= _LAST * best.peak_bytes:
+                break
+            scale *= _COOLER
+    return best
+
+
+def _worth(loads: Floats, scale: float) -> Floats:
+    """The logarithm of what rows of so many bytes are worth together; shape (options)."""
+    most = loads.max(axis=1)
+    found: Floats = most + scale * np.log(np.exp((loads - most[:, None]) / scale).sum(axis=1))
+    return found
 
 
 def _between(chain: Chain, best: Smallest) -> Smallest:
     """Halve what lies between the bounds: does any choice fit into the middle?"""
     free = chain.with_costs(np.where(np.isfinite(chain.costs), 0.0, np.inf))
     rows: list[int] = []
-    num_searches = 0
-    while not best.is_exact and num_searches < _MAX_SEARCHES:
+    num_labels = 0
+    while not best.is_exact and num_labels < _MAX_LABELS:
         limit_bytes = (best.least_bytes + best.peak_bytes) // 2
         relaxation = Relaxation(free, limit_bytes, Incumbent(free, limit_bytes))
         for row in rows:
             relaxation.add(row)
-        while num_searches < _MAX_SEARCHES:
-            num_searches += 1
-            found = search(free, relaxation, np.inf, _MAX_LABELS)
+        while num_labels < _MAX_LABELS:
+            found = search(free, relaxation, np.inf, max(_FEWEST, _MAX_LABELS // chain.num_units))
+            num_labels += found.num_labels + 1
             if found.chosen is None:
                 if np.isfinite(found.dropped_bound):
                     return best

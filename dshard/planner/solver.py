@@ -9,7 +9,7 @@ from dshard.arguments import checked
 from dshard.errors import PlanError
 from dshard.planner.bounds import Relaxation
 from dshard.planner.chain import Chain
-from dshard.planner.costs import Cluster, ModelCosts
+from dshard.planner.costs import Cluster, Kind, ModelCosts
 from dshard.planner.few_rows import few_rows_advice
 from dshard.planner.incumbent import Incumbent
 from dshard.planner.labels import TOLERANCE, promising, search
@@ -40,7 +40,7 @@ class Certificate:
         limit_bytes: What it had to fit into.
         num_labels: Size of the search.
         fastest: The strategies of the fastest choice that was found; another one where a simpler one was preferred.
-        fastest_checkpointing: Its activation checkpointing.
+        fastest_kinds: The kinds of its units: activation checkpointing, and where they are kept.
         fastest_s: Its step.
         fastest_peak_bytes: Its peak.
         margin: By which part of a step the simpler one may be slower.
@@ -55,7 +55,7 @@ class Certificate:
     limit_bytes: int
     num_labels: int
     fastest: tuple[Strategy, ...]
-    fastest_checkpointing: tuple[str, ...]
+    fastest_kinds: tuple[Kind, ...]
     fastest_s: float
     fastest_peak_bytes: int
     margin: float
@@ -106,7 +106,7 @@ class Solution:
     """A choice and its certificate.
 
     Args:
-        model: Costs of the units, under the activation checkpointing that each of them has.
+        model: Costs of the units, of the kind that each of them is.
         strategies: One per unit.
         certificate: How good it is.
     """
@@ -116,9 +116,9 @@ class Solution:
     certificate: Certificate
 
     @property
-    def checkpointing(self) -> tuple[str, ...]:
-        """Activation checkpointing, one kind per unit."""
-        return tuple(unit.checkpointing for unit in self.model.units)
+    def kinds(self) -> tuple[Kind, ...]:
+        """Activation checkpointing of each unit, and where it is kept."""
+        return tuple(unit.kind for unit in self.model.units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def solve(
     tolerance: float = 0.0,
     progress: Progress = SILENT,
 ) -> Solution:
-    """The strategies, and the activation checkpointing, with the shortest step whose peak fits.
+    """The strategies, and the kinds of units, with the shortest step whose peak fits.
 
     Args:
         model: Costs of its units; one that has alternatives may be taken as any of them.
@@ -181,12 +181,12 @@ def solve(
     if incumbent.chosen is None:
         raise _does_not_fit(model, chain, known, limit_bytes, cluster.num_ranks)
     kinds, numbers = np.divmod(chain.numbers[incumbent.chosen], len(known))
-    own = model.under([model.checkpointing[kind] for kind in kinds])
+    own = model.under([model.kinds[kind] for kind in kinds])
     found = tuple(known[number] for number in numbers)
     fastest = at_rest(own, cluster, known, found, limit_bytes, incumbent.cost)
     solved, chosen = own, fastest
     if tolerance:
-        models = [*(model.under(kind) for kind in model.checkpointing), own]
+        models = [*(model.under(kind) for kind in model.kinds), own]
         simple = simplest(models, cluster, known, limit_bytes, incumbent.cost * (1 + tolerance))
         if simple is not None and simple not in ((own, found), (own, fastest)):
             solved, chosen = simple
@@ -201,7 +201,7 @@ def solve(
         limit_bytes,
         bounds.num_labels,
         fastest,
-        tuple(unit.checkpointing for unit in own.units),
+        tuple(unit.kind for unit in own.units),
         incumbent.cost,
         fastest_peak,
         tolerance,
@@ -223,10 +223,8 @@ def _solve_chain(chain: Chain, limit_bytes: int, incumbent: Incumbent, max_label
 
     Each row is the memory at one moment; few of them decide, and leaving others out only allows more choices.
     """
-    smallest = smallest_peak(chain)
-    if smallest.least_bytes <= limit_bytes < smallest.peak_bytes:
-        smallest = smallest_peak(chain, is_exact=True)
-    if smallest.peak_bytes > limit_bytes:
+    smallest = smallest_peak(chain, enough_bytes=limit_bytes)
+    if smallest.least_bytes > limit_bytes:
         return _Bounds(np.inf, np.inf, 0)
     incumbent.offer(smallest.chosen)
     relaxation = Relaxation(chain, limit_bytes, incumbent)
@@ -239,6 +237,10 @@ def _solve_chain(chain: Chain, limit_bytes: int, incumbent: Incumbent, max_label
         if not relaxation.rows:
             return _Bounds(incumbent.cost, relaxation.bound, 0)
         relaxation.round()
+        if incumbent.chosen is None:
+            incumbent.offer(smallest_peak(chain, is_exact=True).chosen)
+        if incumbent.chosen is None:
+            return _Bounds(np.inf, np.inf, 0)
         relaxation.isolate()
         found, violated = _search(chain, relaxation, incumbent, max_labels, found, progress)
         if not violated:
@@ -318,7 +320,7 @@ def _does_not_fit(
 
 def can_fit(model: ModelCosts, cluster: Cluster, strategies: Sequence[Strategy], limit_bytes: int) -> bool:
     """Whether some choice may fit into a limit; False if by proof none does. Times count not."""
-    return smallest_peak(Chain.of(model, strategies, cluster)).least_bytes <= limit_bytes
+    return smallest_peak(Chain.of(model, strategies, cluster), enough_bytes=limit_bytes).least_bytes <= limit_bytes
 
 
 @checked

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from dshard.planner.categories import PeakParts
-from dshard.planner.costs import Cluster, ModelCosts, UnitCosts
+from dshard.planner.costs import Cluster, Kind, ModelCosts, UnitCosts
 from dshard.planner.memory import peak_bytes
 from dshard.planner.options import options_of
 from dshard.planner.texts import bytes_text, number_text, seconds_text
@@ -58,7 +58,7 @@ def _runs(
     def alike(pair: tuple[UnitCosts, Strategy]) -> tuple[Any, str]:
         unit, strategy = pair
         figures = (unit.numel, unit.param_bytes, unit.activation_bytes, f"{unit.forward_s:.2g} {unit.backward_s:.2g}")
-        return figures, named(strategy, unit.checkpointing)
+        return figures, named(strategy, unit.kind)
 
     for key, run in groupby(zip(units, strategies, strict=True), key=alike):
         yield key, [unit for unit, _ in run]
@@ -147,15 +147,34 @@ def peak_text(parts: PeakParts, units: Sequence[UnitCosts]) -> list[str]:
     return lines
 
 
-def named(strategy: Strategy, checkpointing: str) -> str:
-    """A unit's strategy, and its activation checkpointing if it has any."""
-    return f"{strategy}" if checkpointing == "none" else f"{strategy} + {checkpointing} checkpointing"
+def home_text(units: Sequence[UnitCosts], num_bytes: int, ranks_per_host: int) -> list[str]:
+    """What is kept in the CPU's memory, and by which policy; nothing where nothing is."""
+    num = sum(unit.is_offloaded for unit in units)
+    if not num:
+        return []
+    return [
+        f"  {num} of {len(units)} units in the CPU's memory: {bytes_text(num_bytes)} per rank, "
+        f"{bytes_text(num_bytes * ranks_per_host)} per host, with offload_policy=CPUOffloadPolicy()"
+    ]
+
+
+def named(strategy: Strategy, kind: Kind | str) -> str:
+    """A unit's strategy, its activation checkpointing if it has any, and that it is kept in the CPU's memory if it is.
+
+    Args:
+        strategy: Of the unit, or of all.
+        kind: Of the unit, or what it is where units differ.
+    """
+    if isinstance(kind, str):
+        return f"{strategy} + {kind}"
+    checkpointing = "" if kind.checkpointing == "none" else f" + {kind.checkpointing} checkpointing"
+    return f"{strategy}{checkpointing}{' + offload' if kind.is_offloaded else ''}"
 
 
 def mix_text(model: ModelCosts, strategies: Sequence[Strategy]) -> str:
-    """How many units have which strategy, and which checkpointing."""
+    """How many units have which strategy, and are of which kind."""
     pairs = zip(model.units, strategies, strict=True)
-    return _mix(Counter(named(strategy, unit.checkpointing) for unit, strategy in pairs))
+    return _mix(Counter(named(strategy, unit.kind) for unit, strategy in pairs))
 
 
 def _mix(counts: Mapping[str, int]) -> str:

@@ -20,7 +20,7 @@ _OF_WORK = {
 _COMPUTED, _SLICES, _OPTIMIZER = "computation", "slices", "optimizer"
 SLOWEST, BESIDE = "the slowest of the devices", "computing beside collectives"
 _WAITS = {"gather": "gathers", "reduce": "reductions", "slices": "slices"}
-_MAX_WIDTH, _ROUNDING = 110, 1e-12
+_MAX_WIDTH, _ROUNDING, _NO_TIME = 110, 1e-12, 1e-30
 
 
 def terms_of(
@@ -40,11 +40,13 @@ def terms_of(
         lost_s = option.forward_s + option.backward_s - undisturbed.forward_s - undisturbed.backward_s
         found[BESIDE] += model.num_backwards * lost_s
         found[_OPTIMIZER] += option.optimizer_s
-    between = _between_hosts(model, strategies, cluster, options)
+    between = _saved(model, options, options_of(model, strategies, _near(cluster)))
+    copied = _saved(model, options, options_of(_at_once(model), strategies, cluster))
     for name, kind, seconds in _waits(timeline):
-        part = between[name, kind]
-        found[f"waiting for {_WAITS[kind]} between hosts"] += part * seconds
-        found[f"waiting for {_WAITS[kind]} within hosts"] += (1 - part) * seconds
+        far, copies = between[name, kind], copied[name, kind]
+        found[f"waiting for {_WAITS[kind]} between hosts"] += far * seconds
+        found[f"waiting for {_WAITS[kind]} within hosts"] += (1 - far - copies) * seconds
+        found["waiting for copies of what is kept in the CPU's memory"] += copies * seconds
     least_s = _ROUNDING * sum(found.values())  # of a difference that is none
     return {term: seconds for term, seconds in sorted(found.items(), key=lambda item: -item[1]) if seconds > least_s}
 
@@ -100,21 +102,29 @@ def _waits(timeline: Timeline) -> Iterator[tuple[str, str, float]]:
         free_s = segment.stop_s
 
 
-def _between_hosts(
-    model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster, options: Sequence[Option]
-) -> dict[tuple[str, str], float]:
-    """Of each unit's collectives the part of their time that links between hosts take."""
+def _near(cluster: Cluster) -> Cluster:
+    """The same ranks, whose links between hosts take no time."""
     free = Links.of(Link(0.0, 0.0))
     is_one_host = cluster.num_ranks <= cluster.ranks_per_host
-    local = replace(
+    return replace(
         cluster,
         across=None if cluster.across is None else free,
         shards={num: links if cluster.is_inside(num) else free for num, links in cluster.shards.items()},
         replicas={num: links if is_one_host else free for num, links in cluster.replicas.items()},
     )
+
+
+def _at_once(model: ModelCosts) -> ModelCosts:
+    """The same units, of which copies from the CPU's memory take next to no time."""
+    units = (replace(unit, home_s_per_byte=min(unit.home_s_per_byte, _NO_TIME)) for unit in model.units)
+    return replace(model, units=tuple(units))
+
+
+def _saved(model: ModelCosts, options: Sequence[Option], others: Sequence[Option]) -> dict[tuple[str, str], float]:
+    """Of each unit's communication the part of its time that it does not take under other circumstances."""
     found = {}
-    for unit, option, near in zip(model.units, options, options_of(model, strategies, local), strict=True):
+    for unit, option, other in zip(model.units, options, others, strict=True):
         for kind, name in (("gather", "gather_s"), ("reduce", "reduce_s"), ("slices", "forward_comm_s")):
             whole_s = getattr(option, name)
-            found[unit.name, kind] = 1 - getattr(near, name) / whole_s if whole_s else 0.0
+            found[unit.name, kind] = 1 - getattr(other, name) / whole_s if whole_s else 0.0
     return found

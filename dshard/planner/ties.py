@@ -26,7 +26,7 @@ def simplest(
     the rest.
 
     Args:
-        models: The same one under several kinds of activation checkpointing: an earlier one is preferred.
+        models: The same one with units of several kinds: an earlier one is preferred.
         cluster: Devices and links.
         known: The strategies that a unit may have.
         limit_bytes: Of the peak.

@@ -40,6 +40,7 @@ def plan(
     memory_of: str = "live",
     strategies: Sequence[Strategy | str] | Strategy | str | None = None,
     checkpointing: Sequence[str] | str = "none",
+    offload: str = "none",
     batch: int | str | None = None,
     training: Training | None = None,
     loss_of: Callable[[Any], Tensor] | None = None,
@@ -68,6 +69,9 @@ def plan(
         checkpointing: Activation checkpointing that a unit may have, one kind or several: "none", "selective" (outputs
             of matrix products, convolutions and attention are kept, the rest is computed again), "full" (inputs of a
             unit are kept alone); "auto" for any. `fully_shard(model, plan=plan)` applies what was chosen.
+        offload: Units whose parameters, gradients and optimizer states are kept in the CPU's memory, where the
+            optimizer steps: "none", "all", or "auto" for those that the plan chooses. Needs `device`.
+            `fully_shard(model, plan=plan, offload_policy=CPUOffloadPolicy())` keeps those there, and no others.
         batch: Samples per rank; None for those of the sample, "auto" for as many as give the most samples per second.
         training: Dtypes and optimizer; None for AdamW in the model's dtypes, as torch runs it by default there.
         loss_of: Loss of an output. Without it: its `loss`, or the sum of what is floating-point in it.
@@ -110,6 +114,7 @@ def plan(
         mesh=ranks.whole if isinstance(ranks, PlannedMesh) else None,
         progress=progress if is_first else SILENT,
         checkpointing=checkpointing,
+        offload=offload,
         rates=rates,
         shard_placement_fn=shard_placement_fn,
     )

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dshard.errors import PlanError
-from dshard.planner.costs import Cluster, Link, Links, ModelCosts
+from dshard.planner.costs import Cluster, Kind, Link, Links, ModelCosts
 from dshard.planner.devices import Device
+from dshard.planner.hosts import with_offload
 from dshard.planner.memory import peak_bytes
 from dshard.planner.plan import Plan
 from dshard.planner.profiles import Training, UnitTimes, costs_of
@@ -52,6 +53,7 @@ class Profile:
         rates: Which parts of the device's figures are reached; None for those of its efficiency.
         checkpointing: As for `plan`.
         shard_placement_fn: As for `plan`.
+        offload: As for `plan`.
     """
 
     def __init__(
@@ -67,8 +69,14 @@ class Profile:
         rates: Rates | None = None,
         checkpointing: Sequence[str] | str = "none",
         shard_placement_fn: PlacementFn | None = None,
+        offload: str = "none",
     ) -> None:
-        self.progress, self._rates = progress, rates
+        self.progress, self._rates, self._offload = progress, rates, offload
+        if training.is_compiled and offload != "none":
+            raise PlanError(
+                f"plan: is_compiled and offload={offload!r} do not go together, for torch.compile takes no parameters "
+                "of a sharded model that are kept elsewhere. Leave one of them out."
+            )
         self._model, self._sample, self._loss_of, self._mesh = model, sample_input, loss_of, mesh
         self._device, self._training, self._num_cut = device, training, num_cut_over(mesh_cut_over(model))
         self._spread = None if rates is None or device is None else rates.spread_on(device)
@@ -138,13 +146,13 @@ class Profile:
         return tuple(kinds if may else "none" for may in self._may_recompute)
 
     def _of_all_kinds(self, traced: Callable[[str], Trace], costs: Callable[[Trace, Kinds], ModelCosts]) -> ModelCosts:
-        """Costs under every kind of activation checkpointing that is asked for."""
+        """Costs of units of every kind that is asked for."""
         plain, others = costs(traced("none"), self._kinds_of_parts("none")), []
         for kind in self._kinds:
             if kind != "none":
                 other = costs(traced(kind), self._kinds_of_parts(kind))
                 others.append(other if self._device is not None else recomputing.shared_times(plain, other))
-        return recomputing.with_alternatives(plain, others, self._kinds)
+        return with_offload(recomputing.with_alternatives(plain, others, self._kinds), self._device, self._offload)
 
     def plan(
         self,
@@ -210,6 +218,8 @@ class Profile:
     ) -> Plan:
         """The same strategy, and the same activation checkpointing, for all units, whether it fits or not.
 
+        Where units may be kept on the device, all are.
+
         Args:
             cluster: Ranks and links.
             strategy: Of all units.
@@ -217,7 +227,8 @@ class Profile:
             checkpointing: Of the units that may have it; None for the first kind that is asked for.
         """
         size = self._size(batch)
-        costs = self.costs(size).under(self._kinds[0] if checkpointing is None else checkpointing)
+        kind = Kind(self._kinds[0] if checkpointing is None else checkpointing, self._offload == "all")
+        costs = self.costs(size).under(kind)
         strategies = (Strategy.of(strategy).on(cluster.num_ranks),) * len(costs.units)
         flops = self._flops(size, self._kinds_in(costs))
         return Plan(costs, cluster, strategies, flops=flops, doubt=self._doubt())

@@ -206,6 +206,7 @@ class _Call:
         if plan is not None:
             places = places_of(found, mesh, options.placement_fn)
             followed = follow(plan, modules, found, places, mesh, precision, offloads=options.offloads)
+            precision = replace(precision, away=followed.away)
         averages = options.grad_reduce == "mean"
         resolver = Resolver(mesh, options.placement_fn, averages, precision, followed.strategies)
         followed.strategies.check_names("fully_shard", [name for name, _ in found])

@@ -33,11 +33,13 @@ class Followed:
         strategies: Of its parameters, by their names in it.
         plan: That says so; None where none was given.
         units: Of the plan, but for that of the root.
+        away: Names of the parameters that an offload policy is for; None for all.
     """
 
     strategies: StrategyRules
     plan: Plan | None = None
     units: tuple[FoundUnit[nn.Parameter], ...] = ()
+    away: frozenset[str] | None = None
 
 
 def read_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
@@ -64,7 +66,8 @@ def choices(plan: Plan) -> list[str]:
     """What of a plan is followed, unit by unit; all ranks must follow the same."""
     units = zip(plan.model.units, plan.strategies, strict=True)
     cut = [f"{strategy} for {', '.join(unit.param_names) or 'nothing'}" for unit, strategy in units]
-    return [*cut, *(f"{mode!r} checkpointing" for mode in getattr(plan, "checkpointing", ()))]
+    away = [f"{unit.name} is{'' if unit.is_offloaded else ' not'} in the CPU's memory" for unit in plan.model.units]
+    return [*cut, *(f"{mode!r} checkpointing" for mode in getattr(plan, "checkpointing", ())), *away]
 
 
 def follow(
@@ -86,7 +89,7 @@ def follow(
         places: Where each would go without a plan.
         mesh: Ranks that will share it; of two dims, that replicate it, and that share it.
         precision: The parameters' dtypes on their ways.
-        offloads: Whether they are to be kept in the CPU's memory, if that is another than the mesh's.
+        offloads: Whether some are to be kept in the CPU's memory, if that is another than the mesh's.
 
     Raises:
         PlanError: It was made for another model, another number of ranks, another mesh or other dtypes.
@@ -95,7 +98,7 @@ def follow(
     units = _units_of(plan, modules, found, mesh_shape)
     _check_places(plan, found, places, mesh)
     _check_bytes(plan, found, precision)
-    _check_offload(plan, offloads)
+    away = _kept_away(plan, offloads)
     whole = {plain_name(param.name) for unit in plan.model.units for param in unit.params if not param.can_split}
     planned = {}
     for name, strategy in plan.by_parameter.items():
@@ -103,7 +106,9 @@ def follow(
         planned[plain_name(name)] = _on_mesh(own, plan.cluster.num_ranks, mesh_shape)
     for mode, checkpointed in _checkpointed(modules[0], plan).items():
         check_plain(checkpointed, mode, root=modules[0])
-    return Followed(StrategyRules(named={name: planned[plain_name(name)] for name, _ in found}), plan, tuple(units))
+    named = {name: planned[plain_name(name)] for name, _ in found}
+    names = None if away is None else frozenset(name for name in named if plain_name(name) in away)
+    return Followed(StrategyRules(named=named), plan, tuple(units), names)
 
 
 def _on_mesh(strategy: Strategy, num_ranks: int, shape: tuple[int, ...]) -> Strategy:
@@ -256,19 +261,24 @@ def _check_places(
         )
 
 
-def _check_offload(plan: Plan, offloads: bool) -> None:
-    """Refuse to keep on the device what was planned to be elsewhere: it may not fit. The other way round it does."""
-    planned = any(unit.is_offloaded for unit in plan.model.units)
+def _kept_away(plan: Plan, offloads: bool) -> set[str] | None:
+    """The parameters of a plan that are kept in the CPU's memory, by plain names; None for all.
+
+    Raises:
+        PlanError: Something would be kept on the device that was planned to be elsewhere: it may not fit.
+    """
+    planned = {plain_name(name) for unit in plan.model.units if unit.is_offloaded for name in unit.param_names}
     if planned and not offloads:
         raise PlanError(
             "fully_shard: this plan is for parameters in the CPU's memory, but there is no offload_policy that keeps "
-            "them there. Pass offload_policy=CPUOffloadPolicy(), or plan with Training(is_offloaded=False)."
+            'them there. Pass offload_policy=CPUOffloadPolicy(), or plan with offload="none".'
         )
-    if offloads and not planned:
+    if offloads and not planned:  # the other way round it fits
         log.warning(
             "fully_shard: the plan is for parameters on the device, but offload_policy keeps them in the CPU's memory: "
-            "a step takes longer than planned. Plan with Training(is_offloaded=True), or dshard plan --offload."
+            'a step takes longer than planned. Plan with offload="all", or dshard plan --offload.'
         )
+    return None if not planned or planned == {plain_name(name) for name in plan.by_parameter} else planned
 
 
 def _check_bytes(plan: Plan, found: Sequence[tuple[str, nn.Parameter]], precision: PrecisionRules) -> None:

@@ -55,8 +55,14 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def counted(size: Size, strategy: str, offloads: bool = False) -> dict[str, int]:
-    """What the simulated allocator counts in a step of one of eight ranks; for a process of its own."""
+def counted(size: Size, strategy: str, plan: str | None = None) -> dict[str, int]:
+    """What the simulated allocator counts in a step of one of eight ranks; for a process of its own.
+
+    Args:
+        size: Of the model.
+        strategy: Of all its units, if there is no plan.
+        plan: As JSON, with units that are kept in the CPU's memory.
+    """
     from tests.accelerator import device
 
     torch.manual_seed(0)
@@ -69,8 +75,9 @@ def counted(size: Size, strategy: str, offloads: bool = False) -> dict[str, int]
             model = shard(strategy, model, sim, policy=policy)
         else:
             mesh = init_device_mesh("sim", (RANKS,))
-            offload = CPUOffloadPolicy() if offloads else None
-            dshard.fully_shard(model, mesh=mesh, strategy=strategy, mp_policy=policy, offload_policy=offload)
+            given = {"strategy": strategy} if plan is None else {"plan": dshard.Plan.from_json(plan)}
+            offload = None if plan is None else CPUOffloadPolicy()
+            dshard.fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, **given)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         step = training_step(model, optimizer, torch.randint(0, size.vocab, (size.batch, TOKENS + 1), device=sim))
         step()
@@ -84,25 +91,24 @@ def counted(size: Size, strategy: str, offloads: bool = False) -> dict[str, int]
         return found
 
 
-def planned(size: Size, strategy: str, offloads: bool = False) -> dshard.Plan:
+def planned(size: Size, strategy: str, offload: str = "none", memory: int | None = None) -> dshard.Plan:
     with torch.device("meta"):
         model, ids = Model(size), torch.empty(size.batch, TOKENS, dtype=torch.int64)
-    training = Training(torch.bfloat16, torch.float32, step_bytes_per_element=0, is_offloaded=offloads)  # fused
+    training = Training(torch.bfloat16, torch.float32, step_bytes_per_element=0)  # fused
 
     def loss(logits: Tensor) -> Tensor:
         rows = logits.flatten(0, 1)
         return F.cross_entropy(rows, torch.zeros(rows.shape[0], dtype=torch.int64))
 
     cluster = cluster_of("h100-80g", RANKS)
-    return dshard.plan(
-        model, ids, cluster=cluster, device="h100-80g", strategies=strategy, training=training, loss_of=loss
-    )
+    given = {"cluster": cluster, "device": "h100-80g", "strategies": strategy, "training": training, "loss_of": loss}
+    return dshard.plan(model, ids, offload=offload, memory=memory, **given)
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("strategy", ["ddp", "keep", "full", "hybrid(4)", "FSDP2"])
 def test_forecast_is_what_the_simulated_allocator_counts(accelerator, size, strategy):
-    check(size, strategy, offloads=False, most=1.15)
+    check(size, planned(SIZES[size], "full" if strategy == "FSDP2" else strategy), strategy, most=1.15)
 
 
 @pytest.mark.slow
@@ -110,13 +116,23 @@ def test_forecast_is_what_the_simulated_allocator_counts(accelerator, size, stra
 @pytest.mark.parametrize("strategy", ["ddp", "full"])
 def test_of_what_is_kept_in_the_memory_of_the_cpu_copies_count_on_the_device(accelerator, size, strategy):
     # Its parts are small beside one wide unit's, of which the planner counts a copy too many: see planner.md.
-    check(size, strategy, offloads=True, most=1.3)
+    check(size, planned(SIZES[size], strategy, "all"), strategy, most=1.3)
 
 
-def check(size: str, strategy: str, *, offloads: bool, most: float) -> None:
-    seen = planned(SIZES[size], "full" if strategy == "FSDP2" else strategy, offloads).memory_seen
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_of_units_some_of_which_are_kept_in_the_memory_of_the_cpu_the_others_count_on_the_device(accelerator, size):
+    most, least = (planned(SIZES[size], "full", offload).peak_bytes for offload in ("none", "all"))
+    plan = planned(SIZES[size], "full", "auto", (most + least) // 2)
+    assert set(plan.is_offloaded) == {False, True}
+    check(size, plan, "full", most=1.3)
+
+
+def check(size: str, plan: dshard.Plan, strategy: str, *, most: float) -> None:
+    seen, offloads = plan.memory_seen, any(plan.is_offloaded)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        stats = pool.submit(counted, SIZES[size], strategy, offloads).result(timeout=300)
+        given = (plan.to_json(),) if offloads else ()
+        stats = pool.submit(counted, SIZES[size], strategy, *given).result(timeout=300)
     products = next(each.num_bytes for each in seen.workspaces if each.name == "cuBLAS")  # it computes no products
     active, reserved = stats["peak_active_bytes"], stats["peak_reserved_bytes"]
     found = (seen.live_bytes / stats["peak_requested_bytes"], (seen.active_bytes - products) / active)

@@ -90,7 +90,7 @@ FREE = {  # public names without a row, and why
             "Link": ("time_s",),
             "ModelCosts": ("under",),
             "ParamCosts": ("shard_numel", "slice_numel"),
-            "UnitCosts": ("under",),
+            "UnitCosts": ("under", "of_kind"),
         }.items()
         for name in names
     },
@@ -349,6 +349,7 @@ RIGHT: dict[str, set[str]] = {  # by what the table says that a kind allows
     "one of ('mean', 'sum')": {"'mean'"},
     "one of ('none', 'selective', 'full')": {"'full'"},
     "one of ('live', 'reserved', 'expandable')": set(),
+    "one of ('none', 'all', 'auto')": {"'auto'"},
     "'none', 'selective', 'full', 'auto', or a list of at least one of the first three": {
         *("'full'", "'auto'", "['full']"),
     },

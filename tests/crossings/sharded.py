@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dshard
 from dshard.planner import DEVICES, Training, cluster_of
+from dshard.planner.costs import Kind
 from dshard.planning.profile import Profile
 from dshard.policies import Offload, Strategy
 from tests.crossings.model import BATCH, LENGTH, Block, Net, build, checkpoint_inside
@@ -71,11 +72,15 @@ def plan_of(row: Mapping[str, str]) -> dshard.Plan:
     """A plan of four strategies, one unit after the other, for all ranks that hold the same part."""
     titan = DEVICES["titan-rtx"]
     device = replace(titan, flops_per_s={**titan.flops_per_s, "float64": 1e12, "bfloat16": 1e12})
-    training = Training(*dtypes_of(row), is_offloaded=row["offload"] != "none")
+    training = Training(*dtypes_of(row))
     sample = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     placed = last_dim if row["placement"] == "last dim" else None
-    profile = Profile(build(row), sample, device=device, training=training, shard_placement_fn=placed)
+    is_away = row["offload"] != "none"  # every other unit
+    given = {"shard_placement_fn": placed, "offload": "auto" if is_away else "none"}
+    profile = Profile(build(row), sample, device=device, training=training, **given)
     plan = profile.given(cluster_of(device, num_data_ranks(row)), "full")
+    places = [Kind(is_offloaded=is_away and i % 2 > 0) for i in range(len(plan.strategies))]
+    plan = replace(plan, model=plan.model.under(places))
     kinds = ("ddp", "zero1", "full", "zero2")
     if row["mesh"] == "HSDP":
         kinds = ("ddp", "hybrid(2, zero1)", "hybrid(2)", "hybrid(2, zero2)")

@@ -7,6 +7,7 @@ is not, bit for bit.
 
 import copy
 import io
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import dshard
-from dshard.policies import Offload
+from dshard.planner import DEVICES, Training, cluster_of
+from dshard.planner.costs import Kind
+from dshard.planning.profile import Profile
+from dshard.policies import Offload, Strategy
+from dshard.tensor import OffloadedShardedTensor
 from dshard.units.copy_stream import CopyStream
 from tests.accelerator import device
 
@@ -187,6 +192,45 @@ def test_replicas_of_offloaded_parameters_train_alike(run):
 
 def test_a_world_of_one_rank_offloads_too(run):
     assert run(1, compare, "", "all") == [True]
+
+
+def planned(kind: str, policy: Any) -> tuple[list[Any], list[str]]:
+    """What a model learns under a plan that keeps every other unit on the CPU, and the names of what is there."""
+    mesh = mesh_of(kind)
+    torch.manual_seed(0)
+    model: Any = Net()
+    titan, sample = DEVICES["titan-rtx"], torch.zeros(3, 5, dtype=torch.int64)
+    profile = Profile(model, sample, device=titan, training=Training(), offload="auto")
+    plan = profile.given(cluster_of(titan, dist.get_world_size()), "full")
+    num = len(plan.strategies)
+    units = plan.model.under([Kind(is_offloaded=policy is not None and i % 2 == 0) for i in range(num)])
+    strategies = tuple(Strategy.of(("full", "zero1", "ddp", "keep")[i % 4]) for i in range(num))
+    plan = replace(plan, model=units, strategies=strategies)
+    dshard.fully_shard(model, mesh=mesh, plan=plan, offload_policy=policy)
+    names = [name for name, param in model.named_parameters() if isinstance(param, OffloadedShardedTensor)]
+    assert names == [name for unit in units.units if unit.is_offloaded for name in unit.param_names]
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), list[Any]()
+    for step in range(3):
+        loss = loss_of(model, batch(kind, step))
+        loss.backward()
+        found += [loss.item(), float(dshard.clip_grad_norm_(model.parameters(), 0.5))]
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, param in model.named_parameters():
+        assert param.device.type == ("cpu" if name in names else kind)
+    return [*found, *(p.full_tensor().cpu().tolist() for p in model.parameters())], names
+
+
+def follow(kind: str) -> set[bool]:
+    """Which of the places some of the parameters were in."""
+    (found, names), (expected, none) = planned(kind, policy_of(kind)), planned(kind, None)
+    assert found == expected
+    assert not none
+    return {name in names for name, _ in Net().named_parameters()}
+
+
+def test_a_plan_says_which_units_are_offloaded(run):
+    assert run(2, follow) == [{False, True}] * 2
 
 
 def where_everything_is(kind: str) -> list[str]:

@@ -51,13 +51,13 @@ def units(draw, name):
 def units_with_alternatives(draw, name):
     """A unit that a solver may checkpoint, in one way or two; what that costs and saves is anything.
 
-    Some are kept in the CPU's memory.
+    Some are kept in the CPU's memory, and some may be.
     """
-    unit = draw(units(name))
-    if draw(st.sampled_from([False, False, True])):
-        whole = tuple(replace(param, can_split=False) for param in unit.params)
-        unit = replace(unit, params=whole, home_s_per_byte=draw(st.integers(1, 2000)) / 997e6)
-    kinds = draw(st.sampled_from([(), ("full",), ("selective",), ("selective", "full")]))
+    unit, place = draw(units(name)), draw(st.sampled_from(["here", "away", "either"]))
+    if place == "away":
+        unit = draw(offloaded(unit))
+    few = [(), ("full",)]
+    kinds = draw(st.sampled_from(few if place == "either" else [*few, ("selective",), ("selective", "full")]))
     others = (draw(units(name)) for _ in kinds)
     names = ("forward_s", "backward_s", "activation_bytes", "forward_transient_bytes", "backward_transient_bytes")
     names = (*names, "gradients_transient_bytes", "is_used_in_backward")
@@ -65,7 +65,19 @@ def units_with_alternatives(draw, name):
         replace(unit, checkpointing=kind, **{field: getattr(other, field) for field in names})
         for kind, other in zip(kinds, others, strict=True)
     )
+    if place == "either":
+        away = draw(offloaded(unit))
+        same = {field: getattr(away, field) for field in ("params", "home_s_per_byte", "optimizer_s")}
+        alternatives += (away, *(replace(each, **same) for each in alternatives))
     return replace(unit, alternatives=alternatives)
+
+
+@st.composite
+def offloaded(draw, unit):
+    """The same unit in the CPU's memory, where copies and the optimizer take any time."""
+    whole = tuple(replace(param, can_split=False) for param in unit.params)
+    seconds = st.integers(1, 2000).map(lambda number: number / 997e6)
+    return replace(unit, params=whole, home_s_per_byte=draw(seconds), optimizer_s=unit.touched_bytes * draw(seconds))
 
 
 @st.composite
@@ -106,8 +118,8 @@ def clusters(draw):
 
 
 def every_choice(model, cluster, names):
-    """Seconds and peak bytes of every combination of strategies, and of each unit's kinds of checkpointing."""
-    kinds = product(*([each.checkpointing for each in (unit, *unit.alternatives)] for unit in model.units))
+    """Seconds and peak bytes of every combination of strategies, and of the kinds that each unit may be of."""
+    kinds = product(*([each.kind for each in (unit, *unit.alternatives)] for unit in model.units))
     return [
         (step_time(each, choice, cluster), peak_bytes(each, choice, cluster))
         for each in map(model.under, kinds)

@@ -118,8 +118,18 @@ def without_memory(record):
     return json.dumps({**record, "schema": 3})
 
 
+def without_kinds(record):
+    """What a plan of schema 6 had: all units kept in one place."""
+    if record["certificate"] is not None:
+        kinds = record["certificate"].pop("fastest_kinds")
+        assert len({kind["is_offloaded"] for kind in kinds}) == 1
+        record["certificate"]["fastest_checkpointing"] = [kind["checkpointing"] for kind in kinds]
+    return json.dumps({**record, "schema": 6})
+
+
 def without_cut_layers(record):
     """What a plan of schema 5 had: whole layers on the device, cut along dim 0, and a limit of live bytes."""
+    without_kinds(record)
     for part in (record["model"], record["cluster"]):
         assert part.pop("tensor_parallel") == 1
     for unit in record["model"]["units"]:
@@ -145,17 +155,23 @@ def without_checkpointing(record):
     return json.dumps({**record, "schema": 4})
 
 
+@pytest.mark.parametrize("offload", ["none", "all"])
+def test_a_plan_from_before_some_units_were_kept_elsewhere_is_one_of_all_or_none(offload):
+    plan = choosing(offload=offload)
+    assert Plan.from_json(without_kinds(json.loads(plan.to_json()))) == plan
+
+
 def test_a_plan_from_before_layers_were_cut_is_one_of_whole_ones():
     for plan in (small(), choosing()):
         assert Plan.from_json(without_cut_layers(json.loads(plan.to_json()))) == plan
 
 
-def choosing():
+def choosing(**more):
     """One whose units have alternatives, and parts of time."""
     with torch.device("meta"):
         model = GPT(GPTConfig(16, 2, 32, 4, 64))
     given = {"cluster": cluster_of("a100-80g", 8, profile="published"), "device": "a100-80g", "profile": "published"}
-    return dshard.plan(model, torch.zeros(2, 16, dtype=torch.int64), **given, checkpointing="auto")
+    return dshard.plan(model, torch.zeros(2, 16, dtype=torch.int64), **given, checkpointing="auto", **more)
 
 
 def test_a_plan_from_before_checkpointing_was_a_choice_is_one_of_none():

@@ -11,8 +11,8 @@ import dshard
 from dshard import PlanError
 from dshard.cli.gpt import GPT, GPTConfig
 from dshard.planner import Plan, cluster_of, solve
+from dshard.planner.comparing import Measured
 from dshard.planner.forecast import forecast
-from dshard.planner.plan import Measured
 from dshard.planner.rooms import fitted
 from tests.planner.cases import STRATEGIES, clusters, models, units_with_alternatives
 

@@ -46,7 +46,7 @@ def limits(data, every):
 
 @ALWAYS
 @given(models(3, units=units_with_alternatives), clusters(), SOME_NAMES.filter(lambda names: len(names) < 4), st.data())
-def test_with_checkpointing_as_a_choice_the_solver_finds_what_brute_force_finds(model, cluster, names, data):
+def test_with_kinds_of_units_as_a_choice_the_solver_finds_what_brute_force_finds(model, cluster, names, data):
     every = every_choice(model, cluster, names)
     limit = limits(data, every)
     fitting = [seconds for seconds, peak in every if peak <= limit]
@@ -56,7 +56,7 @@ def test_with_checkpointing_as_a_choice_the_solver_finds_what_brute_force_finds(
             solve(model, cluster, names, limit)
         return
     solution = solve(model, cluster, names, limit)
-    certificate, own = solution.certificate, model.under(solution.checkpointing)
+    certificate, own = solution.certificate, model.under(solution.kinds)
     assert own == solution.model
     assert step_time(own, solution.strategies, cluster) == pytest.approx(min(fitting), rel=1e-9, abs=1e-15)
     assert certificate.step_s == pytest.approx(min(fitting), rel=1e-9, abs=1e-15)

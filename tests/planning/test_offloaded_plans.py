@@ -19,16 +19,15 @@ TITAN = DEVICES["titan-rtx"]
 HOME = home_of(TITAN)
 
 
-def planned(*, offloads: bool, cluster: Cluster | None = None, strategies: Any = "full", **training: Any) -> Plan:
-    given = cluster if cluster is not None else cluster_of(TITAN, 4)
-    kind = Training(is_offloaded=offloads, **training)
-    return dshard.plan(build(), tokens(), cluster=given, device=TITAN, strategies=strategies, training=kind)
+def planned(offload: str, cluster: Cluster | None = None, strategies: Any = "full", **given: Any) -> Plan:
+    given["cluster"] = cluster if cluster is not None else cluster_of(TITAN, 4)
+    return dshard.plan(build(), tokens(), device=TITAN, strategies=strategies, offload=offload, **given)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "keep", "full"])
 def test_copies_come_ahead_of_gathers_and_the_optimizer_steps_on_the_cpu(strategy):
     free = Cluster(4, 4, Links.of(Link(0.0, 0.0)), memory_bytes=1 << 34)
-    plain, away = (planned(offloads=offloads, cluster=free, strategies=strategy) for offloads in (False, True))
+    plain, away = (planned(offload, free, strategy) for offload in ("none", "all"))
     units = away.model.units
     assert all(unit.home_s_per_byte == HOME.seconds_per_byte for unit in units)
     within = 1 if strategy == "ddp" else 4
@@ -44,13 +43,15 @@ def test_copies_come_ahead_of_gathers_and_the_optimizer_steps_on_the_cpu(strateg
         backward += max(unit.backward_s, before + (copied[i + 1] if i + 1 < len(units) else 0.0))
     expected = forward + backward + sum(stepped)
     assert away.step_s == pytest.approx(expected, rel=1e-3)  # shards of 4 ranks are not quite a quarter
+    assert away.time_by_term["waiting for copies of what is kept in the CPU's memory"] == pytest.approx(away.exposed_s)
+    assert not any("copies of" in term or "within hosts" in term for term in plain.time_by_term)
     assert away.step_s > plain.step_s
     assert away.peak_bytes < plain.peak_bytes
 
 
 def test_one_device_holds_copies_alone():
     one = cluster_of(TITAN, 1)
-    plain, away = (planned(offloads=offloads, cluster=one) for offloads in (False, True))
+    plain, away = (planned(offload, one) for offload in ("none", "all"))
     of_model = sum(unit.param_bytes + unit.state_bytes for unit in plain.model.units)
     assert plain.memory_at_peak.by_category["optimizer"] > 0
     assert away.memory_at_peak.by_category["optimizer"] == 0
@@ -59,41 +60,93 @@ def test_one_device_holds_copies_alone():
     assert away.peak_bytes <= limit < plain.peak_bytes
 
 
+def mixed(num_ranks: int = 2, **given: Any) -> Plan:
+    """A plan of which some units are kept in the CPU's memory: half of what that saves is needed."""
+    cluster = cluster_of(TITAN, num_ranks)
+    most, least = (planned(offload, cluster).peak_bytes for offload in ("none", "all"))
+    return planned("auto", cluster, memory=(most + least) // 2, margin=0, **given)
+
+
+def test_where_half_of_what_offload_saves_is_needed_some_units_are_offloaded():
+    for num_ranks in (1, 2):
+        cluster = cluster_of(TITAN, num_ranks)
+        none, every = (planned(offload, cluster) for offload in ("none", "all"))
+        plan = mixed(num_ranks)
+        assert set(plan.is_offloaded) == {False, True}
+        assert plan.certificate is not None
+        assert plan.certificate.gap == 0
+        assert none.step_s < plan.step_s < every.step_s
+        assert every.peak_bytes < plan.peak_bytes <= plan.certificate.limit_bytes < none.peak_bytes
+        assert 0 < plan.home_bytes < every.home_bytes
+        text = f"{sum(plan.is_offloaded)} of {len(plan.is_offloaded)} units in the CPU's memory"
+        assert text in plan.explain()
+        assert f"{plan.strategies[0]} + offload" in plan.explain()
+    assert not any(planned("auto", cluster_of(TITAN, 2)).is_offloaded)  # where all fit
+
+
+def test_what_is_kept_at_home_is_told_by_hand():
+    plan = planned("all", cluster_of(TITAN, 1))
+    assert plan.home_bytes == sum(16 * unit.numel for unit in plan.model.units)  # with gradients, and two states
+    assert planned("none").home_bytes == 0
+
+
+def test_with_checkpointing_as_a_choice_each_unit_has_both():
+    plan = mixed(checkpointing="auto")
+    kinds = {unit.kind for unit in plan.model.units} | {
+        each.kind for unit in plan.model.units for each in unit.alternatives
+    }
+    assert {kind.is_offloaded for kind in kinds} == {False, True}
+    assert {kind.checkpointing for kind in kinds} > {"none"}
+    assert plan.step_s <= mixed().step_s
+
+
+def test_the_optimizer_does_not_touch_what_is_frozen():
+    def optimizer_s(freezes: bool) -> float:
+        model = build()
+        for name, param in model.named_parameters():
+            param.requires_grad_(not (freezes and name.startswith("blocks.1.")))
+        plan = dshard.plan(model, tokens(), cluster=cluster_of(TITAN, 1), device=TITAN, offload="all")
+        return sum(unit.optimizer_s for unit in plan.model.units if "blocks.1" in unit.name)
+
+    assert optimizer_s(freezes=True) == 0 < optimizer_s(freezes=False)
+
+
 def test_a_plan_is_kept_with_what_it_says_of_homes(tmp_path):
-    plan = planned(offloads=True)
-    plan.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == plan
-    assert step_time(plan.model, plan.strategies, plan.cluster) == pytest.approx(plan.step_s)
+    for plan in (planned("all"), mixed()):
+        plan.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json") == plan
+        assert step_time(plan.model, plan.strategies, plan.cluster) == pytest.approx(plan.step_s)
 
 
 def test_a_plan_says_where_its_rates_are_from_and_that_nobody_measured_them():
-    costs = next(line for line in planned(offloads=True).explain().splitlines() if line.startswith("costs: "))
+    costs = next(line for line in planned("all").explain().splitlines() if line.startswith("costs: "))
     assert HOME.source in costs
     assert "is not measured" in costs
 
 
 def test_what_torch_compile_cannot_take_is_not_planned_for():
     cluster = cluster_of(TITAN, 4, profile="published")
-    training = Training(is_offloaded=True, is_compiled=True)
-    with pytest.raises(dshard.PlanError, match="is_compiled and is_offloaded do not go together"):
-        dshard.plan(build(), tokens(), cluster=cluster, device=TITAN, profile="published", training=training)
+    for offload in ("all", "auto"):
+        with pytest.raises(dshard.PlanError, match=f"is_compiled and offload='{offload}' do not go together"):
+            planned(offload, cluster, profile="published", training=Training(is_compiled=True))
 
 
 def test_times_that_are_measured_here_tell_nothing_of_copies():
-    with pytest.raises(dshard.PlanError, match="is_offloaded needs a device"):
-        dshard.plan(build(), tokens(), cluster=cluster_of(TITAN, 2), training=Training(is_offloaded=True))
+    for offload in ("all", "auto"):
+        with pytest.raises(dshard.PlanError, match=f"offload='{offload}' needs a device"):
+            dshard.plan(build(), tokens(), cluster=cluster_of(TITAN, 2), offload=offload)
 
 
-def follow(offloads: bool, policy: Any) -> list[float]:
+def follow(offload: str, policy: Any) -> list[float]:
     model = build()
-    plan = planned(offloads=offloads, cluster=cluster_of(TITAN, 2), strategies=["keep", "full", "ddp"])
+    plan = planned(offload, cluster_of(TITAN, 2), ["keep", "full", "ddp"]) if offload != "some" else mixed()
     dshard.fully_shard(model, plan=Plan.from_json(plan.to_json()), offload_policy=policy)
     return losses(model, dist.get_rank())
 
 
-def refused(offloads: bool, policy: Any) -> str:
+def refused(offload: str, policy: Any) -> str:
     with pytest.raises(dshard.PlanError) as told:
-        follow(offloads, policy)
+        follow(offload, policy)
     return str(told.value)
 
 
@@ -102,14 +155,17 @@ def warnings() -> list[str]:
     found: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planned_units.log, "warning", found.append)
-        assert follow(False, CPUOffloadPolicy()) == follow(True, CPUOffloadPolicy())
+        assert follow("none", CPUOffloadPolicy()) == follow("all", CPUOffloadPolicy())
     return found
 
 
 def test_a_plan_is_followed_under_the_policy_that_it_was_made_for(worlds: WorldPool):
-    assert worlds.run(2, follow, True, CPUOffloadPolicy()) == worlds.run(2, follow, False, OffloadPolicy())
-    for policy in (None, OffloadPolicy()):
-        for text in worlds.run(2, refused, True, policy):
+    plain = worlds.run(2, follow, "none", OffloadPolicy())
+    assert (
+        worlds.run(2, follow, "all", CPUOffloadPolicy()) == worlds.run(2, follow, "some", CPUOffloadPolicy()) == plain
+    )
+    for offload, policy in (("all", None), ("all", OffloadPolicy()), ("some", None)):
+        for text in worlds.run(2, refused, offload, policy):
             assert "is for parameters in the CPU's memory, but there is no offload_policy that keeps them there" in text
     for warned in worlds.run(2, warnings):
         assert ["the plan is for parameters on the device" in text for text in warned] == [True]
@@ -122,4 +178,4 @@ def test_the_command_plans_for_one_device_what_it_cannot_hold(capsys, tmp_path):
     assert main([*given, "--offload", "--out", str(tmp_path / "plan.json")]) == 0
     plan = Plan.load(tmp_path / "plan.json")
     assert set(plan.strategies) == {Strategy.of("ddp")}
-    assert all(unit.is_offloaded for unit in plan.model.units)
+    assert all(plan.is_offloaded)
