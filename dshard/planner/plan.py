@@ -206,7 +206,7 @@ class Plan:
             f"peak: {bytes_text(self.peak_bytes)}"
             + (f" of {bytes_text(self._limit_bytes)}" if self._limit_bytes else ""),
             *peak_text(self.memory_at_peak, model.units),
-            *home_text(model.units, self.home_bytes, cluster.ranks_per_host),
+            *home_text(model.units, self.home_bytes, cluster.ranks_per_host * cluster.tensor_parallel),
             *few_rows_text(model.units, self.strategies, cluster.num_ranks, self.peak_bytes),
             *([] if cluster.keeps_received_rows else self.memory_seen.lines(self._limit_bytes, self._memory_of)),
             "",

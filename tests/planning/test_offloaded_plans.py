@@ -179,3 +179,8 @@ def test_the_command_plans_for_one_device_what_it_cannot_hold(capsys, tmp_path):
     plan = Plan.load(tmp_path / "plan.json")
     assert set(plan.strategies) == {Strategy.of("ddp")}
     assert all(plan.is_offloaded)
+    assert main([*given, "--offload", "auto", "--out", str(tmp_path / "some.json")]) == 0
+    some = Plan.load(tmp_path / "some.json")
+    assert set(some.is_offloaded) == {False, True}
+    assert some.step_s < plan.step_s
+    assert f"{sum(some.is_offloaded)} of {len(some.is_offloaded)} units in the CPU's memory" in capsys.readouterr().out
