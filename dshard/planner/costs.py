@@ -9,7 +9,6 @@ from dshard.errors import ArgumentError, PlanError
 from dshard.planner.work import Work
 
 CHECKPOINTING = ("none", "selective", "full")  # activation checkpointing, by what is computed again
-OFFLOAD = ("none", "all", "auto")  # of units: none, all, or those that a plan chooses
 COUNTER_BYTES = 4  # of steps, which an optimizer with states keeps per parameter
 
 
