@@ -130,7 +130,7 @@ def test_of_units_some_of_which_are_kept_in_the_memory_of_the_cpu_the_others_cou
 
 def check(size: str, plan: dshard.Plan, strategy: str, *, most: float) -> None:
     seen, offloads = plan.memory_seen, any(plan.is_offloaded)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
         given = (plan.to_json(),) if offloads else ()
         stats = pool.submit(counted, SIZES[size], strategy, *given).result(timeout=300)
     products = next(each.num_bytes for each in seen.workspaces if each.name == "cuBLAS")  # it computes no products
