@@ -147,11 +147,13 @@ class Profile:
 
     def _of_all_kinds(self, traced: Callable[[str], Trace], costs: Callable[[Trace, Kinds], ModelCosts]) -> ModelCosts:
         """Costs of units of every kind that is asked for."""
-        plain, others = costs(traced("none"), self._kinds_of_parts("none")), []
+        whole, others = traced("none"), []
+        plain = costs(whole, self._kinds_of_parts("none"))
         for kind in self._kinds:
             if kind != "none":
-                other = costs(traced(kind), self._kinds_of_parts(kind))
-                others.append(other if self._device is not None else recomputing.shared_times(plain, other))
+                again, kinds = traced(kind), self._kinds_of_parts(kind)
+                other, least = costs(again, kinds), recomputing.least_share(whole, again, kinds)
+                others.append(other if self._device is not None else recomputing.shared_times(plain, other, least))
         return with_offload(recomputing.with_alternatives(plain, others, self._kinds), self._device, self._offload)
 
     def plan(

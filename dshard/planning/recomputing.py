@@ -9,7 +9,7 @@ from torch import nn
 from dshard.autograd.checkpointing import checkpointed
 from dshard.errors import PlanError
 from dshard.planner.costs import CHECKPOINTING, ModelCosts, UnitCosts
-from dshard.planner.traces import Part
+from dshard.planner.traces import Part, Trace
 
 ANY = "auto"
 Kinds = tuple[str, ...]  # one for each part of a model
@@ -65,14 +65,31 @@ def with_alternatives(plain: ModelCosts, others: Sequence[ModelCosts], kinds: Se
     return replace(plain, units=tuple(found))
 
 
-def shared_times(plain: ModelCosts, other: ModelCosts) -> ModelCosts:
+def least_share(plain: Trace, other: Trace, kinds: Kinds) -> float:
+    """What computing again takes at least, as a part of the forward of what does: half of its arithmetic's share.
+
+    Args:
+        plain: A step without activation checkpointing.
+        other: The same under it.
+        kinds: Of each part, in the latter.
+    """
+    own = sum(phase.flops for phase in plain.phases if kinds[phase.part] != "none" and not phase.is_backward)
+    return max(0.0, (other.flops - plain.flops) / own / 2) if own else 0.0
+
+
+def shared_times(plain: ModelCosts, other: ModelCosts, least: float) -> ModelCosts:
     """Measured costs with the times of the plain ones, and the same share of each forward again in its backward.
 
     So that units do not differ by what the two measurements happen to differ by.
+
+    Args:
+        plain: Without activation checkpointing.
+        other: With it.
+        least: Of that share. On a busy machine a step that computes more may take less.
     """
     pairs = [pair for pair in zip(plain.units, other.units, strict=True) if pair[1].checkpointing != "none"]
     more_s = sum(its.forward_s + its.backward_s - own.forward_s - own.backward_s for own, its in pairs)
-    share = max(0.0, more_s / max(sum(own.forward_s for own, _ in pairs), 1e-12))
+    share = max(least, more_s / max(sum(own.forward_s for own, _ in pairs), 1e-12))
 
     def timed(own: UnitCosts, its: UnitCosts) -> UnitCosts:
         again_s = share * own.forward_s if its.checkpointing != "none" else 0.0

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dshard
 from dshard.planner import Cluster, Link, Links, cluster_of
+from dshard.planner.costs import CHECKPOINTING, Kind
 from dshard.planner.measuring import measure
 from dshard.planner.profiles import UnitTimes
 from dshard.planning import measured_steps, meshes
@@ -77,6 +78,19 @@ def test_auto_takes_the_batch_of_most_samples_per_second_and_measures_none_that_
     assert found.model.source == "measured"
     sizes = {size for size in (1, 2, 4, 8) if 2 * size <= most} | {most}
     assert sorted(clock.measured) == sorted([*sizes] * (3 if checkpointing == "auto" else 1))
+
+
+def test_computing_again_takes_time_whatever_a_busy_machine_says(clocked: Callable[..., Clock]):
+    clocked()  # of which a step takes as long whatever is computed again
+    plan = dshard.plan(build(), tokens(), cluster=TWO, margin=0, checkpointing="auto")
+    kinds = {kind: plan.model.under(Kind(kind)).units[1] for kind in CHECKPOINTING}
+    assert {kind: unit.checkpointing for kind, unit in kinds.items()} == {kind: kind for kind in CHECKPOINTING}
+    assert len({unit.forward_s for unit in kinds.values()}) == 1
+    forward_s = kinds["none"].forward_s
+    more = {kind: (unit.backward_s - kinds["none"].backward_s) / forward_s for kind, unit in kinds.items()}
+    assert more["selective"] == 0  # its products are kept
+    assert 0.3 < more["full"] <= 0.5
+    assert "full" not in plan.checkpointing  # there is room for what is kept
 
 
 def test_where_steps_run_out_of_memory_larger_ones_are_told_and_the_plan_says_so(clocked: Callable[..., Clock]):
