@@ -105,6 +105,10 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--world must be at least 1, but it is {world}.")
     if args.batch == "auto" and args.strategy != [_PLANNED]:
         raise UsageError("--batch auto needs a plan, but --strategy names others. Pass --strategy plan.")
+    if args.offload == "auto" and args.strategy != [_PLANNED]:
+        raise UsageError(
+            "--offload auto needs a plan, but --strategy names others. Pass --strategy plan, or --offload all."
+        )
     check_strategies([name for name in args.strategy if name != _PLANNED])
     check_picture("--plot", args.plot)
     check_picture("--curve", args.curve)

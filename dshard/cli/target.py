@@ -32,10 +32,10 @@ def add_options(parser: argparse.ArgumentParser, *, needs_device: bool = True) -
     model.add_argument(
         "--offload",
         nargs="?",
-        choices=("all", "auto"),
+        choices=("none", "all", "auto"),
         const="all",
         default="none",
-        help="parameters and optimizer in the CPU's memory: of all units, or of those that the plan chooses (none)",
+        help="after MODEL: units in the CPU's memory, all or with auto those that the plan chooses (none)",
     )
     model.add_argument("--checkpoint", action="store_true", help="blocks compute their forward again in backward")
     model.add_argument(

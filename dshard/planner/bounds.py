@@ -194,6 +194,8 @@ class Relaxation:
             return
         self._paths = Paths(self._chain)
         self._known = [known for known in self._known if np.isfinite(self._chain.cost(known.chosen))]
+        if not self._known:
+            self._evaluate(self.prices)
         if num_closed <= _ENOUGH_CLOSED * num_open and (caps == self.caps).all():
             return
         self.caps = caps

@@ -45,24 +45,37 @@ def home_of(device: Device) -> Home:
     return Home(1 / (link * _REACHED_BY_COPIES), 1 / (memory * _REACHED_BY_STEPS), source)
 
 
-def with_offload(model: ModelCosts, device: Device | None, offload: str) -> ModelCosts:
-    """A model of which units are kept in the CPU's memory, where the optimizer steps them.
-
-    Args:
-        model: Of which all are kept on the device.
-        device: That says how long copies take; None where nobody does.
-        offload: "none", "all", or "auto" for an alternative of each.
+def check_offload(device: Device | None, offload: str, *, is_compiled: bool) -> None:
+    """Refuse what cannot be planned for.
 
     Raises:
-        PlanError: There is no device.
+        PlanError: There is no device; or what is kept elsewhere would be compiled.
     """
     if offload == "none":
-        return model
+        return
+    if is_compiled:
+        raise PlanError(
+            f"plan: is_compiled and offload={offload!r} do not go together, for torch.compile takes no parameters of a "
+            "sharded model that are kept elsewhere. Leave one of them out."
+        )
     if device is None:
         raise PlanError(
             f"plan: offload={offload!r} needs a device, which says how long copies from the CPU's memory take, but "
             "times are measured here. Pass device='h100-80g'."
         )
+
+
+def with_offload(model: ModelCosts, device: Device | None, offload: str) -> ModelCosts:
+    """A model of which units are kept in the CPU's memory, where the optimizer steps them.
+
+    Args:
+        model: Of which all are kept on the device.
+        device: That says how long copies take; None with "none" alone: see `check_offload`.
+        offload: "none", "all", or "auto" for an alternative of each.
+    """
+    if offload == "none":
+        return model
+    assert device is not None
     home, found = home_of(device), []
     for unit in model.units:
         alone = replace(unit, alternatives=())

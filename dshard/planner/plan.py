@@ -12,7 +12,7 @@ from dshard.arguments import checked
 from dshard.errors import PlanError
 from dshard.planner.categories import PeakParts, parts_of_peak
 from dshard.planner.comparing import Comparison, Measured, scaled_cluster, scaled_model
-from dshard.planner.costs import Cluster, ModelCosts
+from dshard.planner.costs import CHECKPOINTING, Cluster, ModelCosts
 from dshard.planner.few_rows import few_rows_text
 from dshard.planner.files import read_text, write_text
 from dshard.planner.forecast import MemoryForecast, forecast
@@ -69,6 +69,12 @@ class Plan:
             raise PlanError(
                 f"plan: needs a strategy for each of the {len(self.model.units)} units, but it has "
                 f"{len(self.strategies)}. Pass one for each."
+            )
+        modes = None if self.certificate is None else [kind.checkpointing for kind in self.certificate.fastest_kinds]
+        if modes is not None and (len(modes) != len(self.strategies) or not {*modes} <= {*CHECKPOINTING}):
+            raise PlanError(
+                f"plan: the certificate's fastest choice has one of {', '.join(CHECKPOINTING)} for each of the "
+                f"{len(self.strategies)} units, but it says {modes}. Plan again."
             )
 
     @cached_property
@@ -206,7 +212,7 @@ class Plan:
             f"peak: {bytes_text(self.peak_bytes)}"
             + (f" of {bytes_text(self._limit_bytes)}" if self._limit_bytes else ""),
             *peak_text(self.memory_at_peak, model.units),
-            *home_text(model.units, self.home_bytes, cluster.ranks_per_host * cluster.tensor_parallel),
+            *home_text(model.units, self.home_bytes, cluster),
             *few_rows_text(model.units, self.strategies, cluster.num_ranks, self.peak_bytes),
             *([] if cluster.keeps_received_rows else self.memory_seen.lines(self._limit_bytes, self._memory_of)),
             "",

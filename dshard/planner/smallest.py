@@ -1,14 +1,20 @@
 """The smallest peak that a chain can have: whether anything fits, and by how much it does not."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dshard.errors import PlanError
 from dshard.planner.bounds import Relaxation
 from dshard.planner.chain import Chain, Floats
+from dshard.planner.costs import ModelCosts
+from dshard.planner.few_rows import few_rows_advice
 from dshard.planner.incumbent import Incumbent
 from dshard.planner.labels import search
 from dshard.planner.memory import Ints
+from dshard.planner.tables import named
+from dshard.policies import Strategy
 
 _MAX_ROUNDS = 20
 _MAX_LABELS = 20_000  # of all units and all searches together
@@ -63,6 +69,31 @@ def smallest_peak(chain: Chain, *, enough_bytes: int = 0, is_exact: bool = False
     return _between(chain, best) if is_exact and not best.is_exact else best
 
 
+def does_not_fit(
+    model: ModelCosts, chain: Chain, known: Sequence[Strategy], limit_bytes: int, num_ranks: int
+) -> PlanError:
+    """Tell by how many bytes, at which moment, and which units hold most then."""
+    smallest = smallest_peak(chain, is_exact=True)
+    row = int(chain.rows.values(smallest.chosen).argmax())
+    phase, unit = chain.rows.name(row)
+    terms = chain.rows.terms(row)[np.arange(chain.num_units), smallest.chosen]
+    largest = np.argsort(-terms, kind="stable")[:3]
+    kinds, places = np.divmod(chain.numbers[smallest.chosen], len(known))
+    choices = [named(known[place], model.kinds[kind]) for kind, place in zip(kinds, places, strict=True)]
+    held = ", ".join(f"{model.units[i].name} ({terms[i]} bytes, {choices[i]})" for i in largest)
+    when = f"{phase} of {model.units[unit].name}"
+    found = "there is" if smallest.is_exact else "that was found"
+    advice = few_rows_advice([model.units[i] for i in largest], known, num_ranks)
+    others = [] if any(kind.checkpointing != "none" for kind in model.kinds) else ["activation checkpointing"]
+    others += ["split(q)"] if all(each.num_slices == 1 for each in known) else []
+    others += [] if any(kind.is_offloaded for kind in model.kinds) else ["offload"]
+    return PlanError(
+        f"plan: the peak must fit into {limit_bytes} bytes, but the smallest {found} takes "
+        f"{smallest.peak_bytes} bytes, {smallest.peak_bytes - limit_bytes} too many, in the {when}; most of it is of "
+        f"{held}. Use {advice}a smaller batch, more ranks, {', '.join(others)}, or units of fewer parameters."
+    )
+
+
 def _leveled(chain: Chain, best: Smallest, enough_bytes: int) -> Smallest:
     """Change one unit after the other so that the highest rows, which join as they turn up, become lower together.
 
@@ -97,7 +128,8 @@ def _leveled(chain: Chain, best: Smallest, enough_bytes: int) -> Smallest:
             if scale <= _LAST * best.peak_bytes:
                 break
             scale *= _COOLER
-    return best
+    peak = chain.peak_bytes(chosen)
+    return replace(best, chosen=chosen, peak_bytes=peak) if peak < best.peak_bytes else best
 
 
 def _worth(loads: Floats, scale: float) -> Floats:

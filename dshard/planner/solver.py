@@ -10,12 +10,11 @@ from dshard.errors import PlanError
 from dshard.planner.bounds import Relaxation
 from dshard.planner.chain import Chain
 from dshard.planner.costs import Cluster, Kind, ModelCosts
-from dshard.planner.few_rows import few_rows_advice
 from dshard.planner.incumbent import Incumbent
 from dshard.planner.labels import TOLERANCE, promising, search
 from dshard.planner.memory import Ints, peak_bytes
 from dshard.planner.progress import SILENT, Progress, Stretch
-from dshard.planner.smallest import smallest_peak
+from dshard.planner.smallest import does_not_fit, smallest_peak
 from dshard.planner.texts import bytes_text, seconds_text
 from dshard.planner.ties import at_rest, simplest
 from dshard.planner.timeline import step_time
@@ -179,7 +178,7 @@ def solve(
     incumbent = Incumbent(chain, limit_bytes)
     bounds = _solve_chain(chain.copy(), limit_bytes, incumbent, max_labels, progress)
     if incumbent.chosen is None:
-        raise _does_not_fit(model, chain, known, limit_bytes, cluster.num_ranks)
+        raise does_not_fit(model, chain, known, limit_bytes, cluster.num_ranks)
     kinds, numbers = np.divmod(chain.numbers[incumbent.chosen], len(known))
     own = model.under([model.kinds[kind] for kind in kinds])
     found = tuple(known[number] for number in numbers)
@@ -292,30 +291,6 @@ def _violated(chain: Chain, chosen: Ints, limit_bytes: int) -> list[int]:
         if all(abs(int(row) % chain.num_units - other % chain.num_units) > 1 for other in found):
             found.append(int(row))
     return found
-
-
-def _does_not_fit(
-    model: ModelCosts, chain: Chain, known: Sequence[Strategy], limit_bytes: int, num_ranks: int
-) -> PlanError:
-    """Tell by how many bytes, at which moment, and which units hold most then."""
-    smallest = smallest_peak(chain, is_exact=True)
-    row = int(chain.rows.values(smallest.chosen).argmax())
-    phase, unit = chain.rows.name(row)
-    terms = chain.rows.terms(row)[np.arange(chain.num_units), smallest.chosen]
-    largest = np.argsort(-terms, kind="stable")[:3]
-    held = ", ".join(
-        f"{model.units[i].name} ({terms[i]} bytes, {known[chain.numbers[smallest.chosen[i]] % len(known)]})"
-        for i in largest
-    )
-    when = f"{phase} of {model.units[unit].name}"
-    found = "there is" if smallest.is_exact else "that was found"
-    advice = few_rows_advice([model.units[i] for i in largest], known, num_ranks)
-    return PlanError(
-        f"plan: the peak must fit into {limit_bytes} bytes, but the smallest {found} takes "
-        f"{smallest.peak_bytes} bytes, {smallest.peak_bytes - limit_bytes} too many, in the {when}; most of it is of "
-        f"{held}. Use {advice}a smaller batch, more ranks, activation checkpointing, split(q), or units of fewer "
-        "parameters."
-    )
 
 
 def can_fit(model: ModelCosts, cluster: Cluster, strategies: Sequence[Strategy], limit_bytes: int) -> bool:

@@ -147,14 +147,15 @@ def peak_text(parts: PeakParts, units: Sequence[UnitCosts]) -> list[str]:
     return lines
 
 
-def home_text(units: Sequence[UnitCosts], num_bytes: int, ranks_per_host: int) -> list[str]:
+def home_text(units: Sequence[UnitCosts], num_bytes: int, cluster: Cluster) -> list[str]:
     """What is kept in the CPU's memory, and by which policy; nothing where nothing is."""
     num = sum(unit.is_offloaded for unit in units)
     if not num:
         return []
+    on_host = min(cluster.num_ranks, cluster.ranks_per_host) * cluster.tensor_parallel
     return [
         f"  {num} of {len(units)} units in the CPU's memory: {bytes_text(num_bytes)} per rank, "
-        f"{bytes_text(num_bytes * ranks_per_host)} per host, with offload_policy=CPUOffloadPolicy()"
+        f"{bytes_text(num_bytes * on_host)} per host, with offload_policy=CPUOffloadPolicy()"
     ]
 
 

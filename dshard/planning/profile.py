@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, Kind, Link, Links, ModelCosts
 from dshard.planner.devices import Device
-from dshard.planner.hosts import with_offload
+from dshard.planner.hosts import check_offload, with_offload
 from dshard.planner.memory import peak_bytes
 from dshard.planner.plan import Plan
 from dshard.planner.profiles import Training, UnitTimes, costs_of
@@ -72,11 +72,7 @@ class Profile:
         offload: str = "none",
     ) -> None:
         self.progress, self._rates, self._offload = progress, rates, offload
-        if training.is_compiled and offload != "none":
-            raise PlanError(
-                f"plan: is_compiled and offload={offload!r} do not go together, for torch.compile takes no parameters "
-                "of a sharded model that are kept elsewhere. Leave one of them out."
-            )
+        check_offload(device, offload, is_compiled=training.is_compiled)
         self._model, self._sample, self._loss_of, self._mesh = model, sample_input, loss_of, mesh
         self._device, self._training, self._num_cut = device, training, num_cut_over(mesh_cut_over(model))
         self._spread = None if rates is None or device is None else rates.spread_on(device)

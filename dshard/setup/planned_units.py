@@ -273,12 +273,14 @@ def _kept_away(plan: Plan, offloads: bool) -> set[str] | None:
             "fully_shard: this plan is for parameters in the CPU's memory, but there is no offload_policy that keeps "
             'them there. Pass offload_policy=CPUOffloadPolicy(), or plan with offload="none".'
         )
-    if offloads and not planned:  # the other way round it fits
+    is_choice = any(each.is_offloaded for unit in plan.model.units for each in unit.alternatives)
+    if offloads and not planned and not is_choice:  # the other way round it fits
         log.warning(
             "fully_shard: the plan is for parameters on the device, but offload_policy keeps them in the CPU's memory: "
             'a step takes longer than planned. Plan with offload="all", or dshard plan --offload.'
         )
-    return None if not planned or planned == {plain_name(name) for name in plan.by_parameter} else planned
+        return None
+    return None if planned == {plain_name(name) for name in plan.by_parameter} else planned
 
 
 def _check_bytes(plan: Plan, found: Sequence[tuple[str, nn.Parameter]], precision: PrecisionRules) -> None:

@@ -161,6 +161,14 @@ def test_a_plan_from_before_some_units_were_kept_elsewhere_is_one_of_all_or_none
     assert Plan.from_json(without_kinds(json.loads(plan.to_json()))) == plan
 
 
+@pytest.mark.parametrize("kinds", [[], [{"checkpointing": "bogus", "is_offloaded": False}]])
+def test_kinds_of_the_fastest_choice_that_are_none_are_refused(kinds):
+    record = json.loads(small().to_json())
+    record["certificate"]["fastest_kinds"] = kinds * len(record["model"]["units"])
+    with pytest.raises(dshard.PlanError, match="one of none, selective, full for each of the"):
+        Plan.from_json(json.dumps(record))
+
+
 def test_a_plan_from_before_layers_were_cut_is_one_of_whole_ones():
     for plan in (small(), choosing()):
         assert Plan.from_json(without_cut_layers(json.loads(plan.to_json()))) == plan

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -66,6 +67,27 @@ def test_with_kinds_of_units_as_a_choice_the_solver_finds_what_brute_force_finds
     margin = solve(model, cluster, names, limit, tolerance=0.5)  # whatever is simpler fits, and is not much slower
     assert step_time(margin.model, margin.strategies, cluster) <= min(fitting) * 1.5 * SLACK + 1e-15
     assert peak_bytes(margin.model, margin.strategies, cluster) == margin.certificate.peak_bytes <= limit
+
+
+def test_prices_go_on_where_no_choice_so_far_is_left():
+    params = (ParamCosts("a", 40, 7, gather_itemsize=2, grad_itemsize=2, step_bytes_per_element=4, can_split=True),)
+    params += (ParamCosts("b", 1, 3000, gather_itemsize=2, grad_itemsize=0, state_bytes_per_element=0),)
+    params = (params[0], replace(params[1], step_bytes_per_element=4, can_split=True))
+    none = UnitCosts("u", params, 0.001, 0.0, 207784, 216482, 1000)
+    second = replace(none, checkpointing="selective", forward_s=0.0, backward_s=0.1970252304814482)
+    second = replace(second, activation_bytes=153938, forward_transient_bytes=1000, backward_transient_bytes=1)
+    full = replace(none, checkpointing="full", forward_s=0.002, slice_overhead_s=0.001, is_used_in_backward=False)
+    full = replace(full, activation_bytes=1, forward_transient_bytes=102680, backward_transient_bytes=0)
+    whole = tuple(replace(param, can_split=False) for param in params)
+    here = (none, second, full)
+    away = [replace(each, params=whole, home_s_per_byte=1 / 997e6, optimizer_s=7840 / 997e6) for each in here]
+    model = ModelCosts((replace(none, alternatives=(second, full, *away)),) * 6)
+    gather, reduce, of_all = Link(0.001, 1000 / 997e6), Link(0.0, 1000 / 997e6), Link(0.001, 1 / 997e6)
+    links = Links(gather, reduce, of_all)
+    for limit in (128925, 128926, 129925):
+        solution = solve(model, Cluster(4, 4, links, links), ["ddp", "zero1", "hybrid(2)"], limit)
+        assert solution.certificate.gap < 1e-8
+        assert solution.certificate.peak_bytes <= limit
 
 
 @ALWAYS

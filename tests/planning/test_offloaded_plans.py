@@ -150,12 +150,12 @@ def refused(offload: str, policy: Any) -> str:
     return str(told.value)
 
 
-def warnings() -> list[str]:
-    """Of a plan that knows nothing of offload, followed with it."""
+def warnings(offload: str) -> list[str]:
+    """Of a plan that keeps all on the device, followed with offload."""
     found: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planned_units.log, "warning", found.append)
-        assert follow("none", CPUOffloadPolicy()) == follow("all", CPUOffloadPolicy())
+        assert follow(offload, CPUOffloadPolicy()) == follow("all", CPUOffloadPolicy())
     return found
 
 
@@ -167,8 +167,9 @@ def test_a_plan_is_followed_under_the_policy_that_it_was_made_for(worlds: WorldP
     for offload, policy in (("all", None), ("all", OffloadPolicy()), ("some", None)):
         for text in worlds.run(2, refused, offload, policy):
             assert "is for parameters in the CPU's memory, but there is no offload_policy that keeps them there" in text
-    for warned in worlds.run(2, warnings):
+    for warned in worlds.run(2, warnings, "none"):
         assert ["the plan is for parameters on the device" in text for text in warned] == [True]
+    assert worlds.run(2, warnings, "auto") == [[], []]  # it has chosen to keep all of them there
 
 
 def test_the_command_plans_for_one_device_what_it_cannot_hold(capsys, tmp_path):
