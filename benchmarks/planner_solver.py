@@ -25,7 +25,7 @@ from dshard.planner import (
     solve,
     step_time,
 )
-from dshard.planner.costs import Kind
+from dshard.planner.costs import UnitKind
 from dshard.planner.hosts import with_offload
 from dshard.planner.tables import mix_text
 from dshard.planning.meshes import strategies_for
@@ -89,7 +89,7 @@ def main(sizes: Sequence[int], parts: Sequence[float], *, tries_all: bool, is_ch
     for num_units in sizes:
         for name in ("alike", "widths", "random"):
             model = family(name, num_units, is_choice=is_choice)
-            model, least = with_offload(model, DEVICES["h100-80g"], offload), Kind("full", offload == "auto")
+            model, least = with_offload(model, DEVICES["h100-80g"], offload), UnitKind("full", offload == "auto")
             low = peak_bytes(model.under(least), ["full"] * num_units, cluster)
             high = peak_bytes(model, ["ddp"] * num_units, cluster)
             for part in parts:
@@ -97,7 +97,7 @@ def main(sizes: Sequence[int], parts: Sequence[float], *, tries_all: bool, is_ch
                 solution = solve(model, cluster, strategies, low + int((high - low) * part))
                 took, proof = time.process_time() - started, solution.certificate
                 plan = mix_text(solution.model, solution.strategies)
-                ratio = step_time(model.under(Kind("full")), ["full"] * num_units, cluster) / proof.step_s
+                ratio = step_time(model.under(UnitKind("full")), ["full"] * num_units, cluster) / proof.step_s
                 out.write(
                     f"| {name} | {num_units} | {100 * part:g}% | {took:.1f} | {proof.gap:.1g} | "
                     f"{proof.relaxed_gap:.1g} | {ratio:.3f} | {plan} |\n"

@@ -24,7 +24,7 @@ from dshard.bench.output import Output, table
 from dshard.bench.plots import Bars
 from dshard.errors import PlanError
 from dshard.planner import Plan
-from dshard.planner.costs import CHECKPOINTING, Kind
+from dshard.planner.costs import CHECKPOINTING, UnitKind
 from dshard.planner.profiles import Training
 from dshard.planner.tables import named
 from dshard.planning.links import measure_links
@@ -83,11 +83,11 @@ def _plans(size: Size, num_tokens: int, kinds: Sequence[str]) -> tuple[list[Plan
     with tempfile.TemporaryDirectory() as folder:
         cluster = measure_links(mesh, path=Path(folder) / "links.json")
     singles = {
-        named(Strategy.of(name), Kind(kind)): profile.given(cluster, name, checkpointing=kind)
+        named(Strategy.of(name), UnitKind(kind)): profile.given(cluster, name, checkpointing=kind)
         for kind in kinds
         for name in _SINGLES
     }
-    low, high = singles[named(Strategy.of("full"), Kind(kinds[-1]))].peak_bytes, singles["ddp"].peak_bytes
+    low, high = singles[named(Strategy.of("full"), UnitKind(kinds[-1]))].peak_bytes, singles["ddp"].peak_bytes
     limits = [low + (high - low) * i // (_NUM_LIMITS - 1) for i in range(_NUM_LIMITS)]
     plans = [Planned.of(limit, profile.plan(cluster, memory=limit)) for limit in limits]
     return plans, {name: Planned.of(plan.peak_bytes, plan) for name, plan in singles.items()}

@@ -8,6 +8,7 @@ import numpy as np
 from dshard.planner.costs import COUNTER_BYTES, Cluster, ModelCosts, UnitCosts
 from dshard.planner.memory import MemoryRows
 from dshard.planner.options import Option, only, options_of
+from dshard.planner.sizes import sharing
 from dshard.policies import Strategy
 
 
@@ -76,10 +77,9 @@ class _Shards:
 def _shards(unit: UnitCosts, strategy: Strategy, cluster: Cluster) -> _Shards:
     if unit.is_offloaded:
         return _Shards(params=0, states=0, split_grads=0)
-    own = strategy.on(cluster.num_ranks)
-    within = 1 if own.base == "ddp" else own.within or cluster.num_ranks
+    within = sharing(strategy, cluster.num_ranks)
     numels = [(param, param.shard_numel(within)) for param in unit.params]
-    split = [(p, n) for p, n in numels if own.num_slices > 1 and p.can_split and p.grad_itemsize]
+    split = [(p, n) for p, n in numels if strategy.num_slices > 1 and p.can_split and p.grad_itemsize]
     return _Shards(
         params=sum(n * p.stored_itemsize for p, n in numels),
         states=sum(n * p.state_bytes_per_element + COUNTER_BYTES * (p.state_bytes_per_element > 0) for p, n in numels),

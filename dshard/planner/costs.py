@@ -13,7 +13,7 @@ COUNTER_BYTES = 4  # of steps, which an optimizer with states keeps per paramete
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class UnitKind:
     """What a plan may choose for a unit beside its strategy.
 
     Args:
@@ -131,11 +131,11 @@ class UnitCosts:
             )
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> UnitKind:
         """Of which of the kinds that it may have these costs are."""
-        return Kind(self.checkpointing, self.is_offloaded)
+        return UnitKind(self.checkpointing, self.is_offloaded)
 
-    def of_kind(self, kind: Kind) -> "UnitCosts":
+    def of_kind(self, kind: UnitKind) -> "UnitCosts":
         """Itself or that alternative which is of this kind.
 
         Where it knows no such activation checkpointing, it has its first one; where it is kept in one place, that.
@@ -144,7 +144,7 @@ class UnitCosts:
         kept = [each for each in kinds if each.is_offloaded == kind.is_offloaded] or kinds
         return next((each for each in kept if each.checkpointing == kind.checkpointing), kept[0])
 
-    def under(self, kind: Kind) -> "UnitCosts":
+    def under(self, kind: UnitKind) -> "UnitCosts":
         """The unit of this kind, as `of_kind`, the others its alternatives."""
         found = self.of_kind(kind)
         if found is self:
@@ -231,17 +231,17 @@ class ModelCosts:
                 "plan: a model must have at least one unit, but there is none. Pass a model with parameters."
             )
 
-    def under(self, kinds: Sequence[Kind] | Kind) -> "ModelCosts":
+    def under(self, kinds: Sequence[UnitKind] | UnitKind) -> "ModelCosts":
         """The model with units of one kind, as far as they know it, or one kind per unit."""
-        each = (kinds,) * len(self.units) if isinstance(kinds, Kind) else kinds
+        each = (kinds,) * len(self.units) if isinstance(kinds, UnitKind) else kinds
         return replace(self, units=tuple(unit.under(kind) for unit, kind in zip(self.units, each, strict=True)))
 
     @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[UnitKind, ...]:
         """All kinds of activation checkpointing that some unit may have, in each place where one may be kept."""
         known = [each.kind for unit in self.units for each in (unit, *unit.alternatives)]
         places, modes = {kind.is_offloaded for kind in known}, {kind.checkpointing for kind in known}
-        return tuple(Kind(mode, away) for away in sorted(places) for mode in CHECKPOINTING if mode in modes)
+        return tuple(UnitKind(mode, away) for away in sorted(places) for mode in CHECKPOINTING if mode in modes)
 
 
 @checked

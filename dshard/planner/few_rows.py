@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from dshard.planner.costs import ParamCosts, UnitCosts
+from dshard.planner.sizes import sharing
 from dshard.planner.texts import bytes_text
 from dshard.policies import Strategy
 
@@ -13,7 +14,7 @@ def few_rows_text(units: Sequence[UnitCosts], strategies: Sequence[Strategy], nu
     """What it costs under some strategies, of parameters, gradients and states, and the way out; of little, nothing."""
     found, more = list[ParamCosts](), 0.0
     for unit, strategy in zip(units, strategies, strict=True):
-        within = _within(strategy, num_ranks)
+        within = sharing(strategy, num_ranks)
         for param in () if unit.is_offloaded else _of_few_rows(unit, within):
             grad = param.stored_itemsize if param.grad_itemsize else 0
             each = param.stored_itemsize + grad + param.state_bytes_per_element
@@ -32,7 +33,7 @@ def few_rows_text(units: Sequence[UnitCosts], strategies: Sequence[Strategy], nu
 
 def few_rows_advice(units: Sequence[UnitCosts], strategies: Sequence[Strategy], num_ranks: int) -> str:
     """How some units would take less under one of these strategies, ahead of other ways; empty where it is little."""
-    within = max(_within(strategy, num_ranks) for strategy in strategies)
+    within = max(sharing(strategy, num_ranks) for strategy in strategies)
     found = [param for unit in units for param in _of_few_rows(unit, within)]
     if sum(param.numel for param in found) <= _MUCH * sum(unit.numel for unit in units):
         return ""
@@ -40,13 +41,6 @@ def few_rows_advice(units: Sequence[UnitCosts], strategies: Sequence[Strategy], 
     return (
         f"a shard_placement_fn that returns Shard of a longer dim ({param.name} is cut along one of {param.length}), "
     )
-
-
-def _within(strategy: Strategy, num_ranks: int) -> int:
-    """Ranks that share a parameter."""
-    if strategy.base == "ddp":
-        return 1
-    return num_ranks if strategy.within is None else strategy.within
 
 
 def _of_few_rows(unit: UnitCosts, within: int) -> list[ParamCosts]:

@@ -9,6 +9,7 @@ from dshard.planner.allocator import Block, CachingAllocator
 from dshard.planner.costs import COUNTER_BYTES, Cluster, ModelCosts, ParamCosts
 from dshard.planner.memory import MemoryRows, moments
 from dshard.planner.options import Option, only, options_of
+from dshard.planner.sizes import sharing
 from dshard.planner.texts import bytes_text
 from dshard.planner.workspaces import Workspace, workspaces_of
 from dshard.policies import Strategy
@@ -209,8 +210,7 @@ def _always(
     yield workspaces_of(strategies, cluster)[0].num_bytes
     yield model.buffer_bytes
     for unit, strategy, option in zip(model.units, strategies, options, strict=True):
-        own = strategy.on(cluster.num_ranks)
-        within = 1 if own.base == "ddp" else own.within or cluster.num_ranks
+        within = sharing(strategy, cluster.num_ranks)
         params = () if unit.is_offloaded else unit.params
         sizes = [size for param in params for size in _of_param(param, param.shard_numel(within))]
         yield from sizes

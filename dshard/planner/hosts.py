@@ -7,6 +7,7 @@ from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, ModelCosts, UnitCosts
 from dshard.planner.devices import Device
 from dshard.planner.rates import family_of
+from dshard.planner.sizes import sharing
 from dshard.policies import Strategy
 
 
@@ -101,8 +102,7 @@ def home_bytes(model: ModelCosts, strategies: Sequence[Strategy], cluster: Clust
     """What a rank has in the CPU's memory: shards of what is kept there, their gradients and optimizer states."""
     total = 0
     for unit, strategy in zip(model.units, strategies, strict=True):
-        own = strategy.on(cluster.num_ranks)
-        within = 1 if own.base == "ddp" else own.within or cluster.num_ranks
+        within = sharing(strategy, cluster.num_ranks)
         for param in unit.params if unit.is_offloaded else ():
             of_element = param.stored_itemsize * (2 if param.grad_itemsize else 1) + param.state_bytes_per_element
             total += param.shard_numel(within) * of_element

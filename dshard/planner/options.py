@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dshard.planner.costs import Cluster, ModelCosts, UnitCosts, ceil_div
-from dshard.planner.sizes import Reduction, Sizes, split_of
+from dshard.planner.sizes import Reduction, Sizes, sharing, split_of
 from dshard.policies import Strategy
 
 
@@ -123,20 +123,15 @@ def options_of_unit(
         All strategies for the first kind, then for the second, and so on.
     """
     known: dict[tuple[int, int, bool], tuple[Sizes, Reduction, _Comm]] = {}  # whatever the activation checkpointing
+    cuts = [(sharing(strategy, cluster.num_ranks), strategy.num_slices) for strategy in strategies]
     found = []
     for unit in kinds:
-        for strategy in strategies:
-            cut = _cut(strategy, cluster)
+        for strategy, cut in zip(strategies, cuts, strict=True):
             if (*cut, unit.is_offloaded) not in known:
                 given = unit, *cut, cluster
                 known[*cut, unit.is_offloaded] = Sizes.of(*given), Reduction.of(*given), _Comm.of(*given)
             found.append(_option(unit, strategy, known[*cut, unit.is_offloaded], num_backwards, cluster))
     return found
-
-
-def _cut(strategy: Strategy, cluster: Cluster) -> tuple[int, int]:
-    """How many ranks share a parameter, and in how many slices it is gathered."""
-    return 1 if strategy.base == "ddp" else strategy.within or cluster.num_ranks, strategy.num_slices
 
 
 def _option(unit: UnitCosts, strategy: Strategy, parts: "_Parts", num_backwards: int, cluster: Cluster) -> Option:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dshard.planner.costs import Cluster, Kind, Link, Links, ModelCosts
+from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitKind
 from dshard.planner.memory import peak_bytes
 from dshard.planner.options import options_of
 from dshard.planner.solver import Certificate, Solution
@@ -168,7 +168,7 @@ class _Given:
 def _choices(model: ModelCosts, cluster: Cluster, told: Certificate, known: Sequence[Strategy]) -> dict[str, _Given]:
     """Each strategy for all units, of each kind, or of those of the fastest choice; and the latter."""
     fastest = model.under(told.fastest_kinds)
-    kinds: dict[Kind | str, ModelCosts] = {kind: model.under(kind) for kind in model.kinds}
+    kinds: dict[UnitKind | str, ModelCosts] = {kind: model.under(kind) for kind in model.kinds}
     if fastest not in kinds.values():
         kinds[_mixed(told.fastest_kinds)] = fastest
     found = {}
@@ -184,7 +184,7 @@ def _choices(model: ModelCosts, cluster: Cluster, told: Certificate, known: Sequ
     return found
 
 
-def _mixed(kinds: Sequence[Kind]) -> str:
+def _mixed(kinds: Sequence[UnitKind]) -> str:
     """What of the kinds of units differs."""
     differs = {"checkpointing": len({kind.checkpointing for kind in kinds}) > 1}
     differs["offload"] = len({kind.is_offloaded for kind in kinds}) > 1

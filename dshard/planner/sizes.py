@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from dshard.layout import ALIGN_NUMEL, HEADER_BYTES, MIN_DIRECT_BYTES, SMALL_GRAD_BYTES, flags_numel
 from dshard.planner.costs import COUNTER_BYTES, Cluster, ParamCosts, UnitCosts, ceil_div
+from dshard.policies import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +226,11 @@ def _sum_bytes(row: int, itemsize: int, num_rows: int) -> int:
     """New rows while as many are added in pairs, and pairs of pairs; of 16-bit floats in fp32, and one converted."""
     num_new = num_rows.bit_length() - 1
     return row * num_new if itemsize >= 4 else ceil_div(row, itemsize) * 4 * (num_new + 1)
+
+
+def sharing(strategy: Strategy, num_ranks: int) -> int:
+    """How many of some ranks share a parameter under a strategy; 1 where each has all of it."""
+    return 1 if strategy.base == "ddp" else strategy.within or num_ranks
 
 
 def split_of(unit: UnitCosts, num_slices: int) -> tuple[list[ParamCosts], list[ParamCosts]]:

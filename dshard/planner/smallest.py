@@ -84,13 +84,14 @@ def does_not_fit(
     when = f"{phase} of {model.units[unit].name}"
     found = "there is" if smallest.is_exact else "that was found"
     advice = few_rows_advice([model.units[i] for i in largest], known, num_ranks)
-    others = [] if any(kind.checkpointing != "none" for kind in model.kinds) else ["activation checkpointing"]
+    others = ["a smaller batch", "more ranks"]
+    others += [] if any(kind.checkpointing != "none" for kind in model.kinds) else ["activation checkpointing"]
     others += ["split(q)"] if all(each.num_slices == 1 for each in known) else []
     others += [] if any(kind.is_offloaded for kind in model.kinds) else ["offload"]
     return PlanError(
         f"plan: the peak must fit into {limit_bytes} bytes, but the smallest {found} takes "
         f"{smallest.peak_bytes} bytes, {smallest.peak_bytes - limit_bytes} too many, in the {when}; most of it is of "
-        f"{held}. Use {advice}a smaller batch, more ranks, {', '.join(others)}, or units of fewer parameters."
+        f"{held}. Use {advice}{', '.join(others)}, or units of fewer parameters."
     )
 
 

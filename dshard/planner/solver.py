@@ -9,7 +9,7 @@ from dshard.arguments import checked
 from dshard.errors import PlanError
 from dshard.planner.bounds import Relaxation
 from dshard.planner.chain import Chain
-from dshard.planner.costs import Cluster, Kind, ModelCosts
+from dshard.planner.costs import Cluster, ModelCosts, UnitKind
 from dshard.planner.incumbent import Incumbent
 from dshard.planner.labels import TOLERANCE, promising, search
 from dshard.planner.memory import Ints, peak_bytes
@@ -54,7 +54,7 @@ class Certificate:
     limit_bytes: int
     num_labels: int
     fastest: tuple[Strategy, ...]
-    fastest_kinds: tuple[Kind, ...]
+    fastest_kinds: tuple[UnitKind, ...]
     fastest_s: float
     fastest_peak_bytes: int
     margin: float
@@ -115,7 +115,7 @@ class Solution:
     certificate: Certificate
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[UnitKind, ...]:
         """Activation checkpointing of each unit, and where it is kept."""
         return tuple(unit.kind for unit in self.model.units)
 

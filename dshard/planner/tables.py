@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from dshard.planner.categories import PeakParts
-from dshard.planner.costs import Cluster, Kind, ModelCosts, UnitCosts
+from dshard.planner.costs import Cluster, ModelCosts, UnitCosts, UnitKind
 from dshard.planner.memory import peak_bytes
 from dshard.planner.options import options_of
 from dshard.planner.texts import bytes_text, number_text, seconds_text
@@ -159,7 +159,7 @@ def home_text(units: Sequence[UnitCosts], num_bytes: int, cluster: Cluster) -> l
     ]
 
 
-def named(strategy: Strategy, kind: Kind | str) -> str:
+def named(strategy: Strategy, kind: UnitKind | str) -> str:
     """A unit's strategy, its activation checkpointing if it has any, and that it is kept in the CPU's memory if it is.
 
     Args:

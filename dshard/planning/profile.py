@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dshard.errors import PlanError
-from dshard.planner.costs import Cluster, Kind, Link, Links, ModelCosts
+from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitKind
 from dshard.planner.devices import Device
 from dshard.planner.hosts import check_offload, with_offload
 from dshard.planner.memory import peak_bytes
@@ -148,8 +148,10 @@ class Profile:
         for kind in self._kinds:
             if kind != "none":
                 again, kinds = traced(kind), self._kinds_of_parts(kind)
-                other, least = costs(again, kinds), recomputing.least_share(whole, again, kinds)
-                others.append(other if self._device is not None else recomputing.shared_times(plain, other, least))
+                other = costs(again, kinds)
+                if self._device is None:
+                    other = recomputing.shared_times(plain, other, recomputing.least_share(whole, again, kinds))
+                others.append(other)
         return with_offload(recomputing.with_alternatives(plain, others, self._kinds), self._device, self._offload)
 
     def plan(
@@ -225,7 +227,7 @@ class Profile:
             checkpointing: Of the units that may have it; None for the first kind that is asked for.
         """
         size = self._size(batch)
-        kind = Kind(self._kinds[0] if checkpointing is None else checkpointing, self._offload == "all")
+        kind = UnitKind(self._kinds[0] if checkpointing is None else checkpointing, self._offload == "all")
         costs = self.costs(size).under(kind)
         strategies = (Strategy.of(strategy).on(cluster.num_ranks),) * len(costs.units)
         flops = self._flops(size, self._kinds_in(costs))

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dshard
 from dshard.planner import DEVICES, Training, cluster_of
-from dshard.planner.costs import Kind
+from dshard.planner.costs import UnitKind
 from dshard.planning.profile import Profile
 from dshard.policies import Offload, Strategy
 from tests.crossings.model import BATCH, LENGTH, Block, Net, build, checkpoint_inside
@@ -79,7 +79,7 @@ def plan_of(row: Mapping[str, str]) -> dshard.Plan:
     given = {"shard_placement_fn": placed, "offload": "auto" if is_away else "none"}
     profile = Profile(build(row), sample, device=device, training=training, **given)
     plan = profile.given(cluster_of(device, num_data_ranks(row)), "full")
-    places = [Kind(is_offloaded=is_away and i % 2 > 0) for i in range(len(plan.strategies))]
+    places = [UnitKind(is_offloaded=is_away and i % 2 > 0) for i in range(len(plan.strategies))]
     plan = replace(plan, model=plan.model.under(places))
     kinds = ("ddp", "zero1", "full", "zero2")
     if row["mesh"] == "HSDP":

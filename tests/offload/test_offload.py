@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import dshard
 from dshard.planner import DEVICES, Training, cluster_of
-from dshard.planner.costs import Kind
+from dshard.planner.costs import UnitKind
 from dshard.planning.profile import Profile
 from dshard.policies import Offload, Strategy
 from dshard.tensor import OffloadedShardedTensor
@@ -203,7 +203,7 @@ def planned(kind: str, policy: Any) -> tuple[list[Any], list[str]]:
     profile = Profile(model, sample, device=titan, training=Training(), offload="auto")
     plan = profile.given(cluster_of(titan, dist.get_world_size()), "full")
     num = len(plan.strategies)
-    units = plan.model.under([Kind(is_offloaded=policy is not None and i % 2 == 0) for i in range(num)])
+    units = plan.model.under([UnitKind(is_offloaded=policy is not None and i % 2 == 0) for i in range(num)])
     strategies = tuple(Strategy.of(("full", "zero1", "ddp", "keep")[i % 4]) for i in range(num))
     plan = replace(plan, model=units, strategies=strategies)
     dshard.fully_shard(model, mesh=mesh, plan=plan, offload_policy=policy)

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dshard
 from dshard.planner import Cluster, Link, Links, cluster_of
-from dshard.planner.costs import CHECKPOINTING, Kind
+from dshard.planner.costs import CHECKPOINTING, UnitKind
 from dshard.planner.measuring import measure
 from dshard.planner.profiles import UnitTimes
 from dshard.planning import measured_steps, meshes
@@ -83,7 +83,7 @@ def test_auto_takes_the_batch_of_most_samples_per_second_and_measures_none_that_
 def test_computing_again_takes_time_whatever_a_busy_machine_says(clocked: Callable[..., Clock]):
     clocked()  # of which a step takes as long whatever is computed again
     plan = dshard.plan(build(), tokens(), cluster=TWO, margin=0, checkpointing="auto")
-    kinds = {kind: plan.model.under(Kind(kind)).units[1] for kind in CHECKPOINTING}
+    kinds = {kind: plan.model.under(UnitKind(kind)).units[1] for kind in CHECKPOINTING}
     assert {kind: unit.checkpointing for kind, unit in kinds.items()} == {kind: kind for kind in CHECKPOINTING}
     assert len({unit.forward_s for unit in kinds.values()}) == 1
     forward_s = kinds["none"].forward_s

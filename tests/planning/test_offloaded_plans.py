@@ -84,6 +84,18 @@ def test_where_half_of_what_offload_saves_is_needed_some_units_are_offloaded():
     assert not any(planned("auto", cluster_of(TITAN, 2)).is_offloaded)  # where all fit
 
 
+def test_where_nothing_fits_what_was_no_choice_is_advised():
+    for offload, checkpointing, strategies, held, advice in (
+        ("none", "none", "full", "bytes, full)", "activation checkpointing, split(q), offload, or units"),
+        ("auto", "none", "full", "bytes, full + offload)", "more ranks, activation checkpointing, split(q), or units"),
+        ("auto", "auto", ("full", "split(2)"), "bytes, split(2) + full checkpointing)", "more ranks, or units of"),
+    ):
+        with pytest.raises(dshard.PlanError) as told:
+            planned(offload, strategies=strategies, checkpointing=checkpointing, memory="1KiB")
+        assert held in str(told.value)
+        assert advice in str(told.value)
+
+
 def test_what_is_kept_at_home_is_told_by_hand():
     plan = planned("all", cluster_of(TITAN, 1))
     assert plan.home_bytes == sum(16 * unit.numel for unit in plan.model.units)  # with gradients, and two states
