@@ -34,6 +34,7 @@ from dshard.runtime.module import FSDPModule, UnshardHandle
 from dshard.setup.fully_shard import fully_shard
 from dshard.setup.plan_report import plan_report
 from dshard.setup.set_strategy import set_strategy
+from dshard.setup.to_plain import to_plain
 from dshard.tensor import ShardedTensor
 from dshard.virtual import virtual_ranks
 
@@ -76,6 +77,7 @@ __all__ = [
     "save_safetensors",
     "set_strategy",
     "share_comm_ctx",
+    "to_plain",
     "trace",
     "virtual",
     "virtual_ranks",

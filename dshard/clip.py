@@ -11,16 +11,18 @@ from torch.distributed.tensor import DTensor
 
 from dshard import arguments, collectives
 from dshard.collectives import ReduceOp, ShardGroup
+from dshard.compiling import outside_of_graphs
 from dshard.errors import ArgumentError, DivergenceError, RankLostError, UnsupportedOpError
 from dshard.kinds import shown
 from dshard.tensor import ShardedTensor
-from dshard.tensor.agreed import AgreedTensor
+from dshard.tensor.results import AgreedTensor
 from dshard.tensor.tp_layout import distinct_groups, groups_of
 
 _WHO = "clip_grad_norm_"
 _Cut = tuple[list[ShardGroup], list[Tensor]]  # shards, and the groups that they lie on
 
 
+@outside_of_graphs
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
@@ -145,7 +147,9 @@ def _total_norm(grads: Sequence[Tensor], order: float, told: str) -> Tensor:
         every = {id(group.process_group): group for groups, _ in cut.values() for group in groups}
         _check_agreement(norm, list(every.values()))
     alike.check()
-    return AgreedTensor.of(norm.to(torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32))
+    norm = norm.to(torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32)
+    mesh = next((grad.device_mesh for grad in grads if isinstance(grad, DTensor)), None)
+    return AgreedTensor.of(norm, mesh) if mesh is not None else norm
 
 
 def _check_order(order: float, grads: Sequence[Tensor], alike: "_Agreement") -> None:

@@ -1,7 +1,7 @@
 """Options of `fully_shard` that are more than a flag."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from numbers import Integral
@@ -182,16 +182,21 @@ class StrategyRules:
         Raises:
             StateError: As said. On every rank alike.
         """
-        known = list(names)
-        unmet = [p for p, _ in self.rules if not any(fnmatchcase(name, p) for name in known)]
-        are_all_unmet = bool(known) and len(unmet) == len(self.rules)
-        wrong = [p for p in unmet if not set(p) & set("*?[")] or (unmet if are_all_unmet else [])
-        if wrong:
-            some = f"{', '.join(known[:3])}{', ...' if len(known) > 3 else ''}" if known else "none"
-            raise StateError(
-                f"{who}: a pattern of strategy must match the name of a parameter, but {wrong[0]!r} matches none of "
-                f"{some}. Names are those that named_parameters() of this module gives."
-            )
+        _check_patterns(who, "strategy", [pattern for pattern, _ in self.rules], names)
+
+
+def _check_patterns(who: str, argument: str, patterns: Sequence[str], names: Iterable[str]) -> None:
+    """Raise if a name that is no pattern, or all of the patterns, are those of no parameter."""
+    known = list(names)
+    unmet = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]
+    are_all_unmet = bool(known) and len(unmet) == len(patterns)
+    wrong = [pattern for pattern in unmet if not set(pattern) & set("*?[")] or (unmet if are_all_unmet else [])
+    if wrong:
+        some = f"{', '.join(known[:3])}{', ...' if len(known) > 3 else ''}" if known else "none"
+        raise StateError(
+            f"{who}: a pattern of {argument} must match the name of a parameter, but {wrong[0]!r} matches none of "
+            f"{some}. Names are those that named_parameters() of this module gives."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +300,20 @@ class PrecisionRules:
         if rule is not None:
             policy = MixedPrecisionPolicy(rule.param_dtype, rule.reduce_dtype, rule.output_dtype, rule.casts_inputs)
         return replace(found, policy=policy).for_dtype(dtype)
+
+    def names(self, name: str) -> bool:
+        """Whether a rule names this parameter by its whole name, rather than by a pattern."""
+        return any(rule.pattern == name for rule in self.rules)
+
+    def check_names(self, who: str, names: Iterable[str]) -> None:
+        """Raise if a rule's pattern, other than "*", matches the name of no parameter.
+
+        Where there are no parameters, as in a root whose blocks were sharded before, patterns may match none.
+
+        Raises:
+            StateError: Names the pattern and some parameters. On every rank alike.
+        """
+        _check_patterns(who, "mp_policy", [rule.pattern for rule in self.rules], names)
 
     def _rule_for(self, name: str) -> _Rule | None:
         return next((rule for rule in self.rules if fnmatchcase(name, rule.pattern)), None)

@@ -84,6 +84,7 @@ TABLE: dict[str, Row] = {
     "register_fsdp_forward_method": {"module": MODULE, "method_name": TEXT},
     "share_comm_ctx": {"modules": domain.ALL_SHARDED},
     "set_strategy": {"module": domain.SHARDED, "strategy": domain.STRATEGIES, "optimizer": optional(domain.OPTIMIZERS)},
+    "to_plain": {"model": domain.SHARDED, "rank": optional(count(0)), "optimizer": optional(domain.OPTIMIZERS)},
     "plan": {
         "model": MODULE,
         "sample_input": ANYTHING,

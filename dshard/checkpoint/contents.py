@@ -119,6 +119,13 @@ def optimizers_by_prefix(given: Any) -> dict[str, Optimizer]:
     return found
 
 
+def described_optimizers(given: Any) -> list[str]:
+    """What all ranks must have alike of the optimizers that they pass: how many of which class, over how many groups."""
+    return [
+        f"{type(each).__name__} of {len(each.param_groups)} groups" for each in optimizers_by_prefix(given).values()
+    ]
+
+
 def name_of_params(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[int, str]:
     """The names of a model's parameters, by identity.
 

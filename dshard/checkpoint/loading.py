@@ -18,10 +18,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dshard import collectives, virtual
+from dshard.agreement.same import check_same, refused_together
 from dshard.arguments import read
 from dshard.autograd.modes import outside_autograd
 from dshard.checkpoint.agreement import group_of, share, together
-from dshard.checkpoint.contents import check_kept, dtype_of, is_extra, optimizers_by_prefix, part_of_tensor
+from dshard.checkpoint.contents import (
+    check_kept,
+    described_optimizers,
+    dtype_of,
+    is_extra,
+    optimizers_by_prefix,
+    part_of_tensor,
+)
 from dshard.checkpoint.folders import find
 from dshard.checkpoint.job import lineage_of
 from dshard.checkpoint.manifest import Manifest, read_manifest
@@ -64,12 +72,18 @@ def load(
     Raises:
         CheckpointError: No checkpoint there, a damaged one, or one of another model or optimizer; names the file, the
             tensor and both values. On every rank alike; nothing was changed.
+        DivergenceError: The ranks pass different optimizers, or one of them none. On every rank alike; nothing was
+            changed.
 
     Communicates:
         Some all-reduces of a few bytes, and no values.
     """
-    read("checkpoint.load", {"model": model, "optimizer": optimizer})
+    read("checkpoint.load", {"model": model})
     group = group_of(model)
+    with refused_together("checkpoint.load", ["optimizer"], group):
+        read("checkpoint.load", {"optimizer": optimizer})
+        described = described_optimizers(optimizer)
+    check_same("checkpoint.load", {"optimizer": described}, group)
     if (earlier := pending_save(group)) is not None:
         earlier.result()
     what = f"{directory}: reading the checkpoint failed"

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dshard import collectives
+from dshard.agreement.same import check_same
 from dshard.arguments import checked
 from dshard.checkpoint.agreement import agree, group_of, together
-from dshard.checkpoint.contents import Contents, optimizers_by_prefix
+from dshard.checkpoint.contents import Contents, described_optimizers, optimizers_by_prefix
 from dshard.checkpoint.file_format import DTYPES, dtype_name
 from dshard.checkpoint.job import lineage_of
 from dshard.checkpoint.loading import finish, prepared
@@ -47,6 +48,10 @@ class PeerSnapshots:
 
     Raises:
         CheckpointError: No two ranks share the model. On every rank alike.
+        DivergenceError: The ranks pass different arguments. On every rank alike.
+
+    Communicates:
+        An all-reduce of 48 bytes.
     """
 
     def __init__(
@@ -59,6 +64,8 @@ class PeerSnapshots:
             raise CheckpointError(
                 "PeerSnapshots: ranks keep what others lose, but one rank alone has the model. Start two or more."
             )
+        facts = {"every": repr(every), "optimizer": described_optimizers(optimizer)}
+        check_same("PeerSnapshots", facts, whole)
         self._image: Tensor | None = None
         self._row: Tensor | None = None
         self._sizes: tuple[int, ...] = ()

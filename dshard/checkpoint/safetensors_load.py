@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dshard.arguments import read
+from dshard.agreement.same import check_same
+from dshard.arguments import call_given, read
 from dshard.autograd.modes import outside_autograd
 from dshard.checkpoint.agreement import group_of, together
 from dshard.checkpoint.contents import check_kept
@@ -76,9 +77,11 @@ def load_safetensors(
     Raises:
         CheckpointError: No such file, a damaged one, one that changed while it was read, or one of another model; names
             the tensors. On every rank alike, before anything is changed.
+        DivergenceError: The ranks would load different tensors, as by another `rename`. On every rank alike, before
+            anything is changed.
 
     Communicates:
-        Two all-reduces of 8 bytes, and no values.
+        Two all-reduces of 8 bytes and one of 48, and no values.
     """
     read("load_safetensors", {"module": module})
     group = group_of(module)
@@ -107,6 +110,8 @@ def load_safetensors(
         return _read_all(matched, state)
 
     matched = together(group, match, what)
+    goes_to = [f"'{entry.name}' to '{name}'" for name, entry in matched.entries.items()]
+    check_same("load_safetensors", {"rename": goes_to, "strict": repr(given["strict"])}, group)
     staged = together(group, stage, what)
     _allocate(module, dict.fromkeys(staged, torch.device(group.device_type)))
     state = module.state_dict(keep_vars=True)
@@ -123,7 +128,11 @@ def _renamed(target: Path, entries: Sequence[Entry], rename: Any) -> dict[str, E
         if rename is None:
             name: str | None = entry.name
         else:
-            name = rename.get(entry.name, entry.name) if isinstance(rename, Mapping) else rename(entry.name)
+            name = (
+                rename.get(entry.name, entry.name)
+                if isinstance(rename, Mapping)
+                else call_given("load_safetensors", "rename", rename, entry.name, about=f"for '{entry.name}'")
+            )
         if name is None:
             continue
         if name in by_name:

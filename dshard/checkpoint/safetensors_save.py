@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dshard.agreement.same import check_same
 from dshard.arguments import read
 from dshard.checkpoint.agreement import agree, group_of, together
 from dshard.checkpoint.disk import create, make_folder, partial_name, write_all
@@ -93,9 +94,10 @@ def save_safetensors(
         CheckpointError: A file cannot be written, or a tensor cannot be in one. On every rank alike; readers find what
             was there before, and of the save nothing is left.
         StateError: A tensor is on the meta device. On every rank alike.
+        DivergenceError: The ranks pass different arguments. On every rank alike; nothing was written.
 
     Communicates:
-        An all-gather per tensor that is cut, and an all-reduce of 8 bytes per file.
+        An all-gather per tensor that is cut, an all-reduce of 8 bytes per file, and one of 96 bytes.
     """
     read("save_safetensors", {"module": module})
     group = group_of(module)
@@ -124,6 +126,9 @@ def save_safetensors(
 
     together(group, prepare, what)
     target = given["target"]
+    facts = {name: repr(given[name]) for name in ("max_shard_bytes", "dtype", "metadata")}
+    names = [item.name for file in files for item in file.items]
+    check_same("save_safetensors", {"path_or_dir": str(target), **facts, "module": names}, group)
     drafts = {file.path: partial_name(file.path) for file in files}
     try:
         for file in files:

@@ -16,7 +16,7 @@ from dshard.collectives import _c10d
 from dshard.collectives._c10d import Work
 from dshard.collectives.arena import Arena
 from dshard.collectives.group import ShardGroup
-from dshard.collectives.header import Kind, check_headers, header, read
+from dshard.collectives.header import Kind, check_headers, header, read, untagged
 from dshard.collectives.lines import follow, line_of
 from dshard.collectives.lost import ended, is_symptom
 from dshard.collectives.memory import Buffer, BufferPool, Readers
@@ -87,9 +87,12 @@ class Exchange:
         label: Of which unit.
         tag: A number that must be equal on all ranks.
         sizes: What else tells the messages apart: everything that their sizes depend on.
+        takes_any_tag: Whether ranks with other tags are together all the same; `tags_differ` says whether there are.
     """
 
-    def __init__(self, group: ShardGroup, kind: Kind, label: str, tag: int, sizes: int) -> None:
+    def __init__(
+        self, group: ShardGroup, kind: Kind, label: str, tag: int, sizes: int, *, takes_any_tag: bool = False
+    ) -> None:
         self._group, self._kind, self._label = group, kind, label
         self.offers: dict[int, Values] = {}
         self._works: list[tuple[int, Work]] = []
@@ -103,7 +106,9 @@ class Exchange:
         self._readers = Readers(self._transport.collect, self._transport.is_awaited)
         self.number = self._line.note()
         self.own = header(kind, label, tag, self.number)
-        self._channel = zlib.crc32(self.own, sizes & 0xFFFFFFFF) & 0x3FFFFFFF
+        self._takes_any_tag = takes_any_tag
+        known = untagged(self.own) if takes_any_tag else self.own
+        self._channel = zlib.crc32(known, sizes & 0xFFFFFFFF) & 0x3FFFFFFF
         self.sent: dict[int, Work] = {}  # by messages: the headers that are on their way
         self.values: dict[int, Sent | Packed] = {}  # what goes with the header to each peer
         self.word = 0  # told beside the header, through memory, where there are no values
@@ -281,7 +286,16 @@ class Exchange:
 
     def _is_with(self, peer: int) -> bool:
         """Whether a peer means the same, and is ready for the messages."""
-        return self.heard[peer] == self.own
+        return self.is_same(self.heard[peer])
+
+    def is_same(self, header: bytes) -> bool:
+        """Whether a header is one that goes with this rank's."""
+        return header == self.own or (self._takes_any_tag and untagged(header) == untagged(self.own))
+
+    @property
+    def tags_differ(self) -> bool:
+        """Whether a peer that is together with this rank has sent another tag."""
+        return any(heard != self.own for heard in self.heard.values())
 
     def _end(self, *, takes: bool = True) -> None:
         """Wait for what is under way between this rank and those that mean the same; once.

@@ -10,6 +10,7 @@ from dshard.errors import DivergenceError
 
 # A checksum of kind and label, a tag, the number of the step, the kind, and the end of the label.
 _FORMAT = struct.Struct("<qqQB39s")
+_TAG = slice(8, 16)
 
 
 class Kind(enum.IntEnum):
@@ -55,6 +56,11 @@ class Heard(NamedTuple):
 def read(header: bytes) -> Heard:
     """What a header says."""
     return Heard(*_FORMAT.unpack(header))
+
+
+def untagged(header: bytes) -> bytes:
+    """A header without its tag."""
+    return header[: _TAG.start] + header[_TAG.stop :]
 
 
 def check_headers(headers: Sequence[bytes], own: bytes, kind: Kind, label: str) -> None:

@@ -211,7 +211,7 @@ class Line:
             head = posted[0]
             head.wait(group)
             header, offer = head.header, head.coming.offer
-            if header == said.own:
+            if said.is_same(header):
                 posted.popleft()
                 if offer is not None:
                     said.offers[peer] = offer

@@ -287,9 +287,10 @@ class BufferPool:
         self._trim()
 
     def clear(self) -> None:
-        """Let all memory go that waits to be used again."""
+        """Let all memory go that waits to be used again, and forget how much was in use: buffers have other sizes now."""
+        self._collect()
         self._kept.clear()
-        self.kept_bytes = 0
+        self.kept_bytes = self._peak_bytes = self._last_peak_bytes = 0
 
     def _trim(self, num_more: int = 0) -> None:
         limit = max(self._peak_bytes, self._last_peak_bytes)

@@ -1,7 +1,8 @@
 """Reduced shards of several replicas become equal ones."""
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,15 @@ _Steps = Generator[Handle[None], None, None]
 
 
 def all_reduce_row(
-    row: Tensor, replicas: ShardGroup, *, mean: bool, label: str, tag: int, pool: BufferPool, num_flags: int = 0
+    row: Tensor,
+    replicas: ShardGroup,
+    *,
+    mean: bool,
+    label: str,
+    tag: int,
+    pool: BufferPool,
+    num_flags: int = 0,
+    on_other_tags: Callable[[ShardGroup], None] | None = None,
 ) -> _Steps:
     """Reduce a row over the ranks that hold the same shards, step by step, as `Steps` takes them.
 
@@ -34,6 +43,8 @@ def all_reduce_row(
         tag: A number that must be equal on all of them; it stands for what the shards were written with.
         pool: Where buffers come from and go to.
         num_flags: Elements at the beginning of the row that are no values of the program; counted with headers.
+        on_other_tags: Called on all of them where the tags differ, with those ranks; may raise. Without it, and on a
+            backend that is not direct, tags that differ are an error.
 
     Yields:
         The handle of each step; waiting for it raises a DivergenceError if they are at different units, or `tag`
@@ -43,12 +54,13 @@ def all_reduce_row(
         All-reduce of the row: `2 (R - 1) / R` of its bytes over `R` replicas.
     """
     if replicas.is_direct:
-        yield from _all_reduce_direct(row, replicas, mean, label, tag, pool, num_flags)
+        yield from _all_reduce_direct(row, replicas, mean, label, tag, pool, num_flags, on_other_tags)
     else:
         yield from _all_reduce_flat(row, replicas, mean, label, tag, num_flags)
     if replicas.replicas is not None:
         others = replicas.replicas
-        yield from all_reduce_row(row, others, mean=mean, label=label, tag=tag, pool=pool, num_flags=num_flags)
+        options: dict[str, Any] = {"pool": pool, "num_flags": num_flags, "on_other_tags": on_other_tags}
+        yield from all_reduce_row(row, others, mean=mean, label=label, tag=tag, **options)
 
 
 def _all_reduce_flat(row: Tensor, replicas: ShardGroup, mean: bool, label: str, tag: int, num_flags: int) -> _Steps:
@@ -65,7 +77,14 @@ def _all_reduce_flat(row: Tensor, replicas: ShardGroup, mean: bool, label: str, 
 
 
 def _all_reduce_direct(
-    row: Tensor, replicas: ShardGroup, mean: bool, label: str, tag: int, pool: BufferPool, num_flags: int
+    row: Tensor,
+    replicas: ShardGroup,
+    mean: bool,
+    label: str,
+    tag: int,
+    pool: BufferPool,
+    num_flags: int,
+    on_other_tags: Callable[[ShardGroup], None] | None,
 ) -> _Steps:
     """Each rank adds its part straight from what the peers sent, or from their memory; then the parts are swapped."""
     arena, memory = shared_memory_of(replicas), None
@@ -78,7 +97,8 @@ def _all_reduce_direct(
     flags = _bytes_of_flags(num_flags, row, replicas)
     record("all_reduce", label, replicas, sent - flags, 0, flags + 2 * HEADER_BYTES * len(replicas.peers))
 
-    scatter = Exchange(replicas, Kind.REDUCE, label, tag, row.nbytes)
+    is_lenient = on_other_tags is not None
+    scatter = Exchange(replicas, Kind.REDUCE, label, tag, row.nbytes, takes_any_tag=is_lenient)
     scatter.expect(own.numel(), row.dtype, pool)
     if memory is not None:
         scatter.lies_in(memory)
@@ -93,9 +113,12 @@ def _all_reduce_direct(
         own.copy_(sum_in_pairs(received, mean=mean))
         del received
     scatter.end_reading()
+    tags_differ = scatter.tags_differ
     del scatter
+    if tags_differ and on_other_tags is not None:
+        on_other_tags(replicas)
     sums = {replicas.rank: own}
-    gather = Exchange(replicas, Kind.GATHER, label, tag, row.nbytes)
+    gather = Exchange(replicas, Kind.GATHER, label, tag, row.nbytes, takes_any_tag=is_lenient)
     if memory is not None and arena is not None:
         pool.give(memory)
         memory = _copy(sums, pool, arena)  # then of this rank's

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dshard.agreement.same import check_same
 from dshard.arguments import checked
 from dshard.autograd.modes import outside_autograd
 from dshard.errors import StateError
@@ -72,9 +73,11 @@ def gathered(
         StateError: `target` holds nothing that is sharded. At the end: a value was written to without `writeback` (on
             the ranks that wrote); with it, a parameter and its draft were both written to, or a draft's `.grad` was
             replaced, or another rank raised in the scope (on every rank alike). Nothing is taken over then.
-        DivergenceError: At the end, ranks wrote different values to their drafts. On every rank alike.
+        DivergenceError: The ranks pass different arguments; or at the end, ranks wrote different values to their
+            drafts. On every rank alike.
 
     Communicates:
+        An all-reduce of 96 bytes.
         One all-gather per bucket of each unit that is not gathered yet, at the start, and one per gradient. With
         `writeback`, an all-reduce of 24 bytes per value at the end; with `rank0_only`, then a broadcast of each value
         that was written to.
@@ -82,6 +85,9 @@ def gathered(
     params = _sharded_params(target, recurse=recurse)
     if not params:
         raise StateError("gathered: needs sharded parameters, but got none. Call fully_shard first.")
+    facts = {"writeback": writeback, "rank0_only": rank0_only, "with_grads": with_grads, "recurse": recurse}
+    widest = max(map(joined_group, params.values()), key=lambda group: group.world_size)
+    check_same("gathered", {"target": list(params), **{name: repr(fact) for name, fact in facts.items()}}, widest)
     for param in params.values():
         if isinstance(param.gather_source, Unit):
             param.gather_source.model.before_use()

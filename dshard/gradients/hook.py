@@ -115,13 +115,18 @@ def _check_one_way(param: ShardedTensor, unit: Unit) -> None:
         )
 
 
+def users_hooks(param: ShardedTensor) -> tuple[list[Any], list[Any]]:
+    """The program's own hooks on gradients of a parameter, and those after their accumulation."""
+    known, known_after = param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
+    others = [hook for hook in known.values() if getattr(hook, "func", None) is not route_gradient]
+    return others, [hook for hook in known_after.values() if hook is not keep_own_dtype]
+
+
 def hook_gradient(param: ShardedTensor) -> None:
     """Have the gradients of a parameter reduced, from the first time that it takes any."""
     if param.requires_grad and param.is_leaf and param.grad_hook_handle is None:
         # `swap_tensors` leaves dicts of hooks behind that autograd no longer knows; start from new ones.
-        known, known_after = param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
-        others = [hook for hook in known.values() if getattr(hook, "func", None) is not route_gradient]
-        others_after = [hook for hook in known_after.values() if hook is not keep_own_dtype]
+        others, others_after = users_hooks(param)
         param._backward_hooks = param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         param.grad_hook_handle = param.register_hook(partial(route_gradient, param))
         if param.wire_precision is not None:

@@ -5,7 +5,7 @@ use different parameters of the unit. So a unit is gathered at its first gradien
 no rank needs any of its weights: then all of them had used all of it, as they do behind an embedding or a first layer.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 
 import torch
 
@@ -71,7 +71,9 @@ class Needs:
                 by_group.setdefault(group.name, (group, []))[1].append(unit)
         partly, needed = set[Unit](), set[Unit]()
         for group, units in by_group.values():
-            flags = _any_of([unit not in complete for unit in units] + [unit in touched for unit in units], group)
+            flags = _any_of(
+                [unit not in complete for unit in units] + [unit in touched for unit in units], group, _LABEL
+            )
             partly.update(unit for unit, flag in zip(units, flags, strict=False) if flag)
             needed.update(unit for unit, flag in zip(units, flags[len(units) :], strict=True) if flag)
         self._known.update((unit, unit in needed) for unit in unknown if unit not in partly)
@@ -83,9 +85,26 @@ def _may_differ(unit: Unit) -> bool:
     return not unit.is_whole and len(unit.params) > 1
 
 
-def _any_of(flags: list[bool], group: ShardGroup) -> list[bool]:
-    """Which flags are set on any rank."""
+def flagged_anywhere(units: Sequence[Unit], is_so: Callable[[Unit], bool]) -> list[Unit]:
+    """Those of some units, in their order, of which something is so on any of the ranks that share them.
+
+    Communicates:
+        For each group of ranks an all-reduce of a byte per unit.
+    """
+    by_group: dict[str, tuple[ShardGroup, list[Unit]]] = {}
+    for unit in units:
+        for group in unit.groups:
+            by_group.setdefault(group.full_name, (group, []))[1].append(unit)
+    found = set[Unit]()
+    for group, own in by_group.values():
+        flags = _any_of([is_so(unit) for unit in own], group, "units with gradients to reduce", everywhere=True)
+        found.update(unit for unit, flag in zip(own, flags, strict=True) if flag)
+    return [unit for unit in units if unit in found]
+
+
+def _any_of(flags: list[bool], group: ShardGroup, label: str, *, everywhere: bool = False) -> list[bool]:
+    """Which flags are set on any rank; `everywhere` also of other replicas."""
     with outside_autograd():
         own = torch.tensor(flags, dtype=torch.uint8, device=group.device_type)
-        handle = collectives.all_reduce([own], group, ReduceOp.MAX, label=_LABEL, is_check=True)
+        handle = collectives.all_reduce([own], group, ReduceOp.MAX, label=label, everywhere=everywhere, is_check=True)
         return [bool(flag) for flag in handle.wait()[0].tolist()]

@@ -228,6 +228,15 @@ class UnitGradients:
             for key in keys:
                 self._launch(key, joins=False)
 
+    def launch_everywhere(self) -> None:
+        """Have all leave that any rank has begun, also if this one has not."""
+        for bucket in self._all_buckets():
+            key = ReductionKey(bucket.slots, is_captured=False)
+            if key not in self.open:
+                self._open(key, bucket)
+        for key in sorted(self.open):
+            self._launch(key)
+
     def check_deferred(self) -> None:
         """Raise, on every rank alike, where "zero1" has put the reduction off and some ranks alone have gradients."""
         if self.unit.settings.strategy == "zero1" and self.unit.settings.requires_sync:

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from dshard.gradients.deferral import Deferral
 from dshard.gradients.finite import FiniteCheck
+from dshard.gradients.needs import flagged_anywhere
 from dshard.gradients.of_unit import UnitGradients
 from dshard.gradients.owed import check_same_gradients
 from dshard.gradients.reduction import GradReduction
@@ -114,6 +115,21 @@ class Reducer:
             own.launch_read()
         self.end_together()
         self.adopt_missing()
+
+    def reduce_all(self) -> None:
+        """Reduce all gradients that were added up, on all ranks alike, and leave nothing in flight.
+
+        Communicates:
+            An all-reduce of a byte per unit for each group of ranks; and the reductions that any rank has begun.
+        """
+        self.begin_backward()  # forgets what was dropped
+        units = sorted(self._context.units, key=attrgetter("number"))
+        for unit in flagged_anywhere(units, lambda unit: bool(self.of(unit).open)):
+            self.of(unit).launch_everywhere()
+        for reduction in list(self._in_flight):
+            reduction.finish()
+        self.adopt_missing()
+        self._clear()
 
     def end_together(self) -> None:
         """Wait for reductions that end by a collective of their own: now, step by step, on all ranks alike."""

@@ -10,6 +10,7 @@ from dshard.errors import StateError
 from dshard.gradients.hook import hook_gradient
 from dshard.gradients.reducer import Reducer
 from dshard.tensor import MixedShardedTensor, OffloadedShardedTensor, ShardedTensor
+from dshard.tensor.subclass_shards import holds_packed_bits
 from dshard.units.unit import Unit
 
 
@@ -49,6 +50,10 @@ def convert(param: ShardedTensor, fn: Callable[[Tensor], Tensor]) -> None:
         shard = fn(param.shard_storage.resolve())
         if shard is param.shard_storage.resolve():
             return
+        if shard.dtype != param.storage_dtype and holds_packed_bits(param):
+            shard = param.shard_storage.resolve().to(shard.device)  # a cast would take its bits for numbers
+            if shard is param.shard_storage.resolve():
+                return
         shard = _at_home(param, shard)
         grad, param.grad = param.grad, None
         grad_shard = grad.shard_storage.resolve() if isinstance(grad, ShardedTensor) else None

@@ -1,7 +1,8 @@
 """What becomes of the parameters that `fully_shard` replaces, and of optimizers that hold them."""
 
 import copy
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,19 +43,19 @@ class Replaced:
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._replacement, name)
+        return getattr(replacement_of(self), name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"{type(self).__name__}(now {self._replacement!r})"
+        return f"{type(self).__name__}(now {replacement_of(self)!r})"
 
     def __hash__(self) -> int:
         return id(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._replacement, memo)
+        return copy.deepcopy(replacement_of(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _itself, (self._replacement,)
+        return _itself, (replacement_of(self),)
 
 
 class ReplacedParameter(Replaced, nn.Parameter):  # type: ignore[misc]
@@ -83,13 +84,13 @@ def _access(func: Any, target: Any, *rest: Any) -> Any:
 def replacement_of(old: Any) -> ShardedTensor:
     """What took the place of a `Replaced` parameter."""
     new: ShardedTensor = old._replacement
-    return new
+    return new if new.plain is None else new.plain
 
 
 def _followed(value: Any) -> Any:
     """Arguments with what took the place of the replaced parameters in them."""
     if isinstance(value, Replaced):
-        return value._replacement
+        return replacement_of(value)
     if isinstance(value, dict):
         return {key: _followed(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -117,22 +118,58 @@ def retire(old: Any, new: ShardedTensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ParameterHooks:
-    """What a user registered on a parameter.
+    """What a user registered on a parameter: hooks by their ids, in dicts from which their handles remove them.
 
     Args:
         on_gradient: By `register_hook`.
         after_accumulation: By `register_post_accumulate_grad_hook`.
+        node: The node by which autograd accumulates its gradient; None for a frozen parameter.
+        before_node: By `register_prehook` on that node.
+        after_node: By `register_hook` on it.
     """
 
-    on_gradient: tuple[Callable[[Tensor], Any], ...]
-    after_accumulation: tuple[Callable[[Tensor], Any], ...]
+    on_gradient: Mapping[int, Callable[..., Any]]
+    after_accumulation: Mapping[int, Callable[..., Any]]
+    node: Any
+    before_node: Mapping[int, Callable[..., Any]]
+    after_node: Mapping[int, Callable[..., Any]]
+
+
+class _Inherited:
+    """A hook of a replaced parameter, for as long as its handle has not removed it.
+
+    Args:
+        hooks: The dict that torch registered it in.
+        key: Its key there.
+    """
+
+    __slots__ = ("hooks", "key")
+
+    def __init__(self, hooks: Mapping[int, Callable[..., Any]], key: int) -> None:
+        self.hooks, self.key = hooks, key
+
+    def __call__(self, *args: Any) -> Any:
+        hook = self.hooks.get(self.key)
+        return hook(*args) if hook is not None else None
 
 
 def hooks_of(old: nn.Parameter) -> ParameterHooks:
     """The hooks of a parameter that is about to be replaced."""
-    before = getattr(old, "_backward_hooks", None) or {}
-    after = getattr(old, "_post_accumulate_grad_hooks", None) or {}
-    return ParameterHooks(tuple(before.values()), tuple(after.values()))
+    on_gradient = getattr(old, "_backward_hooks", None) or {}
+    after_accumulation = getattr(old, "_post_accumulate_grad_hooks", None) or {}
+    if not (old.requires_grad and old.is_leaf):
+        return ParameterHooks(on_gradient, after_accumulation, None, {}, {})
+    node = torch.autograd.graph.get_gradient_edge(old).node  # a new one without hooks where nobody keeps the old one
+    before, after = (_registered(register) for register in (node.register_prehook, node.register_hook))
+    return ParameterHooks(on_gradient, after_accumulation, node, before, after)
+
+
+def _registered(register: Callable[[Callable[..., Any]], Any]) -> Mapping[int, Callable[..., Any]]:
+    """All hooks that were registered by a method of a node: torch shows them by the handle of one more alone."""
+    handle = register(lambda *_: None)
+    hooks: Mapping[int, Callable[..., Any]] = handle.hooks_dict_ref()
+    handle.remove()
+    return hooks
 
 
 def inherit(new: ShardedTensor, hooks: ParameterHooks, grad: Tensor | None, *, mean: bool) -> None:
@@ -141,10 +178,18 @@ def inherit(new: ShardedTensor, hooks: ParameterHooks, grad: Tensor | None, *, m
     Communicates:
         A reduce-scatter where there is a gradient.
     """
-    for hook in hooks.on_gradient:
-        new.register_hook(hook)
-    for hook in hooks.after_accumulation:
-        new.register_post_accumulate_grad_hook(hook)
+    for key, hook in list(hooks.on_gradient.items()):
+        _count_by(new, hook, hooks.node)
+        new.register_hook(_Inherited(hooks.on_gradient, key))
+    for key in list(hooks.after_accumulation):
+        new.register_post_accumulate_grad_hook(_Inherited(hooks.after_accumulation, key))
+    if hooks.before_node or hooks.after_node:
+        node = torch.autograd.graph.get_gradient_edge(new).node
+        hooks.node.metadata["dshard"] = node  # it lives as long as somebody keeps the node that it stands for
+        for key in list(hooks.before_node):
+            node.register_prehook(_Inherited(hooks.before_node, key))
+        for key in list(hooks.after_node):
+            node.register_hook(_Inherited(hooks.after_node, key))
     if grad is None:
         return
     plan = ReducePlan.of(BucketLayout.of([new.shard_layout]), new.shard_group)
@@ -153,6 +198,29 @@ def inherit(new: ShardedTensor, hooks: ParameterHooks, grad: Tensor | None, *, m
     bucket.add(0, local_gradient(new, grad).to(device))
     shard = bucket.launch(mean=mean).wait().shards[0].to(new.device)
     new.grad = new.like(ShardStorage(shard, new.shard_layout, is_shared=True))
+
+
+def _count_by(new: ShardedTensor, hook: Callable[..., Any], node: Any) -> None:
+    """Have a hook of `register_multi_grad_hook` wait for the gradient of the parameter that there is now.
+
+    It counts the nodes that a backward is going to run, of which the old parameter's is none any more.
+    """
+    if getattr(hook, "__module__", "") != torch.autograd.graph.__name__:
+        return
+    code = getattr(hook, "__code__", None)
+    cells = dict(zip(getattr(code, "co_freevars", ()), hook.__closure__ or (), strict=True))
+    if "nb_calls" not in cells:  # of mode "any", which counts nothing
+        return
+    nodes = cells["grad_fns"].cell_contents if "grad_fns" in cells else ()
+    places = [i for i, known in enumerate(nodes) if known is node]
+    if not places:
+        warnings.warn(
+            f"{new.name}: a hook that register_multi_grad_hook put on this parameter before fully_shard waits for the "
+            "parameter that was replaced, and is not going to be called. Register it after fully_shard.",
+            stacklevel=2,
+        )
+    for i in places:
+        nodes[i] = torch.autograd.graph.get_gradient_edge(new).node
 
 
 def repoint_optimizer(optimizer: Optimizer) -> None:
@@ -176,11 +244,13 @@ def repoint_optimizer(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         params = group["params"]
         for i, old in enumerate(params):
-            if isinstance(old, Replaced):
-                new = old._replacement
-                params[i] = new
+            if isinstance(old, ShardedTensor) and old.plain is not None:
+                params[i] = old.plain
+            elif isinstance(old, Replaced):
+                new = params[i] = replacement_of(old)
                 if old in state:
-                    state[new] = _shard_state(state.pop(old), new)
+                    values = state.pop(old)
+                    state[new] = _shard_state(values, new) if isinstance(new, ShardedTensor) else values
 
 
 _NUM_MOVES = [0]  # of parameters to other places, in this process

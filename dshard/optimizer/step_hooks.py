@@ -3,19 +3,27 @@
 Torch calls hooks of all optimizers in the order in which they were registered, which would be that of imports.
 """
 
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+from torch import optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from dshard.compiling import Pause, outside_of_graphs
 from dshard.optimizer.replace import repoint_optimizer
 from dshard.optimizer.swap import begin_swap, check_interrupted, check_kernels, closure_of, end_swap
 from dshard.tensor import stepping
+from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.units.unit import Unit
 
+_OF_MATRICES = (optim.Muon, optim.Adafactor, optim.LBFGS)
 Listener = Callable[[Optimizer], object]
 
 
@@ -24,11 +32,18 @@ class _Steps:
 
     are_watched: ClassVar[bool] = False
     before: ClassVar[list[Listener]] = []
+    numbers: ClassVar[Iterator[int]] = itertools.count()
     after: ClassVar[list[Listener]] = []
+    known: ClassVar["weakref.WeakSet[Optimizer]"] = weakref.WeakSet()  # that have stepped
+    count: ClassVar["_Count | None"] = None  # of the step that runs, or of one that raised
 
 
 def watch_steps() -> None:
-    """Have torch tell of the steps of all optimizers, from the first sharded model on."""
+    """Have torch tell of the steps of all optimizers, from the first sharded model on.
+
+    Torch calls these two ahead of an optimizer's own hooks, and behind them. The step itself begins behind the last of
+    the program's hooks and ends ahead of the first: `_begin` puts `_enter` and `_leave` there.
+    """
     if not _Steps.are_watched:
         _Steps.are_watched = True
         register_optimizer_step_pre_hook(_begin)
@@ -45,6 +60,11 @@ def after_steps(listener: Listener) -> Callable[[], None]:
     return _added(_Steps.after, listener)
 
 
+def known_optimizers() -> list[Optimizer]:
+    """Optimizers of this process that have stepped since a model was sharded, in the order of their first steps."""
+    return sorted(_Steps.known, key=lambda optimizer: optimizer.__dict__.get("_dshard_number", 0))
+
+
 def num_listeners() -> tuple[int, int]:
     """How many are told before steps, and after them."""
     return len(_Steps.before), len(_Steps.after)
@@ -56,19 +76,74 @@ def _added(listeners: list[Listener], listener: Listener) -> Callable[[], None]:
     return lambda: listeners.remove(listener)
 
 
+_HOOK_ID = -1  # torch counts from 0
+
+
+@outside_of_graphs
 def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    stepping.begin(sys._getframe(1))
+    """The first that is done: what the program's own hooks see is what it is outside of the step."""
+    Pause.is_wanted = False  # of a step that raised
     check_interrupted(optimizer, ())
+    if optimizer not in _Steps.known:
+        optimizer.__dict__["_dshard_number"] = next(_Steps.numbers)
+        _Steps.known.add(optimizer)
     repoint_optimizer(optimizer)
     for listener in tuple(_Steps.before):
         listener(optimizer)
-    written = _written(optimizer) if closure_of(args, kwargs) is None else []  # else it computes first
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    before[_HOOK_ID], after[_HOOK_ID] = _enter, _leave
+    before.move_to_end(_HOOK_ID)
+    after.move_to_end(_HOOK_ID, last=False)
+
+
+@outside_of_graphs
+def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Behind all hooks of the program, ahead of the step itself."""
+    stepping.begin(sys._getframe(2))
+    written = _written(optimizer)
+    _Steps.count = _Count.of(optimizer, written)
+    written = written if closure_of(args, kwargs) is None else []  # else it computes first
     units = _units_of(written)
     _await_readers(written, units)
     check_kernels(optimizer)
     begin_swap(optimizer, args, kwargs)
+    if type(optimizer) in _OF_MATRICES:  # whose graphs would hold views of sharded tensors
+        Pause.is_wanted = True
     for pool in {id(unit.model.pool): unit.model.pool for unit in units}.values():
         pool.settle()  # of what gradients were reduced from: the step needs memory, too
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """The writes of a step, counted once for each parameter, as ranks compare them at the next gather.
+
+    Args:
+        optimizer: That steps.
+        written: Storages of the parameters that have a gradient.
+        others: Those that have none, and their versions when the step began.
+    """
+
+    optimizer: Optimizer
+    written: list[ShardStorage]
+    others: list[tuple[ShardStorage, int]]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, written: Sequence[ShardedTensor]) -> "_Count":
+        """Begin to count."""
+        own = [param.shard_storage for param in written]
+        known = set(map(id, own))
+        given = (param for group in optimizer.param_groups for param in group["params"])
+        storages = [param.shard_storage for param in given if type(param) in SHARDED]
+        others = [each for each in storages if id(each) not in known and each.tensor is not None]
+        return cls(optimizer, own, [(each, each.resolve()._version) for each in others])
+
+    def end(self) -> None:
+        """The step has ended."""
+        moved = [storage for storage, version in self.others if storage.resolve()._version != version]
+        for storage in (*self.written, *moved):
+            storage.num_writes += 1
+        # Kernels of other libraries may have written to shards by their addresses, which no counter knows of.
+        torch.autograd.graph.increment_version([storage.resolve() for storage in self.written])
 
 
 def _written(optimizer: Optimizer) -> list[ShardedTensor]:
@@ -97,8 +172,21 @@ def _await_readers(written: Sequence[ShardedTensor], units: Sequence[Unit]) -> N
             storage.leave_home()
 
 
-def _end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+@outside_of_graphs
+def _leave(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Behind the step itself, ahead of all hooks of the program."""
+    Pause.is_wanted = False
     stepping.end()
     end_swap(optimizer)
+    count, _Steps.count = _Steps.count, None
+    if count is not None and count.optimizer is optimizer:
+        count.end()
+
+
+@outside_of_graphs
+def _end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """The last that is done, or nearly."""
+    optimizer._optimizer_step_pre_hooks.pop(_HOOK_ID, None)
+    optimizer._optimizer_step_post_hooks.pop(_HOOK_ID, None)
     for listener in tuple(_Steps.after):  # one may end itself
         listener(optimizer)

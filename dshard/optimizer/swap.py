@@ -2,7 +2,7 @@
 
 An operation on a ShardedTensor costs some microseconds of dispatch, an optimizer's step runs hundreds of them, and
 for an elementwise optimizer all of them do the same: unwrap. So for the length of the step its groups and states hold
-the shards themselves. Whoever else looks in meanwhile (a closure, a hook) would see shards; then nothing is swapped.
+the shards themselves. A closure that looks in meanwhile would see shards; then nothing is swapped.
 """
 
 from collections import defaultdict
@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from dshard.errors import StateError, UnsupportedOpError
 from dshard.tensor import ShardedTensor
@@ -37,7 +36,6 @@ class _Swap:
     swapped: list[ShardedTensor]  # the sharded parameters
     shards: list[Tensor]  # what stands in for each of them
     versions: list[int]  # version counters of those shards at the start
-    state_storages: list[ShardStorage]  # cells of the states that are sharded
     state_values: list[Any]  # all values of the states that the optimizer sees, in order
 
 
@@ -58,10 +56,6 @@ def _may_swap(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
     return (
         type(optimizer) in _ELEMENTWISE
         and closure_of(args, kwargs) is None
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-        and len(torch_optimizer._global_optimizer_pre_hooks) == 1  # our own
-        and len(torch_optimizer._global_optimizer_post_hooks) == 1
         and not optimizer.defaults.get("differentiable")
     )
 
@@ -143,7 +137,7 @@ def _swap(optimizer: Optimizer, groups: list[list[Tensor]], swapped: list[Sharde
         state[of_param.get(id(param), param)] = dict(zip(named, rest, strict=False))  # takes as many as there are names
     params = [group["params"] for group in optimizer.param_groups]
     versions = [shard._version for shard in shards]
-    _Current.swap = _Swap(optimizer, params, optimizer.state, swapped, shards, versions, storages, seen)
+    _Current.swap = _Swap(optimizer, params, optimizer.state, swapped, shards, versions, seen)
     for group, standins in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = standins
     optimizer.state = state
@@ -167,17 +161,13 @@ def _restore(swap: _Swap) -> None:
     for group, params in zip(swap.optimizer.param_groups, swap.params, strict=True):
         group["params"] = params
     seen = list(chain.from_iterable(map(dict.values, swap.optimizer.state.values())))
-    if len(seen) == len(swap.state_values) and all(map(is_, seen, swap.state_values)):
-        for storage in swap.state_storages:
-            storage.num_writes += 1
-    else:
+    if len(seen) != len(swap.state_values) or not all(map(is_, seen, swap.state_values)):
         _wrap_states(swap)
     swap.optimizer.state = swap.state
     moved: list[Tensor] = []
     for param, shard, version in zip(swap.swapped, swap.shards, swap.versions, strict=True):
         if shard.grad is not None:
             shard.grad = None
-            param.shard_storage.num_writes += 1
             moved.append(param)
             if shard._version == version:
                 moved.append(shard)  # fused kernels do not count their writes
@@ -205,7 +195,6 @@ def _wrapped(old: Any, value: Any, param: ShardedTensor, shape: torch.Size) -> A
         storage = old.shard_storage
         if storage.tensor is not value:
             storage.deliver(value)
-        storage.num_writes += 1
         return old
     if isinstance(value, Tensor) and value.dim() and value.shape == shape:
         return param.like(ShardStorage(value, param.shard_layout, is_shared=True), dtype=value.dtype)

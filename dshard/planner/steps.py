@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from dshard.errors import StateError
+from dshard.arguments import call_given
+from dshard.errors import ArgumentError, StateError
 
 
 @contextmanager
@@ -58,7 +59,14 @@ def run_step(
         StateError: There is nothing to go backward from.
     """
     args, kwargs = arguments(sample)
-    loss = (loss_of or loss_in)(model(*args, **kwargs))
+    output = model(*args, **kwargs)
+    loss = call_given("plan", "loss_of", loss_of, output) if loss_of is not None else loss_in(output)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ArgumentError(
+            f"plan: loss_of must return a tensor of one element, but it returned {given}. Pass one that does, as in "
+            "lambda output: output.float().mean()."
+        )
     if not loss.requires_grad:
         raise StateError("plan: the model's output must need gradients, but it does not. Pass loss_of=.")
     begin_backward()

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_map_only
 
-from dshard.errors import StateError
+from dshard.errors import ArgumentError, DShardError, StateError
 from dshard.planner.alike import Run, find_runs
 from dshard.planner.flops import Op, cost_of, grouped_like
 from dshard.planner.lives import Event, Life, Record, phases_of
@@ -98,6 +98,14 @@ def _traced(
                     f"a shape that depends on values ({error.func}). Pass a model whose forward does not (for "
                     "transformers' mixtures of experts: experts_implementation='grouped_mm'), or costs of your own to "
                     "dshard.planner.solve."
+                ) from error
+            except DShardError:
+                raise
+            except Exception as error:
+                raise ArgumentError(
+                    "plan: sample_input must be what a forward and backward of the model run on, but they raised "
+                    f"{type(error).__name__}: {error}. Pass arguments as the training loop passes them: a tensor, a "
+                    "tuple, or a dict by name; and loss_of= where the output's own loss is not meant."
                 ) from error
         pieces = (piece for each in tensors(sample) for piece in pieces_of(each))
         inputs = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in pieces}

@@ -172,7 +172,15 @@ def _read(file: Path, known: dict[str, Any], shape: tuple[int, ...]) -> Tensor |
         figures = torch.tensor(record.pop("seconds"), dtype=torch.float64)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
-    return figures if record == known and figures.shape == shape else None
+    return figures if record == known and figures.shape == shape and _are_times(figures, known["in_place"]) else None
+
+
+def _are_times(figures: Tensor, in_place: Sequence[Sequence[bool]]) -> bool:
+    """Whether all that was measured are seconds; a gather in place is measured where full values can be so."""
+    measured = torch.ones(figures.shape, dtype=torch.bool)
+    for part, (shards, _) in zip(measured, in_place, strict=True):
+        part[len(COLLECTIVES) - 1 :] = shards
+    return bool((figures.isfinite() & (figures > 0))[measured].all())
 
 
 def _write(file: Path, known: dict[str, Any], figures: Tensor) -> None:

@@ -1,18 +1,22 @@
 """What modules take and give under mixed precision: floating-point tensors in the dtype that their weights have."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+import copy
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.utils import _apply_to_tensors
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.rnn import PackedSequence
 
+from dshard.errors import UnsupportedOpError
 from dshard.policies import Precision, PrecisionRules
 from dshard.tensor import ShardedTensor
 
 _ATTRIBUTE = "_dshard_casts"
+_OF_BATCH_NORM = (_BatchNorm.forward, _InstanceNorm.forward)  # torch.nn.functional.batch_norm takes one dtype of both
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +46,68 @@ class Casts:
         return _converted(output, self.outputs)
 
 
+def forget_casts(module: nn.Module) -> None:
+    """Have a module take and give what it is given, and look at nothing."""
+    module.__dict__.pop(_ATTRIBUTE, None)
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook is _check_statistics:
+            del module._forward_pre_hooks[key]
+
+
 def _converted(value: Any, dtype: torch.dtype | None) -> Any:
-    """`value` with all floating-point tensors in it, however nested, in another dtype."""
+    """`value` with all floating-point tensors in it, however nested, in another dtype.
+
+    A container in which nothing is cast is given as the object that it is: modules may hand on what they write to it. One
+    in which something is cast becomes a copy of its type that shares all else.
+    """
     if dtype is None:
         return value
     if isinstance(value, Tensor):
-        return _to(dtype, value)
-    return _apply_to_tensors(partial(_to, dtype), value)
+        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+    if isinstance(value, Mapping):
+        return _with_items(value, _changed(value.items(), dtype))
+    if isinstance(value, PackedSequence):  # a tuple that is not made of its items alone
+        data = _converted(value.data, dtype)
+        return value if data is value.data else value._replace(data=data)
+    if isinstance(value, (list, tuple)):
+        return _with_items(value, _changed(enumerate(value), dtype))
+    if isinstance(value, (set, frozenset)):
+        items = [(item, _converted(item, dtype)) for item in value]
+        return type(value)(new for _, new in items) if any(old is not new for old, new in items) else value
+    if is_dataclass(value) and not isinstance(value, type):
+        return _with_fields(value, _changed(((each.name, getattr(value, each.name)) for each in fields(value)), dtype))
+    return value
 
 
-def _to(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+def _changed(items: Iterable[tuple[Any, Any]], dtype: torch.dtype) -> dict[Any, Any]:
+    """Those of some items that are cast, by their keys."""
+    pairs = ((key, item, _converted(item, dtype)) for key, item in items)
+    return {key: new for key, old, new in pairs if new is not old}
+
+
+def _with_items(value: Any, changed: Mapping[Any, Any]) -> Any:
+    """A mapping, list or tuple with other items at some keys; itself where there are none."""
+    if not changed:
+        return value
+    if isinstance(value, tuple):
+        items = [changed.get(i, item) for i, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return type(value)({**value, **changed})  # type: ignore[call-arg]  # such as types.MappingProxyType
+    new = copy.copy(value)
+    for key, item in changed.items():
+        new[key] = item
+    return new
+
+
+def _with_fields(value: Any, changed: Mapping[str, Any]) -> Any:
+    """A dataclass with other values of some fields; itself where there are none."""
+    if not changed:
+        return value
+    new = copy.copy(value)
+    for name, item in changed.items():
+        object.__setattr__(new, name, item)  # a frozen one, too
+    return new
 
 
 def cast_at(modules: Sequence[nn.Module], rules: PrecisionRules, watch: Callable[[nn.Module], None]) -> None:
@@ -71,9 +126,31 @@ def cast_at(modules: Sequence[nn.Module], rules: PrecisionRules, watch: Callable
         casts = Casts(rest.param_dtype if rest.casts_inputs else None, rest.output_dtype)
         for module in modules if casts != Casts(None, None) else ():
             module.__dict__[_ATTRIBUTE] = casts
+    for module in modules if rules.rules else ():
+        _check_statistics_of(module)
     if any(rule is not rest for rule in rules.rules):
         for module in modules:
             _cast_parts(module, rest.param_dtype if rest is not None else None, watch)
+
+
+def _check_statistics_of(module: nn.Module) -> None:
+    """Have batch norms below a module look at dtypes ahead of their forwards: torch's own error names no module."""
+    for child in module.modules():
+        if type(child).forward in _OF_BATCH_NORM and child.affine and child.track_running_stats:
+            child.register_forward_pre_hook(_check_statistics)
+
+
+def _check_statistics(module: nn.Module, args: Any) -> None:
+    """Raise where a norm computes in another dtype than that of its running statistics."""
+    weight, mean = module.weight, module.running_mean
+    if not isinstance(weight, ShardedTensor) or not isinstance(mean, Tensor) or weight.dtype == mean.dtype:
+        return
+    name = weight.name.removesuffix(".weight")
+    raise UnsupportedOpError(
+        f"{name}: a {type(module).__name__} computes in the dtype of its running statistics, but mp_policy has its weight "
+        f'computed with in {weight.dtype}, and these are {mean.dtype}. Leave it out by a pattern, as in mp_policy={{"'
+        f'{name}.*": None, "*": ...}}.'
+    )
 
 
 def _cast_parts(module: nn.Module, rest: torch.dtype | None, watch: Callable[[nn.Module], None]) -> None:

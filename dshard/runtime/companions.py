@@ -22,15 +22,23 @@ class _ManagedModule:
         return torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is None
 
 
-def keep_generation_in_step(root: nn.Module) -> None:
-    """Have `generate` of transformers run as many forwards on every rank, whenever a rank's own sequences end.
+_MANAGED = "_is_fsdp_managed_module"
 
-    It asks a module for this attribute, and then compares over the ranks, at each token, whether all have ended. The
-    module that has `generate` may lie below the one that was sharded, in a wrapper of PEFT's.
+
+def say_managed(root: nn.Module) -> None:
+    """Have a module, and all below it, say that they are sharded, as FSDP2's do.
+
+    Transformers asks modules for this attribute. Then `generate` compares over the ranks, at each token, whether all
+    sequences have ended, and encoders run the layers that `layerdrop` drops on some ranks alone, without their results.
     """
     for module in root.modules():
-        if hasattr(module, "generate"):
-            module._is_fsdp_managed_module = _ManagedModule()  # type: ignore[assignment]
+        module.__dict__[_MANAGED] = _ManagedModule()
+
+
+def say_unmanaged(root: nn.Module) -> None:
+    """Take that back."""
+    for module in root.modules():
+        module.__dict__.pop(_MANAGED, None)
 
 
 class DataParallelNames:

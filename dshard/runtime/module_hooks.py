@@ -58,6 +58,16 @@ def watch(module: nn.Module) -> None:
         module._forward_hooks_always_called[_HOOK_ID] = True
 
 
+def unwatch(module: nn.Module) -> None:
+    """Have the forwards of a module noticed no more."""
+    if module.__dict__.pop("_dshard_units", None) is not None:
+        module.__dict__.pop("_dshard_formed", None)
+        for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs):
+            hooks.pop(_HOOK_ID, None)  # type: ignore[attr-defined]
+        for hooks in (module._forward_hooks, module._forward_hooks_always_called):
+            hooks.pop(_HOOK_ID, None)  # type: ignore[attr-defined]
+
+
 def attach(module: nn.Module, unit: Unit) -> None:
     """Tie a unit to a module's forward."""
     watch(module)

@@ -15,6 +15,7 @@ from dshard.optimizer.step_hooks import watch_steps
 from dshard.optimizer.swap import check_interrupted
 from dshard.runtime.budget import agreed_free_bytes
 from dshard.runtime.late import LateParameters
+from dshard.tensor.exports import refuse_compiled_autograd
 from dshard.tensor.meshes import group_of
 from dshard.units.context import ModelContext
 from dshard.units.schedule import Phase
@@ -59,6 +60,7 @@ class Runtime:
     def _start_forward(self, root: nn.Module) -> None:
         """The model starts a forward."""
         context, is_recorded = self.context, torch.is_grad_enabled()
+        refuse_compiled_autograd(type(root).__name__)
         self.backward.begin_forward()
         phase = Phase.FORWARD if is_recorded else Phase.EVAL
         if context.announce is not None:

@@ -102,7 +102,7 @@ def convert(
             kind = MixedShardedTensor if dtypes is not None and dtypes.compute is not None else ShardedTensor
             kind = kind if offload is None else OffloadedShardedTensor
             new = shard_over(old, place.mesh, place.dim, name=spec.name, device=device, kind=kind)
-            new.wire_precision = dtypes
+            new.wire_precision, new.plain_class = dtypes, type(old)
             torch.Tensor.requires_grad_(new, old.requires_grad)
             new._is_param = True
         if spec.strategy is not None:

@@ -209,7 +209,9 @@ class _Call:
             precision = replace(precision, away=followed.away)
         averages = options.grad_reduce == "mean"
         resolver = Resolver(mesh, options.placement_fn, averages, precision, followed.strategies)
-        followed.strategies.check_names("fully_shard", [name for name, _ in found])
+        names = [name for name, _ in found]
+        followed.strategies.check_names("fully_shard", names)
+        precision.check_names("fully_shard", names)
         children = chosen_modules(modules, options.auto_wrap_policy, options.ignored)
         specs = resolver.params(found)
         for spec in specs:

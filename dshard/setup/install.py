@@ -9,7 +9,7 @@ from torch import nn
 
 from dshard.agreement.same import check_same
 from dshard.optimizer.replace import inherit
-from dshard.runtime.companions import keep_generation_in_step
+from dshard.runtime.companions import say_managed
 from dshard.runtime.module import sharded_class
 from dshard.runtime.module_hooks import attach, watch
 from dshard.runtime.pipelining import answer_as_fsdp2
@@ -90,8 +90,8 @@ def wrap(
             answer_as_fsdp2(module)
             watch(module)
         own = install(wrapping.units, runtime, sharded, wrapping.modules)
-        if len(wrapping.modules) == 1:
-            keep_generation_in_step(wrapping.modules[0])
+        for module in wrapping.modules:
+            say_managed(module)
     below = [unit for root in modules for unit in units_of(root) if unit not in own]
     context.reorder([*dict.fromkeys(below), *own])
     if len(modules) == 1:

@@ -11,6 +11,7 @@ from dshard import arguments
 from dshard.agreement.same import check_same, refused_together
 from dshard.autograd.modes import in_backward
 from dshard.errors import StateError, UnsupportedOpError
+from dshard.gradients.reducer import Reducer
 from dshard.optimizer.relocate import Move, place_of, relocate
 from dshard.optimizer.replace import move_states, note_moves
 from dshard.policies import StrategyRules
@@ -42,23 +43,23 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
         StateError: A forward, backward or `gathered` scope runs; or a pattern matches nothing. On every rank alike.
         PlacementError, UnsupportedOpError: A parameter cannot go where it should. On every rank alike, ahead of any
             change.
-        DivergenceError: The ranks ask for different strategies, or one of them for none. On every rank alike.
+        DivergenceError: The ranks ask for different strategies, or pass different optimizers. On every rank alike.
 
     Communicates:
-        An all-reduce of 32 bytes; an all-gather of each parameter, gradient and state that is cut otherwise than
+        An all-reduce of 48 bytes, and one of a byte per unit; an all-gather of each parameter, gradient and state that is cut otherwise than
         before, and nothing for what was whole. With `hybrid(k)`, the making of process groups, the first time.
     """
-    context = _context_at_rest(arguments.read("set_strategy", {"module": module})["module"])
+    context = context_at_rest("set_strategy", arguments.read("set_strategy", {"module": module})["module"])
     groups = list({p.shard_group.full_name: p.shard_group for unit in context.units for p in unit.params[:1]}.values())
-    with refused_together("set_strategy", ["strategy"], next(iter(groups), None)):
+    with refused_together("set_strategy", ["strategy", "optimizer"], next(iter(groups), None)):
         given = arguments.read("set_strategy", {"strategy": strategy, "optimizer": optimizer})
         rules = StrategyRules.of(given["strategy"])
     names = [name for name, _ in _sharded(module)]
+    optimizers = [f"{type(each).__name__} of {len(each.param_groups)} groups" for each in given["optimizer"] or ()]
     asked = [f"{pattern}: {wanted}" for pattern, wanted in rules.rules]
     for group in groups:
-        check_same(
-            "set_strategy", {"strategy": [*asked, *(f"{name}: {rules.strategy_of(name)}" for name in names)]}, group
-        )
+        strategies = [*asked, *(f"{name}: {rules.strategy_of(name)}" for name in names)]
+        check_same("set_strategy", {"strategy": strategies, "optimizer": optimizers}, group)
     rules.check_names("set_strategy", names)
     tops = context.get(LateParameters).tops
     places: dict[ShardedTensor, Place] = {}
@@ -74,6 +75,7 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
         slices[param] = chosen.num_slices
         if is_sliced(param, chosen.num_slices):
             check_sliced(tops, name, param, dim=places[param].dim)
+    context.get(Reducer).reduce_all()
     for param in places:
         if isinstance(param.grad, ShardedTensor):
             param.grad.shard_storage.resolve()
@@ -102,14 +104,18 @@ def _pair(place: Place) -> tuple[Any, int | None]:
     return place.mesh, place.dim
 
 
-def _context_at_rest(module: Any) -> ModelContext:
-    """The context of a sharded module at rest."""
+def context_at_rest(who: str, module: Any) -> ModelContext:
+    """The context of a sharded module at rest.
+
+    Raises:
+        StateError: A forward, backward or `gathered` scope runs. On every rank alike.
+    """
     context = context_of(module)
     pinned = next((unit for unit in context.units if unit.num_pins), None)
     running = "a backward" if in_backward() else "a forward" if context.forwards.num_running else None
     if running is not None or pinned is not None:
         raise StateError(
-            f"set_strategy: strategies change between two steps, but {running or 'a gathered() scope'} is open. Call "
+            f"{who}: a model changes between two steps, but {running or 'a gathered() scope'} is open. Call "
             "it after optimizer.step()."
         )
     return context

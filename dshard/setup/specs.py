@@ -7,14 +7,17 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dshard.collectives import ShardGroup
 from dshard.errors import StateError, UnsupportedOpError
 from dshard.policies import Precision, PrecisionRules, Strategy, StrategyRules
 from dshard.tensor.meshes import group_of
-from dshard.tensor.subclass_shards import subclass_gathers
+from dshard.tensor.subclass_shards import holds_packed_bits, subclass_gathers
 from dshard.units.placing import Place, PlacementFn, placed_by, places_of
 from dshard.units.settings import UnitSettings
+
+_PLAIN_PARAMETERS = (nn.Parameter, Tensor)  # whose values are numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +120,8 @@ class Resolver:
         """
         specs = []
         for (name, param), base in zip(found, places_of(found, self.mesh, self.shard_placement_fn), strict=True):
-            rule = self.precision.precision_of_subclass if subclass_gathers(param) else self.precision.precision_of
-            spec = ParamSpec(name, param, base, self.strategies.strategy_of(name), rule(name, param.dtype))
+            precision = _precision_of(self.precision, name, param)
+            spec = ParamSpec(name, param, base, self.strategies.strategy_of(name), precision)
             spec.check()
             specs.append(spec)
         return specs
@@ -151,6 +154,30 @@ class Resolver:
     def under(self, strategies: StrategyRules) -> "Resolver":
         """The same, where strategies were set since."""
         return replace(self, strategies=strategies.over(self.strategies))
+
+
+def _precision_of(rules: PrecisionRules, name: str, param: nn.Parameter) -> Precision | None:
+    """The dtypes of a parameter on its way: never a cast of bits that are no numbers.
+
+    Raises:
+        UnsupportedOpError: A policy would cast a parameter of a class of its own, and does not name it. On every rank
+            alike, where all were given the same.
+    """
+    if subclass_gathers(param):
+        return rules.precision_of_subclass(name, param.dtype)
+    found = rules.precision_of(name, param.dtype)
+    if found is None or found.compute is None:
+        return found
+    if holds_packed_bits(param):
+        return Precision(offload=found.offload) if found.offload is not None else None
+    kind = type(param)
+    if kind not in _PLAIN_PARAMETERS and not isinstance(param, DTensor) and not rules.names(name):
+        raise UnsupportedOpError(
+            f"{name}: mp_policy casts values, but this parameter is a {kind.__name__}, whose bits may be no numbers "
+            f"(dtype {param.dtype}, to {found.compute}). Name it in mp_policy, as in "
+            f'{{"{name}": None, "*": ...}} to leave it as it is, or with a dtype to cast it all the same.'
+        )
+    return found
 
 
 def _is_importable(function: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
+from dshard.arguments import call_given
 from dshard.errors import StateError, UnsupportedOpError
 from dshard.runtime.module import FSDPModule
 from dshard.tensor import ShardedTensor
@@ -69,8 +70,15 @@ def _children_first(root: nn.Module) -> list[nn.Module]:
 
 def _of_torchs_object(root: nn.Module, policy: Any) -> dict[nn.Module, bool | None]:
     """What one of torch's policy objects chooses, with the arguments that it gives each module beyond the root's."""
-    chosen: Mapping[nn.Module, Any] = policy._run_policy(root, ignored_modules=set(), root_kwargs={})
+    chosen: Mapping[nn.Module, Any] = _asked(policy._run_policy, root, ignored_modules=set(), root_kwargs={})
     return {module: _reshards(module, kwargs) for module, kwargs in chosen.items()}
+
+
+def _asked(policy: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a policy says of a module."""
+    module = args[0] if args else kwargs["module"]
+    about = f"for a {type(module).__name__}"
+    return call_given("fully_shard", "auto_wrap_policy", policy, *args, about=about, **kwargs)
 
 
 def _reshards(module: nn.Module, kwargs: Mapping[str, Any]) -> bool | None:
@@ -104,7 +112,7 @@ def _of_function(root: nn.Module, policy: Any, takes: set[int]) -> dict[nn.Modul
         chosen: dict[nn.Module, bool | None] = {}
         _descend(root, policy, takes, chosen)
         return chosen
-    answers = {m: policy(m) for m in root.modules() if m is not root}
+    answers = {m: _asked(policy, m) for m in root.modules() if m is not root}
     for module, answer in answers.items():
         if not isinstance(answer, bool):
             raise StateError(
@@ -128,10 +136,10 @@ def _descend(module: nn.Module, policy: Callable[..., Any], takes: set[int], cho
     elements, and chosen if it says so for those that are left.
     """
     numel = sum(p.numel() for p in module.parameters() if id(p) in takes)
-    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+    if not _asked(policy, module=module, recurse=True, nonwrapped_numel=numel):
         return 0
     inside = sum(_descend(child, policy, takes, chosen) for child in module.children())
-    if policy(module=module, recurse=False, nonwrapped_numel=numel - inside):
+    if _asked(policy, module=module, recurse=False, nonwrapped_numel=numel - inside):
         chosen[module] = None
         return numel
     return inside

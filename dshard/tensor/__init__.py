@@ -6,6 +6,7 @@ from torch.utils import _foreach_utils
 
 from dshard.layout import ShardLayout
 from dshard.policies import Offload, Precision
+from dshard.tensor.beside_dtensors import run_beside_dtensors
 from dshard.tensor.copying import rebuild
 from dshard.tensor.dispatch import dispatch
 from dshard.tensor.mixed import MixedShardedTensor
@@ -18,6 +19,7 @@ from dshard.tensor.traced import unflatten
 __all__ = ["MixedShardedTensor", "OffloadedShardedTensor", "OpClass", "ShardedTensor", "classify"]
 
 ShardedTensor._dispatch = staticmethod(dispatch)
+ShardedTensor._dispatch_beside = staticmethod(run_beside_dtensors)
 ShardedTensor.__tensor_unflatten__ = classmethod(unflatten)  # type: ignore[assignment, method-assign]
 if not asks_subclasses():
     ask_the_class(ShardedTensor)

@@ -1,5 +1,6 @@
 """What a ShardedTensor gives to others: its full value to autograd, and itself to graphs that are traced."""
 
+import sys
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from dshard.tensor.tp_layout import tp_layout_of
 
 def check_traceable(tensor: Any) -> None:
     """Raise StateError for a tensor that a graph cannot take in; dynamo would keep a NotImplementedError quiet."""
+    refuse_compiled_autograd(tensor.name)
     if subclass_gathers(tensor.shard_storage.tensor):
         raise StateError(
             f"{tensor.name}: torch.compile does not take parameters of tensor subclasses yet, but this one's shard is "
@@ -32,6 +34,17 @@ def check_traceable(tensor: Any) -> None:
         raise StateError(
             f"{tensor.name}: torch.compile does not take parameters that are cut over another mesh too (tensor "
             f"parallelism) yet, but this one lies as {tensor.placements}. Call the model without torch.compile."
+        )
+
+
+def refuse_compiled_autograd(who: str) -> None:
+    """Raise StateError where torch's compiled autograd is on: it makes a graph of hooks that gather and reduce."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    if module is not None and (module.compiled_autograd_enabled or module.in_compiled_autograd_region):
+        raise StateError(
+            f"{who}: a backward of a sharded model gathers and reduces as it runs, but compiled autograd "
+            "(torch._dynamo.config.compiled_autograd, torch._dynamo.compiled_autograd._enable) makes one graph of it. "
+            "Leave it off, and compile the model: model.compile(), or its blocks."
         )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
-from dshard.tensor.agreed import AgreedTensor
+from dshard.tensor.results import AgreedTensor
 from dshard.tensor.sharded_tensor import ShardedTensor
 from dshard.tensor.stepping import is_stepping
 from dshard.tensor.strides import bytes_of

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from dshard.collectives import is_storage_held
 from dshard.layout import ShardLayout
+from dshard.tensor.stepping import is_stepping
+from dshard.tensor.user_collectives import watch_shard
 
 _MOVES = threading.RLock()  # of shards from one memory to another, while a thread may come for one
 
@@ -74,8 +76,20 @@ class ShardStorage:
         return self._pending is not None
 
     def note_write(self) -> None:
-        """The shard was written to, by all ranks: gathered copies are stale, and the next gather compares the count."""
-        self.num_writes += 1
+        """The shard was written to, by all ranks: gathered copies are stale, and the next gather compares the count.
+
+        A step of an optimizer counts once for all of its writes, when it ends: how many there are depends on its path.
+        """
+        if not is_stepping():
+            self.num_writes += 1
+        torch.autograd.graph.increment_version(self.resolve())
+
+    def note_collective(self) -> None:
+        """A collective of the program's own has written to the shard: gathered copies are stale.
+
+        How it was written before does not count any more: the ranks may be equal again that were not.
+        """
+        self.tag = self.num_writes = 0
         torch.autograd.graph.increment_version(self.resolve())
 
     @property
@@ -125,6 +139,7 @@ class ShardStorage:
         """
         shard = self.resolve()
         self._await_reader()
+        watch_shard(self)
         with _MOVES:
             if self.home is not None and self.home.thread != threading.get_ident():
                 return shard.detach()

@@ -19,7 +19,7 @@ from dshard.tensor.local_views import LocalTensor, is_in_forward
 from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sources import GatherSource, Origin
 from dshard.tensor.tp_layout import lie_of
-from dshard.tensor.traced_meta import note_exact_use, telling
+from dshard.tensor.traced_meta import GRAD, note_exact_use, telling
 from dshard.tensor.views import View, ViewMeta, ViewStep, empty_of
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class ShardedBase(DTensor):
     wire_precision: Precision | None = None  # of a parameter, in which dtypes it travels
     _kind: Any = None  # of a class made for precedence, the one that it stands for
     base_place: tuple[DeviceMesh, int | None] | None = None  # mesh and dim that a strategy starts from
+    plain_class: type[Tensor] | None = None  # of the parameter that it has replaced
+    plain: Any = None  # the plain parameter that has replaced it
     has_compute_dtype: bool = False
     is_used_in_functions: bool = False  # in a forward, without autograd: in that of a custom function, maybe
     is_used_exactly: bool = False  # outside of any forward, with autograd
@@ -341,6 +343,7 @@ class ShardedBase(DTensor):
         flattened: tuple[list[str], tuple[Any, ...]] = DTensor.__tensor_flatten__(self)
         if TracingContext.try_get() is None:
             return flattened
+        ShardedBase.grad = GRAD
         check_traceable(self)
         with _disable_current_modes():
             self.shard_storage.resolve()  # a gradient that is in flight

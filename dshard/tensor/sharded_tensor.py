@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dshard import collectives
@@ -45,6 +46,7 @@ class ShardedTensor(ShardedBase):
     __slotnames__: ClassVar[list[str]] = ["_spec"]
 
     _dispatch: ClassVar[Callable[..., Any]]  # bound by dshard.tensor, which knows both the class and the op table
+    _dispatch_beside: ClassVar[Callable[..., Any]]  # the same, where a plain DTensor is among the operands
     adopt: ClassVar[Callable[["ShardedTensor"], None] | None] = None  # bound by dshard.runtime
 
     @classmethod
@@ -306,6 +308,8 @@ class ShardedTensor(ShardedBase):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if DTensor in types:
+            return ShardedTensor._dispatch_beside(ShardedTensor._dispatch, func, args, kwargs or {})
         return ShardedTensor._dispatch(func, args, kwargs or {})
 
 

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,7 +14,6 @@ from torch._ops import OpOverload
 from dshard import collectives
 from dshard.collectives import ReduceOp, ShardGroup, shard_of
 from dshard.layout import ShardLayout
-from dshard.tensor.agreed import AgreedTensor
 from dshard.tensor.meshes import is_mesh_within
 from dshard.tensor.operands import (
     common_layout,
@@ -25,6 +24,7 @@ from dshard.tensor.operands import (
     numbers_in,
     unwrap_result,
 )
+from dshard.tensor.results import AgreedTensor, FullResult, answering
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.sources import Use
 from dshard.tensor.strides import empty_as
@@ -40,7 +40,34 @@ _NORMS = (aten.linalg_vector_norm.default, aten.norm.Scalar)
 
 
 def compute(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Run an operation on full values; its results are plain tensors of this rank."""
+    """Run an operation on full values; its results are plain tensors of this rank, and outside of models answer."""
+    result = compute_plain(func, args, kwargs)
+    if torch._C._current_graph_task_id() != -1 or type(result) not in (Tensor, list, tuple):
+        return result
+    mesh, is_agreed = None, True
+    for value in _flat((*args, *kwargs.values())):
+        if type(value) in SHARDED:
+            source = value.base.gather_source
+            if source is not None and source.is_running:
+                return result  # in a forward it is one of many values of this rank
+            mesh = mesh if mesh is not None else value._spec.mesh
+        elif isinstance(value, Tensor) and not isinstance(value, AgreedTensor):
+            if value.dim():
+                return result  # data of this rank's own
+            is_agreed = False
+    return answering(result, AgreedTensor if is_agreed else FullResult, mesh) if mesh is not None else result
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def compute_plain(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Run an operation on full values."""
     use = Use(args)
     try:
         values = [a.operand(use) if type(a) in SHARDED else a if type(a) in PLAIN else _operand(a, use) for a in args]
@@ -228,18 +255,23 @@ def reduction(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         gathers = True  # a sum of parts depends on how many there are
     if rule is None or gathers or not source.numel() or source.is_meta:
         result = compute(func, args, kwargs)
-        return result if is_recorded(source) else unwrap_result(result, whole)
+        return result if is_recorded(source) else _answering(unwrap_result(result, whole), source)
     is_norm = func in _NORMS
     shard, groups = _own_part(source) if is_norm else (source.shard_storage.resolve(), distinct_groups(source))
     if not groups:
         result = func(source.shard_storage.resolve(), *args[1:], **kwargs)
-        return AgreedTensor.of(result) if is_norm else result
+        return _answering(result, source)
     local, combine, op = rule
     shard = exact_values(shard, source.name)
     part = local(_widened(shard))
     total = _over_groups(part, groups, op, f"{func._schema.name} of {source.name}")
     result = combine(total).to(kwargs.get("dtype") or _result_dtype(func, source))
-    return AgreedTensor.of(result) if is_norm else result
+    return _answering(result, source)
+
+
+def _answering(result: Any, source: ShardedTensor) -> Any:
+    """What a reduction of a tensor gives: equal on all ranks."""
+    return answering(result, AgreedTensor, source._spec.mesh)
 
 
 def _result_dtype(func: OpOverload, source: ShardedTensor) -> torch.dtype:
@@ -335,8 +367,9 @@ def foreach_norm(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Tensor]:
             parts = collectives.all_reduce(parts, group, op, label="foreach_norm").wait()
         for i, total in zip(indices, parts, strict=True):
             results[i] = combine(total).to(tensors[i].dtype if not tensors[i].is_complex() else total.dtype)
+    found = [result for result in results if result is not None]
     are_agreed = all(isinstance(tensor, ShardedTensor) and not is_recorded(tensor) for tensor in tensors)
-    return [AgreedTensor.of(r) if are_agreed else r for r in results if r is not None]
+    return answering(found, AgreedTensor, tensors[0]._spec.mesh) if are_agreed else found
 
 
 def _own_part(tensor: ShardedTensor) -> tuple[Tensor, list[ShardGroup]]:

@@ -57,7 +57,6 @@ def step_pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
             return NotImplemented
     local[0] = target.shard_storage.writable()
     func(*local, **kwargs)
-    target.shard_storage.num_writes += 1
     increment_version(local[0])
     return target
 
@@ -111,8 +110,6 @@ def _note_writes(func: OpOverload, args: Args, new_args: list[Any]) -> None:
         if argument.alias_info is None or not argument.alias_info.is_write or not args[k]:
             continue
         written = [t for t in args[k] if type(t) in SHARDED]
-        for tensor in written:
-            tensor.shard_storage.num_writes += 1
         increment_version(new_args[k])
         if written:
             increment_version(written)

@@ -17,6 +17,17 @@ def subclass_gathers(tensor: object) -> bool:
     return type(tensor) is not Tensor and hasattr(tensor, "fsdp_post_all_gather")
 
 
+def holds_packed_bits(param: Tensor) -> bool:
+    """Whether the bits of a parameter are no numbers of its dtype: packed weights in a dtype that is storage alone.
+
+    bitsandbytes keeps what unpacks them as `quant_state`. A view of memory of another dtype is seen as long as torch
+    remembers what it is a view of.
+    """
+    if getattr(param, "quant_state", None) is not None:
+        return True
+    return param._is_view() and param._base is not None and param._base.dtype != param.dtype
+
+
 def exact_values(shard: Tensor, name: str) -> Tensor:
     """The values of a shard as a plain tensor of its dtype; itself, if it is none of a subclass.
 

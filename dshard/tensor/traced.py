@@ -1,6 +1,7 @@
 """Sharded tensors within a graph that torch.compile traces: views stay lazy, everything else gathers there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -14,19 +15,22 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
+from dshard.compiling import is_between_graphs, outside_of_graphs
 from dshard.errors import UnsupportedOpError
 from dshard.layout import ShardLayout
 from dshard.tensor import shardwise
 from dshard.tensor.dispatch import described, dispatch
 from dshard.tensor.inductor import lower_gathers
 from dshard.tensor.meshes import group_of
+from dshard.tensor.operands import cut_to, is_recorded, lies_like, materialize
 from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.sources import Use
 from dshard.tensor.strides import restrided
-from dshard.tensor.table import Args, Kwargs, OpClass, classify, mutated_arguments
+from dshard.tensor.table import Args, Handler, Kwargs, OpClass, classify, mutated_arguments
 from dshard.tensor.tp_layout import viewed
-from dshard.tensor.traced_meta import GRAD, dtype_in_graph
+from dshard.tensor.traced_meta import dtype_in_graph
+from dshard.tensor.user_collectives import note_write_to
 from dshard.tensor.views import View, ViewStep, empty_of
 
 
@@ -44,7 +48,16 @@ _LIBRARY.define(
     "gather(Tensor shard, int[] shape, int[] stride, int dim, str group, ScalarType dtype, bool is_own) -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),  # a replay would not look whether a copy is stale
 )
+_LIBRARY.define("written(Tensor shard) -> ()")
 _LIBRARY.impl("gather", lambda *args: TracedGather.run(*args), "CompositeExplicitAutograd")  # noqa: PLW0108 - bound later
+
+
+@torch.library.register_fake("dshard::written", lib=_LIBRARY)
+def _written_fake(shard: Tensor) -> None:
+    return None
+
+
+_LIBRARY.impl("written", note_write_to, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("dshard::gather", lib=_LIBRARY)
@@ -63,13 +76,14 @@ class TracedSource:
 
     Args:
         tensor: The sharded tensor, around the shard that the graph takes.
+        is_given: Whether the graph takes it; else the graph has made it.
     """
 
     is_traced: ClassVar[bool] = True
     num_active = 0  # no module's forward is noted within a graph
 
-    def __init__(self, tensor: ShardedTensor) -> None:
-        self.params = [tensor]
+    def __init__(self, tensor: ShardedTensor, *, is_given: bool = False) -> None:
+        self.params, self.is_given = [tensor], is_given
         self._fulls: dict[int | None, tuple[Any, Tensor]] = {}  # by the graph, which is kept alive with its number
 
     def full(self, slot: int, view: View | None = None, use: Use | None = None) -> Tensor:
@@ -85,6 +99,10 @@ class TracedSource:
             for node, _ in zip(reversed(graph.nodes), range(len(graph.nodes) - num_nodes), strict=False):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE  # rather than save it for backward
         return full
+
+    def forget(self) -> None:
+        """The tensor was written to."""
+        self._fulls.clear()
 
     def _gathered(self) -> Tensor:
         tensor = self.params[0]
@@ -170,9 +188,18 @@ def unflatten(
     prototype = shard if shard.dtype == dtype else empty_of(dtype, shard.device)
     out = kind.wrap(ShardStorage(shard, layout), spec, group, prototype=prototype, requires_grad=requires_grad)
     if is_traced_with:
-        out.gather_source, out.gather_slot = TracedSource(out), 0
-        ShardedTensor._dispatch, ShardedTensor.grad = staticmethod(_dispatch_any), GRAD
+        out.gather_source, out.gather_slot = TracedSource(out, is_given=True), 0
+        _keep_writes()
+        ShardedTensor._dispatch = staticmethod(_dispatch_any)
     return out
+
+
+@cache
+def _keep_writes() -> None:
+    """Have compilers keep the operation that tells of writes, though nobody uses what it gives: it gives nothing."""
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    _register_effectful_op(torch.ops.dshard.written.default, _EffectType.ORDERED)
 
 
 def _has_traced(values: Any) -> bool:
@@ -189,26 +216,154 @@ def _dispatch_any(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """In a process that has compiled: by the rules of a graph, if one is being traced, else as ever."""
     if _has_traced(args) or (kwargs and _has_traced(kwargs.values())):
         return _dispatch_traced(func, args, kwargs)
-    return dispatch(func, args, kwargs)
+    return _dispatch_apart(func, args, kwargs) if is_between_graphs() else dispatch(func, args, kwargs)
+
+
+_dispatch_apart = outside_of_graphs(dispatch)
 
 
 def _dispatch_traced(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Views are remembered, as outside of a graph, so that backward saves shards; all else takes full values."""
+    """Run an operation by its class, as outside of a graph.
+
+    Views are remembered, so that backward saves shards; elementwise operations that autograd does not record run on
+    shards, and write to them; all else takes full values.
+    """
     op_class = classify(func)
     if op_class is OpClass.ALIAS:
         return args[0].alias()
     if op_class is OpClass.VIEW and type(args[0]) in SHARDED:
         return _view(args[0], func, args[1:], kwargs)
+    if (run := _ON_SHARDS.get(op_class)) is not None and not is_recorded(*_flat((*args, *kwargs.values()))):
+        result = run(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
     if op_class is OpClass.REFUSED or any(
         _has_traced([args[i] if isinstance(i, int) and i < len(args) else kwargs.get(str(i))])
         for i in mutated_arguments(func)
     ):
-        named = next(a for a in (*args, *kwargs.values()) if type(a) in SHARDED)
+        named = next(a for a in _flat((*args, *kwargs.values())) if type(a) in SHARDED)
         raise UnsupportedOpError(
-            f"torch.compile: {func} writes to a sharded tensor (shape {tuple(named.shape)}), which a compiled graph "
-            "cannot do. Write to it outside of the compiled function."
+            f"torch.compile: a compiled graph writes to sharded tensors element by element, but {func} writes to one "
+            f"(shape {tuple(named.shape)}{', a view' if named.is_view else ''}) otherwise. Call it outside of the "
+            "compiled function."
         )
-    return shardwise.compute(func, args, kwargs)
+    return shardwise.compute_plain(func, args, kwargs)
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _pointwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    ref = _common_layout((*args, *kwargs.values()))
+    if ref is None:
+        return NotImplemented
+    return _made(ref, func(*(cut_to(arg, ref) for arg in args), **{name: cut_to(v, ref) for name, v in kwargs.items()}))
+
+
+def _pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    target = args[0]
+    if type(target) not in SHARDED or target._view is not None:
+        return NotImplemented
+    others = [cut_to(arg, target) for arg in args[1:]]
+    func(_written(target), *others, **{name: cut_to(value, target) for name, value in kwargs.items()})
+    return target
+
+
+def _foreach(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and any(isinstance(x, Tensor) for x in arg)]
+    singles = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
+    refs = [_common_layout((*items, *singles)) for items in zip(*lists, strict=True)]
+    if any(ref is None for ref in refs):
+        return NotImplemented
+
+    def local(arg: Any) -> Any:
+        return [cut_to(x, ref) for x, ref in zip(arg, refs, strict=True)] if any(arg is x for x in lists) else arg
+
+    results = func(*map(local, args), **kwargs)
+    return [_made(ref, result) for ref, result in zip(refs, results, strict=True) if ref is not None]
+
+
+def _foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    targets = args[0]
+    mutated = mutated_arguments(func)
+    if any(isinstance(target, ShardedTensor) and target._view is not None for target in targets):
+        return NotImplemented
+
+    def local(place: int | str, arg: Any) -> Any:
+        if not isinstance(arg, (list, tuple)) or not any(isinstance(x, Tensor) for x in arg):
+            return arg
+        pairs = zip(arg, targets, strict=True)
+        if place in mutated:
+            return [_written(x) if isinstance(x, ShardedTensor) else x for x, _ in pairs]
+        return [cut_to(x, target) if isinstance(target, ShardedTensor) else materialize(x) for x, target in pairs]
+
+    func(*(local(i, arg) for i, arg in enumerate(args)), **{name: local(name, arg) for name, arg in kwargs.items()})
+    return None
+
+
+def _factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    source = args[0]
+    if source._view is not None:
+        return NotImplemented
+    kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
+    return _made(source, func(source.shard_storage.resolve(), *args[1:], **kwargs))
+
+
+def _copy(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    source = args[0]
+    keeps_strides = kwargs.get("memory_format") in (None, torch.preserve_format)
+    if source._view is not None or not keeps_strides:
+        return NotImplemented
+    return _made(source, func(source.shard_storage.resolve(), *args[1:], **kwargs))
+
+
+_ON_SHARDS: dict[OpClass, Handler] = {
+    OpClass.POINTWISE: _pointwise,
+    OpClass.POINTWISE_INPLACE: _pointwise_inplace,
+    OpClass.FOREACH: _foreach,
+    OpClass.FOREACH_INPLACE: _foreach_inplace,
+    OpClass.FACTORY: _factory,
+    OpClass.CLONE: _copy,
+    OpClass.CAST: _copy,
+}
+
+
+def _common_layout(values: Sequence[Any]) -> ShardedTensor | None:
+    """A sharded tensor whose layout all of some operands share, beside numbers; else None.
+
+    A 0-d tensor in a graph is a number of all ranks: a step count or learning rate, most often.
+    """
+    found: ShardedTensor | None = None
+    for value in values:
+        if isinstance(value, ShardedTensor):
+            if value._view is not None or (found is not None and not lies_like(value, found)):
+                return None
+            found = found if found is not None else value
+        elif isinstance(value, Tensor) and value.dim():
+            return None
+    return found
+
+
+def _made(ref: ShardedTensor, shard: Tensor) -> ShardedTensor:
+    """A sharded tensor that the graph has made, of the layout of another one."""
+    out = ref.like(shard)
+    out.gather_source, out.gather_slot = TracedSource(out), 0
+    return out
+
+
+def _written(target: ShardedTensor) -> Tensor:
+    """The shard of a tensor that the graph writes to; when the graph runs, gathered copies become stale."""
+    shard = target.shard_storage.resolve()
+    if isinstance(target.gather_source, TracedSource):
+        target.gather_source.forget()
+        if target.gather_source.is_given:
+            torch.ops.dshard.written.default(shard)
+    return shard
 
 
 def _view(source: ShardedTensor, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:

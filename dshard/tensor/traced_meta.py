@@ -12,13 +12,18 @@ from dshard.errors import StateError
 _EXACT, _FORWARD = "_dshard_exact_use", "_dshard_forward"  # of a context of tracing: a parameter's name; whether
 
 
-def _grad(tensor: Tensor) -> Tensor | None:
-    grad: Tensor | None = None if TracingContext.try_get() is not None else _GRAD.__get__(tensor)
+def _grad(tensor: Any) -> Tensor | None:
+    if TracingContext.try_get() is not None:
+        source = tensor.gather_source
+        if source is not None and source.is_running and not getattr(source, "is_traced", False):
+            return None
+    grad: Tensor | None = _GRAD.__get__(tensor)
     return grad
 
 
 _GRAD: Any = Tensor.grad  # descriptor
-# No graph needs gradients. To look at them is to wait for their reduction, and dynamo takes none of another dtype.
+# To a graph that is traced in a forward, parameters have no gradients: it needs none, to look at them is to wait for
+# their reduction, and dynamo takes none of another dtype than the parameter has there.
 GRAD: Any = property(_grad, _GRAD.__set__, _GRAD.__delete__)
 
 

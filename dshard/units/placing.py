@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from dshard.arguments import call_given
 from dshard.errors import PlacementError, UnsupportedOpError
 from dshard.policies import Strategy
 from dshard.tensor import ShardedTensor
@@ -57,7 +58,9 @@ def places_of(
     """
     places = []
     for name, param in found:
-        asked = shard_placement_fn(param) if shard_placement_fn is not None else None
+        asked = None
+        if shard_placement_fn is not None:
+            asked = call_given("fully_shard", "shard_placement_fn", shard_placement_fn, param, about=f"for {name}")
         info = getattr(asked, "mesh_info", None)
         if info is None:
             place = Place(mesh, dim_of(name, param, asked))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 
 from dshard.errors import UnsupportedOpError
 from dshard.tensor import OpClass, ShardedTensor, classify
-from dshard.tensor.agreed import AgreedTensor
+from dshard.tensor.results import AgreedTensor
 from dshard.testing import WorldPool, oracle
 
 aten = torch.ops.aten
