@@ -30,6 +30,7 @@ from dshard.join import join
 from dshard.planner import Plan
 from dshard.planning.plan import plan
 from dshard.policies import Strategy
+from dshard.run_by_some import run_by_some
 from dshard.runtime.module import FSDPModule, UnshardHandle
 from dshard.setup.fully_shard import fully_shard
 from dshard.setup.plan_report import plan_report
@@ -74,6 +75,7 @@ __all__ = [
     "plan_report",
     "register_fsdp_forward_method",
     "report",
+    "run_by_some",
     "save_safetensors",
     "set_strategy",
     "share_comm_ctx",

@@ -85,6 +85,7 @@ TABLE: dict[str, Row] = {
     "share_comm_ctx": {"modules": domain.ALL_SHARDED},
     "set_strategy": {"module": domain.SHARDED, "strategy": domain.STRATEGIES, "optimizer": optional(domain.OPTIMIZERS)},
     "to_plain": {"model": domain.SHARDED, "rank": optional(count(0)), "optimizer": optional(domain.OPTIMIZERS)},
+    "run_by_some": {"module": optional(MODULE), "runs": ANYTHING},
     "plan": {
         "model": MODULE,
         "sample_input": ANYTHING,

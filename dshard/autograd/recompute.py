@@ -110,6 +110,12 @@ def _frames() -> list[Any]:
     return [frame for frame in found if hasattr(frame, "recompute_fn")]
 
 
+def runs_again_for_saved() -> bool:
+    """Whether a region runs again, in backward, of a checkpoint that is not reentrant: for what it had saved."""
+    pack = _hooks._top_saved_tensors_default_hooks(True)  # noqa: FBT003 - it takes no name
+    return pack is not None and getattr(pack[0], "__module__", "") == _OF_CHECKPOINT
+
+
 def _function_context() -> Any:
     """The context of the autograd function whose `forward` runs, if one does that takes it."""
     frame: FrameType | None = sys._getframe(1)

@@ -126,7 +126,7 @@ def _write(job: Job, pieces: Sequence[Piece] | Exception) -> None:
     job.write(pieces)
 
 
-_LABELS = ("directory", "step", "keep", "asynchronous", "parity", "tensors", "optimizer")
+_LABELS = ("directory", "step", "keep", "asynchronous", "parity", "optimizer", "tensors")
 
 
 class _Prepared:
@@ -184,7 +184,7 @@ class _Prepared:
         if error is None:
             names = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.contents.tensors.items()]
             held = names, list(self.contents.extra_state)
-            known = str(self.target), *self.arguments[1:], held, self.contents.kinds
+            known = str(self.target), *self.arguments[1:], self.contents.kinds, held
             facts = (*map(_crc, (*known, self.extra, self.contents.own_facts, self._sums)),)
         token = 0 if self.draft is None else int(self.draft.token, 16)
         sent = torch.tensor(
@@ -196,7 +196,7 @@ class _Prepared:
         if is_wrong:
             agree(group, error, f"{self.arguments[0]}: preparing to save failed")
         *same, are_alike, self._is_own_alike, self._is_plain_alike = (high[0] == ~high[1]).tolist()[3:]
-        for label, is_same, fact in zip(_LABELS, same, (*self.arguments, len(names), self.contents), strict=True):
+        for label, is_same, fact in zip(_LABELS, same, (*self.arguments, self.contents.kinds, len(names)), strict=True):
             if not is_same:
                 raise DivergenceError(
                     f"checkpoint.save: all ranks must pass the same {label}, but on this one it is {fact!r:.200}. Pass "

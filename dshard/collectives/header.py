@@ -11,6 +11,7 @@ from dshard.errors import DivergenceError
 # A checksum of kind and label, a tag, the number of the step, the kind, and the end of the label.
 _FORMAT = struct.Struct("<qqQB39s")
 _TAG = slice(8, 16)
+_NAME_BYTES = 39
 
 
 class Kind(enum.IntEnum):
@@ -30,7 +31,8 @@ class Kind(enum.IntEnum):
 def header(kind: Kind, label: str, tag: int, number: int = 0) -> bytes:
     """What all ranks must send alike: what this is, of which unit, what that was written with, and in which step."""
     name = label.encode()
-    return _FORMAT.pack(zlib.crc32(name, kind), tag, number, kind, name[-39:])
+    shown = name if len(name) <= _NAME_BYTES else b"..." + name[3 - _NAME_BYTES :]
+    return _FORMAT.pack(zlib.crc32(name, kind), tag, number, kind, shown)
 
 
 class Heard(NamedTuple):
@@ -86,7 +88,8 @@ def check_headers(headers: Sequence[bytes], own: bytes, kind: Kind, label: str) 
         raise DivergenceError(
             f"'{label}': all ranks must communicate about the same thing at the same time, but rank {rank} is at "
             f"{other}{mine}. Make every rank run the same modules and read the same values in the same order; "
-            "look for a branch on rank-local data, or an exception that one rank alone has caught."
+            "look for a branch on rank-local data, or an exception that one rank alone has caught. Where some ranks "
+            "run a module and others do not, put `with dshard.run_by_some(module, runs=...):` around its use."
         )
     if heard.number != read(own).number:
         raise DivergenceError(
@@ -107,7 +110,7 @@ def _check_arguments(own: str, other: str, rank: int) -> None:
     Of the other no more than the end is known. What is left out is at its default.
     """
     who, _, told = own.partition("(")
-    head, is_whole, said = other.rpartition("(")
+    head, is_whole, said = other.removeprefix("...").rpartition("(")
     if not (own.endswith(")") and other.endswith(")") and "=" in told and "=" in said and who.endswith(head)):
         return
     mine, theirs = (

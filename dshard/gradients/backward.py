@@ -86,6 +86,8 @@ class Backward:
 
     def _on_first(self, unit: Unit) -> None:
         """Gather a unit of which the first gradient has arrived, if other ranks may need it; or note that they did."""
+        if unit in self._context.regions.in_backward:
+            return  # all ranks have gathered it
         outer = self._end()
         if outer is not None and outer.task != self._context.backward_task:
             self._nested.add(unit)
@@ -95,6 +97,8 @@ class Backward:
 
     def _on_passed(self, unit: Unit, is_unwatched: bool) -> None:
         """Free a unit whose modules' inputs have their gradients, and let its own leave, unless some may come still."""
+        if unit in self._context.regions.in_backward:
+            return  # the end of its region does so, on all ranks
         self._context.eviction.after_backward(unit)
         if not is_unwatched:
             self.reducer.reduce(unit)
@@ -103,7 +107,7 @@ class Backward:
         """A backward within another one ends: that of a region that is checkpointed reentrantly, most likely."""
         nested, self._nested = sorted(self._nested, key=attrgetter("number")), set()
         for unit in nested:
-            if not self.watches.is_watched(unit):
+            if not self.watches.is_watched(unit) and unit not in self._context.regions.in_backward:
                 self._context.eviction.after_backward(unit)
                 self.reducer.reduce(unit)
 
@@ -120,6 +124,9 @@ class Backward:
         context.schedule.end()
         complete = self.reducer.complete
         try:
+            for unit in sorted(context.regions.unreduced, key=attrgetter("number")):
+                self.reducer.join(unit)
+            context.regions.end_backward()
             self.reducer.end_backward()
             spared = self.needs.learn(complete, self.reducer.reduces_now)
             if spared:
@@ -142,6 +149,7 @@ class Backward:
         self._nested.clear()
         if self._context.backward_task != -1:
             self._leave()
+            self._context.regions.end_backward()
             self.reducer.forget_backward()
             virtual = self._context.virtual
             if virtual is not None:

@@ -15,7 +15,7 @@ from dshard.collectives import ReduceOp, ShardGroup
 from dshard.units.eviction import Eviction
 from dshard.units.unit import Unit
 
-_LABEL = "comparison of units that a backward needs"
+_LABEL = "units that a backward needs"
 
 
 class Needs:

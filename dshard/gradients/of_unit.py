@@ -133,22 +133,27 @@ class UnitGradients:
     @property
     def reduces_now(self) -> bool:
         """Whether the backward that runs reduces the gradients, rather than add them up."""
-        settings, virtual = self.unit.settings, self.unit.model.virtual
-        if virtual is not None:
-            return settings.requires_sync and virtual.is_last
-        return settings.requires_sync and (settings.strategy != "zero1" or self.deferral.is_due)
+        settings, model = self.unit.settings, self.unit.model
+        if model.virtual is not None:
+            return settings.requires_sync and model.virtual.is_last
+        if settings.strategy != "zero1" or self.unit in model.regions.units:  # of which ranks count backwards apart
+            return settings.requires_sync
+        return settings.requires_sync and self.deferral.is_due
 
-    def reduce(self) -> None:
+    def reduce(self, *, joins: bool = False) -> None:
         """The backward has passed the unit: its gradients leave, with those of its buckets that peers alone may have.
 
         They leave here, or else when the backward ends, and not when the last one arrives: which parameters a rank uses
         may be its own matter, but when its collectives start must not be.
+
+        Args:
+            joins: Also if none has arrived on this rank.
         """
         settings, virtual = self.unit.settings, self.unit.model.virtual
         if virtual is not None and settings.requires_sync and self.open:
             virtual.closed.add(self.unit)
         if self.reduces_now:
-            self._launch_all(owes=not settings.requires_all_reduce)
+            self._launch_all(owes=not settings.requires_all_reduce, joins=joins)
 
     def _launch(self, key: ReductionKey, *, owes: bool = False, joins: bool = True) -> None:
         """Start a reduction; the arguments are those of `GradReduction.launch`."""
@@ -157,18 +162,18 @@ class UnitGradients:
             del self.open[key]
         self._reducer.launch(reduction, owes=owes, joins=joins)
 
-    def _launch_all(self, *, owes: bool) -> None:
-        """Launch all buckets, if this rank has used any."""
+    def _launch_all(self, *, owes: bool, joins: bool = False) -> None:
+        """Launch all buckets, if this rank has used any, or `joins` all the same."""
         early, self._early = self._early, set()
         keys = list(self.open)
-        if owes and not early and not self._is_filling(keys):
+        if owes and not early and not joins and not self._is_filling(keys):
             return  # all that is here rests until the backward that all-reduces
         buckets = self._buckets if self.is_begun else self._all_buckets()
-        if len(keys) == 1 == len(buckets) and not early:  # as nearly always
+        if len(keys) == 1 == len(buckets) and not early and not keys[0].is_captured:  # as nearly always
             self._launch(keys[0], owes=owes and self._may_owe(keys[0]))
             return
         known = {*keys, *early}
-        for is_captured in {key.is_captured for key in known}:
+        for is_captured in {key.is_captured for key in known} | ({False} if joins else set()):
             for bucket in buckets:
                 key = ReductionKey(bucket.slots, is_captured)
                 if key not in known:

@@ -60,6 +60,13 @@ class Reducer:
         """The backward has passed `unit`: its gradients leave."""
         self.of(unit).reduce()
 
+    def join(self, unit: Unit) -> None:
+        """The backward has passed the regions of `unit`: its gradients leave on all ranks, which some may not have."""
+        own = self.of(unit)
+        if own.reduces_now:
+            self._context.regions.unreduced.discard(unit)
+        own.reduce(joins=True)
+
     # What leaves.
 
     def launch(self, reduction: GradReduction, *, owes: bool, joins: bool) -> None:

@@ -31,19 +31,23 @@ class InputWatches:
         """Whether an input of a unit's modules is to tell still that the backward has passed it."""
         return self._num_watched.get(unit, 0) > 0
 
-    def watch(self, unit: Unit, module: nn.Module, inputs: Any) -> None:
-        """Notice when the backward has passed the module of a unit: when an input of it has its gradient."""
+    def watch(self, unit: Unit, module: nn.Module, inputs: Any) -> bool:
+        """Notice when the backward has passed the module of a unit: when an input of it has its gradient.
+
+        Gives whether there is such an input.
+        """
         if not torch.is_grad_enabled() or (in_backward() and self._num_watched.get(unit)):
-            return  # the latter: a checkpoint runs a forward again that is watched already
+            return False  # the latter: a checkpoint runs a forward again that is watched already
         value = _first_with_gradient(inputs)
         if value is None:
             self._unwatched.add(unit)
-            return
+            return False
         handle = value.register_hook(partial(self._passed, unit, module is unit.modules[0]))
         self._num_watched[unit] = self._num_watched.get(unit, 0) + 1
         if value.is_leaf:  # else the hook goes with the graph
             self._on_leaves.append(handle)
             self._unwatched.add(unit)  # autograd finishes leaves first, ahead of the weights' gradients
+        return True
 
     def forget(self) -> None:
         """The backward is over for all units."""

@@ -99,7 +99,7 @@ def _traced(
                     "transformers' mixtures of experts: experts_implementation='grouped_mm'), or costs of your own to "
                     "dshard.planner.solve."
                 ) from error
-            except DShardError:
+            except (DShardError, torch.OutOfMemoryError, MemoryError):
                 raise
             except Exception as error:
                 raise ArgumentError(

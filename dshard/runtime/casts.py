@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,11 +40,11 @@ class Casts:
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Arguments as the module takes them."""
-        return _converted(args, self.inputs), _converted(kwargs, self.inputs)
+        return _cast(args, self.inputs), _cast(kwargs, self.inputs)
 
     def cast_outputs(self, output: Any) -> Any:
         """A result as the module gives it."""
-        return _converted(output, self.outputs)
+        return _cast(output, self.outputs)
 
 
 def forget_casts(module: nn.Module) -> None:
@@ -54,34 +55,41 @@ def forget_casts(module: nn.Module) -> None:
             del module._forward_pre_hooks[key]
 
 
-def _converted(value: Any, dtype: torch.dtype | None) -> Any:
-    """`value` with all floating-point tensors in it, however nested, in another dtype.
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """`value` with all floating-point tensors in it, however nested, in another dtype."""
+    return value if dtype is None else converted(value, partial(_to, dtype))
 
-    A container in which nothing is cast is given as the object that it is: modules may hand on what they write to it. One
-    in which something is cast becomes a copy of its type that shares all else.
+
+def _to(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+
+def converted(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with all tensors in it changed, however nested.
+
+    A container in which nothing is changed is given as the object that it is: modules may hand on what they write to
+    it. One in which something is becomes a copy of its type that shares all else.
     """
-    if dtype is None:
-        return value
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+        return change(value)
     if isinstance(value, Mapping):
-        return _with_items(value, _changed(value.items(), dtype))
+        return _with_items(value, _changed(value.items(), change))
     if isinstance(value, PackedSequence):  # a tuple that is not made of its items alone
-        data = _converted(value.data, dtype)
+        data = change(value.data)
         return value if data is value.data else value._replace(data=data)
     if isinstance(value, (list, tuple)):
-        return _with_items(value, _changed(enumerate(value), dtype))
+        return _with_items(value, _changed(enumerate(value), change))
     if isinstance(value, (set, frozenset)):
-        items = [(item, _converted(item, dtype)) for item in value]
+        items = [(item, converted(item, change)) for item in value]
         return type(value)(new for _, new in items) if any(old is not new for old, new in items) else value
     if is_dataclass(value) and not isinstance(value, type):
-        return _with_fields(value, _changed(((each.name, getattr(value, each.name)) for each in fields(value)), dtype))
+        return _with_fields(value, _changed(((each.name, getattr(value, each.name)) for each in fields(value)), change))
     return value
 
 
-def _changed(items: Iterable[tuple[Any, Any]], dtype: torch.dtype) -> dict[Any, Any]:
-    """Those of some items that are cast, by their keys."""
-    pairs = ((key, item, _converted(item, dtype)) for key, item in items)
+def _changed(items: Iterable[tuple[Any, Any]], change: Callable[[Tensor], Tensor]) -> dict[Any, Any]:
+    """Those of some items that are changed, by their keys."""
+    pairs = ((key, item, converted(item, change)) for key, item in items)
     return {key: new for key, old, new in pairs if new is not old}
 
 

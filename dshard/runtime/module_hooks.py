@@ -14,6 +14,7 @@ from torch import nn
 
 from dshard.gradients.hook import hook_gradient
 from dshard.runtime.casts import Casts
+from dshard.runtime.region_tokens import with_tokens
 from dshard.runtime.runtime import Runtime
 from dshard.tensor import ShardedTensor
 from dshard.tensor.mixed import is_in_mixed_forward
@@ -126,11 +127,17 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     casts = Casts.of(module)
     if casts is not None:
         args, kwargs = casts.cast_inputs(args, kwargs)
+    is_changed = casts is not None
+    if units:
+        depending = with_tokens((args, kwargs))
+        is_changed |= depending[0] is not args or depending[1] is not kwargs
+        args, kwargs = depending
     for unit in units:
         runtime = unit.model.get(Runtime)
         runtime.enter_forward(unit)
-        runtime.backward.watches.watch(unit, module, (args, kwargs))
-    return None if casts is None else (args, kwargs)
+        if runtime.backward.watches.watch(unit, module, (args, kwargs)):
+            unit.model.regions.note_gradient()
+    return (args, kwargs) if is_changed else None
 
 
 def _in_graph(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -175,7 +182,12 @@ def _exit(module: nn.Module, output: Any) -> Any:
         units[0].model.forwards.note_running(-1)
     for unit in units:
         unit.model.get(Runtime).exit_forward(unit, module)
-    return _cast_result(module, output)
+    result = _cast_result(module, output)
+    if not units or units[0].model.forwards.num_running:
+        return result
+    given = output if result is None else result
+    depending = with_tokens(given)
+    return result if depending is given else depending
 
 
 def _cast_result(module: nn.Module, output: Any) -> Any:

@@ -62,6 +62,7 @@ class Runtime:
         context, is_recorded = self.context, torch.is_grad_enabled()
         refuse_compiled_autograd(type(root).__name__)
         self.backward.begin_forward()
+        context.regions.begin_forward()
         phase = Phase.FORWARD if is_recorded else Phase.EVAL
         if context.announce is not None:
             context.announce(phase)

@@ -83,6 +83,8 @@ def _unit_of(weight: Any, value: Any) -> Unit | None:
     unit = weight.gather_source
     if not isinstance(unit, Unit) or unit.settings.num_slices == 1 or weight.own_source is None:
         return None
+    if unit.num_pins:
+        return None  # it is gathered whole
     if weight.shard_layout.dim != 0:
         return None  # it was moved since: every rank holds it whole
     if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:

@@ -46,7 +46,11 @@ def run_beside_dtensors(run: _Run, func: OpOverload, args: Args, kwargs: Kwargs)
     written = [new_args[i] if isinstance(i, int) else new_kwargs.get(i) for i in mutated_arguments(func)]
     if any(True for _ in _dtensors(written)):
         as_dtensors = {id(value): _as_dtensor(value) for value in sharded}
-        return func(*_replaced(args, as_dtensors), **_replaced(kwargs, as_dtensors))
+        result = func(*_replaced(args, as_dtensors), **_replaced(kwargs, as_dtensors))
+        for value in _tensors(written):
+            if isinstance(value, ShardedTensor):
+                value.shard_storage.note_write()
+        return result
     result = run(func, new_args, new_kwargs)
     return originals.get(id(result), result)
 
@@ -54,7 +58,12 @@ def run_beside_dtensors(run: _Run, func: OpOverload, args: Args, kwargs: Kwargs)
 def _together(values: Args) -> Iterator[tuple[Any, ...]]:
     """The operands that meet: all that are no lists, and the items of lists at each place."""
     yield tuple(value for value in values if isinstance(value, Tensor))
-    yield from zip(*(value for value in values if isinstance(value, (list, tuple))), strict=False)
+    lists = [value for value in values if isinstance(value, (list, tuple)) and any(map(_is_tensor, value))]
+    yield from zip(*lists, strict=True) if len(set(map(len, lists))) == 1 else ()
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def _taken_as(value: DTensor, sharded: list[ShardedTensor]) -> ShardedTensor | None:

@@ -67,6 +67,10 @@ class FullResult(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.as_subclass(Tensor))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied: Tensor = self.as_subclass(Tensor).__deepcopy__(memo)
+        return copied
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 

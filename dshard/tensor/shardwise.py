@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
 
 from dshard import collectives
 from dshard.collectives import ReduceOp, ShardGroup, shard_of
@@ -41,17 +42,24 @@ _NORMS = (aten.linalg_vector_norm.default, aten.norm.Scalar)
 
 def compute(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation on full values; its results are plain tensors of this rank, and outside of models answer."""
-    result = compute_plain(func, args, kwargs)
+    return _answer(compute_plain(func, args, kwargs), (*args, *kwargs.values()))
+
+
+def _answer(result: Any, operands: Sequence[Any]) -> Any:
+    """A result of some operands as one that answers as a DTensor does, if they are sharded tensors and numbers alone.
+
+    Results within a forward or backward do not: programs look at those outside.
+    """
     if torch._C._current_graph_task_id() != -1 or type(result) not in (Tensor, list, tuple):
         return result
     mesh, is_agreed = None, True
-    for value in _flat((*args, *kwargs.values())):
+    for value in _flat(operands):
         if type(value) in SHARDED:
             source = value.base.gather_source
             if source is not None and source.is_running:
                 return result  # in a forward it is one of many values of this rank
             mesh = mesh if mesh is not None else value._spec.mesh
-        elif isinstance(value, Tensor) and not isinstance(value, AgreedTensor):
+        elif isinstance(value, Tensor) and not isinstance(value, (AgreedTensor, DTensor)):
             if value.dim():
                 return result  # data of this rank's own
             is_agreed = False
@@ -133,7 +141,10 @@ def foreach(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
     results = func(*[local(a) for a in args], **materialize(kwargs))
     facts = numbers_in([x for a in (*args, *kwargs.values()) for x in (a if isinstance(a, (list, tuple)) else [a])])
-    return [out if ref is None else _signed(ref, out, facts) for out, ref in zip(results, refs, strict=True)]
+    return [
+        _answer(out, (*items, *others)) if ref is None else _signed(ref, out, facts)
+        for out, ref, items in zip(results, refs, zip(*lists, strict=True), strict=True)
+    ]
 
 
 def factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:

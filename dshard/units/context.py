@@ -14,6 +14,7 @@ from dshard.policies import Offload
 from dshard.tensor.mixed import note_forward
 from dshard.units.copy_stream import CopyStream
 from dshard.units.eviction import Eviction
+from dshard.units.regions import RankRegions
 from dshard.units.schedule import Phase, Schedule
 from dshard.units.settings import ModelSettings
 from dshard.units.virtual_ranks import VirtualRanks
@@ -88,6 +89,7 @@ class ModelContext:
         self.schedule: Schedule[Unit] = Schedule(is_free=attrgetter("is_whole"), size_of=attrgetter("param_bytes"))
         self.forwards = Forwards(self)
         self.eviction = Eviction(self)
+        self.regions = RankRegions()
         self.token = object()  # stands for the model where it must not be kept alive
         self.virtual: VirtualRanks | None = None  # whose gradients are added up, if they are no processes
         self.backward_task = -1  # autograd's number of the backward that is known to run

@@ -198,6 +198,7 @@ class Copies:
             if self.residency is Residency.IN_PARTS:
                 self._gather_parts()
             return
+        self.unit.model.regions.check_gather(self.unit)
         self.discard()
         if self.is_primary:
             self.dtypes = self.unit.dtypes_to_gather()

@@ -1,5 +1,6 @@
 """Which gathered copies of a model are there, and when each of them goes."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,6 +45,8 @@ class Eviction:
 
     def before_touch(self, unit: "Unit") -> None:
         """Make room where a rule says so: `unit` is used for the first time in this phase, or since it was gathered."""
+        if unit.num_pins and self.is_in_region(unit):
+            return  # other ranks do not use it
         if in_backward():
             self._context.on_backward()
             self.touched.add(unit)
@@ -118,6 +121,20 @@ class Eviction:
                 candidate.reshard()
         if isinstance(context.settings.memory_budget, int):
             self._fit_into(context.settings.memory_budget)
+
+    def is_in_region(self, unit: "Unit") -> bool:
+        """Whether what happens to `unit` now is a matter of its region, in which ranks may differ."""
+        regions = self._context.regions
+        return regions.open_label is not None or (in_backward() and unit in regions.in_backward)
+
+    def after_region(self, units: "Sequence[Unit]") -> None:
+        """The forward has passed a region of some units, on all ranks."""
+        for unit in units:
+            if not torch.is_grad_enabled():
+                if not self._outlives_evaluation(unit):
+                    unit.release()
+            elif self.reshards(unit):
+                unit.reshard()
 
     def _outlives_evaluation(self, unit: "Unit") -> bool:
         """Whether `unit` is kept by a forward without gradients, for the next one: until it is written, or trained.

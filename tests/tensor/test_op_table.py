@@ -19,11 +19,11 @@ from torch.distributed.tensor import Shard
 
 from dshard.errors import UnsupportedOpError
 from dshard.tensor import OpClass, ShardedTensor, classify
-from dshard.tensor.results import AgreedTensor
+from dshard.tensor.results import AgreedTensor, FullResult
 from dshard.testing import WorldPool, oracle
 
 aten = torch.ops.aten
-PLAIN = (Tensor, AgreedTensor)
+PLAIN = (Tensor, FullResult, AgreedTensor)
 
 # --- operations, and what a schema does not say about their arguments -------------------------------------------------
 
@@ -462,7 +462,7 @@ def check_kinds(op, mode, got, ours, rule, geometry):
         return None
     expected = rule(op, mode, ours)
     for item in flat(got):
-        found = Tensor if type(item) is AgreedTensor else type(item)  # a plain one, that says that ranks agree on it
+        found = Tensor if type(item) in PLAIN else type(item)  # plain ones, that answer as DTensors do
         if expected is not None and isinstance(item, Tensor) and found is not expected:
             return f"gave a {type(item).__name__} instead of a {expected.__name__}"
         if type(item) is ShardedTensor and not item.is_view and tuple(item.shape) == geometry.shape:
