@@ -20,6 +20,7 @@ from dshard.autograd.modes import in_backward
 from dshard.clip import clip_grad_norm_, on_clip
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.compat import no_sync
+from dshard.compiling import outside_of_graphs
 from dshard.errors import DivergenceError, StateError
 from dshard.optimizer.step_hooks import before_steps
 from dshard.runtime.runtime import context_of
@@ -179,6 +180,7 @@ class _Join:
         module: Any = clip_grad
         norm, scale = module._get_total_norm, module._clip_grads_with_norm_
 
+        @outside_of_graphs
         def found(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
             tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             grads = {id(p.grad) for p in self._module.parameters() if p.grad is not None}
@@ -187,6 +189,7 @@ class _Join:
                 self._announce(_Event.NORM, float(norm_type))
             return norm(tensors, norm_type, *args, **kwargs)
 
+        @outside_of_graphs
         def scaled(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> None:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             if self._holds(parameters):

@@ -129,6 +129,7 @@ class _Region:
         """Have the units go where others go, too."""
         for unit in self.units:
             unit.num_pins -= 1
+            self.context.eviction.forget_touch(unit)
 
     def begin_backward(self) -> None:
         """The backward has come to the block."""
@@ -177,14 +178,17 @@ def _begin(module: nn.Module, *, runs: bool) -> _Region | None:
     held = set(map(id, params))
     own = {unit for unit in ordered if all(id(unit.params[slot]) in held for slot in unit.trainable)}
     region = _Region(context, ordered, own, label)
-    context.regions.units.update(ordered)
+    for unit in ordered:
+        if unit not in context.regions.units:
+            context.regions.units.add(unit)
+            unit.forget_casts()
     region.is_recomputed = in_backward() and not runs_again_for_saved()
     region.gather()
     context.regions.open_label = label
     note_open(1)
     if torch.is_grad_enabled():
         region.entry = _Entry.apply(torch.zeros((), device=first.shard_group.device, requires_grad=True), region)
-        context.regions.unreduced.update(own)
+        context.regions.unreduced.update(unit for unit in ordered if unit.trainable)
     return region
 
 

@@ -33,7 +33,7 @@ class Backward:
         self.reducer = context.get(Reducer)
         self.iteration = context.get(Iteration)
         self.needs = Needs(context.eviction)
-        self.watches = InputWatches(self._on_passed, context.eviction.after_backward)
+        self.watches = InputWatches(self._on_passed, self._on_repeated)
         self._end: Callable[[], _End | None] = lambda: None  # of the backward that runs
         self._nested: set[Unit] = set()  # whose first gradient came in a backward within the one that runs
         self._noted: dict[str, int] = {}  # of each group, entries of the ledger when the backward began
@@ -95,10 +95,15 @@ class Backward:
             self._context.eviction.make_way(unit)
             unit.copies.join(gathers=not self.needs.was_gathered(unit))
 
+    def _on_repeated(self, unit: Unit) -> None:
+        """Free a unit that will be gathered anew for another forward of its modules, unless ranks differ in them."""
+        if unit not in self._context.regions.units:
+            self._context.eviction.after_backward(unit)
+
     def _on_passed(self, unit: Unit, is_unwatched: bool) -> None:
         """Free a unit whose modules' inputs have their gradients, and let its own leave, unless some may come still."""
-        if unit in self._context.regions.in_backward:
-            return  # the end of its region does so, on all ranks
+        if unit in self._context.regions.units:
+            return  # the end of its region does so on all ranks, or that of the backward
         self._context.eviction.after_backward(unit)
         if not is_unwatched:
             self.reducer.reduce(unit)
@@ -107,7 +112,7 @@ class Backward:
         """A backward within another one ends: that of a region that is checkpointed reentrantly, most likely."""
         nested, self._nested = sorted(self._nested, key=attrgetter("number")), set()
         for unit in nested:
-            if not self.watches.is_watched(unit) and unit not in self._context.regions.in_backward:
+            if not self.watches.is_watched(unit) and unit not in self._context.regions.units:
                 self._context.eviction.after_backward(unit)
                 self.reducer.reduce(unit)
 

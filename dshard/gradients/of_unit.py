@@ -75,7 +75,7 @@ class UnitGradients:
             reduction = self._reduction_for(slot)
         out = reduction.receive(unit.params[slot], grad, may_wait=may_wait)
         self._arrived.add(slot)
-        if len(self._arrived) == len(unit.params):  # a frozen one may be used still
+        if len(self._arrived) == len(unit.params) and unit not in unit.model.regions.units:  # a frozen one may be used
             unit.model.eviction.after_backward(unit)
         return out
 

@@ -13,28 +13,40 @@ from dshard.tensor.tp_layout import tp_layout_of
 
 
 def check_traceable(tensor: Any) -> None:
-    """Raise StateError for a tensor that a graph cannot take in; dynamo would keep a NotImplementedError quiet."""
+    """Raise for a tensor that a graph cannot take in: StateError in a forward, which ran much slower without its graph.
+
+    Elsewhere, as for steps of optimizers, clipping and averages of weights, the graph breaks and it runs as in eager.
+    """
     refuse_compiled_autograd(tensor.name)
+    why = _why_untraceable(tensor)
+    if why and getattr(tensor.gather_source, "is_running", False):
+        raise StateError(f"{tensor.name}: {why}")
+    if why:
+        raise torch._dynamo.exc.Unsupported(f"{tensor.name}: {why}")
+
+
+def _why_untraceable(tensor: Any) -> str:
     if subclass_gathers(tensor.shard_storage.tensor):
-        raise StateError(
-            f"{tensor.name}: torch.compile does not take parameters of tensor subclasses yet, but this one's shard is "
-            f"a {type(tensor.shard_storage.tensor).__name__}. Call the model without torch.compile."
+        return (
+            "torch.compile does not take parameters of tensor subclasses yet, but this one's shard is a "
+            f"{type(tensor.shard_storage.tensor).__name__}. Call the model without torch.compile."
         )
     if tensor.offload is not None:
-        raise StateError(
-            f"{tensor.name}: torch.compile does not take offloaded parameters (offload_policy) yet. Call the model "
-            "without torch.compile, or leave offload_policy out."
+        return (
+            "torch.compile does not take offloaded parameters (offload_policy) yet. Call the model without "
+            "torch.compile, or leave offload_policy out."
         )
     if tensor.is_view and not getattr(tensor._view.base.gather_source, "is_traced", False):
-        raise StateError(
-            f"{tensor.name}: a compiled graph takes in and gives out sharded tensors, not views of them, but this is "
-            f"a view (shape {tuple(tensor.shape)}). Make the view within the compiled function, or use full_tensor()."
+        return (
+            "a compiled graph takes in and gives out sharded tensors, not views of them, but this is a view (shape "
+            f"{tuple(tensor.shape)}). Make the view within the compiled function, or use full_tensor()."
         )
     if tp_layout_of(tensor.shard_storage.layout) is not None:
-        raise StateError(
-            f"{tensor.name}: torch.compile does not take parameters that are cut over another mesh too (tensor "
-            f"parallelism) yet, but this one lies as {tensor.placements}. Call the model without torch.compile."
+        return (
+            "torch.compile does not take parameters that are cut over another mesh too (tensor parallelism) yet, but "
+            f"this one lies as {tensor.placements}. Call the model without torch.compile."
         )
+    return ""
 
 
 def refuse_compiled_autograd(who: str) -> None:

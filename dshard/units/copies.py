@@ -181,6 +181,10 @@ class Copies:
         if is_noted and not is_ahead:
             model.eviction.after_touch(self.unit)
 
+    def forget_touch(self) -> None:
+        """Have the next use be the first one in this phase."""
+        self._touched_in = -1
+
     def join(self, *, gathers: bool) -> None:
         """Use them because other ranks may: for the schedule that is a use, though nothing here waits for it.
 

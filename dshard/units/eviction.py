@@ -81,6 +81,11 @@ class Eviction:
             if other.prefetch():
                 self._ahead[other] = None
 
+    def forget_touch(self, unit: "Unit") -> None:
+        """A region has ended, in which some ranks have touched `unit`: to all of them its next use is the first one."""
+        self._ahead.pop(unit, None)
+        unit.copies.forget_touch()
+
     def note_gather(self, unit: "Unit") -> None:
         """`unit` starts to gather; a backward that has raised unnoticed is left first: this is of its step no more."""
         if self._context.backward_task != -1:

@@ -184,13 +184,21 @@ class Unit:
         """The full value of parameter `slot` in a given dtype, converted from the one that it is kept in."""
         if self.extensions is not None and slot in self.extensions.slots:
             return self.exact.full(slot, use=use).to(dtype)
-        if self.model.forwards.is_autocasting and not self.is_mixed and dtype != self.params[slot].storage_dtype:
+        is_cast = self.model.forwards.is_autocasting and not self.is_mixed and dtype != self.params[slot].storage_dtype
+        if is_cast and self not in self.model.regions.units:  # else ranks may differ in what they cast
             if self._learned is None:
                 self._learned, self.is_plain = LearnedCasts(len(self.params)), False
                 self.exact = Copies(self, self.copies.dtypes, is_primary=False)
             self._learned.note_cast(slot, dtype)
         full = self.copies.full(slot, use=use)
         return full.to(dtype) if self.copies.dtypes[slot] in (None, dtype) else self.exact.full(slot, use=use).to(dtype)
+
+    def forget_casts(self) -> None:
+        """Gather all parameters as they are kept, whatever autocast casts."""
+        if self._learned is not None:
+            self._learned = None
+            self.copies.discard()
+            self.copies.dtypes = self.exact.dtypes
 
     def dtypes_to_gather(self) -> tuple[torch.dtype | None, ...]:
         """The dtypes in which forward and backward use the parameters next; None for their own."""

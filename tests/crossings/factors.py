@@ -18,10 +18,10 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "clip": ("none", "dshard", "torch", "value"),
     "params": ("all", "frozen", "adapters", "tied"),
     "units": ("root", "blocks", "policy"),
-    "optimizer": ("sgd", "foreach", "fused", "adafactor", "muon and sgd", "made before"),
+    "optimizer": ("sgd", "foreach", "fused", "adafactor", "muon and sgd", "DTensor states", "made before"),
     "offload": ("none", "CPUOffloadPolicy", "Offload"),
     "mesh": ("1-D", "HSDP", "TP", "named dims"),
-    "compile": ("no", "blocks"),
+    "compile": ("no", "blocks", "step"),
     "exception": ("none", "in forward", "in backward"),
     "copy": ("none", "deepcopy", "pickle", "torch.save", "checkpoint", "state_dict"),
     "switch": ("none", "to zero2", "to a mix", "to hybrid(2)"),
@@ -34,7 +34,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
         *("none", "prefetch 0", "prefetch 2", "kept after backward", "divide factor", "own group", "reduce hook"),
         *("2 buffers", "unshard", "set reshard"),
     ),
-    "use": ("none", "penalty", "gathered", "gradients", "joined"),
+    "use": ("none", "penalty", "gathered", "gradients", "joined", "some ranks"),
 }
 
 

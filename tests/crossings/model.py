@@ -1,11 +1,13 @@
 """The model of the crossings, and its optimizers: plain PyTorch, for the oracle and to be sharded."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -42,7 +44,12 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, *, adapts: bool = False, ties: bool = False) -> None:
+    """Embedding, an optional tower that not every batch needs, two blocks and a head.
+
+    `runs_tower` says whether this rank's batch needs the tower, `beside_tower` is what the program puts around it.
+    """
+
+    def __init__(self, *, adapts: bool = False, ties: bool = False, has_tower: bool = False) -> None:
         super().__init__()
         self.embed, self.norm = nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH)
         self.blocks = nn.ModuleList(Block(adapts=adapts) for _ in range(2))
@@ -51,6 +58,9 @@ class Net(nn.Module):
             self.head.weight = self.embed.weight
         self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
         self.register_buffer("shift", torch.linspace(-1, 1, WIDTH))
+        self.tower = nn.Linear(WIDTH, WIDTH) if has_tower else None
+        self.runs_tower = True
+        self.beside_tower: Callable[..., Any] | None = None
         self.fails = ""
         self.seen: list[torch.dtype] = []
 
@@ -59,6 +69,9 @@ class Net(nn.Module):
         x = x + self.shift.to(x.dtype)
         if torch.is_grad_enabled() and not x.requires_grad:
             x.requires_grad_()  # for reentrant checkpoints over frozen weights, as enable_input_require_grads does
+        if self.tower is not None:
+            with self.beside_tower(self.tower, runs=self.runs_tower) if self.beside_tower else nullcontext():
+                x = x + self.tower(x) if self.runs_tower else x
         for i, block in enumerate(self.blocks):
             if self.fails == "in forward" and i == 1:
                 raise OnDemandError
@@ -73,7 +86,7 @@ def build(row: Mapping[str, str], seed: int = 0) -> Net:
     """The model of a row, with the same weights for the same seed."""
     torch.manual_seed(seed)
     params = row["params"]
-    net = Net(adapts=params == "adapters", ties=params == "tied")
+    net = Net(adapts=params == "adapters", ties=params == "tied", has_tower=row["use"] == "some ranks")
     for name, param in net.named_parameters():
         is_frozen = params == "frozen" and name.startswith(("embed", "blocks.0"))
         param.requires_grad_(not is_frozen and (params != "adapters" or "adapter" in name))
@@ -93,6 +106,11 @@ def batch(step: int, micro: int, rank: int) -> Tensor:
     return torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
+def runs_tower(step: int, micro: int, rank: int) -> bool:
+    """Whether the batch needs the tower: on all ranks, on some, or on none (the first micro-batch of the last step)."""
+    return bool(step < 2 and (step + micro + rank) % 3) if micro == 0 else (rank + step) % 2 == 0
+
+
 def loss_of(net: Any, tokens: Tensor) -> Tensor:
     """To be minimized; the targets are other tokens of the same."""
     return nn.functional.cross_entropy(net(tokens).double().flatten(0, 1), tokens.roll(1, 1).flatten())
@@ -105,6 +123,34 @@ def num_micro(row: Mapping[str, str]) -> int:
 def plain_name(name: str) -> str:
     """A parameter's name without what wrappers add."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+class AveragingSGD(torch.optim.Optimizer):
+    """SGD along an average of the gradients, which for a DTensor is made by `DTensor.from_local`, as torchao does."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if "average" not in self.state[param]:
+                    self.state[param]["average"] = zeros_beside(param)
+                average = self.state[param]["average"]
+                average.lerp_(param.grad, 0.5)
+                param.copy_(torch.mul(average, -group["lr"]) + param)
+
+
+def zeros_beside(param: Tensor) -> Tensor:
+    if not isinstance(param, DTensor):
+        return torch.zeros_like(param)
+    zeros = torch.zeros_like(param.to_local())
+    return DTensor.from_local(
+        zeros, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 def optimizers_of(row: Mapping[str, str], net: nn.Module) -> list[Optimizer]:
@@ -121,5 +167,7 @@ def optimizers_of(row: Mapping[str, str], net: nn.Module) -> list[Optimizer]:
         rest = [p for n, p in trained if n not in of_muon]
         muon = torch.optim.Muon([p for n, p in trained if n in of_muon], lr=0.05)
         return [muon, torch.optim.SGD(rest, lr=0.1)] if rest else [muon]
+    if kind == "DTensor states":
+        return [AveragingSGD(params, lr=0.2)]
     # A large eps: where a gradient is zero up to rounding, Adam would make a full step of the rounding.
     return [torch.optim.AdamW(params, lr=0.05, eps=1e-2, fused=kind == "fused", foreach=kind == "foreach")]

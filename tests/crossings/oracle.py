@@ -5,6 +5,7 @@ added up in the dtype of the reduction; then they are converted to the parameter
 """
 
 import contextlib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tests.crossings.factors import num_ranks_of
-from tests.crossings.model import BF16, F64, NUM_STEPS, batch, build, loss_of, num_micro, optimizers_of
+from tests.crossings.model import BF16, F64, NUM_STEPS, batch, build, loss_of, num_micro, optimizers_of, runs_tower
 
 MAX_NORM, MAX_VALUE, PENALTY, DIVISOR = 0.25, 0.02, 1e-2, 4.0
 
@@ -60,18 +61,19 @@ def scale_of(row: Mapping[str, str]) -> float:
     return 2 * factor if row["setting"] == "reduce hook" else factor
 
 
-def own_grads(net: nn.Module, row: Mapping[str, str], tokens: Tensor) -> tuple[float, dict[str, Tensor]]:
-    """A rank's loss, and gradients, on one micro-batch."""
+def own_grads(net: nn.Module, row: Mapping[str, str], *at: int) -> tuple[float, dict[str, Tensor]]:
+    """A rank's loss, and gradients of what it used, on one micro-batch: (step, micro-batch, rank)."""
     compute, _ = dtypes_of(row)
     cast: dict[str, Tensor] = {}
     for name, param in net.named_parameters():
         keeps = compute is None or (row["ignored"] == "gain" and name == "gain")
         cast[name] = param.detach().to(param.dtype if keeps else compute).clone().requires_grad_(param.requires_grad)
+    net.runs_tower = runs_tower(*at)
     with context_of(row):
-        loss = loss_of(lambda ids: functional_call(net, cast, ids), tokens)
+        loss = loss_of(lambda ids: functional_call(net, cast, ids), batch(*at))
     trained = {name: value for name, value in cast.items() if value.requires_grad}
-    grads = torch.autograd.grad(loss / num_micro(row), list(trained.values()))
-    return loss.item(), dict(zip(trained, grads, strict=True))
+    grads = torch.autograd.grad(loss / num_micro(row), list(trained.values()), allow_unused=True)
+    return loss.item(), {name: grad for name, grad in zip(trained, grads, strict=True) if grad is not None}
 
 
 def add_up(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -92,6 +94,20 @@ def reduced(grid: Sequence[Sequence[Tensor]], row: Mapping[str, str], own: torch
         grid = [[(a + b) for a, b in zip(*grid, strict=True)]]
     sums = [add_up(ranks, reduce).to(own) for ranks in grid]
     return sum(sums[1:], sums[0])
+
+
+def compiled(row: Mapping[str, str], function: Any) -> Any:
+    """A step as the row's program calls it; compiled, Adam's bias corrections are in fp32."""
+    if row["compile"] != "step":
+        return function
+    compiled = torch.compile(function, backend="aot_eager")
+
+    def run(*args: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # dynamo's own
+            return compiled(*args)
+
+    return run
 
 
 def clip(row: Mapping[str, str], params: list[nn.Parameter]) -> float:
@@ -115,16 +131,21 @@ def train(row: Mapping[str, str]) -> Result:
     norms = []
     for step in range(NUM_STEPS):
         grid = [
-            [own_grads(net, row, batch(step, micro, rank)) for rank in range(num_data_ranks(row))]
+            [own_grads(net, row, step, micro, rank) for rank in range(num_data_ranks(row))]
             for micro in range(num_micro(row))
         ]
         losses.append([[loss for loss, _ in ranks] for ranks in grid])
         for name, param in params.items():
-            total = reduced([[grads[name] for _, grads in ranks] for ranks in grid], row, param.dtype)
-            param.grad = total * scale_of_param(row, name) + penalty_grad(row, name, param)
+            none = torch.zeros_like(param, dtype=dtypes_of(row)[0])
+            param.grad = None
+            if any(name in grads for ranks in grid for _, grads in ranks):
+                parts = [[grads.get(name, none) for _, grads in ranks] for ranks in grid]
+                param.grad = reduced(parts, row, param.dtype) * scale_of_param(row, name)
+            if row["use"] == "penalty":
+                param.grad = penalty_grad(row, name, param) + (0 if param.grad is None else param.grad)
         norms.append(clip(row, list(params.values())))
         for optimizer in optimizers:
-            optimizer.step()
+            compiled(row, optimizer.step)()
     weights = {n: p.detach() for n, p in net.named_parameters()}
     return Result(losses, norms, start, weights, {n: p.grad for n, p in params.items() if p.grad is not None})
 
@@ -135,8 +156,6 @@ def scale_of_param(row: Mapping[str, str], name: str) -> float:
     return scale_of(dict(row) | {"setting": "none"}) if is_plain else scale_of(row)
 
 
-def penalty_grad(row: Mapping[str, str], name: str, param: Tensor) -> Tensor | float:
+def penalty_grad(row: Mapping[str, str], name: str, param: Tensor) -> Tensor:
     """Of `PENALTY` times the sum of squares, once per rank and step."""
-    if row["use"] != "penalty":
-        return 0.0
     return 2 * PENALTY * param.detach() * num_data_ranks(row) * scale_of_param(row, name)

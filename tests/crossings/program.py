@@ -25,8 +25,9 @@ from tests.crossings.model import (
     num_micro,
     optimizers_of,
     plain_name,
+    runs_tower,
 )
-from tests.crossings.oracle import MAX_NORM, MAX_VALUE, PENALTY, Result, context_of, dtypes_of, num_data_ranks
+from tests.crossings.oracle import MAX_NORM, MAX_VALUE, PENALTY, Result, compiled, context_of, dtypes_of, num_data_ranks
 
 
 class Program:
@@ -59,6 +60,7 @@ class Program:
         losses = []
         for micro in range(num_micro(self.row)):
             is_last = micro == num_micro(self.row) - 1
+            sharded.inner(self.model).runs_tower = runs_tower(step, micro, sharded.data_rank(self.row))
             if self.row["setting"] == "unshard":
                 self.model.unshard()
             with sharded.micro_batch(self.row, self.model, is_last=is_last):
@@ -137,7 +139,7 @@ class Program:
         kind, params = self.row["clip"], list(self.trained().values())
         if kind == "value":
             nn.utils.clip_grad_value_(params, MAX_VALUE)
-        return float(full(sharded.clip_of[kind](params, MAX_NORM))) if kind in sharded.clip_of else 0.0
+        return float(full(compiled(self.row, sharded.clip_of[kind])(params, MAX_NORM))) if kind in sharded.clip_of else 0.0
 
     def step(self, step: int) -> None:
         self.zero_grad()
@@ -148,7 +150,7 @@ class Program:
             self.reduce_ignored()
             self.norms.append(self.clip())
             for optimizer in self.optimizers:
-                optimizer.step()
+                compiled(self.row, optimizer.step)()
         if step == 0 and self.row["copy"] != "none":
             self.copy()
         if step == 1 and self.row["switch"] != "none":

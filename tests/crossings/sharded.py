@@ -183,8 +183,9 @@ def double(grads: Tensor) -> None:
 
 
 def set_up(row: Mapping[str, str], model: Any) -> None:
-    """Call the setter of the row on each sharded module."""
+    """Call the setter of the row on each sharded module, and say of the tower that some ranks run it."""
     kind = row["setting"]
+    inner(model).beside_tower = dshard.run_by_some
     calls: dict[str, Any] = {
         "prefetch 0": lambda m: m.set_prefetch(0),
         "prefetch 2": lambda m: m.set_prefetch(2),
