@@ -17,7 +17,7 @@ def is_between_graphs() -> bool:
 
 
 class Pause:
-    """Keeps dynamo out of what runs between two functions outside of graphs: the first begins it, the second ends it."""
+    """Keeps dynamo out of what runs between two functions outside of graphs: one begins it, and another ends it."""
 
     depth: ClassVar[int] = 0  # of functions that run outside of graphs, and that torch.compile has called
     is_wanted: ClassVar[bool] = False
@@ -52,5 +52,5 @@ def outside_of_graphs(function: F) -> F:
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined]
     run._torchdynamo_disable_msg = "dshard runs it around graphs"  # type: ignore[attr-defined]
-    _frames.set_code_exec_strategy(run.__code__, _SKIPPED)
+    _frames.set_code_exec_strategy(run.__code__, _SKIPPED)  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]

@@ -1,6 +1,6 @@
 """Modules that some ranks run and others do not: those that do not take part in what the others communicate."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from types import TracebackType
 from typing import Any, TypeVar
@@ -45,10 +45,10 @@ class run_by_some:  # noqa: N801 - a context manager, used as a function is
             @dshard.run_by_some(runs=lambda self, pixels: pixels is not None)
             def forward(self, pixels): ...
 
-    The module is gathered whole for the length of the block, and again in backward: give each of several large blocks
-    its own. A block within another one, of a module that is part of the outer one's, is part of that and may be left out
-    by ranks that do not run the outer one. Blocks may be repeated, and may lie within checkpointed functions. The forward
-    of a sharded module must be around the block, or follow it ahead of the backward.
+    The module is gathered whole for the length of the block, and again in backward: give each of several large modules
+    a block of its own. A block within another one, of a module that is part of the outer one's, is part of that, and
+    ranks that do not run the outer one may leave it out. Blocks may be repeated, and may lie within checkpointed
+    functions. The forward of a sharded module must be around the block, or follow it ahead of the backward.
 
     Args:
         module: A module whose parameters are sharded, or part of one; a module without is not looked at, so that a
@@ -173,7 +173,7 @@ def _begin(module: nn.Module, *, runs: bool) -> _Region | None:
     local, first = next((name, param) for name, param in module.named_parameters() if isinstance(param, ShardedTensor))
     name = first.name.removesuffix(local).removesuffix(".")
     label = f"run_by_some({name or type(module).__name__})"
-    if not _any_runs(runs, params, label):
+    if not _any_runs(params, label, runs=runs):
         return None
     held = set(map(id, params))
     own = {unit for unit in ordered if all(id(unit.params[slot]) in held for slot in unit.trainable)}
@@ -192,7 +192,7 @@ def _begin(module: nn.Module, *, runs: bool) -> _Region | None:
     return region
 
 
-def _any_runs(runs: bool, params: list[ShardedTensor], label: str) -> bool:
+def _any_runs(params: Sequence[ShardedTensor], label: str, *, runs: bool) -> bool:
     """Whether any rank runs a module, of those that share its parameters."""
     groups: dict[str, ShardGroup] = {group.full_name: group for param in params for group in groups_of(param)}
     found = torch.tensor([runs], dtype=torch.uint8, device="cpu")

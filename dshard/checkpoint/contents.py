@@ -120,7 +120,7 @@ def optimizers_by_prefix(given: Any) -> dict[str, Optimizer]:
 
 
 def described_optimizers(given: Any) -> list[str]:
-    """What all ranks must have alike of the optimizers that they pass: how many of which class, over how many groups."""
+    """What all ranks must have alike of the optimizers that they pass: how many of which class and number of groups."""
     return [
         f"{type(each).__name__} of {len(each.param_groups)} groups" for each in optimizers_by_prefix(given).values()
     ]

@@ -196,7 +196,7 @@ class _Prepared:
         if is_wrong:
             agree(group, error, f"{self.arguments[0]}: preparing to save failed")
         *same, are_alike, self._is_own_alike, self._is_plain_alike = (high[0] == ~high[1]).tolist()[3:]
-        for label, is_same, fact in zip(_LABELS, same, (*self.arguments, self.contents.kinds, len(names)), strict=True):
+        for label, is_same, fact in zip(_LABELS, same, (*self.arguments, self.contents, len(names)), strict=True):
             if not is_same:
                 raise DivergenceError(
                     f"checkpoint.save: all ranks must pass the same {label}, but on this one it is {fact!r:.200}. Pass "

@@ -31,7 +31,8 @@ class Kind(enum.IntEnum):
 def header(kind: Kind, label: str, tag: int, number: int = 0) -> bytes:
     """What all ranks must send alike: what this is, of which unit, what that was written with, and in which step."""
     name = label.encode()
-    shown = name if len(name) <= _NAME_BYTES else b"..." + name[3 - _NAME_BYTES :]
+    is_name_cut = len(name) > _NAME_BYTES and b"=" not in name  # else arguments, which `_check_arguments` reads
+    shown = b"..." + name[3 - _NAME_BYTES :] if is_name_cut else name[-_NAME_BYTES:]
     return _FORMAT.pack(zlib.crc32(name, kind), tag, number, kind, shown)
 
 
@@ -110,7 +111,7 @@ def _check_arguments(own: str, other: str, rank: int) -> None:
     Of the other no more than the end is known. What is left out is at its default.
     """
     who, _, told = own.partition("(")
-    head, is_whole, said = other.removeprefix("...").rpartition("(")
+    head, is_whole, said = other.rpartition("(")
     if not (own.endswith(")") and other.endswith(")") and "=" in told and "=" in said and who.endswith(head)):
         return
     mine, theirs = (

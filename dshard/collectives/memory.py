@@ -287,7 +287,7 @@ class BufferPool:
         self._trim()
 
     def clear(self) -> None:
-        """Let all memory go that waits to be used again, and forget how much was in use: buffers have other sizes now."""
+        """Let all memory go that waits to be used again, and forget how much was in use: sizes are others now."""
         self._collect()
         self._kept.clear()
         self.kept_bytes = self._peak_bytes = self._last_peak_bytes = 0

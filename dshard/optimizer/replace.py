@@ -159,7 +159,10 @@ def hooks_of(old: nn.Parameter) -> ParameterHooks:
     after_accumulation = getattr(old, "_post_accumulate_grad_hooks", None) or {}
     if not (old.requires_grad and old.is_leaf):
         return ParameterHooks(on_gradient, after_accumulation, None, {}, {})
-    node = torch.autograd.graph.get_gradient_edge(old).node  # a new one without hooks where nobody keeps the old one
+    try:
+        node = torch.autograd.graph.get_gradient_edge(old).node  # a new one without hooks where nobody keeps the old
+    except NotImplementedError:  # it takes a view, and this is of a class that has none: nobody has got its node
+        return ParameterHooks(on_gradient, after_accumulation, None, {}, {})
     before, after = (_registered(register) for register in (node.register_prehook, node.register_hook))
     return ParameterHooks(on_gradient, after_accumulation, node, before, after)
 
@@ -211,7 +214,7 @@ def _count_by(new: ShardedTensor, hook: Callable[..., Any], node: Any) -> None:
     cells = dict(zip(getattr(code, "co_freevars", ()), hook.__closure__ or (), strict=True))
     if "nb_calls" not in cells:  # of mode "any", which counts nothing
         return
-    nodes = cells["grad_fns"].cell_contents if "grad_fns" in cells else ()
+    nodes: Any = cells["grad_fns"].cell_contents if "grad_fns" in cells else ()
     places = [i for i, known in enumerate(nodes) if known is node]
     if not places:
         warnings.warn(

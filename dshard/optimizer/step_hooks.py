@@ -90,7 +90,8 @@ def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     repoint_optimizer(optimizer)
     for listener in tuple(_Steps.before):
         listener(optimizer)
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    before: Any = optimizer._optimizer_step_pre_hooks
+    after: Any = optimizer._optimizer_step_post_hooks
     before[_HOOK_ID], after[_HOOK_ID] = _enter, _leave
     before.move_to_end(_HOOK_ID)
     after.move_to_end(_HOOK_ID, last=False)

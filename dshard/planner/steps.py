@@ -67,6 +67,7 @@ def run_step(
             f"plan: loss_of must return a tensor of one element, but it returned {given}. Pass one that does, as in "
             "lambda output: output.float().mean()."
         )
+    del output  # a training loop holds it no longer either
     if not loss.requires_grad:
         raise StateError("plan: the model's output must need gradients, but it does not. Pass loss_of=.")
     begin_backward()

@@ -76,7 +76,7 @@ def converted(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return _with_items(value, _changed(value.items(), change))
     if isinstance(value, PackedSequence):  # a tuple that is not made of its items alone
         data = change(value.data)
-        return value if data is value.data else value._replace(data=data)
+        return value if data is value.data else PackedSequence(data, *value[1:])
     if isinstance(value, (list, tuple)):
         return _with_items(value, _changed(enumerate(value), change))
     if isinstance(value, (set, frozenset)):
@@ -155,9 +155,9 @@ def _check_statistics(module: nn.Module, args: Any) -> None:
         return
     name = weight.name.removesuffix(".weight")
     raise UnsupportedOpError(
-        f"{name}: a {type(module).__name__} computes in the dtype of its running statistics, but mp_policy has its weight "
-        f'computed with in {weight.dtype}, and these are {mean.dtype}. Leave it out by a pattern, as in mp_policy={{"'
-        f'{name}.*": None, "*": ...}}.'
+        f"{name}: a {type(module).__name__} computes in the dtype of its running statistics, but mp_policy computes "
+        f"with its weight in {weight.dtype}, and these are {mean.dtype}. Leave it out by a pattern, as in "
+        f'mp_policy={{"{name}.*": None, "*": ...}}.'
     )
 
 

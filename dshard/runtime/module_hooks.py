@@ -64,9 +64,9 @@ def unwatch(module: nn.Module) -> None:
     if module.__dict__.pop("_dshard_units", None) is not None:
         module.__dict__.pop("_dshard_formed", None)
         for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs):
-            hooks.pop(_HOOK_ID, None)  # type: ignore[attr-defined]
+            hooks.pop(_HOOK_ID, None)
         for hooks in (module._forward_hooks, module._forward_hooks_always_called):
-            hooks.pop(_HOOK_ID, None)  # type: ignore[attr-defined]
+            hooks.pop(_HOOK_ID, None)
 
 
 def attach(module: nn.Module, unit: Unit) -> None:

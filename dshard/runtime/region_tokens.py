@@ -52,7 +52,13 @@ def with_tokens(values: Any) -> Any:
     if not _Awaiting.tokens or _Awaiting.num_open or not torch.is_grad_enabled() or in_backward():
         return values
     takes: list[Tensor] = []
-    converted(values, lambda value: (takes.append(value), value)[1] if _may_depend(value) else value)
+
+    def note(value: Tensor) -> Tensor:
+        if _may_depend(value):
+            takes.append(value)
+        return value
+
+    converted(values, note)
     if not takes:
         return values
     tokens, _Awaiting.tokens = _Awaiting.tokens, []

@@ -46,8 +46,9 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
         DivergenceError: The ranks ask for different strategies, or pass different optimizers. On every rank alike.
 
     Communicates:
-        An all-reduce of 48 bytes, and one of a byte per unit; an all-gather of each parameter, gradient and state that is cut otherwise than
-        before, and nothing for what was whole. With `hybrid(k)`, the making of process groups, the first time.
+        An all-reduce of 48 bytes, and one of a byte per unit; an all-gather of each parameter, gradient and state that
+        is cut otherwise than before, and nothing for what was whole. With `hybrid(k)`, the making of process groups,
+        the first time.
     """
     context = context_at_rest("set_strategy", arguments.read("set_strategy", {"module": module})["module"])
     groups = list({p.shard_group.full_name: p.shard_group for unit in context.units for p in unit.params[:1]}.values())

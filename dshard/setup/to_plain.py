@@ -82,9 +82,9 @@ def to_plain(
     for each in optimizers:
         _repoint(each, plain, is_here=is_here)
     for module in model.modules():
-        for name, param in module._parameters.items():
-            if isinstance(param, ShardedTensor):
-                module._parameters[name] = plain[id(param)]
+        for name, old in module._parameters.items():
+            if isinstance(old, ShardedTensor):
+                module._parameters[name] = plain[id(old)]
         _undo(module)
     say_unmanaged(model)
     for module in model.modules():
@@ -194,7 +194,7 @@ def _undo(module: nn.Module) -> None:
             module.__dict__.pop(name, None)
         for key in (STATE_KEY, REGISTRY_KEY):
             module.__dict__.pop(key, None)
-        module.__class__ = original_class(type(module))
+        module.__class__ = original_class(type(module))  # type: ignore[assignment]
     if isinstance(vars(module).get("forward"), SlicedForward):
         del vars(module)["forward"]
     forget_casts(module)

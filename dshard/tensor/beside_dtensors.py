@@ -31,9 +31,9 @@ def run_beside_dtensors(run: _Run, func: OpOverload, args: Args, kwargs: Kwargs)
     """
     taken: dict[int, ShardedTensor] = {}
     originals: dict[int, DTensor] = {}
-    sharded = [value for value in _tensors((args, list(kwargs.values()))) if type(value) in SHARDED]
+    sharded: list[Any] = [value for value in _tensors((args, list(kwargs.values()))) if type(value) in SHARDED]
     for group in _together((*args, *kwargs.values())):
-        beside = [value for value in group if type(value) in SHARDED] or sharded
+        beside: list[Any] = [value for value in group if type(value) in SHARDED] or sharded
         for value in group:
             if type(value) is DTensor and id(value) not in taken:
                 alike = _taken_as(value, beside)

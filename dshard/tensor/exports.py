@@ -19,10 +19,12 @@ def check_traceable(tensor: Any) -> None:
     """
     refuse_compiled_autograd(tensor.name)
     why = _why_untraceable(tensor)
-    if why and getattr(tensor.gather_source, "is_running", False):
-        raise StateError(f"{tensor.name}: {why}")
-    if why:
-        raise torch._dynamo.exc.Unsupported(f"{tensor.name}: {why}")
+    if not why:
+        return
+    error = StateError(f"{tensor.name}: {why}")
+    if getattr(tensor.gather_source, "is_running", False):
+        raise error
+    raise torch._dynamo.exc.Unsupported(f"StateError: {error}") from error
 
 
 def _why_untraceable(tensor: Any) -> str:

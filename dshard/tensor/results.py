@@ -68,7 +68,9 @@ class FullResult(Tensor):
         return repr(self.as_subclass(Tensor))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copied: Tensor = self.as_subclass(Tensor).__deepcopy__(memo)
+        plain = self.as_subclass(Tensor)
+        memo.setdefault(id(memo), []).append(plain)  # as `copy` does: known by its id, it must live as long
+        copied: Tensor = plain.__deepcopy__(memo)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -264,6 +264,7 @@ class ShardedTensor(ShardedBase):
         storage.layout = ShardLayout(tuple(self.shape), None, storage.layout.num_ranks)
         storage.deliver(full)
         storage.tag, self.origin = 0, None
+        self._spec = DTensorSpec(self._spec.mesh, self.placements, tensor_meta=self._spec.tensor_meta)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:

@@ -22,7 +22,7 @@ from dshard.tensor import shardwise
 from dshard.tensor.dispatch import described, dispatch
 from dshard.tensor.inductor import lower_gathers
 from dshard.tensor.meshes import group_of
-from dshard.tensor.operands import cut_to, is_recorded, lies_like, materialize
+from dshard.tensor.operands import cut_to, is_recorded, lies_like, materialize, takes_own_data
 from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.sources import Use
@@ -237,17 +237,35 @@ def _dispatch_traced(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         result = run(func, args, kwargs)
         if result is not NotImplemented:
             return result
-    if op_class is OpClass.REFUSED or any(
-        _has_traced([args[i] if isinstance(i, int) and i < len(args) else kwargs.get(str(i))])
-        for i in mutated_arguments(func)
-    ):
-        named = next(a for a in _flat((*args, *kwargs.values())) if type(a) in SHARDED)
-        raise UnsupportedOpError(
-            f"torch.compile: a compiled graph writes to sharded tensors element by element, but {func} writes to one "
-            f"(shape {tuple(named.shape)}{', a view' if named.is_view else ''}) otherwise. Call it outside of the "
-            "compiled function."
-        )
+    mutated = mutated_arguments(func)
+    if op_class is OpClass.REFUSED or any(_has_traced([kwargs.get(str(i))]) for i in mutated if isinstance(i, str)):
+        raise _refused(func, args, kwargs)
+    if any(_has_traced([args[i]]) for i in mutated if isinstance(i, int) and i < len(args)):
+        if mutated != (0,) or not isinstance(args[0], ShardedTensor):
+            raise _refused(func, args, kwargs)
+        return _write_whole(func, args, kwargs)
     return shardwise.compute_plain(func, args, kwargs)
+
+
+def _refused(func: OpOverload, args: Args, kwargs: Kwargs) -> UnsupportedOpError:
+    named = next(a for a in _flat((*args, *kwargs.values())) if type(a) in SHARDED)
+    return UnsupportedOpError(
+        f"torch.compile: a compiled graph cannot run {func} on a sharded tensor (shape {tuple(named.shape)}). Call it "
+        "outside of the compiled function."
+    )
+
+
+def _write_whole(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Write to a full copy of a sharded tensor, or to a view of one, and copy the shard back."""
+    target = args[0]
+    base = target if target._view is None else target._view.base
+    if not base.gather_source.is_given:  # as in eager each rank may write data of its own to what it has made
+        base.become_whole()
+    full = materialize(base).clone()
+    written = full if target._view is None else viewed(full, target._view.steps)
+    func(written, *map(materialize, args[1:]), **{name: materialize(value) for name, value in kwargs.items()})
+    _written(base).copy_(cut_to(full, base))
+    return target
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
@@ -269,6 +287,8 @@ def _pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     target = args[0]
     if type(target) not in SHARDED or target._view is not None:
         return NotImplemented
+    if not target.gather_source.is_given and takes_own_data(target, (*args[1:], *kwargs.values())):
+        return NotImplemented
     others = [cut_to(arg, target) for arg in args[1:]]
     func(_written(target), *others, **{name: cut_to(value, target) for name, value in kwargs.items()})
     return target
@@ -278,14 +298,14 @@ def _foreach(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and any(isinstance(x, Tensor) for x in arg)]
     singles = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
     refs = [_common_layout((*items, *singles)) for items in zip(*lists, strict=True)]
-    if any(ref is None for ref in refs):
+    known = [ref for ref in refs if ref is not None]
+    if len(known) < len(refs):
         return NotImplemented
 
     def local(arg: Any) -> Any:
-        return [cut_to(x, ref) for x, ref in zip(arg, refs, strict=True)] if any(arg is x for x in lists) else arg
+        return [cut_to(x, ref) for x, ref in zip(arg, known, strict=True)] if any(arg is x for x in lists) else arg
 
-    results = func(*map(local, args), **kwargs)
-    return [_made(ref, result) for ref, result in zip(refs, results, strict=True) if ref is not None]
+    return [_made(ref, result) for ref, result in zip(known, func(*map(local, args), **kwargs), strict=True)]
 
 
 def _foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:

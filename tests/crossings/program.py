@@ -139,7 +139,9 @@ class Program:
         kind, params = self.row["clip"], list(self.trained().values())
         if kind == "value":
             nn.utils.clip_grad_value_(params, MAX_VALUE)
-        return float(full(compiled(self.row, sharded.clip_of[kind])(params, MAX_NORM))) if kind in sharded.clip_of else 0.0
+        return (
+            float(full(compiled(self.row, sharded.clip_of[kind])(params, MAX_NORM))) if kind in sharded.clip_of else 0.0
+        )
 
     def step(self, step: int) -> None:
         self.zero_grad()

@@ -287,8 +287,8 @@ def sent(options: dict[str, bool]) -> list[int]:
 
 
 def test_writing_back_sends_a_check_and_with_rank0_only_what_was_written(worlds: WorldPool):
-    assert worlds.run(2, sent, {"writeback": True}) == [[3, 1, 0]] * 2
-    assert worlds.run(2, sent, {"writeback": True, "rank0_only": True}) == [[3, 1, 1]] * 2
+    assert worlds.run(2, sent, {"writeback": True}) == [[3, 2, 0]] * 2  # with the check of its arguments
+    assert worlds.run(2, sent, {"writeback": True, "rank0_only": True}) == [[3, 2, 1]] * 2
 
 
 def chosen() -> None:

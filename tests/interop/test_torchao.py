@@ -22,7 +22,7 @@ def trained(kind: str, name: str, folder: Path) -> list[Tensor]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"{kind}{dist.get_rank()}")
     torch._dynamo.reset()
     warnings.simplefilter("ignore")
-    from torchao import optim  # noqa: PLC0415 - it warns
+    from torchao import optim
 
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 128))

@@ -30,6 +30,8 @@ ALLOWED: dict[str, str] = {
     "dshard.join._OPEN": "one model is followed at a time",
     "dshard.clip._LISTENERS": "clip_grad_norm_ is a function of parameters, and knows no model",
     # What torch tells or asks of the process: steps, registrations, hooks without an object.
+    "dshard.compiling.Pause": "dynamo's callback is of the thread, and it is called for no object of ours",
+    "dshard.runtime.region_tokens._Awaiting": "a module of any model may take what depends on a region",
     "dshard.optimizer.step_hooks._Steps": "torch's hooks around steps are of all optimizers",
     "dshard.optimizer.swap._Current": "the step that runs, which is found again where it raised",
     "dshard.optimizer.replace._NUM_MOVES": "tells cheaply that no parameter moved since an optimizer was looked at",

@@ -348,8 +348,8 @@ def test_a_loop_of_forwards_sends_each_weight_once_per_forward(messaging: WorldP
 
 def test_a_loop_of_forwards_inside_gathered_sends_each_weight_once(worlds: WorldPool):
     wires = worlds.run(2, inference, "pinned", 5, True)
-    assert payload(wires) == P_LAYERED
-    assert num_calls(wires) == 3
+    assert payload(wires, "all_gather") == P_LAYERED
+    assert num_calls(wires) == 3 + 1  # the check of the arguments of gathered
 
 
 class Sampler(GPT):

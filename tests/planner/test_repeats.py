@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from dshard.cli.gpt import GPT, GPTConfig
 from dshard.cli.llama import Llama, LlamaConfig
 from dshard.cli.presets import T5, T5Config, checkpoint_blocks
+from dshard.errors import ArgumentError
 from dshard.planner.traces import Part
 from dshard.planner.tracing import trace
 from tests.planner.models import parts_of
@@ -321,7 +322,8 @@ class Failing(Block):
         return super().forward(x)
 
 
-def test_an_error_of_a_model_is_its_own():
+def test_an_error_of_a_model_is_told_with_the_argument_and_is_the_cause():
     model = Chain(blocks(kind=Failing))
-    with pytest.raises(KeyError, match="block 3 is broken"):
+    with pytest.raises(ArgumentError, match=r"sample_input .* KeyError: 'block 3 is broken'") as found:
         trace(model, torch.zeros(2, 5, dtype=torch.int64), parts_of(model))
+    assert isinstance(found.value.__cause__, KeyError)

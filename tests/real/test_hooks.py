@@ -30,9 +30,7 @@ BEFORE: dict[str, Callable[[nn.Module, list[str]], Any]] = {
         lambda _: calls.append("accumulated")
     ),
     "all": lambda m, calls: register_multi_grad_hook(list(m.parameters()), lambda _: calls.append("all")),
-    "any": lambda m, calls: register_multi_grad_hook(
-        list(m.parameters()), lambda _: calls.append("any"), mode="any"
-    ),
+    "any": lambda m, calls: register_multi_grad_hook(list(m.parameters()), lambda _: calls.append("any"), mode="any"),
     "node": lambda m, calls: m.node.register_hook(lambda *_: calls.append("node")),
     "ahead of the node": lambda m, calls: m.node.register_prehook(lambda *_: calls.append("ahead of the node")),
 }

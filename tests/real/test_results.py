@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dshard
-from dshard.testing import WorldPool
 from dshard.tensor.results import AgreedTensor
+from dshard.testing import WorldPool
 
 RESULTS: dict[str, Callable[[Any], Any]] = {
     "norm": lambda g: g.norm(),

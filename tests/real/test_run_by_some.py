@@ -279,7 +279,9 @@ def wrong(how: str) -> str:
 def test_what_the_block_does_not_name_is_refused_in_it(worlds: WorldPool):
     text, other = worlds.run(2, wrong, "another module")
     assert other == ""
-    assert "run_by_some(towers.0): in the block all ranks gather the parameters of the module that it names, but" in text
+    assert (
+        "run_by_some(towers.0): in the block all ranks gather the parameters of the module that it names, but" in text
+    )
     assert "this rank uses those of 'towers.1'" in text
 
 

@@ -96,9 +96,15 @@ def there_and_back(name: str, is_early: bool) -> None:
         assert any(param is held for group in optimizer.param_groups for held in group["params"])
     found = states(model, optimizer)
     assert found.keys() == expected_states.keys()
-    assert all(torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)) for key, value in expected_states.items())
+    assert all(
+        torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)) for key, value in expected_states.items()
+    )
     left = [key for module in model.modules() for key in vars(module) if "dshard" in key or "fsdp" in key]
-    left += [hook for module in model.modules() for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())]
+    left += [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    ]
     assert left == []
     assert "features" not in vars(model)
     with pytest.raises(dshard.StateError, match="to_plain has made this parameter a plain one"):

@@ -239,7 +239,7 @@ def copies_in_inductor() -> tuple[list[bool], list[bool]]:
 def test_inductor_copies_what_a_graph_writes_to_or_gives_out_and_nothing_else(worlds: WorldPool):
     for same, owned in worlds.run(2, copies_in_inductor, timeout_s=2 * TIMEOUT_S):
         assert all(same)
-        assert owned == [False, False, True, True]
+        assert owned == [False, False, False, True]  # what a graph writes to a part of it has copied itself
 
 
 def saved_shapes(options: dict[str, Any]) -> tuple[set[tuple[int, ...]], int, list[tuple[str, int]]]:
@@ -444,12 +444,12 @@ def a_write() -> None:
 
     def double(x: Tensor) -> Tensor:
         with torch.no_grad():
-            layer.weight.mul_(2)
+            torch.mul(x, 2, out=layer.weight)
         return x
 
     before = layer.weight.full_tensor()
     try:
-        torch.compile(double, **COMPILED)(torch.ones(2))
+        torch.compile(double, **COMPILED)(torch.ones(4, 4))
     finally:
         assert torch.equal(before, layer.weight.full_tensor())
 
@@ -500,7 +500,7 @@ REFUSED: list[tuple[Callable[[], None], str]] = [
         a_detached_mixed_parameter_out,
         r"gives out sharded tensors in the dtype that they are kept in, .* full_tensor\(\)",
     ),
-    (a_write, r"torch\.compile: aten\.mul_\.Tensor writes to a sharded tensor \(shape \(4, 4\)\), .* outside of the"),
+    (a_write, r"torch\.compile: a compiled graph cannot run aten\.mul\.out on a sharded tensor .* outside of the"),
     (
         a_view_in,
         r"weight: a compiled graph takes in and gives out sharded tensors, .* Make the view within the compiled",

@@ -231,7 +231,7 @@ def what_a_weight_is() -> tuple[dict[str, Any], dict[str, Any]]:
     net.reshard()
     with dshard.CommTrace() as trace, dshard.gathered(net) as fulls:
         outside["gathered"] = torch.equal(fulls["inner.weight"], exact)
-        outside["gathered's calls"] = trace.calls(), len({id(p.gather_source) for p in net.parameters()})
+        outside["gathered's calls"] = trace.calls("all_gather"), len({id(p.gather_source) for p in net.parameters()})
         net(torch.randn(3, 4))
         outside["inside of gathered"] = net.seen["dtype"]
     return inside, outside

@@ -213,10 +213,35 @@ def write_on_one_replica_natively() -> str:
         return write_on_one_replica()
 
 
-@pytest.mark.parametrize("fn", [write_on_one_replica, write_on_one_replica_natively])
+TOLD = {
+    write_on_one_replica: "all replicas must hold the same values",
+    write_on_one_replica_natively: "must write the same to a sharded tensor",
+}
+
+
+@pytest.mark.parametrize("fn", TOLD)
 def test_a_write_on_one_replica_alone_is_told_in_the_backward(worlds: WorldPool, fn):
     for said in worlds.get_world(4).run(fn):
-        assert "must write the same to a sharded tensor" in said
+        assert TOLD[fn] in said
+
+
+def write_on_one_replica_and_broadcast() -> float:
+    """As torch's own test of HSDP does, and people who load on the first replica alone; then a step."""
+    mesh = mesh_of((2, 2))
+    model = build(mesh)
+    with torch.no_grad():
+        for param in model.parameters():
+            if dist.get_rank() < 2:
+                param.detach().mul_(1.5)
+            dist.broadcast(param.to_local(), dist.get_rank() % 2, group=mesh.get_group(0))
+    loss_of(model, 0, 0).backward()
+    return float(sum(p.grad.full_tensor().sum() for p in model.parameters()))
+
+
+def test_replicas_that_take_what_one_has_written_go_on(worlds: WorldPool):
+    found = worlds.get_world(4).run(write_on_one_replica_and_broadcast)
+    assert found == [found[0]] * 4
+    assert found[0] != 0
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------

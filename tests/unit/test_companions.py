@@ -2,16 +2,12 @@
 
 from torch import nn
 
-from dshard.runtime.companions import keep_generation_in_step
+from dshard.runtime.companions import say_managed, say_unmanaged
 
 
-class Generator(nn.Module):
-    def generate(self) -> None:
-        """Stands for that of transformers."""
-
-
-def test_every_module_that_generates_is_marked_also_inside_of_a_wrapper():
-    inner, other = Generator(), nn.Linear(2, 2)
-    keep_generation_in_step(nn.Sequential(inner, other))
-    assert inner._is_fsdp_managed_module
-    assert not hasattr(other, "_is_fsdp_managed_module")
+def test_every_module_is_marked_also_inside_of_a_wrapper():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    say_managed(model)
+    assert all(module._is_fsdp_managed_module for module in model.modules())
+    say_unmanaged(model)
+    assert not any(hasattr(module, "_is_fsdp_managed_module") for module in model.modules())
