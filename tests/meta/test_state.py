@@ -46,7 +46,7 @@ ALLOWED: dict[str, str] = {
     "dshard.tensor.sharded_tensor.ShardedTensor.adopt": "bound at import: the runtime stands above the class",
     "dshard.tensor.sharded_tensor.ShardedTensor._dispatch": "the op table stands above the class; tracing adds rules",
     "dshard.tensor.sharded_base.ShardedBase.grad": "a process that has compiled hides gradients from graphs",
-    "dshard.tensor.sharded_tensor.ShardedTensor._dispatch_beside": "bound at import: what torch's rules need stands above",
+    "dshard.tensor.sharded_tensor.ShardedTensor._dispatch_beside": "bound at import: rules beside DTensors stand above",
     "dshard.tensor.traced._keep_writes": "bound at import: the rules of graphs stand above the class",
     "dshard.tensor.user_collectives._Exposed": "torch's operations of collectives are of the process",
     "dshard.tensor.traced.TracedGather.run": "bound at import: an operation of torch's library has no model",
