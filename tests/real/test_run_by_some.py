@@ -80,8 +80,8 @@ class Program:
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
-    num_ranks = draw(st.sampled_from([2, 2, 3, 4]))
+def programs(draw: st.DrawFn, worlds: tuple[int, ...] = (2, 2, 3, 4)) -> Program:
+    num_ranks = draw(st.sampled_from(worlds))
     num_micro = draw(st.integers(1, 2))
     steps = []
     for _ in range(2):
