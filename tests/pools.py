@@ -2,9 +2,12 @@
 
 import os
 from contextlib import suppress
+from functools import wraps
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 
 from dshard.testing import RemoteRankError, World, WorldPool
 from tests.gloo_threads import have_gloo_stand_back
@@ -18,7 +21,39 @@ class RestedWorld(World):
     def start(self) -> None:
         if not self.is_running:
             super().start()
-            self.run(have_gloo_stand_back)
+            self.run(_prepare)
+
+
+def _prepare() -> None:
+    have_gloo_stand_back()
+    _share_equal_meshes()
+    _seed_present_devices()
+
+
+def _share_equal_meshes() -> None:
+    """Have calls that ask for equal device meshes get one: gloo keeps threads for each group, which wake up always.
+
+    Torch takes equal meshes for the same ones, too, and remembers them for longer than a call.
+    """
+    make = device_mesh.init_device_mesh
+    known: dict[Any, Any] = {}
+
+    @wraps(make)
+    def shared(device_type: str, mesh_shape: Any, **options: Any) -> Any:
+        key = device_type, tuple(mesh_shape), repr(sorted(options.items()))
+        if key not in known:
+            known[key] = make(device_type, mesh_shape, **options)
+        return known[key]
+
+    device_mesh.init_device_mesh = dist.init_device_mesh = shared  # for the modules that calls bring
+
+
+def _seed_present_devices() -> None:
+    """Have `torch.manual_seed` skip absent devices: for each of them it would format the stack, every time."""
+    devices: tuple[Any, ...] = (torch.cuda, torch.xpu, torch.mtia)
+    for device in devices:
+        if not device.is_available():
+            device.manual_seed_all = lambda seed: None
 
 
 class MessagingWorld(RestedWorld):

@@ -31,7 +31,7 @@ from dshard.planning.links import measure_links
 from dshard.planning.profile import Profile
 from dshard.policies import Strategy
 from dshard.tensor.meshes import default_mesh
-from dshard.testing import counted_peak
+from tests.kit.counted import counted_peak
 
 _SINGLES = ("ddp", "zero1", "zero2", "keep", "full")
 _BATCH, _TOKENS = 4, 64

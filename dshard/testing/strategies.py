@@ -1,4 +1,4 @@
-"""Hypothesis strategies for tensors, layouts, meshes, models and programs.
+"""Hypothesis strategies for tensors, layouts, meshes and sharding strategies.
 
 They are drawn in the parent process, so that all ranks get the same example.
 
@@ -8,14 +8,10 @@ Importing this module needs hypothesis (`pip install dshard[test]`); nothing els
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from hypothesis import strategies as st
-
-from dshard.testing.cases import COPIES, GRAD_MODES, READS, VIEWS, WRITES, Command, LayerCase, MeshCase
-from dshard.testing.cases import LAYER_KINDS as LAYER_KINDS
-from dshard.testing.cases import ModelCase as ModelCase
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DTYPES = (*FLOAT_DTYPES, torch.int64, torch.bool, torch.complex64)
@@ -78,6 +74,22 @@ class LayoutCase:
     def is_even(self) -> bool:
         """Whether every rank holds as much."""
         return self.dim is None or self.shape[self.dim] % self.num_ranks == 0
+
+
+@dataclass(frozen=True, slots=True)
+class MeshCase:
+    """A mesh over all ranks of a world.
+
+    Attributes:
+        sizes: Sizes of its dims. With two dims: the replicas of the model, and the ranks that share one replica.
+    """
+
+    sizes: tuple[int, ...]
+
+    def build(self, device_type: str = "cpu") -> DeviceMesh:
+        """Make the mesh; call it on every rank. Communicates: what `init_device_mesh` does."""
+        names = ("replicate", "shard") if len(self.sizes) == 2 else ("shard",)
+        return init_device_mesh(device_type, self.sizes, mesh_dim_names=names)
 
 
 def shapes(*, min_dims: int = 0, max_dims: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
@@ -175,54 +187,3 @@ def shardings(draw: st.DrawFn, names: Sequence[str], num_ranks: int) -> str | di
     patterns = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
     chosen = draw(st.lists(st.sampled_from(patterns), min_size=1, unique=True))
     return {pattern: draw(one) for pattern in chosen}
-
-
-def layers(*, max_depth: int = 2) -> st.SearchStrategy[LayerCase]:
-    """A layer of any kind; lists hold others down to a depth. Shrinks towards linear layers."""
-    kinds = [kind for kind in LAYER_KINDS if kind != "list"]
-    one = st.builds(LayerCase, st.sampled_from(kinds), st.integers(1, 5))
-    if max_depth < 2:
-        return one
-    inner = st.lists(layers(max_depth=max_depth - 1), max_size=2).map(tuple)
-    return one | st.builds(LayerCase, st.just("list"), layers=inner)
-
-
-@st.composite
-def model_cases(draw: st.DrawFn, *, max_layers: int = 4, max_depth: int = 2) -> ModelCase:
-    """Small module trees: linear layers, convolutions, norms, embeddings, tied weights, shared modules, lists."""
-    num_tokens = draw(st.sampled_from((0, 5, 7)))
-    return ModelCase(
-        width=draw(st.integers(1, 6)),
-        layers=tuple(draw(st.lists(layers(max_depth=max_depth), max_size=max_layers))),
-        num_tokens=num_tokens,
-        is_tied=bool(num_tokens) and draw(st.booleans()),
-        seed=draw(st.integers(0, 2**16)),
-    )
-
-
-def commands(*, max_size: int = 10) -> st.SearchStrategy[list[Command]]:
-    """Programs for `cases.play`: forwards, backwards, steps, writes, reads, views, switches of modes, copies."""
-
-    def one(name: str, *args: st.SearchStrategy[Any], weight: int = 1) -> list[st.SearchStrategy[Command]]:
-        return [st.tuples(st.just(name), *args)] * weight
-
-    index, flag = st.integers(0, 7), st.booleans()
-    what = st.sampled_from(("param", "param", "grad"))
-    kinds = [
-        *one("forward", st.just("grad"), weight=3),
-        *one("forward", st.sampled_from(list(GRAD_MODES))),
-        *one("backward", weight=3),
-        *one("step", weight=2),
-        *one("write", st.sampled_from(list(WRITES)), what, index, weight=2),
-        *one("read", st.sampled_from(list(READS)), st.sampled_from(("param", "grad", "held")), index, weight=2),
-        *one("hold", st.sampled_from(list(VIEWS)), index, weight=2),
-        *one("write_held", index),
-        *one("zero", flag),
-        *one("clip", st.sampled_from((0.1, 10.0))),
-        *one("requires_grad", index, flag),
-        *one("train", flag),
-        *one("load", index),
-        *one("copy", st.sampled_from(list(COPIES))),
-        *one("drop"),
-    ]
-    return st.lists(st.one_of(*kinds), max_size=max_size)

@@ -1,11 +1,13 @@
 """Persistent worlds: ranks that start once and are then sent functions, so that a test body costs milliseconds.
 
-Hypothesis draws in the parent, every rank gets the same example, and because a failure on a rank raises an
+Because calls are made from the parent, every rank gets the same example, and because a failure on a rank raises an
 `AssertionError` in the parent, shrinking works as usual. Ranks are forked by Python's fork server, which has imported
 torch and dshard: a new world then costs tens of milliseconds where a spawned one costs seconds, and shrinking
 starts one per failing example. The ranks' environment variables are those of the moment when the first world started.
 """
 
+import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -13,21 +15,23 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from importlib.machinery import PathFinder
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
-from typing import NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from dshard.arguments import checked
-from dshard.testing._rank import Raised, Ready, Returned, Silent, pack_call, rank_main
 
 T = TypeVar("T")
-_Reply = Returned | Raised | Silent
 
 _START_TIMEOUT_S = 180.0  # importing torch on a busy machine
 # What the fork server imports, once. The first step of an optimizer imports torch._dynamo.
@@ -35,8 +39,36 @@ _PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "numpy"]
 _OF_TESTS = ["pytest", "hypothesis"]  # which the modules import that most functions come from
 
 
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """The answer of a rank to a call, or to the start of its process.
+
+    Attributes:
+        rank: The rank.
+        outcome: "returned" or "raised"; "silent" if it did not answer in time, or died.
+        payload: The pickled result of a call that returned.
+        error: Name of the exception's type.
+        message: Text of the exception, or how the rank failed to answer.
+        traceback: Where it was raised; of a silent rank the stacks of its threads, if it could still write them.
+    """
+
+    rank: int
+    outcome: str
+    payload: bytes = b""
+    error: str = "Silent"
+    message: str = ""
+    traceback: str = ""
+
+    def describe(self, num_ranks: int) -> str:
+        """One line for a report."""
+        who = f"rank {self.rank} of {num_ranks}"
+        if self.outcome == "raised":
+            return f"{who} raised {self.error}: {self.message}"
+        return f"{who} {self.message or 'returned'}"
+
+
 class RemoteRankError(AssertionError):
-    """What a rank raised, or that it did not answer, seen from the parent.
+    """A rank raised, died or did not answer; raised in the parent process.
 
     Args:
         message: The whole report: first the failed rank with its traceback, then what its peers did.
@@ -91,15 +123,14 @@ class World:
         if self._processes:
             return
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(
-            [*_PRELOAD, *_own_package(), *(name for name in _OF_TESTS if name in sys.modules)]
-        )
+        modules = [*_PRELOAD, *_own_package(), *(name for name in _OF_TESTS if name in sys.modules)]
+        context.set_forkserver_preload(modules)
         self._scratch = tempfile.TemporaryDirectory(prefix="dshard-world-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=rank_main,
+                target=_serve,
                 args=(rank, self.num_ranks, self._store.port, self.group_timeout_s, theirs, self._stack_file(rank)),
                 name=f"dshard-rank-{rank}-of-{self.num_ranks}",
                 daemon=True,
@@ -109,8 +140,8 @@ class World:
             self._processes.append(process)
             self._pipes.append(ours)
         replies = self._collect(_START_TIMEOUT_S, self.grace_s)
-        if not all(isinstance(reply, Ready) for reply in replies):
-            self._fail("start", [reply for reply in replies if not isinstance(reply, Ready)])
+        if any(reply.outcome != "returned" for reply in replies):
+            self._fail("start", replies)
 
     @checked
     def run(self, fn: Callable[..., T], *args: object, timeout_s: float = 60.0, **kwargs: object) -> list[T]:
@@ -119,7 +150,7 @@ class World:
         Args:
             fn: A module-level function; it travels by its name.
             *args: Picklable; equal on every rank. `fn` asks `torch.distributed.get_rank()` for its own part.
-            timeout_s: Seconds until a rank that has not answered is taken for hung.
+            timeout_s: Seconds until a rank that has not answered counts as hung.
             **kwargs: As `args`.
 
         Returns:
@@ -133,10 +164,9 @@ class World:
             Nothing of its own.
         """
         replies = self._call(fn, args, kwargs, timeout_s, self.grace_s)
-        returned = [reply for reply in replies if isinstance(reply, Returned)]
-        if len(returned) < self.num_ranks:
+        if any(reply.outcome != "returned" for reply in replies):
             self._fail(_name(fn), replies)
-        return [pickle.loads(reply.payload) for reply in sorted(returned, key=lambda reply: reply.rank)]
+        return [pickle.loads(reply.payload) for reply in sorted(replies, key=lambda reply: reply.rank)]
 
     def close(self) -> None:
         """Kill the ranks at once; a later call starts new ones."""
@@ -155,9 +185,7 @@ class World:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _stack_file(self, rank: int) -> str:
@@ -173,72 +201,67 @@ class World:
         grace_s: float,
     ) -> list[_Reply]:
         """Send one call to every rank and return the replies in the order in which they came."""
-        request = pack_call(fn, args, kwargs)
+        request = _pack_call(fn, args, kwargs)
         self.start()
         try:
             for pipe in self._pipes:
                 pipe.send_bytes(request)
         except OSError:
-            pass  # a rank died since the last call: it is found below, as the end of its pipe
+            pass  # a rank died since the last call: `_receive` finds it by the end of its pipe
         try:
-            replies = self._collect(timeout_s, grace_s)
+            return self._collect(timeout_s, grace_s)
         except BaseException:
             self.close()  # interrupted: an answer that came later would be taken for the next call's
             raise
-        return [reply for reply in replies if not isinstance(reply, Ready)]
 
-    def _collect(self, timeout_s: float, grace_s: float) -> list[_Reply | Ready]:
-        """One reply per rank: waits on all at once, and after the first failure for `grace_s` more."""
+    def _collect(self, timeout_s: float, grace_s: float) -> list[_Reply]:
+        """Wait for one reply per rank, on all at once, and after the first failure for `grace_s` more."""
         pending = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         deadline = time.monotonic() + timeout_s
-        replies: list[_Reply | Ready] = []
+        reason = f"did not answer within {timeout_s:g} s"
+        replies: list[_Reply] = []
         while pending and (remaining := deadline - time.monotonic()) > 0:
             for pipe in wait(list(pending), timeout=remaining):
                 assert isinstance(pipe, Connection)
                 reply = self._receive(pipe, pending.pop(pipe))
                 replies.append(reply)
-                if isinstance(reply, Raised | Silent):
+                if reply.outcome != "returned":
                     deadline = min(deadline, time.monotonic() + grace_s)
-        failed = any(isinstance(reply, Raised | Silent) for reply in replies)
-        reason = f"did not answer within {grace_s:g} s of the first failure" if failed else ""
-        reason = reason or f"did not answer within {timeout_s:g} s"
+                    reason = f"did not answer within {grace_s:g} s of the first failure"
         return replies + self._stacks(sorted(pending.values()), reason)
 
-    def _receive(self, pipe: Connection, rank: int) -> _Reply | Ready:
+    def _receive(self, pipe: Connection, rank: int) -> _Reply:
         try:
-            reply: _Reply | Ready = pickle.loads(pipe.recv_bytes())
+            reply: _Reply = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             process = self._processes[rank]
-            process.join(10.0)  # the fork server says how it ended, as soon as it runs itself
-            return Silent(rank, f"died with exit code {process.exitcode}", "")
+            process.join(10.0)  # the fork server reports the exit code, once it is scheduled itself
+            return _Reply(rank, "silent", message=f"died with exit code {process.exitcode}")
         return reply
 
-    def _stacks(self, ranks: Sequence[int], reason: str) -> list[_Reply | Ready]:
-        """Ask ranks that do not answer where they are."""
-        pids = [self._processes[rank].pid for rank in ranks]
-        for pid in pids:
+    def _stacks(self, ranks: Sequence[int], reason: str) -> list[_Reply]:
+        """Ask ranks that do not answer for the stacks of their threads."""
+        for rank in ranks:
+            pid = self._processes[rank].pid
             if pid is not None and hasattr(signal, "SIGUSR1"):
                 os.kill(pid, signal.SIGUSR1)  # the rank's faulthandler writes its stacks to the file
         if ranks:
             time.sleep(0.2)
-        stacks = [Path(self._stack_file(rank)) for rank in ranks]
-        return [
-            Silent(rank, reason, path.read_text() if path.exists() else "")
-            for rank, path in zip(ranks, stacks, strict=True)
-        ]
+        paths = [Path(self._stack_file(rank)) for rank in ranks]
+        texts = [path.read_text() if path.exists() else "" for path in paths]
+        return [_Reply(rank, "silent", message=reason, traceback=text) for rank, text in zip(ranks, texts, strict=True)]
 
     def _fail(self, what: str, replies: Sequence[_Reply]) -> NoReturn:
         """Kill the ranks and raise the report of their replies."""
         self.close()
-        failures = [reply for reply in replies if not isinstance(reply, Returned)]
-        first = failures[0]
-        lines = [f"{what}: {_describe(first, self.num_ranks)}", first.traceback.rstrip()]
-        lines += [f"also {_describe(reply, self.num_ranks)}" for reply in failures[1:]]
-        lines += [reply.traceback.rstrip() for reply in failures[1:] if isinstance(reply, Silent)]
+        first, *others = [reply for reply in replies if reply.outcome != "returned"]
+        lines = [f"{what}: {first.describe(self.num_ranks)}", first.traceback.rstrip()]
+        lines += [f"also {reply.describe(self.num_ranks)}" for reply in others]
+        lines += [reply.traceback.rstrip() for reply in others if reply.outcome == "silent"]
         raise RemoteRankError(
             "\n".join(line for line in lines if line),
             rank=first.rank,
-            type_name=first.type_name if isinstance(first, Raised) else "Silent",
+            type_name=first.error,
             remote_traceback=first.traceback,
         )
 
@@ -280,9 +303,7 @@ class WorldPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 
@@ -316,24 +337,25 @@ def expect_error(
         One barrier afterwards, which proves that no rank is a collective ahead; a world that fails it is killed.
     """
     grace = world.grace_s if grace_s is None else grace_s
-    replies = world._call(fn, args, kwargs, timeout_s, grace)
-    raised = sorted((reply for reply in replies if isinstance(reply, Raised)), key=lambda reply: reply.rank)
-    returned = sorted(reply.rank for reply in replies if isinstance(reply, Returned))
-    if any(isinstance(reply, Silent) for reply in replies):
+    replies = sorted(world._call(fn, args, kwargs, timeout_s, grace), key=lambda reply: reply.rank)
+    returned = [reply.rank for reply in replies if reply.outcome == "returned"]
+    raised = [reply for reply in replies if reply.outcome == "raised"]
+    if len(returned) + len(raised) < world.num_ranks:
         world._fail(_name(fn), replies)
     if returned:
         world.close()
-        others = "; ".join(_describe(reply, world.num_ranks) for reply in raised) or "no rank raised"
+        others = "; ".join(reply.describe(world.num_ranks) for reply in raised) or "no rank raised"
         raise AssertionError(f"{_name(fn)}: every rank must raise, but ranks {returned} returned. {others}.")
-    if not all(isinstance(reply, Returned) for reply in world._call(dist.barrier, (), {}, 1.0, 0.0)):
+    if any(reply.outcome != "returned" for reply in world._call(dist.barrier, (), {}, 1.0, 0.0)):
         world.close()
-    return [(reply.type_name, reply.message) for reply in raised]
+    return [(reply.error, reply.message) for reply in raised]
 
 
 def _own_package() -> list[str]:
-    """Dshard, which takes each rank half a second to import, if the fork server finds the same one as this process.
+    """Name dshard for the fork server's imports, if the server finds the same dshard as this process.
 
-    It looks where a new interpreter does, for what was done to `sys.path` reaches the ranks alone.
+    It takes each rank half a second to import. The search is that of a new interpreter: changes of `sys.path` reach the
+    ranks alone.
     """
     places = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     found = PathFinder.find_spec("dshard", places)
@@ -345,8 +367,60 @@ def _name(fn: Callable[..., object]) -> str:
     return getattr(fn, "__qualname__", repr(fn))
 
 
-def _describe(reply: _Reply, num_ranks: int) -> str:
-    who = f"rank {reply.rank} of {num_ranks}"
-    if isinstance(reply, Raised):
-        return f"{who} raised {reply.type_name}: {reply.message}"
-    return f"{who} {reply.reason}" if isinstance(reply, Silent) else f"{who} returned"
+def _pack_call(fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
+    """Pickle one call with the warning filters of this process, which spawned ranks do not inherit.
+
+    Raises:
+        TypeError: Something in it cannot be pickled.
+    """
+    try:
+        return pickle.dumps((fn, args, kwargs, warnings.filters))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"World.run: fn must be a module-level function and its arguments picklable, but {_name(fn)} cannot be "
+            f"sent ({error}). Move it to the top of its module, or build the argument on the rank."
+        ) from error
+
+
+# --- on the rank ---
+
+
+def _serve(rank: int, num_ranks: int, port: int, group_timeout_s: float, pipe: Connection, stack_file: str) -> None:
+    """Join the process group, then serve calls until the parent closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    torch.set_num_threads(1)
+    gc.freeze()  # a collection over all that was imported takes 0.1 s each time, and copies its pages for each rank
+    with open(stack_file, "w") as stacks:
+        if hasattr(faulthandler, "register"):
+            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        try:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            timeout = timedelta(seconds=group_timeout_s)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+            pipe.send_bytes(pickle.dumps(_Reply(rank, "returned")))
+            while True:
+                pipe.send_bytes(_make_call(rank, pipe.recv_bytes()))
+        except (EOFError, OSError):
+            pass  # the parent closed the pipe, or is gone
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _make_call(rank: int, request: bytes) -> bytes:
+    """Make the call and pickle the reply; it never raises.
+
+    Every call begins with the same random state on all ranks, whatever earlier calls drew.
+    """
+    try:
+        fn, args, kwargs, filters = pickle.loads(request)
+        with warnings.catch_warnings():
+            warnings.resetwarnings()  # also has Python forget which warnings it showed under other filters
+            present: Any = warnings.filters  # typeshed calls it a Sequence; it is the list that Python reads
+            present[:] = filters
+            torch.manual_seed(0)
+            result = fn(*args, **kwargs)
+        return pickle.dumps(_Reply(rank, "returned", payload=pickle.dumps(result)))
+    except BaseException as error:
+        where = traceback.format_exc()
+        return pickle.dumps(_Reply(rank, "raised", error=type(error).__name__, message=str(error), traceback=where))

@@ -22,7 +22,8 @@ from dshard.cli.presets import checkpoint_blocks
 from dshard.errors import StateError
 from dshard.planner.tracing import trace
 from dshard.policies import Offload
-from dshard.testing import WorldPool, counted_peak
+from dshard.testing import WorldPool
+from tests.kit.counted import counted_peak
 from tests.planner.models import parts_of
 from tests.twins import close, full, mean
 

@@ -23,8 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import dshard
-from dshard.testing import WorldPool, expect_error, oracle
+from dshard.testing import WorldPool, expect_error
 from dshard.testing.strategies import DTYPES, TensorCase, tensor_cases, world_sizes
+from tests.kit import oracle
 from tests.tensor.test_roundtrip import MORE_DTYPES, random_bits, same_bits
 
 safetensors_torch = pytest.importorskip("safetensors.torch")

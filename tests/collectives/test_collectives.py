@@ -24,8 +24,9 @@ from dshard.collectives import (
 )
 from dshard.errors import DivergenceError
 from dshard.layout import BucketLayout, ShardLayout
-from dshard.testing import WorldPool, expect_error, fake_world, oracle
+from dshard.testing import WorldPool, expect_error, fake_world
 from dshard.testing.strategies import DTYPES, FLOAT_DTYPES, TensorCase, shapes, world_sizes
+from tests.kit import oracle
 
 CPU = torch.device("cpu")
 HEADER_BYTES = 64

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import dshard
 from dshard.collectives import Handle
-from dshard.testing import WorldPool, oracle
+from dshard.testing import WorldPool
 from tests.collectives.test_native_backends import native
 from tests.gradients.test_requires_all_reduce import mesh_of
+from tests.kit import oracle
 
 pytestmark = pytest.mark.slow
 WIDTH = 12

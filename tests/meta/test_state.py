@@ -77,7 +77,6 @@ ALLOWED: dict[str, str] = {
     "dshard.planner.progress.SILENT": "never changes",
     "dshard.tensor.local_views._STEP": "never changes; views are made often, and a frozen class is slower to make",
     # Replaced for the time of a measurement.
-    "dshard.collectives.memory.BufferPool.take": "by dshard.testing, which counts, and puts it back",
     "dshard.units.eviction.Eviction.note_gather": "by dshard.bench, which counts, and puts it back",
 }
 

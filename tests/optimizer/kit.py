@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dshard
-from dshard.testing import WorldPool, oracle
+from dshard.testing import WorldPool
+from tests.kit import oracle
 
 SEED = 5
 

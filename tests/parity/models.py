@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import dshard
-from dshard.testing import oracle
+from tests.kit import oracle
 from tests.models import CONTEXT, GPT, VOCAB, Classifier, ConvNet, Uneven
 
 

@@ -24,7 +24,8 @@ from dshard.planner.profiles import UnitTimes, costs_of
 from dshard.planner.tracing import trace
 from dshard.planning.profile import parts_of
 from dshard.policies import Strategy
-from dshard.testing import World, WorldPool, counted_peak
+from dshard.testing import World, WorldPool
+from tests.kit.counted import counted_peak
 from tests.models import GPT
 
 SINGLE = ("ddp", "zero1", "zero2", "keep", "full", "split(2)", "split(4)")

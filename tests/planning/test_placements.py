@@ -15,7 +15,8 @@ import dshard
 from dshard.collectives import memory
 from dshard.planner import DEVICES, Cluster, Link, Links, Training, UnitCosts
 from dshard.policies import Strategy
-from dshard.testing import WorldPool, counted_peak
+from dshard.testing import WorldPool
+from tests.kit.counted import counted_peak
 
 TITAN = DEVICES["titan-rtx"]
 LINK = Link(0.0, 1e-9)

@@ -34,7 +34,8 @@ from dshard.planning.links import measure_links
 from dshard.planning.measured_steps import MeasuredSteps
 from dshard.planning.meshes import mesh_cut_over, num_cut_over
 from dshard.planning.profile import Profile, parts_of
-from dshard.testing import WorldPool, counted_peak, fake_world
+from dshard.testing import WorldPool, fake_world
+from tests.kit.counted import counted_peak
 from tests.models import ResidualMlp
 
 WIDTH, NUM_BLOCKS = 128, 4

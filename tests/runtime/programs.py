@@ -14,8 +14,8 @@ from torch.autograd.graph import increment_version
 
 import dshard
 from dshard.tensor import ShardedTensor
-from dshard.testing import cases
-from dshard.testing.cases import READS, VIEWS, WRITES, values
+from tests.kit import cases
+from tests.kit.cases import READS, VIEWS, WRITES, values
 
 
 class Block(nn.Linear):

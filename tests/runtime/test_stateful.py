@@ -6,8 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dshard.testing import WorldPool
-from dshard.testing.cases import READS, VIEWS, WRITES
 from dshard.testing.strategies import world_sizes
+from tests.kit.cases import READS, VIEWS, WRITES
 from tests.runtime.machine import Pair, run_program
 from tests.runtime.programs import COPIES, GRAD_MODES, NAMES, OPTIMIZERS, SAVES
 

@@ -20,7 +20,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn.utils import parametrizations, parametrize
 
 import dshard
-from dshard.testing import WorldPool, expect_error, oracle
+from dshard.testing import WorldPool, expect_error
+from tests.kit import oracle
 
 SEED = 11
 TOLERANCE = 1e-6  # relative to the largest magnitude, where the order of additions may differ: 3 ranks and more

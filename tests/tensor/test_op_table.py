@@ -20,7 +20,8 @@ from torch.distributed.tensor import Shard
 from dshard.errors import UnsupportedOpError
 from dshard.tensor import OpClass, ShardedTensor, classify
 from dshard.tensor.results import AgreedTensor, FullResult
-from dshard.testing import WorldPool, oracle
+from dshard.testing import WorldPool
+from tests.kit import oracle
 
 aten = torch.ops.aten
 PLAIN = (Tensor, FullResult, AgreedTensor)

@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dshard
 from dshard.tensor import ShardedTensor
-from dshard.testing import RemoteRankError, WorldPool, oracle
+from dshard.testing import RemoteRankError, WorldPool
 from dshard.testing.strategies import DTYPES, TensorCase, shapes, tensor_cases, world_sizes
+from tests.kit import oracle
 
 MORE_DTYPES = (
     torch.int8,

@@ -9,18 +9,11 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import dshard
-from dshard.testing import RemoteRankError, WorldPool, oracle
-from dshard.testing.cases import LAYER_KINDS, LayerCase, ModelCase, play
-from dshard.testing.strategies import (
-    LayoutCase,
-    commands,
-    layouts,
-    meshes,
-    model_cases,
-    sharding_names,
-    shardings,
-    world_sizes,
-)
+from dshard.testing import RemoteRankError, WorldPool
+from dshard.testing.strategies import LayoutCase, layouts, meshes, sharding_names, shardings, world_sizes
+from tests.kit import oracle
+from tests.kit.cases import LAYER_KINDS, LayerCase, ModelCase, play
+from tests.kit.drawing import commands, model_cases
 
 
 def names_of(case: ModelCase) -> list[str]:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from dshard.errors import DShardError, PlacementError
 from dshard.layout import BucketLayout, Extent, ShardLayout
-from dshard.testing import oracle
 from dshard.testing.strategies import dims, shapes
+from tests.kit import oracle
 
 RANKS = st.integers(1, 9)
 

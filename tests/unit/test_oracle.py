@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dshard.testing import oracle
 from dshard.testing.strategies import dims, shapes
+from tests.kit import oracle
 
 SIZES = st.integers(0, 40)
 RANKS = st.integers(1, 9)

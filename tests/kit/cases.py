@@ -1,6 +1,6 @@
 """Small models, meshes and programs as picklable values: drawn in the parent process, made on the ranks.
 
-`dshard.testing.strategies` draws them; nothing here needs hypothesis.
+`tests.kit.drawing` draws them.
 """
 
 import copy
@@ -14,28 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from dshard.setup.fully_shard import fully_shard
+from dshard.testing.strategies import MeshCase
 
 ROWS, LENGTH = 3, 4
-
-
-@dataclass(frozen=True, slots=True)
-class MeshCase:
-    """A mesh over all ranks of a world.
-
-    Attributes:
-        sizes: of its dims; with two, copies of the model, and the ranks that share one.
-    """
-
-    sizes: tuple[int, ...]
-
-    def build(self, device_type: str = "cpu") -> DeviceMesh:
-        """The mesh; on every rank. Communicates: what `init_device_mesh` does."""
-        names = ("replicate", "shard") if len(self.sizes) == 2 else ("shard",)
-        return init_device_mesh(device_type, self.sizes, mesh_dim_names=names)
 
 
 @dataclass(frozen=True, slots=True)
