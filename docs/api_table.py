@@ -11,7 +11,7 @@ GROUPS = {
     "Sharding": "fully_shard set_strategy Strategy MixedPrecisionPolicy OffloadPolicy CPUOffloadPolicy "
     "init_hybrid_mesh register_fsdp_forward_method share_comm_ctx to_plain",
     "What a model has afterwards": "ShardedTensor FSDPModule UnshardHandle",
-    "In a step": "clip_grad_norm_ no_sync join run_by_some virtual_ranks",
+    "In a step": "clip_grad_norm_ no_sync join run_by_some",
     "Full values, and files of them": "gathered iter_full load_safetensors save_safetensors",
     "Looking at it": "explain report trace CommTrace",
     "Plans": "plan Plan plan_report",

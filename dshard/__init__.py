@@ -1,6 +1,6 @@
 """Sharded data-parallel training for PyTorch: a parameter always means its full value."""
 
-from dshard import checkpoint, interop, virtual
+from dshard import checkpoint, interop
 from dshard.checkpoint import load_safetensors, save_safetensors
 from dshard.clip import clip_grad_norm_
 from dshard.collectives import CommTrace
@@ -37,7 +37,6 @@ from dshard.setup.plan_report import plan_report
 from dshard.setup.set_strategy import set_strategy
 from dshard.setup.to_plain import to_plain
 from dshard.tensor import ShardedTensor
-from dshard.virtual import virtual_ranks
 
 __version__ = "0.1.0"
 
@@ -81,6 +80,4 @@ __all__ = [
     "share_comm_ctx",
     "to_plain",
     "trace",
-    "virtual",
-    "virtual_ranks",
 ]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from dshard import arguments, collectives
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.compiling import outside_of_graphs
-from dshard.errors import ArgumentError, DivergenceError, RankLostError, UnsupportedOpError
+from dshard.errors import ArgumentError, DivergenceError, RankLostError
 from dshard.kinds import shown
 from dshard.tensor import ShardedTensor
 from dshard.tensor.results import AgreedTensor
@@ -32,8 +32,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients of all parameters together so that their norm is at most `max_norm`.
 
-    The parts of the norm are added in fp64, so that it hardly depends on how the gradients are cut. Of a model with
-    virtual ranks they are added exactly, so that it does not depend on it at all.
+    The parts of the norm are added in fp64, so that it hardly depends on how the gradients are cut.
 
     Args:
         parameters: Sharded parameters, plain ones, or both; those without a gradient are skipped. Gradients of plain
@@ -52,12 +51,10 @@ def clip_grad_norm_(
             (on a backend that runs its own collectives: at the end of the next backward); or ranks that share a
             gradient came to different norms, because their other parameters differ. On every rank alike.
 
-        UnsupportedOpError: The norm is none of 1, 2 and inf, and the model has virtual ranks.
-
     Communicates:
-        One all-reduce of 8 bytes (with virtual ranks, one of 16 and one of 32) for each process group that holds some
-        of the parameters (for DTensor parameters one more along each dim that cuts them), whose header compares the
-        numbers, and for those that hold replicas one of 4; where there are several groups, another one of 16 bytes for
+        One all-reduce of 8 bytes for each process group that holds some of the parameters (for DTensor parameters one
+        more along each dim that cuts them), whose header compares the numbers, and for those that hold replicas one of
+        4; where there are several groups, another one of 16 bytes for
         each, to compare the norms.
 
     Source: `torch.nn.utils.clip_grad_norm_`, whose rule and epsilon it follows.
@@ -136,12 +133,7 @@ def _total_norm(grads: Sequence[Tensor], order: float, told: str) -> Tensor:
             key = tuple(id(group.process_group) for group in groups)
             cut.setdefault(key, (groups, []))[1].append(grad.shard_storage.resolve())
     alike = _Agreement(told)
-    if any(isinstance(grad, ShardedTensor) and grad.shard_group.is_virtual for grad in grads):
-        _check_order(order, grads, alike)
-        parts = [([], whole), *cut.values()]
-        norm = torch.tensor(collectives.exact_norm(parts, order, alike.all_reduce), dtype=torch.float64, device=device)
-    else:
-        norm = _rounded(whole, list(cut.values()), order, alike, device)
+    norm = _rounded(whole, list(cut.values()), order, alike, device)
     alike.compare(grads)
     if len(cut) > 1:
         every = {id(group.process_group): group for groups, _ in cut.values() for group in groups}
@@ -150,18 +142,6 @@ def _total_norm(grads: Sequence[Tensor], order: float, told: str) -> Tensor:
     norm = norm.to(torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32)
     mesh = next((grad.device_mesh for grad in grads if isinstance(grad, DTensor)), None)
     return AgreedTensor.of(norm, mesh) if mesh is not None else norm
-
-
-def _check_order(order: float, grads: Sequence[Tensor], alike: "_Agreement") -> None:
-    """Refuse norms that would depend on how gradients are cut."""
-    if order in (1.0, 2.0, float("inf")):
-        return
-    alike.compare(grads)  # another rank may have been given another one
-    alike.check()
-    raise UnsupportedOpError(
-        "clip_grad_norm_: with virtual ranks the norm must not depend on how gradients are cut, which holds for "
-        f"norm_type 1, 2 and inf, but it is {order}. Pass one of them."
-    )
 
 
 def _rounded(

@@ -87,11 +87,6 @@ def join(
     Source: PyTorch's `torch.distributed.algorithms.Join`, for its names and what it promises.
     """
     sharded: Any = module
-    if context_of(sharded).virtual is not None:
-        raise StateError(
-            "join: ranks with fewer batches follow the others, but a model with virtual_ranks has equally many on "
-            "each. Leave one of the two out."
-        )
     groups = [group for unit in context_of(sharded).units for group in unit.groups]
     group = max(groups, key=lambda group: group.world_size, default=None)
     if not enable or group is None or group.world_size == 1:

@@ -13,7 +13,7 @@ from dshard.autograd.modes import in_backward, outside_autograd
 from dshard.autograd.recompute import runs_again_for_saved
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.compiling import outside_of_graphs
-from dshard.errors import ArgumentError, UnsupportedOpError
+from dshard.errors import ArgumentError
 from dshard.gradients.reducer import Reducer
 from dshard.runtime.region_tokens import await_user, note_open
 from dshard.tensor import ShardedTensor
@@ -58,7 +58,6 @@ class run_by_some:  # noqa: N801 - a context manager, used as a function is
     Raises:
         ArgumentError: An argument is none of what it may be.
         StateError: Within the block a rank that runs the module used parameters outside of it. On that rank.
-        UnsupportedOpError: The model has virtual ranks. On every rank alike.
         DivergenceError: The ranks are at different blocks. On every rank alike.
 
     Communicates:
@@ -161,11 +160,6 @@ def _begin(module: nn.Module, *, runs: bool) -> _Region | None:
         return None
     context = source.model
     context.before_use()
-    if context.virtual is not None:
-        raise UnsupportedOpError(
-            "run_by_some: each virtual rank runs the same modules, but this model has virtual_ranks. Leave one of the "
-            "two out."
-        )
     units = {id(param.gather_source): param.gather_source for param in params}
     ordered = sorted((unit for unit in units.values() if isinstance(unit, Unit)), key=lambda unit: unit.number)
     if context.regions.open_label is not None and all(unit.num_pins for unit in ordered):

@@ -60,7 +60,6 @@ TABLE: dict[str, Row] = {
         "auto_wrap_policy": optional(domain.WRAP_POLICY),
         "strategy": optional(domain.STRATEGIES),
         "plan": optional(domain.PLAN_OR_PATH),
-        "virtual_ranks": optional(count(1, "Pass the largest number of processes that the training will have.")),
     },
     "clip_grad_norm_": {
         "parameters": TENSORS,
@@ -79,7 +78,6 @@ TABLE: dict[str, Row] = {
     "iter_full": {"module": MODULE, "device": optional(domain.DEVICE), "dtype": optional(domain.FLOAT)},
     "init_hybrid_mesh": {"ranks_per_node": optional(count(1))},
     "join": {"module": domain.SHARDED, "enable": FLAG, "throw_on_early_termination": FLAG},
-    "virtual_ranks": {"model": domain.SHARDED},
     "no_sync": {"module": domain.SHARDED},
     "register_fsdp_forward_method": {"module": MODULE, "method_name": TEXT},
     "share_comm_ctx": {"modules": domain.ALL_SHARDED},

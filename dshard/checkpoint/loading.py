@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dshard import collectives, virtual
+from dshard import collectives
 from dshard.agreement.same import check_same, refused_together
 from dshard.arguments import read
 from dshard.autograd.modes import outside_autograd
@@ -34,7 +34,7 @@ from dshard.checkpoint.folders import find
 from dshard.checkpoint.job import lineage_of
 from dshard.checkpoint.manifest import Manifest, read_manifest
 from dshard.checkpoint.optimizers import prepare_optimizers
-from dshard.checkpoint.own import OWN, set_random_states, virtual_name
+from dshard.checkpoint.own import OWN, set_random_states
 from dshard.checkpoint.pending import pending_save
 from dshard.checkpoint.shard_file import ShardReader
 from dshard.checkpoint.source import Load, Source, decoded, writer
@@ -137,7 +137,6 @@ def prepared(source: Source, model: nn.Module, optimizer: Any) -> Load:
     _prepare_model(source, model, job)
     prepare_optimizers(source, model, optimizers, job)
     _prepare_own(source, job)
-    _prepare_virtual(source, model, job)
     return job
 
 
@@ -240,24 +239,6 @@ def _set_extra_states(group: ShardGroup, job: Load) -> None:
             for module, value in reversed(before):
                 module.set_extra_state(value)
             raise
-
-
-def _prepare_virtual(source: Source, model: nn.Module, job: Load) -> None:
-    """Have virtual ranks go on from where they were, whatever process plays them now."""
-    module = virtual.module_with_virtual_ranks(model)
-    if module is None:
-        return
-    states = {}
-    for rank in virtual.ranks_here(module):
-        name = virtual_name(rank)
-        stored = source.manifest.tensors.get(name)
-        if stored is None:
-            raise CheckpointError(
-                f"{source.folder}: the checkpoint must hold the state of each virtual rank of the model, but that of "
-                f"{rank} is not in it. Pass fully_shard the virtual_ranks that it was saved with."
-            )
-        states[rank] = source.reader.read(name, stored, (0,), stored.shape)
-    job.commits.append(virtual.restorer(module, states))
 
 
 def _read_own(source: Source) -> Mapping[str, Any]:

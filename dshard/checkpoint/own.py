@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from dshard import virtual
 from dshard.checkpoint.shard_file import Piece
 from dshard.checkpoint.stored import own_name
 from dshard.checkpoint.trees import encode
@@ -30,22 +28,6 @@ def random_states(group: ShardGroup) -> dict[str, Any]:
     if group.device_type != "cpu":
         states["device"] = torch.get_device_module(group.device_type).get_rng_state()
     return states
-
-
-def virtual_name(rank: int) -> str:
-    """What the state of a virtual rank is stored under."""
-    return f"virtual-{rank}/state"
-
-
-def virtual_pieces(model: nn.Module) -> list[Piece]:
-    """The states of the virtual ranks that this process plays; none if the model has no virtual ranks.
-
-    Communicates:
-        As `dshard.virtual.states_of`.
-    """
-    module = virtual.module_with_virtual_ranks(model)
-    states = virtual.states_of(module) if module is not None else {}
-    return [Piece(virtual_name(rank), tuple(state.shape), (0,), state) for rank, state in states.items()]
 
 
 def own_piece(group: ShardGroup, own: dict[str, Any]) -> Piece:

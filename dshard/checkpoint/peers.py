@@ -18,7 +18,7 @@ from dshard.checkpoint.file_format import DTYPES, dtype_name
 from dshard.checkpoint.job import lineage_of
 from dshard.checkpoint.loading import finish, prepared
 from dshard.checkpoint.manifest import Manifest
-from dshard.checkpoint.own import own_piece, random_states, virtual_pieces
+from dshard.checkpoint.own import own_piece, random_states
 from dshard.checkpoint.parity import Stripes
 from dshard.checkpoint.saving import facts_of
 from dshard.checkpoint.shard_file import Piece, host_bytes
@@ -96,8 +96,7 @@ class PeerSnapshots:
         self._num_calls += 1
         if self._num_calls % self._every:
             return False
-        states = virtual_pieces(self._model)
-        image = together(self._group, lambda: self._taken(step, extra, states), "PeerSnapshots: taking it failed")
+        image = together(self._group, lambda: self._taken(step, extra), "PeerSnapshots: taking it failed")
         sizes = self._all_sizes(image.numel())
         row = self._exchanged(image, sizes)
         agree(self._group, None, "PeerSnapshots: exchanging it failed")
@@ -148,12 +147,12 @@ class PeerSnapshots:
         finish(job, self._model, self._optimizer, whole)
         return job.extra
 
-    def _taken(self, step: int, extra: Any, states: Sequence[Piece]) -> Tensor:
+    def _taken(self, step: int, extra: Any) -> Tensor:
         """This rank's part of a snapshot: a description, and the bytes of everything that it holds."""
         contents = Contents(self._model, optimizers_by_prefix(self._optimizer))
         whole = group_of(self._model)
         own = {"random": random_states(whole), "extra": encode(extra, "extra")}
-        pieces = [*contents.held(), own_piece(whole, own), *states]
+        pieces = [*contents.held(), own_piece(whole, own)]
         lineage = lineage_of(self._model)
         facts = {**facts_of(contents, step), "extra": None, "are_alike": False}
         facts.update(run=lineage.run, sequence=lineage.sequence)

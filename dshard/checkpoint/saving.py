@@ -22,7 +22,7 @@ from dshard.checkpoint.contents import Contents, optimizers_by_prefix
 from dshard.checkpoint.disk import partial_name
 from dshard.checkpoint.folders import Draft
 from dshard.checkpoint.job import Job, lineage_of
-from dshard.checkpoint.own import own_piece, random_states, virtual_pieces
+from dshard.checkpoint.own import own_piece, random_states
 from dshard.checkpoint.pending import PendingSave, pending_save
 from dshard.checkpoint.shard_file import Piece
 from dshard.checkpoint.snapshot import Snapshot
@@ -83,7 +83,6 @@ def save(
     """
     read("checkpoint.save", {"model": model, "optimizer": optimizer})
     group = group_of(model)
-    states = virtual_pieces(model)
     prepared, error = _Prepared((directory, step, keep, asynchronous, parity)), None
     try:
         if (earlier := pending_save(group)) is not None:
@@ -98,7 +97,7 @@ def save(
         raise
     pieces: Sequence[Piece] | Exception
     try:
-        pieces = [*prepared.pieces(group), *states]
+        pieces = prepared.pieces(group)
     except Exception as caught:  # told with what comes of writing
         pieces = caught
     target, contents = prepared.target, prepared.contents

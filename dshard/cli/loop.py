@@ -66,7 +66,7 @@ def _clip_plain(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
 
 def _shard(model: GPT, options: TrainOptions) -> None:
-    dshard.fully_shard(model, virtual_ranks=options.virtual_ranks)
+    dshard.fully_shard(model)
 
 
 SHARDED = Engine("sharded", _shard, lambda model: None, dshard.clip_grad_norm_)
@@ -157,16 +157,13 @@ class Trainer:
         """One forward, backward and update, with its report."""
         options = self.options
         started = time.perf_counter()
-        losses: dict[int, Tensor] = {}
-        is_virtual = options.virtual_ranks is not None
-        for rank in dshard.virtual_ranks(self.model) if is_virtual else (self.world.rank,):
-            losses[rank] = self._backward(rank)
+        loss = self._backward()
         self.engine.sync_gradients(self.model)
         norm = self.engine.clip(self.model.parameters(), options.max_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = options.learning_rate(self.num_done)
         self.optimizer.step()
-        mean_loss = self._mean(losses)
+        mean_loss = mean_over_ranks(loss)
         elapsed_s = time.perf_counter() - started
         if self.num_done == options.end - 1 or self._memory is None:
             self._memory = count_state_bytes(self.model, self.optimizer, self.world.device)
@@ -176,7 +173,7 @@ class Trainer:
                 f"the loss must stay finite, but step {self.num_done + 1} gave {mean_loss}. Pass a smaller --lr than "
                 f"{options.lr}."
             )
-        num_tokens = options.batch_size * options.block_size * options.num_ranks(self.world.size)
+        num_tokens = options.batch_size * options.block_size * self.world.size
         self._step_s += elapsed_s
         self._num_tokens += num_tokens
         self.num_done += 1
@@ -184,14 +181,14 @@ class Trainer:
         self.history.norms.append(float(norm))
         self.progress.step(self.num_done, mean_loss, tokens_per_s=num_tokens / elapsed_s, memory=self._memory)
 
-    def _backward(self, rank: int) -> Tensor:
-        """The forward and backward of one rank's batch; gives its loss."""
+    def _backward(self) -> Tensor:
+        """The forward and backward of this rank's batch; gives its loss."""
         options = self.options
         batch = train_batch(
             self.corpus,
             seed=options.seed,
             step=self.num_done,
-            rank=rank,
+            rank=self.world.rank,
             batch_size=options.batch_size,
             block_size=options.block_size,
         )
@@ -199,32 +196,21 @@ class Trainer:
         loss.backward()
         return loss.detach()
 
-    def _mean(self, values: dict[int, Tensor]) -> float:
-        """The mean over all ranks of a value of each rank that is this process's, equal on every process."""
-        if self.options.virtual_ranks is None:
-            return mean_over_ranks(values[self.world.rank])
-        return math.fsum(dshard.virtual.of_all_ranks(self.model, values).tolist()) / self.options.virtual_ranks
-
     @torch.no_grad()
     def _validate(self) -> None:
         """Measures the validation loss, on the same windows every time."""
-        num_ranks = self.options.num_ranks(self.world.size)
-        own = num_ranks // self.world.size
-        losses: dict[int, Tensor] = {}
-        for rank in range(self.world.rank * own, (self.world.rank + 1) * own):
-            batches = validation_batches(
-                self.corpus,
-                num_windows=_VALIDATION_WINDOWS,
-                rank=rank,
-                world_size=num_ranks,
-                batch_size=self.options.batch_size,
-                block_size=self.options.block_size,
-            )
-            total = torch.zeros((), device=self.world.device)
-            for batch in batches:
-                total += _loss(self.model, batch, self.world.device) * len(batch.inputs)
-            losses[rank] = total / sum(len(batch.inputs) for batch in batches)
-        loss = self._mean(losses)
+        batches = validation_batches(
+            self.corpus,
+            num_windows=_VALIDATION_WINDOWS,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            batch_size=self.options.batch_size,
+            block_size=self.options.block_size,
+        )
+        total = torch.zeros((), device=self.world.device)
+        for batch in batches:
+            total += _loss(self.model, batch, self.world.device) * len(batch.inputs)
+        loss = mean_over_ranks(total / sum(len(batch.inputs) for batch in batches))
         self.history.validation[self.num_done] = loss
         self.progress.validation(self.num_done, loss)
 

@@ -41,7 +41,6 @@ class TrainOptions:
     prompt: str
     sample_tokens: int
     temperature: float
-    virtual_ranks: int | None
 
     @property
     def model(self) -> GPTConfig:
@@ -53,10 +52,6 @@ class TrainOptions:
             num_heads=self.heads,
             tie_head=self.tie_head,
         )
-
-    def num_ranks(self, world_size: int) -> int:
-        """The ranks that have batches of their own: virtual ones, or else the processes."""
-        return self.virtual_ranks or world_size
 
     @property
     def end(self) -> int:
@@ -87,12 +82,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--stop-after", type=int, metavar="STEP", help="save and end early, to be continued with --resume")
     run.add_argument("--seed", type=int, default=0, help="of weights, data order and sample (%(default)s)")
     run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
-    run.add_argument(
-        "--virtual-ranks",
-        type=int,
-        metavar="N",
-        help="train as N ranks would, with the same bits on every number of processes that divides N",
-    )
     run.add_argument("--eval-every", type=int, default=25, metavar="STEPS", help="validate this often (%(default)s)")
     run.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="checkpoint this often (%(default)s)")
     model = parser.add_argument_group("model")
@@ -123,13 +112,6 @@ def _check_numbers(args: argparse.Namespace) -> None:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least {minimum}, but it is {value}.")
     if args.stop_after is not None and args.stop_after < 1:
         raise UsageError(f"--stop-after must be at least 1, but it is {args.stop_after}.")
-    if args.virtual_ranks is not None and args.virtual_ranks < 1:
-        raise UsageError(f"--virtual-ranks must be at least 1, but it is {args.virtual_ranks}.")
-    if args.virtual_ranks is not None and args.compare:
-        raise UsageError(
-            "--compare trains unsharded with one batch per process, but --virtual-ranks is given, too. Leave one of "
-            "them out."
-        )
     if args.seed >= 2**63:
         raise UsageError(f"--seed must be below 2**63, but it is {args.seed}.")
     for name, above in (("lr", True), ("max_norm", True), ("weight_decay", False), ("temperature", False)):

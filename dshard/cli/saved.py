@@ -49,9 +49,8 @@ def describe(options: TrainOptions, *, world_size: int, digest: str) -> dict[str
     curve = {name: values[name] for name in (*_SHAPE_OPTIONS, *_CURVE_OPTIONS)}
     return {
         **curve,
-        "world_size": options.num_ranks(world_size),
+        "world_size": world_size,
         "data": digest,
-        "virtual_ranks": options.virtual_ranks,
     }
 
 

@@ -63,11 +63,6 @@ def run(args: argparse.Namespace) -> int:
     """
     options = check_options(args)
     world = read_world(os.environ, options.device)
-    if options.num_ranks(world.size) % world.size:
-        raise UsageError(
-            f"--virtual-ranks must be a multiple of the number of processes, but there are {options.virtual_ranks} and "
-            f"{world.size} processes. Start as many processes as divide it."
-        )
     saved = None
     if options.resume:
         options, saved = _continued(options)
@@ -76,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if options.plot is not None:
         plot.check_plot(options.plot)
         check_writable(options.plot.parent, "the folder of --plot")
-    if world.device.type == "cpu" and options.num_ranks(world.size) > 1:
+    if world.device.type == "cpu" and world.size > 1:
         torch.set_num_threads(1)  # as many on one process as on several: sums of several threads round otherwise
     with process_group(world):
         check_agreement({**dataclasses.asdict(options), "data digest": corpus.digest, "checkpoint": saved})

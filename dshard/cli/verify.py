@@ -17,7 +17,6 @@ Trains a model for some steps under every strategy, on 1, 2 and 4 ranks of this 
 weights, buffers and outputs with those of the plain model in one process. No launcher is needed.
   dshard verify mymodule:factory
   dshard verify mymodule:factory --ranks 2 --strategies full,ddp --steps 5
-  dshard verify mymodule:factory --virtual-ranks 32
 
 factory() returns (model, sample input), or a dict of "model", "sample" and any of the options of
 dshard.testing.verify_sharding that are functions: step, oracle_step, loss, optimizer, shard, evaluate.
@@ -35,8 +34,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("factory", metavar="MODULE:FACTORY", help="that returns a model and a sample input")
-    parser.add_argument("--ranks", help="numbers of ranks, each a process (default: 1,2,4; with --virtual-ranks: 1)")
-    parser.add_argument("--virtual-ranks", type=int, help="a number of ranks that those processes play")
+    parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks, each a process (default: 1,2,4)")
     parser.add_argument("--strategies", help="settings, as full,ddp,accumulation (default: all but bf16)")
     parser.add_argument("--steps", type=int, default=3, help="training steps of each (default: 3)")
     parser.add_argument("--dtype", choices=_DTYPES, help="convert the model to it (default: its own)")
@@ -60,28 +58,17 @@ def run(args: argparse.Namespace) -> int:
     from dshard.testing.verifying.invariants import DEFAULT_SETTINGS
 
     settings = DEFAULT_SETTINGS if args.strategies is None else _settings(args.strategies)
-    virtual = args.virtual_ranks
-    ranks = _ranks(args.ranks if args.ranks is not None else "1,2,4" if virtual is None else "1")
-    if virtual is not None and (virtual < 1 or any(virtual % num for num in ranks)):
-        raise UsageError(
-            f"--virtual-ranks must be a multiple of each of --ranks, but it is {virtual} and those are "
-            f"{', '.join(map(str, ranks))}. Pass --ranks 1."
-        )
+    ranks = _ranks(args.ranks)
     if args.steps < 1:
         raise UsageError(f"--steps must be at least 1, but it is {args.steps}. Pass 3.")
     made = make(args.factory)
     options = {name: made[name] for name in _FUNCTIONS if name in made}
-    if virtual is not None and "step" in made:
-        raise UsageError(
-            "--virtual-ranks needs the step that is built in, but MODULE:FACTORY gives one. Leave one out."
-        )
     dtype = getattr(torch, args.dtype) if args.dtype else None
     try:
         report = verify_sharding(
             *(partial(model_of, args.factory), made["sample"]),
             **{
                 "worlds": ranks,
-                "virtual_ranks": virtual,
                 "settings": settings,
                 "steps": args.steps,
                 "dtype": dtype,

@@ -10,7 +10,6 @@ from dshard.collectives._c10d import (
 )
 from dshard.collectives.callers import is_users
 from dshard.collectives.custom import Comms, with_comms
-from dshard.collectives.exact import exact_norm
 from dshard.collectives.exchange import shares_memory
 from dshard.collectives.gather import Gathered, all_gather, gather_in_place
 from dshard.collectives.group import Handle, ShardGroup
@@ -27,8 +26,6 @@ from dshard.collectives.small import all_reduce, broadcast
 from dshard.collectives.steps import Steps
 from dshard.collectives.streams import MadeIn, SideStream, stream_on
 from dshard.collectives.trace import CommRecord, CommTrace, phases_are
-from dshard.collectives.tree import TreeSum, nodes_between
-from dshard.collectives.virtual import VirtualBucket
 
 __all__ = [
     "Buffer",
@@ -50,8 +47,6 @@ __all__ = [
     "SideStream",
     "Steps",
     "TimesLeft",
-    "TreeSum",
-    "VirtualBucket",
     "all_gather",
     "all_reduce",
     "all_reduce_row",
@@ -61,7 +56,6 @@ __all__ = [
     "broadcast",
     "default_backend",
     "end",
-    "exact_norm",
     "gather_in_place",
     "give_up",
     "group_named",
@@ -70,7 +64,6 @@ __all__ = [
     "is_torn",
     "is_users",
     "make_host_copy",
-    "nodes_between",
     "num_noted",
     "phases_are",
     "settle",

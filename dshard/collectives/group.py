@@ -150,7 +150,6 @@ class ShardGroup:
         self.backend = _c10d.backend_of(group, device)
         self.is_direct = self.backend == "gloo"
         self.has_means = self.backend in _c10d.WITH_MEANS
-        self.is_virtual = False  # whether a sum must not depend on the number of ranks
         if self.num_ranks > 1:
             watch_end()  # ahead of the first message: whoever got it may have to find out what became of this rank
 

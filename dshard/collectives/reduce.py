@@ -90,8 +90,6 @@ class ReduceBucket:
         pool: Where the buffers come from and go to; by default they are new.
     """
 
-    _MAY_BE_LATE = True
-
     def __init__(
         self, plan: ReducePlan, *, dtype: torch.dtype, device: torch.device, label: str, pool: BufferPool | None = None
     ) -> None:
@@ -100,7 +98,7 @@ class ReduceBucket:
         self._memory: Buffer | None = None
         self._rows: Tensor | None = None
         self._to_take: tuple[torch.dtype, torch.device] | None = dtype, device  # until the buffer is
-        self._is_late = self._MAY_BE_LATE and device.type != "cpu" and not self.group.is_direct and not dtype.is_complex
+        self._is_late = device.type != "cpu" and not self.group.is_direct and not dtype.is_complex
         if not self._is_late:
             self._take_now()
         self._slots: Sequence[Tensor] = ()  # of each tensor, shape (num_ranks, slot); made when first needed

@@ -72,11 +72,9 @@ class Backward:
             grad: The gradient.
             may_wait: Whether nobody else can write to `grad`, so that it may be packed later.
         """
-        own, virtual, check = self.reducer.units.get(unit), self._context.virtual, self.reducer.check
+        own, check = self.reducer.units.get(unit), self.reducer.check
         if own is None:
             own = self.reducer.units[unit] = UnitGradients(unit, self.reducer)
-        if virtual is not None:
-            own.check_virtual(virtual, slot)
         if not own.is_begun:
             own.begin()
             self._on_first(unit)
@@ -156,9 +154,6 @@ class Backward:
             self._leave()
             self._context.regions.end_backward()
             self.reducer.forget_backward()
-            virtual = self._context.virtual
-            if virtual is not None:
-                virtual.has_failed = virtual.is_open
 
     def begin_forward(self) -> None:
         """A forward begins, in the thread in which the program trains."""

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from dshard.collectives import ShardGroup
-from dshard.errors import StateError, UnsupportedOpError
 from dshard.gradients.deferral import Deferral
 from dshard.gradients.owed import check_same_gradients
 from dshard.gradients.reduction import GradReduction, accumulates
 from dshard.tensor import ShardedTensor
 from dshard.units.buckets import Bucket
 from dshard.units.unit import Unit
-from dshard.units.virtual_ranks import VirtualRanks
 
 if TYPE_CHECKING:
     from dshard.gradients.reducer import Reducer
@@ -104,40 +102,14 @@ class UnitGradients:
         reduction = self.open[key] = GradReduction(weakref.ref(self), bucket, self.unit)
         return reduction
 
-    def check_virtual(self, virtual: VirtualRanks, slot: int) -> None:
-        """Raise where a gradient is none that a virtual rank may have."""
-        param = self.unit.params[slot]
-        virtual.check_open(param.name, "a backward")
-        if virtual.has_failed:
-            raise StateError(
-                f"{param.name}: a backward within the loop over virtual ranks raised, and what it left cannot be told "
-                "from whole gradients. Leave the loop, call zero_grad(), and run the step again."
-            )
-        if self.unit in virtual.closed:
-            raise StateError(
-                f"{param.name}: each virtual rank reduces a gradient once, but its gradient arrived again after that. "
-                "Run all backwards of a virtual rank but the last in dshard.no_sync(model), and checkpoint with "
-                "use_reentrant=False."
-            )
-        if len(param._backward_hooks or ()) > 1 or not accumulates(param):
-            what = "a hook is to see it" if accumulates(param) else "autograd.grad asks for it"
-            raise UnsupportedOpError(
-                f"{param.name}: a gradient is added up over all virtual ranks before anybody may see it, but {what}. "
-                "Look at .grad after the loop."
-            )
-        if param.grad is None and any(reduction.holds(slot) for reduction in self.open.values()):
-            raise virtual.dropped(param.name)
-
     # What leaves.
 
     @property
     def reduces_now(self) -> bool:
         """Whether the backward that runs reduces the gradients, rather than add them up."""
-        settings, model = self.unit.settings, self.unit.model
-        if model.virtual is not None:
-            return settings.requires_sync and model.virtual.is_last
-        if settings.strategy != "zero1" or self.unit in model.regions.units:  # of which ranks count backwards apart
-            return settings.requires_sync
+        settings = self.unit.settings
+        if settings.strategy != "zero1" or self.unit in self.unit.model.regions.units:
+            return settings.requires_sync  # of a region, ranks may run other numbers of backwards
         return settings.requires_sync and self.deferral.is_due
 
     def reduce(self, *, joins: bool = False) -> None:
@@ -149,11 +121,8 @@ class UnitGradients:
         Args:
             joins: Also if none has arrived on this rank.
         """
-        settings, virtual = self.unit.settings, self.unit.model.virtual
-        if virtual is not None and settings.requires_sync and self.open:
-            virtual.closed.add(self.unit)
         if self.reduces_now:
-            self._launch_all(owes=not settings.requires_all_reduce, joins=joins)
+            self._launch_all(owes=not self.unit.settings.requires_all_reduce, joins=joins)
 
     def _launch(self, key: ReductionKey, *, owes: bool = False, joins: bool = True) -> None:
         """Start a reduction; the arguments are those of `GradReduction.launch`."""
@@ -214,9 +183,6 @@ class UnitGradients:
         found = next((key for key, other in self.open.items() if other is reduction), None)
         if found is None or self.unit.model.backward_task != -1:
             return
-        virtual = self.unit.model.virtual
-        if virtual is not None and virtual.is_open:
-            raise virtual.read_early(self.unit.label)
         if not found.is_captured:
             self._reducer.launch_read(self)
             return

@@ -189,17 +189,6 @@ class Reducer:
 
     # What is dropped.
 
-    def unreduced(self) -> str | None:
-        """The name of a parameter whose gradient has been added up, and not reduced, if there is one."""
-        self.begin_backward()
-        return next((name for r in self.open for name, is_held in r.presence() if is_held), None)
-
-    def abandon(self) -> None:
-        """Drop what has not left; who holds such a gradient is told when it is read."""
-        for reduction in self.open:
-            reduction.is_abandoned = True
-        self._clear()
-
     def reset(self) -> None:
         """Drop gradients that have not left yet."""
         for reduction in self.open:

@@ -20,10 +20,9 @@ from dshard.collectives import (
     ReduceOp,
     ShardGroup,
     Steps,
-    VirtualBucket,
     all_reduce_row,
 )
-from dshard.errors import DivergenceError, StateError
+from dshard.errors import DivergenceError
 from dshard.tensor import ShardedTensor
 from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.subclass_shards import exact_values
@@ -71,10 +70,8 @@ class GradReduction:
         self._plan, self._pool, offload = bucket.reduce_plan, unit.model.pool, bucket.offload
         device = offload.compute if offload is not None else first.device
         self._copy_stream = unit.model.copy_stream(offload, inward=False) if offload is not None else None
-        self._virtual = unit.model.virtual
-        kind: Any = ReduceBucket if self._virtual is None else partial(VirtualBucket, played=self._virtual)
         self._new_bucket: Callable[[], ReduceBucket] = partial(
-            kind,
+            ReduceBucket,
             self._plan,
             dtype=bucket.dtype,
             device=device,
@@ -90,7 +87,6 @@ class GradReduction:
         self._model_token = unit.model.token
         self.owes = False
         self.is_finished = False  # all but the way home
-        self.is_abandoned = False  # it will never be whole
 
     @property
     def is_filling(self) -> bool:
@@ -165,8 +161,6 @@ class GradReduction:
             self._forget(slot)
 
     def _forget(self, slot: int) -> None:
-        if self._virtual is not None and self._virtual.is_open:
-            raise self._virtual.dropped(self._label)
         del self._storages[slot]
         if self._bucket is not None:
             self._bucket.discard(self._slots.index(slot))
@@ -192,8 +186,6 @@ class GradReduction:
             return
         if self.owes:
             self.rest()
-        if self._virtual is not None and self._virtual.is_open and not self._virtual.is_last:
-            raise self._virtual.read_early(self._label)
         bucket, self._bucket = self._bucket, None
         if bucket is None and joins:
             bucket = self._new_bucket()
@@ -201,10 +193,7 @@ class GradReduction:
         all_reduce = None if owes or self.group.replicas is None else self._all_reduce(self.group.replicas)
         hook = None if owes else self._hook
         with outside_autograd(), profiled("reduce", self._label, self._model_token):
-            if isinstance(bucket, VirtualBucket):
-                self._steps = Steps(bucket.steps(mean=self._mean, tag=self._signature()))
-            else:
-                self._steps = Steps(reduce_steps(bucket, before, all_reduce, hook, mean=self._mean))
+            self._steps = Steps(reduce_steps(bucket, before, all_reduce, hook, mean=self._mean))
 
     def _signature(self) -> int:
         """Stands for what the shards were written with."""
@@ -225,11 +214,6 @@ class GradReduction:
 
     def __call__(self, storage: ShardStorage) -> None:
         """The reduced gradient of `storage` is used; a bound method in its place would be a cycle of references."""
-        if self.is_abandoned:
-            raise StateError(
-                f"'{self._label}': a gradient is the sum over all virtual ranks, but the loop over them ended early. "
-                "Call zero_grad(), and run the step again."
-            )
         owner = self.owner()
         if owner is not None:
             owner.on_read(self)

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from dshard.compiling import Pause, outside_of_graphs
 from dshard.optimizer.replace import repoint_optimizer
-from dshard.optimizer.swap import begin_swap, check_interrupted, check_kernels, closure_of, end_swap
+from dshard.optimizer.swap import begin_swap, check_interrupted, closure_of, end_swap
 from dshard.tensor import stepping
 from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
@@ -106,7 +106,6 @@ def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     written = written if closure_of(args, kwargs) is None else []  # else it computes first
     units = _units_of(written)
     _await_readers(written, units)
-    check_kernels(optimizer)
     begin_swap(optimizer, args, kwargs)
     if type(optimizer) in _OF_MATRICES:  # whose graphs would hold views of sharded tensors
         Pause.is_wanted = True

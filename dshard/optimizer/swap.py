@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from dshard.errors import StateError, UnsupportedOpError
+from dshard.errors import StateError
 from dshard.tensor import ShardedTensor
 from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sharded_tensor import SHARDED
@@ -109,19 +109,6 @@ def begin_swap(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         groups.append(params)
     if shards:
         _swap(optimizer, groups, swapped, shards)
-
-
-def check_kernels(optimizer: Optimizer) -> None:
-    """Refuse torch's fused steps on a CPU for virtual ranks: they round the last elements of a shard otherwise."""
-    for group in optimizer.param_groups:
-        if not group.get("fused"):
-            continue
-        param = next((p for p in group["params"] if isinstance(p, ShardedTensor) and p.shard_group.is_virtual), None)
-        if param is not None and param.device.type == "cpu":
-            raise UnsupportedOpError(
-                f"{param.name}: with virtual_ranks no bit may depend on how parameters are cut, but those of a step of "
-                f"{type(optimizer).__name__} with fused=True on a CPU do. Pass foreach=True, or neither."
-            )
 
 
 def _swap(optimizer: Optimizer, groups: list[list[Tensor]], swapped: list[ShardedTensor], shards: list[Tensor]) -> None:

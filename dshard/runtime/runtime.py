@@ -74,8 +74,6 @@ class Runtime:
         settle(groups_of(context.units), _MAX_UNSETTLED)
         if not is_recorded:
             return
-        if context.virtual is not None and root.training:
-            context.virtual.check_open(type(root).__name__, "a forward that is to be trained")
         if self.on_training_forward is not None:
             self.on_training_forward()
         self.late.take_in()

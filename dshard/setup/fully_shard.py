@@ -54,7 +54,6 @@ def fully_shard(
     auto_wrap_policy: AutoWrapPolicy | None = None,
     strategy: Any = None,
     plan: Plan | str | os.PathLike[str] | None = None,
-    virtual_ranks: int | None = None,
 ) -> M:
     """Shard the parameters of a module over the ranks of a mesh, in place.
 
@@ -112,8 +111,6 @@ def fully_shard(
             second share parameters), or the path of its file (of `Plan.save`, or
             `dshard plan --out`): its units, and the strategy of each. After the second step the logger "dshard", and
             `plan_report(model)`, say how that compares with it.
-        virtual_ranks: For the whole model: train as so many ranks would, a multiple of the number of processes, with
-            the same bits on every number of them; the training loop then is `dshard.virtual_ranks`.
 
     Returns:
         `module` itself, whose class is now a subclass of `FSDPModule` too. To a type checker it is of the class that it
@@ -145,9 +142,6 @@ def fully_shard(
     compare_parameters(call.modules, call.specs, places, call.resolver.group, sync)
     runtime = call.apply(places)
     runtime.context.change(**call.options.of_model)
-    if call.options.virtual_ranks is not None:
-        for param in (param for unit in runtime.context.units for param in unit.params):
-            param.shard_group.is_virtual = True
     _handle_buffers(call.modules, call.resolver.mesh, runtime.context, buffers)
     followed = call.followed.plan
     runtime.plan_report = PlanReport(call.modules[0], runtime, followed) if followed is not None else None
@@ -195,7 +189,6 @@ class _Call:
         if options.dp_mesh_dims is not None:
             mesh = data_parallel_mesh(mesh, options.dp_mesh_dims)
         check_mesh(mesh)
-        options.check_virtual(group_of(mesh))
         reshard = reshard_choice("fully_shard", options.reshard_after_forward, mesh.size(mesh.ndim - 1))
         precision = PrecisionRules.of(options.mp_policy, options.offload_on(mesh))
         plan = read_plan(options.plan) if options.plan is not None else None

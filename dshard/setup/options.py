@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dshard.collectives import ShardGroup
 from dshard.errors import StateError
 from dshard.policies import Offload, read_bytes
 from dshard.runtime.module import FSDPModule
@@ -34,7 +33,6 @@ class Options:
     auto_wrap_policy: Any
     strategy: Any
     plan: Any
-    virtual_ranks: Any
 
     def check(self) -> None:
         """Refuse what does not go together.
@@ -55,29 +53,6 @@ class Options:
                 f"({self.strategy!r} and {self.reshard_after_forward!r}). Leave one of them out."
             )
 
-    def check_virtual(self, group: ShardGroup) -> None:
-        """Refuse numbers of virtual ranks that the processes cannot share evenly.
-
-        Args:
-            group: The processes.
-
-        Raises:
-            StateError: Names both numbers.
-        """
-        number, processes = self.virtual_ranks, group.world_size
-        if number is not None and number % processes:
-            fitting = ", ".join(str(n) for n in range(1, number + 1) if not number % n)
-            raise StateError(
-                f"fully_shard: virtual_ranks must be a multiple of the number of processes, but there are {number} "
-                f"virtual ranks and {processes} processes. Start one of {fitting} processes, or pass "
-                f"virtual_ranks={processes * max(1, round(number / processes))}."
-            )
-        if number is not None and self.buffers == "broadcast":
-            raise StateError(
-                'fully_shard: with virtual_ranks each of them has its own buffers, but buffers is "broadcast". Pass '
-                '"leave" or "check".'
-            )
-
     @property
     def ignored(self) -> set[nn.Parameter]:
         """Parameters to leave alone."""
@@ -87,8 +62,7 @@ class Options:
     def of_model(self) -> dict[str, Any]:
         """What is chosen for the whole model, by the names of `ModelSettings`; what is None stays as it was."""
         budget = self.memory_budget if self.memory_budget in (None, "auto") else read_bytes(self.memory_budget)
-        chosen = {"memory_budget": budget, "virtual_ranks": self.virtual_ranks}
-        return {name: value for name, value in chosen.items() if value is not None}
+        return {} if budget is None else {"memory_budget": budget}
 
     @property
     def placement_fn(self) -> PlacementFn | None:

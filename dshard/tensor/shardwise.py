@@ -262,8 +262,6 @@ def reduction(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     source: ShardedTensor = args[0]
     rule = _rule_of(func, args, kwargs)
     gathers = source._view is not None or is_recorded(source) or source.shard_storage.tag  # a gather compares the tags
-    if rule is not None and rule[2] is ReduceOp.SUM and source.shard_group.is_virtual:
-        gathers = True  # a sum of parts depends on how many there are
     if rule is None or gathers or not source.numel() or source.is_meta:
         result = compute(func, args, kwargs)
         return result if is_recorded(source) else _answering(unwrap_result(result, whole), source)
@@ -363,8 +361,7 @@ def foreach_norm(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Tensor]:
     parts_of: dict[int, tuple[Tensor, list[ShardGroup]]] = {}
     for i, tensor in enumerate(tensors):
         on_shards = isinstance(tensor, ShardedTensor) and tensor._view is None and not is_recorded(tensor)
-        depends_on_cut = on_shards and tensor.shard_group.is_virtual and order != math.inf
-        if not on_shards or depends_on_cut or tensor.shard_storage.tag or rule is None or kwargs:
+        if not on_shards or tensor.shard_storage.tag or rule is None or kwargs:
             results[i] = func([materialize(tensor)], *args[1:], **kwargs)[0]
         else:
             parts_of[i] = _own_part(tensor)

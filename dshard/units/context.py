@@ -17,7 +17,6 @@ from dshard.units.eviction import Eviction
 from dshard.units.regions import RankRegions
 from dshard.units.schedule import Phase, Schedule
 from dshard.units.settings import ModelSettings
-from dshard.units.virtual_ranks import VirtualRanks
 
 if TYPE_CHECKING:
     from dshard.units.unit import Unit
@@ -91,7 +90,6 @@ class ModelContext:
         self.eviction = Eviction(self)
         self.regions = RankRegions()
         self.token = object()  # stands for the model where it must not be kept alive
-        self.virtual: VirtualRanks | None = None  # whose gradients are added up, if they are no processes
         self.backward_task = -1  # autograd's number of the backward that is known to run
         self.split: Callable[[], None] | None = None  # forms units at the first use, of what the root's call took
         self.announce: Callable[[Phase], None] | None = None  # called ahead of each phase
@@ -133,8 +131,6 @@ class ModelContext:
         """Choose otherwise, by the names of `ModelSettings`."""
         settings = self.settings = replace(self.settings, **changes)
         self.schedule.depth = 1 if settings.prefetch is None else settings.prefetch
-        if settings.virtual_ranks is not None and self.virtual is None:
-            self.virtual = VirtualRanks(settings.virtual_ranks)
 
     def copy_stream(self, offload: Offload, *, inward: bool) -> CopyStream:
         """The stream of copies from a parameter's home to where it computes, or back; made at the first use."""

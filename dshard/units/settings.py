@@ -116,7 +116,6 @@ class ModelSettings:
         memory_budget: Bytes of gathered copies to keep between forward and backward; "auto" until they are known.
         strategies: Set since `fully_shard`, for parameters that come later.
         buffers: That are broadcast.
-        virtual_ranks: Whose gradients are added up, whatever the number of processes.
     """
 
     prefetch: int | None = field(default=None, metadata={"joined": _largest})
@@ -124,7 +123,6 @@ class ModelSettings:
     memory_budget: int | Literal["auto"] | None = field(default=None, metadata={"joined": _first})
     strategies: StrategyRules = field(default_factory=StrategyRules, metadata={"joined": _over_one_another})
     buffers: tuple[BufferSync, ...] = field(default=(), metadata={"joined": _each_once})
-    virtual_ranks: int | None = field(default=None, metadata={"joined": _largest})
 
     def joined(self, others: Sequence["ModelSettings"]) -> "ModelSettings":
         """These with those of models that become parts of this one: what was chosen for the whole stays so.

@@ -235,7 +235,6 @@ def options_of(name: str, rank: int) -> dict[str, Any]:
         "memory_budget": 2 if is_odd else 1,
         "auto_wrap_policy": {nn.Linear} if is_odd else {nn.LayerNorm},
         "strategy": {"first.*": "ddp"} if is_odd else {"first.*": "keep"},
-        "virtual_ranks": 6 if is_odd else 3,
         "plan": None,  # tests/planning/test_plans.py
     }
     assert values.keys() == inspect.signature(dshard.fully_shard).parameters.keys() - {"module"}

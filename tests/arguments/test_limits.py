@@ -25,9 +25,6 @@ LIMITS = (ROOT / "docs" / "limits.md").read_text()
 
 # Words of each row of docs/limits.md that has an error, and what shows it: tests of this file.
 SHOWN_BY = {
-    "with `virtual_ranks`": [
-        "test_slices_are_refused_where_virtual_ranks_are"
-    ],  # the list: runtime/test_virtual_ranks.py
     "tensor subclasses": ["test_what_tensor_subclasses_cannot_be_is_refused_by_name"],
     "meshes of three and more dims": ["test_an_option_that_is_not_there_is_refused_and_the_module_left_as_it_was"],
     "DTensor parameters": [
@@ -596,18 +593,6 @@ def test_each_row_of_the_limits_with_an_error_is_shown_by_a_test_and_each_test_h
     assert gone == [], f"SHOWN_BY has what is no row with an error of docs/limits.md any more: {gone}"
     unknown = [name for names in SHOWN_BY.values() for name in names if not callable(globals().get(name))]
     assert unknown == []
-
-
-def sliced_virtually() -> None:
-    model = dshard.fully_shard(nn.Linear(4, 4), strategy="split(2)", virtual_ranks=2)
-    for _ in dshard.virtual_ranks(model):
-        pass
-
-
-def test_slices_are_refused_where_virtual_ranks_are(worlds: WorldPool):
-    for kind, text in expect_error(worlds.get_world(2), sliced_virtually):
-        assert kind == "UnsupportedOpError"
-        assert "has the strategy split(q)" in text
 
 
 def test_each_error_class_of_the_limits_is_one_of_ours():

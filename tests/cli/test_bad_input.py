@@ -35,11 +35,6 @@ BAD_OPTIONS = [
     (["--frobnicate"], "unrecognized arguments: --frobnicate. See dshard train --help."),
     (["--device", "abacus"], "argument --device: invalid choice: 'abacus' (choose from "),
     (["--plot", "losses.doc"], "--plot must end in one of .png, .svg, .pdf, but it is losses.doc."),
-    (["--virtual-ranks", "0"], "--virtual-ranks must be at least 1, but it is 0."),
-    (
-        ["--virtual-ranks", "2", "--compare"],
-        "--compare trains unsharded with one batch per process, but --virtual-rank",
-    ),
     (["--resume"], "--resume needs a run to continue, but there is none in runs/train. Run without --resume first,"),
     (["--resume", "--out", "x"], "--resume needs a checkpoint in --out, but there is none in x. Run without --resume"),
     (
@@ -107,13 +102,6 @@ def test_a_bad_environment_is_refused_in_one_line(refused, monkeypatch, environ,
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert refused().startswith(message)
-
-
-def test_virtual_ranks_that_the_processes_cannot_share_are_refused(refused, monkeypatch):
-    for name, value in {"WORLD_SIZE": 4, "RANK": 0, "MASTER_PORT": 29500, "MASTER_ADDR": "localhost"}.items():
-        monkeypatch.setenv(name, str(value))
-    message = refused("--virtual-ranks", "6", "--device", "cpu")
-    assert "must be a multiple of the number of processes, but there are 6 and 4 processes" in message
 
 
 def test_missing_data_is_refused(refused, tmp_path):

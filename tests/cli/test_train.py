@@ -86,18 +86,6 @@ def test_resume_continues_bit_for_bit(text, tmp_path):
     assert one.read_text() == other.read_text()
 
 
-def test_virtual_ranks_continue_bit_for_bit_on_other_numbers_of_processes(text, tmp_path):
-    args = (*TINY, "--data", text, "--steps", 6, "--eval-every", 2, "--virtual-ranks", 4)
-    straight = start(*args, "--out", tmp_path / "straight", ranks=2)
-    assert straight.returncode == 0, straight.stderr
-    for more, ranks in ((("--stop-after", 2), 4), (("--stop-after", 4, "--resume"), 0), (("--resume",), 2)):
-        done = start(*args, "--out", tmp_path / "moved", *more, ranks=ranks)
-        assert done.returncode == 0, done.stderr
-        assert "will not continue" not in done.stdout
-    one, other = (tmp_path / name / "history.jsonl" for name in ("straight", "moved"))
-    assert one.read_text() == other.read_text()
-
-
 def test_it_runs_alone_and_its_checkpoint_goes_on_with_two_ranks(text, tmp_path):
     args = (*TINY, "--data", text, "--out", tmp_path, "--steps", 4)
     alone = start(*args, "--stop-after", 2)

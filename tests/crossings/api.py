@@ -18,7 +18,6 @@ ARGUMENTS: dict[str, str] = {
     "auto_wrap_policy": "units: policy",
     "strategy": "strategy",
     "plan": "strategy: plan",
-    "virtual_ranks": NOT_HERE + "tests/runtime/test_virtual_ranks.py crosses it with the others",
 }
 NAMES: dict[str, str] = {
     "CPUOffloadPolicy": "offload: CPUOffloadPolicy",
@@ -51,8 +50,6 @@ NAMES: dict[str, str] = {
     "share_comm_ctx": NOT_HERE + "it does nothing",
     "to_plain": NOT_HERE + "tests/real/test_to_plain.py; it undoes all of this",
     "trace": NOT_HERE + "tests/inspection/test_crossed.py looks at programs of these rows",
-    "virtual": NOT_HERE + "tests/runtime/test_virtual_ranks.py",
-    "virtual_ranks": NOT_HERE + "tests/runtime/test_virtual_ranks.py crosses it with the others",
 }
 ACCEPTED = NOT_HERE + "accepted for FSDP2's sake, does nothing"
 SETTERS: dict[str, str] = {

@@ -24,14 +24,6 @@ def test_a_step_in_micro_batches_is_not_blamed_beside_one_on_the_whole_batch(poo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama_tied", "t5", "vit"])
-def test_a_model_is_not_blamed_on_virtual_ranks(pool: WorldPool, name):
-    report = verifying.verify(pool, name, ("full", "mix"), worlds=(1, 2), virtual_ranks=4)
-    assert "\n".join(map(str, report.differences)) == ""
-    assert [row.ranks for row in report.rows] == ["4 on 1", "4 on 1", "4 on 2", "4 on 2"]
-
-
-@pytest.mark.slow
 def test_a_model_whose_blocks_cannot_be_recomputed_is_not_blamed_but_left_out(pool: WorldPool):
     (row,) = verifying.verify(pool, "t5", ("checkpointing",), has_cache=True).rows
     assert row.difference is None

@@ -50,8 +50,6 @@ PUBLIC_NAMES = [
     "share_comm_ctx",
     "to_plain",
     "trace",
-    "virtual",
-    "virtual_ranks",
 ]
 
 

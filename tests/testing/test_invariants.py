@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dshard.cli import main
-from dshard.errors import ArgumentError
 from dshard.testing import assert_sharding_invariants, verify_sharding
 from dshard.testing.verifying.comparison import first_difference, oracle_of
 from dshard.testing.verifying.programs import SETTINGS
@@ -74,44 +73,6 @@ def test_correct_models_are_found_correct_under_every_setting(worlds, name):
 
 def test_low_precision_is_compared_by_what_its_roundings_change(worlds):
     assert_sharding_invariants(mlp, ROWS, worlds=(2,), settings=["bf16"], pool=worlds)
-
-
-@pytest.mark.parametrize("name", ["tied", "dropout", "conv"])
-def test_virtual_ranks_are_compared_each_with_the_plain_model(worlds, name):
-    factory, sample = CORRECT[name]
-    settings = ["full", "mix", "accumulation", "clipping"]
-    report = assert_sharding_invariants(
-        factory, sample, worlds=(1, 2), virtual_ranks=6, settings=settings, steps=2, pool=worlds
-    )
-    assert [row.ranks for row in report.rows] == ["6 on 1"] * 4 + ["6 on 2"] * 4
-    assert len({row.num_compared for row in report.rows if row.setting in ("full", "mix")}) == 1
-
-
-class ByRank(nn.Linear):
-    """A layer that asks which process it is on, not which rank is played."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + torch.distributed.get_rank())
-
-
-@pytest.mark.parametrize(("processes", "num_wrong"), [(1, 0), (2, 1)])
-def test_what_depends_on_the_process_is_found_on_its_virtual_ranks(worlds, processes, num_wrong):
-    report = verify_sharding(
-        partial(ByRank, 6, 6), ROWS, worlds=(processes,), virtual_ranks=4, settings=["full"], steps=2, pool=worlds
-    )
-    assert len(report.differences) == num_wrong
-    for difference in report.differences:
-        assert difference.rank == 2
-        assert "It is right on rank 0, 1: something depends on the rank" in str(difference)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"virtual_ranks": 3}, "a multiple of each"), ({"virtual_ranks": 4, "step": sum}, "step is given")],
-)
-def test_virtual_ranks_that_processes_cannot_play_are_refused(worlds, options, words):
-    with pytest.raises(ArgumentError, match=words):
-        verify_sharding(mlp, ROWS, worlds=(2,), pool=worlds, **options)
 
 
 class Kept(nn.Module):
@@ -205,17 +166,6 @@ def test_the_command_prints_a_table_and_what_differs(module, factory, code, word
     assert ran.returncode == code, ran.stderr
     assert words in ran.stdout
     assert ("It is right on rank 0" in ran.stdout) == (code == 1)
-
-
-def test_the_command_plays_many_ranks_in_one_process(module, monkeypatch, capsys):
-    monkeypatch.chdir(module)
-    monkeypatch.syspath_prepend(str(module))
-    monkeypatch.delitem(sys.modules, "factories", raising=False)
-    command = ["verify", "factories:good", "--virtual-ranks", "32", "--strategies", "full", "--steps", "1"]
-    assert main(command) == 0
-    assert "full     32 on 1  ok (" in capsys.readouterr().out
-    assert main([*command, "--ranks", "5"]) == 2
-    assert "must be a multiple of each of --ranks, but it is 32 and those are 5" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["nobody", "missing:factory", "factories:neither", "factories:gone"])

@@ -52,7 +52,6 @@ MODEL: dict[str, Any] = {
     "memory_budget": 12345,
     "strategies": StrategyRules.of({"late.*": "ddp"}),
     "buffers": (),  # set below, for it names modules
-    "virtual_ranks": 8,
 }
 
 

@@ -39,7 +39,6 @@ class Row:
         difference: the first one; None where all is the same.
         skipped: why it was not run; "" where it was.
         num_compared: quantities, over all ranks.
-        num_processes: that played the ranks, if those were virtual; else 0.
     """
 
     setting: str
@@ -47,12 +46,6 @@ class Row:
     difference: Difference | None = None
     skipped: str = ""
     num_compared: int = 0
-    num_processes: int = 0
-
-    @property
-    def ranks(self) -> str:
-        """Of the table: how many, and of virtual ones on how many processes."""
-        return f"{self.num_ranks} on {self.num_processes}" if self.num_processes else str(self.num_ranks)
 
 
 @dataclass(slots=True)
@@ -74,14 +67,13 @@ class Verification:
 
     def __str__(self) -> str:
         width = max(len(row.setting) for row in [*self.rows, Row("setting", 0)])
-        ranks = max([5, *(len(row.ranks) for row in self.rows)])
         lines = [f"{'setting':<{width}}  ranks"]
         for row in self.rows:
             ok = f"ok ({row.num_compared} quantities)"
             what = row.skipped or (ok if row.difference is None else f"wrong: {row.difference.quantity}")
             if row.difference is not None:
                 what += f"{' of' if row.difference.expected else ''} {row.difference.where}"
-            lines.append(f"{row.setting:<{width}}  {row.ranks:<{ranks}}  {what}")
+            lines.append(f"{row.setting:<{width}}  {row.num_ranks:<5}  {what}")
         return "\n".join([*lines, *self.notes])
 
 
@@ -117,8 +109,7 @@ def verify_sharding(
     model_factory: Callable[[], nn.Module],
     sample_input: Any,
     *,
-    worlds: Sequence[int] | None = None,
-    virtual_ranks: int | None = None,
+    worlds: Sequence[int] = (1, 2, 4),
     settings: Sequence[str] = DEFAULT_SETTINGS,
     steps: int = 3,
     loss: Callable[[Any], Tensor] | None = None,
@@ -139,9 +130,7 @@ def verify_sharding(
         model_factory: Makes the plain model; it is called with the same random numbers each time.
         sample_input: What the model is called with: a tensor, a tuple, or a dict of keywords. Each rank and step gets
             its elements in another order. Or a function of rank and step that returns one.
-        worlds: Numbers of ranks, each a process; 1, 2 and 4 by default.
-        virtual_ranks: A number of ranks that fewer processes play (`fully_shard(virtual_ranks=...)`); `worlds` are then
-            numbers of processes, one alone by default.
+        worlds: Numbers of ranks, each a process.
         settings: Names of `SETTINGS`. With `step`, "accumulation" and "clipping" are left out: they are the step's.
         steps: Training steps.
         loss: Of the model's output; by default the output if it is one number, its `.loss`, or a mean of squares.
@@ -166,13 +155,10 @@ def verify_sharding(
         Nothing here; on the ranks what training does.
     """
     program = Program(*(model_factory, sample_input, loss, step, oracle_step, optimizer, shard, evaluate, steps, dtype))
-    if worlds is None:
-        worlds = (1, 2, 4) if virtual_ranks is None else (1,)
     _check(settings, worlds, steps)
-    _check_virtual(worlds, virtual_ranks, step)
     with ExitStack() as stack:
         pool = pool if pool is not None else stack.enter_context(WorldPool(group_timeout_s=60.0))
-        return _Verifier(program, pool, virtual_ranks, equal_buffers=equal_buffers).verify(worlds, settings)
+        return _Verifier(program, pool, equal_buffers=equal_buffers).verify(worlds, settings)
 
 
 def _check(settings: Sequence[str], worlds: Sequence[int], steps: int) -> None:
@@ -187,26 +173,11 @@ def _check(settings: Sequence[str], worlds: Sequence[int], steps: int) -> None:
         )
 
 
-def _check_virtual(worlds: Sequence[int], virtual_ranks: int | None, step: Any) -> None:
-    if virtual_ranks is None:
-        return
-    if step is not None:
-        raise ArgumentError(
-            "verify_sharding: with virtual_ranks the training step has to be the one that is built in, but step is "
-            "given. Pass loss and optimizer in its place."
-        )
-    if virtual_ranks < 1 or any(virtual_ranks % num for num in worlds):
-        raise ArgumentError(
-            f"verify_sharding: virtual_ranks must be a multiple of each number of processes, but it is {virtual_ranks} "
-            f"and worlds are {list(worlds)}. Pass worlds=(1,)."
-        )
-
-
 class _Verifier:
     """Runs settings and worlds one after the other; a plain run is made once for all that are compared with it."""
 
-    def __init__(self, program: Program, pool: WorldPool, virtual: int | None, *, equal_buffers: bool) -> None:
-        self.program, self.pool, self.virtual, self.equal_buffers = program, pool, virtual, equal_buffers
+    def __init__(self, program: Program, pool: WorldPool, *, equal_buffers: bool) -> None:
+        self.program, self.pool, self.equal_buffers = program, pool, equal_buffers
         self._plain: dict[tuple[object, ...], list[Record]] = {}
         self.report = Verification()
 
@@ -214,27 +185,23 @@ class _Verifier:
         """A row for each."""
         for num_ranks in worlds:
             for name in settings:
-                row = self._row(name, SETTINGS[name], num_ranks)
-                self.report.rows.append(replace(row, num_processes=num_ranks) if self.virtual else row)
+                self.report.rows.append(self._row(name, SETTINGS[name], num_ranks))
         return self.report
 
-    def _row(self, name: str, setting: Setting, num_processes: int) -> Row:
-        num_ranks = self.virtual or num_processes
+    def _row(self, name: str, setting: Setting, num_ranks: int) -> Row:
         if self.program.step is not None and (setting.micro_batches > 1 or setting.is_clipped):
             return Row(name, num_ranks, skipped="left out: the step is yours")
         run = Run(self.program, setting, num_ranks, self._clip_norm(num_ranks) if setting.is_clipped else None)
-        run = replace(run, is_virtual=self.virtual is not None)
         if self._same_batches(num_ranks):
             return Row(name, num_ranks, _problem(name, num_ranks, "ranks", ["0", "1"], _SAME_BATCHES))
         try:
-            found = self.pool.run(num_processes, train_sharded, run, timeout_s=_TIMEOUT_S)
+            records = self.pool.run(num_ranks, train_sharded, run, timeout_s=_TIMEOUT_S)
         except RemoteRankError as error:
             self._oracle(run)  # raises where the plain model cannot be trained either
             said = self.pool.run(1, try_checkpoint, run, timeout_s=_TIMEOUT_S)[0] if setting.is_checkpointed else ""
             if said:
                 return Row(name, num_ranks, skipped=f"left out: the plain model cannot recompute its blocks ({said})")
             return Row(name, num_ranks, _raised(name, num_ranks, error))
-        records = [record for each in found for record in each]
         if setting.is_checkpointed and not records[0].num_blocks:
             return Row(name, num_ranks, skipped="left out: no blocks in a ModuleList")
         put_together(records)

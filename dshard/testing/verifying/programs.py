@@ -98,11 +98,9 @@ class Program:
         """The loss of an output."""
         return default_loss(output) if self.loss is None else self.loss(output)
 
-    def sharded(self, model: nn.Module, setting: Setting, virtual_ranks: int | None = None) -> nn.Module:
+    def sharded(self, model: nn.Module, setting: Setting) -> nn.Module:
         """The model, sharded as a setting says."""
         options: dict[str, Any] = {"strategy": setting.strategy}
-        if virtual_ranks is not None:
-            options["virtual_ranks"] = virtual_ranks
         if setting.strategy == "mix":
             names = [name for name, _ in model.named_parameters()]
             options["strategy"] = {name: _MIXED[i % len(_MIXED)] for i, name in enumerate(names)} | {"*": "full"}

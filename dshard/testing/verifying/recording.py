@@ -4,7 +4,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,12 +80,6 @@ class Record:
     num_blocks: int = 0
     num_parts: int = 1
     pieces: dict[Key, Piece] = field(default_factory=dict)
-
-    def of_rank(self, rank: int) -> "Record":
-        """What is of a rank, and of all."""
-        seen = {key: value for key, value in self.seen.items() if key.rank in (-1, rank)}
-        pieces = {key: piece for key, piece in self.pieces.items() if key.rank in (-1, rank)}
-        return replace(self, seen=seen, pieces=pieces)
 
 
 class Recorder:

@@ -17,7 +17,6 @@ from dshard.clip import clip_grad_norm_
 from dshard.compat import no_sync
 from dshard.testing.verifying.programs import Program, Setting, call, checkpoint_blocks
 from dshard.testing.verifying.recording import Record, Recorder
-from dshard.virtual import virtual_ranks
 
 _Buffers = dict[str, Tensor]
 
@@ -33,7 +32,6 @@ class Run:
         clip: largest norm of the gradients; None for no clipping.
         nudge: 0, or the seed of a run whose initial weights are moved by one rounding.
         micro_batches: of a user's step.
-        is_virtual: whether the ranks are virtual ones, that fewer processes play.
     """
 
     program: Program
@@ -42,15 +40,14 @@ class Run:
     clip: float | None = None
     nudge: int = 0
     micro_batches: int = 1
-    is_virtual: bool = False
 
 
-def train_sharded(run: Run) -> list[Record]:
-    """The run of this rank, or of the virtual ranks that it plays. Communicates: what training does."""
+def train_sharded(run: Run) -> Record:
+    """The run of this rank. Communicates: what training does."""
     program, rank = run.program, dist.get_rank()
     model = program.build()
     num_blocks = checkpoint_blocks(model) if run.setting.is_checkpointed else 0
-    model = program.sharded(model, run.setting, run.num_ranks if run.is_virtual else None)
+    model = program.sharded(model, run.setting)
     recorder = Recorder(model, rank)
     recorder.record.num_blocks = num_blocks
     with _trained(run, model, recorder) as optimizer:
@@ -64,25 +61,14 @@ def train_sharded(run: Run) -> list[Record]:
                 recorder.see_returned(program.step(model, optimizer, batch), rank=rank)
             else:
                 optimizer.zero_grad()
-                for _ in _turns(run, model, recorder):
-                    _backward(run, model, recorder, 1.0)
+                _backward(run, model, recorder, 1.0)
                 _clip_and_step(run, model, optimizer, recorder)
             recorder.see_parameters(model, "parameter")
-    ranks = []
-    for rank in _turns(run, model, recorder):
-        ranks.append(rank)
-        with recorder.evaluating(model, rank):
-            _evaluate(program, model, program.batch(rank, program.num_steps))
-        for name, buffer in model.named_buffers():
-            recorder.see("buffer", name, buffer, rank=rank)
-    return [recorder.record.of_rank(rank) for rank in ranks]
-
-
-def _turns(run: Run, model: nn.Module, recorder: Recorder) -> Iterator[int]:
-    """The ranks of this process, one after the other."""
-    for rank in virtual_ranks(model) if run.is_virtual else (dist.get_rank(),):
-        recorder.rank = rank
-        yield rank
+    with recorder.evaluating(model, rank):
+        _evaluate(program, model, program.batch(rank, program.num_steps))
+    for name, buffer in model.named_buffers():
+        recorder.see("buffer", name, buffer, rank=rank)
+    return recorder.record
 
 
 def try_checkpoint(run: Run) -> str:
