@@ -44,9 +44,9 @@ check: $(STAMP)
 
 bench: $(STAMP)
 ifeq ($(strip $(ARGS)),)
-	set -e; for each in $(BENCHMARKS); do OMP_NUM_THREADS=1 $(BIN)/python -m dshard bench $$each; done
+	set -e; for each in $(BENCHMARKS); do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $$each; done
 else
-	OMP_NUM_THREADS=1 $(BIN)/python -m dshard bench $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ARGS)
 endif
 
 docs: $(STAMP)

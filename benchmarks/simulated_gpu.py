@@ -23,11 +23,9 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from dshard.bench.common import Summary
-from dshard.bench.llama import Llama, LlamaConfig
-from dshard.bench.models import ROOT_ALONE, shard, training_step
-from dshard.bench.output import Output, table
-from dshard.bench.plots import Bars
+from benchmarks.measure import Summary
+from benchmarks.models import ROOT_ALONE, Llama, LlamaConfig, shard, training_step
+from benchmarks.output import Bars, Output, table
 from tests.accelerator import device
 from tests.accelerator.timeline import H100, Record, Timeline, timeline
 

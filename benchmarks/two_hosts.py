@@ -1,6 +1,6 @@
 """A training step on two hosts that a slow link joins: which strategy pays where, on four real ranks.
 
-    sudo python benchmarks/two_hosts.py [--rate 1gbit] [--rounds 10] [--out benchmarks/results]
+    sudo python -m benchmarks.two_hosts [--rate 1gbit] [--rounds 10] [--out benchmarks/results]
 
 The hosts are two network and process namespaces, so that they share no memory, joined by a pair of virtual devices that
 ``tc tbf`` limits to the rate; in each runs ``torchrun --nnodes 2`` with two ranks. Needs root, iproute2 and unshare;
@@ -28,12 +28,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import dshard
-from dshard.bench.common import Reader, Step, interleave, summary, summary_of
-from dshard.bench.models import GPT, Size, training_step
-from dshard.bench.output import Output, timing_table
-from dshard.bench.plots import Bars
-from dshard.bench.waits import watched
-from dshard.bench.workloads import WORKLOADS
+from benchmarks.measure import Reader, Step, summary_of, timed, watched
+from benchmarks.models import FAMILY, GPT, Size, training_step
+from benchmarks.output import Bars, Output, timing_table
 from dshard.collectives import ShardGroup
 from dshard.collectives.transport import transport_of
 from dshard.planner import Plan
@@ -50,7 +47,7 @@ STRATEGIES = ("full", "keep", "hybrid(2)", "hybrid(2, keep)", "ddp")
 PEERS = ("FSDP2", "FSDP2 on a mesh of 2 x 2")
 MESSAGE_BYTES = 4 << 20
 NUM_COUNTED = 3
-TINY = Size(width=512, layers=2)  # of which 37 units are made
+TINY = Size(width=512, layers=2)  # of which 37 blocks are made
 
 
 def ip(*words: str, host: str | None = None) -> None:
@@ -99,7 +96,7 @@ def launch(arguments: Sequence[str]) -> int:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(number)]
         where = ["--nproc-per-node", str(RANKS_PER_HOST), "--master-addr", "10.77.0.1", "--master-port", "29517"]
         apart = ["ip", "netns", "exec", host, "unshare", "--pid", "--fork", "--mount-proc"]  # no memory in common, too
-        command = [*apart, *torchrun, *where, __file__, "--rank", *arguments]
+        command = [*apart, *torchrun, *where, "-m", "benchmarks.two_hosts", "--rank", *arguments]
         processes.append(subprocess.Popen(command, env=environment))
     return max(process.wait() for process in processes)
 
@@ -170,7 +167,7 @@ def link_ms(num_rounds: int) -> dict[str, Any]:
 
 def tiny_units() -> dict[str, Step]:
     """Steps of many tiny units: with values in the message of their header, in messages of their own, and FSDP2's."""
-    work = WORKLOADS["150 tiny units"]
+    work = FAMILY["150 tiny blocks"]
     sharded, peer = work.step_of("dshard", TINY), work.step_of("FSDP2", TINY)
     ways: Any = transport_of(ShardGroup.of_mesh(default_mesh().get_group(), torch.device("cpu")))
     most = ways.inline_bytes
@@ -205,17 +202,15 @@ def measure(options: argparse.Namespace) -> None:
     planned, predicted = plans(ids)
     variants = {name: variant(name, ids, planned) for name in (*STRATEGIES, *planned, *PEERS)}
     numel = sum(p.numel() for p in GPT(SIZE).parameters())
-    samples = interleave(variants, num_rounds=options.rounds, num_warmups=3)
-    rows = {name: summary(some) for name, some in samples.items()}
+    rows = timed(variants, num_rounds=options.rounds)
     for name, step in variants.items():
         rows[name]["sent_mb"] = sent_bytes(step) / 1e6
         rows[name]["predicted_ms"] = predicted.get(name)
-    of_tiny = interleave(tiny_units(), num_rounds=options.rounds, num_warmups=3)
-    tiny = {name: summary(some) for name, some in of_tiny.items()}
+    tiny = timed(tiny_units(), num_rounds=options.rounds)
     if dist.get_rank() == 0:
         print(f"\nall-reduce of {MESSAGE_BYTES >> 20} MB\n{timing_table(links)}")
         print(f"\na step, {4 * numel / 1e6:.1f} MB of parameters\n{timing_table(rows, with_exposed=True)}")
-        print(f"\na step of 37 tiny units\n{timing_table(tiny)}")
+        print(f"\na step of 37 tiny blocks\n{timing_table(tiny)}")
         print("\npredicted, and by how much that is off")
         for name, seconds in predicted.items():
             print(f"{name:<32}{seconds:8.1f} ms {seconds / (rows[name]['median_ms'] or 1.0) - 1:+8.0%}")
@@ -223,7 +218,7 @@ def measure(options: argparse.Namespace) -> None:
             print(f"\n{name}: {plan}")
         print("\nMB that a host sends to the other one in a step")
         print("\n".join(f"{name:<32}{row['sent_mb']:8.1f}" for name, row in rows.items()))
-        output = Output(f"python benchmarks/two_hosts.py --rate {options.rate} --rounds {options.rounds}", options.out)
+        output = Output(f"python -m benchmarks.two_hosts --rate {options.rate} --rounds {options.rounds}", options.out)
         facts = output.header(num_hosts=2, ranks_per_host=RANKS_PER_HOST, rate=options.rate, parameter_bytes=4 * numel)
         panel = Bars("a training step on two hosts", "ms, median", {"": {k: r["median_ms"] for k, r in rows.items()}})
         output.write(

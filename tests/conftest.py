@@ -38,7 +38,7 @@ LONGEST = (
         "mutants/test_mutants",
         "faults/test_long_runs",
         "cli/test_train",
-        "cli/test_bench",
+        "benchmarks/test_benchmarks",
     ),
     *("parity/test_training", "tensor/test_op_table", "runtime/test_compile"),
 )

@@ -131,8 +131,8 @@ class ShardGroup:
     """A process group together with the algorithms that are right for its backend.
 
     On gloo messages go directly from rank to rank, and sums are taken in a fixed order: that is faster than gloo's own
-    all-gather and reduce-scatter (`dshard bench collectives`), and gives the same bits whatever the schedule. Every
-    other backend runs its own collectives.
+    all-gather and reduce-scatter (`python -m benchmarks collectives`), and gives the same bits whatever the schedule.
+    Every other backend runs its own collectives.
 
     Args:
         group: The process group.

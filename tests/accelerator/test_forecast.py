@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import dshard
-from dshard.bench.models import shard, training_step
+from benchmarks.models import shard, training_step
 from dshard.planner import Training, cluster_of
 from tests.models import ResidualMlp
 

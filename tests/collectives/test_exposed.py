@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import dshard
-from dshard.bench.models import shard
-from dshard.bench.waits import fsdp2_waits, watched
+from benchmarks.measure import fsdp2_waits, watched
+from benchmarks.models import shard
 from dshard.collectives import trace as trace_module
 from dshard.collectives.trace import CommTrace, start_wait
 from dshard.testing import WorldPool

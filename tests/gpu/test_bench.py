@@ -1,12 +1,12 @@
-"""`dshard bench gpu` on a CUDA device, with a tiny model. Skipped where there is none; not run on one yet."""
+"""`python -m benchmarks gpu` on a CUDA device, with a tiny model. Skipped where there is none; not run on one yet."""
 
 import pytest
 import torch
 
 import dshard
-from dshard.bench import gpu
-from dshard.bench.models import mesh_of
-from dshard.bench.waits import fsdp2_waits
+from benchmarks import gpu
+from benchmarks.measure import fsdp2_waits
+from benchmarks.models import mesh_of
 from dshard.testing import fake_world
 
 pytestmark = pytest.mark.gpu
@@ -19,13 +19,13 @@ def device() -> torch.device:
 
 @pytest.mark.parametrize("num_ranks", [1, 8])
 def test_every_kind_counts_launches_and_bytes(device, num_ranks):
-    case = gpu._Case(gpu._TINY, gpu.Batch(2, 16), device)
-    with gpu._world(num_ranks, device):
-        rows = gpu._measure(case, 2)
+    case = gpu.Case(gpu.TINY, 2, 16, device)
+    with gpu.world(num_ranks, device):
+        rows = gpu.measure(case, 2)
     assert set(rows) == {"plain", "FSDP2", "dshard"}
     for row in rows.values():
         assert row["num_launches"] > 0
-        assert row["peak_reserved_bytes"] >= row["peak_allocated_bytes"] > row["allocated_before_bytes"]
+        assert row["peak_reserved_gb"] >= row["peak_allocated_gb"] > row["allocated_before_gb"]
 
 
 def test_waits_of_a_sharded_step_are_timed_by_events(device):

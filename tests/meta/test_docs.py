@@ -49,8 +49,8 @@ RUN_AS = {
     "make test ARGS=\"-m 'not slow'\"": "make test ARGS=\"-q -m 'not slow' tests/unit/test_oracle.py\"",
     "make test ARGS=tests/unit": "make --dry-run test ARGS=tests/unit && test -d tests/unit",
     "make check": "make --dry-run check",  # .ci/run runs it in full
-    "make bench": "make --dry-run bench && dshard bench --help",
-    "dshard bench collectives": "dshard bench collectives --width 16 --rounds 2",
+    "make bench": "make --dry-run bench && python -m benchmarks --help",
+    "python -m benchmarks collectives": "python -m benchmarks collectives --width 16 --rounds 2",
     "dshard simulate --papers --out benchmarks/results/papers.json": "dshard simulate --help",
     "dshard simulate --published": "dshard simulate --help",  # tests/cli/test_published.py compares what it prints
     "make venv": "make venv",
@@ -64,7 +64,7 @@ RUN_AS = {
 # Would install, fetch, recurse into this test, or train or measure for minutes.
 NEEDS_ROW = re.compile(
     r"\b(git (clone|push|commit)|pip3?|make|pytest|conda|uv|sudo|apt(-get)?)\b"
-    r"|\.ci/run|\bdshard (train|bench)\b|\bcd dshard\b"
+    r"|\.ci/run|\bdshard train\b|-m benchmarks\b|\bcd dshard\b"
 )
 
 DOCUMENTS = documents(ROOT)

@@ -68,14 +68,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "interop": (*_CORE, "checkpoint"),
     "testing": (*_CORE, "checkpoint", ""),
     "": (*_CORE, "checkpoint", "inspection", "interop"),
-    "bench": (*_CORE, "checkpoint", "testing", ""),
-    "cli": (*_CORE, "checkpoint", "inspection", "testing", "bench", ""),
+    "cli": (*_CORE, "checkpoint", "inspection", "testing", ""),
     "__main__": ("cli",),
 }
 PURE = ("errors", "layout", "planner")  # no process group
 
 MAX_ROOM_FILES = 13
-LARGE_ROOMS = ("collectives", "tensor", "planner", "checkpoint", "cli", "bench")  # not cut into rooms (yet)
+LARGE_ROOMS = ("collectives", "tensor", "planner", "checkpoint", "cli")  # not cut into rooms (yet)
 MAX_FILE_LINES = 1000
 MAX_FUNCTION_LINES = 60  # as much as a screen shows
 

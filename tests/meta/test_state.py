@@ -76,8 +76,6 @@ ALLOWED: dict[str, str] = {
     # Constants of classes that are not frozen.
     "dshard.planner.progress.SILENT": "never changes",
     "dshard.tensor.local_views._STEP": "never changes; views are made often, and a frozen class is slower to make",
-    # Replaced for the time of a measurement.
-    "dshard.units.eviction.Eviction.note_gather": "by dshard.bench, which counts, and puts it back",
 }
 
 CACHES = ("cache", "lru_cache")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dshard
-from dshard.bench.peaks import gathered_peak
+from benchmarks.memory import gathered_peak
 from dshard.testing import WorldPool
 from dshard.testing.strategies import world_sizes
 from tests.models import CONTEXT, GPT, VOCAB

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import dshard
-from dshard.bench.peaks import gathered_peak
+from benchmarks.memory import gathered_peak
 from dshard.collectives import Buffer, BufferPool, memory
 from dshard.collectives.arena import Arena
 from dshard.slices.layers import slice_weight

@@ -1,9 +1,9 @@
 """Checkpoints of a GPT and its AdamW: rates beside the disk's and DCP's, and what a save takes from training.
 
-The disk's rate is that of `dd`, of as many bytes, in the same rounds; written bytes are synced, and files are dropped
-from the page cache ahead of each read. Rates are of all ranks together. For asynchronous saves, blocks of steps with
-one save at their beginning alternate with blocks without one; the stall is what the training thread itself waits for:
-the call, and the wait of the next optimizer's step for the copy.
+The disk's rate is that of `dd` with as many bytes, in the same rounds. Written bytes are synced, and files are dropped
+from the page cache before each read. Rates are of all ranks together. For asynchronous saves, blocks of steps with one
+save at their beginning alternate with blocks without one. The stall is the time that the training thread itself waits:
+in the call, and in the next optimizer step until the copy is made.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from benchmarks.measure import Summary, on_ranks, summary_of
+from benchmarks.models import GPT, Size, shard, training_step
+from benchmarks.output import Bars, Output, table, timing_table
 from dshard import checkpoint
-from dshard.bench.common import WORLD_TIMEOUT_S, Summary, gloo_world, summary_of
-from dshard.bench.models import GPT, Size, shard, training_step
-from dshard.bench.output import Output, table, timing_table
-from dshard.bench.plots import Bars
 from dshard.checkpoint import snapshot
 
 _BATCH, _TOKENS, _BLOCK_STEPS = 4, 128, 4
@@ -36,7 +35,7 @@ _DD_BYTES = 1 << 22
 
 
 def _drop(folder: Path) -> None:
-    """Have the files of a folder read from the disk, and not from memory."""
+    """Drop the files of a folder from the page cache, so that they are read from the disk."""
     for file in folder.rglob("*"):
         if file.is_file():
             opened = os.open(file, os.O_RDONLY)
@@ -55,7 +54,7 @@ def _timed(action: Callable[[], Any]) -> float:
 
 
 def _dd(arguments: list[str]) -> Callable[[], None]:
-    """A run of dd, on the first rank."""
+    """An action that runs dd on the first rank."""
 
     def run() -> None:
         if dist.get_rank() == 0:
@@ -65,7 +64,7 @@ def _dd(arguments: list[str]) -> Callable[[], None]:
 
 
 def _rates(size: Size, folder: str, num_rounds: int) -> dict[str, list[float]]:
-    """Bytes per second of every round, of what writes and what reads."""
+    """Bytes per second of every round, by what writes or reads."""
     root = Path(folder)
     torch.manual_seed(0)
     model = shard("dshard", GPT(size), torch.device("cpu"))
@@ -109,7 +108,7 @@ def _rates(size: Size, folder: str, num_rounds: int) -> dict[str, list[float]]:
 
 
 def _stalls(size: Size, folder: str, num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of blocks of steps with a save and without, and of what the training thread waited for."""
+    """Seconds of a step with a save and without, and of the training thread's waits."""
     torch.manual_seed(0)
     model = shard("dshard", GPT(size), torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -150,30 +149,29 @@ def _stalls(size: Size, folder: str, num_rounds: int) -> dict[str, list[float]]:
     return found
 
 
-def run(output: Output, *, num_ranks: int, num_rounds: int, size: Size) -> None:
-    """Measure, print and write `checkpoint_gloo_N`; rates are of all ranks, times are rank 0's."""
+def run(output: Output, *, ranks: int = 2, rounds: int = 8, layers: int = 8, width: int = 512) -> None:
+    """Saving and loading beside dd and DCP, and what an asynchronous save takes from training, over gloo."""
+    size = Size(layers=layers, width=width)
     with warnings.catch_warnings(), tempfile.TemporaryDirectory(dir=output.folder) as folder:
         warnings.simplefilter("ignore")
-        with gloo_world(num_ranks) as world:
-            rates = world.run(_rates, size, folder, num_rounds, timeout_s=WORLD_TIMEOUT_S)[0]
-        with gloo_world(num_ranks) as world:
-            stalls = world.run(_stalls, size, folder, num_rounds, timeout_s=WORLD_TIMEOUT_S)[0]
+        rates = on_ranks(ranks, _rates, size, folder, rounds)[0]
+        stalls = on_ranks(ranks, _stalls, size, folder, rounds)[0]
     of_disk = {
-        name: statistics.median(a / b for a, b in zip(rates[name], rates[name.split(",")[0] + ", dd"], strict=True))
-        for name in rates
+        name: statistics.median(a / b for a, b in zip(some, rates[name.split(",")[0] + ", dd"], strict=True))
+        for name, some in rates.items()
     }
-    rows = {name: [f"{statistics.median(some) / 1e6:.0f}", f"{of_disk[name]:.2f}"] for name, some in rates.items()}
-    print(f"\ncheckpoints, {num_ranks} gloo ranks\n{table(['MB/s, median', 'of dd'], rows)}")
+    medians = {name: statistics.median(some) / 1e6 for name, some in rates.items()}
+    rows = {name: [f"{rate:.0f}", f"{of_disk[name]:.2f}"] for name, rate in medians.items()}
+    print(f"\ncheckpoints, {ranks} gloo ranks\n{table(['MB/s, median', 'of dd'], rows)}")
     steps: dict[str, Summary] = {name: summary_of(some) for name, some in stalls.items()}
-    step_s = statistics.median(stalls["a step"])
-    stall = statistics.median(a + b for a, b in zip(stalls["call"], stalls["wait"], strict=True)) / step_s
+    waited = statistics.median(a + b for a, b in zip(stalls["call"], stalls["wait"], strict=True))
+    stall = waited / statistics.median(stalls["a step"])
     print(f"\nan asynchronous save stalls training by {stall:.1%} of a step\n{timing_table(steps)}", flush=True)
     content = {
-        "header": output.header(num_ranks=num_ranks),
+        "header": output.header(num_ranks=ranks),
         "mb_per_s": {name: [round(rate / 1e6, 1) for rate in some] for name, some in rates.items()},
         "of_dd": of_disk,
         "asynchronous": steps,
         "stall_of_step": stall,
     }
-    medians = {name: statistics.median(some) / 1e6 for name, some in rates.items()}
-    output.write(f"checkpoint_gloo_{num_ranks}", content, [Bars("a checkpoint", "MB/s, median", {"rate": medians})])
+    output.write(f"checkpoint_gloo_{ranks}", content, [Bars("a checkpoint", "MB/s, median", {"rate": medians})])

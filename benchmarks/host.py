@@ -1,0 +1,167 @@
+"""What the library itself costs a step: tiny layers in torch's fake process group, where nothing travels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from benchmarks.measure import Summary, timed
+from benchmarks.memory import bookkeeping_bytes, footprint
+from benchmarks.models import KINDS, Size, overheads, step_of
+from benchmarks.output import Lines, Output, bars_of, table, timing_table
+from dshard.testing import fake_world
+
+_SCALED = ("FSDP2", "dshard")
+_TOKENS = 16
+_RANKS_BY_UNITS = 8
+_UNITS_PER_CASE = 3000  # rounds are so few that about so many units' steps are timed
+_MAX_BOOKKEEPING_UNITS = 200  # tracemalloc is slow, and an average needs no more
+_COLUMNS = {"median_ms": ("ms", 1.0), "shard_bytes": ("shards MB", 1e-6)} | {
+    "peak_bytes": ("step's peak MB", 1e-6),
+    "gathered_bytes": ("gathered MB", 1e-6),
+}
+
+Results = dict[str, dict[str, Summary]]
+
+
+def _size(layers: int, width: int) -> Size:
+    """A narrow model, so that the host's time is what is measured."""
+    return Size(layers=layers, width=width, vocab=256, heads=4)
+
+
+def _timed(kinds: Sequence[str], size: Size, num_ranks: int, num_rounds: int) -> dict[str, Summary]:
+    """Steps of some kinds, interleaved, on rank 0 of a fake world."""
+    with fake_world(0, num_ranks):
+        variants = {kind: step_of(kind, size, 1, _TOKENS) for kind in kinds}
+        rows = timed(variants, num_rounds=num_rounds, num_warmups=2 if size.layers <= 500 else 1)
+    for row in rows.values():
+        row.pop("exposed_ms", None)  # nothing travels, so there is nothing to wait for
+    return rows
+
+
+def run(output: Output, *, ranks: int = 8, rounds: int = 20, layers: int = 24, width: int = 64) -> None:
+    """What a step costs the host: tiny layers, nothing on the wire."""
+    torch.set_num_threads(1)
+    rows = _timed([kind for kind in KINDS if kind != "DDP"], _size(layers, width), ranks, rounds)
+    case = f"{layers} layers, {ranks} ranks"
+    print(f"{case}, fake group\n{timing_table(rows)}")
+    for suffix, share in overheads(rows).items():
+        print(f"overhead over unsharded{suffix}: {share:.2f} of FSDP2's")
+    panel = bars_of("a step with nothing on the wire", {case: rows}, "median_ms")
+    output.write("host_fake", {"header": output.header(backend="fake"), "rows": {case: rows}}, [panel])
+
+
+def _by_ranks(world_sizes: Sequence[int], num_rounds: int, size: Size) -> Results:
+    results: Results = {}
+    for num_ranks in world_sizes:
+        rows = results[str(num_ranks)] = _timed(_SCALED, size, num_ranks, num_rounds)
+        with fake_world(0, num_ranks):
+            for kind, row in rows.items():
+                row.update(footprint(kind, size, _TOKENS))
+        print(f"{num_ranks:>6} ranks" + _line(rows), flush=True)
+    return results
+
+
+def _by_units(unit_counts: Sequence[int], num_rounds: int, size: Size) -> Results:
+    results: Results = {}
+    for num_units in unit_counts:
+        sized = replace(size, layers=num_units)
+        rounds = max(2, min(num_rounds, _UNITS_PER_CASE // num_units))
+        rows = results[str(num_units)] = _timed(_SCALED, sized, _RANKS_BY_UNITS, rounds)
+        if num_units <= _MAX_BOOKKEEPING_UNITS:
+            with fake_world(0, _RANKS_BY_UNITS):
+                plain = bookkeeping_bytes("unsharded", sized, _TOKENS)
+                for kind, row in rows.items():
+                    row["bookkeeping_bytes_per_unit"] = bookkeeping_bytes(kind, sized, _TOKENS) - plain
+        print(f"{num_units:>6} units" + _line(rows), flush=True)
+    return results
+
+
+def _line(rows: Mapping[str, Summary]) -> str:
+    return "".join(f"   {kind} {row['median_ms']:.1f} ms" for kind, row in rows.items())
+
+
+def fit(points: Mapping[int, float]) -> dict[str, float]:
+    """How milliseconds grow with units.
+
+    Args:
+        points: Milliseconds by number of units, at least two.
+
+    Returns:
+        `ms_per_unit`: slope of the least-squares line. `exponent`: of the least-squares power law, 1 where the growth
+        is linear.
+
+    Example:
+        >>> fit({1: 2.0, 10: 20.0, 100: 200.0})["ms_per_unit"]
+        2.0
+    """
+    logs = [math.log(x) for x in points], [math.log(y) for y in points.values()]
+    return {"ms_per_unit": _slope(list(points), list(points.values())), "exponent": _slope(*logs)}
+
+
+def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+    x_mean, y_mean = math.fsum(xs) / len(xs), math.fsum(ys) / len(ys)
+    covariance = math.fsum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True))
+    return covariance / math.fsum((x - x_mean) ** 2 for x in xs)
+
+
+def _series(results: Results, key: str, by: float = 1.0) -> dict[str, dict[int, float]]:
+    """A column as one line per kind, over the numbers of ranks or units that name the rows."""
+    found: dict[str, dict[int, float]] = {kind: {} for kind in _SCALED}
+    for x, rows in results.items():
+        for kind in _SCALED:
+            value = rows[kind].get(key)
+            if value is not None:
+                found[kind][int(x)] = value * by
+    return found
+
+
+def _memory_table(by_ranks: Results) -> str:
+    rows = {}
+    for num_ranks, kinds in by_ranks.items():
+        for kind, row in kinds.items():
+            values = [(row[key], by) for key, (_, by) in _COLUMNS.items()]
+            rows[f"{num_ranks} ranks, {kind}"] = ["-" if v is None else f"{v * by:.3f}" for v, by in values]
+    return table([title for title, _ in _COLUMNS.values()], rows)
+
+
+def run_scale(
+    output: Output,
+    *,
+    world_sizes: Sequence[int] = (8, 64, 512, 4096),
+    units: Sequence[int] = (10, 50, 200, 1000, 2000),
+    rounds: int = 8,
+    layers: int = 8,
+    width: int = 64,
+) -> None:
+    """Host time and memory against ranks and units, nothing on the wire.
+
+    Args:
+        output: Gets `scale_fake`.
+        world_sizes: Ranks of the fake groups.
+        units: Numbers of blocks, at least two; each block is a unit.
+        rounds: Samples of each; large numbers of units get fewer.
+        layers: Of the model by ranks.
+        width: Of both models.
+    """
+    torch.set_num_threads(1)
+    by_ranks = _by_ranks(world_sizes, rounds, _size(layers, width))
+    by_units = _by_units(units, rounds, _size(layers, width))
+    print(f"\nmemory per rank, {layers} blocks of width {width}\n{_memory_table(by_ranks)}\n")
+    times = _series(by_units, "median_ms")
+    fits = {kind: fit(points) for kind, points in times.items()}
+    for kind, found in fits.items():
+        print(f"{kind}: {found['ms_per_unit']:.3f} ms per unit (exponent {found['exponent']:.3f}; 1 is linear)")
+    for kind, points in _series(by_units, "bookkeeping_bytes_per_unit", 1e-3).items():
+        if points:
+            print(f"{kind}: {points[max(points)]:.1f} kB of Python objects per unit over the unsharded model's")
+    panels = [
+        Lines("host time of a step", "ms, median", "ranks", _series(by_ranks, "median_ms")),
+        Lines("a step's peak on top of shards", "MB", "ranks", _series(by_ranks, "peak_bytes", 1e-6)),
+        Lines(f"host time of a step, {_RANKS_BY_UNITS} ranks", "ms, median", "units", times),
+    ]
+    content = {"header": output.header(backend="fake"), "by_ranks": by_ranks, "by_units": by_units, "fit": fits}
+    output.write("scale_fake", content, panels)
