@@ -15,7 +15,7 @@ from dshard.inspection.tables import html_table, text_table
 from dshard.planner.texts import bytes_text
 from dshard.runtime.module import FSDPModule
 from dshard.runtime.runtime import context_of, runtime_of
-from dshard.setup.plan_report import PlanReport
+from dshard.setup.planned import PlanReport
 from dshard.tensor import ShardedTensor
 from dshard.units.context import ModelContext
 from dshard.units.unit import Unit

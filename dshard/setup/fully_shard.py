@@ -4,7 +4,7 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,7 +15,6 @@ from dshard.agreement.same import VERSIONS, Fact, check_same, refused_together, 
 from dshard.autograd.checkpointing import modules_that_run
 from dshard.collectives import ShardGroup
 from dshard.optimizer.replace import inherit
-from dshard.planner import Plan
 from dshard.policies import Precision, PrecisionRules, StrategyRules, reshard_choice
 from dshard.runtime import Runtime
 from dshard.runtime.casts import cast_at
@@ -23,9 +22,7 @@ from dshard.runtime.module_hooks import watch
 from dshard.setup.convert import convert, follow_replaced, move_buffers, own_parameters
 from dshard.setup.initial import compare_parameters, groups_cut_over
 from dshard.setup.install import Wrapping, take_in, wrap
-from dshard.setup.options import Options, checked_modules
-from dshard.setup.plan_report import PlanReport
-from dshard.setup.planned_units import Followed, checkpoint_as_planned, choices, follow, read_plan
+from dshard.setup.options import Followed, Options, checked_modules
 from dshard.setup.specs import ParamSpec, Resolver, described, settle
 from dshard.setup.wrap import AutoWrapPolicy, chosen_modules
 from dshard.slices.layers import check_sliced, is_sliced, set_slices
@@ -33,6 +30,9 @@ from dshard.tensor.meshes import data_parallel_mesh, default_mesh, group_of
 from dshard.units.context import ModelContext
 from dshard.units.placing import Place, PlacementFn, check_mesh, places_of
 from dshard.units.settings import BufferSync
+
+if TYPE_CHECKING:  # loaded where a plan is given
+    from dshard.planner import Plan
 
 M = TypeVar("M", bound="nn.Module | list[Any] | tuple[Any, ...]")
 
@@ -53,7 +53,7 @@ def fully_shard(
     memory_budget: int | str | None = None,
     auto_wrap_policy: AutoWrapPolicy | None = None,
     strategy: Any = None,
-    plan: Plan | str | os.PathLike[str] | None = None,
+    plan: "Plan | str | os.PathLike[str] | None" = None,
 ) -> M:
     """Shard the parameters of a module over the ranks of a mesh, in place.
 
@@ -138,13 +138,16 @@ def fully_shard(
     places = settle(call.specs)
     if call.followed.plan is not None:  # what is recomputed sends among ranks over which layers are cut
         for group in groups_cut_over(call.modules, call.specs, places):
-            check_same("fully_shard", {"plan": choices(call.followed.plan)}, group)
+            check_same("fully_shard", {"plan": call.followed.choices}, group)
     compare_parameters(call.modules, call.specs, places, call.resolver.group, sync)
     runtime = call.apply(places)
     runtime.context.change(**call.options.of_model)
     _handle_buffers(call.modules, call.resolver.mesh, runtime.context, buffers)
-    followed = call.followed.plan
-    runtime.plan_report = PlanReport(call.modules[0], runtime, followed) if followed is not None else None
+    runtime.plan_report = None
+    if call.followed.plan is not None:
+        from dshard.setup.planned import PlanReport
+
+        runtime.plan_report = PlanReport(call.modules[0], runtime, call.followed.plan)
     return module
 
 
@@ -191,7 +194,11 @@ class _Call:
         check_mesh(mesh)
         reshard = reshard_choice("fully_shard", options.reshard_after_forward, mesh.size(mesh.ndim - 1))
         precision = PrecisionRules.of(options.mp_policy, options.offload_on(mesh))
-        plan = read_plan(options.plan) if options.plan is not None else None
+        plan: Plan | None = None
+        if options.plan is not None:
+            from dshard.setup.planned import follow, read_plan
+
+            plan = read_plan(options.plan)
         strategies = StrategyRules.of(options.strategy)
         follow_replaced(modules)
         found = own_parameters(modules, options.ignored)
@@ -234,7 +241,7 @@ class _Call:
             "offload_policy": type(options.offload_policy).__name__,
             "auto_wrap_policy": [f"{names[child]}: {reshard}" for child, reshard in self.children.items()],
             "strategy": [repr(self.resolver.strategies.rules), *(f"{s.name}: {s.strategy}" for s in own)],
-            "plan": choices(self.followed.plan) if self.followed.plan is not None else "None",
+            "plan": self.followed.choices if self.followed.plan is not None else "None",
         }
         return {name: facts[name] for name in self.FACTS}
 
@@ -243,6 +250,8 @@ class _Call:
         sharded, inherited = convert(self.modules, self.specs, places)
         move_buffers(self.modules, self.resolver.mesh)
         if self.followed.plan is not None:
+            from dshard.setup.planned import checkpoint_as_planned
+
             checkpoint_as_planned(self.modules[0], self.followed.plan)
         runtime = wrap(self.wrappings, self.modules, sharded, may_split=self.followed.plan is None)
         set_slices(self.modules, {sharded[id(spec.param)]: spec.num_slices for spec in self.specs})

@@ -2,17 +2,21 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dshard.errors import StateError
-from dshard.policies import Offload, read_bytes
+from dshard.policies import Offload, StrategyRules, read_bytes
 from dshard.runtime.module import FSDPModule
+from dshard.setup.auto_units import FoundUnit
 from dshard.setup.convert import device_of
 from dshard.units.placing import PlacementFn, replicated
+
+if TYPE_CHECKING:  # loaded where a plan is given
+    from dshard.planner import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,25 @@ class Options:
         if not self.offloads or mesh.device_type == "cpu":
             return None
         return Offload(torch.device("cpu"), device_of(mesh), pins=self.offload_policy.pin_memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """What decides how a model is sharded.
+
+    Args:
+        strategies: Of its parameters, by their names in it.
+        plan: That says so; None where none was given.
+        choices: What of the plan is followed, unit by unit, as all ranks must have it alike.
+        units: Of the plan, but for that of the root.
+        away: Names of the parameters that an offload policy is for; None for all.
+    """
+
+    strategies: StrategyRules
+    plan: "Plan | None" = None
+    choices: Sequence[str] = ()
+    units: tuple[FoundUnit[nn.Parameter], ...] = ()
+    away: frozenset[str] | None = None
 
 
 def checked_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:

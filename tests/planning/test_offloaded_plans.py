@@ -11,7 +11,7 @@ from dshard.cli import main
 from dshard.planner import DEVICES, Cluster, Link, Links, Plan, Training, cluster_of, step_time
 from dshard.planner.hosts import home_of
 from dshard.policies import Strategy
-from dshard.setup import planned_units
+from dshard.setup import planned as following
 from dshard.testing import WorldPool
 from tests.planning.small import build, losses, tokens
 
@@ -166,7 +166,7 @@ def warnings(offload: str) -> list[str]:
     """Of a plan that keeps all on the device, followed with offload."""
     found: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planned_units.log, "warning", found.append)
+        patch.setattr(following.log, "warning", found.append)
         assert follow(offload, CPUOffloadPolicy()) == follow("all", CPUOffloadPolicy())
     return found
 

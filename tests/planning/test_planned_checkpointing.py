@@ -15,7 +15,7 @@ from dshard.cli.gpt import GPT
 from dshard.planner import DEVICES, Training, cluster_of
 from dshard.planning.profile import Profile
 from dshard.policies import Strategy
-from dshard.setup.planned_units import checkpoint_as_planned
+from dshard.setup.planned import checkpoint_as_planned
 from dshard.testing import WorldPool
 from tests.planning import small
 from tests.planning.small import losses, tokens
