@@ -115,11 +115,16 @@ def convert(
             module._parameters[attribute] = new  # type: ignore[assignment]
         for module, _ in homes[id(old)]:
             if isinstance(module, nn.RNNBase):
+                module.flatten_parameters = keep_apart  # type: ignore[method-assign]
                 module._init_flat_weights()  # a list of its own, which a copy or pickle would take along
         retire(old, new)
         made[id(old)] = new
         inherited.append((new, hooks, grad))
     return made, inherited
+
+
+def keep_apart() -> None:
+    """Takes the place of `flatten_parameters` of recurrent modules: cuDNN cannot join the memory of sharded weights."""
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

@@ -89,6 +89,7 @@ def to_plain(
     say_unmanaged(model)
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
+            module.__dict__.pop("flatten_parameters", None)
             module._init_flat_weights()
     for param in params.values():
         _retire(param, plain[id(param)])

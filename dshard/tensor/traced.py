@@ -259,13 +259,19 @@ def _write_whole(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Write to a full copy of a sharded tensor, or to a view of one, and copy the shard back."""
     target = args[0]
     base = target if target._view is None else target._view.base
-    if not base.gather_source.is_given:  # as in eager each rank may write data of its own to what it has made
+    if not _is_given(base):  # as in eager each rank may write data of its own to what it has made
         base.become_whole()
     full = materialize(base).clone()
     written = full if target._view is None else viewed(full, target._view.steps)
     func(written, *map(materialize, args[1:]), **{name: materialize(value) for name, value in kwargs.items()})
     _written(base).copy_(cut_to(full, base))
     return target
+
+
+def _is_given(tensor: ShardedTensor) -> bool:
+    """Whether a graph takes it, rather than make it; what a DTensor is taken as belongs to what the graph takes."""
+    source = tensor.gather_source
+    return source.is_given if isinstance(source, TracedSource) else True
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
@@ -287,7 +293,7 @@ def _pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     target = args[0]
     if type(target) not in SHARDED or target._view is not None:
         return NotImplemented
-    if not target.gather_source.is_given and takes_own_data(target, (*args[1:], *kwargs.values())):
+    if not _is_given(target) and takes_own_data(target, (*args[1:], *kwargs.values())):
         return NotImplemented
     others = [cut_to(arg, target) for arg in args[1:]]
     func(_written(target), *others, **{name: cut_to(value, target) for name, value in kwargs.items()})

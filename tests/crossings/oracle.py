@@ -100,6 +100,7 @@ def compiled(row: Mapping[str, str], function: Any) -> Any:
     """A step as the row's program calls it; compiled, Adam's bias corrections are in fp32."""
     if row["compile"] != "step":
         return function
+    torch._dynamo.reset()  # else rows before this one decide what is compiled again, and when that is given up
     compiled = torch.compile(function, backend="aot_eager")
 
     def run(*args: Any) -> Any:

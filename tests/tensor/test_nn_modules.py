@@ -1159,3 +1159,27 @@ def test_the_comparison_sees_one_flipped_bit_a_missing_key_and_another_dtype():
     assert differences({"w": value.double()}, {"w": value}, TOLERANCE)
     assert differences({"w": None}, {"w": value})
     assert differences({"w": value * float("nan")}, {"w": value}, TOLERANCE)
+
+
+def recurrent_where_cudnn_is() -> tuple[Tensor, Tensor]:
+    """What a sharded LSTM and the plain one give, where the plain one's weights would be joined in one memory."""
+    torch.manual_seed(0)
+    plain, x = nn.LSTM(4, 4, num_layers=2), torch.randn(3, 2, 4)
+    sharded = copy.deepcopy(plain)
+    is_acceptable = torch.backends.cudnn.is_acceptable
+    torch.backends.cudnn.is_acceptable = lambda tensor: True
+    try:
+        dshard.fully_shard(sharded)
+        sharded.flatten_parameters()  # as programs call it in their forwards
+        again = copy.deepcopy(sharded)
+    finally:
+        torch.backends.cudnn.is_acceptable = is_acceptable
+    found = again(x)[0]
+    dshard.to_plain(sharded)
+    assert "flatten_parameters" not in vars(sharded)
+    return found, plain(x)[0]
+
+
+def test_recurrent_modules_are_sharded_where_cudnn_joins_their_weights(worlds: WorldPool):
+    for found, expected in worlds.run(2, recurrent_where_cudnn_is):
+        assert torch.equal(found, expected)
