@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dshard.cli import papers, published
 from dshard.cli.progress import open_progress
-from dshard.cli.target import Target, add_options, check_folder, check_picture, check_strategies, target_of, writing
+from dshard.cli.target import Target, add_options, check_picture, check_strategies, target_of, writing
 from dshard.cli.usage import UsageError
 
 if TYPE_CHECKING:
@@ -16,14 +15,11 @@ if TYPE_CHECKING:
     from dshard.planner.progress import Progress
 
 _PLANNED = "plan"
-_TABLES = ("published", "runs", "papers")  # in place of a model
 _DESCRIPTION = """\
 Predicts step time, TFLOP/s and peak memory per rank, and the communication that nothing hides.
   dshard simulate gpt3-175b --checkpoint --world 128 512 4096 --device a100-80g
-  dshard simulate --published
-  dshard simulate --runs runs.tsv --profile profile.json
   dshard simulate gpt2 --world 8 64 --device h100-80g --strategy ddp full plan --curve scaling.png
-MODEL is as for dshard plan; RUNS as for dshard calibrate. No weights, no devices and no network are needed.
+MODEL is as for dshard plan. No weights, no devices and no network are needed.
 """
 
 
@@ -35,45 +31,15 @@ def add_parser(commands: Any) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", nargs="?")
-    parser.add_argument("--world", type=int, nargs="+", metavar="RANKS", help="numbers of ranks")
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--world", type=int, nargs="+", required=True, metavar="RANKS", help="numbers of ranks")
     parser.add_argument(
         "--strategy", nargs="+", default=["full"], help="of all units; plan for the best mix (%(default)s)"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the step of the first row (.png, .svg, .pdf)")
     parser.add_argument("--curve", type=Path, metavar="FILE", help="draw each strategy over the numbers of ranks")
-    parser.add_argument(
-        "--published", action="store_true", help="no MODEL: published runs beside what --profile predicts"
-    )
-    parser.add_argument("--runs", type=Path, metavar="RUNS", help="no MODEL: the same of measured runs of yours")
-    parser.add_argument("--papers", action="store_true", help="no MODEL: runs of papers, by the model without profile")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="with one of these: write the rows as JSON")
-    add_options(parser, needs_device=False)
-    parser.set_defaults(run=run, others=_others(parser))
-
-
-def _others(parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """The options of models, and what they are where they are not given."""
-    return {name: value for name, value in vars(parser.parse_args([])).items() if name not in (*_TABLES, "out")}
-
-
-def _run_table(args: argparse.Namespace) -> int | None:
-    """Prints the table that is asked for in place of a model, if one is.
-
-    Raises:
-        UsageError: it is asked for together with what it has no use for.
-    """
-    asked = [name for name in _TABLES if getattr(args, name)]
-    if not asked:
-        return None
-    mine = ("profile",) if asked[0] != "papers" else ()
-    given = [*asked[1:], *(n for n, default in args.others.items() if n not in mine and getattr(args, n) != default)]
-    if given:
-        option = "MODEL" if given[0] == "model" else "--" + given[0].replace("_", "-")
-        raise UsageError(f"--{asked[0]} has its own models and options, but {option} is given. Leave it out.")
-    if args.papers:
-        return papers.run(args.out)
-    return published.run(published.SHIPPED if args.published else args.runs, args.profile, args.out)
+    add_options(parser)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,18 +54,6 @@ def run(args: argparse.Namespace) -> int:
     from dshard.errors import DShardError
     from dshard.planner import drawing
 
-    if args.out is not None:
-        check_folder("--out", args.out)
-    code = _run_table(args)
-    if code is not None:
-        return code
-    missing = next((name for name in ("model", "world", "device") if getattr(args, name) is None), None)
-    if missing is not None or args.out is not None:
-        which = "--out is for the others" if missing is None else f"{missing.upper()} is missing"
-        raise UsageError(
-            "MODEL, --world and --device go together, or --published, --runs or --papers stand alone, but "
-            f"{which}. Pass all three."
-        )
     for world in args.world:
         if world < 1:
             raise UsageError(f"--world must be at least 1, but it is {world}.")
@@ -178,7 +132,7 @@ def simulated(
 
 def table(found: dict[tuple[int, str], Plan], limit_bytes: int) -> str:
     """One row per simulated step."""
-    from dshard.planner.spreads import IN_TEN
+    from dshard.planner.rates import IN_TEN
     from dshard.planner.texts import bytes_text
 
     known = any(plan.step_interval_s for plan in found.values())

@@ -23,7 +23,7 @@ _STATE_BYTES = {"adamw": (8, 4), "momentum": (4, 0), "sgd": (0, 0)}  # per eleme
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def add_options(parser: argparse.ArgumentParser, *, needs_device: bool = True) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that both commands have."""
     model = parser.add_argument_group("model and training")
     model.add_argument("--batch", help="samples per rank, or auto (1; of module:function, those of its sample)")
@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser, *, needs_device: bool = True) -
         help="by which a simpler plan may be slower; 0 for the fastest (3; with --profile, what cannot be told apart)",
     )
     devices = parser.add_argument_group("devices")
-    devices.add_argument("--device", required=needs_device, help="such as a100-40g; an unknown name lists all")
+    devices.add_argument("--device", required=True, help="such as a100-40g; an unknown name lists all")
     devices.add_argument("--profile", type=Path, metavar="FILE", help="of dshard calibrate; published: that is shipped")
     devices.add_argument("--memory", help="limit per rank, such as 38GiB (95%% of the device's)")
     devices.add_argument(
@@ -227,8 +227,8 @@ def _device(name: str, rates: Rates | None) -> Device:
     if rates is None or rates.here is None:
         lacks = "there is no --profile" if rates is None else "this --profile has none"
         raise UsageError(
-            f"--device {HERE} is what a profile has measured, but {lacks}. Pass --profile with what dshard calibrate "
-            "--measure --out wrote."
+            f"--device {HERE} is what a profile has measured, but {lacks}. Pass --profile with what "
+            "benchmarks/calibration/measuring.py wrote."
         )
     return rates.here.device
 

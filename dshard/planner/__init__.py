@@ -1,19 +1,14 @@
 """Pure: what a step costs in time and memory under each strategy, and which strategies are best."""
 
-from dshard.planner.clusters import cluster_of
-from dshard.planner.comparing import Comparison, Measured
-from dshard.planner.costs import Cluster, Link, Links, ModelCosts, ParamCosts, UnitCosts
+from dshard.planner.costs import Cluster, Link, Links, ModelCosts, ParamCosts, UnitCosts, Work
 from dshard.planner.devices import DEVICES, EFFICIENCY, Device, Efficiency, Wire, device_named
-from dshard.planner.forecast import MemoryForecast
-from dshard.planner.measuring import measure_step
-from dshard.planner.memory import Moment, moments, peak_bytes
+from dshard.planner.measuring import Comparison, Measured, measure_step
+from dshard.planner.memory import MemoryForecast, Moment, Workspace, moments, peak_bytes
 from dshard.planner.plan import Plan
 from dshard.planner.profiles import Training
-from dshard.planner.rates import Constant, Misses, Rates, published
+from dshard.planner.rates import Constant, Misses, Rates, cluster_of, published
 from dshard.planner.solver import BatchSolution, Certificate, Solution, solve, solve_batch
 from dshard.planner.timeline import MemoryEvent, Segment, Timeline, simulate, step_time
-from dshard.planner.work import Work
-from dshard.planner.workspaces import Workspace
 
 __all__ = [
     "DEVICES",

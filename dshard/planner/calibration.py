@@ -1,24 +1,36 @@
 """Fits constants of the model of time to measured runs: Gauss-Newton in log time, shrunk to what was known."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
-from math import log, log2
+from dataclasses import dataclass, fields, replace
+from math import log2
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
 
 from dshard.planner.devices import Device
-from dshard.planner.rates import START_S, Constant, Misses, Rates, of_family, ring_hop_s, with_families
-from dshard.planner.spreads import Spread, spread_of
+from dshard.planner.rates import (
+    START_S,
+    Constant,
+    Misses,
+    Rates,
+    Spread,
+    around_one,
+    kind_of,
+    of_family,
+    ring_hop_s,
+    variance_of,
+    with_families,
+)
+from dshard.planner.traces import Trace
 
 Floats = npt.NDArray[np.float64]
 
 _NOISE = 0.1  # of one run's time, that no constant explains; more than runs scatter, as those of a source err together
 _OUTLIER = 2.5  # times that: what is off by more counts less
 _MAX_STEPS, _STEP = 30, 1e-4
-_NUM_FOLDS = 10  # of the runs of one source, of which each is kept aside in turn
-_TELLING = 0.01  # of a step: pairs whose communication differs by less say nothing of how well that is known
+_NUM_FOLDS = 10  # parts of the runs, each of which is kept aside in turn
+_RUNS_KNOWN = 9  # runs that count as much as the interval that was known before
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +61,7 @@ class Run:
     Args:
         name: Of the run.
         source: Who measured.
-        pair: What runs have in common that differ in sharding alone.
+        row: The columns of the table that it was read from.
         sharding: "full", "keep" (gathered once per step) or "hybrid".
         seconds: Measured, of a step.
         device: On which.
@@ -68,7 +80,7 @@ class Run:
 
     name: str
     source: str
-    pair: tuple[str, ...]
+    row: Mapping[str, str]
     sharding: str
     seconds: float
     device: Device
@@ -95,9 +107,48 @@ class Run:
         return min(self.num_ranks, self.ranks_per_host) if self.sharding == "hybrid" else self.num_ranks
 
 
+def terms_of(trace: Trace, device: Device, copied_s: Floats, repeats: Sequence[int], *, is_backward: bool) -> Terms:
+    """What each unit of a traced step does in one half of it.
+
+    Args:
+        trace: Of the step.
+        device: That runs it.
+        copied_s: Of each unit, as `Terms` has it.
+        repeats: Of each unit in the order of the trace, in how many places of the model it stands.
+        is_backward: Which half.
+    """
+    found = {field.name: np.zeros(len(trace.parts)) for field in fields(Terms)}
+    for phase in trace.phases:
+        for op in phase.ops if phase.is_backward == is_backward else ():
+            kind, traffic_s = kind_of(op), op.num_bytes / device.memory_bytes_per_s
+            if kind == "other":
+                found["other_s"][phase.part] += traffic_s
+                continue
+            found[f"{kind}_s"][phase.part] += op.flops / device.peak(op.dtype)
+            found["operands_s" if kind == "product" else "attention_bytes_s"][phase.part] += traffic_s
+    ordered = {name: np.repeat(values[list(trace.order)], repeats) for name, values in found.items()}
+    return Terms(**(ordered | {"copied_s": copied_s}))
+
+
+def recomputed(forward: Terms, backward: Terms, checkpointing: str) -> Terms:
+    """A backward that computes again what selective checkpointing has dropped.
+
+    Args:
+        forward: Of the same units.
+        backward: Without checkpointing.
+        checkpointing: "op" for all but products and attention, "every 2" for all of every second block, or another.
+    """
+    if checkpointing == "op":
+        return replace(backward, other_s=backward.other_s + forward.other_s)
+    if checkpointing.startswith("every"):
+        names, number = [each.name for each in fields(Terms) if each.name != "copied_s"], int(checkpointing.split()[1])
+        return replace(backward, **{n: getattr(backward, n) + getattr(forward, n) / number for n in names})
+    return backward
+
+
 def predicted_s(run: Run, values: Mapping[str, float]) -> float:
     """Time of a step: what `step_time` gives with these constants, for one strategy of all units."""
-    gather_s, reduce_s = _collectives_s(run, values)
+    gather_s, reduce_s = collectives_s(run, values)
     again_s = np.zeros_like(gather_s) if run.sharding == "keep" else gather_s * run.uses_backward
     slowest, lost = 1 + values["stragglers"] * log2(run.num_ranks), values["interference"]
     forward_s = _compute_s(run, run.forward, values) * slowest + lost * gather_s
@@ -117,7 +168,7 @@ def _compute_s(run: Run, terms: Terms, values: Mapping[str, float]) -> Floats:
     return found
 
 
-def _collectives_s(run: Run, values: Mapping[str, float]) -> tuple[Floats, Floats]:
+def collectives_s(run: Run, values: Mapping[str, float]) -> tuple[Floats, Floats]:
     """Gathers and reductions of each unit."""
     within, near = run.within, run.device.within_host
     inside = near.bytes_per_s * values["inside"]
@@ -137,19 +188,6 @@ def _collectives_s(run: Run, values: Mapping[str, float]) -> tuple[Floats, Float
         start_s = START_S + 2 * values["hops"] * run.device.between_hosts.latency_s * log2(run.num_hosts)
         reduce_s = reduce_s + np.where(run.grad_bytes > 0, start_s + wire / min(contended, inside), 0.0)
     return of(run.gather_bytes), reduce_s
-
-
-def across_s(run: Run, values: Mapping[str, float]) -> float:
-    """What collectives of a step take across hosts, hidden or not: all but what a host does alone."""
-    if run.within > run.ranks_per_host:
-        return _communicates_s(run, values)
-    return _communicates_s(run, values) - _communicates_s(replace(run, num_ranks=run.within), values)
-
-
-def _communicates_s(run: Run, values: Mapping[str, float]) -> float:
-    gather_s, reduce_s = _collectives_s(run, values)
-    again_s = 0.0 if run.sharding == "keep" else gather_s @ run.uses_backward
-    return float(run.num_backwards * (gather_s.sum() + again_s + reduce_s.sum()))
 
 
 def fitted(runs: Sequence[Run], known: Mapping[str, Constant]) -> dict[str, Constant]:
@@ -193,101 +231,42 @@ def fitted(runs: Sequence[Run], known: Mapping[str, Constant]) -> dict[str, Cons
     }
 
 
-def misses_of(runs: Sequence[Run], constants: Mapping[str, Constant], source: str) -> Misses:
-    """How far predictions of some runs are off."""
-    off = np.abs(errors_of(runs, constants))
-    return Misses(source, len(runs), float(off.mean()), float(np.quantile(off, 0.9)))
-
-
 def errors_of(runs: Sequence[Run], constants: Mapping[str, Constant]) -> Floats:
     """By which part of its time the prediction of each run is too long."""
     values = {name: constant.value for name, constant in constants.items()}
     return np.array([predicted_s(run, values) / run.seconds - 1 for run in runs])
 
 
-def constants_aside(runs: Sequence[Run], known: Mapping[str, Constant]) -> dict[str, dict[str, Constant]]:
-    """For each source, the constants of the others' runs alone."""
-    found = {}
-    for source in sorted({run.source for run in runs}):
-        others = [run for run in runs if run.source != source]
-        found[source] = fitted(others, known) if others else dict(known)
-    return found
+def misses_of(off: Floats, source: str) -> Misses:
+    """How far off predictions are, by the errors of some runs."""
+    return Misses(source, len(off), float(np.abs(off).mean()), float(np.quantile(np.abs(off), 0.9)))
 
 
-def kept_aside(runs: Sequence[Run], aside: Mapping[str, Mapping[str, Constant]]) -> tuple[Misses, ...]:
-    """Of each source, and of all together: how far off its runs are by constants of the other sources alone."""
-    found, off = [], []
-    for source, constants in aside.items():
-        own = [run for run in runs if run.source == source]
-        found.append(misses_of(own, constants, source))
-        off.append(np.abs(errors_of(own, constants)))
-    every = np.concatenate(off)
-    return (*found, Misses("all", len(runs), float(every.mean()), float(np.quantile(every, 0.9))))
-
-
-def spread_aside(runs: Sequence[Run], aside: Mapping[str, Mapping[str, Constant]], known: Spread) -> Spread:
-    """How far measured steps, and differences between shardings, are from predictions by the other sources alone.
-
-    Of runs of one source, steps are by constants of the rest of its runs.
-    """
-    values = {of: {name: each.value for name, each in constants.items()} for of, constants in aside.items()}
-    predicted = [predicted_s(run, values[run.source]) for run in runs]
-    parts = [run.seconds / step_s for run, step_s in zip(runs, predicted, strict=True)]
-    if len(aside) == 1:
-        parts = _parts_in_turn(runs, next(iter(aside.values())))
-    slopes = []
-    for (one, one_s), (other, other_s) in combinations(zip(runs, predicted, strict=True), 2):
-        if one.pair != other.pair or one.sharding == other.sharding:
-            continue
-        more_s = across_s(one, values[one.source]) - across_s(other, values[other.source])
-        if abs(more_s) > _TELLING * min(one_s, other_s):
-            slopes.append(((one.seconds - other.seconds) - (one_s - other_s)) / more_s)
-    return spread_of(parts, [run.source for run in runs], slopes, known)
-
-
-def _parts_in_turn(runs: Sequence[Run], known: Mapping[str, Constant]) -> list[float]:
-    """Of each run its measured by its predicted time, with constants of a part of the runs that it is not in."""
+def errors_aside(runs: Sequence[Run], known: Mapping[str, Constant]) -> Floats:
+    """`errors_of` each run, by constants that were fitted to the tenths of the runs that it is not in."""
     num_folds = min(len(runs), _NUM_FOLDS)
-    parts = [0.0] * len(runs)
+    found = np.zeros(len(runs))
     for fold in range(num_folds):
         others = [run for place, run in enumerate(runs) if place % num_folds != fold]
         constants = fitted(others, known) if others else known
-        values = {name: each.value for name, each in constants.items()}
-        for place in range(fold, len(runs), num_folds):
-            parts[place] = runs[place].seconds / predicted_s(runs[place], values)
-    return parts
-
-
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """Of pairs of runs that differ in sharding alone, and by more than 2 % in time, those whose faster one is told."""
-
-    num_right: int
-    num_pairs: int
-
-
-def pairs_of(runs: Sequence[Run], constants: Mapping[str, Constant]) -> Pairs:
-    """All pairs among some runs."""
-    values = {name: constant.value for name, constant in constants.items()}
-    right = total = 0
-    for one, other in combinations(runs, 2):
-        if one.pair != other.pair or one.sharding == other.sharding or abs(log(one.seconds / other.seconds)) <= 0.02:
-            continue
-        total += 1
-        is_faster = predicted_s(one, values) < predicted_s(other, values)
-        right += is_faster == (one.seconds < other.seconds)
-    return Pairs(right, total)
+        found[fold::num_folds] = errors_of(runs[fold::num_folds], constants)
+    return found
 
 
 def calibrated(runs: Sequence[Run], known: Rates, source: str) -> Rates:
-    """The profile of some runs.
+    """The profile of the runs of one cluster.
+
+    The interval of a step is that of this cluster: of errors of runs that were kept aside, drawn to what was known.
 
     Args:
         runs: At least one.
-        known: What is moved: where the runs say nothing, it stays.
+        known: The profile that is moved: where the runs say nothing, it stays.
         source: Of the runs, for whoever reads the profile.
     """
     constants = with_families(known.constants, (run.device for run in runs))
-    aside = constants_aside(runs, constants)
-    spread = spread_aside(runs, aside, known.spread or Spread())
-    return Rates(fitted(runs, constants), kept_aside(runs, aside), source, spread)
+    off = errors_aside(runs, constants)
+    square, spread = float(np.mean(np.log1p(off) ** 2)), known.spread or Spread()
+    if spread.steps is not None:
+        square = fmean((square, variance_of(spread.steps)), (len(runs), _RUNS_KNOWN))
+    spread = replace(spread, steps=around_one(square), num_runs=len(runs), covered={}, num_sources=1)
+    return Rates(fitted(runs, constants), (misses_of(off, "runs kept aside"),), source, spread)

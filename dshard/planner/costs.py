@@ -1,12 +1,11 @@
 """What a model and its devices cost, with units in every name: what the planner plans with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from dshard.arguments import checked
 from dshard.errors import ArgumentError, PlanError
-from dshard.planner.work import Work
 
 CHECKPOINTING = ("none", "selective", "full")  # activation checkpointing, by what is computed again
 COUNTER_BYTES = 4  # of steps, which an optimizer with states keeps per parameter
@@ -23,6 +22,32 @@ class UnitKind:
 
     checkpointing: str = "none"
     is_offloaded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Seconds of a forward or a backward.
+
+    Args:
+        products_s: Arithmetic of matrix products and convolutions.
+        attention_s: Arithmetic of attention.
+        traffic_s: What is read from memory and written to it.
+        copies_s: Of these alone what goes into and out of buffers of collectives.
+        starts_s: Of kernels.
+        cut_s: Collectives among the ranks over which layers are cut; what computes waits for them.
+    """
+
+    products_s: float = 0.0
+    attention_s: float = 0.0
+    traffic_s: float = 0.0
+    copies_s: float = 0.0
+    starts_s: float = 0.0
+    cut_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return sum(getattr(self, field.name) for field in fields(self))
 
 
 @checked
@@ -236,6 +261,16 @@ class ModelCosts:
         each = (kinds,) * len(self.units) if isinstance(kinds, UnitKind) else kinds
         return replace(self, units=tuple(unit.under(kind) for unit, kind in zip(self.units, each, strict=True)))
 
+    def scaled(self, factor: float) -> "ModelCosts":
+        """The model, of which all that units take is so many times as long."""
+        names = ("forward_s", "backward_s", "optimizer_s", "optimizer_start_s", "slice_overhead_s", "home_s_per_byte")
+
+        def scaled(unit: UnitCosts) -> UnitCosts:
+            times = {name: getattr(unit, name) * factor for name in names}
+            return replace(unit, alternatives=tuple(map(scaled, unit.alternatives)), **times)
+
+        return replace(self, units=tuple(map(scaled, self.units)))
+
     @cached_property
     def kinds(self) -> tuple[UnitKind, ...]:
         """All kinds of activation checkpointing that some unit may have, in each place where one may be kept."""
@@ -278,6 +313,11 @@ class Link:
         wire_bytes = num_rounds * full_bytes * (num_ranks - 1) / num_ranks * num_sharing
         return self.alpha_s + self.alpha_per_rank_s * (num_ranks - 2) + wire_bytes * self.seconds_per_byte
 
+    def scaled(self, factor: float) -> "Link":
+        """The link, over which all takes so many times as long."""
+        names = ("alpha_s", "seconds_per_byte", "alpha_per_rank_s")
+        return replace(self, **{name: getattr(self, name) * factor for name in names})
+
 
 @checked
 @dataclass(frozen=True, slots=True)
@@ -301,6 +341,12 @@ class Links:
     def of(cls, link: Link, *, in_place: Link | None = None) -> "Links":
         """The same figures for all three; an all-reduce sends twice the bytes."""
         return cls(link, link, link, in_place)
+
+    def scaled(self, factor: float) -> "Links":
+        """The links, over which all takes so many times as long."""
+        in_place = None if self.in_place is None else self.in_place.scaled(factor)
+        gather, reduction = self.all_gather.scaled(factor), self.reduce_scatter.scaled(factor)
+        return Links(gather, reduction, self.all_reduce.scaled(factor), in_place)
 
 
 @checked
@@ -376,6 +422,16 @@ class Cluster:
     def replicas_share_memory(self, within: int) -> bool:
         """The same of ranks that hold one shard of `within`."""
         return within < self.num_ranks and self._among_replicas(within)[0].in_place is not None
+
+    def scaled(self, factor: float) -> "Cluster":
+        """The cluster, of which all collectives take so many times as long."""
+        return replace(
+            self,
+            inside=self.inside.scaled(factor),
+            across=None if self.across is None else self.across.scaled(factor),
+            shards={within: links.scaled(factor) for within, links in self.shards.items()},
+            replicas={within: links.scaled(factor) for within, links in self.replicas.items()},
+        )
 
     def _among_shards(self, within: int) -> tuple[Links, int]:
         if within in self.shards:

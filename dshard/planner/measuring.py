@@ -1,4 +1,4 @@
-"""How long each part of a model takes in a real step on this machine."""
+"""Real steps on this machine: how long each part of a model takes, and a whole step beside what was predicted of it."""
 
 import contextlib
 import gc
@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,15 +16,61 @@ from torch import Tensor, nn
 
 from dshard.arguments import checked
 from dshard.errors import PlanError
-from dshard.planner.comparing import Measured
 from dshard.planner.profiles import UnitTimes
 from dshard.planner.steps import run_step, swapped, tensors
+from dshard.planner.texts import bytes_text, seconds_text
 from dshard.planner.traces import Part
 
 _MIN_S, _MAX_STEPS = 1.5, 100
 _NUM_TOGETHER = 12  # steps that all ranks take
 _NUM_PARAMS, _NUMEL = 16, 1 << 17
 _ADAMW_BYTES = 28  # per element: reads a parameter, its gradient and two states, and writes all but the gradient
+
+
+@checked
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a real step took.
+
+    Args:
+        step_s: Its time.
+        peak_bytes: The most bytes that lived at one moment on the rank that has most; None where nobody counted.
+    """
+
+    step_s: float
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Prediction against measurement; its text is the report."""
+
+    predicted: Measured
+    measured: Measured
+
+    @property
+    def step_error(self) -> float:
+        """The part of the measured time by which the prediction is too long; negative if it is too short."""
+        return self.predicted.step_s / self.measured.step_s - 1
+
+    @property
+    def peak_error(self) -> float | None:
+        """The same of the peak; None where nobody counted."""
+        if self.measured.peak_bytes is None or self.predicted.peak_bytes is None:
+            return None
+        return self.predicted.peak_bytes / self.measured.peak_bytes - 1
+
+    def __str__(self) -> str:
+        lines = [
+            f"step: predicted {seconds_text(self.predicted.step_s)}, measured {seconds_text(self.measured.step_s)}, "
+            f"error {self.step_error:+.1%}"
+        ]
+        if self.peak_error is not None:
+            lines.append(
+                f"peak: predicted {bytes_text(self.predicted.peak_bytes or 0)}, measured "
+                f"{bytes_text(self.measured.peak_bytes or 0)}, error {self.peak_error:+.1%}"
+            )
+        return "\n".join(lines)
 
 
 def measure(

@@ -1,14 +1,17 @@
-"""Peak memory of a step: what is held, and the most that lives at one moment beside it."""
+"""Peak memory of a step: the most that lives at one moment, what it is, and what users of CUDA see of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from dshard.arguments import checked
-from dshard.planner.costs import Cluster, ModelCosts
-from dshard.planner.options import Option, options_of, table_of
+from dshard.planner.costs import COUNTER_BYTES, Cluster, ModelCosts, UnitCosts
+from dshard.planner.options import Option, only, options_of, table_of
+from dshard.planner.sizes import sharing
+from dshard.planner.texts import bytes_text
 from dshard.policies import Strategy
 
 Ints = npt.NDArray[np.int64]
@@ -156,3 +159,210 @@ class MemoryRows:
                 rows = slice(max(0, -away), num - max(0, away))
                 sums[:, rows] += parts[:, away + _FAR + 1, max(0, away) : num - max(0, -away)]
         return sums.reshape(-1) + self.constant
+
+
+@dataclass(frozen=True, slots=True)
+class PeakParts:
+    """The moment of a step at which most bytes live, and what they are.
+
+    Args:
+        phase: Of the moment, as `Moment` has it.
+        unit: Number of its unit.
+        by_category: Bytes of parameters as they are stored, gradients, optimizer (states, and temporaries of its step),
+            copies and communication (gathered copies, send buffers, what is received and added up), activations, and
+            buffers and inputs.
+    """
+
+    phase: str
+    unit: int
+    by_category: dict[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """All of them."""
+        return sum(self.by_category.values())
+
+
+def parts_of_peak(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster) -> PeakParts:
+    """The peak of a step, by what its bytes are; of several moments with as many the first phase's."""
+    options = options_of(model, strategies, cluster)
+    zeros = np.zeros(len(options), dtype=np.int64)
+    rows = MemoryRows.of(model, [[option] for option in options])
+    values = rows.values(zeros)
+    row = int(values.argmax())
+
+    def told(parts: list[Option]) -> int:
+        return int(MemoryRows.of(model, [[part] for part in parts]).values(zeros)[row] - rows.constant[row])
+
+    units = list(zip(model.units, strategies, options, strict=True))
+    stored = [_shards(unit, strategy, cluster) for unit, strategy, _ in units]
+    constant = int(rows.constant[row])
+    found = {
+        "parameters": told([only(held_bytes=own.params) for own in stored]),
+        "gradients": told([_gradients(option, own.split_grads) for option, own in zip(options, stored, strict=True)]),
+        "optimizer": told(
+            [
+                only(held_bytes=own.states, step_bytes=option.step_bytes, largest_step_bytes=option.largest_step_bytes)
+                for option, own in zip(options, stored, strict=True)
+            ]
+        ),
+    }
+    activations = told([_activations(option) for option in options])
+    found["copies and communication"] = int(values[row]) - constant - sum(found.values()) - activations
+    found["activations"] = activations
+    found["buffers and inputs"] = model.buffer_bytes
+    return PeakParts(*rows.name(row), found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    """What a rank holds of a unit all the time, and the reduced gradients of what is split."""
+
+    params: int
+    states: int
+    split_grads: int
+
+
+def _shards(unit: UnitCosts, strategy: Strategy, cluster: Cluster) -> _Shards:
+    if unit.is_offloaded:
+        return _Shards(params=0, states=0, split_grads=0)
+    within = sharing(strategy, cluster.num_ranks)
+    numels = [(param, param.shard_numel(within)) for param in unit.params]
+    split = [(p, n) for p, n in numels if strategy.num_slices > 1 and p.can_split and p.grad_itemsize]
+    return _Shards(
+        params=sum(n * p.stored_itemsize for p, n in numels),
+        states=sum(n * p.state_bytes_per_element + COUNTER_BYTES * (p.state_bytes_per_element > 0) for p, n in numels),
+        split_grads=sum(n * p.stored_itemsize for p, n in split),
+    )
+
+
+def _activations(option: Option) -> Option:
+    """What of an option's bytes its computation keeps or needs, without parameters and their gradients."""
+    return only(
+        activation_bytes=option.activation_bytes,
+        forward_transient_bytes=option.forward_transient_bytes,
+        backward_transient_bytes=option.backward_transient_bytes,
+        gradients_transient_bytes=option.gradients_transient_bytes,
+    )
+
+
+def _gradients(option: Option, split: int) -> Option:
+    """What of an option's bytes are gradients: computed ones, those that wait for their reduction, reduced ones."""
+    beside = option.backward_use_bytes + option.sent_bytes  # copies in use, and the send buffer with what is split
+    return only(
+        grad_bytes=option.grad_bytes,
+        waiting_bytes=option.waiting_bytes,
+        filling_bytes=max(0, option.filling_bytes - beside) + split,
+        slicing_bytes=max(0, option.slicing_bytes - beside) + split,
+        sent_bytes=split,
+        in_flight_bytes=split,
+        whole_in_flight_bytes=split,
+        ending_bytes=split,
+    )
+
+
+# What CUDA's allocator reserves, over the predicted peak of live bytes: means of 15 and 14 steps of GPTs of 0.1 to 2.7
+# billion parameters on an H200 (1.06 to 1.36, and 1.01 to 1.19), under ddp, keep, full and FSDP2: see
+# benchmarks/results/reserved.json. The workspaces of cuBLAS are part of it.
+RESERVED: Mapping[str, float] = MappingProxyType({"reserved": 1.13, "expandable": 1.06})
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Memory of a CUDA device that torch's allocator does not count.
+
+    Args:
+        name: Of it.
+        num_bytes: As a rule.
+        most_bytes: What it may be.
+        source: Where the figures come from.
+    """
+
+    name: str
+    num_bytes: int
+    most_bytes: int
+    source: str
+
+
+def workspaces_of(strategies: Sequence[Strategy], cluster: Cluster) -> tuple[Workspace, ...]:
+    """What CUDA and NCCL take beside what the allocator reserves."""
+    num = _num_communicators(strategies, cluster)
+    return (
+        Workspace(
+            "CUDA context",
+            500 * _MIB,
+            700 * _MIB,
+            source="from memory: what nvidia-smi shows of a process without tensors",
+        ),
+        Workspace(
+            f"NCCL ({num} communicator{'s' * (num != 1)})",
+            num * 200 * _MIB,
+            num * 600 * _MIB,
+            source="from memory: channels x buffers of 4 MiB, per communicator",
+        ),
+    )
+
+
+def _num_communicators(strategies: Sequence[Strategy], cluster: Cluster) -> int:
+    """Groups in which a rank communicates: all ranks, and under `hybrid` those with its shards, and its replicas.
+
+    One more is that of the ranks over which layers are cut.
+    """
+    num_cut = int(cluster.tensor_parallel > 1)
+    if cluster.num_ranks == 1:
+        return num_cut
+    within = {own.on(cluster.num_ranks).within or cluster.num_ranks for own in strategies if own.base != "ddp"}
+    return 1 + 2 * len(within - {cluster.num_ranks}) + num_cut
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryForecast:
+    """Bytes of the rank that has most, each under the name by which users see it.
+
+    Args:
+        live_bytes: The most bytes of tensors at one moment: `Plan.peak_bytes`, and about `max_memory_allocated()`.
+        reserved_bytes: `max_memory_reserved()`: the allocator's segments, by a measured factor.
+        expandable_bytes: The same with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+        workspaces: What else there is.
+    """
+
+    live_bytes: int
+    reserved_bytes: int
+    expandable_bytes: int
+    workspaces: tuple[Workspace, ...] = ()
+
+    @property
+    def device_bytes(self) -> int:
+        """What `nvidia-smi` shows: segments, and what lies outside of the allocator."""
+        return self.reserved_bytes + sum(each.num_bytes for each in self.workspaces)
+
+    @property
+    def most_device_bytes(self) -> int:
+        """The same with the most that workspaces may take."""
+        return self.reserved_bytes + sum(each.most_bytes for each in self.workspaces)
+
+    def lines(self, limit_bytes: int = 0, memory_of: str = "live") -> list[str]:
+        """As text, with what to do where segments exceed a limit of the bytes that live, or others; 0 for none."""
+        outside = [f"{each.name} {bytes_text(each.num_bytes)}" for each in self.workspaces]
+        lines = [
+            f"  on CUDA: reserved about {bytes_text(self.reserved_bytes)} (expandable segments: "
+            f"{bytes_text(self.expandable_bytes)})",
+            f"  nvidia-smi: {bytes_text(self.device_bytes)} to {bytes_text(self.most_device_bytes)}, with "
+            f"{', '.join(outside)}",
+        ]
+        if memory_of != "reserved" and self.live_bytes <= limit_bytes < self.reserved_bytes:
+            lines.append(
+                "  the limit holds with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and not without"
+                if memory_of == "expandable"
+                else "  segments take more than the limit, which is of live bytes: set "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or plan with memory_of='reserved'"
+            )
+        return lines
+
+
+def forecast(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster) -> MemoryForecast:
+    """What a step takes on CUDA: its live bytes, times what the allocator was measured to reserve for such."""
+    live = peak_bytes(model, strategies, cluster)
+    reserved = {name: int(live * factor) for name, factor in RESERVED.items()}
+    return MemoryForecast(live, reserved["reserved"], reserved["expandable"], workspaces_of(strategies, cluster))

@@ -10,28 +10,23 @@ from typing import Any
 
 from dshard.arguments import checked
 from dshard.errors import PlanError
-from dshard.planner.categories import PeakParts, parts_of_peak
-from dshard.planner.comparing import Comparison, Measured, scaled_cluster, scaled_model
 from dshard.planner.costs import CHECKPOINTING, Cluster, ModelCosts
 from dshard.planner.few_rows import few_rows_text
-from dshard.planner.files import read_text, write_text
-from dshard.planner.forecast import MemoryForecast, forecast
+from dshard.planner.files import of_record, read_text, to_record, write_text
 from dshard.planner.hosts import home_bytes
-from dshard.planner.memory import moments
-from dshard.planner.older import OLDER, note_what_was_not_known
-from dshard.planner.records import of_record, to_record
-from dshard.planner.robust import Doubt, doubt_lines
-from dshard.planner.rooms import fitted
+from dshard.planner.measuring import Comparison, Measured
+from dshard.planner.memory import MemoryForecast, PeakParts, forecast, parts_of_peak, peak_bytes
+from dshard.planner.rates import Interval, interval_text
+from dshard.planner.robust import Doubt, doubt_lines, within_limit
 from dshard.planner.solver import Certificate, Solution, solve
-from dshard.planner.spreads import Interval, interval_text
 from dshard.planner.tables import Choice, choice_table, home_text, mix_text, named, peak_text, ranks_text, unit_table
-from dshard.planner.terms import bound_text, terms_of
 from dshard.planner.texts import bytes_text, number_text, parse_bytes, seconds_text
 from dshard.planner.ties import MEASURED
-from dshard.planner.timeline import Timeline, simulate, step_time
+from dshard.planner.timeline import Timeline, bound_text, simulate, step_time, terms_of
 from dshard.policies import Strategy
 
 SCHEMA = 7
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of checkpoint_wrapper, and of torch.compile
 _SINGLES = ("ddp", "zero1", "zero2", "keep", "full")
 
 
@@ -99,7 +94,7 @@ class Plan:
     @cached_property
     def peak_bytes(self) -> int:
         """Predicted peak of a step, the most bytes at one moment on one rank."""
-        return max(moment.num_bytes for moment in moments(self.model, self.strategies, self.cluster))
+        return peak_bytes(self.model, self.strategies, self.cluster)
 
     @property
     def exposed_s(self) -> float:
@@ -128,7 +123,7 @@ class Plan:
 
     @cached_property
     def memory_seen(self) -> MemoryForecast:
-        """The peak as users of CUDA see it, active and reserved, and what `nvidia-smi` shows."""
+        """The peak as users of CUDA see it: what is reserved, by a measured factor, and what `nvidia-smi` shows."""
         return forecast(self.model, self.strategies, self.cluster)
 
     @cached_property
@@ -255,9 +250,7 @@ class Plan:
                 "dshard plan --out wrote."
             )
         schema = record.pop("schema")
-        if schema in OLDER:
-            note_what_was_not_known(record, schema)
-        elif schema != SCHEMA:
+        if schema != SCHEMA:
             raise PlanError(
                 f"plan: must be a plan of schema {SCHEMA}, but it is of {schema!r}. Plan again with this version."
             )
@@ -317,16 +310,16 @@ class Plan:
         factor = measured.step_s / step_time(self.model, self.strategies, self.cluster)
         more = max(0, (measured.peak_bytes or 0) - self.peak_bytes)
         model = replace(
-            scaled_model(self.model, factor), buffer_bytes=self.model.buffer_bytes + more, source="replanned, measured"
+            self.model.scaled(factor), buffer_bytes=self.model.buffer_bytes + more, source="replanned, measured"
         )
-        cluster = scaled_cluster(self.cluster, factor)
+        cluster = self.cluster.scaled(factor)
         limit = self.certificate.limit_bytes if memory_bytes is None else parse_bytes(memory_bytes, "memory_bytes")
         margin = min(MEASURED, self.certificate.margin)
 
         def choose(room: int) -> tuple[Solution, None]:
             return solve(model, cluster, self.candidates, room, tolerance=margin), None
 
-        solution, _ = fitted(choose, cluster, limit, self.certificate.memory_of)
+        solution, _ = within_limit(choose, cluster, limit, self.certificate.memory_of)
         return replace(
             self,
             model=solution.model,
@@ -335,3 +328,15 @@ class Plan:
             certificate=solution.certificate,
             doubt=None,
         )
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without wrappers: it is the same one whether its module is checkpointed, or compiled, or not.
+
+    Example:
+        >>> plain_name("blocks.0._checkpoint_wrapped_module.mlp._orig_mod.up.weight")
+        'blocks.0.mlp.up.weight'
+    """
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

@@ -1,28 +1,80 @@
-"""Which parts of a datasheet's figures runs reach: few constants, fitted to runs, each with its uncertainty."""
+"""Profiles: which parts of a datasheet's figures runs reach, how far predictions are off, and clusters by either."""
 
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
-from math import exp, log, log2
+from math import exp, hypot, log, log2, sqrt
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from dshard.arguments import checked
 from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, Link, Links
-from dshard.planner.devices import DEVICES, Device
-from dshard.planner.files import read_text, write_text
+from dshard.planner.devices import DEVICES, Device, find_device
+from dshard.planner.files import of_record, read_text, to_record, write_text
 from dshard.planner.flops import Op
-from dshard.planner.records import of_record, to_record
-from dshard.planner.spreads import Spread, widened
+from dshard.planner.texts import seconds_text
 
 SCHEMA = 1
+_SHIPPED = Path(str(files("dshard.planner") / "rates.json"))
 START_S = 6.6e-6  # of a collective: torch/distributed/tensor/_collective_utils.py
 HERE = "here"  # the name of a device that was measured
 _WAY_OUT = "Pass what dshard calibrate --out wrote."
 _FAMILIES = {"h200": "h100"}  # the same arithmetic
+IN_TEN = 8  # of 10 measured steps that an interval holds
+_DEVIATIONS = NormalDist().inv_cdf((1 + IN_TEN / 10) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """From `low` to `high`."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """What runs of sources that the constants had not seen say of predictions.
+
+    Args:
+        steps: Of a measured step, in parts of the predicted one; None where no run says so.
+        num_runs: That it is from.
+        covered: Of each source, which part of its runs lies in the interval that the others' runs give; where there is
+            one source, in that which was known before.
+        pairs: Of two runs that differ in sharding alone: by how many seconds their difference was longer than
+            predicted, for each second that one is predicted to communicate longer across hosts than the other; 0 is in
+            it. None where too few pairs say so.
+        num_pairs: That it is counted from.
+        num_sources: Of the runs. Of several, `steps` is for a cluster that is none of them; of one, for that one.
+    """
+
+    steps: Interval | None = None
+    num_runs: int = 0
+    covered: dict[str, float] = field(default_factory=dict)
+    pairs: Interval | None = None
+    num_pairs: int = 0
+    num_sources: int = 0
+
+
+def around_one(variance: float) -> Interval:
+    """What holds 8 in 10 of numbers whose logarithms have a mean of 0 and this variance."""
+    half = _DEVIATIONS * sqrt(variance)
+    return Interval(exp(-half), exp(half))
+
+
+def variance_of(interval: Interval) -> float:
+    """The variance of which `around_one` makes an interval as wide."""
+    return (log(interval.high / interval.low) / 2 / _DEVIATIONS) ** 2
+
+
+def widened(interval: Interval, deviation: float) -> Interval:
+    """An interval of parts where they are off by a further factor, of which the logarithm has this deviation."""
+    more = _DEVIATIONS * deviation
+    return Interval(exp(-hypot(log(interval.low), more)), exp(hypot(log(interval.high), more)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +138,7 @@ class Rates:
         misses: By source, when that was kept aside.
         source: Which runs, and by which command.
         spread: How far off predictions are, of steps and of differences between strategies; None where no run said.
-        here: Devices that `dshard calibrate --measure` measured; None where it did not.
+        here: Devices that `benchmarks/calibration/measuring.py` measured; None where it did not.
     """
 
     constants: dict[str, Constant]
@@ -150,8 +202,7 @@ class Rates:
         product, attention = self.of_family("product", device), self.of_family("attention", device)
         traffic = self.seconds_per_byte(device)
         for op in ops:
-            peak = device.flops_per_s.get(str(op.dtype).removeprefix("torch."), device.flops_per_s["float32"])
-            kind = kind_of(op)
+            peak, kind = device.peak(op.dtype), kind_of(op)
             if kind == "product":
                 total += op.flops / (peak * product) + op.num_bytes * values["operands"] * traffic
             elif kind == "attention":
@@ -313,45 +364,23 @@ def family_of(device: Device) -> str:
     return _FAMILIES.get(name, name)
 
 
-def runs_file() -> Path:
-    """The table of published runs that is shipped, with the source of each."""
-    return Path(str(files("dshard.planner") / "published_runs.tsv"))
-
-
 def published() -> Rates:
     """The profile that is shipped: fitted to published runs."""
-    return Rates.load(Path(str(files("dshard.planner") / "rates.json")))
+    return Rates.load(_SHIPPED)
 
 
 def _prior(prior: float, spread: float, unit: str, reason: str) -> Constant:
     return Constant(prior, prior, spread, spread, unit, reason)
 
 
-_OF_PEAK, _OF_RATE, _TIMES = "of the peak FLOP/s", "of the datasheet's rate", "times"
-PRIORS: Mapping[str, Constant] = {
-    "product.a100": _prior(0.83, 0.1, _OF_PEAK, "a large product; about what libraries reach on an A100"),
-    "product.h100": _prior(0.7, 0.1, _OF_PEAK, "a large product; an H100 lowers its clock under such a load"),
-    "attention.a100": _prior(0.6, 0.2, _OF_PEAK, "counted without mask; FlashAttention-2's paper: 50 to 73 %"),
-    "attention.h100": _prior(0.35, 0.2, _OF_PEAK, "counted without mask; FlashAttention-3's paper: 35 % before it"),
-    "memory": _prior(0.85, 0.1, _OF_RATE, "a copy reaches 80 to 90 %; what stays in caches counts, too"),
-    "operands": _prior(2.0, 0.5, _TIMES, "a product reads operands again for each tile: narrow ones reach less"),
-    "fused": _prior(0.4, 0.3, _TIMES, "traffic of other operations under torch.compile, of that of eager ones"),
-    "inside": _prior(0.75, 0.2, _OF_RATE, "links of a host; nccl-tests reach 70 to 80 % of NVLink"),
-    "between": _prior(0.9, 0.1, _OF_RATE, "network between two hosts; nccl-tests reach about 90 %"),
-    "contention": _prior(0.2, 0.25, "exponent of hosts / 2", "hosts share switches: the more, the slower each"),
-    "hops": _prior(
-        5.4, 0.1, "times the table's latency", "NCCL's table: of a large message (Simple), of that of a small one (LL)"
-    ),
-    "copies": _prior(
-        8.0, 0.5, "times the bytes", "into and out of buffers of collectives, and casts; nothing hides them"
-    ),
-    "interference": _prior(
-        0.15, 0.5, "of a collective's time", "NCCL's kernels hold 16 to 24 of a device's 108 to 132 multiprocessors"
-    ),
-    "stragglers": _prior(
-        0.01, 0.5, "per doubling of ranks", "devices of a kind differ by percents: the slowest of more is slower"
-    ),
-}
+def _priors() -> dict[str, Constant]:
+    """What constants are taken for before any run, which the shipped profile says beside what its runs made of them."""
+    constants = json.loads(_SHIPPED.read_text())["constants"]
+    return {name: _prior(own["prior"], own["spread"], own["unit"], own["reason"]) for name, own in constants.items()}
+
+
+PRIORS: Mapping[str, Constant] = _priors()
+_OF_PEAK = "of the peak FLOP/s"
 _BEST = "of the largest product that stas00/ml-engineering measured, as much as on an A100 and an H100"
 OTHER_FAMILIES: Mapping[str, Constant] = {  # of which no run is shipped: known by a figure or two
     "product.b200": _prior(0.67, 0.2, _OF_PEAK, f"1,745 of 2,250 TFLOPS; {_BEST}"),
@@ -359,3 +388,97 @@ OTHER_FAMILIES: Mapping[str, Constant] = {  # of which no run is shipped: known 
     "attention.b200": _prior(0.3, 0.5, _OF_PEAK, "no figure; below an H100's, whose kernels it runs"),
     "attention.mi300x": _prior(0.25, 0.5, _OF_PEAK, "no figure; to products as on an H100"),
 }
+
+
+def interval_text(seconds: Interval) -> str:
+    """An interval of times, as text."""
+    return f"{seconds_text(seconds.low)} to {seconds_text(seconds.high)} in {IN_TEN} of 10"
+
+
+def check_profile(device: Device | None, cluster: Cluster | None) -> None:
+    """Check that a profile has a device to speak of, and that links are not a datasheet's beside it.
+
+    Raises:
+        PlanError: It has not, or they are.
+    """
+    if device is None:
+        raise PlanError(
+            "plan: profile= says which parts of a device's figures are reached, but device is None: times are measured "
+            "here. Pass device='a100-80g', or leave profile= out."
+        )
+    if cluster is not None and cluster.num_ranks > 1 and cluster.source == device.source:
+        raise PlanError(
+            "plan: profile= has rates of links, too, but those of cluster are the datasheet's alone. Pass "
+            f"cluster=cluster_of({device.name!r}, {cluster.num_ranks}, profile=...) with the same profile."
+        )
+
+
+@checked
+def cluster_of(
+    device: Device | str,
+    num_ranks: int,
+    *,
+    ranks_per_host: int | None = None,
+    between_hosts: float | None = None,
+    profile: Rates | str | Path | None = None,
+    tensor_parallel: int = 1,
+) -> Cluster:
+    """Hosts of a device, as its datasheet has them, or with links as fast as runs found them.
+
+    Args:
+        device: All ranks are alike; one of your own, or a name of `DEVICES`.
+        num_ranks: All of them.
+        ranks_per_host: Of a host; None for the usual host, or for fewer where there are not as many.
+        between_hosts: Bytes per second of a whole host's network; None for the usual host's.
+        profile: Which parts of the datasheet's figures links reach: what `dshard calibrate` wrote, as a path or read by
+            `Rates.load`, or "published" for the one that is shipped; None for the same part of all.
+        tensor_parallel: Neighbouring ranks over which each layer is cut. The cluster is then that of the others, one of
+            each such group: those that share parameters, while as many groups as that send through a host's link.
+
+    Raises:
+        ArgumentError: There is no device of this name, or a number is none that is allowed.
+        PlanError: There is no such profile; or layers would be cut over a part of a host's ranks that is none.
+    """
+    device = find_device(device, "cluster_of: device")
+    per_host = min(num_ranks, device.per_host) if ranks_per_host is None else ranks_per_host
+    rates = None if profile is None else find_rates(profile)
+    if tensor_parallel == 1:
+        return _described(device, rates, num_ranks, per_host, between_hosts)
+    if per_host % tensor_parallel or num_ranks % tensor_parallel:
+        fitting = [num for num in range(1, tensor_parallel) if per_host % num == 0 and num_ranks % num == 0]
+        raise PlanError(
+            f"cluster_of: tensor_parallel must divide the ranks of a host, over whose links layers are cut, but it is "
+            f"{tensor_parallel}, and {min(per_host, num_ranks)} of {num_ranks} ranks are on a host. Pass "
+            f"tensor_parallel={fitting[-1]}."
+        )
+    each = (between_hosts or device.between_hosts.bytes_per_s) / tensor_parallel  # as many groups send at a time
+    found = _described(device, rates, num_ranks // tensor_parallel, per_host // tensor_parallel, each)
+    slowest = 0.0 if rates is None else rates.stragglers(num_ranks)  # of all ranks
+    return replace(found, tensor_parallel=tensor_parallel, stragglers=slowest)
+
+
+def _described(
+    device: Device, rates: Rates | None, num_ranks: int, per_host: int, between_hosts: float | None
+) -> Cluster:
+    if rates is not None:
+        return rates.cluster(device, num_ranks, ranks_per_host=per_host, between_hosts=between_hosts)
+    near, far = device.within_host, device.between_hosts
+    across = None
+    if num_ranks > per_host:
+        rate = min(between_hosts or far.bytes_per_s, near.bytes_per_s)
+        hop_s = (far.latency_s + (per_host - 1) * near.latency_s) / per_host  # a ring leaves a host once in a turn
+        across = _links(rate, hop_s, device)
+    return Cluster(
+        num_ranks=num_ranks,
+        ranks_per_host=per_host,
+        inside=_links(near.bytes_per_s, near.latency_s, device),
+        across=across,
+        memory_bytes=device.limit_bytes,
+        keeps_received_rows=False,
+        source=device.source,
+    )
+
+
+def _links(bytes_per_s: float, latency_s: float, device: Device) -> Links:
+    seconds_per_byte = 1 / (bytes_per_s * device.efficiency.network)
+    return Links.of(Link(START_S + latency_s, seconds_per_byte, latency_s, source=device.source))

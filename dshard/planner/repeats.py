@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from dshard.planner.alike import Run
-from dshard.planner.lives import Life
 from dshard.planner.stretching import DoubtError
+from dshard.planner.traces import Life
 
 _NUM_FIRST = 2  # that run at the start; and as many at the end
 

@@ -1,13 +1,14 @@
 """Between choices that predictions cannot tell apart: the one that loses least where they are off."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitKind
-from dshard.planner.memory import peak_bytes
+from dshard.planner.memory import RESERVED, peak_bytes
 from dshard.planner.options import options_of
+from dshard.planner.rates import IN_TEN, Interval, Spread
 from dshard.planner.solver import Certificate, Solution
-from dshard.planner.spreads import IN_TEN, Interval, Spread
 from dshard.planner.tables import Choice, aligned, named
 from dshard.planner.texts import seconds_text
 from dshard.planner.ties import at_rest
@@ -16,6 +17,7 @@ from dshard.policies import Strategy
 
 FASTEST = "fastest"  # the name of the choice that the solver found
 _NONE = Interval(0.0, 0.0)
+_MAX_ROUNDS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,49 @@ class Doubt:
     num_pairs: int = 0
     close: tuple[Close, ...] = ()
     taken: str = ""
+
+
+def within_limit(
+    choose: Callable[[int], tuple[Solution, Doubt | None]], cluster: Cluster, limit_bytes: int, memory_of: str
+) -> tuple[Solution, Doubt | None]:
+    """A choice whose live bytes fit as it runs: with less room, if it takes more than its units alone have told.
+
+    Args:
+        choose: The best choice of units whose bytes fit into so much.
+        cluster: Devices and links.
+        limit_bytes: Of what `memory_of` says.
+        memory_of: "live", or "reserved" or "expandable" segments, of which live bytes take a measured part.
+
+    Raises:
+        PlanError: Nothing was found that fits; or CUDA's allocator is asked for where there is none.
+    """
+    if memory_of != "live" and cluster.keeps_received_rows:
+        raise PlanError(
+            f"plan: memory_of must be 'live' for ranks that communicate over gloo, whose memory is not that of CUDA's "
+            f"allocator, but it is {memory_of!r}. Leave it out, or pass cluster=dshard.planner.cluster_of(...)."
+        )
+    room = live_bytes = int(limit_bytes / RESERVED.get(memory_of, 1.0))
+    least = None
+    for _ in range(_MAX_ROUNDS):
+        solution, doubt = choose(room)
+        peak = peak_bytes(solution.model, solution.strategies, cluster)
+        if peak <= live_bytes:
+            certificate = replace(
+                solution.certificate,
+                peak_bytes=peak,
+                limit_bytes=limit_bytes,
+                left_bytes=limit_bytes - room,
+                memory_of=memory_of,
+            )
+            return replace(solution, certificate=certificate), doubt
+        least, room = min(least or peak, peak), room - (peak - live_bytes)
+        if room <= 0:
+            break
+    assert least is not None
+    raise PlanError(
+        f"plan: live bytes must fit into {live_bytes}, but the least that was found is {least}, {least - live_bytes} "
+        "too many. Use a smaller batch or more ranks."
+    )
 
 
 def across_s(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from dshard.planner.lives import Event, Life, Record, Span, spans_of
+from dshard.planner.traces import Event, Life, Record, Span, spans_of
 
 _FIRST, _SECOND, _FORELAST, _LAST = range(4)
 

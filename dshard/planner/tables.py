@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from dshard.planner.categories import PeakParts
 from dshard.planner.costs import Cluster, ModelCosts, UnitCosts, UnitKind
-from dshard.planner.memory import peak_bytes
+from dshard.planner.memory import PeakParts, peak_bytes
 from dshard.planner.options import options_of
 from dshard.planner.texts import bytes_text, number_text, seconds_text
 from dshard.planner.timeline import step_time

@@ -19,12 +19,11 @@ from torch.utils._pytree import tree_map_only
 from dshard.errors import ArgumentError, DShardError, StateError
 from dshard.planner.alike import Run, find_runs
 from dshard.planner.flops import Op, cost_of, grouped_like
-from dshard.planner.lives import Event, Life, Record, phases_of
 from dshard.planner.progress import SILENT, Progress
 from dshard.planner.repeats import Watcher
 from dshard.planner.steps import is_cut, pieces_of, run_step, swapped, tensors
 from dshard.planner.stretching import DoubtError, stretched
-from dshard.planner.traces import Part, Trace
+from dshard.planner.traces import Event, Life, Part, Record, Trace, phases_of
 
 _ASKS, _CALLS = "torch.distributed.tensor._sharding_prop", "torch.nn.modules.module"
 

@@ -14,7 +14,7 @@ from dshard import collectives
 from dshard.collectives import ShardGroup
 from dshard.errors import PlanError
 from dshard.planner import Cluster, Link, Plan
-from dshard.planner.records import of_record, to_record
+from dshard.planner.files import of_record, to_record
 from dshard.planning.links import measure_links
 from dshard.policies import Strategy
 

@@ -11,13 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dshard.arguments import checked
 from dshard.errors import PlanError
-from dshard.planner.clusters import check_profile
 from dshard.planner.costs import Cluster
 from dshard.planner.devices import Device, find_device
 from dshard.planner.plan import Plan
 from dshard.planner.profiles import Training
 from dshard.planner.progress import SILENT, Throttled
-from dshard.planner.rates import Rates, find_rates
+from dshard.planner.rates import Rates, check_profile, find_rates
 from dshard.planning.meshes import PlannedMesh, mesh_cut_over
 from dshard.planning.profile import Profile
 from dshard.policies import Strategy

@@ -18,8 +18,7 @@ from dshard.planner.plan import Plan
 from dshard.planner.profiles import Training, UnitTimes, costs_of
 from dshard.planner.progress import SILENT, Progress, Stretch
 from dshard.planner.rates import Rates
-from dshard.planner.robust import Doubt, robust
-from dshard.planner.rooms import fitted
+from dshard.planner.robust import Doubt, robust, within_limit
 from dshard.planner.solver import Solution, can_fit, solve, solve_batch
 from dshard.planner.steps import resized, tensors
 from dshard.planner.texts import parse_bytes
@@ -263,7 +262,7 @@ class Profile:
                 solution = replace(solution, model=model)
             return solution, doubt
 
-        found, doubt = fitted(choose, cluster, limit, memory_of)
+        found, doubt = within_limit(choose, cluster, limit, memory_of)
         flops = self._flops(batch, self._kinds_in(found.model))
         return Plan(found.model, cluster, found.strategies, known, found.certificate, flops, doubt)
 

@@ -20,7 +20,7 @@ from dshard.autograd.checkpointing import MODES, apply_checkpointing, check_plai
 from dshard.errors import DShardError, PlanError
 from dshard.optimizer.step_hooks import after_steps
 from dshard.planner import Comparison, Measured, Plan
-from dshard.planner.names import plain_name
+from dshard.planner.plan import plain_name
 from dshard.planner.steps import shape_of
 from dshard.policies import Precision, PrecisionRules, Strategy, StrategyRules
 from dshard.runtime import Runtime

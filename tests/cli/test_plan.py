@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dshard
-from dshard.cli import main, papers, progress
+from dshard.cli import main, progress
 from dshard.cli.presets import PRESETS, T5, T5Config, checkpoint_blocks, meta_model
 from dshard.planner import Plan, drawing
 from dshard.planner.ties import DATASHEET
@@ -114,15 +114,11 @@ def test_plan_takes_the_margin_that_it_is_told(printed, tmp_path):
     [
         (("plan", "--batch", "auto"), ["tracing a step of 1 sample", "batch "]),
         (("simulate", "--strategy", "full", "plan"), ["8 ranks, full: tracing a step", "8 ranks, plan: "]),
-        (("simulate", "--papers"), ["minGPT-175B on 128 ranks: tracing a step"]),
     ],
     ids=lambda value: " ".join(value),
 )
 def test_a_long_planning_says_on_stderr_how_far_it_is(monkeypatch, capsys, command, stages):
-    options = [] if "--papers" in command else [*TINY, "--world", 8]
-    if "--papers" in command:
-        monkeypatch.setattr(papers, "ROWS", papers.ROWS[:1])
-    args = [*map(str, (command[0], *options, *command[1:]))]
+    args = [*map(str, (command[0], *TINY, "--world", 8, *command[1:]))]
     monkeypatch.setattr(progress, "EVERY_S", 1e9)
     assert main(args) == 0
     quiet = capsys.readouterr()
@@ -355,15 +351,11 @@ def test_what_is_wrong_is_one_line(refused, command, args, message):
         ("plan", "--plot", "a.png"),
         ("simulate", "--plot", "a.png"),
         ("simulate", "--curve", "a.svg"),
-        ("simulate", "--out", "papers.json"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_told_in_one_line(
-    capsys, refused, monkeypatch, tmp_path, command, option, name
-):
+def test_a_file_that_cannot_be_written_is_told_in_one_line(capsys, refused, tmp_path, command, option, name):
     pytest.importorskip("matplotlib")
-    options = ("--papers",) if name == "papers.json" else (*TINY, "--world", 8)
-    monkeypatch.setattr(papers, "ROWS", papers.ROWS[:1])
+    options = (*TINY, "--world", 8)
     (tmp_path / name).mkdir()
     assert refused(command, *options, option, name) == (
         f"{option} must be a file, but {name} is a folder. Pass another."
@@ -376,28 +368,6 @@ def test_a_file_that_cannot_be_written_is_told_in_one_line(
         f"dshard {command}: {option} must be a file that can be written, but writing {name} says: No "
     )
     assert "No space left on device" in line
-
-
-@pytest.mark.parametrize("table", [("--published",), ("--runs", "x.tsv"), ("--papers",)], ids=lambda table: table[0])
-@pytest.mark.parametrize(
-    "more", [("gpt2",), ("--world", 8), ("--batch", 2), ("--plot", "x.png"), ("--strategy", "ddp"), ("--compile",)]
-)
-def test_tables_of_runs_take_no_option_that_would_change_nothing(refused, table, more):
-    name = more[0] if more[0].startswith("--") else "MODEL"
-    assert refused("simulate", *table, *more).startswith(f"{table[0]} has its own models and options, but {name} is")
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        (("--published", "--papers"), ("--published", "--papers")),
-        (("--runs", "x.tsv", "--published"), ("--published", "--runs")),
-        (("--papers", "--profile", "published"), ("--papers", "--profile")),
-    ],
-)
-def test_of_tables_of_runs_one_is_printed(refused, given, named):
-    message = refused("simulate", *given)
-    assert message == f"{named[0]} has its own models and options, but {named[1]} is given. Leave it out."
 
 
 def test_the_sequence_of_a_function_is_refused(refused):

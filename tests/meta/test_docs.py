@@ -51,8 +51,6 @@ RUN_AS = {
     "make check": "make --dry-run check",  # .ci/run runs it in full
     "make bench": "make --dry-run bench && python -m benchmarks --help",
     "python -m benchmarks collectives": "python -m benchmarks collectives --width 16 --rounds 2",
-    "dshard simulate --papers --out benchmarks/results/papers.json": "dshard simulate --help",
-    "dshard simulate --published": "dshard simulate --help",  # tests/cli/test_published.py compares what it prints
     "make venv": "make venv",
     "make docs": "make --dry-run docs",  # tests/meta/test_api_docs.py builds them
     "make clean": "make --dry-run clean",

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from dshard.errors import PlanError, StateError
-from dshard.planner.clusters import cluster_of
 from dshard.planner.costs import Cluster
 from dshard.planner.devices import DEVICES, device_named
 from dshard.planner.profiles import Training, UnitTimes, costs_of
+from dshard.planner.rates import cluster_of
 from dshard.planner.tracing import trace
 from tests.planner.models import CASES, parts_of
 

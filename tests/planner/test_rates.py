@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dshard.cli.measured import _loss, _model, read_runs
+from dshard.cli.calibrate import loss_of, model_of, read_runs
 from dshard.errors import PlanError
 from dshard.planner import DEVICES, ModelCosts, ParamCosts, Training, UnitCosts, peak_bytes, solve, step_time
 from dshard.planner.calibration import calibrated, errors_of, fitted, predicted_s
@@ -24,20 +24,20 @@ from dshard.policies import Strategy
 SHIPPED = published()
 A100, H100 = DEVICES["a100-80g"], DEVICES["h100-80g"]
 ROW = {
-    "gpu": "a100_80gb", "n_gpus": 8, "layers": 7, "d_model": 256, "heads": 4, "vocab": 1000, "seq": 64,
+    "gpu": "a100-80g", "n_gpus": 8, "layers": 7, "d_model": 256, "heads": 4, "vocab": 1000, "seq": 64,
     "micro_batch": 3, "tokens_s_gpu": 1e5,
 }  # fmt: skip
 ROWS = (
     ROW,
     {**ROW, "tied": 1, "grad_accum": 3},
-    {**ROW, "n_gpus": 64, "gpu": "h100_80gb", "act_ckpt": "full"},
-    {**ROW, "n_gpus": 64, "sharding": "SHARD_GRAD_OP", "grad_accum": 2},
-    {**ROW, "n_gpus": 64, "sharding": "HYBRID_SHARD", "mlp": "swiglu", "kv_heads": 2, "ffn": 512},
-    {**ROW, "n_gpus": 128, "gpus_per_node": 4, "internode_gbps_per_node": 400, "precision": "amp_bf16 (DEFAULT)"},
+    {**ROW, "n_gpus": 64, "gpu": "h100-80g", "act_ckpt": "full"},
+    {**ROW, "n_gpus": 64, "sharding": "keep", "grad_accum": 2},
+    {**ROW, "n_gpus": 64, "sharding": "hybrid", "mlp": "swiglu", "kv_heads": 2, "ffn": 512},
+    {**ROW, "n_gpus": 128, "gpus_per_node": 4, "internode_gbps_per_node": 400, "precision": "bf16 fp32 reduce"},
     {**ROW, "n_gpus": 1, "layers": 3},
     {**ROW, "micro_batch": 100},
-    {**ROW, "micro_batch": 100, "grad_accum": 2, "sharding": "SHARD_GRAD_OP"},
-    {**ROW, "n_gpus": 16, "micro_batch": 300, "sharding": "HYBRID_SHARD"},
+    {**ROW, "micro_batch": 100, "grad_accum": 2, "sharding": "keep"},
+    {**ROW, "n_gpus": 16, "micro_batch": 300, "sharding": "hybrid"},
     {**ROW, "gpu": "mi300x"},
     {**ROW, "compile": 1},
 )
@@ -60,7 +60,7 @@ def simulated(row, run):
     from dshard.cli.presets import checkpoint_blocks
 
     text = {"mlp": "gelu", "tied": "0", **{name: str(value) for name, value in row.items()}}
-    model = _model(text, int(row["layers"]))
+    model = model_of(text, int(row["layers"]))
     if row.get("act_ckpt"):
         checkpoint_blocks(model)
     reduced = torch.float32 if "precision" in row else torch.bfloat16
@@ -68,7 +68,7 @@ def simulated(row, run):
         torch.bfloat16, reduced, num_backwards=int(row.get("grad_accum", 1)), is_compiled="compile" in row
     )
     sample = torch.empty(row["micro_batch"], row["seq"], dtype=torch.int64, device="meta")
-    profile = Profile(model, sample, device=run.device, training=training, loss_of=_loss, rates=SHIPPED)
+    profile = Profile(model, sample, device=run.device, training=training, loss_of=loss_of, rates=SHIPPED)
     cluster = SHIPPED.cluster(run.device, run.num_ranks, ranks_per_host=run.ranks_per_host, between_hosts=run.network)
     name = "hybrid(8)" if run.sharding == "hybrid" else run.sharding
     return profile.given(cluster, name)
@@ -76,7 +76,7 @@ def simulated(row, run):
 
 @pytest.mark.parametrize("row", ROWS)
 def test_what_is_fitted_is_what_plan_and_simulate_predict(row, tmp_path):
-    (run,) = read_runs(table_of([row], tmp_path / "runs.tsv")).runs
+    (run,) = read_runs(table_of([row], tmp_path / "runs.tsv"))
     assert predicted_s(run, SHIPPED.values) == pytest.approx(simulated(row, run).step_s, rel=1e-3)
 
 
@@ -157,10 +157,10 @@ def runs_of(tmp_path):
         {**ROW, "id": f"{gpu} {ranks} {batch} {seq}", "gpu": gpu, "n_gpus": ranks, "micro_batch": batch, "seq": seq,
          "d_model": 1024, "heads": 8, "source": f"of {gpu}"}
         for gpu, ranks, batch, seq in itertools.product(
-            ("a100_80gb", "h100_80gb"), (8, 16, 64, 512), (1, 16), (128, 2048)
+            ("a100-80g", "h100-80g"), (8, 16, 64, 512), (1, 16), (128, 2048)
         )
     ]  # fmt: skip
-    return read_runs(table_of(rows, tmp_path / "runs.tsv")).runs
+    return read_runs(table_of(rows, tmp_path / "runs.tsv"))
 
 
 def test_constants_are_found_again_that_made_the_runs(tmp_path):
@@ -175,7 +175,7 @@ def test_constants_are_found_again_that_made_the_runs(tmp_path):
 
 
 def test_few_runs_move_few_constants_and_say_how_far_they_are_known(tmp_path):
-    run = next(run for run in runs_of(tmp_path) if run.name == "a100_80gb 8 16 2048")
+    run = next(run for run in runs_of(tmp_path) if run.name == "a100-80g 8 16 2048")
     runs = [dataclasses.replace(run, seconds=1.15 * predicted_s(run, SHIPPED.values))]
     found = calibrated(runs, SHIPPED, "one run")
     assert abs(errors_of(runs, found.constants)[0]) < 0.14
@@ -242,7 +242,7 @@ def test_predictions_for_a_family_without_runs_are_less_certain_until_there_are_
     assert "none of them" not in SHIPPED.cluster(A100, 8).source
     rows = [{**ROW, "gpu": "mi300x", "d_model": 2048, "heads": 16, "seq": 1024, "micro_batch": n} for n in (2, 4, 8)]
     truth = {**SHIPPED.values, "product.mi300x": 0.6, "attention.mi300x": 0.25}
-    made = read_runs(table_of(rows, tmp_path / "runs.tsv")).runs
+    made = read_runs(table_of(rows, tmp_path / "runs.tsv"))
     found = calibrated([dataclasses.replace(run, seconds=predicted_s(run, truth)) for run in made], SHIPPED, "mine")
     assert set(found.constants) - set(PRIORS) == {"product.mi300x", "attention.mi300x"}
     assert found.of_family("product", device) == pytest.approx(0.6, rel=0.1)

@@ -4,14 +4,12 @@ import json
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dshard.cli.gpt import GPT, GPTConfig
-from dshard.cli.measured import read_runs
 from dshard.errors import PlanError
 from dshard.planner import (
     DEVICES,
@@ -28,80 +26,25 @@ from dshard.planner import (
     solve,
     step_time,
 )
-from dshard.planner.calibration import across_s as across_of_run
-from dshard.planner.calibration import calibrated, predicted_s
-from dshard.planner.rates import PRIORS, Rates, published
+from dshard.planner.rates import (
+    Interval,
+    Rates,
+    Spread,
+    around_one,
+    published,
+    variance_of,
+    widened,
+)
 from dshard.planner.robust import Close, Doubt, across_s, close_of, doubt_lines, robust
-from dshard.planner.spreads import Interval, Spread, around_one, holding, spread_of, variance_of, widened
 from dshard.planning.profile import Profile
 from dshard.policies import Strategy
 from tests.planner.cases import STRATEGIES, clusters, models
-from tests.planner.test_rates import ROW, SHIPPED, simulated, table_of
+from tests.planner.test_rates import SHIPPED
 
 MARGIN = 0.03
 PAIRS = Interval(-0.1, 1.0)
 seconds = st.integers(1, 1000).map(lambda ms: ms / 997)
 intervals = st.builds(Interval, seconds.map(lambda s: -s), seconds)
-
-
-def test_an_interval_is_of_as_many_runs_as_it_takes():
-    assert holding([float(n) for n in range(8)]) is None
-    assert holding([3.0, *(float(n) for n in range(10, 17)), 99.0]) == Interval(3.0, 99.0)
-    assert holding([float(n) for n in range(19)]) == Interval(1.0, 17.0)
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=10, max_size=60))
-def test_an_interval_holds_8_of_10_runs_that_it_did_not_see(values):
-    inside = 0
-    for i, value in enumerate(values):
-        others = holding(values[:i] + values[i + 1 :])
-        inside += others.low <= value <= others.high
-    assert inside >= 0.8 * len(values)
-
-
-def test_few_pairs_say_nothing_and_leave_what_was_known():
-    known = Spread(Interval(0.9, 1.1), 274, {"a": 0.8}, PAIRS, 16, 4)
-    assert spread_of([], [], [0.5] * 8, known) == known
-    assert spread_of([], [], [], Spread()) == Spread()
-    found = spread_of([1.0] * 20, ["a"] * 10 + ["b"] * 10, [0.5] * 9, Spread())
-    assert found == Spread(Interval(1.0, 1.0), 20, {"a": 1.0, "b": 1.0}, Interval(0.0, 0.5), 9, 2)
-
-
-def test_sources_count_alike_however_many_runs_they_have():
-    few, many = [1.3, 1 / 1.3], [1.02, 1 / 1.02] * 100
-    found = spread_of([*few, *many], ["few"] * 2 + ["many"] * 200, [], Spread())
-    square = (math.log(1.3) ** 2 + math.log(1.02) ** 2) / 2
-    assert found.steps == around_one(square)
-    assert math.log(found.steps.high) == pytest.approx(1.2816 * math.sqrt(square), rel=1e-4)
-    assert found.covered == {"few": 0.0, "many": 1.0}  # in what the other alone says
-    assert (found.num_runs, found.num_sources) == (202, 2)
-
-
-def test_the_interval_for_a_source_that_was_not_seen_holds_8_in_10_whichever_sources_have_the_runs():
-    random = np.random.default_rng(0)
-    inside = 0
-    for _ in range(400):  # sources are off by 6 % each, and their runs by 8 %
-        sizes = [200, 30, 10, 10, 4, 4, 2, 40]
-        *seen, new = [random.normal(0, 0.06) + random.normal(0, 0.08, size) for size in sizes]
-        names = [str(i) for i, each in enumerate(seen) for _ in each]
-        found = spread_of(np.exp(np.concatenate(seen)).tolist(), names, [], Spread()).steps
-        inside += np.mean((found.low <= np.exp(new)) & (np.exp(new) <= found.high))
-    assert 0.75 < inside / 400 < 0.85
-
-
-def test_runs_of_one_cluster_draw_its_interval_to_what_they_show():
-    known = Spread(around_one(0.12**2), 274, {"a": 0.8}, PAIRS, 16, 4)
-    widths = []
-    for num in (1, 9, 200):
-        found = spread_of([1.03, 1 / 1.03] * num, ["mine"] * 2 * num, [], known)
-        assert (found.covered, found.num_sources, found.pairs) == ({"mine": 1.0}, 1, PAIRS)
-        widths.append(math.log(found.steps.high))
-    assert math.log(known.steps.high) > widths[0] > widths[1] > widths[2]
-    assert widths[2] == pytest.approx(1.2816 * math.log(1.03), rel=0.3)
-    wider = spread_of([1.5] * 20, ["mine"] * 20, [], known)
-    assert wider.steps.high > known.steps.high
-    assert wider.covered == {"mine": 0.0}
-    assert spread_of([1.5], ["mine"], [], Spread()).steps == around_one(math.log(1.5) ** 2)
 
 
 def test_a_factor_more_widens_an_interval_and_none_leaves_it():
@@ -111,46 +54,6 @@ def test_a_factor_more_widens_an_interval_and_none_leaves_it():
     assert math.log(found.high) == pytest.approx(math.hypot(math.log(1.2), 1.2816 * 0.2), rel=1e-4)
     assert math.log(found.low) == pytest.approx(-math.hypot(math.log(0.9), 1.2816 * 0.2), rel=1e-4)
     assert variance_of(around_one(0.04)) == pytest.approx(0.04)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [{}, {"sharding": "HYBRID_SHARD"}, {"sharding": "SHARD_GRAD_OP", "grad_accum": 2}, {"n_gpus": 8}],
-    ids=str,
-)
-def test_what_crosses_hosts_is_the_same_of_a_run_and_of_a_plan(changed, tmp_path):
-    row = {**ROW, "n_gpus": 64, **changed}
-    (run,) = read_runs(table_of([row], tmp_path / "runs.tsv")).runs
-    plan = simulated(row, run)
-    expected = across_s(plan.model, plan.strategies, plan.cluster)
-    assert across_of_run(run, SHIPPED.values) == pytest.approx(expected, rel=1e-3, abs=1e-12)
-    assert (expected > 0) == (row["n_gpus"] > 8)
-
-
-def test_calibration_counts_intervals_from_runs_that_it_kept_aside(tmp_path):
-    rows = [
-        {**ROW, "id": f"{sharding} {ranks}", "n_gpus": ranks, "sharding": sharding, "source": f"of {ranks % 3}",
-         "d_model": 1024, "heads": 8}
-        for ranks in range(16, 176, 8) for sharding in ("FULL_SHARD", "HYBRID_SHARD")
-    ]  # fmt: skip
-    truth = {name: constant.value for name, constant in PRIORS.items()}
-    runs = read_runs(table_of(rows, tmp_path / "runs.tsv")).runs
-
-    def spread_with(extra):
-        made = [
-            replace(run, seconds=predicted_s(run, truth) + extra * across_of_run(run, truth))
-            for run in runs
-        ]  # fmt: skip
-        return calibrated(made, Rates(dict(PRIORS)), "made").spread
-
-    exact = spread_with(0.0)
-    assert (exact.steps.low, exact.steps.high) == pytest.approx((1, 1), abs=1e-3)
-    assert (exact.pairs.low, exact.pairs.high) == pytest.approx((0, 0), abs=1e-3)
-    assert (exact.num_runs, exact.num_pairs) == (len(runs), len(runs) // 2)
-    longer = spread_with(0.5)
-    assert longer.pairs.high > 0.05
-    assert longer.steps.high - longer.steps.low > 10 * (exact.steps.high - exact.steps.low)
-    assert set(longer.covered) == {"of 0", "of 1", "of 2"}
 
 
 @given(
@@ -252,15 +155,12 @@ def test_what_was_kept_aside_says_how_long_a_step_takes():
     assert doubt_lines(plan.doubt) == []
 
 
-def test_a_plan_and_a_profile_keep_what_is_in_doubt_and_older_files_are_read(tmp_path):
+def test_a_plan_and_a_profile_keep_what_is_in_doubt(tmp_path):
     model, cluster = crossing()
     doubt = Doubt(Interval(0.9, 1.2), PAIRS, 16, (Close("full", 1.0, 0.5, 0.1),), "full")
     plan = Plan(model, cluster, (Strategy.of("full"),) * 32, doubt=doubt)
     assert Plan.from_json(plan.to_json()) == plan
-    record = {**json.loads(plan.to_json()), "schema": 4}
-    del record["doubt"]
-    assert Plan.from_json(json.dumps(record)) == replace(plan, doubt=None)
-    record["doubt"] = {"steps": 1}
+    record = {**json.loads(plan.to_json()), "doubt": {"steps": 1}}
     with pytest.raises(PlanError, match=r"plan\.doubt: must have the fields"):
         Plan.from_json(json.dumps(record))
     path = tmp_path / "profile.json"

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import dshard
 from dshard.cli.gpt import GPT, GPTConfig
 from dshard.planner import Cluster, Link, Links
-from dshard.planner.records import to_record
+from dshard.planner.files import to_record
 from dshard.planning.links import measure_links
 from dshard.testing import WorldPool
 

@@ -27,7 +27,7 @@ from dshard.cli.llama import Llama, LlamaConfig
 from dshard.planner import Cluster, Link, Links, Plan, Training, Work, cluster_of
 from dshard.planner.alike import find_runs
 from dshard.planner.flops import Op
-from dshard.planner.timing import work_of
+from dshard.planner.profiles import work_of
 from dshard.planner.tracing import trace
 from dshard.planning import meshes
 from dshard.planning.links import measure_links

@@ -1,24 +1,32 @@
-"""Measured runs beside what a profile predicts of them: how far off it is by source, and where most, and why."""
+"""Measured runs beside what a profile predicts of them: how far off it is by source, and where most, and why.
+
+```console
+$ python -m benchmarks.calibration.published
+$ python -m benchmarks.calibration.published --runs mine.tsv --profile profile.json --out mine.json
+```
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dshard.cli.progress import open_progress
-from dshard.cli.target import rates_of, writing
-from dshard.cli.usage import UsageError
+import numpy as np
 
-if TYPE_CHECKING:
-    from dshard.cli.published_memory import MemoryRow
-    from dshard.planner import Misses, Rates
-    from dshard.planner.calibration import Pairs, Run
+from benchmarks.calibration.fitting import RUNS, Pairs, pairs_of
+from benchmarks.calibration.published_memory import MemoryRow, memory_rows, memory_table
+from benchmarks.calibration.spent import spent
+from dshard.cli.calibrate import read_runs
+from dshard.planner import Misses, Rates, published
+from dshard.planner.calibration import Run, errors_of, misses_of, predicted_s
+from dshard.planner.files import to_record, write_text
+from dshard.planner.texts import seconds_text
 
-SHIPPED = Path("published")
 _NUM_WORST = 10
 _RARE = 0.1  # of all runs: what no more of them have is told
 _MAX_TOLD = 3
@@ -80,7 +88,6 @@ class Report:
     Attributes:
         profile: whose predictions they are.
         rows: one per run.
-        skipped: why other runs are not among them, and how many.
         by_source: how far off predictions are, and last of all runs.
         aside: the same, by source, of constants that had not seen its runs, where the profile knows that.
         pairs: of runs that differ in sharding alone.
@@ -89,7 +96,6 @@ class Report:
 
     profile: str
     rows: tuple[Held, ...]
-    skipped: dict[str, int]
     by_source: tuple[Misses, ...]
     aside: dict[str, Misses]
     pairs: Pairs
@@ -104,41 +110,33 @@ def report_of(path: Path, rates: Rates) -> Report:
 
     Communicates: nothing.
     """
-    from dshard.cli.measured import read_runs
-    from dshard.cli.published_memory import memory_rows
-    from dshard.planner.calibration import misses_of, pairs_of
-    from dshard.planner.rates import runs_file
-
-    table = read_runs(runs_file() if path == SHIPPED else path)
-    runs, constants = table.runs, rates.constants
+    runs, constants = read_runs(path), rates.constants
     sources = sorted({run.source for run in runs})
-    by_source = [misses_of([run for run in runs if run.source == each], constants, each) for each in sources]
+    off = errors_of(runs, constants)
+    by_source = [misses_of(off[[run.source == each for run in runs]], each) for each in sources]
     if len(sources) > 1:
-        by_source.append(misses_of(runs, constants, "all"))
+        by_source.append(misses_of(off, "all"))
     counted = {each.source: each.num_runs for each in by_source}
     aside = {each.source: each for each in rates.misses if counted.get(each.source) == each.num_runs}
     rows = [_held(run, rates, rare) for run, rare in zip(runs, _rare(runs), strict=True)]
     rows = [replace(row, others_error=_others_error(row, rows)) for row in rows]
-    memory = tuple(memory_rows()) if path == SHIPPED else ()
-    return Report(rates.source, tuple(rows), table.skipped, tuple(by_source), aside, pairs_of(runs, constants), memory)
+    memory = tuple(memory_rows()) if path == RUNS else ()
+    return Report(rates.source, tuple(rows), tuple(by_source), aside, pairs_of(runs, constants), memory)
 
 
 def _held(run: Run, rates: Rates, rare: tuple[str, ...]) -> Held:
-    from dshard.planner.calibration import predicted_s
-    from dshard.planner.spent import spent
-
-    seconds, pair = predicted_s(run, rates.values), _pair(run)
+    seconds, row = predicted_s(run, rates.values), run.row
     terms = {term: took_s / seconds for term, took_s in spent(run, rates.values).items()}
-    tokens = int(pair["micro_batch"]) * run.num_backwards * int(pair["seq"])
+    tokens = int(row["micro_batch"]) * run.num_backwards * int(row["seq"])
     return Held(
         name=run.name,
         source=run.source,
-        model=pair["model"],
+        model=row.get("model", ""),
         device=run.device.name,
         num_ranks=run.num_ranks,
         sharding=run.sharding,
-        micro_batch=int(pair["micro_batch"]),
-        sequence=int(pair["seq"]),
+        micro_batch=int(row["micro_batch"]),
+        sequence=int(row["seq"]),
         tokens_s_gpu=tokens / run.seconds,
         measured_s=run.seconds,
         predicted_s=seconds,
@@ -166,28 +164,21 @@ def _num_params(run: Run) -> float:
     return float(run.gather_bytes.sum()) / 2  # in bf16
 
 
-def _pair(run: Run) -> dict[str, str]:
-    """The columns of a run's row that runs have in common which differ in sharding alone."""
-    from dshard.cli.measured import PAIRED
-
-    return dict(zip(PAIRED, run.pair, strict=True))
-
-
 def _rare(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """Of each run what it has as few others: the numbers that are that large or small, and the words."""
     numbers: dict[str, Callable[[Run], float]] = {
         "GPUs": lambda run: run.num_ranks,
         "parameters": _num_params,
-        "samples at once": lambda run: int(_pair(run)["micro_batch"]),
-        "tokens per sample": lambda run: int(_pair(run)["seq"]),
+        "samples at once": lambda run: int(run.row["micro_batch"]),
+        "tokens per sample": lambda run: int(run.row["seq"]),
         "micro-batches": lambda run: run.num_backwards,
         "% of the memory for states": lambda run: round(100 * _states(run)),
     }
     words: dict[str, Callable[[Run], str]] = {
         "on": lambda run: run.device.name,
         "sharding": lambda run: run.sharding,
-        "precision": lambda run: _pair(run)["precision"],
-        "checkpointing": lambda run: _pair(run)["act_ckpt"],
+        "precision": lambda run: run.row["precision"],
+        "checkpointing": lambda run: run.row["act_ckpt"],
         "compiled:": lambda run: "yes" if run.is_compiled else "no",
     }
     found: list[list[tuple[float, str]]] = [[] for _ in runs]
@@ -213,8 +204,7 @@ def _number(value: float) -> str:
 
 def text_of(report: Report) -> str:
     """The report as Markdown."""
-    skipped = "".join(f"; {num} not used: {why}" for why, num in report.skipped.items())
-    lines = [f"{len(report.rows)} runs{skipped}; profile: {report.profile}", "", *_source_table(report), ""]
+    lines = [f"{len(report.rows)} runs; profile: {report.profile}", "", *_source_table(report), ""]
     if report.pairs.num_pairs:
         told = f"{report.pairs.num_right} of {report.pairs.num_pairs}"
         lines += [f"pairs that differ in sharding alone: the faster one told in {told}", ""]
@@ -222,8 +212,6 @@ def text_of(report: Report) -> str:
     worst = sorted(report.rows, key=lambda row: -abs(row.error))[:_NUM_WORST]
     lines += [f"the {len(worst)} runs that are missed most:", "", *_row_table(worst)]
     if report.memory:
-        from dshard.cli.published_memory import memory_table
-
         lines += ["", "peaks of memory that were published:", "", *memory_table(report.memory)]
     return "\n".join(lines)
 
@@ -253,8 +241,6 @@ def _groups(row: Held) -> tuple[str, ...]:
 
 def _group_table(rows: Sequence[Held]) -> list[str]:
     """One line per group of runs that have something."""
-    import numpy as np
-
     found: dict[tuple[int, str], list[float]] = {}
     for row in rows:
         for kind, text in enumerate(_groups(row)):
@@ -269,8 +255,6 @@ def _group_table(rows: Sequence[Held]) -> list[str]:
 
 def _row_table(rows: Sequence[Held]) -> list[str]:
     """One line per run."""
-    from dshard.planner.texts import seconds_text
-
     head: tuple[str, ...] = ("run", "model", "GPUs", "sharding", "samples x tokens", "measured", "predicted", "error")
     head = (*head, "others of its model", "most of its step", "rare among the runs")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -299,37 +283,19 @@ def _short(source: str) -> str:
     return found[1] if found else source
 
 
-def record_of(report: Report, name: str) -> dict[str, Any]:
-    """The report as JSON has it."""
-    from dshard.planner.records import to_record
-
-    return {"runs": name, **to_record(report)}
-
-
-def run(path: Path, profile: Path | None, out: Path | None) -> int:
-    """Prints the report of a table, and writes it as JSON.
-
-    Args:
-        path: of the table, or `SHIPPED`.
-        profile: of --profile; None for the shipped one.
-        out: of --out.
-
-    Raises:
-        UsageError: on bad input.
-    """
-    from dshard.errors import DShardError
-    from dshard.planner.files import write_text
-
-    rates = rates_of(SHIPPED if profile is None else profile)
-    assert rates is not None
-    try:
-        with open_progress("dshard simulate") as progress:
-            progress.at("tracing the models of the runs")
-            report = report_of(path, rates)
-    except DShardError as error:
-        raise UsageError.of(error) from error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the report of a table, and writes it as JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=Path, default=RUNS, help="a table as for dshard calibrate (the published runs)")
+    parser.add_argument("--profile", type=Path, help="what dshard calibrate wrote (the shipped one)")
+    parser.add_argument("--out", type=Path, help="write all rows as JSON")
+    args = parser.parse_args(argv)
+    report = report_of(args.runs, published() if args.profile is None else Rates.load(args.profile))
     print(text_of(report))
-    if out is not None:
-        with writing("--out", out):
-            write_text(out, json.dumps(record_of(report, path.name), indent=1) + "\n")
-    return 0
+    if args.out is not None:
+        record: dict[str, Any] = {"runs": args.runs.name, **to_record(report)}
+        write_text(args.out, json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

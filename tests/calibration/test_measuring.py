@@ -8,12 +8,12 @@ import torch
 from torch.distributed import init_device_mesh
 
 import dshard
+from benchmarks.calibration import measuring
 from dshard.cli import main
 from dshard.cli.gpt import GPT, GPTConfig
 from dshard.planner import Cluster, Link, Links, Rates, Training, cluster_of, published
 from dshard.planner.flops import Op
 from dshard.planner.rates import HERE, Here
-from dshard.planning import calibrating
 from dshard.testing import WorldPool
 
 SMALL = {"cpu": ((16, 32, 16), (64, 16, 16))}
@@ -25,17 +25,17 @@ def is_quick(monkeypatch):
 
 
 def make_quick(patch):
-    patch.setattr(calibrating, "_SHAPES", SMALL)
-    patch.setattr(calibrating, "_LENGTHS", {"cpu": (16, 32)})
-    patch.setattr(calibrating, "_COPIED", {"cpu": (1 << 10, 1 << 12)})
-    patch.setattr(calibrating, "_ROUNDS", 1)
+    patch.setattr(measuring, "_SHAPES", SMALL)
+    patch.setattr(measuring, "_LENGTHS", {"cpu": (16, 32)})
+    patch.setattr(measuring, "_COPIED", {"cpu": (1 << 10, 1 << 12)})
+    patch.setattr(measuring, "_ROUNDS", 1)
 
 
 def measured_by_rank():
     with pytest.MonkeyPatch.context() as patch:
         make_quick(patch)
-        patch.setattr(calibrating, "measure_links", lambda mesh, again: known_links(mesh.size()))
-        found = calibrating.measure_here(torch.device("cpu"), published(), init_device_mesh("cpu", (2,)))
+        patch.setattr(measuring, "measure_links", lambda mesh, again: known_links(mesh.size()))
+        found = measuring.measure_here(torch.device("cpu"), published(), init_device_mesh("cpu", (2,)))
     return found.rates, found.reached
 
 
@@ -56,7 +56,7 @@ def test_all_ranks_get_the_rates_of_the_slowest_and_the_links(worlds: WorldPool)
 
 
 def test_what_a_profile_predicts_here_is_what_was_measured(is_quick):
-    found = calibrating.measure_here(torch.device("cpu"), published())
+    found = measuring.measure_here(torch.device("cpu"), published())
     rates, here = found.rates, found.rates.here
     assert here.cluster is None
     for dtype in (torch.float32, torch.bfloat16):
@@ -68,7 +68,7 @@ def test_what_a_profile_predicts_here_is_what_was_measured(is_quick):
 
 
 def test_a_profile_with_devices_is_kept_and_planned_with(is_quick, tmp_path):
-    found = calibrating.measure_here(torch.device("cpu"), published())
+    found = measuring.measure_here(torch.device("cpu"), published())
     here = Here(replace(found.rates.here.device, per_host=2), known_links(2))
     rates, path = replace(found.rates, here=here), tmp_path / "here.json"
     rates.save(path)
@@ -90,18 +90,8 @@ def test_a_profile_with_devices_is_kept_and_planned_with(is_quick, tmp_path):
 
 def test_the_command_measures_and_its_profile_is_taken(is_quick, tmp_path, capsys):
     path = tmp_path / "here.json"
-    assert main(["calibrate", "--measure", "--out", str(path)]) == 0
+    measuring.main(["--out", str(path)])
     assert "| products float32 |" in capsys.readouterr().out
     options = ["--world", "1", "--device", HERE, "--dtype", "float32", "--sequence", "16"]
     assert main(["plan", "gpt-nano", *options, "--profile", str(path)]) == 0
     assert "the step is bound by" in capsys.readouterr().out
-    assert main(["plan", "gpt-nano", *options]) == 2
-    assert "--device here is what a profile has measured, but there is no --profile" in capsys.readouterr().err
-    assert main(["plan", "gpt-nano", *options, "--profile", "published"]) == 2
-    assert "this --profile has none" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("given", [[], ["published", "--measure"]], ids=["neither", "both"])
-def test_a_table_or_measuring_but_one_of_them(given, capsys):
-    assert main(["calibrate", *given]) == 2
-    assert "given. Pass one of them." in capsys.readouterr().err

@@ -1,22 +1,32 @@
-"""The devices at hand, measured: what their products, attention, memory and links reach, as a profile."""
+"""The devices at hand, measured: what their products, attention, memory and links reach, as a profile.
 
+```console
+$ torchrun --nproc-per-node 2 -m benchmarks.calibration.measuring --out here.json
+$ dshard plan gpt-nano --world 2 --device here --profile here.json --dtype float32 --sequence 64
+```
+"""
+
+import argparse
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from benchmarks.calibration.sharing import measured_shares
+from dshard.cli.world import process_group, read_world
 from dshard.collectives import ReduceOp, all_reduce
 from dshard.planner import Cluster, Constant, Device, Rates, Wire
-from dshard.planner.rates import HERE, Here, of_family
+from dshard.planner.rates import HERE, Here, of_family, published
 from dshard.planning.links import measure_links, total_bytes
-from dshard.planning.sharing import measured_shares
 from dshard.tensor.meshes import group_of
 
 _ROUNDS = 7
@@ -183,3 +193,48 @@ def _median_s(run: Callable[[], object], device: torch.device) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def links_lines(here: Here | None) -> list[str]:
+    """Of ranks that measured: how long a gather and a reduction take."""
+    if here is None or here.cluster is None:
+        return []
+    cluster = here.cluster
+    lines = []
+    for name in ("all_gather", "reduce_scatter", "all_reduce", "in_place"):
+        link = getattr(cluster.shards[cluster.num_ranks], name)
+        if link is not None:
+            rate = f"{1e-9 / link.seconds_per_byte:.3g} GB/s" if link.seconds_per_byte else "no time per byte"
+            lines.append(f"{name} among {cluster.num_ranks} ranks: {link.alpha_s * 1e6:.0f} us, {rate}")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures on all ranks; the first prints and writes."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, help="write the profile as JSON")
+    args = parser.parse_args(argv)
+    world, known = read_world(os.environ, "auto"), published()
+    if world.size == 1:
+        found = measure_here(world.device, known)
+    else:
+        if world.device.type == "cpu":
+            torch.set_num_threads(1)  # as torchrun's ranks train
+        with process_group(world):
+            mesh = torch.distributed.init_device_mesh(world.device.type, (world.size,))
+            found = measure_here(world.device, known, mesh)
+    if not world.is_first:
+        return
+    print("| measured | per second | spread over shapes |\n|---|---|---|")
+    for name, each in found.reached.items():
+        unit = "GB" if name == "memory" else "GFLOP"
+        print(f"| {name} | {each.per_s / 1e9:.4g} {unit} | {each.uncertainty:.0%} |")
+    print("\n".join(links_lines(found.rates.here)))
+    for name, constant in found.shares.items():
+        print(f"{name}: {constant.value:.3g} {constant.unit}, known to {constant.uncertainty:.0%}")
+    if args.out is not None:
+        found.rates.save(args.out)
+
+
+if __name__ == "__main__":
+    main()

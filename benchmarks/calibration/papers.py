@@ -1,18 +1,26 @@
-"""Runs of PyTorch FSDP in papers, simulated beside the figures in there, with one set of constants and no profile."""
+"""Runs of PyTorch FSDP in papers, simulated beside the figures in there, with one set of constants and no profile.
+
+```console
+$ python -m benchmarks.calibration.papers --out benchmarks/results/papers.json
+```
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from dshard.cli.models import build_model
 from dshard.cli.progress import open_progress
-from dshard.cli.target import writing
-
-if TYPE_CHECKING:
-    from dshard.planner import Plan
-    from dshard.planner.progress import Progress
+from dshard.planner import DEVICES, EFFICIENCY, Plan, Training, cluster_of
+from dshard.planner.progress import Progress, Stretch
+from dshard.planning.profile import Profile
 
 _PAPER = "Zhao et al., PyTorch FSDP, VLDB 2023, 5.4"
 _BLOG = "PyTorch blog, 14 March 2022"
@@ -100,13 +108,6 @@ def rows_of(progress: Progress) -> list[Found]:
 
     Communicates: nothing.
     """
-    import torch
-
-    from dshard.cli.models import build_model
-    from dshard.planner import DEVICES, Training, cluster_of
-    from dshard.planner.progress import Stretch
-    from dshard.planning.profile import Profile
-
     profiles: dict[tuple[Any, ...], Profile] = {}
 
     def simulate(row: Row, world: int) -> Plan:
@@ -156,23 +157,23 @@ def table(found: list[Found]) -> str:
     return "\n".join(lines)
 
 
-def run(out: Path | None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table, and writes it as JSON with the constants behind it."""
-    import torch
-
-    from dshard.planner import EFFICIENCY
-    from dshard.planner.files import write_text
-
-    with open_progress("dshard simulate") as progress:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    args = parser.parse_args(argv)
+    with open_progress("papers") as progress:
         found = rows_of(progress)
     print(table(found))
-    if out is not None:
+    if args.out is not None:
         record = {
-            "command": "dshard simulate --papers",
+            "command": "python -m benchmarks.calibration.papers",
             "torch": torch.__version__,
             "efficiency": asdict(EFFICIENCY),
             "rows": [asdict(each) for each in found],
         }
-        with writing("--out", out):
-            write_text(out, json.dumps(record, indent=1) + "\n")
-    return 0
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

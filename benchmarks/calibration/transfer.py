@@ -1,7 +1,7 @@
 """How well predicted times extrapolate: constants fitted to some published runs, held against others.
 
 ```console
-$ python benchmarks/calibration_transfer.py
+$ python -m benchmarks.calibration.transfer
 ```
 
 Each line fits from the priors to one part of the shipped table and predicts the other. Then come steps of more GPUs
@@ -17,22 +17,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from dshard.cli.measured import PAIRED, read_runs
+from benchmarks.calibration.fitting import RUNS, constants_aside, holding, kept_aside, spread_aside
+from dshard.cli.calibrate import read_runs
 from dshard.planner import DEVICES
-from dshard.planner.calibration import (
-    Run,
-    Terms,
-    calibrated,
-    constants_aside,
-    errors_of,
-    fitted,
-    kept_aside,
-    misses_of,
-    predicted_s,
-    spread_aside,
-)
-from dshard.planner.rates import PRIORS, Constant, Rates, family_of, published, runs_file
-from dshard.planner.spreads import Interval, Spread, holding
+from dshard.planner.calibration import Run, Terms, calibrated, errors_of, fitted, misses_of, predicted_s
+from dshard.planner.rates import PRIORS, Constant, Interval, Rates, family_of, published
 
 PARTS: dict[str, Callable[[Run], bool]] = {
     "at most 64 GPUs": lambda run: run.num_ranks <= 64,
@@ -84,12 +73,12 @@ def longer(run: Run, *, products: float = 1.0, attention: float = 1.0) -> Run:
 
 def tokens_of(run: Run) -> int:
     """Of one sample."""
-    return int(run.pair[PAIRED.index("seq")])
+    return int(run.row["seq"])
 
 
 def rows_of(run: Run) -> float:
     """That products of a micro-batch have."""
-    return tokens_of(run) * float(run.pair[PAIRED.index("micro_batch")])
+    return tokens_of(run) * float(run.row["micro_batch"])
 
 
 def width_of(run: Run) -> float:
@@ -128,7 +117,7 @@ def print_intervals(runs: Sequence[Run]) -> None:
         others, own = ([run for run in runs if (run.source == source) is is_own] for is_own in (False, True))
         aside = constants_aside(others, PRIORS)
         apart = [part for of, each in aside.items() for part in parts_of([r for r in others if r.source == of], each)]
-        alike, by_source = holding(apart), spread_aside(others, aside, Spread()).steps
+        alike, by_source = holding(apart), spread_aside(others, aside).steps
         assert alike is not None
         assert by_source is not None
         parts = parts_of(own, constants)
@@ -141,7 +130,7 @@ def print_own(runs: Sequence[Run]) -> None:
     for source in ("Modalities/modalities", "mosaicml/llm-foundry"):
         others, own = ([run for run in runs if (source in run.source) is is_own] for is_own in (False, True))
         aside = constants_aside(others, PRIORS)
-        known = Rates(fitted(others, PRIORS), spread=spread_aside(others, aside, Spread()))
+        known = Rates(fitted(others, PRIORS), spread=spread_aside(others, aside))
         for number in NUM_OWN:
             texts = []
             for seed in range(NUM_DRAWS):
@@ -156,7 +145,7 @@ def print_own(runs: Sequence[Run]) -> None:
 
 def main() -> None:
     """Prints all tables."""
-    runs = read_runs(runs_file()).runs
+    runs = read_runs(RUNS)
     print("| fitted to | predicts | mean error | 9 in 10 below |\n|---|---|---|---|")
     rows = [(name, is_seen, PRIORS) for name, is_seen in PARTS.items()]
     few = "at most 128 GPUs"
@@ -165,7 +154,7 @@ def main() -> None:
     ]
     for name, is_seen, known in rows:
         constants = fitted([run for run in runs if is_seen(run)], known)
-        misses = misses_of([run for run in runs if not is_seen(run)], constants, name)
+        misses = misses_of(errors_of([run for run in runs if not is_seen(run)], constants), name)
         print(f"| {name} | {misses.num_runs} others | {misses.mean:.1%} | {misses.p90:.1%} |")
     by_name, values = {run.name: run for run in runs}, published().values
     head = " | ".join(map(str, SIZES))

@@ -1,24 +1,23 @@
-"""``dshard simulate --published`` and ``--runs``: runs beside predictions, by source, and the worst of them."""
+"""Runs beside predictions, by source, and the worst of them."""
 
 import json
 
 import numpy as np
 import pytest
 
-from dshard.cli import main, published, published_memory
-from dshard.cli.measured import read_runs
+from benchmarks.calibration import published
+from benchmarks.calibration.fitting import RUNS as SHIPPED_RUNS
+from benchmarks.calibration.spent import spent
+from dshard.cli.calibrate import read_runs
 from dshard.planner import rates
 from dshard.planner.calibration import errors_of, misses_of, predicted_s
-from dshard.planner.spent import spent
 from tests.cli.launch import REPO
 from tests.planner.test_rates import ROW, table_of
 
-TINY = ("gpt-nano", "--world", "16", "--device", "a100-80g", "--sequence", "64", "--strategy", "full")
 RUNS = (
     *({**ROW, "id": f"a{n}", "n_gpus": n, "source": "https://github.com/of/one/blob/x", "model": "m"} for n in (8, 16)),
     *({**ROW, "id": f"b{n}", "micro_batch": n, "source": "two", "tokens_s_gpu": 3e5} for n in range(2, 11)),
     {**ROW, "id": "tall", "seq": 512, "source": "two", "tokens_s_gpu": 1e6},
-    {**ROW, "precision": "fp8"},
 )
 
 
@@ -35,12 +34,12 @@ def cells(text, first):
 
 def test_runs_are_beside_their_predictions_by_source_and_the_worst_with_what_they_are(runs, tmp_path, capsys):
     out = tmp_path / "rows.json"
-    assert main(["simulate", "--runs", str(runs), "--out", str(out)]) == 0
+    published.main(["--runs", str(runs), "--out", str(out)])
     text, record = capsys.readouterr().out, json.loads(out.read_text())
-    known, shipped = read_runs(runs).runs, rates.published()
-    assert text.startswith(f"12 runs; 1 not used: fp8; profile: {shipped.source}\n")
+    known, shipped = read_runs(runs), rates.published()
+    assert text.startswith(f"12 runs; profile: {shipped.source}\n")
     for name, source in (("of/one", "https://github.com/of/one/blob/x"), ("two", "two"), ("all", None)):
-        found = misses_of([run for run in known if source in (None, run.source)], shipped.constants, name)
+        found = misses_of(errors_of([run for run in known if source in (None, run.source)], shipped.constants), name)
         assert cells(text, name) == [name, str(found.num_runs), f"{found.mean:.1%}", f"{found.p90:.1%}"]
     errors = dict(zip([run.name for run in known], errors_of(known, shipped.constants), strict=True))
     worst = sorted(errors, key=lambda name: -abs(errors[name]))
@@ -65,7 +64,7 @@ def test_runs_are_beside_their_predictions_by_source_and_the_worst_with_what_the
 
 def test_errors_are_told_by_what_runs_have(runs, tmp_path, capsys):
     out = tmp_path / "rows.json"
-    assert main(["simulate", "--runs", str(runs), "--out", str(out)]) == 0
+    published.main(["--runs", str(runs), "--out", str(out)])
     text, rows = capsys.readouterr().out, json.loads(out.read_text())["rows"]
     for term in {next(iter(row["terms"])) for row in rows}:
         errors = np.array([row["error"] for row in rows if max(row["terms"], key=row["terms"].get) == term])
@@ -77,51 +76,8 @@ def test_errors_are_told_by_what_runs_have(runs, tmp_path, capsys):
     assert cells(text, "16 bytes per parameter fill less than 10% of the memory")[1] == str(len(rows))
 
 
-def test_a_profile_of_the_same_runs_says_how_far_off_each_source_is_when_kept_aside(runs, tmp_path, capsys):
-    profile = tmp_path / "profile.json"
-    assert main(["calibrate", str(runs), "--out", str(profile)]) == 0
-    capsys.readouterr()
-    assert main(["simulate", "--runs", str(runs), "--profile", str(profile)]) == 0
-    text, found = capsys.readouterr().out, rates.Rates.load(profile)
-    assert f"profile: {found.source}" in text
-    for each in found.misses:
-        name = "of/one" if "one" in each.source else each.source
-        assert cells(text, name)[-2:] == [f"{each.mean:.1%}", f"{each.p90:.1%}"]
-    assert cells(text, "all")[2] == f"{misses_of(read_runs(runs).runs, found.constants, 'all').mean:.1%}"
-
-
-def test_the_shipped_table_has_the_shipped_profile_and_peaks_of_memory(runs, monkeypatch, tmp_path, capsys):
-    out, row = tmp_path / "rows.json", published_memory.MemoryRow("one", "max active", 4 << 30, 5 << 30, "eager")
-    monkeypatch.setattr(rates, "runs_file", lambda: runs)
-    monkeypatch.setattr(published_memory, "memory_rows", lambda: [row])
-    assert main(["simulate", "--published", "--out", str(out)]) == 0
-    shipped = capsys.readouterr().out
-    assert main(["simulate", "--runs", str(runs), "--profile", "published"]) == 0
-    times = capsys.readouterr().out.rstrip("\n")
-    assert shipped.startswith(times)
-    assert cells(shipped[len(times) :], "one") == ["one", "eager", "max active", "4.0 GiB", "5.00 GiB", "+25.0%"]
-    assert json.loads(out.read_text())["memory"][0]["predicted_bytes"] == 5 << 30
-
-
-def test_a_table_or_profile_that_is_none_is_refused(runs, tmp_path, capsys):
-    assert main(["simulate", "--runs", str(tmp_path / "missing.tsv")]) == 2
-    assert "RUNS must be a table of tab-separated values" in capsys.readouterr().err
-    assert main(["simulate", "--runs", str(runs), "--profile", str(runs)]) == 2
-    assert "--profile must be what dshard calibrate wrote" in capsys.readouterr().err
-
-
-def test_compiled_models_move_fewer_bytes_by_a_profile_and_need_one(capsys):
-    texts = []
-    for more in ((), ("--compile",)):
-        assert main(["simulate", *TINY, "--profile", "published", *more]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] != texts[1]
-    for command in ("simulate", "plan"):
-        assert main([command, *TINY, "--compile"]) == 2
-        assert "--compile needs --profile, which says" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_the_docs_show_what_the_command_prints():
-    text = published.text_of(published.report_of(published.SHIPPED, rates.published()))
-    assert text in (REPO / "docs" / "simulate.md").read_text(), "run: python docs/published_table.py"
+    text = published.text_of(published.report_of(SHIPPED_RUNS, rates.published()))
+    page = REPO / "benchmarks" / "calibration" / "README.md"
+    assert text in page.read_text(), "put in what python -m benchmarks.calibration.published prints"

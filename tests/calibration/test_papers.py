@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from dshard.cli import main, papers
+from benchmarks.calibration import papers
 from dshard.planner import DEVICES, EFFICIENCY
 from tests.cli.launch import REPO
 
@@ -23,7 +23,7 @@ def test_the_committed_result_is_of_these_rows_and_constants_and_its_table_is_in
     assert record["efficiency"] == dataclasses.asdict(EFFICIENCY)
     assert [each["row"] for each in record["rows"]] == [dataclasses.asdict(row) for row in papers.ROWS]
     found = [papers.Found(papers.Row(**each.pop("row")), **each) for each in record["rows"]]
-    assert papers.table(found) in (REPO / "docs" / "simulate.md").read_text()
+    assert papers.table(found) in (REPO / "benchmarks" / "calibration" / "README.md").read_text()
     (fitted,) = [each for each in found if each.row.is_fitted]
     assert abs(fitted.error) < 0.01
 
@@ -32,17 +32,10 @@ def test_rows_are_simulated_and_compared(monkeypatch, tmp_path, capsys):
     row = dataclasses.replace(papers.ROWS[0], preset="gpt-nano", world=16, sequence=64, figure=10.0)
     falls = dataclasses.replace(row, since=8, figure=0.05)
     monkeypatch.setattr(papers, "ROWS", (row, falls))
-    assert main(["simulate", "--papers", "--out", str(tmp_path / "rows.json")]) == 0
+    papers.main(["--out", str(tmp_path / "rows.json")])
     first, second = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert first["error"] == pytest.approx(first["predicted"] / 10 - 1)
     assert second["error"] == pytest.approx(second["predicted"] - 0.05)
     assert second["predicted"] > 0  # the network between two hosts is slower than within one
     assert first["step_s"] > 0
     assert "| -5% since 8 |" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("args", [[], ["gpt2", "--world", "8"], ["gpt2", "--device", "h200"]])
-def test_a_model_a_world_and_a_device_go_together(capsys, args):
-    assert main(["simulate", *args]) == 2
-    message = "MODEL, --world and --device go together, or --published, --runs or --papers stand alone"
-    assert message in capsys.readouterr().err

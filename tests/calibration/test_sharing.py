@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.distributed import get_world_size, init_device_mesh
 
+from benchmarks.calibration import measuring, sharing
+from benchmarks.calibration.sharing import Gathers, contention, drawn, gathers_across, interference, measured_shares
 from dshard.planner import Cluster, Link, Links, published
-from dshard.planning import calibrating, sharing
-from dshard.planning.sharing import Gathers, contention, drawn, gathers_across, interference, measured_shares
 from dshard.tensor.meshes import group_of
 from dshard.testing import WorldPool
-from tests.planning.test_calibrating import make_quick
+from tests.calibration.test_measuring import make_quick
 
 KNOWN = published().constants
 CONTENTION, INTERFERENCE = KNOWN["contention"], KNOWN["interference"]
@@ -155,8 +155,8 @@ def measured_here():
     with pytest.MonkeyPatch.context() as patch:
         make_quick(patch)
         make_small(patch)
-        patch.setattr(calibrating, "measure_links", lambda mesh, again: cluster_of_hosts(mesh.size(), 1, overlaps=True))
-        return calibrating.measure_here(torch.device("cpu"), published(), init_device_mesh("cpu", (3,)))
+        patch.setattr(measuring, "measure_links", lambda mesh, again: cluster_of_hosts(mesh.size(), 1, overlaps=True))
+        return measuring.measure_here(torch.device("cpu"), published(), init_device_mesh("cpu", (3,)))
 
 
 def test_a_profile_of_devices_at_hand_has_what_their_ranks_share(worlds: WorldPool):

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 
 from dshard.planner.calibration import Run, Terms, predicted_s
-from dshard.planner.terms import BESIDE, SLOWEST
+from dshard.planner.timeline import BESIDE, SLOWEST
 
 _OF_TERMS = {"products": "product_s", "attention": "attention_s", "copies for collectives": "copied_s"}
 

@@ -1,7 +1,7 @@
 """Peaks of memory that were published, beside what is predicted for the same runs.
 
-`dshard simulate --published` prints the table; `python -m dshard.cli.published_memory` prints it alone, of the runs
-that are shipped or of another file.
+`python -m benchmarks.calibration.published` prints the table; `python -m benchmarks.calibration.published_memory`
+prints it alone, of the published runs or of another file.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from dshard.cli.framework import Decoder, Recipe, Sizes
+import dshard
+from benchmarks.calibration.fitting import RUNS
+from benchmarks.calibration.framework import Decoder, Recipe, Sizes
+from dshard.planner import ModelCosts, Plan, Training, cluster_of
 
-if TYPE_CHECKING:
-    from dshard.planner import ModelCosts, Plan
-
-RUNS = Path(__file__).parents[1] / "planner" / "published_runs.tsv"
 _UNKNOWN = "offload", "lora", "8-bit"  # what no plan knows
-_KINDS = {"max active": "active_bytes", "max reserved": "reserved_bytes", "max allocated": "live_bytes"}
+_KINDS = {"max active": "live_bytes", "max reserved": "reserved_bytes", "max allocated": "live_bytes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ def memory_rows(path: Path = RUNS) -> list[MemoryRow]:
         recipe = Recipe(
             is_compiled=row["compile"] == "1",
             is_chunked="chunked cross entropy" in notes,
-            checkpointing=_checkpointing(row["act_ckpt"]),
+            checkpointing={"every 2": "second"}.get(row["act_ckpt"], row["act_ckpt"]),
             steps_early="step into backward" in notes,
         )
         plan = plan_of(row, recipe)
@@ -74,37 +72,26 @@ def memory_rows(path: Path = RUNS) -> list[MemoryRow]:
     return found
 
 
-def _checkpointing(told: str) -> str:
-    if told.startswith("selective"):
-        return "op" if "op" in told else "second"
-    return "full" if told.startswith("full") else "none"
-
-
 def plan_of(row: dict[str, str], recipe: Recipe) -> Plan:
     """The plan that a run is: its model, traced, under its sharding."""
-    import dshard
-    from dshard.planner import Training, cluster_of
-
-    ranks, is_pure = int(row["n_gpus"]), "pure" in row["precision"].lower() and int(row["n_gpus"]) == 1
+    ranks, is_pure = int(row["n_gpus"]), row["precision"] == "bf16 pure" and int(row["n_gpus"]) == 1
     with torch.device("meta"):
         model = Decoder(Sizes.of(row), recipe)
     if is_pure:
         model.to(torch.bfloat16).angles = model.angles.float()
     training = Training(
         compute_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32 if "fp32" in row["precision"] or "DEFAULT" in row["precision"] else None,
+        reduce_dtype=torch.float32 if row["precision"] == "bf16 fp32 reduce" else None,
         state_bytes_per_element=4 if is_pure else 8,
         step_bytes_per_element=0,  # torchtune's and torchtitan's AdamW is fused
         tokens_per_sample=int(row["seq"]),
     )
-    name = row["gpu"].lower().replace("_", "-").removesuffix("b")
     sample = torch.empty(int(row["micro_batch"]), int(row["seq"]), dtype=torch.int64, device="meta")
-    within = min(ranks, int(row["gpus_per_node"] or 8))
-    sharding = {"HYBRID_SHARD": f"hybrid({within})", "SHARD_GRAD_OP": "keep", "FULL_SHARD": "full"}
-    strategy = "ddp" if ranks == 1 else sharding[row["sharding"]]
-    cluster = cluster_of(name, ranks)
+    sharding = {"hybrid": f"hybrid({row['gpus_per_node']})"}.get(row["sharding"], row["sharding"])
+    strategy = "ddp" if ranks == 1 else sharding
+    cluster = cluster_of(row["gpu"], ranks)
     found = dshard.plan(
-        model, sample, cluster=cluster, device=name, memory="10TiB", strategies=strategy, training=training
+        model, sample, cluster=cluster, device=row["gpu"], memory="10TiB", strategies=strategy, training=training
     )
     return replace(found, model=_stepped_early(found.model)) if recipe.steps_early else found
 

@@ -1,0 +1,1 @@
+"""How the shipped profile of predicted times came about, and how well its predictions hold: see README.md."""
