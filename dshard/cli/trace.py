@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ how often, how many bytes, and how long it waits. No launcher is needed.
   dshard trace mymodule:factory --ranks 4 --out step.html
 
 factory() is as for dshard verify. The file has all gathers and reductions of all ranks, each with the operation and the
-line that asked for it, and memory by category: a page (.html), a timeline for ui.perfetto.dev (.json), or a picture of
-rank 0's (.png, with matplotlib).
+line that asked for it, and memory by category: a page (.html), or a timeline for ui.perfetto.dev (.json).
 """
 
 
@@ -36,9 +34,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="of which the last one is told (%(default)s)")
     parser.add_argument("--strategy", default="full", help="of all parameters (%(default)s)")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write it all to a file ending in .html, .json or .png"
-    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write it all to a file ending in .html or .json")
     parser.set_defaults(run=run)
 
 
@@ -73,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"MODULE:FACTORY must train, but {error}") from error
     print(told[0][0])
     if args.out is not None:
-        from dshard.inspection.exports import export
+        from dshard.inspection.tracing import export
 
         try:
             export(args.out, [trace for _, trace in told])
@@ -85,12 +81,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_out(path: Path) -> None:
     """See that the file can be written, before anything starts."""
-    if path.suffix.lower() not in (".html", ".json", ".png"):
-        raise UsageError(f"--out must end in .html, .json or .png, but it is {path}.")
-    if path.suffix.lower() == ".png" and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(
-            "--out of a picture needs matplotlib, but it is not installed. Run: pip install 'dshard[cli]'."
-        )
+    if path.suffix.lower() not in (".html", ".json"):
+        raise UsageError(f"--out must end in .html or .json, but it is {path}.")
     check_writable(path.parent, "--out")
 
 

@@ -1,17 +1,22 @@
-"""How a model is sharded: its units, where their parameters lie, and what is chosen for them."""
+"""How a model is sharded, unit by unit, and the bytes of it that are in this rank's memory."""
 
-from collections.abc import Sequence
+import html
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import Shard
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
 
 from dshard.arguments import checked
 from dshard.errors import StateError
-from dshard.inspection.tables import html_table, text_table
+from dshard.planner.tables import aligned
 from dshard.planner.texts import bytes_text
 from dshard.runtime.module import FSDPModule
 from dshard.runtime.runtime import context_of, runtime_of
@@ -22,24 +27,49 @@ from dshard.units.unit import Unit
 
 _COLUMNS = ("unit", "parameters", "strategy", "placement", "dtype", "elements", "full", "here", "now")
 _TO_LEFT = (0, 2, 3, 4)
+CATEGORIES = {
+    "parameters": "shards of parameters, and parameters that are not sharded",
+    "gradients": "that have arrived, in `.grad`",
+    "states": "of the optimizers that were given",
+    "buffers": "of the model",
+    "gathered": "full values of parameters",
+    "activations": "that autograd keeps for backward, seen by traces with `memory=True`",
+    "on their way": "buffers that gathers and reductions have taken from the pool, without the above",
+    "pool": "that the pool keeps for the next gathers and reductions",
+    "other": "what else the device's allocator has given out: activations, most of all",
+}
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, to_left: Collection[int]) -> str:
+    """Lay out rows below their titles: columns of text to the left, numbers to the right."""
+    return "\n".join(aligned([columns, *rows], to_left=tuple(to_left)))
+
+
+class ShownInNotebooks:
+    """An object whose text a notebook shows as it is printed."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 @dataclass(frozen=True, slots=True)
 class UnitRow:
-    """A unit: parameters that are gathered, and whose gradients are reduced, together.
+    """A unit: parameters that are all-gathered together, and whose gradients are reduced together.
 
     Attributes:
         label: Its name, as in traces and errors.
         params: Names of its parameters.
-        strategy: Of `Strategy`, as text; "keep 4" for what keeps as much as 4 ranks need for the next gather.
-        placement: Dims that are cut, and over how many ranks; "whole" for what every rank has.
-        dtype: In which shards are kept; behind an arrow what is gathered, and what gradients are reduced in.
+        strategy: The text of its `Strategy`; "keep 4" if after forward 4 ranks share the parameters.
+        placement: Dims that are sharded, and over how many ranks; "whole" if every rank has all of it.
+        dtype: Of the shards; behind an arrow of the unsharded parameters, and of the reduction of gradients.
         numel: Elements of the full parameters.
         full_bytes: Bytes of the full parameters, as they are kept.
         here_bytes: Bytes of this rank's shards; of tensor subclasses without `__tensor_flatten__`, as their dtype says.
-        is_gathered: Whether full values are on this rank now.
-        home: Device that keeps the shards, if that is not the one that computes; else "".
-        changed: Names of settings that are not as they are by default.
+        is_gathered: Whether the unsharded parameters are on this rank now.
+        home: Device that keeps the shards, if another one computes; else "".
+        changed: Names of settings that differ from their defaults.
     """
 
     label: str
@@ -64,13 +94,13 @@ class UnitRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
-    """What `explain` gives: `str()` of it is a table, and so is what a notebook shows.
+class Explanation(ShownInNotebooks):
+    """The result of `explain`: `str()` of it is a table, and a notebook shows that.
 
     Attributes:
-        units: In the order of the model.
+        units: The units in the order of the model.
         plain: Names of parameters that are not sharded: ignored ones.
-        plan: What the plan that the model follows says of its step, if it follows one; else "".
+        plan: Text of the plan that the model follows; "" for none.
     """
 
     units: tuple[UnitRow, ...]
@@ -78,12 +108,7 @@ class Explanation:
     plan: str
 
     def __str__(self) -> str:
-        parts = [text_table(_COLUMNS, self._rows(), to_left=_TO_LEFT), *self._notes()]
-        return "\n".join(parts)
-
-    def _repr_html_(self) -> str:
-        notes = "".join(f"<p>{note}</p>" for note in self._notes())
-        return html_table(_COLUMNS, self._rows(), to_left=_TO_LEFT) + notes
+        return "\n".join([text_table(_COLUMNS, self._rows(), to_left=_TO_LEFT), *self._notes()])
 
     def _rows(self) -> list[tuple[str, ...]]:
         full, here = sum(u.full_bytes for u in self.units), sum(u.here_bytes for u in self.units)
@@ -106,7 +131,7 @@ def explain(model: nn.Module) -> Explanation:
     Units that are formed at the first use are formed now.
 
     Args:
-        model: That `fully_shard` was called on, or one that holds such models.
+        model: A model that `fully_shard` was called on, or one that holds such models.
 
     Returns:
         An object with a row for each unit; `print` it, or let a notebook show it.
@@ -125,7 +150,7 @@ def explain(model: nn.Module) -> Explanation:
 
 
 def contexts_of(who: str, model: nn.Module) -> list[ModelContext]:
-    """What the sharded models below a module share each.
+    """Find the contexts of the sharded models in a module.
 
     Raises:
         StateError: There is none.
@@ -157,7 +182,7 @@ def _row(unit: Unit, names: dict[int, str]) -> UnitRow:
 
 
 def strategy_of(unit: Unit) -> str:
-    """The strategy of a unit, in the words of `Strategy`."""
+    """Name the strategy of a unit in the words of `Strategy`."""
     settings, group = unit.settings, unit.params[0].shard_group
     if settings.num_slices > 1:
         base = f"split({settings.num_slices})"
@@ -176,7 +201,7 @@ def strategy_of(unit: Unit) -> str:
 
 
 def _placement(params: Sequence[ShardedTensor]) -> str:
-    """How most of the parameters lie."""
+    """Describe the placements of the parameters."""
     dims = {p.shard_layout.dim for p in params}
     group = params[0].shard_group
     replicas = f" x {group.replicas.num_ranks} replicas" if group.replicas is not None else ""
@@ -200,7 +225,7 @@ def _names(dtypes: set[torch.dtype]) -> str:
 
 
 def shard_bytes(param: ShardedTensor) -> int:
-    """Bytes of this rank's shard, in flight or not; of a subclass with `__tensor_flatten__`, of what is in it."""
+    """Count the bytes of this rank's shard, also in flight; of a subclass with `__tensor_flatten__`, its parts."""
     shard = param.shard_storage.tensor
     if is_traceable_wrapper_subclass(shard):
         return sum(inner.nbytes for inner in inner_tensors(shard))
@@ -208,7 +233,7 @@ def shard_bytes(param: ShardedTensor) -> int:
 
 
 def inner_tensors(tensor: Any) -> list[Tensor]:
-    """The plain tensors that one of a subclass is made of, or itself; a DTensor names its mesh among them."""
+    """List the plain tensors in a tensor subclass, or a plain tensor itself; a DTensor names its mesh beside them."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor] if isinstance(tensor, Tensor) else []
     names, _ = tensor.__tensor_flatten__()
@@ -216,9 +241,146 @@ def inner_tensors(tensor: Any) -> list[Tensor]:
 
 
 def _plan_of(model: nn.Module) -> str:
-    """What a plan says of the step, if the model follows one."""
+    """Describe the plan that the model follows, if any."""
     for module in model.modules():
         report = runtime_of(module).plan_report if isinstance(module, FSDPModule) else None
         if isinstance(report, PlanReport):
             return f"planned: {report.plan}"
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySample:
+    """The memory of this rank at one time.
+
+    Attributes:
+        at_s: Seconds since the trace began.
+        num_bytes: Bytes by category, as in `report`; None where nobody knows.
+    """
+
+    at_s: float
+    num_bytes: dict[str, int | None]
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of all known categories."""
+        return sum(num or 0 for num in self.num_bytes.values())
+
+
+class _Saved:
+    """A tensor that autograd keeps, counted as long as it does."""
+
+    __slots__ = ("_activations", "_key", "tensor")
+
+    def __init__(self, tensor: Tensor, activations: "Activations", key: int) -> None:
+        self.tensor, self._activations, self._key = tensor, activations, key
+
+    def __del__(self) -> None:
+        self._activations.drop(self._key)
+
+
+class Activations:
+    """Counts the bytes that autograd keeps for backward, each memory once, with hooks around saved tensors.
+
+    Hooks that a program opens inside (a checkpoint's, `save_on_cpu`) get their tensors first: what they keep in the
+    place of a tensor counts as they keep it.
+
+    Args:
+        params: Parameters, whose memory does not count.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._params = {p.untyped_storage()._cdata for p in params if not isinstance(p, ShardedTensor)}
+        self._alive: dict[int, list[int]] = {}  # by storage: how many refer to it, and its bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are kept now."""
+        return sum(size for _, size in list(self._alive.values()))
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Open a context that counts what autograd keeps."""
+        return saved_tensors_hooks(self._pack, lambda kept: kept.tensor if isinstance(kept, _Saved) else kept)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if isinstance(tensor, ShardedTensor) or tensor.is_meta:
+            return tensor
+        try:
+            storages = [each.untyped_storage() for each in inner_tensors(tensor)]
+        except (RuntimeError, NotImplementedError):  # sparse ones, and those of transforms, have none to be seen
+            return tensor
+        if not storages or storages[0]._cdata in self._params:
+            return tensor
+        key = storages[0]._cdata
+        self._alive.setdefault(key, [0, sum(storage.nbytes() for storage in storages)])[0] += 1
+        return _Saved(tensor, self, key)
+
+    def drop(self, key: int) -> None:
+        """Count one tensor of this memory less."""
+        known = self._alive[key]
+        known[0] -= 1
+        if not known[0]:
+            del self._alive[key]
+
+
+def optimizers_of(optimizer: Any) -> list[Optimizer] | None:
+    """List the optimizers of an argument that is one, several, or None."""
+    if optimizer is None:
+        return None
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
+def memory_now(
+    model: nn.Module,
+    contexts: Sequence[ModelContext],
+    optimizers: Sequence[Optimizer] | None,
+    activations: Activations | None,
+) -> dict[str, int | None]:
+    """Count the bytes of a model on this rank by category.
+
+    Args:
+        model: A sharded model.
+        contexts: Its contexts.
+        optimizers: Their states count; None if nobody named them.
+        activations: What counts the activations, if anything does.
+
+    Returns:
+        Bytes by `CATEGORIES`; None for what nobody knows.
+
+    Communicates:
+        Nothing.
+    """
+    copies = [c for context in contexts for unit in context.units for c in {unit.copies, unit.exact}]
+    buffers = {id(buffer): buffer for each in copies for buffer in each.memories}
+    once = [c.host_copies for c in copies if c.host_copies is not None]
+    pools = {id(context.pool): context.pool for context in contexts}.values()
+    in_use = sum(buffer.memory.numel() for buffer in buffers.values() if buffer.is_in_use)
+    states = [v for each in optimizers or () for state in each.state.values() for v in tree_iter(state)]
+    num_bytes: dict[str, int | None] = {
+        "parameters": bytes_of(model.parameters()),
+        "gradients": bytes_of((p.grad for p in model.parameters()), in_flight=False),
+        "states": None if optimizers is None else bytes_of(states),
+        "buffers": bytes_of(model.buffers()),
+        "gathered": sum(b.memory.numel() for b in buffers.values()) + sum(host.bytes_beside() for host in once),
+        "activations": None if activations is None else activations.num_bytes,
+        "on their way": sum(pool.out_bytes for pool in pools) - in_use,
+        "pool": sum(pool.kept_bytes for pool in pools),
+        "other": None,
+    }
+    devices = (unit.device for context in contexts for unit in context.units if unit.device is not None)
+    if (device := next(devices, None)) is not None and device.type == "cuda":
+        num_bytes["other"] = torch.cuda.memory_allocated(device) - sum(num or 0 for num in num_bytes.values())
+    return num_bytes
+
+
+def bytes_of(values: Iterable[Any], *, in_flight: bool = True) -> int:
+    """Count the bytes of tensors on this rank, each memory once; shards in flight by their layouts, or not at all."""
+    seen: dict[int, int] = {}
+    coming = 0
+    for value in values:
+        tensor = value.shard_storage.tensor if isinstance(value, ShardedTensor) else value
+        if tensor is None and isinstance(value, ShardedTensor):
+            coming += shard_bytes(value) if in_flight else 0
+        elif isinstance(tensor, Tensor) and not tensor.is_meta:
+            seen |= {each.data_ptr(): each.nbytes for each in inner_tensors(tensor) if each.numel()}
+    return coming + sum(seen.values())

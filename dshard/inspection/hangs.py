@@ -1,6 +1,7 @@
-"""Who waited for whom, and where: read from the flight records of a job's ranks."""
+"""Read the flight records of a job's ranks, and find out which rank waits for which, and where."""
 
 import json
+import re
 import socket
 import time
 from collections import defaultdict
@@ -10,24 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from dshard.collectives.flight import END, LINE_BYTES, PLACE, RING, SUFFIX, WAITS, Place, ranks_of
-from dshard.inspection.tables import text_table
+from dshard.inspection.explain import text_table
 
 _SILENT_S = 5.0  # without a sign, while others gave one
 _TABLE_CHARS = 90
+_FOLDERS = re.compile(r"(?<=[ (])/(?:[^/()]*/)*")  # of a file: with them the table would be too wide
 _COLUMNS = ("rank", "is", "for", "began last")
 _Group = tuple[str, str]  # name, and ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One that a rank began.
+    """A collective that a rank began.
 
     Attributes:
-        group: Of ranks: its name and who they are.
-        place: Which one of the group it is.
-        at: When, in seconds of the clock.
+        group: Name and ranks of its process group.
+        place: Its step, and its number in the step.
+        at: When it began, in seconds of the clock.
         what: Kind and label.
-        line: Of the program, as file:line.
+        line: Line of the program, as file:line.
     """
 
     group: _Group
@@ -36,21 +38,25 @@ class Collective:
     what: str
     line: str
 
+    def __str__(self) -> str:
+        number = f"number {self.place.number} of step {_step(self.place)}"
+        return f"{self.what}{_at(self.line)}, {number}, ranks {self.group[1]}"
+
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What a rank has written.
+    """The flight record of a rank.
 
     Attributes:
-        rank: In the world.
-        num_ranks: Of the world.
-        host: Its name.
-        pid: Of the process.
-        end: How it ended; "" where it did not say.
-        line: Of the program, where it was seen last; "" for nowhere.
-        wait: What it waits for, or waited for as that failed: label, group, place, line, at, and perhaps "failed".
-        collectives: That it began, in order.
-        last_sign: Seconds of the clock.
+        rank: The rank in the world.
+        num_ranks: Number of ranks of the world.
+        host: Name of its host.
+        pid: Its process.
+        end: How it ended; "" if it did not say.
+        line: Line of the program where it was seen last; "" for nowhere.
+        wait: The wait that it is in, or that failed: label, group, place, line, at, and perhaps "failed".
+        collectives: The collectives that it began, in order.
+        last_sign: When it last wrote, in seconds of the clock.
     """
 
     rank: int
@@ -69,11 +75,11 @@ class RankRecord:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it ran on this host, has told of no end, and is there no more."""
+        """Whether it ran on this host and has gone without noting its end."""
         return not self.end and self.host == socket.gethostname() and not Path(f"/proc/{self.pid}").exists()
 
     def state(self, now: float) -> str:
-        """What it does, in words; `now` is the last sign of any rank."""
+        """Say what the rank does; `now` is the last sign of any rank."""
         if self.end:
             return f"ended: {self.end}"
         if self.wait is not None:
@@ -90,12 +96,12 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """What the records say; `str()` of it is a text.
+    """The ranks of a job and the waits between them; `str()` of it explains them.
 
     Attributes:
-        records: By rank.
-        missing: For each rank that waits, those that have not begun what it waits for.
-        difference: The first collective at which ranks went apart, in words; "" for none.
+        records: The records by rank.
+        missing: For each rank that waits, the ranks that have not begun the collective that it waits for.
+        difference: The first collective that differs between ranks, in words; "" for none.
     """
 
     records: dict[int, RankRecord]
@@ -108,19 +114,15 @@ class Hang:
         return max(record.last_sign for record in self.records.values())
 
     @property
-    def num_ranks(self) -> int:
-        """Of the job."""
-        return max(record.num_ranks for record in self.records.values())
-
-    @property
     def blamed(self) -> tuple[int, ...]:
-        """Ranks that others wait for, and that wait for nobody."""
+        """Ranks that others wait for, and that wait for no rank themselves."""
         wanted = {rank for ranks in self.missing.values() for rank in ranks}
         return tuple(sorted(rank for rank in wanted if not self.missing.get(rank)))
 
     def __str__(self) -> str:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.now))
-        head = f"{len(self.records)} of {self.num_ranks} ranks have a record; the last sign of any is of {at}."
+        num_ranks = max(record.num_ranks for record in self.records.values())
+        head = f"{len(self.records)} of {num_ranks} ranks have a record; the last sign of any is of {at}."
         rows = [self._row(record) for record in self.records.values()]
         parts = [head, "", text_table(_COLUMNS, rows, to_left=(1, 3)), "", *self._findings()]
         return "\n".join(parts)
@@ -128,9 +130,9 @@ class Hang:
     def _row(self, record: RankRecord) -> tuple[str, str, str, str]:
         last = record.collectives[-1] if record.collectives else None
         since = record.wait["at"] if record.wait is not None else last.at if last is not None else record.last_sign
-        state = _without_folders(record.state(self.now), record)
+        state, began = (_FOLDERS.sub("", text) for text in (record.state(self.now), str(last or "")))
         state = state if len(state) <= _TABLE_CHARS else f"{state[:_TABLE_CHARS]} ..."
-        return str(record.rank), state, f"{max(self.now - since, 0):.1f} s", _without_folders(_text(last), record)
+        return str(record.rank), state, f"{max(self.now - since, 0):.1f} s", began
 
     def _findings(self) -> list[str]:
         found = []
@@ -140,9 +142,9 @@ class Hang:
             assert wait is not None
             alike[wait["waits"], wait["line"], wait["ranks"], ranks].append(rank)
         for (label, line, group, ranks), waiting in alike.items():
-            who = f"{_names(waiting)} wait{'s' * (len(waiting) == 1)}"
+            who = f"{_names(waiting).capitalize()} wait{'s' * (len(waiting) == 1)}"
             if ranks:
-                found.append(f"{who} for {_names(ranks, is_first=False)} at the {label}{_at(line)}.")
+                found.append(f"{who} for {_names(ranks)} at the {label}{_at(line)}.")
             else:
                 found.append(
                     f"{who} at the {label}{_at(line)}, which all ranks of {group} have begun: what they send does not "
@@ -159,13 +161,13 @@ class Hang:
         record = self.records.get(rank)
         if record is None:
             return f"Rank {rank} has no record here: it did not start, or wrote it on another host."
-        last = f"; it began last: {_text(record.collectives[-1])}" if record.collectives else ""
+        last = f"; it began last: {record.collectives[-1]}" if record.collectives else ""
         why = " It was killed, ran out of memory, or called os._exit." if record.is_gone else ""
         return f"Rank {rank} (process {record.pid} on {record.host}) {record.state(self.now)}{last}.{why}"
 
 
 def read_records(folder: Path) -> dict[int, RankRecord]:
-    """The flight records of a folder, by rank, in their order."""
+    """Read the flight records of a folder, sorted by rank."""
     found = {}
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         record = _read(path.read_bytes())
@@ -175,10 +177,10 @@ def read_records(folder: Path) -> dict[int, RankRecord]:
 
 
 def explain_hang(records: dict[int, RankRecord]) -> Hang:
-    """Find out who waits for whom.
+    """Find out which rank waits for which.
 
     Args:
-        records: As of `read_records`, at least one.
+        records: What `read_records` gives, at least one record.
     """
     missing = {}
     for rank, record in records.items():
@@ -193,7 +195,7 @@ def explain_hang(records: dict[int, RankRecord]) -> Hang:
 
 
 def _has_begun(other: RankRecord | None, group: _Group, place: Place, own: RankRecord) -> bool:
-    """Whether another rank has begun the collective that one waits for: the same, or one that is not known any more."""
+    """Whether another rank has begun the collective that `own` waits for, or its ring no longer shows it."""
     if other is None or other.begun(group) < place:
         return False
     if place == Place(0, 0):  # ahead of any collective, where ranks find out how to reach each other
@@ -204,7 +206,7 @@ def _has_begun(other: RankRecord | None, group: _Group, place: Place, own: RankR
 
 
 def _first_difference(records: Iterable[RankRecord]) -> str:
-    """The first collective that is another one on some ranks of a group, in the last such step, in words."""
+    """Describe the first collective that differs between ranks of a group, in the last step that has one."""
     by_place: dict[tuple[_Group, Place], dict[int, Collective]] = defaultdict(dict)
     for record in records:
         for each in record.collectives:
@@ -220,12 +222,12 @@ def _first_difference(records: Iterable[RankRecord]) -> str:
         sides[f"{each.what}{_at(each.line)}"].append(rank)
     common = next(iter(first.values()))
     where = f"number {common.place.number} of step {_step(common.place)} among ranks {common.group[1]}"
-    texts = " and ".join(f"{side} on {_names(ranks, is_first=False)}" for side, ranks in sides.items())
+    texts = " and ".join(f"{side} on {_names(ranks)}" for side, ranks in sides.items())
     return f"The first difference: {where} is {texts}."
 
 
 def _read(data: bytes) -> RankRecord | None:
-    """What a file says; lines that a process was writing as it ended are left out, and files of something else."""
+    """Read a file; None for a file of another kind. Lines that a process was writing as it ended are left out."""
     lines = [_parsed(data[start : start + LINE_BYTES]) for start in range(0, len(data), LINE_BYTES)]
     if not lines or lines[0].get("flight") != 1:
         return None
@@ -258,21 +260,6 @@ def _parsed(line: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _without_folders(text: str, record: RankRecord) -> str:
-    """A text with the lines of a record as file names alone: the full ones are too wide for a table."""
-    lines = {record.line, *(c.line for c in record.collectives[-1:]), record.wait["line"] if record.wait else ""}
-    for folder in {line.rpartition("/")[0] for line in lines} - {""}:
-        text = text.replace(f"{folder}/", "")
-    return text
-
-
-def _text(each: Collective | None) -> str:
-    """A collective in words."""
-    if each is None:
-        return ""
-    return f"{each.what}{_at(each.line)}, number {each.place.number} of step {_step(each.place)}, ranks {each.group[1]}"
-
-
 def _step(place: Place) -> int:
     """The number of a step since ranks last left one: the upper half counts how often they did."""
     return place.step % (1 << 32)
@@ -282,9 +269,6 @@ def _at(line: str) -> str:
     return f" ({line})" if line else ""
 
 
-def _names(ranks: Sequence[int], *, is_first: bool = True) -> str:
-    word = "Rank" if is_first else "rank"
-    if len(ranks) == 1:
-        return f"{word} {ranks[0]}"
+def _names(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"{word}s {shown}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"

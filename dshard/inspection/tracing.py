@@ -1,14 +1,16 @@
-"""What a step of a model sends: each gather and reduction, when, for how long, and for which line of the program."""
+"""Traces of a step: each gather and reduction of a unit, when, how long, and for which line; and reports of memory."""
 
+import json
 import logging
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from importlib import resources
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -16,10 +18,19 @@ from torch import nn
 from dshard.arguments import checked
 from dshard.autograd.modes import Watchers, in_backward
 from dshard.collectives import CommRecord, CommTrace, is_users
-from dshard.inspection.explain import contexts_of
-from dshard.inspection.exports import export
-from dshard.inspection.memory import Activations, Memory, MemorySample
-from dshard.inspection.tables import html_table, text_table
+from dshard.errors import ArgumentError
+from dshard.inspection.explain import (
+    CATEGORIES,
+    Activations,
+    Explanation,
+    MemorySample,
+    ShownInNotebooks,
+    contexts_of,
+    explain,
+    memory_now,
+    optimizers_of,
+    text_table,
+)
 from dshard.planner.texts import bytes_text
 from dshard.tensor.dispatch import dispatch
 from dshard.units.unit import Unit
@@ -27,28 +38,33 @@ from dshard.units.unit import Unit
 log = logging.getLogger("dshard")
 
 _COLUMNS = ("unit", "forward", "eval", "backward", "other", "bytes", "reduced", "bytes", "issued ms", "waited ms")
+_BYTES = "on this rank now", "bytes", ""
+_WAITS = "waited", "ms", "share"
 _PHASES = ("forward", "eval", "backward", "")
 _DISPATCH = dispatch.__code__
 _PREFETCH = Unit.prefetch.__code__
+Told = dict[str, Any]  # a trace of a rank, as a dict
+
+_PLACE = "{{traces}}"  # in the page
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Event:
-    """Something that was done for a unit.
+    """A gather or reduction of a unit that began, or that was waited for.
 
     Attributes:
-        what: "gather" or "reduce" where one starts, "gather_wait" or "reduce_wait" where one is waited for.
-        unit: Its label; of reductions with what the sum is divided by, where that was chosen.
+        what: "gather" or "reduce" where one begins, "gather_wait" or "reduce_wait" where one is waited for.
+        unit: Label of the unit; of reductions also the divisor of the sum, where the program chose one.
         phase: "forward", "eval" (a forward without gradients), "backward", or "" between them.
-        run: Number of the phase: the same for all that is done in one forward, or one backward.
+        run: Number of the phase: events of one forward, or of one backward, share it.
         op: Operation that asked for it, as "aten.mm.default"; "" for none, as in `unshard()`.
-        line: Of the program, as file:line; within a backward that is where it was called.
-        is_ahead: Whether it was gathered ahead of its use.
+        line: Line of the program, as file:line; within a backward the line that called it.
+        is_ahead: Whether the unit was prefetched.
         at_s: When it began, in seconds since the trace did.
         took_s: Seconds of the host.
-        num_bytes: That this rank sends for it.
-        waited_s: Seconds for which this rank waited for its peers in it; on CUDA those of the stream.
-        gathered_bytes: Bytes of full values of the model that were on this rank when it ended.
+        gathered_bytes: Bytes of full values of the model on this rank when it ended.
+        records: The collectives that it issued.
+        waits: The waits within it.
     """
 
     what: str
@@ -59,56 +75,32 @@ class Event:
     line: str
     is_ahead: bool
     at_s: float
-    took_s: float
-    num_bytes: int
-    waited_s: float
-    gathered_bytes: int
-
-
-@dataclass(slots=True)
-class _Seen:
-    """An event as it is written down, while nothing may take long."""
-
-    what: str
-    unit: str
-    phase: str
-    run: int
-    op: Any
-    line: tuple[str, int]
-    is_ahead: bool
-    at_s: float
     took_s: float = 0.0
-    records: list[CommRecord] = field(default_factory=list)
-    waits: list[Any] = field(default_factory=list)
-    gathered: list[Unit] = field(default_factory=list)
+    gathered_bytes: int = 0
+    records: list[CommRecord] = field(default_factory=list, repr=False)
+    waits: list[Any] = field(default_factory=list, repr=False)
 
     @property
-    def where(self) -> str:
-        """The line, as text."""
-        file, number = self.line
-        return f"{file}:{number}" if file else ""
+    def num_bytes(self) -> int:
+        """Bytes that this rank sends for it."""
+        return sum(record.total_bytes for record in self.records)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which this rank waited for its peers in it; on CUDA this waits for the device."""
+        return sum(wait.waited_s for wait in self.waits)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The event as numbers and texts."""
+        shown = [each.name for each in fields(self) if each.repr]
+        return {name: getattr(self, name) for name in (*shown, "num_bytes", "waited_s")}
 
 
-class _Range:
-    """As long as something is done for a unit."""
-
-    __slots__ = ("_began", "_label", "_trace", "_what")
-
-    def __init__(self, trace: "Trace", what: str, label: str) -> None:
-        self._trace, self._what, self._label = trace, what, label
-
-    def __enter__(self) -> None:
-        self._began = self._trace._begin(self._what, self._label)
-
-    def __exit__(self, *raised: object) -> None:
-        self._trace._end(*self._began)
-
-
-class Trace:
-    """What a model's units gather and reduce while it is open; made by `trace`. `str()` of it is a table by unit.
+class Trace(ShownInNotebooks):
+    """Records what a model's units gather and reduce while it is open; `trace` makes it. `str()` of it is a table.
 
     Attributes:
-        activations: What counts them, if asked for.
+        activations: Counts the activations, if asked for.
         memory: Bytes on this rank by category, at the beginning, after each event and each step of an optimizer, and
             at the end, if asked for.
         took_s: Seconds from the beginning to the end.
@@ -121,68 +113,67 @@ class Trace:
         self._model, self._contexts = model, contexts_of("trace", model)
         self._is_own: dict[object, bool] = {}  # by what stands for a model
         self._comm = CommTrace()
-        self._seen: list[_Seen] = []
+        self._events: list[Event] = []
         self._begin_s = 0.0
         self._serials: dict[Any, int] = {}
         self.took_s = 0.0
         self.memory: list[MemorySample] = []
         self.activations = Activations(model.parameters()) if memory else None
-        self._measured = Memory(model, self._contexts, optimizer, self.activations)
+        self._optimizers = optimizers_of(optimizer)
         self._stack = ExitStack()
 
     def __enter__(self) -> "Trace":
         self._begin_s = time.perf_counter()
         if self.activations is not None:
             self._stack.enter_context(self.activations.hooks())
-            for optimizer in self._measured.optimizers or ():
+            for optimizer in self._optimizers or ():
                 self._stack.callback(optimizer.register_step_post_hook(lambda *_: self._sample()).remove)
         self._sample()
         self._comm.__enter__()
         Watchers.present.append(self)
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         Watchers.present.remove(self)
-        self._comm.__exit__(exc_type, exc, tb)
+        self._comm.__exit__(*raised)
         self._stack.close()
         self.took_s = time.perf_counter() - self._begin_s
         self._sample()
-        if exc_type is None:
+        if raised[0] is None:
             for text in self.warnings():
                 log.warning("trace: %s", text)
 
-    def watch(self, what: str, label: str, model: object) -> AbstractContextManager[Any]:
-        """Note what is done for a unit of this model within a context."""
+    @contextmanager
+    def watch(self, what: str, label: str, model: object) -> Iterator[None]:
+        """Note an event of a unit, if the unit is of this model."""
         is_own = self._is_own.get(model)
         if is_own is None:  # blocks may have joined another model since
             self._contexts = contexts_of("trace", self._model)
             is_own = self._is_own[model] = any(context.token is model for context in self._contexts)
-        return _Range(self, what, label) if is_own else nullcontext()
-
-    def _begin(self, what: str, label: str) -> tuple[_Seen, int, int]:
-        """Something begins; gives what it is, and how many records and waits there are."""
-        phase, run = self._phase()
-        op, line, is_ahead = _asked_by(sys._getframe(2))
-        seen = _Seen(what, label, phase, run, op, line, is_ahead, time.perf_counter() - self._begin_s)
-        return seen, len(self._comm.records), len(self._comm.waits)
-
-    def _end(self, seen: _Seen, num_records: int, num_waits: int) -> None:
-        """It has ended."""
-        seen.took_s = time.perf_counter() - self._begin_s - seen.at_s
-        seen.records, seen.waits = self._comm.records[num_records:], self._comm.waits[num_waits:]
-        seen.gathered = [unit for context in self._contexts for unit in context.eviction.gathered]
-        self._seen.append(seen)
-        self._sample()
+        if not is_own:
+            yield
+            return
+        (phase, run), (op, line, is_ahead) = self._phase(), _asked_by(sys._getframe())
+        event = Event(what, label, phase, run, op, line, is_ahead, at_s=time.perf_counter() - self._begin_s)
+        num_records, num_waits = len(self._comm.records), len(self._comm.waits)
+        try:
+            yield
+        finally:
+            event.took_s = time.perf_counter() - self._begin_s - event.at_s
+            event.records, event.waits = self._comm.records[num_records:], self._comm.waits[num_waits:]
+            gathered = (unit for context in self._contexts for unit in context.eviction.gathered)
+            event.gathered_bytes = sum(unit.full_bytes for unit in gathered)
+            self._events.append(event)
+            self._sample()
 
     def _sample(self) -> None:
-        """See what is in memory, if asked for."""
+        """Count the memory, if asked for."""
         if self.activations is not None:
-            self.memory.append(MemorySample(time.perf_counter() - self._begin_s, self._measured.now()))
+            now = memory_now(self._model, self._contexts, self._optimizers, self.activations)
+            self.memory.append(MemorySample(time.perf_counter() - self._begin_s, now))
 
     def _phase(self) -> tuple[str, int]:
-        """What runs, and which number it has among what ran."""
+        """Name the phase that runs, and its number among all phases."""
         for context in self._contexts:
             if context.schedule.phase is not None:
                 key = context, context.schedule.serial
@@ -191,28 +182,20 @@ class Trace:
 
     @property
     def events(self) -> list[Event]:
-        """All that was done, in order. On CUDA this waits for the device."""
-        return [
-            Event(
-                *(s.what, s.unit, s.phase, s.run, str(s.op or ""), s.where, s.is_ahead, s.at_s, s.took_s),
-                num_bytes=sum(record.total_bytes for record in s.records),
-                waited_s=sum(wait.waited_s for wait in s.waits),
-                gathered_bytes=sum(unit.full_bytes for unit in s.gathered),
-            )
-            for s in sorted(self._seen, key=lambda s: s.at_s)
-        ]
+        """All events, in the order in which they began."""
+        return sorted(self._events, key=lambda event: event.at_s)
 
     @property
     def others(self) -> list[CommRecord]:
-        """Collectives that are no gather or reduction of a unit, as norms, flags, checks of ranks, the user's."""
-        known = {id(record) for seen in self._seen for record in seen.records}
+        """Collectives that are no gather or reduction of a unit: norms, flags, checks of ranks, the user's."""
+        known = {id(record) for event in self._events for record in event.records}
         return [record for record in self._comm.records if id(record) not in known]
 
     def warnings(self) -> list[str]:
-        """What is sent more often than it has to be, and from where."""
-        gathers: dict[tuple[str, str, int], list[_Seen]] = defaultdict(list)
+        """Describe what is sent more often than needed, and from where."""
+        gathers: dict[tuple[str, str, int], list[Event]] = defaultdict(list)
         waits: dict[tuple[str, int], int] = defaultdict(int)
-        for s in self._seen:
+        for s in self._events:
             if s.what == "gather" and s.records:
                 gathers[s.unit, s.phase, s.run].append(s)
             waits[s.unit, s.run] += s.what == "gather_wait"
@@ -220,7 +203,7 @@ class Trace:
         for (unit, phase, run), each in gathers.items():
             where = f"one {phase}" if phase else "between forwards and backwards"
             if len(each) > 1 and (phase or len(each) > 2):
-                line = max((s.where for s in each), key=[s.where for s in each].count)
+                line = max((s.line for s in each), key=[s.line for s in each].count)
                 found.append(
                     f"gathered '{unit}' {len(each)} times in {where}, at {line or 'no line of the program'}. Hold it "
                     "meanwhile: with dshard.gathered(module)."
@@ -242,10 +225,7 @@ class Trace:
         return "\n".join([text, *self.warnings()])
 
     def __repr__(self) -> str:
-        return f"<Trace: {len(self._seen)} events of {len({s.unit for s in self._seen})} units>"
-
-    def _repr_html_(self) -> str:
-        return html_table(_COLUMNS, self._rows(), to_left=(0,)) + "".join(f"<p>{w}</p>" for w in self.warnings())
+        return f"<Trace: {len(self._events)} events of {len({s.unit for s in self._events})} units>"
 
     def unit_waits_s(self) -> dict[str, float]:
         """Seconds for which this rank waited for its peers, by unit; the most first."""
@@ -262,12 +242,12 @@ class Trace:
         return dict(sorted(self._comm.peer_waits_s.items(), key=lambda item: -item[1]))
 
     def as_dict(self, *, rank: int = 0) -> dict[str, Any]:
-        """All of it as numbers and texts: what `save` writes as JSON, and a page shows."""
+        """The trace as numbers and texts: `save` writes it, and a page shows it."""
         columns, rows = list(_COLUMNS), self._rows()
         return {
             "rank": rank,
             "took_s": self.took_s,
-            "events": [asdict(event) for event in self.events],
+            "events": [event.as_dict() for event in self.events],
             "memory": [asdict(sample) for sample in self.memory],
             "peers": {str(peer): seconds for peer, seconds in self.peer_waits_s().items()},
             "warnings": self.warnings(),
@@ -275,12 +255,12 @@ class Trace:
         }
 
     def save(self, path: str | Path, *, rank: int = 0) -> None:
-        """Write it to a file: what kind of one its suffix says.
+        """Write it to a file of the kind that the suffix says.
 
         Args:
-            path: Of the file. ".json" is a timeline that chrome://tracing and ui.perfetto.dev show; ".html" a page that
-                needs nothing beside it; ".png" a picture of the timeline, and of memory, with matplotlib.
-            rank: Whose it is called.
+            path: Path of the file. ".json" is a timeline that chrome://tracing and ui.perfetto.dev show; ".html" is a
+                page that loads nothing.
+            rank: The rank that the file names.
 
         Raises:
             ArgumentError: The suffix is another one.
@@ -290,7 +270,7 @@ class Trace:
 
 @checked
 def trace(model: nn.Module, optimizer: Any = None, *, memory: bool = False) -> Trace:
-    """Follow what the units of a model gather and reduce, for which operation and line, and how long that takes.
+    """Record what the units of a model gather and reduce, for which operation and line, and how long that takes.
 
     ::
 
@@ -299,37 +279,102 @@ def trace(model: nn.Module, optimizer: Any = None, *, memory: bool = False) -> T
         print(trace)
         trace.save("step.html")
 
-    What is sent more often than it has to be is told by the logger "dshard" when the block ends, and by `warnings()`.
-    Outside of a trace nothing is noted.
+    The logger "dshard" warns of what is sent more often than needed when the block ends; `warnings()` returns the same.
+    Outside of a trace nothing is recorded.
 
     Args:
-        model: That `fully_shard` was called on, or one that holds such models.
-        optimizer: With `memory`: of whose states to tell, or several.
-        memory: Have `trace.memory` tell bytes by category over time. Tensors that autograd keeps are counted by hooks
-            around them, on this thread; each sample looks at all parameters.
+        model: A model that `fully_shard` was called on, or one that holds such models.
+        optimizer: With `memory`: an optimizer, or several, whose states count.
+        memory: Record bytes by category over time in `trace.memory`. Hooks count the tensors that autograd keeps on
+            this thread; each sample looks at all parameters.
 
     Raises:
         StateError: Nothing of the model is sharded.
 
     Communicates:
-        Nothing: each rank tells of itself.
+        Nothing: each rank records itself.
     """
     return Trace(model, optimizer, memory=memory)
 
 
-def _asked_by(frame: FrameType | None) -> tuple[Any, tuple[str, int], bool]:
-    """The operation that a stack computes, the line of the program, and whether that is ahead of a use."""
-    op, is_ahead = None, False
+@dataclass(frozen=True, slots=True)
+class Report(ShownInNotebooks):
+    """The result of `report`: `str()` of it is tables, and a notebook shows those.
+
+    Attributes:
+        units: The result of `explain`.
+        num_bytes: On this rank now, by category; None where nobody knows: "states" without an optimizer,
+            "activations" without a trace that counts them, and "other" on a CPU, whose allocator does not count.
+        unit_waits_s: Of a trace: seconds for which this rank waited for its peers, by unit; the most first.
+        peer_waits_s: Of a trace: by rank of the peer, the seconds beyond those for peers that were waited for before
+            it. Empty where collectives are the backend's own.
+    """
+
+    units: Explanation
+    num_bytes: dict[str, int | None]
+    unit_waits_s: dict[str, float] = field(default_factory=dict)
+    peer_waits_s: dict[int, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as numbers and texts, for a log."""
+        units = [asdict(unit) for unit in self.units.units]
+        waits = {"units": dict(self.unit_waits_s), "peers": dict(self.peer_waits_s)}
+        return {"units": units, "bytes": dict(self.num_bytes), "waits": waits}
+
+    def _waits(self) -> list[tuple[str, str, str]]:
+        named = [(f"in '{unit}'", seconds) for unit, seconds in self.unit_waits_s.items()]
+        peers = [(f"for rank {rank}", seconds) for rank, seconds in self.peer_waits_s.items()]
+        return [
+            (name, f"{1e3 * seconds:.2f}", f"{seconds / (sum(s for _, s in rows) or 1):.0%}")
+            for rows in (named, peers)
+            for name, seconds in rows
+        ]
+
+    def __str__(self) -> str:
+        known = {name: "-" if num is None else bytes_text(num) for name, num in self.num_bytes.items()}
+        rows = [(name, text, CATEGORIES[name]) for name, text in known.items()]
+        parts = [str(self.units), text_table(_BYTES, rows, to_left=(0, 2))]
+        if self._waits():
+            parts.append(text_table(_WAITS, self._waits(), to_left=(0,)))
+        return "\n\n".join(parts)
+
+
+@checked
+def report(model: nn.Module, optimizer: Any = None, trace: Trace | None = None) -> Report:
+    """Count what of a model is in this rank's memory now: units, and bytes by what they are for.
+
+    Args:
+        model: A model that `fully_shard` was called on, or one that holds such models. Units that form at the first use
+            form now.
+        optimizer: An optimizer, or several, whose states count.
+        trace: A trace of the model: its waits by unit and by peer are shown, and its activations, if it counts them.
+
+    Raises:
+        StateError: Nothing of the model is sharded.
+
+    Communicates:
+        Nothing. It does not wait for gradients that are on their way; their buffers count.
+    """
+    contexts = contexts_of("report", model)
+    activations = trace.activations if trace is not None else None
+    num_bytes = memory_now(model, contexts, optimizers_of(optimizer), activations)
+    waits = (trace.unit_waits_s(), trace.peer_waits_s()) if trace is not None else ()
+    return Report(explain(model), num_bytes, *waits)
+
+
+def _asked_by(frame: FrameType | None) -> tuple[str, str, bool]:
+    """Find the operation that a stack computes, the line of the program, and whether this is a prefetch."""
+    op, is_ahead = "", False
     while frame is not None:
         code = frame.f_code
         if code is _DISPATCH:
-            op = op or frame.f_locals["func"]
+            op = op or str(frame.f_locals["func"])
         elif code is _PREFETCH:
-            is_ahead = is_ahead or op is None
+            is_ahead = is_ahead or not op
         if is_users(code.co_filename):
-            return op, (code.co_filename, frame.f_lineno), is_ahead
+            return op, f"{code.co_filename}:{frame.f_lineno}", is_ahead
         frame = frame.f_back
-    return op, ("", 0), is_ahead
+    return op, "", is_ahead
 
 
 def _row(name: str, events: Sequence[Event]) -> list[str]:
@@ -340,3 +385,42 @@ def _row(name: str, events: Sequence[Event]) -> list[str]:
     issued = sum(e.took_s for e in (*gathers, *reductions))
     waited = sum(e.waited_s for e in events)
     return [name, *counts, sent[0], str(len(reductions)), sent[1], f"{1e3 * issued:.2f}", f"{1e3 * waited:.2f}"]
+
+
+def export(path: str | Path, traces: Sequence[Told]) -> None:
+    """Write traces of one step on some ranks, as the suffix of the file says: ".json" or ".html".
+
+    Raises:
+        ArgumentError: The suffix is another one.
+    """
+    writers = {".json": chrome, ".html": page}
+    if (write := writers.get(Path(path).suffix.lower())) is None:
+        raise ArgumentError(
+            f"path must end in .json or .html, which says what is written, but it is {str(path)!r}. Rename the file."
+        )
+    Path(path).write_text(write(traces), encoding="utf-8")
+
+
+def chrome(traces: Sequence[Told]) -> str:
+    """A timeline as JSON: each rank is a process, and bytes of full values, or by category, are counters."""
+    told = []
+    for trace in traces:
+        rank = trace["rank"]
+        for e in trace["events"]:
+            args = {"phase": e["phase"], "op": e["op"], "line": e["line"], "bytes": e["num_bytes"]}
+            args["waited ms"] = 1e3 * e["waited_s"]
+            what = {"name": f"{e['what']} {e['unit']}", "cat": e["what"], "args": args}
+            told.append({"ph": "X", "pid": rank, "tid": 0, "ts": 1e6 * e["at_s"], "dur": 1e6 * e["took_s"], **what})
+            counter = {"name": "gathered", "args": {"bytes": e["gathered_bytes"]}}
+            told.append({"ph": "C", "pid": rank, "ts": 1e6 * (e["at_s"] + e["took_s"]), **counter})
+        for sample in trace["memory"]:
+            known = {name: num for name, num in sample["num_bytes"].items() if num is not None}
+            told.append({"ph": "C", "pid": rank, "ts": 1e6 * sample["at_s"], "name": "memory", "args": known})
+    return json.dumps({"traceEvents": told, "displayTimeUnit": "ms"})
+
+
+def page(traces: Sequence[Told]) -> str:
+    """A page with its data in it: timeline, memory, tables and warnings of each rank. It loads nothing."""
+    template = resources.files("dshard.inspection").joinpath("page.html").read_text(encoding="utf-8")
+    data = json.dumps({"traces": list(traces)})
+    return template.replace(_PLACE, data.replace("<", "\\u003c"))  # or a name could end the script
