@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from dshard import checkpoint, interop
     from dshard.checkpoint import load_safetensors, save_safetensors
     from dshard.inspection.explain import explain
-    from dshard.inspection.report import report
-    from dshard.inspection.tracing import trace
+    from dshard.inspection.tracing import report, trace
     from dshard.planner import Plan
     from dshard.planning.plan import plan
     from dshard.setup.planned import plan_report
