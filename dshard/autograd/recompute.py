@@ -4,13 +4,13 @@ A recomputation calls a function in the midst of a forward, below the modules th
 the forward runs, which checkpointed regions lie in it, and their recomputations are made to tell.
 """
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import BackwardCFunction
+
+from dshard.interpreter import first_argument_of_forward
 
 _hooks = torch._C._autograd
 _OF_CHECKPOINT = "torch.utils.checkpoint"
@@ -78,7 +78,7 @@ class Regions:
                 if not any(frame is other for other in self._around):
                     frame.recompute_fn = _as_forward(frame.recompute_fn, forwards)
         if self._is_recorded and not torch.is_grad_enabled():
-            ctx = _function_context()
+            ctx = first_argument_of_forward(BackwardCFunction)
             if ctx is not None and note_function(ctx, forwards, ran_in_forward=True):
                 function = getattr(ctx, "run_function", None)
                 if callable(function):
@@ -116,20 +116,6 @@ def runs_again_for_saved() -> bool:
     return pack is not None and getattr(pack[0], "__module__", "") == _OF_CHECKPOINT
 
 
-def _function_context() -> Any:
-    """The context of the autograd function whose `forward` runs, if one does that takes it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        # Not of modules: to look at a frame's locals keeps them alive until it ends.
-        if code.co_name == "forward" and code.co_argcount and code.co_varnames[0] != "self":
-            first = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(first, BackwardCFunction):
-                return first
-        frame = frame.f_back
-    return None
-
-
 def note_function(ctx: Any, forwards: _Forwards, *, ran_in_forward: bool) -> bool:
     """Note of an autograd function whether it runs in a forward; gives whether that is new."""
     known = ctx.__dict__.setdefault(_RAN_IN_FORWARD, {})
@@ -140,7 +126,7 @@ def note_function(ctx: Any, forwards: _Forwards, *, ran_in_forward: bool) -> boo
 
 def note_exact_use(forwards: _Forwards) -> None:
     """A parameter is used outside of any forward, and not recorded: maybe in an autograd function."""
-    ctx = _function_context()
+    ctx = first_argument_of_forward(BackwardCFunction)
     if ctx is not None:
         note_function(ctx, forwards, ran_in_forward=False)
 

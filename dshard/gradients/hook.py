@@ -1,6 +1,5 @@
 """The hook through which the gradients of sharded parameters go from autograd to their reduction."""
 
-import sys
 from functools import partial
 from typing import Any
 
@@ -14,14 +13,12 @@ from dshard.autograd.modes import outside_autograd
 from dshard.collectives import ReduceOp
 from dshard.errors import DivergenceError, UnsupportedOpError
 from dshard.gradients.backward import Backward
+from dshard.interpreter import is_alone_in_hook
 from dshard.tensor import ShardedTensor
 from dshard.tensor.sharded_tensor import REQUIRES_GRAD
 from dshard.tensor.tp_layout import TPShardLayout
 from dshard.tensor.tp_params import local_gradient
 from dshard.units.unit import Unit
-
-_OWN_REFS = 4  # Python's to a gradient in its hook: the hook's arguments, its name there, the call that counts
-_OWN_USES = 2  # autograd's and Python's
 
 
 class _ReduceGrad(torch.autograd.Function):
@@ -71,8 +68,7 @@ def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
         )
     if unit.settings.num_slices > 1:
         _check_one_way(param, unit)
-    # Autograd and this call alone: nobody else can write to it before it is packed.
-    is_alone = sys.getrefcount(grad) <= _OWN_REFS and grad._use_count() <= _OWN_USES  # type: ignore[attr-defined]
+    is_alone = is_alone_in_hook(grad)
     backward: Backward = unit.model.services[Backward]
     backward.notice()
     meta: Any = param._spec.tensor_meta  # reading a subclass's own attributes takes several times as long

@@ -4,7 +4,6 @@ Torch calls hooks of all optimizers in the order in which they were registered, 
 """
 
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dshard.compiling import Pause, outside_of_graphs
+from dshard.interpreter import frame_above
 from dshard.optimizer.replace import repoint_optimizer
 from dshard.optimizer.swap import begin_swap, check_interrupted, closure_of, end_swap
 from dshard.tensor import stepping
@@ -100,7 +100,7 @@ def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 @outside_of_graphs
 def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Behind all hooks of the program, ahead of the step itself."""
-    stepping.begin(sys._getframe(2))
+    stepping.begin(frame_above(1))
     written = _written(optimizer)
     _Steps.count = _Count.of(optimizer, written)
     written = written if closure_of(args, kwargs) is None else []  # else it computes first

@@ -1,12 +1,12 @@
 """Plain parameters that come below a sharded root later: a new head, what `weight_norm` makes, adapters."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from dshard.interpreter import runs_in_function
 from dshard.optimizer.replace import Replaced, replacement_of
 from dshard.tensor import ShardedTensor
 from dshard.units.context import ModelContext
@@ -53,7 +53,8 @@ class LateParameters:
     def take_in(self) -> None:
         """Shard what came since the last call; costs nothing where no module was given a parameter."""
         found = self._find()
-        if found and self._take_in is not None and not _in_functional_call():
+        # torch.func.functional_call puts plain tensors in the places of parameters, and takes them away again.
+        if found and self._take_in is not None and not runs_in_function("functional_call"):
             self._take_in(self._context, list(found.values()))
 
     def is_waiting(self) -> bool:
@@ -97,13 +98,3 @@ class _Registrations:
         """Torch's hook for a parameter that is registered; a replaced one is followed."""
         cls.count += 1
         return replacement_of(param) if isinstance(param, Replaced) else None
-
-
-def _in_functional_call() -> bool:
-    """Whether `torch.func.functional_call` has put other tensors in the places of parameters."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "functional_call":
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False

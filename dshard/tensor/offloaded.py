@@ -1,6 +1,5 @@
 """Parameters that are not kept where they are used, and what descends from them."""
 
-import sys
 from typing import Any, ClassVar, Self
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from dshard.collectives import ShardGroup
+from dshard.interpreter import module_that_called
 from dshard.tensor.mixed import MixedShardedTensor
 from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
@@ -58,9 +58,7 @@ class OffloadedShardedTensor(MixedShardedTensor):
         Activation checkpointing asks in the forward, and again once a recomputation is over: it is told the same.
         """
         source: Any = self.gather_source
-        is_away = source is not None and (
-            source.is_running or sys._getframe(1).f_globals.get("__name__") == "torch.utils.checkpoint"
-        )
+        is_away = source is not None and (source.is_running or module_that_called() == "torch.utils.checkpoint")
         found: torch.device = _DEVICE.__get__(self) if is_away else self.storage_device
         return found
 

@@ -1,7 +1,6 @@
 """The memory of a shard, which may still be in flight."""
 
 import os
-import sys
 import threading
 import zlib
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dshard.collectives import is_storage_held
+from dshard.interpreter import is_referred_to
 from dshard.layout import ShardLayout
 from dshard.tensor.stepping import is_stepping
 from dshard.tensor.user_collectives import watch_shard
@@ -191,8 +191,7 @@ class ShardStorage:
         """
         tensor, self.standin = self.resolve(), None
         return (
-            sys.getrefcount(tensor) > own_refs + 3  # the storage, this name, the call
-            or tensor._use_count() > 1  # type: ignore[attr-defined]
+            is_referred_to(tensor, own_refs + 1)  # by the storage
             or is_storage_held(tensor, num_tensors=storage_refs)
         )
 

@@ -1,10 +1,8 @@
 """Operations that run on the shards: elementwise ones, foreach lists, factories and reductions."""
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dshard import collectives
 from dshard.collectives import ReduceOp, ShardGroup, shard_of
+from dshard.interpreter import file_that_called, runs_in_file
 from dshard.layout import ShardLayout
 from dshard.tensor.meshes import is_mesh_within
 from dshard.tensor.operands import (
@@ -161,24 +160,11 @@ def factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return out
 
 
-def _called_by_init() -> bool:
-    """Whether a function of `torch.nn.init` runs."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == torch.nn.init.__file__:
-            return True
-        frame = frame.f_back
-    return False
-
-
 def _called_by_autograd() -> bool:
     """Whether autograd itself calls, and not a backward function in Python."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDER):
-        frame = frame.f_back
-    return torch._C._current_graph_task_id() != -1 and (
-        frame is None or frame.f_code.co_filename == torch.autograd.graph.__file__
-    )
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    return file_that_called(_OWN_FOLDER) in (None, torch.autograd.graph.__file__)
 
 
 def new_tensor(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -194,7 +180,11 @@ def new_tensor(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
             shape = layout.local_shape(source.shard_group.rank)
             return source.like(torch.empty(shape, dtype=source.dtype, device=source.storage_device))
     plain = func(torch.empty(0, dtype=source.dtype, device=source.device), *args[1:], **kwargs)
-    if func is not aten.new_empty.default or not source.shard_storage.is_shared or not _called_by_init():
+    if (
+        func is not aten.new_empty.default
+        or not source.shard_storage.is_shared
+        or not runs_in_file(torch.nn.init.__file__)
+    ):
         return plain
     tp = tp_layout_of(source.shard_layout)
     mesh = source.device_mesh if tp is None else tp.data_mesh

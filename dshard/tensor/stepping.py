@@ -1,10 +1,11 @@
 """Whether an optimizer's step is running: what it computes with is equal on all ranks."""
 
-import sys
 from types import FrameType
 from typing import ClassVar
 
 import torch
+
+from dshard.interpreter import is_on_stack
 
 
 class _Step:
@@ -32,10 +33,7 @@ def is_stepping() -> bool:
     """Whether the caller runs inside of `Optimizer.step`, and not in the forward or backward of its closure."""
     if _Step.frame is None or torch.is_grad_enabled() or torch._C._current_graph_task_id() != _Step.graph_task:
         return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame is _Step.frame:
-            return True
-        frame = frame.f_back
+    if is_on_stack(_Step.frame):
+        return True
     _Step.frame = None
     return False

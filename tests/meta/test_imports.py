@@ -19,7 +19,7 @@ from tests.meta.source import (
 )
 
 _PURE = ("errors", "kinds", "layout", "policies", "arguments")
-_LOW = ("errors", "compiling", "arguments", "layout", "policies", "collectives", "tensor")
+_LOW = ("errors", "interpreter", "compiling", "arguments", "layout", "policies", "collectives", "tensor")
 _UNITS = (*_LOW, "agreement", "autograd", "units", "gradients", "optimizer")
 _CORE = (
     *_PURE,
@@ -41,15 +41,16 @@ _CORE = (
 ALLOWED: dict[str, tuple[str, ...]] = {
     "errors": (),
     "compiling": (),
+    "interpreter": (),
     "kinds": ("errors",),
     "layout": ("errors",),
     "policies": ("errors", "kinds"),
     "arguments": ("errors", "kinds", "policies"),
     "planner": _PURE,
     "collectives": ("errors", "arguments", "layout", "policies"),
-    "tensor": ("errors", "compiling", "arguments", "layout", "policies", "collectives"),
+    "tensor": ("errors", "interpreter", "compiling", "arguments", "layout", "policies", "collectives"),
     "agreement": ("errors", "collectives", "tensor"),
-    "autograd": ("errors", "tensor"),
+    "autograd": ("errors", "interpreter", "tensor"),
     "units": (*_LOW, "autograd"),
     "gradients": (*_LOW, "agreement", "autograd", "units"),
     "optimizer": (*_LOW, "autograd", "units", "gradients"),

@@ -1,0 +1,105 @@
+"""What dshard asks of CPython itself: who calls, and who refers to an object.
+
+[Note: CPython] Torch has no other answer to some questions: whether autograd alone holds a gradient, whether the step
+of an optimizer that raised is over, whether `torch.nn.init` fills a parameter. They are answered by frames and
+reference counts here, and nowhere else in the engine. `tests/unit/test_interpreter.py` shows each answer where it is
+needed; it fails first where a version of Python or torch answers otherwise.
+"""
+
+import sys
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+
+def num_references(thing: object) -> int:
+    """Number of Python's references to an object, that by the caller's name for it included."""
+    return sys.getrefcount(thing) - _BY_ASKING
+
+
+def _of_one_name() -> int:
+    thing = object()
+    return num_references(thing)
+
+
+_BY_ASKING = 0
+_BY_ASKING = _of_one_name() - 1  # versions of Python differ in whether a call's arguments count
+
+_REFS_OF_HOOK = 3  # to a gradient in its hook: autograd's tuple of arguments, the call of the partial, the hook's name
+_USES_OF_HOOK = 2  # in C++: autograd's and Python's
+
+
+def is_alone_in_hook(grad: Tensor) -> bool:
+    """Whether nobody but autograd and the calling hook, a `functools.partial` of a function, refers to a gradient.
+
+    Nobody else can write to it then, before it is packed.
+    """
+    return num_references(grad) <= _REFS_OF_HOOK + 1 and grad._use_count() <= _USES_OF_HOOK  # type: ignore[attr-defined]
+
+
+def is_referred_to(tensor: Tensor, num_known: int) -> bool:
+    """Whether anybody refers to a tensor besides the calling function's name and `num_known` others of Python."""
+    return num_references(tensor) > num_known + 2 or tensor._use_count() > 1  # type: ignore[attr-defined]
+
+
+def frame_above(num_levels: int) -> FrameType:
+    """The frame of the function that called the caller, `num_levels` further up."""
+    return sys._getframe(num_levels + 2)
+
+
+def is_on_stack(frame: FrameType) -> bool:
+    """Whether a frame, one of this thread, is still running."""
+    above: FrameType | None = sys._getframe(1)
+    while above is not None:
+        if above is frame:
+            return True
+        above = above.f_back
+    return False
+
+
+def runs_in_function(name: str) -> bool:
+    """Whether a function of that name is running, of whatever module."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == name:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def runs_in_file(path: str | None) -> bool:
+    """Whether a function of a file is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == path:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def file_that_called(folder: str) -> str | None:
+    """The file of the innermost function that lies in another folder; None where a thread begins within it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(folder):
+        frame = frame.f_back
+    return frame.f_code.co_filename if frame is not None else None
+
+
+def module_that_called() -> str | None:
+    """The name of the module whose code called the calling function."""
+    return sys._getframe(2).f_globals.get("__name__")
+
+
+def first_argument_of_forward(kind: type) -> Any:
+    """The first argument, if it is a `kind`, of the innermost running function named forward that takes no `self`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        # Not of modules: to look at a frame's locals keeps them alive until it ends.
+        if code.co_name == "forward" and code.co_argcount and code.co_varnames[0] != "self":
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, kind):
+                return first
+        frame = frame.f_back
+    return None
