@@ -1,25 +1,27 @@
 # Every target makes its own environment first: `make train` works in a fresh clone. Pass options on in ARGS:
-#   make train ARGS="--compare"        make test ARGS="-m 'not slow' tests/unit"        make bench ARGS="step"
+#   make train ARGS="--compare"        make test ARGS=tests/unit        make bench ARGS="step"
+# `make test` runs what a newcomer should see pass; `make test-all` runs the rest: tests marked `slow`, and those that
+# tests/slow.py lists.
 VENV ?= .venv
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(if $(shell command -v $(name)),$(name))))
 TORCH ?= torch==2.13.0
 ARGS ?=
 
 BIN := $(VENV)/bin
-# The whole suite: as many files at a time as there are cores, for ranks wait for one another most of the time; each
-# has worlds of its own, so no more than eight.
+# As many files at a time as there are cores, because ranks wait for one another most of the time; each file has worlds
+# of its own, so no more than eight.
 SIDE_BY_SIDE := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # Warnings are errors: a page in no table of contents, a link into nothing, a docstring that cannot be read.
 SPHINX := -m sphinx --fail-on-warning --keep-going --quiet --builder html docs build/docs
-BENCHMARKS := step compile host memory collectives scale units optimizer checkpoint
+BENCHMARKS := step compile host memory collectives scale optimizer checkpoint plan
 STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test check bench docs clean
+.PHONY: help venv train test test-all check bench docs clean
 
 help:
-	@echo "make train | test | check | bench | docs | venv | clean    (options: make train ARGS=\"...\")"
+	@echo "make train | test | test-all | check | bench | docs | venv | clean    (options: make train ARGS=\"...\")"
 
 $(STAMP): pyproject.toml
 	@$(BIN)/python -c "import pip" 2>/dev/null || { echo "make: creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
@@ -32,10 +34,13 @@ $(STAMP): pyproject.toml
 venv: $(STAMP)
 
 train: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m dshard train $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(or $(strip $(ARGS)),$(SIDE_BY_SIDE))
+	$(BIN)/python -m pytest $(or $(strip $(ARGS)),-m "not slow" $(SIDE_BY_SIDE))
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest $(or $(strip $(ARGS)),-m slow $(SIDE_BY_SIDE))
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 
 from dshard.testing import WorldPool
 from tests.pools import MessagingWorld, RestedPool
+from tests.slow import SLOW
 
 pytest_plugins = ["dshard.testing.fixtures"]
 
@@ -37,7 +38,6 @@ LONGEST = (
         "faults/test_fuzz_checkpoint",
         "mutants/test_mutants",
         "faults/test_long_runs",
-        "cli/test_train",
         "benchmarks/test_benchmarks",
     ),
     *("parity/test_training", "tensor/test_op_table", "runtime/test_compile"),
@@ -88,11 +88,15 @@ def simulators(accelerator: None) -> Iterator[WorldPool]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests where there is no CUDA device; refuse names that another process would not give."""
+    """Mark what tests/slow.py lists, skip `gpu` tests without a device, refuse names that differ between processes."""
     order = {f"tests/{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
     if unlike := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"side by side with others, a test needs an id without an address in it: {unlike}")
+    slow = tuple(f"tests/{start}" for start in SLOW)
+    for item in items:
+        if item.nodeid.startswith(slow):
+            item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device")

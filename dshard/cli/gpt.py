@@ -95,20 +95,6 @@ class GPT(nn.Module):
             for branch_end in (module.attention.out, module.mlp.down):
                 nn.init.normal_(branch_end.weight, std=0.02 / math.sqrt(2 * self.config.num_layers))
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """Last hidden states.
-
-        Args:
-            tokens: int64 (batch, time), time at most `GPTConfig.block_size`.
-
-        Returns:
-            (batch, time, width).
-        """
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
-
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the next token at every position.
 
@@ -118,30 +104,7 @@ class GPT(nn.Module):
         Returns:
             (batch, time, vocab_size).
         """
-        return self.head(self.hidden(tokens))
-
-    @torch.no_grad()
-    def generate(
-        self, prompt: Tensor, num_tokens: int, *, temperature: float = 1.0, generator: torch.Generator | None = None
-    ) -> Tensor:
-        """Continues a prompt, one sampled token at a time, without calling this module's own ``forward``.
-
-        Args:
-            prompt: int64 (batch, time), time at least 1.
-            num_tokens: how many tokens to add.
-            temperature: divides the logits; 0 takes the most likely token.
-            generator: a CPU generator to sample with; None takes torch's default one.
-
-        Returns:
-            int64 (batch, time + num_tokens): the prompt and what follows it.
-        """
-        tokens = prompt
-        for _ in range(num_tokens):
-            last = self.hidden(tokens[:, -self.config.block_size :])[:, -1]
-            logits = F.linear(last, self.head.weight).float().cpu()
-            if temperature == 0:
-                chosen = logits.argmax(dim=-1, keepdim=True)
-            else:
-                chosen = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
-            tokens = torch.cat([tokens, chosen.to(tokens.device)], dim=1)
-        return tokens
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))

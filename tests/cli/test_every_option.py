@@ -24,7 +24,6 @@ TEXTS = {  # that mean something of their own
     "--batch": ("x", "0", "-1", "1.5", ""),
     "--device": ("abacus", ""),
     "--memory": ("much", "-1GiB", "0", "nan", ""),
-    "--prompt": ("",),
     "--ranks": ("x", "0", "-1", "1.5", "1,,2", ""),
     "--strategies": ("zero9", "full,,ddp", ""),
     "--strategy": ("zero9", "", "hybrid(0)", "hybrid(3)", "split(2, keep)"),
@@ -96,5 +95,5 @@ def test_a_wrong_value_is_refused_in_one_line_that_names_the_option(capsys, comm
 
 def test_there_are_as_many_commands_as_there_are():
     found = {command for command, _, _ in cases()}
-    assert {"train", "plan", "simulate", "calibrate"} <= found
-    assert len(cases()) > 100
+    assert {"plan", "simulate", "calibrate"} <= found
+    assert len(cases()) > 50

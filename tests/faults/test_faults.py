@@ -1,11 +1,9 @@
 """Whatever becomes of a rank, the others end in time and say who it was; a second start ends with the same bits."""
 
 import os
-import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -85,21 +83,3 @@ def test_torchrun_restarts_from_the_last_checkpoint_and_ends_with_the_bits_of_no
     assert report["end"] == known.digests[plan.NUM_STEPS]
     if not injection.asynchronous:  # then the last one may not have been complete
         assert report["first"] >= injection.fault.step // plan.EVERY * plan.EVERY
-
-
-@pytest.mark.slow
-def test_dshard_train_resumes_below_a_launcher_that_restarts_from_its_very_first_start(tmp_path):
-    text = tmp_path / "text.py"
-    text.write_bytes(b"def add(a, b):\n    return a + b\n\n\n" * 300)
-    size = ["--layers", 1, "--width", 16, "--heads", 2, "--block-size", 16, "--sample-tokens", 0, "--device", "cpu"]
-    rest = ["--data", text, "--steps", 4, "--save-every", 1, "--eval-every", 4, "--resume"]
-    out = tmp_path / "out"
-    refused = below_torchrun(["-m", "dshard", "train", *size, *rest, "--out", out], ranks=2, restarts=0)
-    assert "--resume needs a checkpoint in --out, but there is none" in refused.stderr
-    begun = below_torchrun(["-m", "dshard", "train", *size, *rest, "--out", out], ranks=2, restarts=1)
-    assert begun.returncode == 0, begun.stderr
-    assert re.search("no checkpoint in .* yet, so training begins at its first step", begun.stdout)
-    over = below_torchrun(["-m", "dshard", "train", *size, *rest, "--out", out], ranks=2, restarts=1)
-    assert over.returncode == 0, over.stderr
-    assert "at step 4" in over.stdout
-    assert Path(out, "history.jsonl").is_file()
