@@ -153,6 +153,7 @@ TABLE: dict[str, Row] = {
     "checkpoint.load": {"directory": PATH, **_TRAINED},
     "checkpoint.check": {"directory": PATH},
     "checkpoint.repair": {"directory": PATH},
+    "checkpoint.merge": {"checkpoint": PATH, "out": PATH, "max_shard_bytes": count(1, "Leave it out for 5 GB.")},
     "PeerSnapshots": {**_TRAINED, "every": count(1)},
     "PeerSnapshots.step": {"step": count(0), "extra": ANYTHING},
     "save_safetensors": {

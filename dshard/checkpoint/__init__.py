@@ -1,13 +1,12 @@
-"""Checkpoints: sharded ones, of which every rank writes and reads its shards, and safetensors files."""
+"""Checkpoints: sharded ones, of which every rank writes and reads its shards, and files for `from_pretrained`."""
 
+from dshard.checkpoint.asynchronous import PendingSave
 from dshard.checkpoint.checking import Finding, Report, check, repair
+from dshard.checkpoint.exporting import merge, save_safetensors
 from dshard.checkpoint.loading import load
 from dshard.checkpoint.peers import PeerSnapshots
-from dshard.checkpoint.pending import PendingSave
-from dshard.checkpoint.safetensors_load import load_safetensors
-from dshard.checkpoint.safetensors_save import save_safetensors
+from dshard.checkpoint.pretrained import load_safetensors
 from dshard.checkpoint.saving import save
-from dshard.checkpoint.staging import stage_shards
 
 __all__ = [
     "Finding",
@@ -17,9 +16,8 @@ __all__ = [
     "check",
     "load",
     "load_safetensors",
+    "merge",
     "repair",
     "save",
     "save_safetensors",
 ]
-
-stage_shards()

@@ -1,4 +1,4 @@
-"""What one rank cannot do, no rank has done: errors that all ranks raise together."""
+"""Raise an error of one rank on all ranks, so that none goes on alone."""
 
 import math
 import os
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def group_of(model: nn.Module) -> ShardGroup:
-    """The ranks over which a model is sharded: of the parameter that lies on most ranks, the first of several.
+    """Return the ranks that share a model: those of the parameter that lies on most ranks.
 
     Raises:
         CheckpointError: It has none.
@@ -33,7 +33,7 @@ def group_of(model: nn.Module) -> ShardGroup:
 
 
 def together(group: ShardGroup, action: Callable[[], T], what: str) -> T:
-    """Run an action on every rank, give its result, and raise on every rank if it failed on any.
+    """Run an action on every rank and return its result; raise on every rank if it failed on one.
 
     Communicates:
         As `agree`.
@@ -48,7 +48,7 @@ def together(group: ShardGroup, action: Callable[[], T], what: str) -> T:
 
 
 def agree(group: ShardGroup, error: Exception | None, what: str) -> None:
-    """Raise on every rank if there is an error on any: the rank's own, or that of the first rank that has one.
+    """Raise on every rank if one of them has an error: its own, or else that of the first such rank.
 
     Args:
         group: The ranks.
@@ -75,7 +75,7 @@ def agree(group: ShardGroup, error: Exception | None, what: str) -> None:
 
 
 def share(group: ShardGroup, text: str) -> str:
-    """The first rank's file name, on every rank; the others pass an empty text.
+    """Return the first rank's text on every rank; the other ranks pass an empty one.
 
     Communicates:
         An all-reduce of 2 KiB.
@@ -84,7 +84,7 @@ def share(group: ShardGroup, text: str) -> str:
 
 
 def _only_text(group: ShardGroup, text: bytes) -> bytes:
-    """What one rank passes, on every rank; the others pass nothing."""
+    """Return on every rank the bytes that one rank passes; the other ranks pass none."""
     sent = torch.tensor(list(text.ljust(_MAX_TEXT_BYTES, b"\0")), dtype=torch.uint8, device=group.device_type)
     received = collectives.all_reduce([sent], group, ReduceOp.MAX, label=_LABEL, everywhere=True).wait()[0]
     return bytes(received.tolist()).rstrip(b"\0")

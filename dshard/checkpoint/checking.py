@@ -1,4 +1,4 @@
-"""Check all of a checkpoint, in one process and without a model; and write anew what parity can make."""
+"""Compare every byte of a checkpoint with its sum, in one process and without a model; rebuild files from parity."""
 
 import os
 import zlib
@@ -8,21 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dshard.arguments import TABLE
-from dshard.checkpoint.disk import (
-    buffers,
-    closing,
-    create,
-    open_regular,
-    partial_name,
-    read_exactly,
-    sync_folder,
-    write_all,
-    write_whole,
-)
+from dshard.checkpoint import disk
 from dshard.checkpoint.folders import checkpoints_in
 from dshard.checkpoint.manifest import MANIFEST, Manifest, read_copy, read_manifest
-from dshard.checkpoint.parity import group_around
-from dshard.checkpoint.shard_file import ShardReader
+from dshard.checkpoint.parity import Row, group_around
+from dshard.checkpoint.reading import Reader
 from dshard.errors import CheckpointError
 from dshard.kinds import checked_by
 
@@ -85,7 +75,7 @@ def check(directory: str | os.PathLike[str]) -> list[Report]:
 
 @checked_by(TABLE["checkpoint.repair"], "checkpoint.repair")
 def repair(directory: str | os.PathLike[str]) -> list[Path]:
-    """Write anew, out of the others and parity, what `check` finds missing or damaged.
+    """Rebuild the files that `check` finds missing or damaged from the other files and parity.
 
     Returns:
         The files that were written. Each was put in its place at once, after all of it was compared.
@@ -106,53 +96,46 @@ def repair(directory: str | os.PathLike[str]) -> list[Path]:
 
 
 def _check(folder: Path) -> Report:
-    """Everything that is wrong with one checkpoint."""
+    """Compare all files of one checkpoint."""
     manifest = read_manifest(folder)
     damaged: dict[str, str] = {}
-    with ShardReader(folder, replace(manifest, rows=())) as reader:
+    with Reader(folder, replace(manifest, rows=())) as reader:
         for index, file in enumerate(manifest.files):
             try:
-                reader.header(index)
+                reader.verify(index)
             except CheckpointError as error:
                 damaged[file.name] = str(error)
-        for name, stored in manifest.tensors.items():
-            for chunk in stored.chunks:
-                file = manifest.files[chunk.file]
-                if file.name not in damaged:
-                    try:
-                        reader.verify(name, stored, chunk)
-                    except CheckpointError as error:
-                        damaged[file.name] = str(error)
     for row in manifest.rows:
-        problem = _problem_of_row(folder / row.name, row.size, row.checksum)
-        if problem:
+        if problem := _problem_of_row(folder / row.name, row):
             damaged[row.name] = problem
     for name in (MANIFEST, manifest.copy_name) if manifest.rows else ():
-        if not read_copy(folder, name, manifest):
-            damaged[name] = f"{folder / name}: must be the manifest that was saved, but it is missing or damaged."
+        with suppress(CheckpointError):
+            if read_copy(folder / name).to_bytes() == manifest.to_bytes():
+                continue
+        damaged[name] = f"{folder / name}: must be the manifest that was saved, but it is missing or damaged."
     findings = tuple(Finding(name, text, _is_mendable(name, manifest, damaged)) for name, text in damaged.items())
     sizes = [file.size for file in manifest.files] + [row.size for row in manifest.rows]
-    step, ranks = manifest.step, manifest.world_size
+    step, ranks = manifest.facts["step"], manifest.world_size
     return Report(folder, step, ranks, sum(sizes), len(manifest.tensors), bool(manifest.rows), findings)
 
 
-def _problem_of_row(path: Path, size: int, checksum: int) -> str | None:
-    """What is wrong with a row of parity; None if nothing is."""
+def _problem_of_row(path: Path, row: Row) -> str | None:
+    """Compare a row of parity; return what is wrong with it, or None."""
+    found = num_read = 0
     try:
-        with closing(open_regular(path)) as opened:
-            found = 0
-            if os.fstat(opened).st_size != size:
-                return f"{path}: must have the {size} bytes that were saved, but has {os.fstat(opened).st_size}."
-            for offset, part in buffers(size):
-                read_exactly(opened, part, offset)
+        with disk.closing(disk.open_regular(path)) as opened:
+            size = os.fstat(opened).st_size
+            for offset, part in disk.buffers(size if size == row.size else 0):
+                num_read += disk.read_padded(opened, part, offset)
                 found = zlib.crc32(part, found)
-    except (OSError, EOFError, CheckpointError) as error:
+    except (OSError, CheckpointError) as error:
         return f"{path}: a row of parity must be readable, but {error}."
-    return None if found == checksum else f"{path}: must have the bytes that were saved, but it has others."
+    is_whole = (num_read, found) == (row.size, row.checksum)
+    return None if is_whole else f"{path}: must have the {row.size} bytes that were saved, but it has others."
 
 
 def _is_mendable(name: str, manifest: Manifest, damaged: Collection[str]) -> bool:
-    """Whether parity makes a file anew: no other file of its group is damaged but, for a shard, its own row."""
+    """Return whether parity can rebuild a file: of its group nothing else is damaged but, for a shard, its own row."""
     if not manifest.rows:
         return False
     if name in (MANIFEST, manifest.copy_name):
@@ -164,44 +147,30 @@ def _is_mendable(name: str, manifest: Manifest, damaged: Collection[str]) -> boo
 
 
 def _write_anew(folder: Path, manifest: Manifest, name: str) -> Path:
-    """Put a file that is missing or damaged in its place again."""
+    """Rebuild one file, compare it, and put it in its place."""
     path = folder / name
     if name in (MANIFEST, manifest.copy_name):
-        write_whole(path, manifest.to_bytes())
+        disk.write_whole(path, manifest.to_bytes())
         return path
-    draft = partial_name(path)
+    draft = disk.partial_name(path)
     shards, rows = [file.name for file in manifest.files], [row.name for row in manifest.rows]
     is_shard = name in shards
     index = shards.index(name) if is_shard else rows.index(name)
     size = manifest.files[index].size if is_shard else manifest.rows[index].size
     try:
-        with ShardReader(folder, manifest) as reader, create(draft) as opened:
-            for offset, part in buffers(size):
+        with Reader(folder, manifest) as reader, disk.create(draft) as opened:
+            for offset, part in disk.buffers(size):
                 (reader.rebuild if is_shard else reader.row)(index, part, offset)
-                write_all(opened, part)
+                disk.write_all(opened, part)
         if is_shard:
-            _verify_as(folder, manifest, index, draft.name)
-        elif problem := _problem_of_row(draft, size, manifest.rows[index].checksum):
+            files = [replace(file, name=draft.name) if i == index else file for i, file in enumerate(manifest.files)]
+            with Reader(folder, replace(manifest, files=tuple(files), rows=())) as reader:
+                reader.verify(index)
+        elif problem := _problem_of_row(draft, manifest.rows[index]):
             raise CheckpointError(problem)
         draft.rename(path)
     finally:
         with suppress(OSError):
             draft.unlink()
-    sync_folder(folder)
+    disk.sync_folder(folder)
     return path
-
-
-def _verify_as(folder: Path, manifest: Manifest, index: int, name: str) -> None:
-    """Compare a file of another name with what the manifest says of one.
-
-    Raises:
-        CheckpointError: It is another.
-    """
-    files = list(manifest.files)
-    files[index] = replace(files[index], name=name)
-    with ShardReader(folder, replace(manifest, files=tuple(files), rows=())) as reader:
-        reader.header(index)
-        for key, stored in manifest.tensors.items():
-            for chunk in stored.chunks:
-                if chunk.file == index:
-                    reader.verify(key, stored, chunk)

@@ -1,11 +1,16 @@
-"""What a model and its optimizers are made of, and which part of it this rank holds."""
+"""List the tensors of a model and its optimizers, the box of each that this rank holds, and the part that it writes."""
 
+import json
 import math
+import random
+import re
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -13,10 +18,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
-from dshard.checkpoint.file_format import dtype_name
-from dshard.checkpoint.shard_file import Piece
-from dshard.checkpoint.stored import StoredTensor, own_name
-from dshard.checkpoint.trees import encode
+from dshard.checkpoint.files import Box, Piece, check_dtype
+from dshard.checkpoint.manifest import own_name
+from dshard.checkpoint.values import encode
+from dshard.collectives import ShardGroup
 from dshard.errors import CheckpointError
 from dshard.layout import ShardLayout
 from dshard.optimizer.replace import repoint_optimizer
@@ -24,6 +29,7 @@ from dshard.tensor import ShardedTensor
 from dshard.tensor.subclass_shards import exact_values
 from dshard.tensor.tp_layout import full_shape, tp_layout_of
 
+OWN = "own"
 _SPLIT_BYTES = 1 << 20  # of a copy that several ranks hold: less than that is written by one of them
 
 
@@ -32,48 +38,43 @@ class Part:
     """The box of a full tensor that this rank holds.
 
     Args:
-        shape: Of the full tensor.
-        offsets: First index along each dim.
-        sizes: Number of indices along each dim.
+        box: Which one.
         num_copies: How many ranks hold this very box.
         copy: This rank's number among them.
     """
 
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    box: Box
     num_copies: int = 1
     copy: int = 0
 
-    @classmethod
-    def whole(cls, shape: Sequence[int], num_copies: int = 1, copy: int = 0) -> "Part":
-        """All of a tensor, which as many ranks hold."""
-        return cls(tuple(shape), (0,) * len(shape), tuple(shape), num_copies, copy)
-
-    def written_here(self, name: str, itemsize: int) -> tuple[slice, ...] | None:
-        """What of the box this rank writes, for every copy to be written once; None if nothing."""
-        everything = tuple(slice(0, size) for size in self.sizes)
-        if not math.prod(self.sizes):
-            return None
-        longest = max(range(len(self.sizes)), key=lambda dim: self.sizes[dim], default=None)
-        is_large = math.prod(self.sizes) * itemsize >= _SPLIT_BYTES
-        if longest is None or not is_large or self.sizes[longest] < self.num_copies:
-            return everything if zlib.crc32(name.encode()) % self.num_copies == self.copy else None
-        dim = 0 if self.sizes[0] >= self.num_copies else longest
-        extent = ShardLayout(self.sizes, dim, self.num_copies).extent(self.copy)
-        if not extent.size:
-            return None
-        return (*everything[:dim], slice(extent.start, extent.stop), *everything[dim + 1 :])
+    def written_here(self, name: str, itemsize: int) -> Box | None:
+        """Return the part of the box that this rank writes, so that copies are written once; None for nothing."""
+        box = self.box
+        if not box.numel:
+            return None if math.prod(box.shape) else box
+        longest = max(range(len(box.sizes)), key=lambda dim: box.sizes[dim], default=None)
+        is_large = box.numel * itemsize >= _SPLIT_BYTES
+        if longest is None or not is_large or box.sizes[longest] < self.num_copies:
+            return box if zlib.crc32(name.encode()) % self.num_copies == self.copy else None
+        dim = 0 if box.sizes[0] >= self.num_copies else longest
+        extent = ShardLayout(box.sizes, dim, self.num_copies).extent(self.copy)
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        offsets[dim], sizes[dim] = offsets[dim] + extent.start, extent.size
+        return Box(box.shape, tuple(offsets), tuple(sizes)) if extent.size else None
 
 
-def part_of_tensor(tensor: Tensor) -> Part:
-    """The box that this rank holds of a tensor; of a plain one all of it."""
+def box_of(tensor: Tensor) -> Box:
+    """Return the box of a tensor that this rank holds; a plain tensor is held whole."""
+    return _part_of(tensor).box
+
+
+def _part_of(tensor: Tensor) -> Part:
     if isinstance(tensor, ShardedTensor):
-        return Part.whole(tensor.shape) if tensor.is_view else _part_of_sharded(tensor)
+        return Part(Box.whole(tensor.shape)) if tensor.is_view else _part_of_sharded(tensor)
     if isinstance(tensor, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        return Part(tuple(tensor.shape), tuple(offsets), tuple(sizes))
-    return Part.whole(tensor.shape)
+        return Part(Box(tuple(tensor.shape), tuple(offsets), tuple(sizes)))
+    return Part(Box.whole(tensor.shape))
 
 
 def _part_of_sharded(tensor: ShardedTensor) -> Part:
@@ -92,11 +93,11 @@ def _part_of_sharded(tensor: ShardedTensor) -> Part:
     replicas = group.replicas
     if replicas is not None:
         num_copies, copy = num_copies * replicas.world_size, copy * replicas.world_size + replicas.world_rank
-    return Part(tuple(full_shape(layout)), tuple(offsets), tuple(sizes), num_copies, copy)
+    return Part(Box(tuple(full_shape(layout)), tuple(offsets), tuple(sizes)), num_copies, copy)
 
 
 def optimizers_by_prefix(given: Any) -> dict[str, Optimizer]:
-    """The optimizers that were passed, by the prefix that their tensors are stored under.
+    """Return the optimizers that were passed, by the prefix of their tensors' names in a checkpoint.
 
     Args:
         given: An optimizer, several, or None.
@@ -120,14 +121,14 @@ def optimizers_by_prefix(given: Any) -> dict[str, Optimizer]:
 
 
 def described_optimizers(given: Any) -> list[str]:
-    """What all ranks must have alike of the optimizers that they pass: how many of which class and number of groups."""
+    """Describe optimizers by class and number of groups, for a comparison between ranks."""
     return [
         f"{type(each).__name__} of {len(each.param_groups)} groups" for each in optimizers_by_prefix(given).values()
     ]
 
 
 def name_of_params(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[int, str]:
-    """The names of a model's parameters, by identity.
+    """Return the names of a model's parameters, by `id`.
 
     Raises:
         CheckpointError: An optimizer holds others.
@@ -146,7 +147,7 @@ def name_of_params(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> dic
 
 
 class Contents:
-    """Everything that a checkpoint is to hold, with the tensors by name.
+    """Everything that a checkpoint will hold; tensors by name.
 
     Args:
         model: A sharded module.
@@ -160,7 +161,8 @@ class Contents:
         self._names: dict[int, str] = {}
         state = model.state_dict(keep_vars=True)
         check_kept("checkpoint.save", model, state)
-        for name, value in state.items():
+        tied = left_out_of(model, state)
+        for name, value in sorted(state.items(), key=lambda item: item[0] in tied):
             if isinstance(value, Tensor) and not is_extra(name):
                 self._keep(value, f"model.{name}")
             else:
@@ -169,7 +171,7 @@ class Contents:
         self.optimizers = [self._optimizer(prefix, each, names) for prefix, each in optimizers.items()]
 
     def _keep(self, value: Tensor, name: str) -> str:
-        """Store a tensor under a name, once."""
+        """Add a tensor under a name; a second name of the same tensor becomes an alias."""
         if name in self.tensors or name in self.aliases:
             raise CheckpointError(f"{name}: a checkpoint's names must differ, but two tensors have this. Rename one.")
         check_dense(name, value)
@@ -215,77 +217,102 @@ class Contents:
             "common": encode(common, f"{prefix}.state", self._keep),
         }
 
-    def __repr__(self) -> str:
-        return ", ".join(f"{f['kind']} with {[g['options'] for g in f['groups']]}" for f in self.optimizers)
-
-    @property
-    def kinds(self) -> list[Any]:
-        """What all ranks must have alike of their optimizers: all but the numbers of their states."""
-        return [
-            [
-                *(facts[key] for key in ("kind", "groups", "prefix", "whole")),
-                {n: list(s) for n, s in facts["state"].items()},
-            ]
-            for facts in self.optimizers
-        ]
+    def described(self) -> list[str]:
+        """Describe optimizers by all but the numbers of their states, for a comparison between ranks."""
+        found = []
+        for facts in self.optimizers:
+            options = [group["options"] for group in facts["groups"]]
+            params = [group["params"] for group in facts["groups"]]
+            states = {name: list(state) for name, state in facts["state"].items()}
+            found.append(f"{facts['kind']} with {options} of {params}, and states {states}, whole {facts['whole']}")
+        return found
 
     @property
     def own_facts(self) -> dict[str, Any]:
-        """What ranks may hold others of: numbers of optimizers, such as a loss, and the extra states of modules."""
+        """Values that may differ between ranks: numbers of optimizers, such as a loss, and extra states of modules."""
         return {"optimizers": self.optimizers, "extra_state": self.extra_state}
 
+    def listed(self) -> list[str]:
+        """Describe the tensors, for a comparison between ranks."""
+        return [f"{name}, {tuple(t.shape)}, {t.dtype}" for name, t in self.tensors.items()]
+
     def plain_names(self) -> list[str]:
-        """Tensors that every rank holds whole, and may hold others of: buffers, step counts."""
+        """Names of tensors that every rank holds whole, with values that may differ: buffers, step counts."""
         return [name for name, tensor in self.tensors.items() if not _is_cut(tensor)]
 
-    def without_values(self, *, here: bool = False) -> dict[str, StoredTensor]:
-        """Tensors without elements, or with none on this rank: no file has anything of them but their shapes."""
-        return {
-            name: StoredTensor(dtype_of(tensor), tuple(tensor.shape), ())
-            for name, tensor in self.tensors.items()
-            if not (math.prod(part_of_tensor(tensor).sizes) if here else tensor.numel())
-        }
-
     def held(self) -> list[Piece]:
-        """Everything that this rank holds, whoever else holds it too.
+        """Return this rank's whole part of every tensor, also where other ranks have copies.
 
         Communicates:
             As `pieces`.
         """
-        found = [
-            _piece(name, _local(name, tensor), replace(part_of_tensor(tensor), num_copies=1, copy=0), _is_cut(tensor))
-            for name, tensor in self.tensors.items()
+        return [
+            Piece(name, box_of(tensor), _local(name, tensor), _is_cut(tensor)) for name, tensor in self.tensors.items()
         ]
-        return sorted((p for p in found if p is not None), key=lambda p: -p.values.dtype.itemsize)
 
-    def pieces(self, rank: int, num_ranks: int, differing: Sequence[str]) -> list[Piece]:
-        """What this rank writes.
+    def pieces(self, rank: int, num_ranks: int, are_alike: Sequence[bool]) -> list[Piece]:
+        """Return the pieces that this rank writes.
 
         Args:
             rank: This one.
             num_ranks: That write.
-            differing: Of `plain_names`, those of which ranks hold different values.
+            are_alike: Of each of `plain_names`, whether all ranks hold the same values.
 
         Communicates:
             An all-gather for each view or foreign DTensor.
         """
-        found, own = [], set(differing)
+        found, alike = [], dict(zip(self.plain_names(), are_alike, strict=True))
         for name, tensor in self.tensors.items():
-            if name in own:
-                found.append(_piece(own_name(rank, name), _local(name, tensor), Part.whole(tensor.shape)))
+            local, whole = _local(name, tensor), Box.whole(tensor.shape)
+            if not alike.get(name, True):
+                found.append(Piece(own_name(rank, name), whole, local))
                 continue
-            part = part_of_tensor(tensor) if _is_cut(tensor) else Part.whole(tensor.shape, num_ranks, rank)
-            found.append(_piece(name, _local(name, tensor), part, _is_cut(tensor)))
-        return sorted((p for p in found if p is not None), key=lambda p: -p.values.dtype.itemsize)
+            part = _part_of(tensor) if _is_cut(tensor) else Part(whole, num_ranks, rank)
+            box = part.written_here(name, local.dtype.itemsize)
+            if box is not None:
+                values = local[box.within(part.box)] if box.sizes else local
+                found.append(Piece(name, box, values, _is_cut(tensor)))
+        return found
+
+
+def random_states(group: ShardGroup) -> dict[str, Any]:
+    """Return the states of the default random generators of torch, Python, NumPy and the device."""
+    numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the global one is what is to be kept
+    own = {key: v.tolist() if isinstance(v, np.ndarray) else v for key, v in numpy_state["state"].items()}
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": {**numpy_state, "state": own},
+    }
+    if group.device_type != "cpu":
+        states["device"] = torch.get_device_module(group.device_type).get_rng_state()
+    return states
+
+
+def own_piece(group: ShardGroup, extra: Any, facts: Any = None) -> Piece:
+    """Return this rank's random states, its `extra`, and facts that differ between ranks, as JSON in a tensor."""
+    own = {"random": encode(random_states(group), "the random states"), "extra": extra, "facts": facts}
+    text = json.dumps(own).encode()
+    values = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return Piece(own_name(group.world_rank, OWN), Box.whole(values.shape), values)
+
+
+def left_out_of(module: nn.Module, names: Collection[str]) -> set[str]:
+    """Return names of tied weights that Hugging Face's class leaves out of files and ties again after loading."""
+    found: set[str] = set()
+    for pattern in getattr(module, "_tied_weights_keys", None) or ():
+        with suppress(re.error):
+            found.update(name for name in names if name == pattern or re.search(pattern, name))
+    return found
 
 
 def is_extra(name: str) -> bool:
-    """Whether `get_extra_state` gave what a state dict has under a name."""
+    """Return whether an entry of a state dict came from `get_extra_state`."""
     return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
 def check_kept(who: str, model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Raise unless what is written into the tensors of a state dict stays in the model.
+    """Raise unless the tensors of a state dict are the model's own, so that values written into them stay.
 
     Raises:
         CheckpointError: A hook of `state_dict` makes one anew each time.
@@ -307,7 +334,7 @@ def check_kept(who: str, model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _memory(value: Any) -> int:
-    """What tells whether two tensors are one."""
+    """Return a key that two views of one memory share."""
     if isinstance(value, ShardedTensor):
         return id(value.shard_storage)
     if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.layout == torch.strided:
@@ -316,7 +343,7 @@ def _memory(value: Any) -> int:
 
 
 def encode_state(values: Mapping[Any, Any], where: str, keep: Any) -> dict[str, Any]:
-    """An optimizer's state of one parameter, with the names of its tensors."""
+    """Encode an optimizer's state of one parameter; its tensors are kept by name."""
     wrong = next((key for key in values if not isinstance(key, str)), None)
     if wrong is not None:
         raise CheckpointError(f"{where}: the keys of its state must be texts, but one is {wrong!r:.80}. Name it.")
@@ -324,7 +351,7 @@ def encode_state(values: Mapping[Any, Any], where: str, keep: Any) -> dict[str, 
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Raise unless a file can hold a tensor.
+    """Raise unless a safetensors file can hold a tensor.
 
     Raises:
         CheckpointError: It is sparse or quantized, or its dtype has no name there.
@@ -334,11 +361,11 @@ def check_dense(name: str, tensor: Tensor) -> None:
             f"{name}: a checkpoint holds dense tensors, but this one is {tensor.layout}, {tensor.dtype}. Convert it, "
             "or keep it out of the state_dict."
         )
-    dtype_name(name, dtype_of(tensor))
+    check_dtype(name, dtype_of(tensor))
 
 
 def dtype_of(tensor: Tensor) -> torch.dtype:
-    """The dtype that a tensor's values are kept in."""
+    """Return the dtype of a tensor's stored values."""
     return tensor.storage_dtype if isinstance(tensor, ShardedTensor) else tensor.dtype
 
 
@@ -347,17 +374,9 @@ def _is_cut(tensor: Tensor) -> bool:
 
 
 def _local(name: str, tensor: Tensor) -> Tensor:
-    """This rank's values as a plain tensor, without a copy where there are such."""
+    """Return this rank's values as a plain tensor; a copy only where they must be gathered or decoded."""
     if _is_cut(tensor):
         return exact_values(tensor.shard_storage.resolve(), name)  # type: ignore[attr-defined]
     with torch.no_grad():
         plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return plain.detach()
-
-
-def _piece(name: str, local: Tensor, part: Part, is_shard: bool = False) -> Piece | None:
-    box = part.written_here(name, local.dtype.itemsize)
-    if box is None:
-        return None
-    offsets = tuple(o + s.start for o, s in zip(part.offsets, box, strict=True))
-    return Piece(name, part.shape, offsets, local.detach()[box] if box else local.detach(), is_shard)

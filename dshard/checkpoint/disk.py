@@ -1,15 +1,13 @@
-"""Files that survive: made under names that nobody can guess, synced, and put in their place at once.
+"""Write files that survive a crash: under unguessable names, synced, and renamed into place.
 
 A name that is in use is never opened for writing, so that a link in its place leads nowhere; modes are those of the
 process's umask; after a rename the directory is synced too, without which the new name itself may be lost.
 """
 
-import ctypes
 import fcntl
 import os
 import secrets
 import stat
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,21 +16,18 @@ from pathlib import Path
 from dshard.errors import CheckpointError
 
 PARTIAL = ".partial"
-_LARGE_BYTES = 1 << 20
 _STEP_BYTES = 1 << 24  # of a file that are in memory at a time
 _LOCK_TIMEOUT_S = 60.0  # for another save to put its files in their places, which are a few renames
 _POLL_S = 0.02
-_BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE, of sync_file_range(2)
-_SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
 
 
 def partial_name(path: Path, token: str | None = None) -> Path:
-    """A hidden name beside `path` that cannot be guessed, or the one that has a token of 16 hex digits."""
+    """Return a hidden name beside `path` with a random token of 16 hex digits, or the given one."""
     return path.with_name(f".{path.name}.{token or secrets.token_hex(8)}{PARTIAL}")
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, each of which is synced into the one that holds it.
+    """Make a folder and its missing parents, and sync each into its parent.
 
     Raises:
         OSError: It cannot be made, or is something else.
@@ -49,8 +44,8 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder survive a crash, on file systems that can say so."""
-    with closing(_open_folder(folder)) as opened:
+    """Sync a folder, so that the names in it survive a crash, on file systems that can."""
+    with closing(open_folder(folder)) as opened:
         _sync(opened)
 
 
@@ -59,50 +54,58 @@ def _sync(folder: int) -> None:
         os.fsync(folder)
 
 
-def _open_folder(folder: Path) -> int:
+def open_folder(folder: Path) -> int:
+    """Open a folder, to sync or to lock it."""
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 @contextmanager
 def closing(opened: int) -> Iterator[int]:
-    """A file descriptor that is closed at the end."""
+    """Close a file descriptor at the end."""
     try:
         yield opened
     finally:
         os.close(opened)
 
 
+def try_lock(opened: int) -> bool:
+    """Lock a file or folder for as long as it is open; False if another process has locked it.
+
+    Raises:
+        OSError: The file system has no locks.
+    """
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except (BlockingIOError, PermissionError):  # both are said of a lock that another process holds
+        return False
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Wait until no other save puts its files into a folder; gives False where there are no locks.
+    """Wait for the folder's lock and hold it; yields False on file systems without locks.
 
     Raises:
         CheckpointError: Another one does for too long.
     """
-    with closing(_open_folder(folder)) as opened:
-        yield _lock(opened, folder)
-
-
-def _lock(opened: int, folder: Path) -> bool:
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
-    while True:
+    deadline, is_locked = time.monotonic() + _LOCK_TIMEOUT_S, True
+    with closing(open_folder(folder)) as opened:
         try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except (BlockingIOError, PermissionError) as error:  # both are said of a lock that another process holds
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"{folder}: one save at a time may put its files there, but another has been at it for "
-                    f"{_LOCK_TIMEOUT_S:.0f} s. Wait for it, or pass another path."
-                ) from error
-            time.sleep(_POLL_S)
+            while not try_lock(opened):
+                if time.monotonic() > deadline:
+                    raise CheckpointError(
+                        f"{folder}: one save at a time may put its files there, but another has been at it for "
+                        f"{_LOCK_TIMEOUT_S:.0f} s. Wait for it, or pass another path."
+                    )
+                time.sleep(_POLL_S)
         except OSError:
-            return False
+            is_locked = False
+        yield is_locked
 
 
 @contextmanager
 def create(path: Path) -> Iterator[int]:
-    """A file descriptor of a new file, to write to; on leaving it is synced, and after an error removed.
+    """Open a new file to write to; sync it at the end, or remove it after an error.
 
     Raises:
         FileExistsError: Something, if only a link, has that name.
@@ -131,7 +134,7 @@ def write_whole(path: Path, content: bytes) -> None:
     with create(draft) as opened:
         write_all(opened, content)
     try:
-        with closing(_open_folder(path.parent)) as folder:  # who sees the file may give the folder another name at once
+        with closing(open_folder(path.parent)) as folder:  # who sees the file may give the folder another name at once
             draft.rename(path)
             _sync(folder)
     except BaseException:
@@ -141,17 +144,14 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_all(opened: int, content: bytes | memoryview) -> None:
-    """Write every byte, however many calls it takes; of many the disk gets them while the next ones are made."""
+    """Write all bytes, in as many calls as it takes."""
     rest = memoryview(content).cast("B")
-    is_large = len(rest) >= _LARGE_BYTES
     while rest:
         rest = rest[os.write(opened, rest) :]
-    if is_large and _SYNC_FILE_RANGE is not None:  # advice: where it is not taken, the sync at the end does all
-        _SYNC_FILE_RANGE(opened, ctypes.c_int64(0), ctypes.c_int64(0), _BEGIN_WRITING)
 
 
-def open_regular(path: Path, *, follow: bool = False) -> int:
-    """A file descriptor to read a file from; what is no regular file is refused, not waited for.
+def check_regular(path: Path, *, follow: bool = False) -> os.stat_result:
+    """Raise unless a path is a regular file: opening a pipe would wait.
 
     Args:
         path: Of the file.
@@ -159,49 +159,39 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
 
     Raises:
         CheckpointError: It is a link, a folder, a pipe or a device.
-        OSError: There is none, or it cannot be read.
+        OSError: There is none.
     """
-    if not follow and path.is_symlink():
-        raise CheckpointError(f"{path}: must be a file, but it is a link. Copy what it points to into its place.")
+    found = path.stat() if follow else path.lstat()
+    if stat.S_ISREG(found.st_mode):
+        return found
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFLNK: "a link"}
+    kind = kinds.get(stat.S_IFMT(found.st_mode), "no regular file")
+    raise CheckpointError(f"{path}: must be a file, but it is {kind}. Put the file back, or use another path.")
+
+
+def open_regular(path: Path, *, follow: bool = False) -> int:
+    """Open a regular file to read from; raises as `check_regular`."""
+    check_regular(path, follow=follow)
     opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
-    mode = os.fstat(opened).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(opened)
-        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "no regular file"
-        raise CheckpointError(f"{path}: must be a file, but it is {kind}. Put the file back, or use another path.")
-    return opened
+    if stat.S_ISREG(os.fstat(opened).st_mode):
+        return opened
+    os.close(opened)
+    raise CheckpointError(f"{path}: must be a file, but something else took its place. Use another path.")
 
 
 def buffers(size: int) -> Iterator[tuple[int, memoryview]]:
-    """Where each bounded part of some bytes starts, with memory for it."""
+    """Cut a number of bytes into bounded parts; yields the start of each and memory for it."""
     for offset in range(0, size, _STEP_BYTES):
         yield offset, memoryview(bytearray(min(_STEP_BYTES, size - offset)))
 
 
-def read_padded(opened: int, into: memoryview, offset: int) -> None:
-    """Fill a buffer with a file's bytes from `offset` on, and with zeros beyond its end."""
-    rest = _unread(opened, into, offset)
-    rest[:] = bytes(len(rest))
-
-
-def read_exactly(opened: int, into: memoryview, offset: int) -> None:
-    """Fill a buffer with a file's bytes from `offset` on.
-
-    Raises:
-        EOFError: The file ends before.
-        OSError: It cannot be read.
-    """
-    rest = _unread(opened, into, offset)
-    if rest:
-        raise EOFError(f"it ends {len(rest)} bytes early")
-
-
-def _unread(opened: int, into: memoryview, offset: int) -> memoryview:
-    """Fill a buffer with a file's bytes from `offset` on; gives what lies beyond the file's end."""
+def read_padded(opened: int, into: memoryview, offset: int) -> int:
+    """Fill a buffer with a file's bytes from `offset` on, and zeros beyond its end; return how many bytes were read."""
     rest = into.cast("B")
     while rest:
         num_read = os.preadv(opened, [rest], offset)
         if not num_read:
             break
         rest, offset = rest[num_read:], offset + num_read
-    return rest
+    rest[:] = bytes(len(rest))
+    return len(into) - len(rest)

@@ -1,34 +1,33 @@
-"""Folders of checkpoints: made beside their place, put into it, found again, and removed when there are newer ones.
+"""Folders of checkpoints: create, publish, find and remove them.
 
-A folder that is being written has a hidden name of its own, and a file in it that its writer keeps locked. What has
-such a name and an unlocked file is what a killed save left; the next save beside it removes it.
+A folder that is being written has a hidden name of its own, and its writer keeps it locked. What has such a name and no
+lock is what a killed save left; the next save beside it removes it.
 """
 
 import errno
-import fcntl
-import json
 import os
 import re
 import secrets
+import time
 from contextlib import suppress
 from pathlib import Path
 
-from dshard.checkpoint.disk import closing, locked, make_folder, partial_name, sync_folder
+from dshard.checkpoint.disk import closing, locked, make_folder, open_folder, partial_name, sync_folder, try_lock
+from dshard.checkpoint.files import FILE_NAME
 from dshard.checkpoint.manifest import COPY_NAME, MANIFEST, Manifest, is_checkpoint, read_manifest
 from dshard.checkpoint.parity import ROW_NAME, group_around
-from dshard.checkpoint.stored import FILE_NAME
 from dshard.errors import CheckpointError
 
-_WRITER = "dshard.writer.json"
-_IN_PLACE = "|".join((COPY_NAME.pattern, FILE_NAME.pattern, ROW_NAME.pattern, re.escape(_WRITER)))
-_OURS = re.compile(_IN_PLACE + r"|dshard\.json|(part|row)-\d{5,}\.json")
-_OUTDATED = re.compile(_IN_PLACE)  # unless the manifest names it
+_IN_PLACE = re.compile("|".join((COPY_NAME.pattern, FILE_NAME.pattern, ROW_NAME.pattern)))
+_OURS = re.compile(_IN_PLACE.pattern + r"|dshard\.json|(part|row)-\d{5,}\.json")
+_POLL_S = 0.001
+_DRAFTS = re.compile(r"\.tmp\w+")  # of a file that safetensors was writing
 _NONE = f"must be a checkpoint, which is a folder with a {MANIFEST}, or a folder of checkpoints, but there is none"
 _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|removed)")
 
 
 def check_target(target: Path, *, thoroughly: bool) -> None:
-    """Raise unless a checkpoint can be put at a path without taking anything of somebody else's away.
+    """Raise unless a path is free for a checkpoint, or holds one that may be replaced.
 
     Args:
         target: The path.
@@ -37,26 +36,20 @@ def check_target(target: Path, *, thoroughly: bool) -> None:
     Raises:
         CheckpointError: Something is there that is no checkpoint.
     """
-    if target.is_symlink():
-        raise CheckpointError(
-            f"{target}: a checkpoint is put into a folder, but there is a link. Pass the path that it points to."
-        )
-    if not target.exists():
+    if not os.path.lexists(target):
         return
-    if not target.is_dir():
+    found = "a link" if target.is_symlink() else "" if target.is_dir() else "a file"
+    if not found and any(target.iterdir()) and not (_manifest_of(target) if thoroughly else is_checkpoint(target)):
+        found = f"a folder with {', '.join(sorted(child.name for child in target.iterdir())[:3])}"
+    if found:
         raise CheckpointError(
-            f"{target}: a checkpoint is put into a folder, but there is a file. Move it away, or pass another path."
-        )
-    if any(target.iterdir()) and not (_manifest_of(target) if thoroughly else is_checkpoint(target)):
-        some = ", ".join(sorted(child.name for child in target.iterdir())[:3])
-        raise CheckpointError(
-            f"{target}: a checkpoint replaces nothing but a checkpoint, but there is a folder with {some}. Move it "
-            "away, or pass another path."
+            f"{target}: a checkpoint replaces nothing but a checkpoint, but there is {found}. Move it away, or pass "
+            "another path."
         )
 
 
 def _manifest_of(folder: Path) -> Manifest | None:
-    """What a checkpoint says of itself; None if there is none that can be read."""
+    """Read a folder's manifest; None if there is none or it is damaged."""
     try:
         return read_manifest(folder)
     except (CheckpointError, OSError):
@@ -64,7 +57,7 @@ def _manifest_of(folder: Path) -> Manifest | None:
 
 
 def is_complete(folder: Path, manifest: Manifest) -> bool:
-    """Whether the files of a checkpoint are there, of the right size, but for what parity stands in for.
+    """Return whether all files of a checkpoint are there and of the right size, or parity can rebuild them.
 
     Their values are not looked at.
     """
@@ -83,7 +76,7 @@ def _size_of(path: Path) -> int | None:
 
 
 def find(path: Path) -> tuple[Path, Manifest, list[str]]:
-    """The checkpoint at a path: that folder, or the newest complete one in it.
+    """Find the checkpoint at a path: that folder, or the newest complete one in it.
 
     Returns:
         The checkpoint's folder, what it says of itself, and why newer ones were passed over.
@@ -102,9 +95,8 @@ def find(path: Path) -> tuple[Path, Manifest, list[str]]:
         except CheckpointError as error:
             skipped.append((_changed(child), str(error)))
             continue
-        order = manifest.facts["sequence"], manifest.step
         if is_complete(child, manifest):
-            found.append((order, child, manifest))
+            found.append((manifest.order, child, manifest))
         else:
             skipped.append((_changed(child), f"{child}: files are missing or of another size"))
     if not found:
@@ -115,7 +107,7 @@ def find(path: Path) -> tuple[Path, Manifest, list[str]]:
 
 
 def checkpoints_in(path: Path) -> list[Path]:
-    """The checkpoint at a path, or all in a folder.
+    """Return the checkpoint at a path, or all in a folder.
 
     Raises:
         CheckpointError: There is none.
@@ -127,7 +119,7 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def _children(path: Path) -> list[Path]:
-    """The folders in one, but for links and hidden ones."""
+    """Return the folders in a folder, without links and hidden ones."""
     try:
         return sorted(c for c in path.iterdir() if not c.name.startswith(".") and not c.is_symlink() and c.is_dir())
     except OSError:
@@ -141,26 +133,19 @@ def _changed(folder: Path) -> float:
 
 
 def prune(newest: Path, run: str, keep: int) -> None:
-    """Remove the older checkpoints of a run beside its newest one, but for the last `keep`, that one included."""
+    """Remove the older checkpoints of a run in a folder, and keep the last `keep`, the newest one included."""
     older = []
     for child in _children(newest.parent):
         manifest = _manifest_of(child) if child != newest else None
         if manifest is not None and manifest.facts["run"] == run:
-            older.append(((manifest.facts["sequence"], manifest.step), child, manifest))
+            older.append((manifest.order, child, manifest))
     for _, folder, manifest in sorted(older, key=lambda each: each[0], reverse=True)[keep - 1 :]:
-        remove(folder, manifest)
-
-
-def discard(folder: Path) -> None:
-    """Remove a checkpoint's own files, and its folder unless there is something else in it; nothing else is touched."""
-    manifest = _manifest_of(folder)
-    if manifest is not None:
         remove(folder, manifest)
 
 
 def remove(folder: Path, manifest: Manifest) -> None:
     """Remove a checkpoint's own files; the folder goes with them unless somebody put something else into it."""
-    own = {MANIFEST, _WRITER, *manifest.names}
+    own = {MANIFEST, *manifest.names}
     with suppress(OSError):
         if all(child.name in own for child in folder.iterdir()):
             hidden = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.removed")
@@ -172,7 +157,7 @@ def remove(folder: Path, manifest: Manifest) -> None:
 
 
 class Draft:
-    """A checkpoint's folder while it is being written, to be used by the rank that makes it.
+    """The hidden folder of a checkpoint that is being written; rank 0 makes and publishes it.
 
     Args:
         target: Where it is to go.
@@ -192,30 +177,28 @@ class Draft:
 
     def _begin(self) -> bool:
         self.folder.mkdir()
-        path = self.folder / _WRITER
         try:
-            self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            self._lock = open_folder(self.folder)
             with suppress(OSError):  # file systems without locks: what a kill leaves stays there
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(self._lock).st_nlink and path.exists():
-                os.write(self._lock, json.dumps({"dshard": "a checkpoint that is being written"}).encode())
+                while not try_lock(self._lock):
+                    time.sleep(_POLL_S)
+            if self.folder.exists():
                 return True
         except FileNotFoundError:
             return False
         except BaseException:
             self.close()
-            _remove_own(self.folder)
             raise
         self.close()
         return False
 
     @property
     def token(self) -> str:
-        """What makes the folder's name, 16 hex digits."""
+        """The random 16 hex digits in the folder's name."""
         return self.folder.name.split(".")[-2]
 
     def publish(self) -> None:
-        """Put the folder in its place: whenever the process dies, the old checkpoint or the new one is there, whole.
+        """Publish the folder: whenever the process dies, the old checkpoint or the new one is there, whole.
 
         Raises:
             CheckpointError, OSError: It cannot be put there.
@@ -228,7 +211,7 @@ class Draft:
         self.close()
 
     def _rename(self) -> bool:
-        """Put the folder where there is none, or an empty one; False if that is no longer so."""
+        """Rename the folder to its target; False if there is a folder with something in it."""
         try:
             self.folder.rename(self.target)
         except OSError as error:
@@ -236,17 +219,16 @@ class Draft:
                 return False
             raise
         sync_folder(self.target.parent)
-        (self.target / _WRITER).unlink(missing_ok=True)
         return True
 
     def _replace(self, before: Manifest, *, is_alone: bool) -> None:
-        """Put the files into the folder of another checkpoint, whose own go when the new ones are in place.
+        """Move the files into the folder of an older checkpoint, switch its manifest, and remove the older files.
 
         Args:
             before: The other one.
             is_alone: Whether no other save does so now; then what killed ones left there goes, too.
         """
-        names = sorted({child.name for child in self.folder.iterdir()} - {MANIFEST, _WRITER})
+        names = sorted({child.name for child in self.folder.iterdir()} - {MANIFEST})
         try:
             for name in names:
                 (self.folder / name).rename(self.target / name)  # a name that no other save has
@@ -257,42 +239,34 @@ class Draft:
                 (self.target / name).unlink(missing_ok=True)
             raise
         sync_folder(self.target)
-        outdated = {child.name for child in self.target.iterdir() if _OUTDATED.fullmatch(child.name)}
+        outdated = {child.name for child in self.target.iterdir() if _IN_PLACE.fullmatch(child.name)}
         for name in {*before.names, *(outdated if is_alone else ())} - set(names):
             (self.target / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove what was not put in its place."""
+        """Remove the folder unless it was published."""
+        _remove_own(self.folder)
         if self._lock >= 0:
-            _remove_own(self.folder)
             os.close(self._lock)
             self._lock = -1
 
 
 def _remove_own(folder: Path) -> None:
-    """Remove a hidden folder with what a save puts into one, and nothing else."""
+    """Remove a hidden folder and the files that a save writes; other files in it stay, and so does the folder then."""
     with suppress(OSError):
-        for child in sorted(folder.iterdir(), key=lambda c: c.name == _WRITER):
+        for child in folder.iterdir():
             draft = _HIDDEN.fullmatch(child.name)
-            if _OURS.fullmatch(child.name if draft is None else draft[1]):
+            if _OURS.fullmatch(child.name if draft is None else draft[1]) or _DRAFTS.fullmatch(child.name):
                 child.unlink(missing_ok=True)
         folder.rmdir()
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Remove what killed saves left beside a place, as far as nobody holds its lock."""
+    """Remove the hidden folders that killed saves left in a folder: those that nobody has locked."""
     with suppress(OSError):
         for folder in list(parent.iterdir()):
-            found = _HIDDEN.fullmatch(folder.name)
-            if found is None or folder.is_symlink() or not folder.is_dir():
+            if not _HIDDEN.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
                 continue
-            if found[2] == "removed":
-                _remove_own(folder)
-                continue
-            with suppress(OSError):
-                folder.rmdir()  # a save that was killed between its first two operations left it empty
-            with suppress(OSError):
-                flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                with closing(os.open(folder / _WRITER, flags)) as opened:
-                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its writer lives
+            with suppress(OSError), closing(open_folder(folder)) as opened:
+                if try_lock(opened):  # its writer does not live any more
                     _remove_own(folder)

@@ -1,4 +1,4 @@
-"""Load a checkpoint: all of it is read and checked before anything is changed, on every rank."""
+"""Load a checkpoint: every rank reads and compares all that it needs before any rank changes anything."""
 
 import copy
 import json
@@ -21,24 +21,15 @@ from dshard import collectives
 from dshard.agreement.same import check_same, refused_together
 from dshard.arguments import read
 from dshard.autograd.modes import outside_autograd
+from dshard.checkpoint import contents
 from dshard.checkpoint.agreement import group_of, share, together
-from dshard.checkpoint.contents import (
-    check_kept,
-    described_optimizers,
-    dtype_of,
-    is_extra,
-    optimizers_by_prefix,
-    part_of_tensor,
-)
+from dshard.checkpoint.asynchronous import pending_save
+from dshard.checkpoint.files import Box
 from dshard.checkpoint.folders import find
-from dshard.checkpoint.job import lineage_of
-from dshard.checkpoint.manifest import Manifest, read_manifest
+from dshard.checkpoint.manifest import Manifest, own_name, read_manifest
 from dshard.checkpoint.optimizers import prepare_optimizers
-from dshard.checkpoint.own import OWN, set_random_states
-from dshard.checkpoint.pending import pending_save
-from dshard.checkpoint.shard_file import ShardReader
-from dshard.checkpoint.source import Load, Source, decoded, writer
-from dshard.checkpoint.stored import own_name
+from dshard.checkpoint.reading import Load, Reader, Source, writer
+from dshard.checkpoint.saving import lineage_of
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import CheckpointError
 from dshard.optimizer.moves import allocate
@@ -82,7 +73,7 @@ def load(
     group = group_of(model)
     with refused_together("checkpoint.load", ["optimizer"], group):
         read("checkpoint.load", {"optimizer": optimizer})
-        described = described_optimizers(optimizer)
+        described = contents.described_optimizers(optimizer)
     check_same("checkpoint.load", {"optimizer": described}, group)
     if (earlier := pending_save(group)) is not None:
         earlier.result()
@@ -108,16 +99,14 @@ def load(
 def _read_all(
     folder: Path, token: str, known: Manifest | None, model: nn.Module, optimizer: Any, group: ShardGroup
 ) -> Load:
-    """Read and check all that this rank needs of a checkpoint, whose manifest it may know."""
+    """Read and compare all that this rank needs of a checkpoint."""
     manifest = known or read_manifest(folder)
     if manifest.facts["token"] != token:
         raise CheckpointError(
             f"{folder}: all ranks must read one checkpoint, but another save has replaced it meanwhile. Load it again."
         )
-    with outside_autograd(), ShardReader(folder, manifest) as reader:
+    with outside_autograd(), Reader(folder, manifest) as reader:
         job = prepared(Source(folder, manifest, reader, group), model, optimizer)
-        if manifest.world_size == group.world_size:
-            reader.header(group.world_rank)
         for name in sorted(reader.rebuilt):
             _LOG.warning(
                 "%s: damaged or missing, so read from parity. dshard check --repair restores it.", folder / name
@@ -126,12 +115,12 @@ def _read_all(
 
 
 def prepared(source: Source, model: nn.Module, optimizer: Any) -> Load:
-    """Read and check everything that goes into a model and its optimizers.
+    """Read and compare everything that goes into a model and its optimizers.
 
     Raises:
         CheckpointError: It is of others, or damaged.
     """
-    optimizers = optimizers_by_prefix(optimizer)
+    optimizers = contents.optimizers_by_prefix(optimizer)
     job = Load(source.manifest)
     source = replace(source, own=_read_own(source))
     _prepare_model(source, model, job)
@@ -141,7 +130,7 @@ def prepared(source: Source, model: nn.Module, optimizer: Any) -> Load:
 
 
 def finish(job: Load, model: nn.Module, optimizer: Any, group: ShardGroup) -> None:
-    """Put what was read into the model and its optimizers.
+    """Write the values that were read into the model and its optimizers.
 
     Raises:
         CheckpointError: A module raised in `set_extra_state`. On every rank alike; nothing was changed.
@@ -160,9 +149,9 @@ def finish(job: Load, model: nn.Module, optimizer: Any, group: ShardGroup) -> No
 
 
 def _count_alike(model: nn.Module, optimizer: Any, group: ShardGroup) -> None:
-    """Have all ranks count the writes from one number on: ranks may have had other pasts, of which nothing is left."""
+    """Set the number of writes of every shard alike on all ranks, whose histories may differ."""
     held = list(model.state_dict(keep_vars=True).values())
-    for each in optimizers_by_prefix(optimizer).values():
+    for each in contents.optimizers_by_prefix(optimizer).values():
         held += [value for state in each.state.values() if isinstance(state, dict) for value in state.values()]
     storages = [value.shard_storage for value in held if isinstance(value, ShardedTensor)]
     most = torch.tensor([max((c.num_writes for c in storages), default=0)], device=group.device_type)
@@ -173,17 +162,18 @@ def _count_alike(model: nn.Module, optimizer: Any, group: ShardGroup) -> None:
 
 def _prepare_model(source: Source, model: nn.Module, job: Load) -> None:
     state = model.state_dict(keep_vars=True)
-    check_kept("checkpoint.load", model, state)
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and not is_extra(name)}
-    beyond = [name for name in source.names("model.") if name.removeprefix("model.") not in tensors]
+    contents.check_kept("checkpoint.load", model, state)
+    tensors = {
+        name: value for name, value in state.items() if isinstance(value, Tensor) and not contents.is_extra(name)
+    }
+    beyond = [name for name in source.manifest.names_below("model.") if name.removeprefix("model.") not in tensors]
     if beyond:
-        raise CheckpointError(
-            f"{source.folder}: the checkpoint must hold nothing beyond the model, but it has '{beyond[0]}' and "
-            f"{len(beyond) - 1} more. Build the model as it was when it was saved."
+        raise source.refusal(
+            f"the checkpoint must hold nothing beyond the model, but it has '{beyond[0]}' and {len(beyond) - 1} more"
         )
     read: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        values = source.read(f"model.{name}", part_of_tensor(tensor), dtype_of(tensor))
+        values = source.read(f"model.{name}", contents.box_of(tensor), contents.dtype_of(tensor))
         known = read.get(id(tensor))
         if known is not None:
             _check_tie(source, name, values, *known)
@@ -199,14 +189,13 @@ def _prepare_model(source: Source, model: nn.Module, job: Load) -> None:
 
 def _check_tie(source: Source, name: str, values: Tensor, other: str, known: Tensor) -> None:
     if not torch.equal(bytes_of(values), bytes_of(known)):
-        raise CheckpointError(
-            f"{source.folder}: '{name}' and '{other}' are one tensor of the model and must have one value, but the "
-            "checkpoint has two. Build the model as it was when it was saved."
+        raise source.refusal(
+            f"'{name}' and '{other}' are one tensor of the model and must have one value, but the checkpoint has two"
         )
 
 
 def _write_by_name(model: nn.Module, name: str, values: Tensor) -> None:
-    """Put values into a tensor that has got its memory."""
+    """Write values into a tensor that got its memory only now."""
     writer(model.state_dict(keep_vars=True)[name], values)()
 
 
@@ -214,17 +203,15 @@ def _prepare_extra_state(source: Source, model: nn.Module, names: set[str], job:
     saved = source.fact("extra_state")
     if set(saved) != names:
         differing = sorted(set(saved) ^ names)[0]
-        raise CheckpointError(
-            f"{source.folder}: the extra state of modules must be that of the model, but '{differing}' is in one of "
-            "them alone. Build the model as it was when it was saved."
+        raise source.refusal(
+            f"the extra state of modules must be that of the model, but '{differing}' is in one of them alone"
         )
     for name, value in saved.items():
-        owner = model.get_submodule(name.rpartition(".")[0])
-        job.extra_states.append((owner, decoded(source, value, name)))
+        job.extra_states.append((model.get_submodule(name.rpartition(".")[0]), source.decoded(value, name)))
 
 
 def _set_extra_states(group: ShardGroup, job: Load) -> None:
-    """Give modules their extra state, and where one refuses it, on any rank, all of them the old one."""
+    """Set the extra states of modules; if one of them raises on any rank, set all old ones again."""
     before: list[tuple[nn.Module, Any]] = []
 
     def change() -> None:
@@ -242,39 +229,33 @@ def _set_extra_states(group: ShardGroup, job: Load) -> None:
 
 
 def _read_own(source: Source) -> Mapping[str, Any]:
-    """What a rank saved for itself: random states, and what differed."""
-    name = own_name(source.rank, OWN)
+    """Read what one rank saved for itself: random states, and facts that differed between ranks."""
+    name = own_name(source.rank, contents.OWN)
     found = source.manifest.tensors.get(name)
     if found is None:
-        raise CheckpointError(f"{source.folder}: '{name}' must be stored, but it is not. Use another checkpoint.")
-    values = source.reader.read(name, found, (0,), found.shape)
+        raise source.damage(name)
+    values = source.reader.read(name, Box.whole(found.shape))
     try:
         own = json.loads(values.numpy().tobytes())
         facts = own.get("facts") or {"optimizers": [], "extra_state": {}}
         if not isinstance(facts["optimizers"], list) or not isinstance(facts["extra_state"], dict):
             raise TypeError(f"its facts are {facts!r:.40}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(_not_own(source, name, error)) from error
+        raise source.damage(name, error) from error
     return dict(own)
 
 
-def _not_own(source: Source, name: str, error: Exception) -> str:
-    return f"{source.folder}: '{name}' must be as save wrote it, but {error}. Use another checkpoint."
-
-
 def _prepare_own(source: Source, job: Load) -> None:
-    """What ranks saved for themselves: random states, and `extra` where it differed."""
-    facts, name = source.manifest.facts, own_name(source.rank, OWN)
+    """Prepare the random states and the `extra` of this rank."""
+    facts = source.manifest.facts
     try:
-        states = _random_states(decoded(source, source.own["random"], "the random states"))
+        states = _random_states(source.decoded(source.own["random"], "the random states"))
         extra = facts["extra"] if facts["are_alike"] else source.own["extra"]
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(_not_own(source, name, error)) from error
-    job.extra = decoded(source, extra, "extra")
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise source.damage(own_name(source.rank, contents.OWN), error) from error
+    job.extra = source.decoded(extra, "extra")
     if source.is_same_size:
-        job.commits.append(lambda: set_random_states(states, source.group.device_type))
+        job.commits.append(lambda: _set_random_states(states, source.group.device_type))
         return
     different = [
         *(["extras"] if not facts["are_alike"] else []),
@@ -289,13 +270,25 @@ def _prepare_own(source: Source, job: Load) -> None:
 
 
 def _random_states(saved: Any) -> dict[str, Any]:
-    """What generators take, tried on others than those of the program."""
+    """Decode random states and try them on other generators; raises ValueError for states that these refuse."""
     states = {**saved, "numpy": {**saved["numpy"], "state": dict(saved["numpy"]["state"])}}
     numpy_state = states["numpy"]["state"]
     if "key" in numpy_state:
         numpy_state["key"] = np.array(numpy_state["key"], dtype=np.uint32)
-    torch.Generator("cpu").set_state(states["torch"])
+    try:
+        torch.Generator("cpu").set_state(states["torch"])
+    except RuntimeError as error:
+        raise ValueError(error) from error
     random.Random().setstate(states["python"])
     if states["numpy"]["bit_generator"] == "MT19937":
         np.random.RandomState().set_state(states["numpy"])
     return states
+
+
+def _set_random_states(states: Mapping[str, Any], device_type: str) -> None:
+    """Set the default random generators to saved states."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])  # noqa: NPY002 - the global one is what was kept
+    if "device" in states and device_type != "cpu":
+        torch.get_device_module(device_type).set_rng_state(states["device"])

@@ -1,25 +1,79 @@
-"""What a checkpoint says of itself: a JSON file that is written last, and believed only as far as it can be checked."""
+"""The manifest of a checkpoint: a JSON file that is written last, and checked when it is read."""
 
 import hashlib
 import json
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dshard.checkpoint.file_format import read_text
+import numpy as np
+import torch
+
+from dshard.checkpoint.disk import open_regular
+from dshard.checkpoint.files import Box, StoredFile, StoredPiece, counts, require
 from dshard.checkpoint.parity import Row, Stripes, group_around
-from dshard.checkpoint.stored import DamageError, StoredFile, StoredTensor, are_counts, as_list, num_blocks, own_name
 from dshard.errors import CheckpointError
 
 MANIFEST = "dshard.json"
-_FORMAT = 2
-MAX_MANIFEST_BYTES = 1 << 30
 COPY_NAME = re.compile(r"dshard-[0-9a-f]{8}\.json")
-_SUM_BYTES = 4
+_FORMAT = 3
+_OWN = re.compile(r"rank-\d+/")  # what `own_name` puts ahead of a name
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint.
+
+    Args:
+        dtype: Of its values.
+        shape: Of the full tensor.
+        pieces: Boxes that cover it once, each with the number of its file.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[int, StoredPiece], ...]
+
+
+def tensors_of(files: Sequence[StoredFile]) -> dict[str, StoredTensor]:
+    """Return the tensors that files hold together; of a box that several ranks wrote, the first piece.
+
+    Raises:
+        ValueError: The pieces of a tensor contradict each other, or do not cover it once.
+    """
+    boxes: dict[str, dict[Box, tuple[int, StoredPiece]]] = {}
+    for index, file in enumerate(files):
+        for name, piece in file.pieces.items():
+            first, known = boxes.setdefault(name, {}).setdefault(piece.box, (index, piece))
+            require(
+                known.sums == piece.sums,
+                f"{name}: ranks that hold the same part must hold the same values, but ranks {first} and {index} do "
+                "not. Compare the weights between the ranks",
+            )
+    found = {}
+    for name, of_box in boxes.items():
+        kinds = {(piece.dtype, piece.box.shape) for _, piece in of_box.values()}
+        require(len(kinds) == 1, f"{name}: all ranks must hold it alike, but it is {' and '.join(map(str, kinds))}")
+        ((dtype, shape),) = kinds
+        _check_cover(name, shape, list(of_box))
+        found[name] = StoredTensor(dtype, shape, tuple(of_box.values()))
+    return found
+
+
+def _check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """Raise ValueError unless boxes cover a shape once."""
+    is_full = sum(box.numel for box in boxes) == math.prod(shape)
+    require(is_full, f"{name}: pieces must cover its shape {tuple(shape)} once, but they do not")
+    low = np.array([box.offsets for box in boxes], dtype=np.int64)
+    high = low + np.array([box.sizes for box in boxes], dtype=np.int64)
+    for i in range(len(boxes) - 1 if math.prod(shape) else 0):
+        is_alone = not np.any(np.all((low[i] < high[i + 1 :]) & (low[i + 1 :] < high[i]), axis=1))
+        require(is_alone, f"{name}: pieces must not overlap, but another lies on the one at {boxes[i].offsets}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +83,7 @@ class Manifest:
     Args:
         facts: Number of ranks, step, run, and the caller's own; optimizers without their tensors.
         files: One of each rank.
-        tensors: By name.
+        tensors: By name, as `tensors_of` finds them in the files.
         aliases: Other names of tensors, each with the one it is stored under.
         rows: Of parity, one of each rank; none without.
     """
@@ -57,21 +111,39 @@ class Manifest:
         return len(self.files)
 
     @property
-    def step(self) -> int:
-        """What was passed to `save`."""
-        return int(self.facts["step"])
+    def order(self) -> tuple[int, int]:
+        """A key that orders checkpoints by age."""
+        return self.facts["sequence"], self.facts["step"]
 
-    def stored(self, name: str) -> StoredTensor | None:
-        """A tensor by any of its names."""
-        return self.tensors.get(self.aliases.get(name, name))
+    def stored(self, name: str, rank: int) -> tuple[str, StoredTensor] | None:
+        """Find a tensor by any of its names, and return the name under which its values of a rank are stored.
+
+        Args:
+            name: Of the tensor.
+            rank: Of those that wrote the checkpoint, the one whose values are meant.
+        """
+        plain = self.aliases.get(name, name)
+        found = (kept for kept in (plain, own_name(rank, plain)) if kept in self.tensors)
+        return next(((kept, self.tensors[kept]) for kept in found), None)
+
+    def names_below(self, prefix: str) -> list[str]:
+        """Return the names of tensors with a prefix, each once, without the ranks whose values they have."""
+        names = [
+            name[found.end() :] if (found := _OWN.match(name)) else name for name in (*self.tensors, *self.aliases)
+        ]
+        return [name for name in dict.fromkeys(names) if name.startswith(prefix)]
+
+    def stripes_around(self, index: int) -> tuple[range, Stripes]:
+        """Return the files that share rows of parity with one file, and their stripes."""
+        group = group_around(index, len(self.files))
+        return group, Stripes(tuple(self.files[i].size for i in group))
 
     def to_bytes(self) -> bytes:
         """The file's content."""
         body = {
             "format": _FORMAT,
-            **{name: self.facts[name] for name in _FACTS if name in self.facts},
+            **{name: self.facts[name] for name in _FACTS},
             "files": [file.to_json() for file in self.files],
-            "tensors": {name: tensor.to_json() for name, tensor in self.tensors.items()},
             "aliases": self.aliases,
             "parity": [row.to_json() for row in self.rows] or None,
         }
@@ -86,12 +158,16 @@ _FACTS: Mapping[str, type | tuple[type, ...]] = {
     "created": str,
     "dshard": str,
     "torch": str,
-    "parity": (list, type(None)),
     "optimizers": list,
     "extra_state": dict,
     "are_alike": bool,
     "extra": (dict, list, str, int, float, bool, type(None)),
 }
+
+
+def own_name(rank: int, name: str) -> str:
+    """Return the name of a rank's own values of a tensor."""
+    return f"rank-{rank}/{name}"
 
 
 def _sum_of(body: Mapping[str, Any]) -> str:
@@ -100,12 +176,12 @@ def _sum_of(body: Mapping[str, Any]) -> str:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder says that it is one, whatever comes of reading it."""
+    """Return whether a folder has a manifest or a copy of one, readable or not."""
     return os.path.lexists(folder / MANIFEST) or bool(_copies(folder))
 
 
 def _copies(folder: Path) -> list[Path]:
-    """Copies of the manifest, which parity has; two, for a moment, when one checkpoint replaces another."""
+    """Return the copies of the manifest, which parity writes; two while one checkpoint replaces another."""
     try:
         return sorted(child for child in folder.iterdir() if COPY_NAME.fullmatch(child.name))
     except OSError:
@@ -113,7 +189,7 @@ def _copies(folder: Path) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What a checkpoint says of itself, after all of it was checked that can be without reading values.
+    """Read and check a checkpoint's manifest.
 
     Where it is missing or damaged, its copy stands in, if there is parity.
 
@@ -121,120 +197,63 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: There is none in `folder`, or it is damaged, of another format, or lies about its files.
     """
     try:
-        return _read(folder / MANIFEST, folder)
+        return read_copy(folder / MANIFEST)
     except CheckpointError as error:
         for copy in _copies(folder):
             with suppress(CheckpointError):
-                manifest = _read(copy, folder)
+                manifest = read_copy(copy)
                 if manifest.copy_name == copy.name and all((folder / row.name).exists() for row in manifest.rows[:1]):
                     return manifest
         raise error
 
 
-def read_copy(folder: Path, name: str, manifest: Manifest) -> bool:
-    """Whether a file holds this very manifest."""
+def read_copy(file: Path) -> Manifest:
+    """Read the manifest in one file; raises as `read_manifest`."""
     try:
-        return _read(folder / name, folder).to_bytes() == manifest.to_bytes()
-    except CheckpointError:
-        return False
-
-
-def _read(file: Path, folder: Path) -> Manifest:
-    """The manifest in a file."""
-    try:
-        _, content = read_text(file, MAX_MANIFEST_BYTES, follow=False)
+        with open(open_regular(file), "rb") as opened:
+            content = opened.read()
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder}: a checkpoint is a folder with a {MANIFEST}, but there is none. Check the path."
+            f"{file.parent}: a checkpoint is a folder with a {MANIFEST}, but there is none. Check the path."
         ) from None
     except OSError as error:
         raise CheckpointError(f"{file}: must be readable, but {error.strerror}. Check its permissions.") from error
     try:
         value = json.loads(content)
-        if isinstance(value, dict) and value.get("format") != _FORMAT:
-            raise CheckpointError(
-                f"{file}: the format must be {_FORMAT}, but it is {str(value.get('format'))[:40]}. "
-                + (
-                    "It was written by torch's DCP, whose pickles are not read here: load it with the version that "
-                    "wrote it, or with torch.distributed.checkpoint."
-                    if value.get("format") == 1
-                    else "Load it with the version that wrote it."
-                )
-            )
-        return _checked(value)
-    except DamageError as damage:
-        raise CheckpointError(f"{file}: {damage}. The checkpoint is damaged; use another.") from damage
+        known = value["format"]
+        if known == _FORMAT:
+            return _checked(value)
+        writer = f"dshard {value.get('dshard')} with torch {value.get('torch')}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise CheckpointError(
-            f"{file}: must be JSON as save wrote it, but {type(error).__name__}: {str(error)[:200]}. The checkpoint is "
+            f"{file}: must be as save wrote it, but {type(error).__name__}: {str(error)[:300]}. The checkpoint is "
             "damaged; use another."
         ) from error
+    raise CheckpointError(
+        f"{file}: the format must be {_FORMAT}, but it is {str(known)[:40]}, written by {writer[:80]}. Load it with "
+        "that version, and write the model with its save_safetensors, which this version's load_safetensors reads."
+    )
 
 
-def _checked(value: Any) -> Manifest:
-    """The manifest in a file's JSON."""
-    if not isinstance(value, dict):
-        raise DamageError(f"it must be an object, but is a {type(value).__name__}")
+def _checked(value: dict[str, Any]) -> Manifest:
+    """Check the JSON of a manifest; raises ValueError, KeyError or TypeError for a damaged one."""
     body = {key: item for key, item in value.items() if key != "sha256"}
-    if value.get("sha256") != _sum_of(body):
-        raise DamageError("its checksum must be that of its content, but it is of another")
+    require(value.get("sha256") == _sum_of(body), "its checksum must be that of its content, but it is of another")
     for name, kind in _FACTS.items():
-        if name not in body or not isinstance(body[name], kind):
-            raise DamageError(f"'{name}' must be there, of its kind, but it is {str(body.get(name, 'missing'))[:40]!r}")
-    if not are_counts(body["step"], body["sequence"]):
-        raise DamageError(f"'step' and 'sequence' must be counts, but are {body['step']} and {body['sequence']}")
-    if not re.fullmatch(r"[0-9a-f]{8}", body["token"]):
-        raise DamageError(f"'token' must be 8 hex digits, but is {body['token']!r:.40}")
-    if not isinstance(body["tensors"], dict) or not isinstance(body["aliases"], dict):
-        raise DamageError("'tensors' and 'aliases' must be objects, but one is not")
-    files = tuple(StoredFile.from_json(file) for file in as_list(body["files"]))
-    tensors = {}
-    for name, stored in body["tensors"].items():
-        try:
-            tensors[name] = StoredTensor.from_json(stored)
-        except DamageError as damage:
-            raise DamageError(f"of '{name}' {damage}") from damage
-    for name, target in body["aliases"].items():
-        if name in tensors or (target not in tensors and own_name(0, target) not in tensors):
-            raise DamageError(f"'{name}' must be another name of a tensor, but '{str(target)[:80]}' is none")
-    facts = {name: body[name] for name in _FACTS if name != "parity"}
+        require(isinstance(body[name], kind), f"'{name}' is {str(body[name])[:40]!r}")
+    counts([body["step"], body["sequence"]])
+    require(re.fullmatch(r"[0-9a-f]{8}", body["token"]), f"'token' must be 8 hex digits, but is {body['token']!r:.40}")
+    files = tuple(StoredFile.from_json(file) for file in body["files"])
+    names = [file.name for file in files]
+    require(0 < len(files) == len(set(names)), f"each rank must have a file of its own, but there are {names[:4]}")
+    tensors, aliases = tensors_of(files), dict(body["aliases"])
+    for name, target in aliases.items():
+        is_known = name not in tensors and (target in tensors or own_name(0, target) in tensors)
+        require(is_known, f"'{name}' must be another name of a tensor, but '{str(target)[:80]}' is none")
     rows = tuple(Row.from_json(row) for row in body["parity"] or ())
-    manifest = Manifest(facts, files, tensors, dict(body["aliases"]), rows)
-    if not files or len({file.name for file in files}) != len(files):
-        raise DamageError(f"each rank must have a file of its own, but there are {[file.name for file in files][:4]}")
-    _check_ranges(manifest)
-    _check_rows(manifest)
+    manifest = Manifest({name: body[name] for name in _FACTS}, files, tensors, aliases, rows)
+    require(not rows or 1 < len(rows) == len(files), f"{len(rows)} of {len(files)} ranks have a row of parity")
+    for index, row in enumerate(rows):
+        is_long = row.size == manifest.stripes_around(index)[1].length
+        require(is_long, f"'{row.name}' must be as long as a stripe of its group, but has {row.size} bytes")
     return manifest
-
-
-def _check_rows(manifest: Manifest) -> None:
-    """Raise `DamageError` unless there are no rows of parity, or one of each rank that fits its group's files."""
-    if not manifest.rows:
-        return
-    if len(manifest.rows) != len(manifest.files):
-        raise DamageError(f"each rank must have a row of parity, but {len(manifest.rows)} have")
-    for index, row in enumerate(manifest.rows):
-        sizes = tuple(manifest.files[i].size for i in group_around(index, len(manifest.files)))
-        if len(sizes) < 2 or row.size != Stripes(sizes).length:
-            raise DamageError(f"'{row.name}' must be as long as a stripe of its group, but has {row.size} bytes")
-
-
-def _check_ranges(manifest: Manifest) -> None:
-    """Raise `DamageError` unless the chunks fill the files, one after the other, and their sums too."""
-    by_file: list[list[tuple[int, int, int, int, str]]] = [[] for _ in manifest.files]
-    for name, tensor in manifest.tensors.items():
-        for chunk in tensor.chunks:
-            if chunk.file >= len(by_file):
-                raise DamageError(f"a chunk of '{name}' must be in one of {len(by_file)} files, but is in {chunk.file}")
-            size = tensor.num_bytes(chunk)
-            by_file[chunk.file].append((chunk.start, size, chunk.first_sum, num_blocks(size), name))
-    for file, ranges in zip(manifest.files, by_file, strict=True):
-        byte, block = file.data_start, 0
-        for start, size, first, blocks, name in sorted(ranges):
-            if start != byte or first != block:
-                raise DamageError(f"'{name}' must be at byte {byte} of '{file.name}', but lies at {start}")
-            byte, block = start + size, first + blocks
-        if byte != file.sums_start or byte + _SUM_BYTES * block != file.size:
-            raise DamageError(
-                f"'{file.name}' must be filled by its chunks, but has {file.size} bytes and {byte} of chunks"
-            )

@@ -1,4 +1,4 @@
-"""Load what a checkpoint has of optimizers: their groups, and the state of each parameter."""
+"""Load the states of optimizers: their groups, and the state of each parameter."""
 
 import math
 from collections import Counter
@@ -10,63 +10,60 @@ from typing import Any, TypeGuard
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dshard.checkpoint.contents import Part, dtype_of, name_of_params, part_of_tensor
-from dshard.checkpoint.source import Load, Source, decoded, writer
-from dshard.checkpoint.stored import StoredTensor
-from dshard.checkpoint.trees import same_kind
-from dshard.errors import CheckpointError
+from dshard.checkpoint.contents import box_of, dtype_of, name_of_params
+from dshard.checkpoint.files import Box
+from dshard.checkpoint.manifest import StoredTensor
+from dshard.checkpoint.reading import Load, Source, writer
+from dshard.checkpoint.values import same_kind
 from dshard.tensor import ShardedTensor
 from dshard.tensor.shard_storage import ShardStorage
 from dshard.tensor.subclass_shards import subclass_gathers
 
 
 def prepare_optimizers(source: Source, model: nn.Module, optimizers: Mapping[str, Optimizer], job: Load) -> None:
-    """Read and check the states of all optimizers that were passed, as many as the checkpoint has, or none.
+    """Read and check the states of the optimizers that were passed: as many as were saved, or none.
 
     Raises:
         CheckpointError: They are others than those that were saved, or the files are damaged.
     """
     saved = source.fact("optimizers")
     if len(optimizers) and len(saved) != len(optimizers):
-        raise CheckpointError(
-            f"{source.folder}: optimizers must be as many as were saved, but it has {len(saved)} and {len(optimizers)} "
-            "were passed. Pass those that were saved, in their order, or none to load the model alone."
+        raise source.refusal(
+            f"optimizers must be as many as were saved, but it has {len(saved)} and {len(optimizers)} were passed",
+            "Pass those that were saved, in their order, or none to load the model alone",
         )
     names = name_of_params(model, optimizers)
     for optimizer, facts in zip(optimizers.values(), saved, strict=False):
-        _check_optimizer(source, optimizer, facts)
+        kinds = {"kind": str, "prefix": str, "groups": list, "state": dict, "whole": list, "common": dict}
+        if not isinstance(facts, dict) or any(not isinstance(facts.get(key), kind) for key, kind in kinds.items()):
+            raise source.damage("optimizers")
+        if facts["kind"] != type(optimizer).__name__:
+            raise source.refusal(
+                f"the optimizer must be of the class that was saved, but that is {facts['kind']} and this is "
+                f"{type(optimizer).__name__}",
+                "Pass one of that class, or none to load the model alone",
+            )
         _prepare_groups(source, optimizer, facts["groups"], names, job)
         _prepare_state(source, optimizer, facts, names, job)
-
-
-def _check_optimizer(source: Source, optimizer: Optimizer, facts: Any) -> None:
-    kinds = {"kind": str, "prefix": str, "groups": list, "state": dict, "whole": list, "common": dict}
-    if not isinstance(facts, dict) or any(not isinstance(facts.get(key), kind) for key, kind in kinds.items()):
-        raise CheckpointError(f"{source.folder}: an optimizer in it is damaged. Use another checkpoint.")
-    if facts["kind"] != type(optimizer).__name__:
-        raise CheckpointError(
-            f"{source.folder}: the optimizer must be of the class that was saved, but that is {facts['kind']} and this "
-            f"is {type(optimizer).__name__}. Pass one of that class, or none to load the model alone."
-        )
 
 
 def _prepare_groups(
     source: Source, optimizer: Optimizer, saved: Sequence[Any], names: Mapping[int, str], job: Load
 ) -> None:
     if len(saved) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"{source.folder}: param_groups must be as many as were saved, but those are {len(saved)} and the "
-            f"optimizer has {len(optimizer.param_groups)}. Make it as it was when it was saved."
+        raise source.refusal(
+            f"param_groups must be as many as were saved, but those are {len(saved)} and the optimizer has "
+            f"{len(optimizer.param_groups)}"
         )
     for i, (facts, group) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
         own_names = [names[id(p)] for p in group["params"]]
         if not isinstance(facts, dict) or facts.get("params") != own_names:
-            raise CheckpointError(
-                f"{source.folder}: param_groups[{i}] must hold the parameters that were saved, but those are "
-                f"{str(facts.get('params') if isinstance(facts, dict) else facts)[:120]} and the optimizer's are "
-                f"{str(own_names)[:120]}. Make it as it was when it was saved."
+            known = facts.get("params") if isinstance(facts, dict) else facts
+            raise source.refusal(
+                f"param_groups[{i}] must hold the parameters that were saved, but those are {str(known)[:120]} and the "
+                f"optimizer's are {str(own_names)[:120]}"
             )
-        options = decoded(source, facts.get("options"), f"param_groups[{i}]")
+        options = source.decoded(facts.get("options"), f"param_groups[{i}]")
         own = {key: value for key, value in group.items() if key != "params"}
         _check_options(source, i, options, own)
         job.commits.append(partial(_set_options, group, options))
@@ -76,21 +73,17 @@ def _prepare_groups(
 def _check_options(source: Source, i: int, saved: Any, own: Mapping[str, Any]) -> None:
     missing = sorted(set(own) - set(saved)) if isinstance(saved, dict) else ["its options"]
     if missing:
-        raise CheckpointError(
-            f"{source.folder}: param_groups[{i}] must have the options of the optimizer, but '{missing[0]}' was not "
-            "saved. Make the optimizer as it was when it was saved."
+        raise source.refusal(
+            f"param_groups[{i}] must have the options of the optimizer, but '{missing[0]}' was not saved"
         )
     for key, value in saved.items():
         if key in own and not same_kind(value, own[key]):
-            raise CheckpointError(
-                f"{source.folder}: param_groups[{i}]['{key}'] must be of the kind that the optimizer has, "
-                f"{own[key]!r:.40}, but it is {value!r:.40}. It is damaged, or of another optimizer."
+            raise source.refusal(
+                f"param_groups[{i}]['{key}'] must be of the kind that the optimizer has, {own[key]!r:.40}, but it is "
+                f"{value!r:.40}"
             )
         if key == "lr" and (value is None or not math.isfinite(value)):
-            raise CheckpointError(
-                f"{source.folder}: param_groups[{i}]['lr'] must be a finite number, but it is {value!r:.40}. It is "
-                "damaged."
-            )
+            raise source.damage(f"param_groups[{i}]['lr']", f"it is {value!r:.40} in place of a finite number")
 
 
 def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
@@ -108,10 +101,7 @@ def _prepare_state(
     params = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     foreign = next((name for name in facts["state"] if name not in params), None)
     if foreign is not None:
-        raise CheckpointError(
-            f"{source.folder}: the optimizer must hold every parameter that has a state, but not '{foreign}'. Make it "
-            "as it was when it was saved."
-        )
+        raise source.refusal(f"the optimizer must hold every parameter that has a state, but not '{foreign}'")
     held = [
         *params.values(),
         *(value for param in params.values() for value in optimizer.state.get(param, {}).values()),
@@ -123,27 +113,25 @@ def _prepare_state(
             job.commits.append(partial(optimizer.state.pop, param, None))
             continue
         if not isinstance(saved, dict) or not saved:
-            raise CheckpointError(
-                f"{source.folder}: the state of '{name}' must be an object, but it is {saved!r:.40}. It is damaged."
-            )
+            raise source.damage(f"the state of {name}", f"it is {saved!r:.40}")
         old, values = optimizer.state.get(param, {}), {}
-        home = _Home(source, param, job.groups[id(param)], facts["whole"], num_holders)
+        place = _Place(source, param, job.groups[id(param)], facts["whole"], num_holders)
         for key, value in saved.items():
-            values[key], write = home.take(key, value, old.get(key), f"{facts['prefix']}.{name}.{key}")
+            values[key], write = place.take(key, value, old.get(key), f"{facts['prefix']}.{name}.{key}")
             if write is not None:
                 job.commits.append(write)
         job.commits.append(partial(optimizer.state.__setitem__, param, values))
-    common = decoded(source, facts["common"], f"{facts['prefix']}.state")
+    common = source.decoded(facts["common"], f"{facts['prefix']}.state")
     if not isinstance(common, dict) or any(isinstance(key, Tensor) for key in common):
-        raise CheckpointError(f"{source.folder}: '{facts['prefix']}.state' must be an object. It is damaged.")
+        raise source.damage(f"{facts['prefix']}.state")
     gone = [key for key in optimizer.state if not isinstance(key, Tensor) and key not in common]
     job.commits += [partial(optimizer.state.pop, key, None) for key in gone]
     job.commits.append(partial(optimizer.state.update, common))
 
 
 @dataclass(frozen=True, slots=True)
-class _Home:
-    """Where the state of a parameter belongs."""
+class _Place:
+    """The destination of a parameter's state."""
 
     source: Source
     param: Tensor
@@ -152,32 +140,32 @@ class _Home:
     num_holders: Mapping[int, int]  # how many parameters and states have each shard storage, by its identity
 
     def take(self, key: str, saved: Any, old: Any, what: str) -> tuple[Any, Callable[[], None] | None]:
-        """A value, and how to write it if it is a tensor that is there."""
+        """Return a value of the state, and for a tensor that stays the function that writes to it."""
         name = saved.get("$named") if isinstance(saved, dict) and len(saved) == 1 else None
         found = self.source.stored(name) if isinstance(name, str) else None
         if isinstance(name, str) and found is not None and isinstance(old, Tensor) and not old.is_meta:
             shape, dtype = found[1].shape, found[1].dtype
             if tuple(old.shape) == shape and dtype_of(old) == dtype:
-                values = self.source.read(name, part_of_tensor(old), dtype)
+                values = self.source.read(name, box_of(old), dtype)
                 if self._takes_the_place_of(old, values):  # as with torch's own load_state_dict
                     return old.like(ShardStorage(values, old.shard_layout, is_shared=True), dtype=dtype), None
                 return old, writer(old, values)
-        return decoded(self.source, saved, what, partial(self._made, key)), None
+        return self.source.decoded(saved, what, partial(self._made, key)), None
 
     def _made(self, key: str, name: str, stored: StoredTensor) -> Tensor:
-        """A tensor that was not there before."""
+        """Read a tensor that the optimizer does not have yet, onto the device where torch would put it."""
         param, shape = self.param, stored.shape
         own = param.storage_device if isinstance(param, ShardedTensor) else param.device
-        home = self.source.group.device_type if own.type == "meta" else own
+        device = self.source.group.device_type if own.type == "meta" else own
         if shape and shape == tuple(param.shape) and isinstance(param, ShardedTensor) and name not in self.whole:
-            shard = self.source.read(name, part_of_tensor(param), stored.dtype).to(home)
+            shard = self.source.read(name, box_of(param), stored.dtype).to(device)
             return param.like(ShardStorage(shard, param.shard_layout, is_shared=True), dtype=stored.dtype)
-        values = self.source.read(name, Part.whole(shape), stored.dtype)
+        values = self.source.read(name, Box.whole(shape), stored.dtype)
         is_on_host = key == "step" and not (self.options.get("capturable") or self.options.get("fused"))
-        return values if is_on_host else values.to(home)  # as torch's own load_state_dict places them
+        return values if is_on_host else values.to(device)  # as torch's own load_state_dict places them
 
     def _takes_the_place_of(self, old: Tensor, values: Tensor) -> TypeGuard[ShardedTensor]:
-        """Whether values that were read can be a state's shard as they are, so that none is copied."""
+        """Return whether the values that were read can become the state's shard, without a copy."""
         if not isinstance(old, ShardedTensor) or old.is_view or self.num_holders[id(old.shard_storage)] > 1:
             return False
         shard = old.shard_storage.resolve()

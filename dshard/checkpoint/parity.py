@@ -1,4 +1,4 @@
-"""One XOR row per group of files: of what the group has, any one file can be lost.
+"""XOR rows over groups of files: any one file of a group can be rebuilt from the others.
 
 The files of a group are cut into stripes, n - 1 of each file of n. Row p, which the p-th rank writes, is the XOR of one
 stripe of every file but the p-th; each stripe of a file is in another row. So a row is as long as a stripe, all rows
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from dshard.checkpoint.disk import buffers, create, write_all
+from dshard.checkpoint.files import counts, require
 
 MAX_GROUP = 16  # files: of more, several may be lost at a time
 ROW_NAME = re.compile(r"parity-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.bin")
@@ -38,22 +39,19 @@ class Row:
     size: int
     checksum: int
 
-    def to_json(self) -> list[Any]:
-        """The list that stands for it in the manifest."""
-        return [self.name, self.size, self.checksum]
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that describes it in the manifest."""
+        return {"name": self.name, "size": self.size, "crc32": self.checksum}
 
     @classmethod
     def from_json(cls, value: Any) -> "Row":
-        """The inverse of `to_json`; raises ValueError for what is no such thing."""
-        if not isinstance(value, list) or [type(item) for item in value] != [str, int, int]:
-            raise ValueError(f"a row must be a name and two numbers, but is {str(value)[:80]}")
-        if not ROW_NAME.fullmatch(value[0]):
-            raise ValueError(f"a row must be named as one is, in this folder, but one is {value[0]!r:.80}")
-        return cls(*value)
+        """Read the object of `to_json`; raises ValueError, KeyError or TypeError for anything else."""
+        require(ROW_NAME.fullmatch(value["name"]), f"no row may be named {value['name']!r:.80}")
+        return cls(value["name"], *counts([value["size"], value["crc32"]]))
 
 
 def group_around(index: int, num_files: int) -> range:
-    """The files that share rows with one: neighbours, at most `MAX_GROUP`, and as many in each group as can be."""
+    """Return the group of a file: up to `MAX_GROUP` neighbours, in groups of about one size."""
     num_groups = -(-num_files // MAX_GROUP)
     bounds = [num_files * i // num_groups for i in range(num_groups + 1)]
     return next(range(a, b) for a, b in pairwise(bounds) if a <= index < b)
@@ -61,7 +59,7 @@ def group_around(index: int, num_files: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class Stripes:
-    """How the members of a group are cut.
+    """The stripes into which the files of a group are cut.
 
     Args:
         sizes: Bytes of each member, two or more.
@@ -76,11 +74,11 @@ class Stripes:
 
     @staticmethod
     def stripe_in(row: int, member: int) -> int:
-        """Number of the stripe of a member that a row has; not of the member that writes the row."""
+        """Return which stripe of a member is in a row; the member that writes the row has none in it."""
         return row if row < member else row - 1
 
     def row_bytes(self, row: int, read: Read, target: memoryview, offset: int, *, without: int | None = None) -> None:
-        """XOR into `target` what a row's members have at an offset of their stripes.
+        """XOR into `target` the bytes of a row's members at an offset of their stripes.
 
         Args:
             row: Its number.
@@ -98,7 +96,7 @@ class Stripes:
                 np.bitwise_xor(total, part, out=total)
 
     def rebuild(self, member: int, read: Read, read_row: Read, target: memoryview, offset: int) -> None:
-        """Fill `target` with a lost member's bytes from an offset on, out of the others and the rows.
+        """Rebuild a lost member's bytes from an offset on, from the other members and the rows.
 
         Args:
             member: The lost one.

@@ -1,10 +1,11 @@
-"""Snapshots in memory that survive the loss of one rank: each rank keeps its own, and an XOR row of the others'."""
+"""Snapshots in memory that survive the loss of one rank: each rank keeps its own and an XOR row of the others'."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -13,30 +14,31 @@ from dshard import collectives
 from dshard.agreement.same import check_same
 from dshard.arguments import checked
 from dshard.checkpoint.agreement import agree, group_of, together
-from dshard.checkpoint.contents import Contents, described_optimizers, optimizers_by_prefix
-from dshard.checkpoint.file_format import DTYPES, dtype_name
-from dshard.checkpoint.job import lineage_of
+from dshard.checkpoint.contents import (
+    Contents,
+    described_optimizers,
+    optimizers_by_prefix,
+    own_piece,
+)
+from dshard.checkpoint.files import Box, Piece, StoredFile, StoredPiece, as_bytes
 from dshard.checkpoint.loading import finish, prepared
-from dshard.checkpoint.manifest import Manifest
-from dshard.checkpoint.own import own_piece, random_states
+from dshard.checkpoint.manifest import Manifest, StoredTensor
 from dshard.checkpoint.parity import Stripes
-from dshard.checkpoint.saving import facts_of
-from dshard.checkpoint.shard_file import Piece, host_bytes
-from dshard.checkpoint.source import Source
-from dshard.checkpoint.stored import Chunk, StoredFile, StoredTensor
-from dshard.checkpoint.trees import encode
+from dshard.checkpoint.reading import Source
+from dshard.checkpoint.saving import facts_of, lineage_of
+from dshard.checkpoint.values import encode
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import CheckpointError
 
 _LABEL = "peer snapshot"
 _STEP_BYTES = 1 << 24  # of each stripe that travel at a time
-_LENGTH_BYTES = 8
+_TEXT = "description"
 _WHERE = Path("the snapshot in memory")
 
 
 @checked
 class PeerSnapshots:
-    """Keeps, in the memory of every rank, a snapshot of its shards and one XOR row of those of the others.
+    """Keeps in every rank's memory a snapshot of its shards and an XOR row of the other ranks' snapshots.
 
     Of N ranks that share parameters, rows have 1/(N - 1) of the bytes of the shards. A rank that lost its part gets it
     back from the others, bit for bit, without a file.
@@ -73,12 +75,12 @@ class PeerSnapshots:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on this rank of its snapshot and of its row."""
+        """Bytes of this rank's snapshot and row."""
         return sum(held.numel() for held in (self._image, self._row) if held is not None)
 
     @checked
     def step(self, *, step: int = 0, extra: Any = None) -> bool:
-        """Count a step, to be called on every rank after the optimizer's; take a snapshot at each `every`-th.
+        """Count a step, and take a snapshot at every `every`-th; to be called on every rank after the optimizer's step.
 
         Args:
             step: Number of finished steps, kept with the snapshot.
@@ -104,12 +106,12 @@ class PeerSnapshots:
         return True
 
     def forget(self) -> None:
-        """Drop this rank's snapshot and row, as if it had just joined."""
+        """Drop this rank's snapshot and row, as in a process that has just joined."""
         self._image = self._row = None
         self._sizes = ()
 
     def restore(self) -> Any:
-        """Go back to the last snapshot, on every rank; one that has none gets its own from the others.
+        """Go back to the last snapshot on every rank; the others rebuild that of one rank that lost it.
 
         Returns:
             What was passed to `step` as `extra`, of this rank.
@@ -148,16 +150,13 @@ class PeerSnapshots:
         return job.extra
 
     def _taken(self, step: int, extra: Any) -> Tensor:
-        """This rank's part of a snapshot: a description, and the bytes of everything that it holds."""
+        """Take this rank's snapshot, as bytes."""
         contents = Contents(self._model, optimizers_by_prefix(self._optimizer))
-        whole = group_of(self._model)
-        own = {"random": random_states(whole), "extra": encode(extra, "extra")}
-        pieces = [*contents.held(), own_piece(whole, own)]
+        pieces = [*contents.held(), own_piece(group_of(self._model), encode(extra, "extra"))]
         lineage = lineage_of(self._model)
         facts = {**facts_of(contents, step), "extra": None, "are_alike": False}
         facts.update(run=lineage.run, sequence=lineage.sequence)
-        empty = {name: stored.to_json() for name, stored in contents.without_values(here=True).items()}
-        return _image_of(pieces, {"facts": facts, "aliases": contents.aliases, "empty": empty})
+        return _image_of(pieces, {"facts": facts, "aliases": contents.aliases})
 
     def _all_sizes(self, own: int) -> tuple[int, ...]:
         sizes = torch.zeros(self._group.num_ranks, dtype=torch.int64, device=self._group.device_type)
@@ -166,7 +165,7 @@ class PeerSnapshots:
         return tuple(found.tolist())
 
     def _exchanged(self, image: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """This rank's row: the XOR of one stripe of every other."""
+        """Exchange stripes and return this rank's row: the XOR of one stripe of every other rank."""
         group, stripes = self._group, Stripes(sizes)
         row = torch.zeros(stripes.length, dtype=torch.uint8, device="cpu")
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -186,7 +185,7 @@ class PeerSnapshots:
         return row
 
     def _rebuilt(self, lost: int) -> Tensor | None:
-        """The lost rank's part, on that rank; the others send what they have of each of its stripes."""
+        """Return the lost rank's snapshot on that rank; the others send their part of each of its stripes."""
         group, stripes, is_lost = self._group, Stripes(self._sizes), self._group.rank == lost
         num_bytes = stripes.length * (group.num_ranks - 1) if is_lost else 0
         out = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
@@ -205,7 +204,7 @@ class PeerSnapshots:
         return out[: self._sizes[lost]].clone() if is_lost else None
 
     def _part_of_row(self, stripes: Stripes, row: int, start: int, size: int) -> Tensor:
-        """What this rank has of a row: the row itself, or its own stripe in it."""
+        """Return this rank's part of a row: the row itself, or its own stripe in it."""
         assert self._row is not None
         assert self._image is not None
         if row == self._group.rank:
@@ -214,73 +213,49 @@ class PeerSnapshots:
 
 
 def _padded(image: Tensor, start: int, size: int) -> Tensor:
-    """Bytes of an image from a place on, with zeros beyond its end."""
+    """Return bytes of an image from an offset on, with zeros beyond its end."""
     part = image[start : start + size]
     return part if part.numel() == size else torch.cat([part, part.new_zeros(size - part.numel())])
 
 
 def _image_of(pieces: Sequence[Piece], described: dict[str, Any]) -> Tensor:
-    """A description and values as bytes, which start where their elements may."""
-    places, start = [], 0
-    for piece in pieces:
-        start = -(-start // _LENGTH_BYTES) * _LENGTH_BYTES
-        places.append(start)
-        start += piece.num_bytes
-    tensors = {
-        piece.name: [
-            dtype_name(piece.name, piece.values.dtype), list(piece.shape), list(piece.offsets),
-            list(piece.values.shape), place,
-        ]
-        for piece, place in zip(pieces, places, strict=True)
-    }  # fmt: skip
-    text = json.dumps({**described, "tensors": tensors}).encode()
-    text += b" " * (-len(text) % _LENGTH_BYTES)
-    values = _LENGTH_BYTES + len(text)
-    image = torch.zeros(values + start, dtype=torch.uint8, device="cpu")
-    image[:values] = torch.frombuffer(bytearray(len(text).to_bytes(_LENGTH_BYTES, "little") + text), dtype=torch.uint8)
-    for piece, place in zip(pieces, places, strict=True):
-        at = values + place
-        for part in host_bytes(piece.values):
-            image[at : at + part.numel()] = part
-            at += part.numel()
-    return image
+    """Return a description and pieces as the bytes of a safetensors file."""
+    boxes = {piece.name: [piece.box.shape, piece.box.offsets, piece.box.sizes] for piece in pieces}
+    text = bytearray(json.dumps({**described, "boxes": boxes}).encode())
+    values = torch.frombuffer(text, dtype=torch.uint8)
+    content = bytearray(as_bytes([*pieces, Piece(_TEXT, Box.whole(values.shape), values)]))
+    return torch.frombuffer(content, dtype=torch.uint8)
 
 
 class _ImageReader:
-    """Reads boxes out of an image: those that the rank held which took it."""
+    """Reads the boxes that this rank held when its image was taken."""
 
-    def __init__(self, image: Tensor, values: int) -> None:
-        self._image, self._values = image, values
+    def __init__(self, values: Mapping[str, Tensor], tensors: Mapping[str, StoredTensor]) -> None:
+        self._values, self._tensors = values, tensors
 
-    def read(self, name: str, stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The values of a box.
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return the values of a box.
 
         Raises:
             CheckpointError: It is another box than the one that is there.
         """
-        chunk = next(iter(stored.chunks), None)
-        if chunk is None or (tuple(offsets), tuple(sizes)) != (chunk.offsets, chunk.sizes):
-            if 0 in sizes:
-                return torch.empty(tuple(sizes), dtype=stored.dtype, device="cpu")
+        ((_, piece),) = self._tensors[name].pieces
+        if box != piece.box:
             raise CheckpointError(
                 f"PeerSnapshots: shards must lie as when the snapshot was taken, but '{name}' lies otherwise now. Take "
                 "a snapshot after set_strategy, or load a checkpoint."
             )
-        start = self._values + chunk.start
-        raw = self._image[start : start + stored.num_bytes(chunk)].clone()
-        return raw.view(stored.dtype).view(chunk.sizes)
+        return self._values[name]
 
 
 def _source_of(image: Tensor, group: ShardGroup) -> Source:
-    """What `load` reads of a checkpoint, out of an image."""
-    length = int.from_bytes(image[:_LENGTH_BYTES].numpy().tobytes(), "little")
-    described = json.loads(image[_LENGTH_BYTES : _LENGTH_BYTES + length].numpy().tobytes())
-    tensors = {
-        name: StoredTensor(DTYPES[dtype], tuple(shape), ()) for name, (dtype, shape, _) in described["empty"].items()
-    }
-    for name, (dtype, shape, offsets, sizes, start) in described["tensors"].items():
-        chunk = Chunk(0, tuple(offsets), tuple(sizes), start, 0, 0)
-        tensors[name] = StoredTensor(DTYPES[dtype], tuple(shape), (chunk,))
-    files = tuple(StoredFile("", 0, 0, "", 0) for _ in range(group.world_size))
+    """Return an image as the source of a load."""
+    values = safetensors.torch.load(image.numpy().tobytes())
+    described = json.loads(values[_TEXT].numpy().tobytes())
+    tensors = {}
+    for name, box in described["boxes"].items():
+        piece = StoredPiece(values[name].dtype, Box(*map(tuple, box)), "", 0)
+        tensors[name] = StoredTensor(piece.dtype, piece.box.shape, ((0, piece),))
+    files = (StoredFile("", 0, "", {}),) * group.world_size
     manifest = Manifest(described["facts"], files, tensors, described["aliases"])
-    return Source(_WHERE, manifest, _ImageReader(image, _LENGTH_BYTES + length), group)
+    return Source(_WHERE, manifest, _ImageReader(values, tensors), group)

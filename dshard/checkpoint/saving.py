@@ -1,10 +1,20 @@
-"""Save a model and its optimizers: every rank its shards, into one folder that is there whole or not at all."""
+"""Save a model and its optimizers: every rank writes its shards, and the folder is published as a whole.
 
+The ranks agree first on what is saved and where. From then on there are files alone: every rank writes its shards into
+a hidden folder, and beside them what it has written; the first rank waits for all, puts the manifest together, and the
+folder in its place. So the same code runs in a thread of its own while training goes on.
+"""
+
+import json
 import os
+import secrets
+import time
+import weakref
 import zlib
-from collections.abc import Sequence
-from contextlib import suppress
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,25 +25,26 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dshard import collectives
+from dshard.agreement.same import check_same
 from dshard.agreement.weights import agree as equal_on_ranks
 from dshard.arguments import read
-from dshard.checkpoint.agreement import agree, group_of, together
-from dshard.checkpoint.contents import Contents, optimizers_by_prefix
-from dshard.checkpoint.disk import partial_name
-from dshard.checkpoint.folders import Draft
-from dshard.checkpoint.job import Job, lineage_of
-from dshard.checkpoint.own import own_piece, random_states
-from dshard.checkpoint.pending import PendingSave, pending_save
-from dshard.checkpoint.shard_file import Piece
-from dshard.checkpoint.snapshot import Snapshot
-from dshard.checkpoint.trees import encode
-from dshard.collectives import ReduceOp, ShardGroup, timeout_of
-from dshard.errors import CheckpointError, DivergenceError
+from dshard.checkpoint.agreement import group_of, share, together
+from dshard.checkpoint.asynchronous import PendingSave, Snapshot, pending_save
+from dshard.checkpoint.contents import Contents, optimizers_by_prefix, own_piece
+from dshard.checkpoint.disk import closing, open_regular, partial_name, read_padded, write_whole
+from dshard.checkpoint.files import Piece, StoredFile, host_bytes, memory_of, write_file
+from dshard.checkpoint.folders import Draft, prune
+from dshard.checkpoint.manifest import MANIFEST, Manifest, tensors_of
+from dshard.checkpoint.parity import Row, group_around, write_row
+from dshard.checkpoint.values import encode
+from dshard.collectives import ShardGroup, timeout_of
+from dshard.collectives.lost import found_dead
+from dshard.errors import CheckpointError
 from dshard.gathering.full_values import refuse_meta
-from dshard.tensor.strides import bytes_of
 
-_VISIBLE_S = 30.0  # for a file of another rank, on network file systems
-_TIMEOUT_S = 1800.0  # where a backend does not say its own
+_TIMEOUT = timedelta(minutes=30)  # for another rank's file, where a backend does not say its own
+_POLL_S = 0.002
+_LOOK_S = 1.0  # how often to look whether the ranks that are waited for live
 
 
 def save(
@@ -49,10 +60,10 @@ def save(
 ) -> PendingSave | None:
     """Write a checkpoint: parameters, buffers, optimizer state, random states; to be called on every rank.
 
-    Every rank writes its own shards, with sums of all their bytes, into a hidden folder beside `directory`, which is
-    synced and then put in its place: whenever the job is killed, the old checkpoint or the new one is there, whole. A
-    checkpoint that was there is replaced; anything else is left alone, and is an error. No full tensor is put together,
-    and nothing is pickled.
+    Every rank writes its own shards as a safetensors file, with sums of all its bytes, into a hidden folder beside
+    `directory`, which is synced and then put in its place: whenever the job is killed, the old checkpoint or the new
+    one is there, whole. A checkpoint that was there is replaced; anything else is left alone, and is an error. No full
+    tensor is put together, and nothing is pickled. `dshard merge` makes a model for `from_pretrained` of it.
 
     Args:
         directory: Folder to make, on a file system that all ranks see.
@@ -79,217 +90,318 @@ def save(
         StateError: A tensor is on the meta device. On every rank alike.
 
     Communicates:
-        Some all-reduces of a few bytes, and one of 16 bytes for each buffer and number of an optimizer; no values.
+        Some all-reduces of a few bytes, one of 16 bytes for each buffer and number of an optimizer, and one of 2 KiB;
+        no values.
     """
-    read("checkpoint.save", {"model": model, "optimizer": optimizer})
-    group = group_of(model)
-    prepared, error = _Prepared((directory, step, keep, asynchronous, parity)), None
-    try:
+    read("checkpoint.save", {"model": model})
+    group, what = group_of(model), f"{directory}: preparing to save failed"
+    given: dict[str, Any] = {"step": step, "keep": keep, "asynchronous": asynchronous, "parity": parity}
+
+    def prepare() -> _Wanted:
         if (earlier := pending_save(group)) is not None:
             earlier.settle()
-        prepared.prepare(group, model, optimizer, extra)
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = caught
+        given.update(read("checkpoint.save", {"directory": directory, "optimizer": optimizer, **given}))
+        if given["parity"] and group.world_size < 2:
+            raise CheckpointError("checkpoint.save: parity needs files of other ranks, but there is one. Leave it out.")
+        return _Wanted.of(Path(directory).absolute(), model, optimizers_by_prefix(optimizer), extra)
+
+    wanted = together(group, prepare, what)
+    wanted.check_same({name: given[name] for name in ("step", "keep", "asynchronous", "parity")}, group)
+    contents = wanted.contents
+    draft = together(group, lambda: Draft(wanted.target) if group.world_rank == 0 else None, what)
     try:
-        are_alike, token = prepared.agree(group, error)
-    except Exception:
-        prepared.close()
+        token = share(group, draft.token if draft is not None else "")
+        are_alike, is_own_alike, *plain = equal_on_ranks(wanted.sums(group), group, "checkpoint").tolist()
+    except BaseException:
+        if draft is not None:
+            draft.close()
         raise
-    pieces: Sequence[Piece] | Exception
+    job = Job(
+        group.world_rank,
+        group.world_size,
+        partial_name(wanted.target, token),
+        {**facts_of(contents, given["step"]), "extra": wanted.extra if are_alike else None, "are_alike": are_alike},
+        contents.aliases,
+        lineage_of(model),
+        given["keep"],
+        bool(given["parity"]),
+        draft,
+        timeout_of(group.process_group) or _TIMEOUT,
+    )
     try:
-        pieces = prepared.pieces(group)
+        pieces: Any = contents.pieces(group.world_rank, group.world_size, plain)
+        pieces.append(own_piece(group, wanted.extra, None if is_own_alike else contents.own_facts))
+        pieces = Snapshot(pieces, group.full_name) if given["asynchronous"] else pieces
     except Exception as caught:  # told with what comes of writing
         pieces = caught
-    target, contents = prepared.target, prepared.contents
-    _, step, keep, asynchronous, parity = prepared.arguments
-    facts = {**facts_of(contents, step), "extra": prepared.extra if are_alike else None, "are_alike": are_alike}
-    places = group.world_rank, group.world_size
-    named = contents.aliases, contents.without_values()
-    folder = partial_name(target, token)
-    job = Job(*places, folder, facts, *named, lineage_of(model), keep, bool(parity), prepared.draft)
-    if asynchronous:
-        return _begin_asynchronous(job, group, target, pieces)
-    try:
-        together(group, lambda: _write(job, pieces), f"{target}: writing the checkpoint failed")
-        together(group, lambda: job.write_row(_VISIBLE_S), f"{target}: writing the checkpoint failed")
-        together(group, lambda: job.publish(_VISIBLE_S), f"{target}: putting it in its place failed")
+    if given["asynchronous"]:
+        return PendingSave(wanted.target, group, lambda: job.run_alone(pieces))
+    try:  # the folder stays until the other ranks are done, too
+        together(group, lambda: job.run(pieces), f"{wanted.target}: writing the checkpoint failed")
     finally:
-        prepared.close()
+        job.close()
     return None
 
 
-def _write(job: Job, pieces: Sequence[Piece] | Exception) -> None:
-    """Write what this rank writes, or raise why that is unknown."""
-    if isinstance(pieces, Exception):
-        raise pieces
-    job.write(pieces)
-
-
-_LABELS = ("directory", "step", "keep", "asynchronous", "parity", "optimizer", "tensors")
-
-
-class _Prepared:
-    """What a save is to write: found by each rank alone, and then compared by all in one message.
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The content of a save, as one rank knows it before the ranks compare it.
 
     Args:
-        arguments: Those that must be equal on all ranks.
+        target: Folder to make.
+        contents: Of the model and its optimizers.
+        extra: As JSON.
+        plain_sums: CRC-32 of each of `contents.plain_names`.
     """
 
     target: Path
     contents: Contents
     extra: Any
+    plain_sums: list[int]
 
-    def __init__(self, arguments: tuple[Any, ...]) -> None:
-        self.arguments = arguments
-        self._sums: list[int] = []
-        self.draft: Draft | None = None
-
-    def prepare(self, group: ShardGroup, model: nn.Module, optimizer: Any, extra: Any) -> None:
-        """Check the arguments, list the tensors, and on the first rank make the folder.
+    @classmethod
+    def of(cls, target: Path, model: nn.Module, optimizers: Mapping[str, Optimizer], extra: Any) -> "_Wanted":
+        """List the tensors.
 
         Raises:
-            CheckpointError, StateError, OSError: One of these cannot be done.
+            CheckpointError, StateError: There is something that no checkpoint holds.
         """
-        given = read("checkpoint.save", dict(zip(_LABELS[:5], self.arguments, strict=True)))
-        self.arguments = tuple(given.values())
-        if given["parity"] and group.world_size < 2:
-            raise CheckpointError(
-                "checkpoint.save: parity makes a lost file from those of other ranks, but there is one rank. Leave it "
-                "out."
-            )
-        self.target = Path(self.arguments[0]).absolute()
-        self.contents = Contents(model, optimizers_by_prefix(optimizer))
-        refuse_meta("checkpoint.save", list(self.contents.tensors.items()))
-        self.extra = encode(extra, "extra")
-        self._sums = _sums_of([self.contents.tensors[name] for name in self.contents.plain_names()])
-        if group.world_rank == 0:
-            self.draft = Draft(self.target)
+        contents = Contents(model, optimizers)
+        refuse_meta("checkpoint.save", list(contents.tensors.items()))
+        plain = [contents.tensors[name] for name in contents.plain_names()]
+        return cls(target, contents, encode(extra, "extra"), _sums_of(plain))
 
-    def agree(self, group: ShardGroup, error: Exception | None) -> tuple[bool, str]:
-        """Compare what the ranks are to do.
+    def check_same(self, given: Mapping[str, Any], group: ShardGroup) -> None:
+        """Raise a DivergenceError on every rank unless all save the same with the same arguments."""
+        lists = {
+            "optimizer": self.contents.described(),
+            "tensors": self.contents.listed(),
+            "extra state": list(self.contents.extra_state),
+        }
+        facts = {"directory": str(self.target), **{name: repr(value) for name, value in given.items()}}
+        check_same("checkpoint.save", {**facts, **lists}, group)
 
-        Returns:
-            Whether all pass the same `extra`; and the token of the folder's name.
-
-        Raises:
-            CheckpointError, StateError: Something went wrong on some rank.
-            DivergenceError: They are to do different things.
-
-        Communicates:
-            An all-reduce of 208 bytes; one of 16 bytes for each tensor that every rank holds whole, if ranks hold
-            different ones; where there is an error, one of its text.
-        """
-        names, facts = [], (0,) * (len(_LABELS) + 3)
-        if error is None:
-            names = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.contents.tensors.items()]
-            held = names, list(self.contents.extra_state)
-            known = str(self.target), *self.arguments[1:], self.contents.kinds, held
-            facts = (*map(_crc, (*known, self.extra, self.contents.own_facts, self._sums)),)
-        token = 0 if self.draft is None else int(self.draft.token, 16)
-        sent = torch.tensor(
-            [error is not None, token >> 32, token & 0xFFFFFFFF, *facts], dtype=torch.int64, device="cpu"
-        )
-        both = torch.stack([sent, ~sent]).to(group.device_type)
-        high = collectives.all_reduce([both], group, ReduceOp.MAX, label="checkpoint", everywhere=True).wait()[0].cpu()
-        is_wrong, upper, lower = high[0][:3].tolist()
-        if is_wrong:
-            agree(group, error, f"{self.arguments[0]}: preparing to save failed")
-        *same, are_alike, self._is_own_alike, self._is_plain_alike = (high[0] == ~high[1]).tolist()[3:]
-        for label, is_same, fact in zip(_LABELS, same, (*self.arguments, self.contents, len(names)), strict=True):
-            if not is_same:
-                raise DivergenceError(
-                    f"checkpoint.save: all ranks must pass the same {label}, but on this one it is {fact!r:.200}. Pass "
-                    "what does not depend on the rank."
-                )
-        return are_alike, f"{upper << 32 | lower:016x}"
-
-    def pieces(self, group: ShardGroup) -> list[Piece]:
-        """What this rank writes.
-
-        Communicates:
-            As `Contents.pieces`; and as `agree` says.
-        """
-        differing: list[str] = []
-        if not self._is_plain_alike:
-            sums = torch.tensor(self._sums, dtype=torch.int64, device=group.device_type)
-            same = equal_on_ranks(sums, group, "checkpoint").tolist()
-            differing = [n for n, is_same in zip(self.contents.plain_names(), same, strict=True) if not is_same]
-        facts = None if self._is_own_alike else self.contents.own_facts
-        own = {"random": random_states(group), "extra": self.extra, "facts": facts}
-        return [*self.contents.pieces(group.world_rank, group.world_size, differing), own_piece(group, own)]
-
-    def close(self) -> None:
-        """Remove the folder, unless it is in its place."""
-        if self.draft is not None:
-            self.draft.close()
+    def sums(self, group: ShardGroup) -> Tensor:
+        """Return checksums of what may differ between ranks: the extra, facts of optimizers, plain tensors."""
+        texts = [repr(value).encode(errors="surrogatepass") for value in (self.extra, self.contents.own_facts)]
+        sums = [*map(zlib.crc32, texts), *self.plain_sums]
+        return torch.tensor(sums, dtype=torch.int64, device="cpu").to(group.device_type)
 
 
 def _sums_of(tensors: Sequence[Tensor]) -> list[int]:
-    """A checksum of each of some small tensors; those on a device come to the host in one copy."""
+    """Return a checksum of each of some small tensors."""
     with torch.no_grad():
         plain = [t.full_tensor() if isinstance(t, DTensor) else t.detach() for t in tensors]
-        raw = [bytes_of(t) for t in plain]
-        away = [t for t in raw if t.device.type != "cpu"]
-        copies = iter(torch.cat(away).cpu().split([t.numel() for t in away]) if away else ())
-        host: list[Any] = [(t if t.device.type == "cpu" else next(copies)).numpy() for t in raw]
-    return [zlib.crc32(array) for array in host]
-
-
-def _crc(value: Any) -> int:
-    return zlib.crc32(repr(value).encode(errors="surrogatepass"))
-
-
-def _own_version() -> str:
-    try:
-        return version("dshard")
-    except PackageNotFoundError:
-        return "unknown"
+        return [zlib.crc32(memory_of(host_bytes(t))) for t in plain]
 
 
 def facts_of(contents: Contents, step: int) -> dict[str, Any]:
-    """What a manifest says of a model, but for its tensors."""
+    """Return the manifest's facts about a model and its optimizers."""
+    own_version = "unknown"
+    with suppress(PackageNotFoundError):
+        own_version = version("dshard")
     return {
         "step": step,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "dshard": _own_version(),
+        "dshard": own_version,
         "torch": torch.__version__,
         "optimizers": contents.optimizers,
         "extra_state": contents.extra_state,
     }
 
 
-_MEMORY: dict[str, Tensor] = {}  # of snapshots, by the name of the ranks' group
+@dataclass(slots=True)
+class Lineage:
+    """The run that a model's checkpoints belong to; `keep` counts those of a run.
+
+    Args:
+        run: Its name.
+        sequence: Of its last checkpoint; grows from each to the next.
+    """
+
+    run: str
+    sequence: int = 0
+
+    def advance(self) -> int:
+        """Return the number of the next checkpoint, which also orders those of several runs by time."""
+        self.sequence = max(self.sequence + 1, time.time_ns() // 1_000_000)
+        return self.sequence
 
 
-def _begin_asynchronous(job: Job, group: ShardGroup, target: Path, pieces: Sequence[Piece] | Exception) -> PendingSave:
-    found = timeout_of(group.process_group)
-    timeout_s = found.total_seconds() if found is not None else _TIMEOUT_S
+_LINEAGES: "weakref.WeakKeyDictionary[nn.Module, Lineage]" = weakref.WeakKeyDictionary()
 
-    def run() -> None:
+
+def lineage_of(model: nn.Module) -> Lineage:
+    """Return the run of a model's checkpoints; a new one if it was neither saved nor loaded before."""
+    return _LINEAGES.setdefault(model, Lineage(secrets.token_hex(8)))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The part of a save that writes files and communicates nothing, so that it can run in a thread.
+
+    Args:
+        rank: This one.
+        num_ranks: That write.
+        folder: The draft's.
+        facts: Of the manifest.
+        aliases: Of the manifest.
+        lineage: The run.
+        keep: As of `save`.
+        has_parity: As of `save`.
+        draft: On the first rank, the folder that it puts in its place.
+        timeout: How long to wait for what another rank writes.
+    """
+
+    rank: int
+    num_ranks: int
+    folder: Path
+    facts: dict[str, Any]
+    aliases: dict[str, str]
+    lineage: Lineage
+    keep: int | None
+    has_parity: bool
+    draft: Draft | None
+    timeout: timedelta
+
+    def run(self, pieces: Sequence[Piece] | Snapshot | Exception) -> None:
+        """Write this rank's files, and on rank 0 publish the checkpoint.
+
+        Args:
+            pieces: What to write, or why that is unknown.
+
+        Raises:
+            CheckpointError, OSError, SafetensorError: This rank cannot do its part, or another did not do its own.
+        """
         try:
-            try:
-                _write(job, taken.copy() if isinstance(taken, Snapshot) else taken)
-                job.write_row(timeout_s)
-            except Exception as error:
-                with suppress(OSError):
-                    job.write_error(error)
-                if isinstance(error, FileNotFoundError) and not job.folder.exists():
-                    raise CheckpointError(
-                        f"{target}: the asynchronous save failed: its folder must stay until all ranks have written, "
-                        "but it is gone. Look at what rank 0 says, which may have given up, or for what removed it."
-                    ) from error
-                raise
-            job.publish(timeout_s)
-        finally:
-            if job.draft is not None:
-                job.draft.close()
+            if isinstance(pieces, Exception):
+                raise pieces
+            self.write(pieces.copy() if isinstance(pieces, Snapshot) else pieces)
+            self.write_row()
+        except Exception as error:
+            with suppress(OSError):
+                self._write_error(error)
+            if self.draft is None and not self.folder.exists():
+                raise CheckpointError(
+                    f"{self.folder}: saving failed: this folder must stay until all ranks have written, but it is "
+                    "gone. Look at what rank 0 says, which may have given up, or for what removed it."
+                ) from error
+            raise
+        self.publish()
 
-    taken: Snapshot | Exception
-    try:
-        if isinstance(pieces, Exception):
-            raise pieces
-        taken = Snapshot(pieces, _MEMORY.pop(group.full_name, None))
-        _MEMORY[group.full_name] = taken.memory
-    except Exception as error:  # no memory for it, for one; told with the result
-        taken = error
-    return PendingSave(target, group, run)
+    def run_alone(self, pieces: Sequence[Piece] | Snapshot | Exception) -> None:
+        """Run and close; files that other ranks write after a failure are removed by the next save."""
+        try:
+            self.run(pieces)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """On rank 0, remove the folder unless it was published."""
+        if self.draft is not None:
+            self.draft.close()
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """Write this rank's file and its description.
+
+        Raises:
+            OSError, SafetensorError: It cannot be written.
+        """
+        file = write_file(self.folder / self._name("shard", "safetensors"), pieces)
+        write_whole(self._part(self.rank), json.dumps(file.to_json()).encode())
+
+    def _write_error(self, error: Exception) -> None:
+        """Write an error in place of this rank's description, for rank 0 to raise."""
+        try:
+            write_whole(self._part(self.rank), json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+        except OSError:
+            os.close(os.open(self._part(self.rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL))  # fits on a full disk
+
+    def write_row(self) -> None:
+        """With parity, write this rank's row from the files of the other ranks.
+
+        Raises:
+            CheckpointError, OSError: A part is missing, or the row cannot be written.
+        """
+        if not self.has_parity:
+            return
+        members = group_around(self.rank, self.num_ranks)
+        files = [StoredFile.from_json(self._part_of(rank)) for rank in members]
+        with ExitStack() as stack:
+            opened = [stack.enter_context(closing(open_regular(self.folder / file.name))) for file in files]
+
+            def read_member(member: int, into: memoryview, at: int) -> None:
+                read_padded(opened[member], into, at)
+
+            path = self.folder / self._name("parity", "bin")
+            row = write_row(path, self.rank - members.start, [file.size for file in files], read_member)
+        write_whole(self._part(self.rank, "row"), json.dumps(row.to_json()).encode())
+
+    @property
+    def _token(self) -> str:
+        """The part of all file names that differs between saves."""
+        return self.folder.name.split(".")[-2][:8]
+
+    def _name(self, kind: str, suffix: str) -> str:
+        return f"{kind}-{self.rank:05d}-of-{self.num_ranks:05d}.{self._token}.{suffix}"
+
+    def publish(self) -> None:
+        """On rank 0, write the manifest, publish the folder and remove older checkpoints.
+
+        Raises:
+            CheckpointError, OSError: A part is missing or failed, or the folder cannot be put there.
+        """
+        if self.draft is None:
+            return
+        files = tuple(StoredFile.from_json(self._part_of(rank)) for rank in range(self.num_ranks))
+        facts = {**self.facts, "token": self._token, "run": self.lineage.run, "sequence": self.lineage.advance()}
+        kinds = ("part", "row") if self.has_parity else ("part",)
+        rows = [Row.from_json(self._part_of(rank, "row")) for rank in range(self.num_ranks) if self.has_parity]
+        try:
+            manifest = Manifest(facts, files, tensors_of(files), self.aliases, tuple(rows))
+        except ValueError as error:
+            raise CheckpointError(f"{error}.") from error
+        if self.has_parity:  # a lost manifest is a lost file, too
+            write_whole(self.folder / manifest.copy_name, manifest.to_bytes())
+        write_whole(self.folder / MANIFEST, manifest.to_bytes())
+        for rank in range(self.num_ranks):
+            for kind in kinds:
+                self._part(rank, kind).unlink()
+        self.draft.publish()
+        if self.keep is not None:
+            prune(self.draft.target, self.lineage.run, self.keep)
+
+    def _part(self, rank: int, kind: str = "part") -> Path:
+        """Return the path of a rank's description, which exists while the checkpoint is written."""
+        return self.folder / f"{kind}-{rank:05d}.json"
+
+    def _part_of(self, rank: int, kind: str = "part") -> dict[str, Any]:
+        """Wait for a rank's description and read it; on network file systems it may become visible late."""
+        start = look = time.monotonic()
+        while not self._part(rank, kind).exists():
+            now = time.monotonic()
+            if now > look + _LOOK_S:
+                look = now
+                dead = found_dead(range(collectives.world_size())) if collectives.is_initialized() else None
+                if dead is not None and not self._part(rank, kind).exists():
+                    raise CheckpointError(f"{self.folder}: all ranks must write their shards, but {dead.text}.")
+            if self._part(rank).exists():
+                self._check(rank, self._part(rank))  # of a rank that failed no row will come
+            if not self.folder.exists() or now > start + self.timeout.total_seconds():
+                raise CheckpointError(
+                    f"{self.folder}: all ranks must write their shards, but rank {rank} has not within "
+                    f"{now - start:.0f} s. Pass a folder on a file system that all ranks see, and look at what the "
+                    "first rank says."
+                )
+            time.sleep(_POLL_S)
+        return self._check(rank, self._part(rank, kind))
+
+    def _check(self, rank: int, path: Path) -> dict[str, Any]:
+        with open(open_regular(path), "rb") as opened:
+            content = opened.read()
+        part: dict[str, Any] = (
+            json.loads(content) if content else {"error": "it could not say why, perhaps for lack of space"}
+        )
+        if "error" in part:
+            raise CheckpointError(f"{self.folder}: rank {rank} could not write its shards: {part['error']}.")
+        return part

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import torch
 
 import dshard
-from dshard.cli import calibrate, check, explain_hang, plan, simulate, trace, verify
+from dshard.cli import calibrate, check, explain_hang, merge, plan, simulate, trace, verify
 from dshard.cli.usage import CommandParser, UsageError, fail
 
 __all__ = ["main"]
 
 # A new subcommand is a module with `add_parser(subparsers)`, which sets `run` as its default; name it here.
-_COMMANDS = (check, verify, trace, explain_hang, plan, simulate, calibrate)
+_COMMANDS = (check, merge, verify, trace, explain_hang, plan, simulate, calibrate)
 
 
 def _parser() -> CommandParser:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from dshard.checkpoint import disk
-from dshard.checkpoint.file_format import parse_json
 from dshard.cli.usage import UsageError
 from dshard.errors import CheckpointError
 
@@ -65,4 +65,4 @@ def read_json(path: Path) -> Any:
         OSError: there is none, or it cannot be read.
         ValueError: it is no file, or no JSON.
     """
-    return parse_json(read_whole(path))
+    return json.loads(read_whole(path))

@@ -20,6 +20,7 @@ from dshard.runtime import Runtime
 from dshard.runtime.casts import cast_at
 from dshard.runtime.module_hooks import watch
 from dshard.setup.convert import convert, follow_replaced, move_buffers, own_parameters
+from dshard.setup.dcp import stage_shards
 from dshard.setup.initial import compare_parameters, groups_cut_over
 from dshard.setup.install import Wrapping, take_in, wrap
 from dshard.setup.options import Followed, Options, checked_modules
@@ -257,6 +258,7 @@ class _Call:
         set_slices(self.modules, {sharded[id(spec.param)]: spec.num_slices for spec in self.specs})
         for heir in inherited:
             inherit(*heir, mean=self.resolver.averages)
+        stage_shards()
         runtime.late.note(self.modules, partial(take_in, self.resolver))
         for wrapping in self.wrappings:
             cast_at(wrapping.modules, self.resolver.precision, watch)

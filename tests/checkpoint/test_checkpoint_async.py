@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dshard
-from dshard.checkpoint import load, save, saving, snapshot
+from dshard.checkpoint import asynchronous, load, save
 from dshard.checkpoint.contents import Contents
 from dshard.testing import WorldPool
 from dshard.testing.strategies import world_sizes
@@ -67,14 +67,14 @@ DEEDS: dict[str, Callable[[Any, Any], None]] = {
 
 def slow_copies() -> threading.Event:
     """Have copies wait for an event, so that what comes after a save comes before them."""
-    event, own = threading.Event(), snapshot.Snapshot.copy
+    event, own = threading.Event(), asynchronous.Snapshot.copy
 
     def copy(self: Any) -> Any:
         event.wait(10)
         return own(self)
 
-    snapshot.Snapshot.copy = copy
-    event.restore = lambda: setattr(snapshot.Snapshot, "copy", own)
+    asynchronous.Snapshot.copy = copy
+    event.restore = lambda: setattr(asynchronous.Snapshot, "copy", own)
     return event
 
 
@@ -211,7 +211,7 @@ def reused(path: Path) -> None:
     for step in range(3):
         pending = save(path, model, asynchronous=True, step=step)
         assert pending is not None
-        addresses.update(memory.data_ptr() for memory in saving._MEMORY.values())
+        addresses.update(memory.data_ptr() for memory in asynchronous._MEMORY.values())
         train(model, optimizers_of("sgd", model), 1)
     assert pending.result() == path
     assert len(addresses) == 1
@@ -219,7 +219,7 @@ def reused(path: Path) -> None:
 
 
 def test_the_copy_is_one_and_used_again(worlds: WorldPool, tmp_path):
-    saving._MEMORY.clear()
+    asynchronous._MEMORY.clear()
     worlds.run(2, reused, tmp_path / "saved")
 
 

@@ -93,7 +93,5 @@ def alone(path: Path) -> str:
 
 def test_one_rank_alone_has_nothing_to_make_a_file_from(worlds: WorldPool, tmp_path):
     (text,) = worlds.run(1, alone, tmp_path / "saved")
-    assert text.startswith(
-        "checkpoint.save: parity makes a lost file from those of other ranks, but there is one rank."
-    )
+    assert text.startswith("checkpoint.save: parity needs files of other ranks, but there is one.")
     assert list(tmp_path.iterdir()) == []

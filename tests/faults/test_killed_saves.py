@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dshard
-from dshard.checkpoint import load, save
+from dshard.checkpoint import files, load, save
 from dshard.testing import WorldPool
 from tests.checkpoint.checkpoints import everything
 
@@ -37,11 +37,29 @@ def at_operation(number: int, act: Callable[[str], None], names: tuple[str, ...]
 
         return call
 
+    own = files.serialize_file
+
+    def serialize(specs: Any, path: Path, **options: Any) -> None:
+        """Two operations, of what safetensors does by itself: ahead of it, and when half a file is written."""
+        count[0] += 2
+        if number in (count[0] - 1, count[0]):
+            if number == count[0]:
+                own(specs, path, **options)
+                content = path.read_bytes()
+                path.with_name(".tmpAbC123").write_bytes(content[: len(content) // 2])
+            try:
+                act("serialize")
+            finally:
+                path.with_name(".tmpAbC123").unlink(missing_ok=True)
+        own(specs, path, **options)
+
     for name in names:
         setattr(os, name, counted(name))
+    files.serialize_file = serialize
     try:
         yield count
     finally:
+        files.serialize_file = own
         for name, own in kept.items():
             setattr(os, name, own)
 
@@ -144,8 +162,8 @@ def killed(root: Path, kind: str) -> tuple[int, int, int]:
         assert {k: now.get(k) for k in mine} == mine
         ours = {"a", "0"} | {k for k in now if k.startswith(("a/", "0/"))} | set(mine)
         assert set(now) <= ours, set(now) - ours
-        files = [k for k in now if k.startswith("a/") and k not in mine]
-        assert len(files) == 2, files  # the manifest and one shard
+        left = [k for k in now if k.startswith("a/") and k not in mine]
+        assert len(left) == 2, left  # the manifest and one shard
         assert kind != "kept" or "0" not in now
         if code == 0:
             return number - 1, num_old, num_new

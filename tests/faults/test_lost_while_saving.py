@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import dshard
-from dshard.checkpoint.job import Job
+from dshard.checkpoint.saving import Job
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=600))
 model = dshard.fully_shard(torch.nn.Linear(8, 8), sync="broadcast")

@@ -19,10 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dshard
-from dshard.checkpoint import disk, publishing
+from dshard.checkpoint import disk, exporting, pretrained
 from dshard.checkpoint.disk import partial_name
-from dshard.checkpoint.file_format import file_header
-from dshard.checkpoint.model_files import find
 from dshard.testing import WorldPool, expect_error
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -44,9 +42,7 @@ def _no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def draft(path: Path, names: tuple[str, ...], number: int) -> Path:
     """A whole file under a name that nobody reads; its values say of which model it is."""
     made = partial_name(path)
-    tensors = [(name, torch.float32, (2,)) for name in names]
-    values = torch.full((2 * len(names),), float(number)).numpy().tobytes()
-    made.write_bytes(file_header(tensors, {"format": "pt"}) + values)
+    safetensors_torch.save_file({name: torch.full((2,), float(number)) for name in names}, made, {"format": "pt"})
     return made
 
 
@@ -59,10 +55,10 @@ def drafts(folder: Path, number: int, num_files: int) -> dict[str, Path]:
 
 def publish(folder: Path, made: dict[str, Path]) -> None:
     if len(made) == 1:
-        publishing.replace_by_one(folder, made[SINGLE])
+        exporting.replace_by_one(folder, made[SINGLE])
         return
     weight_map = {name: file for i, file in enumerate(made) for name in NAMES[i :: len(made)]}
-    publishing.replace_by_several(folder, made, weight_map, 2 * 4 * len(NAMES))
+    exporting.replace_by_several(folder, made, weight_map, 2 * 4 * len(NAMES))
 
 
 def put(folder: Path, number: int, num_files: int) -> None:
@@ -102,7 +98,7 @@ def number_in(folder: Path) -> int | None:
         return None
     tensors = by_transformers_order(folder)
     assert set(tensors) == set(NAMES)
-    assert {entry.name for entry in find(folder).entries} == set(NAMES)
+    assert set(pretrained._found_at(folder)[1]) == set(NAMES)
     (number,) = {float(value) for tensor in tensors.values() for value in tensor}
     return int(number)
 
@@ -285,7 +281,7 @@ def test_of_two_saves_at_once_one_is_there_whole(tmp_path):
         assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
         assert number_in(folder) in (2, 3, 4)
         parts = names_in(folder) - USERS.keys() - {INDEX}
-        assert parts >= {source.path.name for source in find(folder).sources} - {INDEX}
+        assert parts >= {path.name for path in pretrained._found_at(folder)[0]} - {INDEX}
 
 
 def test_a_save_that_hangs_while_it_puts_files_in_place_is_not_waited_for_without_end(tmp_path, monkeypatch):
@@ -351,42 +347,37 @@ def test_a_folder_in_the_way_is_told_before_anything_is_written(worlds: WorldPoo
 
 
 def load_while(folder: str, what: str) -> tuple[str, str]:
-    from dshard.checkpoint import safetensors_load
-
     file, rank = Path(folder, SINGLE), dist.get_rank()
     model = dshard.fully_shard(Three(7.0))
-    originals = safetensors_load.find, safetensors_load.read_part
-    calls = [0, 0]
+    found_at, opened_as, calls = pretrained._found_at, pretrained._opened, [0]
 
-    def find_then(path: Path) -> Any:
+    def found_then(path: Path) -> Any:
+        found = found_at(path)
+        if what == "between the ranks' looks" and rank == 0:
+            Path(folder, "new").rename(file)
+        return found
+
+    def opened_then(path: Path) -> Any:
         calls[0] += 1
-        if what == "between the ranks' looks" and calls[0] == 1 and rank == 0:
-            found = originals[0](path)
+        if calls[0] == 2 and what == "replaced" and rank == 1:
             Path(folder, "new").rename(file)
-            return found
-        if what == "replaced" and calls[0] == 2 and rank == 1:
-            Path(folder, "new").rename(file)
-        return originals[0](path)
-
-    def read_then(*args: Any) -> Tensor:
-        calls[1] += 1
-        if calls[1] == 2 and rank == 0:
+        if calls[0] == 2 and rank == 0:
             if what == "cut short":
                 os.truncate(file, 250)
             elif what == "written to":
                 with file.open("r+b") as opened:
                     opened.seek(-1, 2)
                     opened.write(b"x")
-        return originals[1](*args)
+        return opened_as(path)
 
-    safetensors_load.find, safetensors_load.read_part = find_then, read_then  # type: ignore[attr-defined]
     try:
-        dshard.load_safetensors(model, folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pretrained, "_found_at", found_then)
+            patch.setattr(pretrained, "_opened", opened_then)
+            dshard.load_safetensors(model, folder)
     except dshard.CheckpointError as error:
         assert all((param.to_local() == 7).all() for param in model.parameters()), "half a load"
         return "refused", str(error)
-    finally:
-        safetensors_load.find, safetensors_load.read_part = originals  # type: ignore[attr-defined]
     return "loaded", str({float(value) for param in model.parameters() for value in param.full_tensor().flatten()})
 
 

@@ -23,10 +23,10 @@ ALLOWED: dict[str, str] = {
     "dshard.collectives.trace._Open.phase": "bound at import: rooms above know in which phase their models are",
     "dshard.collectives.flight._State": "read from the environment once; bound at import: steps are known above",
     "dshard.autograd.modes.Watchers.present": "gathers look at the process's, as at a profiler",
-    "dshard.checkpoint.pending._PENDING": "a group of ranks has one asynchronous save, from whatever model it is",
-    "dshard.checkpoint.saving._MEMORY": "the next asynchronous save takes the memory of the last one, of any model",
-    "dshard.checkpoint.snapshot._OPEN": "an optimizer's step waits for all copies that are being made",
-    "dshard.checkpoint.snapshot._WATCHED": "steps are watched from the first snapshot on, once",
+    "dshard.checkpoint.asynchronous._PENDING": "a group of ranks has one asynchronous save, from whatever model it is",
+    "dshard.checkpoint.asynchronous._MEMORY": "the next asynchronous save takes the memory of the last one",
+    "dshard.checkpoint.asynchronous._OPEN": "an optimizer's step waits for all copies that are being made",
+    "dshard.checkpoint.asynchronous._WATCHED": "steps are watched from the first snapshot on, once",
     "dshard.join._OPEN": "one model is followed at a time",
     "dshard.clip._LISTENERS": "clip_grad_norm_ is a function of parameters, and knows no model",
     # What torch tells or asks of the process: steps, registrations, hooks without an object.
@@ -71,7 +71,7 @@ ALLOWED: dict[str, str] = {
     "dshard.tensor.table.classify": "remembered by operation",
     "dshard.tensor.table.mutated_arguments": "remembered by operation",
     "dshard.tensor.views.empty_of": "one empty tensor of each dtype and device",
-    "dshard.checkpoint.job._LINEAGES": "the run of a model, which need not be sharded; held weakly",
+    "dshard.checkpoint.saving._LINEAGES": "the run of a model, which need not be sharded; held weakly",
     "dshard.runtime.traced._Places.by_shard": "a compiled graph knows a shard's address, and no model",
     # Constants of classes that are not frozen.
     "dshard.planner.progress.SILENT": "never changes",

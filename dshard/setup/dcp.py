@@ -6,7 +6,6 @@ and of a sharded parameter the one is a shard and the other the whole model. Tor
 
 from typing import Any
 
-from torch.distributed.checkpoint import _state_dict_stager as torchs
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -15,6 +14,8 @@ from dshard.tensor import ShardedTensor
 
 def stage_shards() -> None:
     """Have torch's stager copy this rank's shard of a sharded tensor, and make a DTensor of it, for files alone."""
+    from torch.distributed.checkpoint import _state_dict_stager as torchs  # 0.1 s, which `import dshard` need not take
+
     stager: Any = torchs.StateDictStager
     torchs_own = stager._offload_tensor
     if getattr(torchs_own, "_dshard", False):

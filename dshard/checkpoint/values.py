@@ -1,4 +1,4 @@
-"""Python values as JSON and back, exactly: what is neither a number, a text nor a container of such is refused.
+"""Python values as JSON and back, exactly: numbers, texts, bytes, tensors, and containers of these.
 
 JSON knows no tuples, no bytes and no keys but texts. These become objects of a single key that begins with `$`.
 """
@@ -22,7 +22,7 @@ _KINDS = ("$tuple", "$items", "$bytes", "$tensor", "$named")
 
 
 def encode(value: Any, where: str, keep: Callable[[Tensor, str], str] | None = None, depth: int = _MAX_DEPTH) -> Any:
-    """A value as JSON holds it.
+    """Encode a value for JSON.
 
     Args:
         value: None, truth values, numbers, texts, bytes and tensors, and lists, tuples and dicts of these.
@@ -74,7 +74,7 @@ def _values_of(tensor: Tensor) -> dict[str, Any]:
 
 
 def decode(value: Any, named: Callable[[str], Any] | None = None) -> Any:
-    """The inverse of `encode`.
+    """Decode a value that `encode` made.
 
     Args:
         value: What a checkpoint's JSON holds.
@@ -117,7 +117,7 @@ def _tensor_of(content: dict[str, Any]) -> Tensor:
 
 
 def same_kind(saved: Any, own: Any) -> bool:
-    """Whether an option that was saved can take the place of one that is there."""
+    """Return whether a saved option may replace the optimizer's own one."""
     if saved is None or own is None:
         other = own if saved is None else saved
         return other is None or isinstance(other, (bool, int, float, str))

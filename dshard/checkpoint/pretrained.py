@@ -1,0 +1,382 @@
+"""Read safetensors files into a sharded model: every rank reads its own rows before any rank changes anything."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dshard.agreement.same import check_same
+from dshard.arguments import call_given, read
+from dshard.autograd.modes import outside_autograd
+from dshard.checkpoint.agreement import group_of, together
+from dshard.checkpoint.contents import box_of, check_kept
+from dshard.checkpoint.disk import check_regular, open_regular
+from dshard.checkpoint.files import DTYPES, Box
+from dshard.checkpoint.reading import writer
+from dshard.errors import CheckpointError
+from dshard.optimizer.moves import allocate, convert
+from dshard.tensor import ShardedTensor
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+_MAX_NAMED = 5  # in an error
+_MAX_SHOWN = 100  # letters of what a file says
+
+
+class IncompatibleKeys(NamedTuple):
+    """Names without a counterpart, in the fields that `load_state_dict` returns.
+
+    Args:
+        missing_keys: Tensors of the module that no file holds under any of their names.
+        unexpected_keys: Tensors of the files that the module has no place for.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor of a file."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """The tensors of files that go into a module."""
+
+    versions: dict[Path, tuple[int, ...]]  # of the files, as they were
+    entries: dict[str, _Entry]  # by name in the module
+    keys: IncompatibleKeys
+
+
+def load_safetensors(
+    module: nn.Module,
+    path_or_dir: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    rename: Mapping[str, str] | Callable[[str], str | None] | None = None,
+) -> IncompatibleKeys:
+    """Read parameters and persistent buffers from safetensors, to be called on every rank.
+
+    Each rank reads the rows of its own shards into memory of the host, in the dtype that the file has: while it loads,
+    a rank holds its part of the model twice. Only when all of it has been read on every rank are values put in their
+    places, converted to the parameter's dtype, and does a model on the meta device get memory for its shards: after an
+    error the model is as it was.
+
+    Args:
+        module: A sharded module, also one on the meta device.
+        path_or_dir: A safetensors file, a directory with `model.safetensors` or `model.safetensors.index.json`, or
+            such an index. Every rank must see it.
+        strict: Whether the names must be those of the module; else what has no counterpart is left out. Shapes must
+            fit in any case. A tied weight may be there under any of its names.
+        rename: Gives the module's name for a name in the files: a function, whose None leaves a tensor out, or a
+            mapping, which leaves names that it does not have as they are.
+
+    Returns:
+        The names that had no counterpart; equal on all ranks.
+
+    Raises:
+        CheckpointError: No such file, a damaged one, one that changed while it was read, or one of another model; names
+            the tensors. On every rank alike, before anything is changed.
+        DivergenceError: The ranks would load different tensors, as by another `rename`. On every rank alike, before
+            anything is changed.
+
+    Communicates:
+        Two all-reduces of 8 bytes and one of 48, and no values.
+    """
+    read("load_safetensors", {"module": module})
+    group = group_of(module)
+    given: dict[str, Any] = {"path_or_dir": path_or_dir, "strict": strict, "rename": rename}
+    what = f"{path_or_dir}: loading needs safetensors files that can be read"
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
+
+    def match() -> _Match:
+        given.update(read("load_safetensors", given))
+        target = Path(path_or_dir)
+        versions, entries = _found_at(target)
+        matched = _match(target, versions, _renamed(target, entries, rename), state, strict=given["strict"])
+        _refuse_unwritable(matched.entries, state)
+        check_kept("load_safetensors", module, {name: state[name] for name in matched.entries})
+        return matched
+
+    matched = together(group, match, what)
+    goes_to = [f"'{entry.name}' to '{name}'" for name, entry in matched.entries.items()]
+    check_same("load_safetensors", {"rename": goes_to, "strict": repr(given["strict"])}, group)
+    staged = together(group, lambda: _read_all(Path(path_or_dir), matched, state), what)
+    _allocate(module, dict.fromkeys(staged, torch.device(group.device_type)))
+    state = module.state_dict(keep_vars=True)
+    with outside_autograd():
+        for name in list(staged):
+            writer(state[name], staged.pop(name))()
+    return matched.keys
+
+
+def _chosen(path: Path) -> Path:
+    """Return the file that is named, or in a folder the single file, or else the index.
+
+    Links are followed, as Hugging Face's cache needs it; but an index can only name files that lie beside it.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    single, index = path / SINGLE_NAME, path / INDEX_NAME
+    file = (single if os.path.lexists(single) else index) if path.is_dir() else path
+    if os.path.lexists(file):
+        return file
+    raise CheckpointError(
+        f"{path}: must be a safetensors file, or a directory with {SINGLE_NAME} or {INDEX_NAME}, but there is none. "
+        "Check the path."
+    )
+
+
+def _found_at(path: Path) -> tuple[dict[Path, tuple[int, ...]], dict[str, _Entry]]:
+    """Return the files of a model with their versions, an index first, and the tensors in them.
+
+    Raises:
+        CheckpointError: There are none, or what there is contradicts itself.
+        OSError: It cannot be read.
+    """
+    file = _chosen(path)
+    versions = {file: _version_of(file)}
+    if file.suffix != ".json":
+        return versions, {entry.name: entry for entry in _entries_in(file)}
+    weight_map, found = weight_map_in(file), dict[str, _Entry]()
+    for name in dict.fromkeys(weight_map.values()):
+        versions[file.parent / name] = _version_of(file.parent / name)
+        for entry in _entries_in(file.parent / name):
+            if entry.name in found:
+                raise CheckpointError(
+                    f"{file}: every tensor must be in one file, but {_shown(entry.name)} is in "
+                    f"{found[entry.name].file.name} and in {name}. The files are of two models; use others."
+                )
+            found[entry.name] = entry
+    for name, file_name in weight_map.items():
+        if name not in found or found[name].file.name != file_name:
+            where = f"is in {found[name].file.name}" if name in found else "is in none of the files"
+            raise CheckpointError(
+                f"{file}: must say where tensors are, but {_shown(name)} is not in {file_name}: it {where}. The index "
+                "is of another model; use its own."
+            )
+    return versions, found
+
+
+def weight_map_in(index: Path) -> dict[str, str]:
+    """Read an index: the file of each tensor.
+
+    Raises:
+        CheckpointError: It says no such thing, or is no file.
+        OSError: It cannot be read.
+    """
+    try:
+        with open(open_regular(index, follow=True), "rb") as opened:
+            found = json.load(opened)["weight_map"]
+        for name, file in found.items():
+            if not isinstance(file, str) or file in ("", ".", "..") or set(file) & {"/", "\0"}:
+                raise ValueError(f"{_shown(name)} lies in {_shown(file)}, which is no name of a file beside it")
+        if found:
+            return dict(found)
+        error = "it names none"
+    except RecursionError:
+        error = "its values lie too deep within each other"
+    except ValueError as caught:
+        error = str(caught)[:_MAX_SHOWN]
+    except (KeyError, TypeError, AttributeError):
+        error = "it has none"
+    raise CheckpointError(
+        f"{index}: must be JSON with a weight_map of tensor names to files, but {error}. The index is damaged; use "
+        "another."
+    )
+
+
+def _shown(value: Any) -> str:
+    """Return a value of a file for an error, cut short."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file, mapped into memory.
+
+    Raises:
+        CheckpointError: It is no such file, or not whole.
+        OSError: It cannot be read.
+    """
+    check_regular(file, follow=True)
+    try:
+        opened = safe_open(file, "pt")
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(
+            f"{file}: must be a whole safetensors file, but {str(error)[:_MAX_SHOWN]}. It is damaged or still being "
+            "written; use another."
+        ) from error
+    with opened, torch.device("cpu"):  # whatever the default device is
+        yield opened
+
+
+def _entries_in(file: Path) -> list[_Entry]:
+    """List the tensors of a file from its header; raises as `_opened`."""
+    with _opened(file) as opened:
+        found = []
+        for name in sorted(opened.keys()):  # by offset, those without values come in any order
+            one = opened.get_slice(name)
+            if one.get_dtype() not in DTYPES:
+                raise CheckpointError(f"{file}: {_shown(name)} has the dtype {one.get_dtype()}, which torch has not.")
+            found.append(_Entry(name, file, DTYPES[one.get_dtype()], tuple(one.get_shape())))
+        return found
+
+
+def _version_of(file: Path) -> tuple[int, ...]:
+    """Return a value that changes when somebody writes to a file or replaces it."""
+    found = check_regular(file, follow=True)
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _renamed(target: Path, entries: Mapping[str, _Entry], rename: Any) -> dict[str, _Entry]:
+    """Return the entries by their names in the module."""
+    by_name: dict[str, _Entry] = {}
+    for entry in entries.values():
+        if rename is None:
+            name: str | None = entry.name
+        else:
+            name = (
+                rename.get(entry.name, entry.name)
+                if isinstance(rename, Mapping)
+                else call_given("load_safetensors", "rename", rename, entry.name, about=f"for '{entry.name}'")
+            )
+        if name is None:
+            continue
+        if name in by_name:
+            raise CheckpointError(
+                f"{target}: every tensor must go to a place of its own, but '{by_name[name].name}' (in "
+                f"{by_name[name].file.name}) and '{entry.name}' (in {entry.file.name}) both go to '{name}'. Have "
+                "rename return None for one of them."
+            )
+        by_name[name] = entry
+    return by_name
+
+
+def _match(
+    target: Path,
+    versions: dict[Path, tuple[int, ...]],
+    entries: Mapping[str, _Entry],
+    state: Mapping[str, Any],
+    *,
+    strict: bool,
+) -> _Match:
+    """Match the tensors of the files with those of the module."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    loaded = {id(tensors[name]) for name in entries if name in tensors}
+    missing = [name for name, value in tensors.items() if id(value) not in loaded]
+    unexpected = [name for name in entries if name not in tensors]
+    fitting = {name: entry for name, entry in entries.items() if name in tensors}
+    problems = []
+    if strict:
+        problems += _listed(missing, "the files lack")
+        problems += _listed(unexpected, "the module has no place for")
+    shapes = [
+        f"'{name}' ({entry.shape} in the file, {tuple(tensors[name].shape)} in the module)"
+        for name, entry in fitting.items()
+        if entry.shape != tuple(tensors[name].shape)
+    ]
+    problems += _listed(shapes, "shapes differ for", quoted=False)
+    kinds = [
+        f"'{name}' ({entry.dtype} in the file, {tensors[name].dtype} in the module)"
+        for name, entry in fitting.items()
+        if not torch.can_cast(entry.dtype, tensors[name].dtype)
+    ]
+    problems += _listed(kinds, "values cannot be converted for", quoted=False)
+    if problems:
+        raise CheckpointError(
+            f"{target}: the files must hold what the module has, but {'; '.join(problems)}. Build the model as it was "
+            "saved, map names with rename=, or pass strict=False to load those names that are in both."
+        )
+    return _Match(versions, fitting, IncompatibleKeys(missing, unexpected))
+
+
+def _listed(names: Sequence[str], what: str, *, quoted: bool = True) -> list[str]:
+    """Describe one problem with its first names; nothing without names."""
+    if not names:
+        return []
+    shown = ", ".join(repr(name) if quoted else name for name in names[:_MAX_NAMED])
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return [f"{what} {len(names)}: {shown}{more}"]
+
+
+def _refuse_unwritable(entries: Mapping[str, _Entry], state: Mapping[str, Any]) -> None:
+    """Raise for tensors that a load cannot write to, before it writes to others."""
+    for name in entries:
+        value = state[name]
+        is_sharded = isinstance(value, ShardedTensor)
+        if value.is_meta and isinstance(value, nn.Parameter) and not is_sharded:
+            raise CheckpointError(
+                f"{name}: loading gives memory to sharded parameters, but this one is plain and on the meta device. "
+                "Move it with to_empty first."
+            )
+        if value.is_view if is_sharded else torch._debug_has_internal_overlap(value) == 1:
+            raise CheckpointError(
+                f"{name}: loading writes to tensors that own their memory, but this one is a view. Load it under the "
+                "name of the tensor that it is a view of, or leave it out with rename=."
+            )
+        if not is_sharded and isinstance(value, DTensor):
+            raise CheckpointError(
+                f"{name}: loading writes to sharded or plain tensors, but this one is a DTensor that fully_shard did "
+                "not take. Leave it out with rename=, and load it by torch's own means."
+            )
+
+
+def _read_all(target: Path, match: _Match, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Read this rank's part of every tensor, in the file's dtype."""
+    by_file: dict[Path, list[str]] = {}
+    for name, entry in match.entries.items():
+        by_file.setdefault(entry.file, []).append(name)
+    staged = {}
+    for file, names in by_file.items():
+        with _opened(file) as opened:
+            for name in names:
+                entry, box = match.entries[name], _box(state[name], match.entries[name])
+                if not entry.shape or not box.numel:
+                    whole = opened.get_tensor(entry.name)
+                    staged[name] = whole.clone() if not entry.shape else whole.new_empty(box.sizes)
+                    continue
+                rows = opened.get_slice(entry.name)[box.within(Box.whole(entry.shape))]
+                staged[name] = rows.clone(memory_format=torch.contiguous_format)
+    # The files are mapped, not read, when they are opened: what was put there meanwhile is noticed only now.
+    is_same = all(_version_of(file) == version for file, version in match.versions.items())
+    if not is_same or _chosen(target) not in match.versions:
+        raise CheckpointError(
+            f"{target}: files must not change while they are read, but others are in their place. Load again when "
+            "nobody saves there."
+        )
+    return staged
+
+
+def _allocate(module: nn.Module, devices: Mapping[str, torch.device]) -> None:
+    """Allocate parameters that are on the meta device; after an error put all of them back there."""
+    on_meta = [param for param in module.parameters() if param.is_meta]
+    try:
+        allocate(module, devices)
+    except BaseException:
+        for param in on_meta:
+            if not param.is_meta and isinstance(param, ShardedTensor):
+                convert(param, partial(torch.empty_like, device="meta"))
+        raise
+
+
+def _box(value: Tensor, entry: _Entry) -> Box:
+    """Return the box of a tensor that this rank holds."""
+    return box_of(value) if isinstance(value, ShardedTensor) else Box.whole(entry.shape)

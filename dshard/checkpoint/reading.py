@@ -1,0 +1,331 @@
+"""Read a checkpoint: every byte is compared with its sum, and nothing is changed before all is read.
+
+A rank reads the blocks in which the boxes lie that it wants. `safetensors` maps a file into memory and gives a tensor
+of it without reading it; what is wanted of that is copied, and the copy compared.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dshard.checkpoint import disk
+from dshard.checkpoint.files import BLOCK_BYTES, Box, StoredPiece, memory_of, sum_of
+from dshard.checkpoint.manifest import Manifest, StoredTensor
+from dshard.checkpoint.values import decode
+from dshard.collectives import ShardGroup
+from dshard.errors import CheckpointError
+from dshard.tensor import ShardedTensor
+from dshard.tensor.strides import bytes_of
+from dshard.tensor.subclass_shards import subclass_gathers
+
+_VERIFY_BYTES = 1 << 25  # at a time; a multiple of a block
+
+
+class BoxReader(Protocol):
+    """Reads boxes of tensors."""
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return the values of a box, on the host."""
+
+
+class Reader:
+    """Reads boxes of tensors from the files of a checkpoint, and compares every byte with its sum.
+
+    With parity, what is missing or damaged in one file is made from the others, and compared in the same way.
+
+    Args:
+        folder: Of the checkpoint.
+        manifest: What it says of itself.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest, self._stack = folder, manifest, ExitStack()
+        self._opened: dict[int, Any] = {}  # by number of the file: what is open, or why it cannot be
+        self._raw: dict[str, int] = {}  # descriptors of headers, of rows of parity, and of what makes these up
+        self.rebuilt: set[str] = set()  # names of files that parity stood in for
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._opened.clear()
+        self._stack.close()
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return the values of a box, on the host, in memory of their own.
+
+        Raises:
+            CheckpointError: A file is missing, cut short or damaged; names it and the tensor.
+        """
+        stored = self._manifest.tensors[name]
+        for index, piece in stored.pieces:
+            if piece.box == box:
+                return self._range(index, name, 0, piece.num_bytes).view(stored.dtype).view(box.sizes)
+        out = torch.empty(box.sizes, dtype=stored.dtype, device="cpu")
+        for index, piece in stored.pieces:
+            common = box.overlap(piece.box)
+            if common is not None:
+                out[common.within(box)] = self._part(index, name, piece, common)
+        return out
+
+    def verify(self, index: int) -> None:
+        """Read and compare a whole file; raises as `read`."""
+        self._open(index)
+        for name, piece in self._manifest.files[index].pieces.items():
+            for begin in range(0, piece.num_bytes, _VERIFY_BYTES):
+                self._range(index, name, begin, min(begin + _VERIFY_BYTES, piece.num_bytes))
+
+    def rebuild(self, index: int, target: memoryview, offset: int) -> None:
+        """Rebuild a file's bytes from an offset on, from the other files of its group and the rows.
+
+        Raises:
+            CheckpointError: One of those is missing, too.
+        """
+        group, stripes = self._manifest.stripes_around(index)
+
+        def read_row(member: int, into: memoryview, at: int) -> None:
+            row = self._manifest.rows[group.start + member]
+            self._fill(row.name, row.size, into, at)
+
+        stripes.rebuild(index - group.start, partial(self._read_member, group.start), read_row, target, offset)
+
+    def row(self, index: int, target: memoryview, offset: int) -> None:
+        """Compute a row of parity from an offset on, from the files of its group.
+
+        Raises:
+            CheckpointError: One of those is missing.
+        """
+        group, stripes = self._manifest.stripes_around(index)
+        target[:] = bytes(len(target))
+        stripes.row_bytes(index - group.start, partial(self._read_member, group.start), target, offset)
+
+    def _read_member(self, start: int, member: int, into: memoryview, at: int) -> None:
+        """Read a file of a group, with zeros beyond its end."""
+        file = self._manifest.files[start + member]
+        inside = max(0, min(len(into), file.size - at))
+        self._fill(file.name, file.size, into[:inside], at)
+        into[inside:] = bytes(len(into) - inside)
+
+    def _part(self, index: int, name: str, piece: StoredPiece, box: Box) -> Tensor:
+        """Read a box of a piece: a view of the values from its first to its last element."""
+        inner, itemsize = box.within(piece.box), piece.dtype.itemsize
+        strides = [math.prod(piece.box.sizes[dim + 1 :]) for dim in range(len(inner))]
+        first = sum(each.start * stride for each, stride in zip(inner, strides, strict=True))
+        last = sum((each.stop - 1) * stride for each, stride in zip(inner, strides, strict=True))
+        raw = self._range(index, name, first * itemsize, (last + 1) * itemsize)
+        return raw.view(piece.dtype).as_strided(box.sizes, strides)
+
+    def _range(self, index: int, name: str, begin: int, end: int) -> Tensor:
+        """Read a piece's bytes into new memory and compare them; shape (end - begin,), uint8."""
+        file = self._manifest.files[index]
+        piece = file.pieces[name]
+        low, high = begin // BLOCK_BYTES * BLOCK_BYTES, min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, piece.num_bytes)
+        found = torch.empty(high - low, dtype=torch.uint8, device="cpu")
+        error = None
+        try:
+            found.copy_(bytes_of(self._mapped(index, name, piece))[low:high])
+        except CheckpointError as caught:
+            error = caught
+        content = memory_of(found)
+        for at in range(low, high, BLOCK_BYTES):
+            block, start = content[at - low : at - low + BLOCK_BYTES], piece.start + at
+            if error is None and piece.is_whole(block, at // BLOCK_BYTES):
+                continue
+            where = f"between {start} and {start + len(block)}"
+            failed = error or self._damage(
+                file.name, f"values must be those that were saved, but '{name}' has other bytes {where}"
+            )
+            self._rebuild_or(failed, index, block, start)
+            if not piece.is_whole(block, at // BLOCK_BYTES):
+                raise failed
+        return found[begin - low : end - low]
+
+    def _rebuild_or(self, failed: CheckpointError, index: int, target: memoryview, start: int) -> None:
+        """Rebuild bytes of a file that could not be read, or raise why it could not be."""
+        if not self._manifest.rows:
+            raise failed
+        try:
+            self.rebuild(index, target, start)
+        except CheckpointError as other:
+            raise CheckpointError(f"{failed} Parity cannot stand in: {other}") from failed
+        self.rebuilt.add(self._manifest.files[index].name)
+
+    def _mapped(self, index: int, name: str, piece: StoredPiece) -> Tensor:
+        """Return a view of a piece in the mapped file, which is not read yet."""
+        opened, file = self._open(index), self._manifest.files[index].name
+        try:
+            mapped: Tensor = opened.get_tensor(name)
+        except SafetensorError as error:
+            raise self._damage(file, f"it must hold '{name}', but {error}") from error
+        found = tuple(mapped.shape), mapped.dtype
+        if found != (piece.box.sizes, piece.dtype):
+            raise self._damage(file, f"'{name}' must be {piece.box.sizes}, {piece.dtype}, but it is {found}")
+        return mapped
+
+    def _open(self, index: int) -> Any:
+        """Open a file, after its size and its header were compared."""
+        if index not in self._opened:
+            file = self._manifest.files[index]
+            header = memoryview(bytearray(file.header_bytes))
+            try:
+                self._fill(file.name, file.size, header, 0)
+                if sum_of(header) != file.header_sum:
+                    raise self._damage(file.name, "its header must be the one that was saved, but it is another")
+                self._opened[index] = self._stack.enter_context(safe_open(self._folder / file.name, "pt"))
+            except CheckpointError as error:
+                self._opened[index] = error
+            except (SafetensorError, OSError) as error:
+                self._opened[index] = self._damage(file.name, f"it must be readable, but {error}")
+        if isinstance(self._opened[index], CheckpointError):
+            raise self._opened[index]
+        return self._opened[index]
+
+    def _fill(self, name: str, size: int, target: memoryview, offset: int) -> None:
+        """Fill a buffer with a file's bytes, after its size was compared."""
+        path = self._folder / name
+        try:
+            if name not in self._raw:
+                if (found := disk.check_regular(path).st_size) != size:
+                    raise self._damage(name, f"it must have the {size} bytes that were saved, but has {found}")
+                self._raw[name] = self._stack.enter_context(disk.closing(disk.open_regular(path)))
+            if disk.read_padded(self._raw[name], target, offset) != len(target):
+                raise self._damage(name, f"it must be readable to its end, but ends before {offset + len(target)}")
+        except OSError as error:
+            what = f"all files of a checkpoint must be there and readable, but: {error.strerror}"
+            raise self._damage(name, what) from error
+
+    def _damage(self, name: str, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._folder / name}: {what}. The file is damaged; use another checkpoint.")
+
+
+@dataclass(slots=True)
+class Load:
+    """The changes that a load makes when everything was read; none of them can fail.
+
+    Args:
+        manifest: Of the checkpoint.
+        extra: What `load` returns.
+        on_meta: Names of parameters and buffers that need memory first.
+        commits: What to do, in order.
+        extra_states: Modules with what their `set_extra_state` is to get, which may raise.
+        groups: Options of the group of each parameter that is trained, by identity.
+    """
+
+    manifest: Manifest
+    extra: Any = None
+    on_meta: list[str] = field(default_factory=list)
+    commits: list[Callable[[], object]] = field(default_factory=list)
+    extra_states: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    groups: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint as one rank reads it.
+
+    Args:
+        folder: Of the checkpoint.
+        manifest: What it says of itself.
+        reader: Of its files.
+        group: The ranks that read it.
+        own: What one rank of those that wrote it kept for itself: this one, if as many read.
+    """
+
+    folder: Path
+    manifest: Manifest
+    reader: BoxReader
+    group: ShardGroup
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_same_size(self) -> bool:
+        """Whether as many ranks read the checkpoint as wrote it."""
+        return self.manifest.world_size == self.group.world_size
+
+    @property
+    def rank(self) -> int:
+        """The rank whose own values this rank reads."""
+        return self.group.world_rank if self.is_same_size else 0
+
+    def refusal(
+        self, what: str, remedy: str = "Build the model and the optimizer as they were when it was saved"
+    ) -> CheckpointError:
+        """Return an error that names the checkpoint."""
+        return CheckpointError(f"{self.folder}: {what}. {remedy}.")
+
+    def damage(self, what: str, error: object = "it is not") -> CheckpointError:
+        """Return an error for a part of the manifest that no save writes."""
+        return self.refusal(f"'{what}' must be as save wrote it, but {error}", "It is damaged; use another checkpoint")
+
+    def fact(self, name: str) -> Any:
+        """Return a fact of the manifest, or this rank's own one if it differed between ranks."""
+        own = self.own.get("facts")
+        return (own if isinstance(own, dict) and name in own else self.manifest.facts)[name]
+
+    def stored(self, name: str) -> tuple[str, StoredTensor] | None:
+        """Find a tensor, and the name under which this rank's values are stored."""
+        return self.manifest.stored(name, self.rank)
+
+    def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """Read this rank's box of a tensor.
+
+        Raises:
+            CheckpointError: It is not there, of another shape or dtype, or damaged.
+        """
+        found = self.stored(name)
+        if found is None:
+            raise self.refusal(
+                f"the checkpoint must hold every tensor of the model, but '{name}' (shape {box.shape}) is not in it"
+            )
+        kept, stored = found
+        if stored.shape != box.shape or stored.dtype != dtype:
+            raise self.refusal(
+                f"tensors must have the shapes and dtypes that were saved, but '{name}' is {stored.shape}, "
+                f"{stored.dtype} in the checkpoint and {box.shape}, {dtype} in the model"
+            )
+        return self.reader.read(kept, box)
+
+    def decoded(self, value: Any, what: str, made: Callable[[str, StoredTensor], Tensor] | None = None) -> Any:
+        """Decode a value of the manifest, with the tensors that it names; by default whole ones on the host.
+
+        Raises:
+            CheckpointError: It is nothing that `encode` makes, or names a tensor that is damaged or not there.
+        """
+
+        def named(name: str) -> Tensor:
+            found = self.stored(name)
+            if found is None:
+                raise ValueError(f"'{name}' is not stored")
+            kept, stored = found
+            return self.reader.read(kept, Box.whole(stored.shape)) if made is None else made(kept, stored)
+
+        try:
+            return decode(value, named)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise self.damage(what, error) from error
+
+
+def writer(tensor: Tensor, values: Tensor) -> Callable[[], None]:
+    """Return a function that writes values into a tensor."""
+
+    def write() -> None:
+        if isinstance(tensor, ShardedTensor) and not tensor.is_view:
+            if subclass_gathers(tensor.shard_storage.resolve()):
+                tensor.copy_(tensor.like(values.to(tensor.storage_device)))
+            else:
+                tensor.overwrite_shard(values)
+        elif isinstance(tensor, DTensor) and not isinstance(tensor, ShardedTensor):
+            tensor.to_local().copy_(values)
+        else:
+            tensor.copy_(values)
+
+    return write
