@@ -24,8 +24,7 @@ from dshard.errors import (
     StateError,
     UnsupportedOpError,
 )
-from dshard.gathering.scope import gathered, iter_full
-from dshard.hybrid_mesh import init_hybrid_mesh
+from dshard.gathering import gathered, iter_full
 from dshard.join import join
 from dshard.policies import Strategy
 from dshard.run_by_some import run_by_some
@@ -34,6 +33,7 @@ from dshard.setup.fully_shard import fully_shard
 from dshard.setup.set_strategy import set_strategy
 from dshard.setup.to_plain import to_plain
 from dshard.tensor import ShardedTensor
+from dshard.tensor.meshes import init_hybrid_mesh
 
 if TYPE_CHECKING:
     from dshard import checkpoint, interop

@@ -15,8 +15,8 @@ from dshard.compiling import outside_of_graphs
 from dshard.errors import ArgumentError, DivergenceError, RankLostError
 from dshard.kinds import shown
 from dshard.tensor import ShardedTensor
-from dshard.tensor.results import AgreedTensor
-from dshard.tensor.tp_layout import distinct_groups, groups_of
+from dshard.tensor.meshes import distinct_groups, groups_of
+from dshard.tensor.operands import AgreedTensor
 
 _WHO = "clip_grad_norm_"
 _Cut = tuple[list[ShardGroup], list[Tensor]]  # shards, and the groups that they lie on

@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dshard import collectives
 from dshard.arguments import checked
-from dshard.autograd.modes import in_backward
+from dshard.autograd import in_backward
 from dshard.clip import clip_grad_norm_, on_clip
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.compat import no_sync
 from dshard.compiling import outside_of_graphs
 from dshard.errors import DivergenceError, StateError
-from dshard.optimizer.step_hooks import before_steps
+from dshard.optimizer.steps import before_steps
 from dshard.runtime.runtime import context_of
 from dshard.units.schedule import Phase
 

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from dshard import arguments, collectives
-from dshard.autograd.modes import in_backward, outside_autograd
-from dshard.autograd.recompute import runs_again_for_saved
+from dshard.autograd import in_backward, outside_autograd, runs_again_for_saved
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.compiling import outside_of_graphs
 from dshard.errors import ArgumentError
 from dshard.gradients.reducer import Reducer
 from dshard.runtime.region_tokens import await_user, note_open
 from dshard.tensor import ShardedTensor
-from dshard.tensor.tp_layout import groups_of
+from dshard.tensor.meshes import groups_of
 from dshard.units.context import ModelContext
 from dshard.units.unit import Unit
 

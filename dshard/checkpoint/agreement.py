@@ -12,7 +12,7 @@ from dshard import collectives
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import CheckpointError, DShardError
 from dshard.tensor import ShardedTensor
-from dshard.tensor.tp_layout import groups_of, joined_group
+from dshard.tensor.meshes import groups_of, joined_group
 
 _MAX_TEXT_BYTES = 2048  # of an error that travels to the other ranks
 _LABEL = "checkpoint"

@@ -22,7 +22,7 @@ from dshard.checkpoint.agreement import agree
 from dshard.checkpoint.files import Piece
 from dshard.collectives import ShardGroup
 from dshard.errors import CheckpointError
-from dshard.optimizer.step_hooks import before_steps
+from dshard.optimizer.steps import before_steps
 
 _LOG = logging.getLogger("dshard")
 _SLACK_BYTES = 1 << 16  # random states do not always take as many bytes

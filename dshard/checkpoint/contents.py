@@ -26,8 +26,8 @@ from dshard.errors import CheckpointError
 from dshard.layout import ShardLayout
 from dshard.optimizer.replace import repoint_optimizer
 from dshard.tensor import ShardedTensor
+from dshard.tensor.meshes import full_shape, tp_layout_of
 from dshard.tensor.subclass_shards import exact_values
-from dshard.tensor.tp_layout import full_shape, tp_layout_of
 
 OWN = "own"
 _SPLIT_BYTES = 1 << 20  # of a copy that several ranks hold: less than that is written by one of them

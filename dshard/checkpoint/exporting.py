@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dshard.agreement.same import check_same
+from dshard.agreement import check_same
 from dshard.arguments import read
 from dshard.checkpoint.agreement import agree, group_of, together
 from dshard.checkpoint.contents import left_out_of
@@ -33,7 +33,7 @@ from dshard.checkpoint.manifest import StoredTensor
 from dshard.checkpoint.pretrained import INDEX_NAME, SINGLE_NAME, weight_map_in
 from dshard.checkpoint.reading import Reader
 from dshard.errors import CheckpointError
-from dshard.gathering.full_values import full_values, refuse_meta
+from dshard.gathering import full_values, refuse_meta
 from dshard.tensor import ShardedTensor
 
 _DEFAULT_SHARD_BYTES = 5_000_000_000

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dshard.checkpoint.disk import closing, read_padded
 from dshard.errors import CheckpointError
-from dshard.tensor.strides import bytes_of
+from dshard.tensor.views import bytes_of
 
 BLOCK_BYTES = 1 << 18  # what one sum is of: a reader of a part of a piece reads at most two of them too many
 FILE_NAME = re.compile(r"shard-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.safetensors")

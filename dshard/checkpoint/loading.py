@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dshard import collectives
-from dshard.agreement.same import check_same, refused_together
+from dshard.agreement import check_same, refused_together
 from dshard.arguments import read
-from dshard.autograd.modes import outside_autograd
+from dshard.autograd import outside_autograd
 from dshard.checkpoint import contents
 from dshard.checkpoint.agreement import group_of, share, together
 from dshard.checkpoint.asynchronous import pending_save
@@ -32,9 +32,9 @@ from dshard.checkpoint.reading import Load, Reader, Source, writer
 from dshard.checkpoint.saving import lineage_of
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import CheckpointError
-from dshard.optimizer.moves import allocate
+from dshard.optimizer.replace import allocate
 from dshard.tensor import ShardedTensor
-from dshard.tensor.strides import bytes_of
+from dshard.tensor.views import bytes_of
 
 _LOG = logging.getLogger("dshard")
 

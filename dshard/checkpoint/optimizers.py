@@ -16,7 +16,7 @@ from dshard.checkpoint.manifest import StoredTensor
 from dshard.checkpoint.reading import Load, Source, writer
 from dshard.checkpoint.values import same_kind
 from dshard.tensor import ShardedTensor
-from dshard.tensor.shard_storage import ShardStorage
+from dshard.tensor.storage import ShardStorage
 from dshard.tensor.subclass_shards import subclass_gathers
 
 

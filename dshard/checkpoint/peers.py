@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dshard import collectives
-from dshard.agreement.same import check_same
+from dshard.agreement import check_same
 from dshard.arguments import checked
 from dshard.checkpoint.agreement import agree, group_of, together
 from dshard.checkpoint.contents import (

@@ -14,16 +14,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dshard.agreement.same import check_same
+from dshard.agreement import check_same
 from dshard.arguments import call_given, read
-from dshard.autograd.modes import outside_autograd
+from dshard.autograd import outside_autograd
 from dshard.checkpoint.agreement import group_of, together
 from dshard.checkpoint.contents import box_of, check_kept
 from dshard.checkpoint.disk import check_regular, open_regular
 from dshard.checkpoint.files import DTYPES, Box
 from dshard.checkpoint.reading import writer
 from dshard.errors import CheckpointError
-from dshard.optimizer.moves import allocate, convert
+from dshard.optimizer.replace import allocate, convert
 from dshard.tensor import ShardedTensor
 
 SINGLE_NAME = "model.safetensors"

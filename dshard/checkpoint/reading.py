@@ -24,8 +24,8 @@ from dshard.checkpoint.values import decode
 from dshard.collectives import ShardGroup
 from dshard.errors import CheckpointError
 from dshard.tensor import ShardedTensor
-from dshard.tensor.strides import bytes_of
 from dshard.tensor.subclass_shards import subclass_gathers
+from dshard.tensor.views import bytes_of
 
 _VERIFY_BYTES = 1 << 25  # at a time; a multiple of a block
 

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dshard import collectives
-from dshard.agreement.same import check_same
-from dshard.agreement.weights import agree as equal_on_ranks
+from dshard.agreement import agree as equal_on_ranks
+from dshard.agreement import check_same
 from dshard.arguments import read
 from dshard.checkpoint.agreement import group_of, share, together
 from dshard.checkpoint.asynchronous import PendingSave, Snapshot, pending_save
@@ -40,7 +40,7 @@ from dshard.checkpoint.values import encode
 from dshard.collectives import ShardGroup, timeout_of
 from dshard.collectives.lost import found_dead
 from dshard.errors import CheckpointError
-from dshard.gathering.full_values import refuse_meta
+from dshard.gathering import refuse_meta
 
 _TIMEOUT = timedelta(minutes=30)  # for another rank's file, where a backend does not say its own
 _POLL_S = 0.002

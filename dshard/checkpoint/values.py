@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dshard.errors import CheckpointError
-from dshard.tensor.strides import bytes_of
+from dshard.tensor.views import bytes_of
 
 _MAX_DEPTH = 100
 _MAX_INT_BITS = 1 << 13  # what Python reads back

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dshard import collectives
-from dshard.agreement.same import of_all_ranks
+from dshard.agreement import of_all_ranks
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import DivergenceError
 

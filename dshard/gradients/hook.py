@@ -8,15 +8,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dshard import collectives
-from dshard.autograd.grad_dtype import keep_own_dtype
-from dshard.autograd.modes import outside_autograd
+from dshard.autograd import keep_own_dtype, outside_autograd
 from dshard.collectives import ReduceOp
 from dshard.errors import DivergenceError, UnsupportedOpError
 from dshard.gradients.backward import Backward
 from dshard.interpreter import is_alone_in_hook
 from dshard.tensor import ShardedTensor
+from dshard.tensor.meshes import TPShardLayout
 from dshard.tensor.sharded_tensor import REQUIRES_GRAD
-from dshard.tensor.tp_layout import TPShardLayout
 from dshard.tensor.tp_params import local_gradient
 from dshard.units.unit import Unit
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dshard import collectives
-from dshard.autograd.modes import outside_autograd
+from dshard.autograd import outside_autograd
 from dshard.collectives import ShardGroup, TimesLeft
 from dshard.errors import DivergenceError
 from dshard.units.context import ModelContext

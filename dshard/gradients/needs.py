@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Sequence
 import torch
 
 from dshard import collectives
-from dshard.autograd.modes import outside_autograd
+from dshard.autograd import outside_autograd
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.units.eviction import Eviction
 from dshard.units.unit import Unit

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from dshard import collectives
-from dshard.agreement.weights import agree, checksum
-from dshard.autograd.grad_dtype import standing_for
-from dshard.autograd.modes import outside_autograd, profiled
+from dshard.agreement import agree, checksum
+from dshard.autograd import outside_autograd, profiled, standing_for
 from dshard.collectives import (
     Handle,
     ReduceBucket,
@@ -24,7 +23,7 @@ from dshard.collectives import (
 )
 from dshard.errors import DivergenceError
 from dshard.tensor import ShardedTensor
-from dshard.tensor.shard_storage import ShardStorage
+from dshard.tensor.storage import ShardStorage
 from dshard.tensor.subclass_shards import exact_values
 from dshard.units.buckets import Bucket
 from dshard.units.unit import Unit

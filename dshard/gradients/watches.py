@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dshard.autograd.modes import in_backward
+from dshard.autograd import in_backward
 from dshard.units.unit import Unit
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from dshard.arguments import checked
-from dshard.autograd.modes import Watchers, in_backward
+from dshard.autograd import Watchers, in_backward
 from dshard.collectives import CommRecord, CommTrace, is_users
 from dshard.errors import ArgumentError
 from dshard.inspection.explain import (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dshard.arguments import checked
 from dshard.checkpoint import load, save
 from dshard.errors import StateError
-from dshard.gathering.scope import iter_full
+from dshard.gathering import iter_full
 from dshard.runtime.module import FSDPModule
 from dshard.setup.fully_shard import fully_shard
 

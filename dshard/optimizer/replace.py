@@ -1,24 +1,264 @@
-"""What becomes of the parameters that `fully_shard` replaces, and of optimizers that hold them."""
+"""Parameters that are replaced or moved: optimizers, hooks and gradients follow them."""
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim.optimizer import Optimizer
 
-from dshard.collectives import ReduceBucket, ReducePlan
-from dshard.layout import BucketLayout
-from dshard.optimizer.relocate import Move, place_of, relocate
-from dshard.tensor import ShardedTensor
-from dshard.tensor.shard_storage import ShardStorage
-from dshard.tensor.subclass_shards import subclass_gathers
-from dshard.tensor.tp_layout import tp_layout_of
+from dshard import collectives
+from dshard.autograd import outside_autograd
+from dshard.collectives import GatherPlan, ReduceBucket, ReducePlan, shard_of
+from dshard.errors import StateError
+from dshard.gradients.hook import hook_gradient
+from dshard.gradients.reducer import Reducer
+from dshard.layout import MIN_DIRECT_BYTES, BucketLayout
+from dshard.tensor import MixedShardedTensor, OffloadedShardedTensor, ShardedTensor
+from dshard.tensor.meshes import gathered_stride, group_of, placements_of, tp_layout_of
+from dshard.tensor.storage import ShardStorage
+from dshard.tensor.subclass_shards import holds_packed_bits, subclass_gathers
 from dshard.tensor.tp_params import local_gradient, shard_like
+from dshard.units.placing import Place
+from dshard.units.unit import Unit
+
+
+def forget_flat_weights(module: nn.Module) -> list[nn.RNNBase]:
+    """Empty the lists of parameters that recurrent modules keep: weak references in them prevent a swap."""
+    recurrent = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
+    for rnn in recurrent:
+        rnn.__dict__.update(_flat_weights=[], _flat_weight_refs=[])
+    return recurrent
+
+
+def allocate(module: nn.Module, devices: Mapping[str, torch.device]) -> None:
+    """Give memory to those of some sharded parameters and buffers that are on the meta device.
+
+    Args:
+        module: A sharded module, or one that holds some.
+        devices: By name, the device for a buffer; a parameter goes to the device of its mesh.
+    """
+    recurrent = forget_flat_weights(module)
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if isinstance(param, ShardedTensor) and param.is_meta and name in devices:
+            home = param.offload.home if param.offload is not None else param.shard_group.device_type
+            convert(param, partial(torch.empty_like, device=home))
+    buffers = list(module.named_buffers(remove_duplicate=False))
+    made = {id(b): torch.empty_like(b, device=devices[name]) for name, b in buffers if b.is_meta and name in devices}
+    for name, buffer in buffers:
+        if id(buffer) in made:  # under all of its names
+            owner, _, attribute = name.rpartition(".")
+            module.get_submodule(owner)._buffers[attribute] = made[id(buffer)]
+    for rnn in recurrent:
+        rnn._init_flat_weights()
+
+
+def convert(param: ShardedTensor, fn: Callable[[Tensor], Tensor]) -> None:
+    """Apply a conversion to a sharded parameter and its gradient, keeping the parameter object."""
+    with torch.no_grad():
+        shard = fn(param.shard_storage.resolve())
+        if shard is param.shard_storage.resolve():
+            return
+        if shard.dtype != param.storage_dtype and holds_packed_bits(param):
+            shard = param.shard_storage.resolve().to(shard.device)  # a cast would take its bits for numbers
+            if shard is param.shard_storage.resolve():
+                return
+        shard = _at_home(param, shard)
+        grad, param.grad = param.grad, None
+        grad_shard = grad.shard_storage.resolve() if isinstance(grad, ShardedTensor) else None
+        stride = _stride_of_format(param, shard)
+        new = param.like(shard.contiguous(), stride=stride)
+        new.shard_storage.is_shared = True
+        if new.device == param.device:
+            param.data = new
+        else:
+            _swap(param, type(param).wrap(new.shard_storage, new._spec, new.shard_group, name=new.given_name))
+        _follow_dtype(param)
+        unit = param.gather_source
+        if isinstance(unit, Unit):
+            unit.model.get(Reducer).forget(unit)
+        if isinstance(grad, ShardedTensor) and grad_shard is not None:
+            param.grad = grad.like(fn(grad_shard).contiguous(), stride=stride)
+            param.grad.shard_storage.is_shared = True
+
+
+def _follow_dtype(param: ShardedTensor) -> None:
+    """What a policy asks for is another dtype than the parameter's own now, or no longer is."""
+    precision = param.wire_precision
+    if precision is None or not param.storage_dtype.is_floating_point:
+        return
+    changed = precision.for_dtype(param.storage_dtype)
+    if changed == precision:
+        return
+    param.wire_precision, param.known_views = changed, None
+    if type(param) is not OffloadedShardedTensor:
+        param.__class__ = ShardedTensor if changed.compute is None else MixedShardedTensor
+    if isinstance(param.gather_source, Unit):
+        param.gather_source.restart()
+        param.gather_source.model.forwards.on_dtypes()
+
+
+def _at_home(param: ShardedTensor, shard: Tensor) -> Tensor:
+    """The converted shard of an offloaded parameter, which stays where it is kept; memory it gets there alone.
+
+    Raises:
+        StateError: It was to be moved to another device. On every rank alike.
+    """
+    offload = param.offload
+    if offload is None or shard.device.type in (offload.home.type, "meta"):
+        return shard
+    if param.is_meta:
+        return torch.empty_like(shard, device=offload.home)
+    raise StateError(
+        f"{param.name}: an offloaded parameter stays on {offload.home} and is copied to {offload.compute} for its use, "
+        f"but it was moved to {shard.device}. Leave the move out, for fully_shard has moved the buffers; to keep "
+        f"parameters on {shard.device}, leave out offload_policy."
+    )
+
+
+def _stride_of_format(param: ShardedTensor, shard: Tensor) -> tuple[int, ...] | None:
+    """Strides of the full tensor if its shard was converted to another memory format, else None."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if shard.dim() not in formats or shard.is_contiguous():
+        return None
+    return torch.empty(param.shape, device="meta").to(memory_format=formats[shard.dim()]).stride()
+
+
+def _swap(param: ShardedTensor, new: ShardedTensor) -> None:
+    """Give a parameter object the metadata of a tensor on another device."""
+    if param.grad_hook_handle is not None:
+        param.grad_hook_handle.remove()
+        param.grad_hook_handle = None
+    attributes = {**param.__dict__, "shard_storage": new.shard_storage, "known_views": None}
+    requires_grad = param.requires_grad
+    try:
+        torch.utils.swap_tensors(param, new)
+    except RuntimeError as error:
+        reason = str(error).rstrip(".")
+        raise StateError(
+            f"{param.name}: a parameter can move to another device only while nothing else refers to it, but torch "
+            f"says: {reason}. Move the module while no views of its parameters and no weak references to them are kept."
+        ) from error
+    param.__dict__.clear()
+    param.__dict__.update(attributes)
+    torch.Tensor.requires_grad_(param, requires_grad)
+    hook_gradient(param)
+
+
+_MAX_BYTES = 16 << 20  # of full tensors that are there at the same time, as long as one is as large as they
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A tensor and the place that it is to have.
+
+    Args:
+        tensor: A parameter, gradient or optimizer state that is no view.
+        place: Over which mesh, cut along which dim.
+    """
+
+    tensor: ShardedTensor
+    place: Place
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the full tensor, or for a DTensor of the local one."""
+        return int(self.tensor.shard_layout.numel * self.tensor.storage_dtype.itemsize)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether it is elsewhere."""
+        here = place_of(self.tensor)
+        return here.dim != self.place.dim or here.mesh != self.place.mesh  # a copy or pickle has a mesh of its own
+
+
+def place_of(tensor: ShardedTensor) -> Place:
+    """The place of a sharded tensor."""
+    inner = tp_layout_of(tensor.shard_layout)
+    return Place(tensor._spec.mesh if inner is None else inner.data_mesh, tensor.shard_layout.dim)
+
+
+def relocate(moves: Sequence[Move]) -> None:
+    """Cut tensors anew, some at a time; whoever held the old shards, as by `to_local()`, holds a copy from now on.
+
+    Communicates:
+        An all-gather of each tensor that is cut now and of 64 bytes beside, in chunks; nothing for whole ones.
+    """
+    with outside_autograd():
+        for chunk in _chunks([move for move in moves if move.is_needed]):
+            _relocate(chunk)
+
+
+def _relocate(moves: Sequence[Move]) -> None:
+    """Cut tensors anew, all at once; what was gathered for it goes at the end."""
+    for move, full in zip(moves, _fulls([move.tensor for move in moves]), strict=True):
+        _put(move, full)
+
+
+def _chunks(moves: Sequence[Move]) -> Iterator[list[Move]]:
+    """Moves that can be gathered together, in an order that is the same on all ranks."""
+    kinds: dict[Any, list[Move]] = {}
+    for move in moves:
+        tensor = move.tensor
+        kind = (
+            tensor.shard_group.full_name,
+            tensor.storage_dtype,
+            tensor.storage_device,
+            tensor.shard_layout.dim is None,
+        )
+        kinds.setdefault(kind, []).append(move)
+    for same in kinds.values():
+        max_bytes = min(_MAX_BYTES, max(move.num_bytes for move in same))
+        chunk: list[Move] = []
+        for move in sorted(same, key=lambda move: move.num_bytes, reverse=True):  # small ones fill up
+            if chunk and sum(m.num_bytes for m in chunk) + move.num_bytes > max_bytes:
+                yield chunk
+                chunk = []
+            chunk.append(move)
+        yield chunk
+
+
+def _fulls(tensors: Sequence[ShardedTensor]) -> list[Tensor]:
+    """The full values of tensors that lie alike; not to be kept."""
+    first, group = tensors[0], tensors[0].shard_group
+    shards = [t.shard_storage.resolve() for t in tensors]
+    if first.shard_layout.dim is None or first.is_meta or group.num_ranks == 1:
+        return shards if not first.is_meta else [torch.empty(t.shard_layout.shape, device="meta") for t in tensors]
+    strides = [gathered_stride(t.shard_layout, t.stride()) for t in tensors]
+    bucket = BucketLayout.of([t.shard_layout for t in tensors])
+    least = 0 if len(tensors) == 1 else MIN_DIRECT_BYTES  # one alone needs no rows to be cut out of, of its size again
+    plan = GatherPlan.of(bucket, strides, first.storage_dtype, group, min_direct_bytes=least)
+    here = [shard.to(group.device_type) for shard in shards]
+    tag = hash(tuple(t.shard_storage.signature for t in tensors))
+    return collectives.all_gather(here, plan, group, label=f"move of '{first.name}'", tag=tag).wait().tensors
+
+
+def _put(move: Move, full: Tensor) -> None:
+    """Give a tensor its part of the full value."""
+    tensor, place, old = move.tensor, move.place, move.tensor.shard_storage
+    group, inner = group_of(place.mesh), tp_layout_of(tensor.shard_layout)
+    layout = replace(old.layout, dim=place.dim, num_ranks=group.num_ranks)
+    part = shard_of(full, layout, group.rank)
+    shard = torch.empty(part.shape, dtype=tensor.storage_dtype, device=tensor.storage_device).copy_(part)
+    storage = ShardStorage(shard, layout, is_shared=True)
+    storage.tag, storage.num_writes = old.signature
+    placements = placements_of(place.dim, place.mesh) if inner is None else inner.over_both(place.dim)
+    mesh = place.mesh if inner is None else tensor._spec.mesh
+    tensor._spec = DTensorSpec(mesh, placements, tensor_meta=tensor._spec.tensor_meta)
+    tensor.shard_storage, tensor.shard_group, tensor.origin, tensor.known_views = storage, group, None, None
+    old.retire(
+        StateError(
+            f"{tensor.name}: set_strategy has moved its shards to other ranks, but an alias or a view from before is "
+            "used. Take it from the parameter again."
+        )
+    )
+
 
 _ACCESSORS = frozenset(["__get__", "__set__", "__delete__"])  # of properties such as `grad`
 

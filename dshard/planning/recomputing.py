@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from dshard.autograd.checkpointing import checkpointed
+from dshard.autograd import checkpointed
 from dshard.errors import PlanError
 from dshard.planner.costs import CHECKPOINTING, ModelCosts, UnitCosts
 from dshard.planner.traces import Part, Trace

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 from dshard.arguments import checked
 from dshard.gradients.finite import FiniteCheck
 from dshard.gradients.reducer import Reducer
-from dshard.optimizer.moves import allocate, convert, forget_flat_weights
+from dshard.optimizer.replace import allocate, convert, forget_flat_weights
 from dshard.runtime.companions import AcceptedHints, DataParallelNames
 from dshard.runtime.module_hooks import FORWARD_METHODS, as_forward
 from dshard.runtime.runtime import context_of, own_units, runtime_of, units_of

@@ -17,10 +17,9 @@ from dshard.runtime.casts import Casts
 from dshard.runtime.region_tokens import with_tokens
 from dshard.runtime.runtime import Runtime
 from dshard.tensor import ShardedTensor
-from dshard.tensor.mixed import is_in_mixed_forward
-from dshard.tensor.sources import rejoin_source
+from dshard.tensor.sharded_tensor import is_in_mixed_forward, note_forward_in_graph
+from dshard.tensor.storage import rejoin_source
 from dshard.tensor.traced import is_traced, refuse_export
-from dshard.tensor.traced_meta import note_forward_in_graph
 from dshard.units.context import ModelContext
 from dshard.units.unit import Unit
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dshard.autograd.modes import in_backward
+from dshard.autograd import in_backward
 from dshard.compiling import outside_of_graphs
 from dshard.runtime.casts import converted
 

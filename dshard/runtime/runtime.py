@@ -5,18 +5,17 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from dshard.agreement.buffers import broadcast_buffers
-from dshard.autograd.modes import in_backward
+from dshard.agreement import broadcast_buffers
+from dshard.autograd import in_backward
 from dshard.collectives import settle
 from dshard.gradients.backward import Backward
 from dshard.gradients.hook import hook_gradient
 from dshard.gradients.iteration import Iteration
-from dshard.optimizer.step_hooks import watch_steps
-from dshard.optimizer.swap import check_interrupted
+from dshard.optimizer.steps import check_interrupted, watch_steps
 from dshard.runtime.budget import agreed_free_bytes
 from dshard.runtime.late import LateParameters
-from dshard.tensor.exports import refuse_compiled_autograd
 from dshard.tensor.meshes import group_of
+from dshard.tensor.subclass_shards import refuse_compiled_autograd
 from dshard.units.context import ModelContext
 from dshard.units.schedule import Phase
 from dshard.units.unit import Unit, groups_of

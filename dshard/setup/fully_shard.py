@@ -10,23 +10,33 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dshard import arguments
-from dshard.agreement.buffers import broadcast_buffers, check_buffers
-from dshard.agreement.same import VERSIONS, Fact, check_same, refused_together, versions
-from dshard.autograd.checkpointing import modules_that_run
+from dshard.agreement import VERSIONS, Fact, broadcast_buffers, check_buffers, check_same, refused_together, versions
+from dshard.autograd import modules_that_run
 from dshard.collectives import ShardGroup
 from dshard.optimizer.replace import inherit
 from dshard.policies import Precision, PrecisionRules, StrategyRules, reshard_choice
 from dshard.runtime import Runtime
 from dshard.runtime.casts import cast_at
 from dshard.runtime.module_hooks import watch
-from dshard.setup.convert import convert, follow_replaced, move_buffers, own_parameters
+from dshard.setup.auto_units import AutoWrapPolicy, chosen_modules
 from dshard.setup.dcp import stage_shards
-from dshard.setup.initial import compare_parameters, groups_cut_over
-from dshard.setup.install import Wrapping, take_in, wrap
 from dshard.setup.options import Followed, Options, checked_modules
-from dshard.setup.specs import ParamSpec, Resolver, described, settle
-from dshard.setup.wrap import AutoWrapPolicy, chosen_modules
-from dshard.slices.layers import check_sliced, is_sliced, set_slices
+from dshard.setup.specs import (
+    ParamSpec,
+    Resolver,
+    Wrapping,
+    compare_parameters,
+    convert,
+    described,
+    follow_replaced,
+    groups_cut_over,
+    move_buffers,
+    own_parameters,
+    settle,
+    take_in,
+    wrap,
+)
+from dshard.slices import check_sliced, is_sliced, set_slices
 from dshard.tensor.meshes import data_parallel_mesh, default_mesh, group_of
 from dshard.units.context import ModelContext
 from dshard.units.placing import Place, PlacementFn, check_mesh, places_of

@@ -12,7 +12,7 @@ from dshard.errors import StateError
 from dshard.policies import Offload, StrategyRules, read_bytes
 from dshard.runtime.module import FSDPModule
 from dshard.setup.auto_units import FoundUnit
-from dshard.setup.convert import device_of
+from dshard.setup.specs import device_of
 from dshard.units.placing import PlacementFn, replicated
 
 if TYPE_CHECKING:  # loaded where a plan is given

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from dshard.arguments import checked
-from dshard.autograd.checkpointing import MODES, apply_checkpointing, check_plain
+from dshard.autograd import MODES, apply_checkpointing, check_plain
 from dshard.errors import DShardError, PlanError
-from dshard.optimizer.step_hooks import after_steps
+from dshard.optimizer.steps import after_steps
 from dshard.planner import Comparison, Measured, Plan
 from dshard.planner.plan import plain_name
 from dshard.planner.steps import shape_of

@@ -1,6 +1,6 @@
-"""Strategies change between two steps of a training."""
+"""`set_strategy`: other strategies for a model that is sharded, between two steps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -8,22 +8,77 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from dshard import arguments
-from dshard.agreement.same import check_same, refused_together
-from dshard.autograd.modes import in_backward
+from dshard.agreement import check_same, refused_together
+from dshard.autograd import in_backward
 from dshard.errors import StateError, UnsupportedOpError
+from dshard.gradients.backward import Backward
 from dshard.gradients.reducer import Reducer
-from dshard.optimizer.relocate import Move, place_of, relocate
-from dshard.optimizer.replace import move_states, note_moves
+from dshard.optimizer.replace import Move, move_states, note_moves, place_of, relocate
 from dshard.policies import StrategyRules
 from dshard.runtime.late import LateParameters
 from dshard.runtime.runtime import context_of
-from dshard.setup.regroup import regroup
-from dshard.slices.layers import check_sliced, is_sliced, set_slices
+from dshard.slices import check_sliced, is_sliced, set_slices
 from dshard.tensor import ShardedTensor
+from dshard.tensor.meshes import tp_layout_of
 from dshard.tensor.subclass_shards import subclass_gathers
-from dshard.tensor.tp_layout import tp_layout_of
 from dshard.units.context import ModelContext
 from dshard.units.placing import Place, placed_by
+from dshard.units.settings import UnitSettings
+from dshard.units.unit import Unit
+
+_LISTS = ("_dshard_units", "_dshard_formed")
+
+
+def regroup(tops: Sequence[nn.Module], context: ModelContext, bases: Mapping[int, str]) -> None:
+    """Sort the parameters of units that have the same modules by their strategies; one unit for each.
+
+    Args:
+        tops: The outermost modules of the units.
+        context: Theirs.
+        bases: By the identity of a parameter, the base of its new strategy; others keep what they have.
+    """
+    families: dict[Any, list[Unit]] = {}
+    for unit in context.units:
+        key = tuple(map(id, unit.modules)), unit.settings.but_lifetime
+        families.setdefault(key, []).append(unit)
+    changed = {}
+    for family in families.values():
+        parts = _parts(family, bases)
+        old = [unit.params for unit in family if unit.params]
+        if [list(map(id, params)) for params in old] == [list(map(id, params)) for params in parts.values()]:
+            for settings, unit in zip(parts, [u for u in family if u.params], strict=True):
+                unit.settings = settings  # and what it implies, as it restarts
+        elif parts:
+            changed[family[0]] = [_unit_like(family[0], params, settings) for settings, params in parts.items()]
+            changed.update({unit: [] for unit in family[1:]})
+    if changed:
+        for module in dict.fromkeys(module for top in tops for module in top.modules()):
+            for name in _LISTS:
+                if name in module.__dict__:
+                    module.__dict__[name] = _replaced(module.__dict__[name], changed)
+    context.reorder(_replaced(context.units, changed))
+    for unit in context.units:
+        unit.restart()
+    context.get(Backward).on_regrouped()
+
+
+def _parts(family: Sequence[Unit], bases: Mapping[int, str]) -> dict[UnitSettings, list[ShardedTensor]]:
+    """Parameters by what their new strategy says, or else by what their unit does."""
+    parts: dict[UnitSettings, list[ShardedTensor]] = {}
+    for unit in family:
+        for param in unit.params:
+            base = bases.get(id(param))
+            parts.setdefault(unit.settings.under(base) if base is not None else unit.settings, []).append(param)
+    return parts
+
+
+def _unit_like(old: Unit, params: list[ShardedTensor], settings: UnitSettings) -> Unit:
+    """A unit of other parameters, but of the same modules."""
+    return Unit(params, old.modules, label=old.label, model=old.model, settings=settings)
+
+
+def _replaced(units: Sequence[Unit], changed: Mapping[Unit, Sequence[Unit]]) -> list[Unit]:
+    return [new for unit in units for new in changed.get(unit, [unit])]
 
 
 def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:

@@ -10,23 +10,23 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from dshard import arguments
-from dshard.agreement.same import check_same, refused_together
-from dshard.autograd.modes import outside_autograd
+from dshard.agreement import check_same, refused_together
+from dshard.autograd import outside_autograd
 from dshard.errors import ArgumentError, StateError, UnsupportedOpError
-from dshard.gathering.full_values import refuse_meta
+from dshard.gathering import refuse_meta
 from dshard.gradients.hook import users_hooks
 from dshard.gradients.reducer import Reducer
-from dshard.optimizer.step_hooks import known_optimizers
+from dshard.optimizer.steps import known_optimizers
 from dshard.runtime.casts import forget_casts
 from dshard.runtime.companions import say_unmanaged
 from dshard.runtime.module import FSDPModule, original_class
 from dshard.runtime.module_hooks import FORWARD_METHODS, unwatch
 from dshard.setup.set_strategy import context_at_rest
-from dshard.slices.layers import SlicedForward
+from dshard.slices import SlicedForward
 from dshard.tensor import ShardedTensor
-from dshard.tensor.sharded_base import ShardedBase
+from dshard.tensor.meshes import joined_group
+from dshard.tensor.sharded_tensor import ShardedBase
 from dshard.tensor.subclass_shards import subclass_gathers
-from dshard.tensor.tp_layout import joined_group
 from dshard.units.unit import Unit
 
 _OWN_ATTRIBUTES = frozenset(ShardedBase.__annotations__) | {"_is_param", "_spec", "_home_device", "_draws_like"}

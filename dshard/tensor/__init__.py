@@ -6,13 +6,10 @@ from torch.utils import _foreach_utils
 
 from dshard.layout import ShardLayout
 from dshard.policies import Offload, Precision
-from dshard.tensor.beside_dtensors import run_beside_dtensors
-from dshard.tensor.copying import rebuild
-from dshard.tensor.dispatch import dispatch
-from dshard.tensor.mixed import MixedShardedTensor
-from dshard.tensor.offloaded import OffloadedShardedTensor
+from dshard.tensor.dispatch import dispatch, run_beside_dtensors
 from dshard.tensor.older_torch import ask_the_class, asks_subclasses
-from dshard.tensor.sharded_tensor import ShardedTensor
+from dshard.tensor.sharded_tensor import MixedShardedTensor, OffloadedShardedTensor, ShardedTensor
+from dshard.tensor.storage import rebuild
 from dshard.tensor.table import OpClass, classify
 from dshard.tensor.traced import unflatten
 

@@ -1,18 +1,217 @@
-"""Where every operation on a ShardedTensor arrives."""
+"""What runs an operation: its handler in the table, once per device, beside DTensors, ahead of other classes."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from dshard.tensor import shardwise, step_ops, writes
-from dshard.tensor.homes import apart, once_per_home
-from dshard.tensor.sharded_tensor import ShardedTensor
-from dshard.tensor.stepping import is_stepping
-from dshard.tensor.table import Args, Handler, Kwargs, OpClass, classify
+from dshard.tensor import shardwise, writes
+from dshard.tensor.sharded_tensor import SHARDED, VIEWS, OffloadedShardedTensor, ShardedTensor
+from dshard.tensor.storage import ShardStorage, is_stepping
+from dshard.tensor.table import Args, Handler, Kwargs, OpClass, classify, mutated_arguments
 from dshard.tensor.views import ViewStep, view_metas
+
+
+def _absent(name: str) -> Any:
+    def get(self: ShardedTensor) -> Any:
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    return property(get)
+
+
+def _of_gathered(self: ShardedTensor, name: str) -> Any:
+    """An attribute that it has none of: in a forward, that of what it is there."""
+    view = self._view
+    is_in_forward = self.compute_dtype() is not None if view is None else view.computes
+    if not is_in_forward or name.startswith("__"):
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    return getattr(self.materialize(), name)
+
+
+# What a weight says of its shards: a sharded tensor itself is no such weight.
+_HIDDEN = {name: _absent(name) for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather")}
+
+
+def _said_to_be(other: type[Tensor]) -> Any:
+    """A `__class__` that `isinstance` goes by, beside the type."""
+    return property(lambda self: other, object.__dict__["__class__"].__set__)
+
+
+@cache
+def asked_before(kind: type[ShardedTensor], other: type[Tensor]) -> type[ShardedTensor]:
+    """A class of sharded tensors that torch asks ahead of another class; to all else it is `kind`."""
+    namespace = {
+        **_HIDDEN,
+        "__doc__": kind.__doc__,
+        "__getattr__": _of_gathered,
+        "__module__": __name__,
+        "__slotnames__": kind.__slotnames__,
+        "_kind": kind,
+        "kin": ShardedTensor,
+    }
+    name = f"{kind.__name__}Before{other.__name__}"
+    try:
+        made: type[ShardedTensor] = type(name, (kind, other), namespace)
+    except TypeError:  # both have __slots__: it says that it is of the other class, and torch takes its word
+        made = type(name, (kind,), {**namespace, "__class__": _said_to_be(other)})
+    SHARDED.add(made)
+    if kind is not ShardedTensor:
+        VIEWS[made] = asked_before(ShardedTensor, other)
+    return made
+
+
+def give_precedence(param: ShardedTensor, gathered: type[Tensor]) -> None:
+    """Have a parameter, and views of it, asked ahead of the class that it is gathered as; a plain one never is."""
+    kind = type(param)._kind or type(param)
+    wanted = kind if gathered is Tensor else asked_before(kind, gathered)
+    if type(param) is not wanted:
+        param.__class__ = wanted
+        param.known_views = None
+
+
+def _homes(args: Args) -> list[Any]:
+    """The devices on which the tensors of the first list are kept, in order; that may follow a number."""
+    first = next((arg for arg in args if isinstance(arg, (list, tuple))), ())
+    return [t.storage_device if isinstance(t, ShardedTensor) else t.device for t in first]
+
+
+def once_per_home(handler: Handler) -> Handler:
+    """A handler of an operation over lists, all of one length, that runs once for each device."""
+
+    def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        if not OffloadedShardedTensor.num_made or len(set(homes := _homes(args))) < 2:
+            return handler(func, args, kwargs)
+        results: list[Any] = [None] * len(homes)
+        for home in dict.fromkeys(homes):
+            places = [i for i, other in enumerate(homes) if other == home]
+
+            def part(value: Any, places: list[int] = places) -> Any:
+                is_list = isinstance(value, (list, tuple)) and len(value) == len(homes)
+                return [value[i] for i in places] if is_list else value
+
+            found = handler(func, tuple(map(part, args)), {name: part(value) for name, value in kwargs.items()})
+            for i, result in zip(places, found or (), strict=False):
+                results[i] = result
+        return results if func._schema.returns else None
+
+    return run
+
+
+def apart(handler: Handler) -> Handler:
+    """The short way of an optimizer's step, which is not for lists of several devices."""
+
+    def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        if OffloadedShardedTensor.num_made and len(set(_homes(args))) > 1:
+            return NotImplemented
+        return handler(func, args, kwargs)
+
+    return run
+
+
+_Run = Callable[[OpOverload, Args, Kwargs], Any]
+
+
+def run_beside_dtensors(run: _Run, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Run an operation that has a plain DTensor among its operands, at any place.
+
+    One of the mesh and placements of a sharded operand is taken as sharded. Where another one is written to, the
+    sharded operands are taken as DTensors, which torch lays out as it does.
+
+    Args:
+        run: Runs operations on sharded tensors.
+        func: The operation.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+    """
+    taken: dict[int, ShardedTensor] = {}
+    originals: dict[int, DTensor] = {}
+    sharded: list[Any] = [value for value in _tensors((args, list(kwargs.values()))) if type(value) in SHARDED]
+    for group in _together((*args, *kwargs.values())):
+        beside: list[Any] = [value for value in group if type(value) in SHARDED] or sharded
+        for value in group:
+            if type(value) is DTensor and id(value) not in taken:
+                alike = _taken_as(value, beside)
+                if alike is not None:
+                    taken[id(value)], originals[id(alike)] = alike, value
+    if not taken and not any(value.device_mesh == other.device_mesh for value in _dtensors(args) for other in sharded):
+        return run(func, args, kwargs)  # of tensor parallelism
+    new_args = tuple(_replaced(value, taken) for value in args)
+    new_kwargs = {name: _replaced(value, taken) for name, value in kwargs.items()}
+    written = [new_args[i] if isinstance(i, int) else new_kwargs.get(i) for i in mutated_arguments(func)]
+    if any(True for _ in _dtensors(written)):
+        as_dtensors = {id(value): _as_dtensor(value) for value in sharded}
+        result = func(*_replaced(args, as_dtensors), **_replaced(kwargs, as_dtensors))
+        for value in _tensors(written):
+            if isinstance(value, ShardedTensor):
+                value.shard_storage.note_write()
+        return result
+    result = run(func, new_args, new_kwargs)
+    return originals.get(id(result), result)
+
+
+def _together(values: Args) -> Iterator[tuple[Any, ...]]:
+    """The operands that meet: all that are no lists, and the items of lists at each place."""
+    yield tuple(value for value in values if isinstance(value, Tensor))
+    lists = [value for value in values if isinstance(value, (list, tuple)) and any(map(_is_tensor, value))]
+    yield from zip(*lists, strict=True) if len(set(map(len, lists))) == 1 else ()
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _taken_as(value: DTensor, sharded: list[ShardedTensor]) -> ShardedTensor | None:
+    """A DTensor as a sharded tensor over the same memory, if it lies as one of some does."""
+    local = value._local_tensor
+    for other in sharded:
+        spec = other._spec
+        if other._view is not None or value.device_mesh != spec.mesh or value.placements != spec.placements:
+            continue
+        if local.shape == other.shard_storage.resolve().shape:
+            storage = ShardStorage(local, other.shard_layout, is_shared=True)
+            return other.like(storage, dtype=value.dtype)
+    return None
+
+
+def _as_dtensor(value: ShardedTensor) -> DTensor:
+    """A sharded tensor as a plain DTensor over the same memory; of a view, one of its full value."""
+    if value._view is not None:
+        whole: DTensor = value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+        return whole
+    meta = value._spec.tensor_meta
+    assert meta is not None
+    local = value.shard_storage.resolve()
+    return DTensor.from_local(
+        local, value.device_mesh, value.placements, run_check=False, shape=meta.shape, stride=meta.stride
+    )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _dtensors(value: Any) -> Iterator[DTensor]:
+    return (each for each in _tensors(value) if type(each) is DTensor)
+
+
+def _replaced(value: Any, others: dict[int, Any]) -> Any:
+    if isinstance(value, Tensor):
+        return others.get(id(value), value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_replaced(each, others) for each in value)
+    if isinstance(value, dict):
+        return {name: _replaced(each, others) for name, each in value.items()}
+    return value
+
 
 aten = torch.ops.aten
 _KEYS = torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative
@@ -103,9 +302,9 @@ _HANDLERS: dict[OpClass, Handler] = {
 
 _SAME_MEMORY = (OpClass.VIEW, OpClass.ALIAS)
 _STEP_HANDLERS: dict[OpClass, Handler] = {
-    OpClass.POINTWISE: step_ops.step_pointwise,
-    OpClass.POINTWISE_INPLACE: step_ops.step_pointwise_inplace,
-    OpClass.FOREACH_INPLACE: apart(step_ops.step_foreach_inplace),
+    OpClass.POINTWISE: writes.step_pointwise,
+    OpClass.POINTWISE_INPLACE: writes.step_pointwise_inplace,
+    OpClass.FOREACH_INPLACE: apart(writes.step_foreach_inplace),
 }
 
 

@@ -12,13 +12,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from dshard.collectives import shard_of
 from dshard.errors import PlacementError, UnsupportedOpError
 from dshard.layout import ShardLayout
-from dshard.tensor.meshes import group_of, placements_of, shared_dims
-from dshard.tensor.shard_storage import ShardStorage
+from dshard.tensor.meshes import TPLayout, TPShardLayout, group_of, part_of, placements_of, shared_dims, tp_layout_of
 from dshard.tensor.sharded_tensor import ShardedTensor
-from dshard.tensor.strides import dense_stride
+from dshard.tensor.storage import ShardStorage
 from dshard.tensor.subclass_shards import cut_subclass, subclass_gathers
-from dshard.tensor.tp_layout import TPLayout, TPShardLayout, part_of, tp_layout_of
-from dshard.tensor.views import empty_of
+from dshard.tensor.views import dense_stride, empty_of
 
 
 def shard_over(

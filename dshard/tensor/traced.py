@@ -1,11 +1,12 @@
-"""Sharded tensors within a graph that torch.compile traces: views stay lazy, everything else gathers there."""
+"""Sharded parameters in graphs of torch.compile: gathered and reduced by operations of the graph."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -20,18 +21,54 @@ from dshard.errors import UnsupportedOpError
 from dshard.layout import ShardLayout
 from dshard.tensor import shardwise
 from dshard.tensor.dispatch import described, dispatch
-from dshard.tensor.inductor import lower_gathers
-from dshard.tensor.meshes import group_of
+from dshard.tensor.meshes import group_of, viewed
 from dshard.tensor.operands import cut_to, is_recorded, lies_like, materialize, takes_own_data
-from dshard.tensor.shard_storage import ShardStorage
-from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
-from dshard.tensor.sources import Use
-from dshard.tensor.strides import restrided
+from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor, dtype_in_graph
+from dshard.tensor.storage import ShardStorage, Use, note_write_to
 from dshard.tensor.table import Args, Handler, Kwargs, OpClass, classify, mutated_arguments
-from dshard.tensor.tp_layout import viewed
-from dshard.tensor.traced_meta import dtype_in_graph
-from dshard.tensor.user_collectives import note_write_to
-from dshard.tensor.views import View, ViewStep, empty_of
+from dshard.tensor.views import View, ViewStep, empty_of, restrided
+
+
+def lower_gathers(gather: OpOverload) -> None:
+    """Have inductor, if it is what compiles, take the unit's own copy wherever a graph only reads it.
+
+    Args:
+        gather: The operation; its last argument says whether the result is memory of the graph's own.
+    """
+    lowering: Any = sys.modules.get("torch._inductor.lowering")
+    if lowering is None or getattr(lowering, "_has_dshards", False):
+        return
+    lowering._has_dshards = True
+    run: Callable[..., Any] = lowering.fallback_handler(gather)
+
+    def lower(*args: Any) -> Any:
+        from torch._inductor.virtualized import V
+
+        node = V.graph.current_node
+        if not all(_only_reads(user, node) for user in node.users):
+            return run(*args)
+        result = run(*args[: len(gather._schema.arguments) - 1], False)  # noqa: FBT003 - operators take positions
+        name = result.get_name()
+        V.graph.never_reuse_buffers.add(name)
+        V.graph.unaligned_buffers.add(name)  # it lies anywhere in a unit's memory
+        return result
+
+    lowering.register_lowering(gather, type_promotion_kind=None)(lower)
+
+
+def _only_reads(user: fx.Node, source: fx.Node) -> bool:
+    """Whether an operation neither writes to `source`, nor gives memory of it that others may write to or give out."""
+    func = user.target
+    if user.op != "call_function" or not isinstance(func, OpOverload) or func._schema.is_mutable:
+        return False
+    if any(result.alias_info is not None for result in func._schema.returns):  # a view
+        return all(_only_reads(other, user) for other in user.users)
+    given, taken = user.meta.get("val"), source.meta.get("val")
+    if isinstance(given, Tensor) and isinstance(taken, Tensor) and given.dtype != taken.dtype:
+        return True  # a cast
+    # What has one operand may be lowered to nothing; what has several is computed.
+    nodes = [arg for arg in (*user.args, *user.kwargs.values()) if isinstance(arg, fx.Node)]
+    return sum(isinstance(node.meta.get("val"), Tensor) for node in nodes) > 1
 
 
 class TracedGather:

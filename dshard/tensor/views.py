@@ -1,4 +1,4 @@
-"""Chains of view operations, remembered so that a view of a sharded tensor costs nothing and can be written through."""
+"""Strides, and chains of view operations: a view of a sharded tensor costs nothing and can be written through."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -10,6 +10,31 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dshard.errors import UnsupportedOpError
+
+
+def restrided(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A copy of a plain tensor, with other strides."""
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def empty_as(tensor: Tensor) -> Tensor:
+    """A plain tensor that lies as a full value does, of any content."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def dense_stride(full: Tensor) -> tuple[int, ...]:
+    """Strides of `full` if it is dense in some dim order, else row-major ones."""
+    return torch.empty_like(full, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a plain tensor, shape (bytes,), uint8; its own memory where it is contiguous.
+
+    One element may have any strides and be contiguous, but not be seen as bytes.
+    """
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
 
 _ALIAS, _AS_REAL = torch.ops.aten.alias.default, torch.ops.aten.view_as_real.default
 

@@ -27,8 +27,8 @@ from dshard.collectives import (
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.policies import Offload
 from dshard.tensor import ShardedTensor
-from dshard.tensor.shard_storage import ShardStorage
-from dshard.tensor.tp_layout import gathered_stride
+from dshard.tensor.meshes import gathered_stride
+from dshard.tensor.storage import ShardStorage
 
 if TYPE_CHECKING:
     from dshard.units.unit import Unit

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from dshard.autograd.recompute import Regions
+from dshard.autograd import Regions
 from dshard.collectives import BufferPool, SideStream
 from dshard.policies import Offload
-from dshard.tensor.mixed import note_forward
+from dshard.tensor.sharded_tensor import note_forward
 from dshard.units.copy_stream import CopyStream
 from dshard.units.eviction import Eviction
 from dshard.units.regions import RankRegions

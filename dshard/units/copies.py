@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dshard import collectives
-from dshard.autograd.modes import in_backward, outside_autograd, profiled
+from dshard.autograd import in_backward, outside_autograd, profiled
 from dshard.collectives import Buffer, Gathered, Handle, MadeIn, SideStream, shard_of
-from dshard.tensor.sources import Use
-from dshard.tensor.tp_layout import TPShardLayout, tp_operand, viewed
+from dshard.tensor.meshes import TPShardLayout, tp_operand, viewed
+from dshard.tensor.storage import Use
 from dshard.tensor.tp_params import local_of
 from dshard.tensor.views import View
 from dshard.units.buckets import Bucket, HostCopies, SendRows, is_whole, part_layout

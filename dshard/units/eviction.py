@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from dshard.autograd.modes import in_backward
+from dshard.autograd import in_backward
 from dshard.units.schedule import Phase, to_drop
 
 if TYPE_CHECKING:

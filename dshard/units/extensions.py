@@ -21,7 +21,7 @@ from dshard.collectives import BufferPool, Gathered, GatherPlan, Handle, ReduceO
 from dshard.errors import DivergenceError, StateError, UnsupportedOpError
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.tensor import ShardedTensor
-from dshard.tensor.precedence import give_precedence
+from dshard.tensor.dispatch import give_precedence
 from dshard.tensor.subclass_shards import exact_values, subclass_gathers
 
 if TYPE_CHECKING:

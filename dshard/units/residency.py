@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dshard.autograd.modes import in_backward
+from dshard.autograd import in_backward
 from dshard.collectives import SideStream
 from dshard.errors import StateError
 from dshard.units.buckets import Bucket

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dshard.autograd.modes import in_backward
-from dshard.autograd.recompute import note_exact_use, ran_in_forward
+from dshard.autograd import in_backward, note_exact_use, ran_in_forward
 from dshard.collectives import ShardGroup
 from dshard.errors import UnsupportedOpError
 from dshard.policies import reshard_choice
 from dshard.tensor import ShardedTensor
 from dshard.tensor.sharded_tensor import REQUIRES_GRAD
-from dshard.tensor.sources import Use, is_used_away
+from dshard.tensor.storage import Use, is_used_away
 from dshard.tensor.subclass_shards import subclass_gathers
 from dshard.tensor.views import View
 from dshard.units.buckets import Bucket, LearnedCasts, are_whole, make_buckets, make_part_buckets

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import dshard
 from dshard.collectives import SideStream
 from dshard.collectives.group import Handle
-from dshard.tensor.shard_storage import ShardStorage
+from dshard.tensor.storage import ShardStorage
 from dshard.units.copies import Copies
 from dshard.units.copy_stream import CopyStream
 from tests.crossings import program

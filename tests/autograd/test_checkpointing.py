@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import register_flop_formula
 
 import dshard
-from dshard.autograd.checkpointing import MODES, _is_kept, apply_checkpointing, checkpointed
+from dshard.autograd import MODES, _is_kept, apply_checkpointing, checkpointed
 from dshard.cli.gpt import GPT, GPTConfig
 from dshard.cli.presets import checkpoint_blocks
 from dshard.errors import StateError

@@ -26,7 +26,7 @@ import dshard
 from dshard.collectives import host_copy
 from dshard.collectives.futex import why_not
 from dshard.collectives.host_copy import HostCopy
-from dshard.tensor import operands, shard_storage, writes
+from dshard.tensor import operands, storage, writes
 from dshard.testing import World, WorldPool
 from tests.tensor.test_freshness import ACTIONS, SETTINGS, check_interleaving
 
@@ -539,7 +539,7 @@ def fork_while_a_thread_reads() -> int:
     is_held, may_go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with shard_storage._MOVES:
+        with storage._MOVES:
             is_held.set()
             may_go.wait()
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from dshard.collectives import BufferPool
-from dshard.optimizer.step_hooks import num_listeners
+from dshard.optimizer.steps import num_listeners
 from dshard.tensor import ShardedTensor
 from dshard.units.unit import Unit
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dshard.optimizer.step_hooks import before_steps
+from dshard.optimizer.steps import before_steps
 from dshard.tensor import meshes
 from dshard.testing import WorldPool
 from tests.faults.census import census

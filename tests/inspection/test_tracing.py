@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dshard
-from dshard.autograd.modes import Watchers
+from dshard.autograd import Watchers
 from dshard.testing import WorldPool
 from tests.inspection import models
 from tests.inspection.models import ids, sharded

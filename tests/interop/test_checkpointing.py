@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import dshard
-from dshard.autograd.checkpointing import MODES, apply_checkpointing
+from dshard.autograd import MODES, apply_checkpointing
 from dshard.errors import StateError
 from dshard.testing import World
 from tests.interop import models

@@ -31,7 +31,6 @@ _CORE = (
     "compat",
     "join",
     "run_by_some",
-    "hybrid_mesh",
     "planner",
     "setup",
     "planning",
@@ -61,7 +60,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "compat": ("arguments", "runtime"),
     "join": (*_UNITS, "runtime", "clip", "compat"),
     "run_by_some": (*_UNITS, "runtime"),
-    "hybrid_mesh": ("errors", "arguments", "collectives", "tensor"),
     "setup": (*_UNITS, "runtime", "slices", "gathering", "planner"),
     "planning": (*_LOW, "autograd", "units", "runtime", "planner", "setup"),
     "inspection": (*_LOW, "autograd", "units", "runtime", "planner", "setup"),
@@ -75,7 +73,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 PURE = ("errors", "layout", "planner")  # no process group
 
 MAX_ROOM_FILES = 13
-LARGE_ROOMS = ("collectives", "tensor", "planner", "checkpoint", "cli")  # not cut into rooms (yet)
+LARGE_ROOMS = ("collectives", "planner", "checkpoint", "cli")  # not cut into rooms (yet)
 MAX_FILE_LINES = 1000
 MAX_FUNCTION_LINES = 60  # as much as a screen shows
 

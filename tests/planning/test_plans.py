@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dshard
 from dshard.cli.gpt import GPT
-from dshard.optimizer.step_hooks import num_listeners
+from dshard.optimizer.steps import num_listeners
 from dshard.planner import DEVICES, Training, cluster_of
 from dshard.planning.profile import Profile
 from dshard.policies import Strategy

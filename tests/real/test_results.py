@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dshard
-from dshard.tensor.results import AgreedTensor
+from dshard.tensor.operands import AgreedTensor
 from dshard.testing import WorldPool
 
 RESULTS: dict[str, Callable[[Any], Any]] = {

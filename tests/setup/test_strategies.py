@@ -398,15 +398,15 @@ def test_stale_copies_are_gathered_anew_ahead_of_their_use(worlds: WorldPool):
 
 def bytes_on_the_way(max_bytes: int) -> tuple[int, int]:
     """The most bytes that one gather of a move holds, and how many gathers there are."""
-    from dshard.optimizer import relocate
+    from dshard.optimizer import replace
 
     model = sharded("full")
-    known, relocate._MAX_BYTES = relocate._MAX_BYTES, max_bytes
+    known, replace._MAX_BYTES = replace._MAX_BYTES, max_bytes
     try:
         with dshard.CommTrace() as trace:
             dshard.set_strategy(model, "hybrid(2)")
     finally:
-        relocate._MAX_BYTES = known
+        replace._MAX_BYTES = known
     sent = [r.payload_bytes for r in trace.records if r.kind == "all_gather"]
     return max(sent) * 4 // 3, len(sent)
 

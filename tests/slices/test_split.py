@@ -26,7 +26,7 @@ import dshard
 from benchmarks.memory import gathered_peak
 from dshard.collectives import Buffer, BufferPool, memory
 from dshard.collectives.arena import Arena
-from dshard.slices.layers import slice_weight
+from dshard.slices import slice_weight
 from dshard.testing import WorldPool, expect_error
 from tests.collectives.test_native_backends import native
 from tests.parity.test_memory import Allocations

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 
 from dshard.errors import UnsupportedOpError
 from dshard.tensor import OpClass, ShardedTensor, classify
-from dshard.tensor.results import AgreedTensor, FullResult
+from dshard.tensor.operands import AgreedTensor, FullResult
 from dshard.testing import WorldPool
 from tests.kit import oracle
 

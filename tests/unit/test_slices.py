@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dshard.layout import ShardLayout
-from dshard.slices.slices import cut_rows
+from dshard.slices import cut_rows
 
 LAYOUTS = st.builds(
     lambda num_rows, num_ranks: ShardLayout((num_rows, 3), 0, num_ranks), st.integers(0, 40), st.integers(1, 6)

@@ -1,20 +1,120 @@
-"""The memory of a shard, which may still be in flight."""
+"""The shard of a tensor: in memory or in flight, written to, gathered by its source, and copied with others."""
 
 import os
 import threading
+import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from types import FrameType
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from dshard.collectives import is_storage_held
-from dshard.interpreter import is_referred_to
+from dshard.interpreter import is_on_stack, is_referred_to
 from dshard.layout import ShardLayout
-from dshard.tensor.stepping import is_stepping
-from dshard.tensor.user_collectives import watch_shard
+from dshard.policies import Precision
+from dshard.tensor.meshes import group_of, note_groups, tp_layout_of
+from dshard.tensor.views import View
+
+
+class _Step:
+    """The frame in which the step of an optimizer runs, if one does.
+
+    A step that raised leaves its frame here; so the frame counts only while it is on the stack of the caller.
+    """
+
+    frame: ClassVar[FrameType | None] = None
+    graph_task: ClassVar[int] = -1
+
+
+def begin_step(frame: FrameType) -> None:
+    """An optimizer steps, in a frame."""
+    _Step.frame = frame
+    _Step.graph_task = torch._C._current_graph_task_id()
+
+
+def end_step() -> None:
+    """The optimizer has stepped."""
+    _Step.frame = None
+
+
+def is_stepping() -> bool:
+    """Whether the caller runs inside of `Optimizer.step`, and not in the forward or backward of its closure."""
+    if _Step.frame is None or torch.is_grad_enabled() or torch._C._current_graph_task_id() != _Step.graph_task:
+        return False
+    if is_on_stack(_Step.frame):
+        return True
+    _Step.frame = None
+    return False
+
+
+_OPERATIONS = (  # of the namespace c10d, that write to tensors of their callers; some are of one release of torch alone
+    *("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_", "scatter_", "recv_", "recv_any_source_"),
+    *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_", "gather_"),
+    *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "alltoall_", "alltoall_base_"),
+)
+
+
+class _Exposed:
+    """Storages of shards that programs were given, in this process; by the identity of the shard."""
+
+    storages: ClassVar["weakref.WeakValueDictionary[int, Any]"] = weakref.WeakValueDictionary()
+    library: ClassVar[torch.library.Library | None] = None
+
+
+def watch_shard(storage: Any) -> None:
+    """Notice collectives that write to the shard of a storage, which a program was given by `to_local()`."""
+    _Exposed.storages[id(storage.tensor)] = storage
+    if _Exposed.library is None:
+        _Exposed.library = torch.library.Library("c10d", "IMPL")
+        for name in _OPERATIONS:
+            packet = getattr(torch.ops.c10d, name, None)
+            if packet is not None:
+                _Exposed.library.impl(name, _counting(packet.default), "ADInplaceOrView")
+
+
+def note_write_to(shard: Tensor) -> None:
+    """A compiled graph, which was given a shard, writes to it."""
+    storage = _Exposed.storages.get(id(shard))
+    if storage is not None and storage.tensor is shard:
+        storage.note_write()
+
+
+def _counting(operation: Any) -> Callable[..., Any]:
+    """An operation that counts its writes to shards: in the place where torch counts those of others."""
+
+    def run(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            result = operation(*args)
+        for tensor in _tensors(args[:1]):  # where results go, in all of them; their schemas do not say so
+            for storage in set(_Exposed.storages.values()):
+                if storage.tensor is not None and _overlap(tensor, storage.tensor):
+                    storage.note_collective()
+        return result
+
+    return run
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _overlap(tensor: Tensor, shard: Tensor) -> bool:
+    """Whether two tensors have some memory in common."""
+    if tensor.untyped_storage()._cdata != shard.untyped_storage()._cdata:
+        return False
+    start, other = tensor.data_ptr(), shard.data_ptr()
+    return start < other + shard.nbytes and other < start + tensor.nbytes
+
 
 _MOVES = threading.RLock()  # of shards from one memory to another, while a thread may come for one
 
@@ -229,3 +329,107 @@ class ShardStorage:
 
         self._pending = add
         self._awaited = (*self._awaited, other)
+
+
+@dataclass(slots=True, eq=False)
+class Use:
+    """The use of full values by one operation. Nobody writes to a shard while its operands are gathered.
+
+    Args:
+        operands: What the operation was given.
+        fresh: The gathered copies that were last found fresh for it.
+    """
+
+    operands: tuple[Any, ...]
+    fresh: object = None
+
+
+class GatherSource(Protocol):
+    """What keeps gathered copies: a unit."""
+
+    params: list[Any]  # ShardedTensors
+    num_active: int  # forwards of its modules that are running
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any forward of its model runs."""
+
+    def full(self, slot: int, view: View | None = None, use: Use | None = None) -> Tensor:
+        """The full value of the unit's parameter number `slot`, or a view of it, gathered if need be, for a use."""
+
+    def full_in(self, slot: int, dtype: torch.dtype, use: Use | None = None) -> Tensor:
+        """The full value in a given dtype, converted from the one that the parameter is kept in."""
+
+    def compute_dtype(self, slot: int) -> torch.dtype | None:
+        """The dtype of a parameter in the forward that is running, if that is not the one it is kept in."""
+
+    def computes(self, slot: int, use: Use | None = None) -> bool:
+        """Whether a use of a parameter here means its value in the compute dtype."""
+
+    def pinned(self, slot: int) -> Tensor | None:
+        """The full value of a parameter, if an open `gathered` scope holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The tensor of which another is a cast or copy, for as long as neither was written to since."""
+
+    tensor: Any  # a ShardedTensor
+    storage: ShardStorage
+    version: int
+    own_version: int
+
+    def holds_for(self, copy: Any) -> bool:
+        """Whether neither was written to, nor swapped for another tensor."""
+        return (
+            self.tensor is not copy  # a swap of tensors can make it so
+            and self.tensor.shard_storage is self.storage
+            and not self.storage.is_retired
+            and self.storage.version == self.version
+            and copy.shard_storage.version == self.own_version
+        )
+
+
+def is_used_away(compute: torch.device, use: Use | None) -> bool:
+    """Whether an operation's other operands are on a compute device, or autograd records it, or runs it."""
+    if use is None:
+        return False
+    operands = [x for arg in use.operands for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    if any(x.device == compute for x in tensors if x.dim()):
+        return True
+    is_recorded = torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
+    return is_recorded and any(x.requires_grad for x in tensors)
+
+
+def rejoin_source(tensor: Any) -> None:
+    """Have a cast or copy that `module.to(...)` swapped into a parameter's place belong to that one's unit."""
+    unit, slot = tensor.swapped_source
+    if unit.params[slot] is tensor:
+        tensor.gather_source, tensor.gather_slot = unit, slot
+        # The hook is that of another object, and the origin is the tensor itself, with memory that it has no more.
+        tensor.swapped_source = tensor.grad_hook_handle = tensor.origin = None
+
+
+def rebuild(
+    cls: Any,
+    shard: Tensor,
+    spec: DTensorSpec,
+    layout: ShardLayout,
+    name: str,
+    requires_grad: bool,
+    is_param: bool,
+    precision: Precision | None,
+    own_place: tuple[DeviceMesh, int | None] | None = None,
+) -> Any:
+    """Make a ShardedTensor of what a pickle holds of one."""
+    tp = tp_layout_of(layout)
+    mesh = spec.mesh if tp is None else tp.data_mesh
+    note_groups(mesh)
+    group = group_of(mesh)
+    out = cls.wrap(ShardStorage(shard, layout, is_shared=True), spec, group, name=name)
+    out.wire_precision, out.base_place = precision, own_place
+    out.requires_grad_(requires_grad)
+    if is_param:
+        out._is_param = True
+    return out

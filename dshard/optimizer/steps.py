@@ -1,12 +1,9 @@
-"""Elementwise optimizers step on plain tensors: this rank's shards stand in for the parameters.
+"""The step of an optimizer, as it sees shards in the places of sharded parameters."""
 
-An operation on a ShardedTensor costs some microseconds of dispatch, an optimizer's step runs hundreds of them, and
-for an elementwise optimizer all of them do the same: unwrap. So for the length of the step its groups and states hold
-the shards themselves. A closure that looks in meanwhile would see shards; then nothing is swapped.
-"""
-
+import itertools
+import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -15,12 +12,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from dshard.compiling import Pause, outside_of_graphs
 from dshard.errors import StateError
-from dshard.tensor import ShardedTensor
-from dshard.tensor.shard_storage import ShardStorage
-from dshard.tensor.sharded_tensor import SHARDED
+from dshard.interpreter import frame_above
+from dshard.optimizer.replace import repoint_optimizer
+from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
+from dshard.tensor.storage import ShardStorage, begin_step, end_step
 from dshard.tensor.subclass_shards import subclass_gathers
+from dshard.units.unit import Unit
 
 _NAMES = ("ASGD", "SGD", "Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "Rprop")
 _ELEMENTWISE = frozenset(getattr(optim, name) for name in _NAMES)
@@ -216,3 +217,172 @@ def check_interrupted(optimizer: Optimizer | None, params: Sequence[Tensor]) -> 
         "exception, and some parameters have moved while others have not. Load a checkpoint; or, to go on all the "
         "same, call zero_grad() again and continue."
     )
+
+
+_OF_MATRICES = (optim.Muon, optim.Adafactor, optim.LBFGS)
+Listener = Callable[[Optimizer], object]
+
+
+class _Steps:
+    """Who listens, in this process."""
+
+    are_watched: ClassVar[bool] = False
+    before: ClassVar[list[Listener]] = []
+    numbers: ClassVar[Iterator[int]] = itertools.count()
+    after: ClassVar[list[Listener]] = []
+    known: ClassVar["weakref.WeakSet[Optimizer]"] = weakref.WeakSet()  # that have stepped
+    count: ClassVar["_Count | None"] = None  # of the step that runs, or of one that raised
+
+
+def watch_steps() -> None:
+    """Have torch tell of the steps of all optimizers, from the first sharded model on.
+
+    Torch calls these two ahead of an optimizer's own hooks, and behind them. The step itself begins behind the last of
+    the program's hooks and ends ahead of the first: `_begin` puts `_enter` and `_leave` there.
+    """
+    if not _Steps.are_watched:
+        _Steps.are_watched = True
+        register_optimizer_step_pre_hook(_begin)
+        register_optimizer_step_post_hook(_end)
+
+
+def before_steps(listener: Listener) -> Callable[[], None]:
+    """Have each optimizer that is about to step told, ahead of `begin_swap`; gives what ends that."""
+    return _added(_Steps.before, listener)
+
+
+def after_steps(listener: Listener) -> Callable[[], None]:
+    """Have each optimizer that has stepped told, when its parameters are back; gives what ends that."""
+    return _added(_Steps.after, listener)
+
+
+def known_optimizers() -> list[Optimizer]:
+    """Optimizers of this process that have stepped since a model was sharded, in the order of their first steps."""
+    return sorted(_Steps.known, key=lambda optimizer: optimizer.__dict__.get("_dshard_number", 0))
+
+
+def num_listeners() -> tuple[int, int]:
+    """How many are told before steps, and after them."""
+    return len(_Steps.before), len(_Steps.after)
+
+
+def _added(listeners: list[Listener], listener: Listener) -> Callable[[], None]:
+    watch_steps()
+    listeners.append(listener)
+    return lambda: listeners.remove(listener)
+
+
+_HOOK_ID = -1  # torch counts from 0
+
+
+@outside_of_graphs
+def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """The first that is done: what the program's own hooks see is what it is outside of the step."""
+    Pause.is_wanted = False  # of a step that raised
+    check_interrupted(optimizer, ())
+    if optimizer not in _Steps.known:
+        optimizer.__dict__["_dshard_number"] = next(_Steps.numbers)
+        _Steps.known.add(optimizer)
+    repoint_optimizer(optimizer)
+    for listener in tuple(_Steps.before):
+        listener(optimizer)
+    before: Any = optimizer._optimizer_step_pre_hooks
+    after: Any = optimizer._optimizer_step_post_hooks
+    before[_HOOK_ID], after[_HOOK_ID] = _enter, _leave
+    before.move_to_end(_HOOK_ID)
+    after.move_to_end(_HOOK_ID, last=False)
+
+
+@outside_of_graphs
+def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Behind all hooks of the program, ahead of the step itself."""
+    begin_step(frame_above(1))
+    written = _written(optimizer)
+    _Steps.count = _Count.of(optimizer, written)
+    written = written if closure_of(args, kwargs) is None else []  # else it computes first
+    units = _units_of(written)
+    _await_readers(written, units)
+    begin_swap(optimizer, args, kwargs)
+    if type(optimizer) in _OF_MATRICES:  # whose graphs would hold views of sharded tensors
+        Pause.is_wanted = True
+    for pool in {id(unit.model.pool): unit.model.pool for unit in units}.values():
+        pool.settle()  # of what gradients were reduced from: the step needs memory, too
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """The writes of a step, counted once for each parameter, as ranks compare them at the next gather.
+
+    Args:
+        optimizer: That steps.
+        written: Storages of the parameters that have a gradient.
+        others: Those that have none, and their versions when the step began.
+    """
+
+    optimizer: Optimizer
+    written: list[ShardStorage]
+    others: list[tuple[ShardStorage, int]]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, written: Sequence[ShardedTensor]) -> "_Count":
+        """Begin to count."""
+        own = [param.shard_storage for param in written]
+        known = set(map(id, own))
+        given = (param for group in optimizer.param_groups for param in group["params"])
+        storages = [param.shard_storage for param in given if type(param) in SHARDED]
+        others = [each for each in storages if id(each) not in known and each.tensor is not None]
+        return cls(optimizer, own, [(each, each.resolve()._version) for each in others])
+
+    def end(self) -> None:
+        """The step has ended."""
+        moved = [storage for storage, version in self.others if storage.resolve()._version != version]
+        for storage in (*self.written, *moved):
+            storage.num_writes += 1
+        # Kernels of other libraries may have written to shards by their addresses, which no counter knows of.
+        torch.autograd.graph.increment_version([storage.resolve() for storage in self.written])
+
+
+def _written(optimizer: Optimizer) -> list[ShardedTensor]:
+    """Parameters that it is about to write."""
+    given = (param for group in optimizer.param_groups for param in group["params"])
+    return [param for param in given if type(param) in SHARDED and param.grad is not None]
+
+
+def _units_of(params: Sequence[ShardedTensor]) -> list[Unit]:
+    sources = {id(param.gather_source): param.gather_source for param in params}
+    return [unit for unit in sources.values() if isinstance(unit, Unit)]
+
+
+def _await_readers(written: Sequence[ShardedTensor], units: Sequence[Unit]) -> None:
+    """Have nobody read the shards that are about to be written, where others may read them; else each write asks."""
+    for unit in units:
+        unit.make_way()
+    storages = [param.shard_storage for param in written if param.shard_storage.home is not None]
+    homes = {id(storage.home): storage.home for storage in storages}
+    read: set[int] = set()
+    for key, home in homes.items():
+        if home is not None and not (home.is_quiet() if read else home.make_quiet()):  # a peer is late once for all
+            read.add(key)
+    for storage in storages:
+        if id(storage.home) in read:
+            storage.leave_home()
+
+
+@outside_of_graphs
+def _leave(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Behind the step itself, ahead of all hooks of the program."""
+    Pause.is_wanted = False
+    end_step()
+    end_swap(optimizer)
+    count, _Steps.count = _Steps.count, None
+    if count is not None and count.optimizer is optimizer:
+        count.end()
+
+
+@outside_of_graphs
+def _end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """The last that is done, or nearly."""
+    optimizer._optimizer_step_pre_hooks.pop(_HOOK_ID, None)
+    optimizer._optimizer_step_post_hooks.pop(_HOOK_ID, None)
+    for listener in tuple(_Steps.after):  # one may end itself
+        listener(optimizer)

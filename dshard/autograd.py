@@ -1,12 +1,15 @@
-"""Activation checkpointing of modules: their forwards keep less for backward, which computes the rest again."""
+"""Autograd as the engine needs it: modes, dtypes of gradients, activation checkpointing and what runs again for it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import profiler
+from torch.autograd.function import BackwardCFunction
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -14,6 +17,233 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import flop_registry
 
 from dshard.errors import StateError
+from dshard.interpreter import first_argument_of_forward
+from dshard.tensor import ShardedTensor
+from dshard.tensor.storage import ShardStorage
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Watcher(Protocol):
+    """Who looks at what is gathered and reduced while it is, as a profiler does."""
+
+    def watch(self, what: str, label: str, model: object) -> AbstractContextManager[Any]:
+        """A context for something that is done for a unit; `model` stands for the model that it is of."""
+
+
+class Watchers:
+    """Those of this process."""
+
+    present: ClassVar[list[Watcher]] = []
+
+
+def profiled(what: str, label: str, model: object) -> AbstractContextManager[Any]:
+    """A range `dshard::<what> <label>` where a profiler is on, or somebody watches; else no more than a look."""
+    if Watchers.present:
+        if len(Watchers.present) == 1 and not profiler._is_profiler_enabled:
+            return Watchers.present[0].watch(what, label, model)
+        stack = ExitStack()
+        for watcher in Watchers.present:
+            stack.enter_context(watcher.watch(what, label, model))
+        if profiler._is_profiler_enabled:
+            stack.enter_context(profiler.record_function(f"dshard::{what} {label}"))
+        return stack
+    if profiler._is_profiler_enabled:
+        return profiler.record_function(f"dshard::{what} {label}")
+    return _NOTHING
+
+
+class outside_autograd:  # noqa: N801 - a context manager, named as torch names its own
+    """No gradients, no inference tensors, and none of a transform of `torch.func`, which hide their memory.
+
+    `inference_mode(False)` and `no_grad()` in a quarter of their time.
+    """
+
+    __slots__ = ("_inference", "_transforms", "_was_enabled")
+
+    def __enter__(self) -> None:
+        self._inference: Any = None
+        self._transforms: Any = None
+        if peek_interpreter_stack() is not None:
+            self._transforms = torch._C._DisableFuncTorch()
+            self._transforms.__enter__()
+        if torch.is_inference_mode_enabled():
+            self._inference = torch.inference_mode(mode=False)
+            self._inference.__enter__()
+        self._was_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # noqa: FBT003 - it takes no name
+
+    def __exit__(self, *raised: object) -> None:
+        torch._C._set_grad_enabled(self._was_enabled)
+        if self._inference is not None:
+            self._inference.__exit__(*raised)
+        if self._transforms is not None:
+            self._transforms.__exit__(*raised)
+
+
+def standing_for(grad: ShardedTensor, dtype: torch.dtype, *, is_seen: bool) -> ShardedTensor:
+    """A reduced gradient as autograd is to get it.
+
+    Args:
+        grad: In the dtype of its parameter; it may be in flight.
+        dtype: That autograd asks for.
+        is_seen: Whether programs get to see it: as the result of `autograd.grad`, in a hook of theirs. Its values are
+            rounded to `dtype` then; else it shares the memory of `grad`.
+    """
+    storage = grad.shard_storage
+    if is_seen:
+        storage = ShardStorage(
+            None, storage.layout, lambda own: own.deliver(grad.shard_storage.resolve().to(dtype)), is_shared=True
+        )
+    out = grad.like(storage, dtype=dtype)
+    out.is_added_up = grad.is_added_up
+    if not is_seen:
+        out.stands_for = grad
+    return out
+
+
+def keep_own_dtype(param: Any) -> None:
+    """A parameter's `.grad` in the parameter's dtype, after autograd has put one there."""
+    grad = param.grad
+    if isinstance(grad, ShardedTensor) and grad.storage_dtype != param.storage_dtype:
+        known = grad.stands_for
+        if known is not None and known.shard_storage is grad.shard_storage:
+            param.grad = known
+        else:
+            with torch.no_grad():
+                param.grad = grad.like(grad.shard_storage.resolve().to(param.storage_dtype))
+                param.grad.shard_storage.is_shared = True
+
+
+_hooks = torch._C._autograd
+_OF_CHECKPOINT = "torch.utils.checkpoint"
+_RAN_IN_FORWARD = "_dshard_ran_in_forward"  # of an autograd function's context
+
+
+class _Forwards(Protocol):
+    """What is told of forwards."""
+
+    def note_running(self, change: int) -> None:
+        """A forward starts, or ends: `change` is 1 or -1."""
+
+
+class _AsForward:
+    """A function that is a forward when it is called again.
+
+    Args:
+        forwards: What is told.
+        function: The function.
+    """
+
+    __slots__ = ("forwards", "function")
+
+    def __init__(self, forwards: _Forwards, function: Callable[..., Any]) -> None:
+        self.forwards, self.function = forwards, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.forwards.note_running(1)
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            self.forwards.note_running(-1)
+
+
+class Regions:
+    """The checkpointed regions of a forward.
+
+    Both kinds of `torch.utils.checkpoint` are found where a parameter is used in them: those that are not reentrant by
+    the hooks that they have autograd save tensors with, reentrant ones by the context of their autograd function, as
+    are functions of other libraries that keep what they recompute as `ctx.run_function`.
+    """
+
+    __slots__ = ("_around", "_is_recorded", "_seen")
+
+    def __init__(self) -> None:
+        self._around: list[Any] = []
+        self._seen: object = None  # the innermost hook, as long as no other one comes
+        self._is_recorded = False
+
+    def begin(self) -> None:
+        """A forward starts; regions around it are no part of it."""
+        self._is_recorded = torch.is_grad_enabled()
+        self._around = _frames() if _hooks._top_saved_tensors_default_hooks(True) is not None else []  # noqa: FBT003
+
+    def end(self) -> None:
+        """The forward ended."""
+        self._around, self._seen, self._is_recorded = [], None, False
+
+    def note_use(self, forwards: _Forwards) -> None:
+        """A parameter is used in the forward that is running."""
+        top = _hooks._top_saved_tensors_default_hooks(True)  # noqa: FBT003 - it takes no name
+        if top is not None and top[0] is not self._seen:
+            self._seen = top[0]
+            for frame in _frames():
+                if not any(frame is other for other in self._around):
+                    frame.recompute_fn = _as_forward(frame.recompute_fn, forwards)
+        if self._is_recorded and not torch.is_grad_enabled():
+            ctx = first_argument_of_forward(BackwardCFunction)
+            if ctx is not None and note_function(ctx, forwards, ran_in_forward=True):
+                function = getattr(ctx, "run_function", None)
+                if callable(function):
+                    ctx.run_function = _as_forward(function, forwards)
+
+
+def _as_forward(function: Callable[..., Any], forwards: _Forwards) -> Callable[..., Any]:
+    """The function that tells of a forward, of several models maybe."""
+    known = function
+    while isinstance(known, _AsForward):
+        if known.forwards is forwards:
+            return function
+        known = known.function
+    return _AsForward(forwards, function)
+
+
+def _frames() -> list[Any]:
+    """Torch's records of the checkpointed regions that are open, innermost first."""
+    found, popped = [], []
+    while (top := _hooks._top_saved_tensors_default_hooks(True)) is not None:  # noqa: FBT003
+        popped.append(top)
+        pack = top[0]
+        names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
+        if getattr(pack, "__module__", "") == _OF_CHECKPOINT and "frame" in names:
+            found.append((pack.__closure__ or ())[names.index("frame")].cell_contents)
+        _hooks._pop_saved_tensors_default_hooks()
+    for pair in reversed(popped):
+        _hooks._push_saved_tensors_default_hooks(*pair)
+    return [frame for frame in found if hasattr(frame, "recompute_fn")]
+
+
+def runs_again_for_saved() -> bool:
+    """Whether a region runs again, in backward, of a checkpoint that is not reentrant: for what it had saved."""
+    pack = _hooks._top_saved_tensors_default_hooks(True)  # noqa: FBT003 - it takes no name
+    return pack is not None and getattr(pack[0], "__module__", "") == _OF_CHECKPOINT
+
+
+def note_function(ctx: Any, forwards: _Forwards, *, ran_in_forward: bool) -> bool:
+    """Note of an autograd function whether it runs in a forward; gives whether that is new."""
+    known = ctx.__dict__.setdefault(_RAN_IN_FORWARD, {})
+    is_new = forwards not in known
+    known.setdefault(forwards, ran_in_forward)
+    return is_new
+
+
+def note_exact_use(forwards: _Forwards) -> None:
+    """A parameter is used outside of any forward, and not recorded: maybe in an autograd function."""
+    ctx = first_argument_of_forward(BackwardCFunction)
+    if ctx is not None:
+        note_function(ctx, forwards, ran_in_forward=False)
+
+
+def ran_in_forward(forwards: _Forwards) -> bool | None:
+    """Whether the autograd function whose backward runs had run in a forward; None where that is not known."""
+    known: dict[_Forwards, bool] = getattr(torch._C._current_autograd_node(), _RAN_IN_FORWARD, {})
+    return known.get(forwards)
+
 
 MODES = ("none", "selective", "full")
 

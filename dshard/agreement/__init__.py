@@ -1,1 +1,0 @@
-"""What all ranks must have alike: arguments, weights, buffers."""

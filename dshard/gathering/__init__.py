@@ -1,1 +1,0 @@
-"""Full values outside of a forward: scopes, and what is written in them."""

@@ -1,1 +1,0 @@
-"""Weights that are gathered, used and reduced in slices."""
