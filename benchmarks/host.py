@@ -9,16 +9,15 @@ from dataclasses import replace
 import torch
 
 from benchmarks.measure import Summary, timed
-from benchmarks.memory import bookkeeping_bytes, footprint
+from benchmarks.memory import footprint
 from benchmarks.models import KINDS, Size, overheads, step_of
-from benchmarks.output import Lines, Output, bars_of, table, timing_table
+from benchmarks.output import Output, bars_of, table, timing_table
 from dshard.testing import fake_world
 
 _SCALED = ("FSDP2", "dshard")
 _TOKENS = 16
 _RANKS_BY_UNITS = 8
 _UNITS_PER_CASE = 3000  # rounds are so few that about so many units' steps are timed
-_MAX_BOOKKEEPING_UNITS = 200  # tracemalloc is slow, and an average needs no more
 _COLUMNS = {"median_ms": ("ms", 1.0), "shard_bytes": ("shards MB", 1e-6)} | {
     "peak_bytes": ("step's peak MB", 1e-6),
     "gathered_bytes": ("gathered MB", 1e-6),
@@ -71,11 +70,6 @@ def _by_units(unit_counts: Sequence[int], num_rounds: int, size: Size) -> Result
         sized = replace(size, layers=num_units)
         rounds = max(2, min(num_rounds, _UNITS_PER_CASE // num_units))
         rows = results[str(num_units)] = _timed(_SCALED, sized, _RANKS_BY_UNITS, rounds)
-        if num_units <= _MAX_BOOKKEEPING_UNITS:
-            with fake_world(0, _RANKS_BY_UNITS):
-                plain = bookkeeping_bytes("unsharded", sized, _TOKENS)
-                for kind, row in rows.items():
-                    row["bookkeeping_bytes_per_unit"] = bookkeeping_bytes(kind, sized, _TOKENS) - plain
         print(f"{num_units:>6} units" + _line(rows), flush=True)
     return results
 
@@ -106,17 +100,6 @@ def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
     x_mean, y_mean = math.fsum(xs) / len(xs), math.fsum(ys) / len(ys)
     covariance = math.fsum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True))
     return covariance / math.fsum((x - x_mean) ** 2 for x in xs)
-
-
-def _series(results: Results, key: str, by: float = 1.0) -> dict[str, dict[int, float]]:
-    """A column as one line per kind, over the numbers of ranks or units that name the rows."""
-    found: dict[str, dict[int, float]] = {kind: {} for kind in _SCALED}
-    for x, rows in results.items():
-        for kind in _SCALED:
-            value = rows[kind].get(key)
-            if value is not None:
-                found[kind][int(x)] = value * by
-    return found
 
 
 def _memory_table(by_ranks: Results) -> str:
@@ -151,17 +134,13 @@ def run_scale(
     by_ranks = _by_ranks(world_sizes, rounds, _size(layers, width))
     by_units = _by_units(units, rounds, _size(layers, width))
     print(f"\nmemory per rank, {layers} blocks of width {width}\n{_memory_table(by_ranks)}\n")
-    times = _series(by_units, "median_ms")
-    fits = {kind: fit(points) for kind, points in times.items()}
+    fits = {kind: fit({int(num): rows[kind]["median_ms"] or 0.0 for num, rows in by_units.items()}) for kind in _SCALED}
     for kind, found in fits.items():
         print(f"{kind}: {found['ms_per_unit']:.3f} ms per unit (exponent {found['exponent']:.3f}; 1 is linear)")
-    for kind, points in _series(by_units, "bookkeeping_bytes_per_unit", 1e-3).items():
-        if points:
-            print(f"{kind}: {points[max(points)]:.1f} kB of Python objects per unit over the unsharded model's")
     panels = [
-        Lines("host time of a step", "ms, median", "ranks", _series(by_ranks, "median_ms")),
-        Lines("a step's peak on top of shards", "MB", "ranks", _series(by_ranks, "peak_bytes", 1e-6)),
-        Lines(f"host time of a step, {_RANKS_BY_UNITS} ranks", "ms, median", "units", times),
+        bars_of("host time of a step, by ranks", by_ranks, "median_ms"),
+        bars_of("a step's peak on top of shards, by ranks", by_ranks, "peak_bytes", "bytes"),
+        bars_of("host time of a step, by units", by_units, "median_ms"),
     ]
     content = {"header": output.header(backend="fake"), "by_ranks": by_ranks, "by_units": by_units, "fit": fits}
     output.write("scale_fake", content, panels)

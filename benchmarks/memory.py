@@ -1,4 +1,4 @@
-"""What training takes of memory: grown by a process, allocated by torch, gathered by dshard, and used by Python.
+"""What training takes of memory: grown by a process, allocated by torch, and gathered by dshard.
 
 `run` trains five steps of each variant in fresh processes, because a heap that others have used tells nothing. It
 counts the peak over the steps, less what was there before the model was built, in two ways: the process's share of
@@ -9,9 +9,7 @@ pages as often as they are mapped.
 from __future__ import annotations
 
 import gc
-import os
 import threading
-import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -124,18 +121,6 @@ def run(output: Output, *, ranks: int = 2, layers: int = 8, width: int = 512) ->
     output.write(f"memory_gloo_{ranks}", content, [Bars("memory grown at the peak", "MB per rank", results)])
 
 
-@contextmanager
-def _silent_profiler() -> Iterator[None]:
-    """Keep the profiler from writing on stderr: its library reads this variable when it first starts."""
-    before = os.environ.get("KINETO_LOG_LEVEL")
-    os.environ["KINETO_LOG_LEVEL"] = "6"  # above its errors
-    try:
-        yield
-    finally:
-        os.environ.pop("KINETO_LOG_LEVEL")
-        os.environ.update({"KINETO_LOG_LEVEL": before} if before is not None else {})
-
-
 def _peak_of(events: Any) -> int:
     """The most bytes that torch's allocator had given out, over what it had at the start of the profile."""
     now = peak = 0
@@ -143,13 +128,6 @@ def _peak_of(events: Any) -> int:
         now += event.nbytes()
         peak = max(peak, now)
     return peak
-
-
-def _sharded(kind: str, size: Size, tokens: int) -> tuple[nn.Module, Callable[[], None]]:
-    torch.manual_seed(0)
-    model = shard(kind, GPT(size), torch.device("cpu"))
-    ids = torch.randint(0, size.vocab, (1, tokens + 1))
-    return model, training_step(model, torch.optim.AdamW(model.parameters(), lr=1e-4), ids)
 
 
 def footprint(kind: str, size: Size, tokens: int) -> dict[str, float | None]:
@@ -160,10 +138,13 @@ def footprint(kind: str, size: Size, tokens: int) -> dict[str, float | None]:
         in three steps: gathered values, gradients, optimizer state, activations. `gathered_bytes`: the most bytes of
         gathered values at one time, by dshard's own count; None for others.
     """
-    model, step = _sharded(kind, size, tokens)
+    torch.manual_seed(0)
+    model = shard(kind, GPT(size), torch.device("cpu"))
+    ids = torch.randint(0, size.vocab, (1, tokens + 1))
+    step = training_step(model, torch.optim.AdamW(model.parameters(), lr=1e-4), ids)
     gc.collect()
     recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with gathered_peak() as gathered, _silent_profiler(), recording as profiler:
+    with gathered_peak() as gathered, recording as profiler:
         for _ in range(3):
             step()
     kineto: Any = profiler.profiler
@@ -173,23 +154,3 @@ def footprint(kind: str, size: Size, tokens: int) -> dict[str, float | None]:
         "peak_bytes": _peak_of(kineto.kineto_results.events()),
         "gathered_bytes": gathered.num_bytes if kind.startswith("dshard") else None,
     }
-
-
-def bookkeeping_bytes(kind: str, size: Size, tokens: int) -> float:
-    """Bytes of Python objects per block that sharding a GPT and training two steps leaves, by `tracemalloc`.
-
-    C++ objects and the memory of tensors are not counted. Those of the unsharded model (gradients, optimizer state)
-    are: subtract them.
-    """
-    gc.collect()
-    tracemalloc.start()
-    try:
-        model, step = _sharded(kind, size, tokens)
-        for _ in range(2):
-            step()
-        gc.collect()
-        num_bytes, _ = tracemalloc.get_traced_memory()
-        del model
-    finally:
-        tracemalloc.stop()
-    return num_bytes / size.layers

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dshard.cli.gpt import Block, GPTConfig
+from dshard.cli.models import Block, GPTConfig
 from dshard.errors import PlanError
 from dshard.planner import (
     DEVICES,

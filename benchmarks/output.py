@@ -27,19 +27,6 @@ class Bars:
     values: Mapping[str, Mapping[str, float | None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """Lines over a number: ``values[name][x]``, both axes logarithmic."""
-
-    title: str
-    unit: str
-    x_name: str
-    values: Mapping[str, Mapping[int, float]]
-
-
-Panel = Bars | Lines
-
-
 def _revision() -> str | None:
     """The git revision of the working directory, if it is in a repository."""
     command = ["git", "rev-parse", "--short", "HEAD"]
@@ -76,7 +63,7 @@ class Output:
             **facts,
         }
 
-    def write(self, name: str, content: Mapping[str, Any], panels: Sequence[Panel]) -> None:
+    def write(self, name: str, content: Mapping[str, Any], panels: Sequence[Bars]) -> None:
         """Write ``name.json`` and ``name.png`` and say so, unless nothing is to be written."""
         if self.folder is None:
             return
@@ -143,43 +130,21 @@ def _draw_bars(axes: Any, panel: Bars, colors: Mapping[str, Any]) -> None:
     axes.set_xlabel(panel.unit)
 
 
-def _draw_lines(axes: Any, panel: Lines, colors: Mapping[str, Any]) -> None:
-    """Draw lines on logarithmic axes."""
-    from matplotlib import ticker
-
-    for name, points in panel.values.items():
-        axes.plot(list(points), list(points.values()), marker="o", ms=4, label=name, color=colors[name])
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    xs = sorted({x for points in panel.values.values() for x in points})
-    axes.set_xticks(xs, [_number(x) for x in xs])
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
-    axes.yaxis.set_minor_locator(ticker.NullLocator())
-    axes.yaxis.set_major_formatter(_number)
-    axes.set_xlabel(panel.x_name)
-    axes.set_ylabel(panel.unit)
-    axes.grid(alpha=0.3)
-
-
-def figure_of(panels: Sequence[Panel]) -> Any:
+def figure_of(panels: Sequence[Bars]) -> Any:
     """Some panels side by side, and below them one legend for all; a figure of matplotlib's, to be closed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    groups = [g for p in panels for g in ([p.values] if isinstance(p, Lines) else p.values.values())]
-    names = list(dict.fromkeys(name for group in groups for name in group))
+    names = list(dict.fromkeys(name for panel in panels for group in panel.values.values() for name in group))
     colors = {name: matplotlib.colormaps["tab20"](i % 20) for i, name in enumerate(names)}  # one in all panels
-    num_bars = max((sum(map(len, p.values.values())) for p in panels if isinstance(p, Bars)), default=0)
+    num_bars = max((sum(map(len, panel.values.values())) for panel in panels), default=0)
     size = (6.5 * len(panels), max(3.8, 1.2 + 0.22 * num_bars))
     figure, all_axes = pyplot.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
     handles: dict[str, Any] = {}
     for axes, panel in zip(all_axes[0], panels, strict=True):
-        if isinstance(panel, Bars):
-            _draw_bars(axes, panel, colors)
-        else:
-            _draw_lines(axes, panel, colors)
+        _draw_bars(axes, panel, colors)
         axes.set_title(panel.title, fontsize=10)
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(name, handle)
@@ -191,7 +156,7 @@ def figure_of(panels: Sequence[Panel]) -> Any:
     return figure
 
 
-def draw(path: Path, panels: Sequence[Panel]) -> None:
+def draw(path: Path, panels: Sequence[Bars]) -> None:
     """Write a figure of some panels; the suffix of ``path`` says the format."""
     figure = figure_of(panels)
     from matplotlib import pyplot

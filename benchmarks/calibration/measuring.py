@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from benchmarks.calibration.sharing import measured_shares
-from dshard.cli.world import process_group, read_world
+from benchmarks.calibration.world import process_group, read_world
 from dshard.collectives import ReduceOp, all_reduce
 from dshard.planner import Cluster, Constant, Device, Rates, Wire
 from dshard.planner.rates import HERE, Here, of_family, published
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, help="write the profile as JSON")
     args = parser.parse_args(argv)
-    world, known = read_world(os.environ, "auto"), published()
+    world, known = read_world(os.environ), published()
     if world.size == 1:
         found = measure_here(world.device, known)
     else:

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from dshard.cli.models import build_model
-from dshard.cli.progress import open_progress
+from benchmarks.calibration.t5 import t5_11b
+from dshard.cli.models import PRESETS, checkpoint_blocks, meta_model
 from dshard.planner import DEVICES, EFFICIENCY, Plan, Training, cluster_of
-from dshard.planner.progress import Progress, Stretch
 from dshard.planning.profile import Profile
 
 _PAPER = "Zhao et al., PyTorch FSDP, VLDB 2023, 5.4"
@@ -100,11 +99,8 @@ class Found:
     peak_bytes: int
 
 
-def rows_of(progress: Progress) -> list[Found]:
+def rows_of() -> list[Found]:
     """All rows; models are traced once for each length and batch.
-
-    Args:
-        progress: hears how far it is.
 
     Communicates: nothing.
     """
@@ -114,12 +110,12 @@ def rows_of(progress: Progress) -> list[Found]:
         device = DEVICES[row.device]
         key = (row.preset, row.device, row.sequence, row.dtype, row.batch)
         if key not in profiles:
-            sampled = build_model(row.preset, batch=row.batch, sequence=row.sequence, is_checkpointed=True)
+            model = t5_11b() if row.preset == "t5-11b" else meta_model(PRESETS[row.preset], row.sequence)
+            checkpoint_blocks(model)
+            sample = torch.empty(row.batch, row.sequence, dtype=torch.int64, device="meta")
             dtype = getattr(torch, row.dtype)
             training = Training(dtype, dtype, row.state_bytes_per_element, 0)
-            profiles[key] = Profile(sampled.model, sampled.sample, device=device, training=training)
-        shares = ((ROWS.index(row) + k) / len(ROWS) for k in (0, 1))
-        profiles[key].progress = Stretch(progress, f"{row.name} on {world} ranks: ", *shares)
+            profiles[key] = Profile(model, sample, device=device, training=training)
         cluster = cluster_of(device, world, between_hosts=row.gbit * 1e9 / 8)
         return profiles[key].given(cluster, "full")
 
@@ -162,8 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args(argv)
-    with open_progress("papers") as progress:
-        found = rows_of(progress)
+    found = rows_of()
     print(table(found))
     if args.out is not None:
         record = {

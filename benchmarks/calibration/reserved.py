@@ -25,8 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import dshard
-from dshard.cli.gpt import GPT, GPTConfig
-from dshard.cli.presets import checkpoint_blocks
+from dshard.cli.models import GPT, GPTConfig, checkpoint_blocks
 from dshard.planner import Training, cluster_of
 from dshard.testing import fake_world
 

@@ -13,11 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dshard.cli.gpt import GPT, GPTConfig
-from dshard.cli.llama import Llama, LlamaConfig
-from dshard.cli.presets import checkpoint_blocks
-from dshard.cli.target import check_folder, rates_of, writing
-from dshard.cli.usage import UsageError
+from dshard.cli.models import GPT, GPTConfig, Llama, LlamaConfig, checkpoint_blocks
+from dshard.cli.planning import rates_of
+from dshard.cli.usage import UsageError, check_output
 
 if TYPE_CHECKING:
     from dshard.planner import Misses, Rates
@@ -49,7 +47,7 @@ _WORDS = {
 _LAYERS = 5  # that are traced: the one in the middle stands for all that are no first or last one
 
 
-def add_parser(commands: Any) -> None:
+def add_parsers(commands: Any) -> None:
     """Adds this subcommand to the parser of ``dshard``."""
     parser = commands.add_parser(
         "calibrate",
@@ -76,8 +74,7 @@ def run(args: argparse.Namespace) -> int:
     from dshard.planner.calibration import calibrated, errors_of, misses_of
     from dshard.planner.rates import IN_TEN
 
-    if args.out is not None:
-        check_folder("--out", args.out)
+    check_output("--out", args.out)
     known, runs = rates_of(args.profile), read_runs(args.runs)
     assert known is not None
     found = calibrated(runs, known, f"{len(runs)} runs of {args.runs.name}")
@@ -88,8 +85,8 @@ def run(args: argparse.Namespace) -> int:
     if steps is not None:
         print(f"steps on this cluster take {steps.low:.2f} to {steps.high:.2f} of the predicted time in {IN_TEN} of 10")
     if args.out is not None:
-        with writing("--out", args.out):
-            found.save(args.out)
+        found.save(args.out)
+        print(f"wrote {args.out}")
     return 0
 
 

@@ -17,8 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 import dshard
 from dshard.autograd import MODES, _is_kept, apply_checkpointing, checkpointed
-from dshard.cli.gpt import GPT, GPTConfig
-from dshard.cli.presets import checkpoint_blocks
+from dshard.cli.models import GPT, GPTConfig, checkpoint_blocks
 from dshard.errors import StateError
 from dshard.planner.tracing import trace
 from dshard.policies import Offload

@@ -10,7 +10,7 @@ from torch.distributed import init_device_mesh
 import dshard
 from benchmarks.calibration import measuring
 from dshard.cli import main
-from dshard.cli.gpt import GPT, GPTConfig
+from dshard.cli.models import GPT, GPTConfig
 from dshard.planner import Cluster, Link, Links, Rates, Training, cluster_of, published
 from dshard.planner.flops import Op
 from dshard.planner.rates import HERE, Here

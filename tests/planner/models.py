@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dshard.cli.gpt import GPT, GPTConfig
+from dshard.cli.models import GPT, GPTConfig
 from dshard.planner.traces import Part
 
 CONFIG = GPTConfig(block_size=32, num_layers=3, width=64, num_heads=4, vocab_size=256)

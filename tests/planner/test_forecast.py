@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import dshard
 from dshard import PlanError
-from dshard.cli.gpt import GPT, GPTConfig
+from dshard.cli.models import GPT, GPTConfig
 from dshard.planner import Measured, Plan, cluster_of, simulate, solve
 from dshard.planner.memory import RESERVED, MemoryForecast, forecast, moments
 from dshard.planner.robust import within_limit

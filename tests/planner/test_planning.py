@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dshard
-from dshard.cli.gpt import GPT, GPTConfig
+from dshard.cli.models import GPT, GPTConfig
 from dshard.errors import PlanError, StateError
 from dshard.planner import DEVICES, Cluster, Link, Links, Training, Wire, cluster_of, peak_bytes
 from dshard.planner.measuring import measure, measure_step

@@ -11,9 +11,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
-from dshard.cli.gpt import GPT, GPTConfig
-from dshard.cli.llama import Llama, LlamaConfig
-from dshard.cli.presets import T5, T5Config, checkpoint_blocks
+from benchmarks.calibration.t5 import T5, T5Config
+from dshard.cli.models import GPT, GPTConfig, Llama, LlamaConfig, checkpoint_blocks
 from dshard.errors import ArgumentError
 from dshard.planner.traces import Part
 from dshard.planner.tracing import trace

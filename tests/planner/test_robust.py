@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dshard.cli.gpt import GPT, GPTConfig
+from dshard.cli.models import GPT, GPTConfig
 from dshard.errors import PlanError
 from dshard.planner import (
     DEVICES,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dshard.cli.gpt import GPT, GPTConfig
+from dshard.cli.models import GPT, GPTConfig
 from dshard.errors import PlanError
 from dshard.planner import (
     DEVICES,

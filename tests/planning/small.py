@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from dshard.cli.gpt import GPT, GPTConfig
+from dshard.cli.models import GPT, GPTConfig
 
 
 def build(*, tie: bool = False, num_layers: int = 4) -> GPT:

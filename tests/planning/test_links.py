@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import dshard
-from dshard.cli.gpt import GPT, GPTConfig
+from dshard.cli.models import GPT, GPTConfig
 from dshard.planner import Cluster, Link, Links
 from dshard.planner.files import to_record
 from dshard.planning.links import measure_links

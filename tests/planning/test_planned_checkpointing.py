@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import dshard
-from dshard.cli.gpt import GPT
+from dshard.cli.models import GPT
 from dshard.planner import DEVICES, Training, cluster_of
 from dshard.planning.profile import Profile
 from dshard.policies import Strategy

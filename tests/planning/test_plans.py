@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dshard
-from dshard.cli.gpt import GPT
+from dshard.cli.models import GPT
 from dshard.optimizer.steps import num_listeners
 from dshard.planner import DEVICES, Training, cluster_of
 from dshard.planning.profile import Profile

@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import (
 
 import dshard
 from dshard.cli import main
-from dshard.cli.cut_layers import cut_layers
-from dshard.cli.llama import Llama, LlamaConfig
+from dshard.cli.models import Llama, LlamaConfig
+from dshard.cli.planning import cut_layers
 from dshard.planner import Cluster, Link, Links, Plan, Training, Work, cluster_of
 from dshard.planner.alike import find_runs
 from dshard.planner.flops import Op
