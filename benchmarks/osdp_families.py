@@ -32,7 +32,7 @@ from dshard.planner import (
 )
 from dshard.planner.chain import Chain
 from dshard.planner.smallest import smallest_peak
-from dshard.planning.profile import Profile
+from dshard.planning.plan import Profile
 from dshard.policies import Strategy
 
 NAME = "osdp_families"

@@ -25,7 +25,7 @@ from dshard.planner.costs import CHECKPOINTING, UnitKind
 from dshard.planner.profiles import Training
 from dshard.planner.tables import named
 from dshard.planning.links import measure_links
-from dshard.planning.profile import Profile
+from dshard.planning.plan import Profile
 from dshard.policies import Strategy
 from dshard.tensor.meshes import default_mesh
 from tests.kit.counted import counted_peak

@@ -26,7 +26,7 @@ from dshard.planner import (
     step_time,
 )
 from dshard.planner.costs import UnitKind
-from dshard.planner.hosts import with_offload
+from dshard.planner.profiles import with_offload
 from dshard.planner.tables import mix_text
 from dshard.planning.meshes import strategies_for
 

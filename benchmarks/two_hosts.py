@@ -36,7 +36,7 @@ from dshard.collectives.transport import transport_of
 from dshard.planner import Plan
 from dshard.planner.profiles import Training
 from dshard.planning.links import measure_links
-from dshard.planning.profile import Profile
+from dshard.planning.plan import Profile
 from dshard.tensor.meshes import default_mesh
 
 HOSTS = ("dshard-a", "dshard-b")

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dshard.collectives import ReduceOp, ShardGroup, all_reduce
 from dshard.planner import Cluster, Constant, Link
-from dshard.planning.fits import Sample, fit
-from dshard.planning.links import alone_s, gathering, start_together, synchronize
+from dshard.planning.links import Sample, alone_s, fit, gathering, start_together, synchronize
 from dshard.tensor.meshes import group_of
 
 _ROUNDS = 9

@@ -225,7 +225,7 @@ def _run(row: dict[str, str], name: str, traced: dict[tuple[str, ...], _Traced])
 def _trace(row: Mapping[str, str]) -> _Traced:
     """Traces a model of a few layers, each unit of which stands for itself, and one block for the rest."""
     from dshard.planner.tracing import trace
-    from dshard.planning.profile import parts_of
+    from dshard.planning.plan import parts_of
 
     layers = int(row["layers"])
     model = model_of(row, min(layers, _LAYERS))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from dshard.planner import Cluster, Device, Plan
     from dshard.planner.rates import Rates
-    from dshard.planning.profile import Profile
+    from dshard.planning.plan import Profile
 
 _PLAN = """\
 Chooses a strategy for each unit of a model, so that a step is shortest and fits into memory, and prints the proof.
@@ -203,7 +203,7 @@ def _target(args: argparse.Namespace) -> Iterator[Target]:
 
     from dshard.planner import Training
     from dshard.planner.texts import parse_bytes
-    from dshard.planning.profile import Profile
+    from dshard.planning.plan import Profile
 
     if args.compile and args.profile is None:
         raise UsageError(

@@ -13,9 +13,9 @@ from dshard.errors import PlanError
 from dshard.planner.costs import CHECKPOINTING, Cluster, ModelCosts
 from dshard.planner.few_rows import few_rows_text
 from dshard.planner.files import of_record, read_text, to_record, write_text
-from dshard.planner.hosts import home_bytes
 from dshard.planner.measuring import Comparison, Measured
 from dshard.planner.memory import MemoryForecast, PeakParts, forecast, parts_of_peak, peak_bytes
+from dshard.planner.profiles import home_bytes
 from dshard.planner.rates import Interval, interval_text
 from dshard.planner.robust import Doubt, doubt_lines, within_limit
 from dshard.planner.solver import Certificate, Solution, solve

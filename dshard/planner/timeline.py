@@ -1,9 +1,8 @@
 """When a step computes and when it communicates, by a simulation of both, and what its time is made of."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import add
 
 from dshard.arguments import checked
 from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitCosts
@@ -11,7 +10,6 @@ from dshard.planner.memory import moments
 from dshard.planner.options import Option, options_of
 from dshard.policies import Strategy
 
-_Together = Callable[[float, float], float]
 _OF_WORK = {
     "products_s": "products",
     "attention_s": "attention",
@@ -80,38 +78,14 @@ class Timeline:
 
 @checked
 def step_time(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster) -> float:
-    """Time of a step: the same as `simulate` gives, as the sum that the solver makes smallest.
+    """Time of a step, as `simulate` has it.
 
     Where collectives run beside computation, forward waits for the first gather, and then for unit `i` as long as
     `max(forward i, gather i + 1)`. Backward waits for the last unit's gather, and then as long as
     `max(backward i, reduction i + 1 and gather i - 1)`; last comes the reduction of the first unit, and the optimizer.
-    Elsewhere each `max` is a sum.
+    Elsewhere each `max` is a sum. The solver makes that sum smallest.
     """
-    together = max if cluster.overlaps else add
-    options = options_of(model, strategies, cluster)
-    again = model.num_backwards - 1
-    return (
-        _forward_s(options, [o.gather_s for o in options], together)
-        + again * _forward_s(options, [o.gather_again_s for o in options], together)
-        + again * _backward_s(options, [o.reduce_early_s for o in options], together)
-        + _backward_s(options, [o.reduce_s for o in options], together)
-        + sum(o.optimizer_s for o in options)
-    )
-
-
-def _forward_s(options: Sequence[Option], gather_s: Sequence[float], together: _Together) -> float:
-    following = [*gather_s[1:], 0.0]
-    slots = (together(o.forward_s, o.forward_comm_s + next_s) for o, next_s in zip(options, following, strict=True))
-    return gather_s[0] + sum(slots)
-
-
-def _backward_s(options: Sequence[Option], reduce_s: Sequence[float], together: _Together) -> float:
-    total_s = options[-1].gather_backward_s + reduce_s[0]
-    for i, option in enumerate(options):
-        comm_s = reduce_s[i + 1] if i + 1 < len(options) else 0.0
-        comm_s += option.backward_comm_s + (options[i - 1].gather_backward_s if i else 0.0)
-        total_s += together(option.backward_s, comm_s)
-    return total_s
+    return _run(model, options_of(model, strategies, cluster), overlaps=cluster.overlaps).compute_free_s
 
 
 @checked
@@ -124,14 +98,7 @@ def simulate(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: C
     when the channel is idle. Where collectives do not run beside computation, each runs once what computes has ended,
     and what computes next waits for it.
     """
-    options = options_of(model, strategies, cluster)
-    streams = _Streams([unit.name for unit in model.units], overlaps=cluster.overlaps)
-    for number in range(model.num_backwards):
-        is_last = number == model.num_backwards - 1
-        _run_forward(streams, options, [o.gather_again_s if number else o.gather_s for o in options])
-        _run_backward(streams, options, [o.reduce_s if is_last else o.reduce_early_s for o in options])
-    for i, option in enumerate(options):
-        streams.compute(i, "step", streams.compute_free_s, option.optimizer_s)
+    streams = _run(model, options_of(model, strategies, cluster), overlaps=cluster.overlaps)
     live = {(moment.phase, moment.unit): moment.num_bytes for moment in moments(model, strategies, cluster)}
     memory = tuple(MemoryEvent(start_s, live[phase, unit], phase) for start_s, phase, unit in streams.starts)
     step_s = streams.compute_free_s
@@ -175,6 +142,18 @@ class _Streams:
     def wait(self, until_s: float) -> None:
         """Have the compute stream do nothing until then."""
         self.compute_free_s = max(self.compute_free_s, until_s)
+
+
+def _run(model: ModelCosts, options: Sequence[Option], *, overlaps: bool) -> _Streams:
+    """A step on both streams."""
+    streams = _Streams([unit.name for unit in model.units], overlaps=overlaps)
+    for number in range(model.num_backwards):
+        is_last = number == model.num_backwards - 1
+        _run_forward(streams, options, [o.gather_again_s if number else o.gather_s for o in options])
+        _run_backward(streams, options, [o.reduce_s if is_last else o.reduce_early_s for o in options])
+    for i, option in enumerate(options):
+        streams.compute(i, "step", streams.compute_free_s, option.optimizer_s)
+    return streams
 
 
 def _run_forward(streams: _Streams, options: Sequence[Option], gather_s: Sequence[float]) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dshard
 from dshard.planner import DEVICES, Training, cluster_of
 from dshard.planner.costs import UnitKind
-from dshard.planning.profile import Profile
+from dshard.planning.plan import Profile
 from dshard.policies import Offload, Strategy
 from tests.crossings.model import BATCH, LENGTH, Block, Net, build, checkpoint_inside
 from tests.crossings.oracle import DIVISOR, dtypes_of, num_data_ranks

@@ -15,7 +15,7 @@ from dshard.errors import StateError
 from dshard.planner import DEVICES, Training, cluster_of, measuring
 from dshard.planner.tracing import trace
 from dshard.planning import measured_steps
-from dshard.planning.profile import parts_of
+from dshard.planning.plan import parts_of
 from dshard.testing import World
 from tests.interop import models
 from tests.interop.test_training import TIMEOUT_S, TOLERANCE

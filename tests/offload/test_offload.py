@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import dshard
 from dshard.planner import DEVICES, Training, cluster_of
 from dshard.planner.costs import UnitKind
-from dshard.planning.profile import Profile
+from dshard.planning.plan import Profile
 from dshard.policies import Offload, Strategy
 from dshard.tensor import OffloadedShardedTensor
 from dshard.units.copy_stream import CopyStream

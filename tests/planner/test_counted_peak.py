@@ -22,7 +22,7 @@ from dshard.collectives import BufferPool, memory
 from dshard.planner import Cluster, Link, Links, ModelCosts, Plan, Training, moments
 from dshard.planner.profiles import UnitTimes, costs_of
 from dshard.planner.tracing import trace
-from dshard.planning.profile import parts_of
+from dshard.planning.plan import parts_of
 from dshard.policies import Strategy
 from dshard.testing import World, WorldPool
 from tests.kit.counted import counted_peak

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dshard.errors import PlanError
-from dshard.planning.fits import Sample, fit
-from dshard.planning.links import SIZES
+from dshard.planning.links import SIZES, Sample, fit
 
 
 @given(st.floats(1e-6, 1e-1), st.floats(1e-12, 1e-6), st.integers(2, 4096))

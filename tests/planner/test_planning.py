@@ -18,7 +18,7 @@ from dshard.planner.texts import bytes_text, parse_bytes, seconds_text
 from dshard.planner.ties import DATASHEET
 from dshard.planning import plan as planning
 from dshard.planning.meshes import strategies_for
-from dshard.planning.profile import Profile, parts_of
+from dshard.planning.plan import Profile, parts_of
 from dshard.policies import Strategy
 from dshard.testing import World
 from tests.planner.models import CASES, CONFIG, convolutions, gpt

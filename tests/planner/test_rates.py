@@ -18,7 +18,7 @@ from dshard.planner.calibration import calibrated, errors_of, fitted, predicted_
 from dshard.planner.flops import Op
 from dshard.planner.options import options_of
 from dshard.planner.rates import OTHER_FAMILIES, PRIORS, Rates, published
-from dshard.planning.profile import Profile
+from dshard.planning.plan import Profile
 from dshard.policies import Strategy
 
 SHIPPED = published()

@@ -36,7 +36,7 @@ from dshard.planner.rates import (
     widened,
 )
 from dshard.planner.robust import Close, Doubt, across_s, close_of, doubt_lines, robust
-from dshard.planning.profile import Profile
+from dshard.planning.plan import Profile
 from dshard.policies import Strategy
 from tests.planner.cases import STRATEGIES, clusters, models
 from tests.planner.test_rates import SHIPPED

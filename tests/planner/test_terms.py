@@ -26,7 +26,7 @@ from dshard.planner import (
     published,
 )
 from dshard.planner.timeline import bound_text
-from dshard.planning.profile import Profile
+from dshard.planning.plan import Profile
 from dshard.policies import Strategy
 from tests.planner.cases import STRATEGIES, clusters, models
 

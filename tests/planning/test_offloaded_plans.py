@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 import dshard
 from dshard.cli import main
 from dshard.planner import DEVICES, Cluster, Link, Links, Plan, Training, cluster_of, step_time
-from dshard.planner.hosts import home_of
+from dshard.planner.profiles import home_of
 from dshard.policies import Strategy
 from dshard.setup import planned as following
 from dshard.testing import WorldPool

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import dshard
 from dshard.cli.models import GPT
 from dshard.planner import DEVICES, Training, cluster_of
-from dshard.planning.profile import Profile
+from dshard.planning.plan import Profile
 from dshard.policies import Strategy
 from dshard.setup.planned import checkpoint_as_planned
 from dshard.testing import WorldPool

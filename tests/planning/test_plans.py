@@ -22,7 +22,7 @@ import dshard
 from dshard.cli.models import GPT
 from dshard.optimizer.steps import num_listeners
 from dshard.planner import DEVICES, Training, cluster_of
-from dshard.planning.profile import Profile
+from dshard.planning.plan import Profile
 from dshard.policies import Strategy
 from dshard.runtime.runtime import runtime_of
 from dshard.testing import WorldPool

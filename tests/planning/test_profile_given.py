@@ -7,7 +7,7 @@ from torch import nn
 import dshard
 from dshard.errors import ArgumentError, PlanError
 from dshard.planner import DEVICES, Rates, cluster_of, published
-from dshard.planning.profile import Profile
+from dshard.planning.plan import Profile
 
 H100 = DEVICES["h100-80g"]
 

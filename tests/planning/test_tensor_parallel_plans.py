@@ -33,7 +33,7 @@ from dshard.planning import meshes
 from dshard.planning.links import measure_links
 from dshard.planning.measured_steps import MeasuredSteps
 from dshard.planning.meshes import mesh_cut_over, num_cut_over
-from dshard.planning.profile import Profile, parts_of
+from dshard.planning.plan import Profile, parts_of
 from dshard.testing import WorldPool, fake_world
 from tests.kit.counted import counted_peak
 from tests.models import ResidualMlp
