@@ -191,23 +191,25 @@ def parts_of_peak(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cl
     values = rows.values(zeros)
     row = int(values.argmax())
 
-    def told(parts: list[Option]) -> int:
+    def bytes_of(parts: list[Option]) -> int:
         return int(MemoryRows.of(model, [[part] for part in parts]).values(zeros)[row] - rows.constant[row])
 
     units = list(zip(model.units, strategies, options, strict=True))
     stored = [_shards(unit, strategy, cluster) for unit, strategy, _ in units]
     constant = int(rows.constant[row])
     found = {
-        "parameters": told([only(held_bytes=own.params) for own in stored]),
-        "gradients": told([_gradients(option, own.split_grads) for option, own in zip(options, stored, strict=True)]),
-        "optimizer": told(
+        "parameters": bytes_of([only(held_bytes=own.params) for own in stored]),
+        "gradients": bytes_of(
+            [_gradients(option, own.split_grads) for option, own in zip(options, stored, strict=True)]
+        ),
+        "optimizer": bytes_of(
             [
                 only(held_bytes=own.states, step_bytes=option.step_bytes, largest_step_bytes=option.largest_step_bytes)
                 for option, own in zip(options, stored, strict=True)
             ]
         ),
     }
-    activations = told([_activations(option) for option in options])
+    activations = bytes_of([_activations(option) for option in options])
     found["copies and communication"] = int(values[row]) - constant - sum(found.values()) - activations
     found["activations"] = activations
     found["buffers and inputs"] = model.buffer_bytes
@@ -216,7 +218,7 @@ def parts_of_peak(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cl
 
 @dataclass(frozen=True, slots=True)
 class _Shards:
-    """What a rank holds of a unit all the time, and the reduced gradients of what is split."""
+    """Bytes of a unit that a rank holds all the time, and reduced gradients of its parameters that are split."""
 
     params: int
     states: int
@@ -237,7 +239,7 @@ def _shards(unit: UnitCosts, strategy: Strategy, cluster: Cluster) -> _Shards:
 
 
 def _activations(option: Option) -> Option:
-    """What of an option's bytes its computation keeps or needs, without parameters and their gradients."""
+    """The part of an option's bytes that activations take."""
     return only(
         activation_bytes=option.activation_bytes,
         forward_transient_bytes=option.forward_transient_bytes,
@@ -247,7 +249,7 @@ def _activations(option: Option) -> Option:
 
 
 def _gradients(option: Option, split: int) -> Option:
-    """What of an option's bytes are gradients: computed ones, those that wait for their reduction, reduced ones."""
+    """The part of an option's bytes that gradients take: computed, waiting for their reduction, and reduced."""
     beside = option.backward_use_bytes + option.sent_bytes  # copies in use, and the send buffer with what is split
     return only(
         grad_bytes=option.grad_bytes,

@@ -87,8 +87,8 @@ def costs_of(
 ) -> ModelCosts:
     """Costs of a model's step, units in the order in which forward uses them.
 
-    Activations are told so that their sum up to a unit, with what is live only while that unit runs, is never below
-    what the trace saw.
+    Units get activation bytes such that the sum up to a unit, with what is live only while that unit runs, is never
+    below what the trace saw.
 
     Args:
         trace: Of the model, in the compute dtype.
@@ -204,7 +204,7 @@ def _buffer_bytes(model: nn.Module) -> int:
 
 
 def _copies_of(params: Sequence[ParamCosts], device: Device | None, rates: Rates | None) -> UnitTimes:
-    """Of what is gathered for forward, and of gradients, into and out of buffers; the same under every strategy."""
+    """Times of copies of gathered parameters and of gradients into and out of buffers; the same in all strategies."""
     if device is None or rates is None:
         return UnitTimes(0.0, 0.0)
     gathered, reduced = (sum(p.numel * getattr(p, f"{kind}_itemsize") for p in params) for kind in ("gather", "grad"))
@@ -213,7 +213,7 @@ def _copies_of(params: Sequence[ParamCosts], device: Device | None, rates: Rates
 
 @dataclass(slots=True)
 class _Memory:
-    """Memory of the unit at one place: what it keeps for backward, and what more it needs while it runs."""
+    """Bytes of the unit at one place: those that it keeps for backward, and more that are live only while it runs."""
 
     kept: int = 0
     forward: int = 0
@@ -341,7 +341,7 @@ def _of_device(ops: list[Op], device: Device) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """The CPU's memory, as one of a host's devices has it.
+    """The CPU's memory that one device of a host keeps parameters in, and the way there.
 
     Args:
         seconds_per_byte: Of copies from pinned memory to the device, or back; both run at a time.
@@ -369,16 +369,16 @@ _USUAL = (31.5e9, 51e9, "PCIe 4.0 x16, and the memory of an A100's host, for wan
 
 
 def home_of(device: Device) -> Home:
-    """The memory beside a device of the table; beside one of your own, what is usual."""
+    """The CPU's memory of a device in the table; of a device of your own, that of the usual host."""
     link, memory, source = _HOSTS.get(family_of(device), _USUAL)
     return Home(1 / (link * _REACHED_BY_COPIES), 1 / (memory * _REACHED_BY_STEPS), source)
 
 
 def check_offload(device: Device | None, offload: str, *, is_compiled: bool) -> None:
-    """Refuse what cannot be planned for.
+    """Raise where offload cannot be planned for.
 
     Raises:
-        PlanError: There is no device; or what is kept elsewhere would be compiled.
+        PlanError: There is no device; or the model is compiled.
     """
     if offload == "none":
         return
@@ -395,10 +395,10 @@ def check_offload(device: Device | None, offload: str, *, is_compiled: bool) -> 
 
 
 def with_offload(model: ModelCosts, device: Device | None, offload: str) -> ModelCosts:
-    """A model of which units are kept in the CPU's memory, where the optimizer steps them.
+    """The model, with units that the CPU's memory holds and the optimizer steps there.
 
     Args:
-        model: Of which all are kept on the device.
+        model: All units are on the device.
         device: That says how long copies take; None with "none" alone: see `check_offload`.
         offload: "none", "all", or "auto" for an alternative of each.
     """
@@ -427,7 +427,7 @@ def _offloaded(unit: UnitCosts, home: Home) -> UnitCosts:
 
 
 def home_bytes(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster) -> int:
-    """What a rank has in the CPU's memory: shards of what is kept there, their gradients and optimizer states."""
+    """Bytes that a rank has in the CPU's memory: shards of the parameters there, their gradients and states."""
     total = 0
     for unit, strategy in zip(model.units, strategies, strict=True):
         within = sharing(strategy, cluster.num_ranks)

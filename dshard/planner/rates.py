@@ -38,7 +38,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What runs of sources that the constants had not seen say of predictions.
+    """How far predictions were from measured runs of sources that the constants had not seen.
 
     Args:
         steps: Of a measured step, in parts of the predicted one; None where no run says so.
@@ -61,13 +61,13 @@ class Spread:
 
 
 def around_one(variance: float) -> Interval:
-    """What holds 8 in 10 of numbers whose logarithms have a mean of 0 and this variance."""
+    """The interval that holds 8 in 10 of numbers whose logarithms have a mean of 0 and this variance."""
     half = _DEVIATIONS * sqrt(variance)
     return Interval(exp(-half), exp(half))
 
 
 def variance_of(interval: Interval) -> float:
-    """The variance of which `around_one` makes an interval as wide."""
+    """The variance for which `around_one` gives an interval as wide."""
     return (log(interval.high / interval.low) / 2 / _DEVIATIONS) ** 2
 
 

@@ -40,7 +40,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """How far a plan's predictions may be off.
+    """How far a plan's predictions may be off, and which choices that leaves open.
 
     Args:
         steps: Of a measured step, in parts of the predicted one; None where nothing says so. On a cluster of which the
@@ -103,7 +103,7 @@ def within_limit(
 
 
 def across_s(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster) -> float:
-    """What a step's collectives take across hosts, hidden or not: what is left where those within one take no time."""
+    """Seconds of a step's collectives across hosts, hidden or not: what is left if links within hosts take no time."""
     instant = replace(cluster, inside=Links.of(Link(0.0, 0.0)))
     total_s, again = 0.0, model.num_backwards - 1
     for each in options_of(model, strategies, instant):
@@ -230,14 +230,14 @@ def _choices(model: ModelCosts, cluster: Cluster, told: Certificate, known: Sequ
 
 
 def _mixed(kinds: Sequence[UnitKind]) -> str:
-    """What of the kinds of units differs."""
+    """Names the kinds of units that differ."""
     differs = {"checkpointing": len({kind.checkpointing for kind in kinds}) > 1}
     differs["offload"] = len({kind.is_offloaded for kind in kinds}) > 1
     return f"mixed {' and '.join(name for name, does in differs.items() if does)}"
 
 
 def doubt_lines(doubt: Doubt) -> list[str]:
-    """What cannot be told apart, and why which of it was taken; nothing where there is one choice."""
+    """A table of the choices that cannot be told apart, and why one was taken; nothing where there is one choice."""
     if len(doubt.close) < 2:
         return []
     rows = [("cannot be told apart", "step", "across hosts", "at worst longer by")]

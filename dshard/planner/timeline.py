@@ -231,9 +231,9 @@ def bound_text(terms: Mapping[str, float]) -> list[str]:
 
 
 def _computed(unit: UnitCosts, option: Option, stragglers: float) -> Iterator[tuple[str, float]]:
-    """What one forward and backward of a unit compute, where no collective disturbs it.
+    """Seconds of one forward and backward of a unit by term, where no collective disturbs it.
 
-    What an option takes beyond what its unit takes on the slowest device is for slices.
+    An option that takes longer than its unit on the slowest device does so for slices.
     """
     halves = ((unit.forward_s, option.forward_s), (unit.backward_s, option.backward_s))
     for place, (own_s, took_s) in enumerate(halves):
@@ -248,7 +248,7 @@ def _computed(unit: UnitCosts, option: Option, stragglers: float) -> Iterator[tu
 
 
 def _waits(timeline: Timeline) -> Iterator[tuple[str, str, float]]:
-    """Unit, kind and seconds of each stretch of a collective for which what computes waits."""
+    """Unit, kind and seconds of each stretch of a collective for which the compute stream waits."""
     sent = [segment for segment in timeline.segments if segment.stream == "comm"]
     place, free_s = 0, 0.0
     for segment in timeline.segments:

@@ -29,7 +29,7 @@ _NUM_STEPS = 9
 
 
 class MeasuredSteps:
-    """What the parts of a model take in real steps, before it is sharded.
+    """Times of a model's parts in real steps, before it is sharded.
 
     Where memory runs out on one rank, all go on, but for those over which layers are cut: in the middle of a step these
     wait for one another, until their group's timeout.
@@ -109,7 +109,7 @@ class MeasuredSteps:
         return known[batch]
 
     def source(self, batch: int, kinds: Kinds) -> str:
-        """Where times come from: "measured", or up to which size they were."""
+        """Says that times were measured, and up to which size."""
         most = max(self._known[kinds])
         return "measured" if batch <= most else f"measured up to {most} sample{'s' * (most > 1)}"
 
