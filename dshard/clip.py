@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dshard import arguments, collectives
+from dshard.arguments import shown
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.compiling import outside_of_graphs
 from dshard.errors import ArgumentError, DivergenceError, RankLostError
-from dshard.kinds import shown
 from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import distinct_groups, groups_of
 from dshard.tensor.operands import AgreedTensor
@@ -60,10 +60,10 @@ def clip_grad_norm_(
     Source: `torch.nn.utils.clip_grad_norm_`, whose rule and epsilon it follows.
     """
     given: dict[str, Any] = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
-    params: tuple[Tensor, ...] = arguments.read(_WHO, {"parameters": parameters})["parameters"]
+    params = _tensors(parameters)
     grads = [p.grad for p in params if p.grad is not None]
     try:
-        given = arguments.read(_WHO, given)
+        given = _checked(**given)
     except ArgumentError as error:
         with suppress(DivergenceError):  # the other ranks learn it from the message; this one's own error says more
             if grads:
@@ -103,6 +103,25 @@ def on_clip(hear: _Hear) -> Iterator[None]:
         yield
     finally:
         _LISTENERS.remove(hear)
+
+
+def _tensors(parameters: Any) -> tuple[Tensor, ...]:
+    """The argument `parameters` as a tuple, of which a generator gives its tensors once."""
+    if isinstance(parameters, Tensor):
+        return (parameters,)
+    allowed, way = "a tensor, or an iterable of tensors", "Pass model.parameters()."
+    return arguments.several(_WHO, "parameters", parameters, lambda each: isinstance(each, Tensor), allowed, way)
+
+
+def _checked(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> dict[str, Any]:
+    """The other arguments as numbers."""
+    allowed = "a number of at least 0, or inf"
+    max_norm = arguments.number(_WHO, "max_norm", max_norm, lambda x: x >= 0, allowed, "Pass 1.0.")
+    allowed, way = "a number above 0, or inf", "Pass 2.0 or inf."
+    if not (isinstance(norm_type, str) and norm_type == "inf"):
+        norm_type = arguments.number(_WHO, "norm_type", norm_type, lambda x: x > 0, allowed, way)
+    error_if_nonfinite = arguments.boolean(_WHO, "error_if_nonfinite", error_if_nonfinite)
+    return {"max_norm": max_norm, "norm_type": float(norm_type), "error_if_nonfinite": error_if_nonfinite}
 
 
 def _told(max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> str:

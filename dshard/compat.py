@@ -1,13 +1,13 @@
 """Names that programs written for FSDP2 import, so that a change of the import is all they need."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from dshard.arguments import checked
+from dshard import arguments
 from dshard.runtime.module import FSDPModule
 from dshard.runtime.module_hooks import as_forward
 
@@ -21,7 +21,6 @@ __all__ = [
 ]
 
 
-@checked
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Have a method be a forward of its module: under mixed precision, parameters have their compute dtype in it.
 
@@ -38,6 +37,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Communicates:
         Nothing.
     """
+    arguments.module("register_fsdp_forward_method", "module", module)
+    arguments.text("register_fsdp_forward_method", "method_name", method_name)
     if isinstance(module, FSDPModule) and not hasattr(module, method_name):
         raise ValueError(
             f"register_fsdp_forward_method: the module must have the method, but {type(module).__name__} has no "
@@ -47,7 +48,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         as_forward(module, method_name)
 
 
-@checked
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """Accepted for FSDP2's sake, does nothing: the units of a model share one runtime. Communicates nothing.
 
@@ -57,11 +57,10 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     Raises:
         ArgumentError: One of them is not.
     """
+    arguments.sharded_modules("share_comm_ctx", "modules", modules)
 
 
-@checked
-@contextmanager
-def no_sync(module: Any) -> Iterator[None]:
+def no_sync(module: Any) -> AbstractContextManager[None]:
     """Let backwards inside of the scope add gradients up without reducing them; the next backward outside does.
 
     Args:
@@ -73,5 +72,5 @@ def no_sync(module: Any) -> Iterator[None]:
     Communicates:
         Nothing. Reading such a gradient reduces it.
     """
-    with module.no_sync():
-        yield
+    context: AbstractContextManager[None] = arguments.sharded_module("no_sync", "module", module).no_sync()
+    return context

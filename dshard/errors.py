@@ -46,8 +46,5 @@ class PlanError(DShardError, ValueError):
     """A plan that cannot be made or followed: nothing fits into the memory, it is for another model, or is none."""
 
 
-class ArgumentError(StateError, PlacementError, PlanError, TypeError):
-    """An argument that can never be right; names the function, the argument, its value, and what is allowed.
-
-    It is each of the errors that such an argument has ever been, and a `ValueError` and a `TypeError` as elsewhere.
-    """
+class ArgumentError(DShardError, ValueError, TypeError):
+    """An argument that can never be right; names the function, the argument, its value, and what is allowed."""

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dshard import collectives
+from dshard import arguments, collectives
 from dshard.agreement import check_same, checksum
-from dshard.arguments import checked
 from dshard.autograd import outside_autograd
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import DivergenceError, DShardError, StateError
@@ -326,7 +325,6 @@ def refuse_writes(yielded: Mapping[str, tuple[Tensor, int]]) -> None:
             )
 
 
-@checked
 @contextmanager
 def gathered(
     target: nn.Module | ShardedTensor | Sequence[ShardedTensor],
@@ -388,7 +386,12 @@ def gathered(
         `writeback`, an all-reduce of 24 bytes per value at the end; with `rank0_only`, then a broadcast of each value
         that was written to.
     """
-    params = _sharded_params(target, recurse=recurse)
+    writeback = arguments.boolean("gathered", "writeback", writeback)
+    rank0_only = arguments.boolean("gathered", "rank0_only", rank0_only)
+    offload_to_cpu = arguments.boolean("gathered", "offload_to_cpu", offload_to_cpu)
+    with_grads = arguments.boolean("gathered", "with_grads", with_grads)
+    recurse = arguments.boolean("gathered", "recurse", recurse)
+    params = _sharded_params(_target(target), recurse=recurse)
     if not params:
         raise StateError("gathered: needs sharded parameters, but got none. Call fully_shard first.")
     facts = {"writeback": writeback, "rank0_only": rank0_only, "with_grads": with_grads, "recurse": recurse}
@@ -442,6 +445,16 @@ def _apart(param: ShardedTensor, full: Tensor) -> Tensor:
     return full.clone() if stays or (is_shard and joined_group(param).world_size > 1) else full
 
 
+def _target(target: Any) -> nn.Module | ShardedTensor | tuple[ShardedTensor, ...]:
+    """The argument `target`; several parameters as a tuple."""
+    if isinstance(target, (nn.Module, ShardedTensor)):
+        return target
+    allowed = "a module that fully_shard was called on, one of its parameters, or a list of them"
+    return arguments.several(
+        "gathered", "target", target, lambda each: isinstance(each, ShardedTensor), allowed, "Pass the model.", least=1
+    )
+
+
 def _sharded_params(target: Any, *, recurse: bool) -> dict[str, ShardedTensor]:
     """Name to parameter; each parameter once."""
     if isinstance(target, nn.Module):
@@ -469,7 +482,6 @@ def _sharded_params(target: Any, *, recurse: bool) -> dict[str, ShardedTensor]:
     return found
 
 
-@checked
 def iter_full(
     module: nn.Module, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
@@ -499,6 +511,10 @@ def iter_full(
     Communicates:
         An all-gather per tensor that is cut, when its turn comes.
     """
+    arguments.module("iter_full", "module", module)
+    arguments.dtype("iter_full", "dtype", dtype, or_none=True)
+    allowed = "a torch.device or its text"
+    arguments.expect(arguments.is_device(device), "iter_full", "device", device, allowed, "Pass 'cpu'.", or_none=True)
     state = module.state_dict(keep_vars=True)
     tensors = [(name, value) for name, value in state.items() if isinstance(value, Tensor)]
     refuse_meta("iter_full", tensors)

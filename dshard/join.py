@@ -14,8 +14,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dshard import collectives
-from dshard.arguments import checked
+from dshard import arguments, collectives
 from dshard.autograd import in_backward
 from dshard.clip import clip_grad_norm_, on_clip
 from dshard.collectives import ReduceOp, ShardGroup
@@ -46,7 +45,6 @@ class _Event(enum.IntEnum):
 _OF_PHASE = {Phase.FORWARD: _Event.FORWARD, Phase.EVAL: _Event.EVAL, Phase.BACKWARD: _Event.BACKWARD}
 
 
-@checked
 def join(
     module: nn.Module, *, enable: bool = True, throw_on_early_termination: bool = False
 ) -> AbstractContextManager[object]:
@@ -86,12 +84,14 @@ def join(
 
     Source: PyTorch's `torch.distributed.algorithms.Join`, for its names and what it promises.
     """
-    sharded: Any = module
+    sharded: Any = arguments.sharded_module("join", "module", module)
+    enable = arguments.boolean("join", "enable", enable)
+    throws = arguments.boolean("join", "throw_on_early_termination", throw_on_early_termination)
     groups = [group for unit in context_of(sharded).units for group in unit.groups]
     group = max(groups, key=lambda group: group.world_size, default=None)
     if not enable or group is None or group.world_size == 1:
         return nullcontext()
-    return _Join(module, group, throws=throw_on_early_termination)
+    return _Join(module, group, throws=throws)
 
 
 _OPEN: list[object] = []  # blocks of this process

@@ -2,19 +2,16 @@
 
 import functools
 import inspect
-import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
+from dshard.arguments import nearest, shown
 from dshard.errors import ArgumentError
-
-_MAX_SHOWN = 80
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -154,12 +151,6 @@ def one_of(*values: Any) -> Kind:
     return Kind(f"one of {values}", f"Pass {texts[0]!r}.", take)
 
 
-def nearest(value: Any, texts: Collection[str]) -> str:
-    """What a misspelt text is likely to mean; the first of the texts where it resembles none."""
-    close = get_close_matches(value.lower(), list(texts), n=1, cutoff=0.5) if isinstance(value, str) else []
-    return close[0] if close else next(iter(texts))
-
-
 def _scalar(value: Any) -> Any:
     """The number in a 0-d array or tensor, or a scalar of NumPy's; anything else as it is."""
     is_single = getattr(value, "shape", None) == () and hasattr(value, "item") and not hasattr(value, "placements")
@@ -293,18 +284,3 @@ TENSORS = Kind(
     "Pass model.parameters().",
     lambda value: (value,) if isinstance(value, Tensor) else _TENSORS.read(value),
 )
-
-
-def shown(value: Any) -> str:
-    """A value in a message: short, and without communication or many digits."""
-    if isinstance(value, Tensor) and (hasattr(value, "placements") or value.numel() > 1 or value.is_meta):
-        return f"a {type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"
-    if isinstance(value, nn.Module):
-        return f"a module {type(value).__name__}"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    try:
-        text = " ".join(repr(value).split())
-    except Exception:  # whatever it is: it is a wrong value, and not what is told here
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

@@ -5,15 +5,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from numbers import Integral
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from dshard import arguments
 from dshard.errors import PlacementError, StateError
-from dshard.kinds import Kind, Refused, checked_by, count, nearest, one_of, optional
 
 _BASES = ("ddp", "zero1", "zero2", "keep", "full")
+STRATEGY_ALLOWED = f"one of {', '.join(_BASES)}, hybrid(k) or split(q)"
 _CALL = re.compile(r"(hybrid|split)\(\s*([0-9]{1,9})\s*(?:,\s*(.+?)\s*)?\)", re.DOTALL)
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?\d+)?)\s*(?:([kmgtp])(i?))?b?\s*", re.IGNORECASE)
 _PREFIXES = "kmgtp"
@@ -30,8 +31,16 @@ _ELSEWHERE = {  # what others call them: ZeRO's stages, FSDP's ShardingStrategy
 }
 
 
-def _read_strategy(value: Any) -> "Strategy":
-    """A strategy from its text, or as it is."""
+class _UnknownStrategyError(Exception):
+    """A value is no strategy, nor its text; with what to pass instead."""
+
+
+def _parsed(value: Any) -> "Strategy":
+    """Read a strategy from its text, or take it as it is.
+
+    Raises:
+        _UnknownStrategyError: It is neither.
+    """
     if isinstance(value, Strategy):
         return value
     text = value.strip() if isinstance(value, str) else ""
@@ -39,23 +48,50 @@ def _read_strategy(value: Any) -> "Strategy":
         return Strategy(text)
     call = _CALL.fullmatch(text)
     if call is None:
-        raise Refused(value, way=f"Pass {_ELSEWHERE.get(text.lower()) or repr(nearest(value, _BASES))}.")
+        near = arguments.nearest(value, _BASES)
+        raise _UnknownStrategyError(f"Pass {_ELSEWHERE.get(text.lower()) or repr(near)}.")
     name, number, rest = call.groups()
-    try:
-        base = _read_strategy(rest or "full")
-    except Refused as refused:
-        raise Refused(value, way=refused.way) from None
+    base = _parsed(rest or "full")
     is_nested = base.within is not None if name == "hybrid" else base.num_slices > 1
     if is_nested or int(number) < 1:
-        raise Refused(value)
+        raise _UnknownStrategyError("Pass 'full'.")
     return replace(base, within=int(number)) if name == "hybrid" else replace(base, num_slices=int(number))
 
 
-STRATEGY = Kind(f"one of {', '.join(_BASES)}, hybrid(k) or split(q)", "Pass 'full'.", _read_strategy)
-STRATEGY_FIELDS = {"base": one_of(*_BASES), "within": optional(count(1)), "num_slices": count(1)}
+def read_strategy(
+    who: str, name: str, value: Any, allowed: str = STRATEGY_ALLOWED, *, inside: str = "it"
+) -> "Strategy":
+    """Check an argument, or a value in it, that is a strategy or its text.
+
+    Raises:
+        ArgumentError: It is neither.
+    """
+    try:
+        return _parsed(value)
+    except _UnknownStrategyError as error:
+        raise arguments.wrong(who, name, value, allowed, str(error), inside=inside) from None
 
 
-@checked_by(STRATEGY_FIELDS, "Strategy")
+def read_strategies(who: str, name: str, value: Any, *, or_none: bool = False) -> Any:
+    """Check an argument that is a strategy, its text, or a dict of those by patterns of parameter names.
+
+    Raises:
+        ArgumentError: It is none of these.
+    """
+    allowed = f"{STRATEGY_ALLOWED}, a Strategy, or a dict of those by patterns of parameter names"
+    if or_none:
+        allowed += ", or None"
+    if or_none and value is None:
+        return None
+    if type(value).__name__ == "Plan":
+        raise arguments.wrong(who, name, value, allowed, "Pass plan= instead.")
+    if not isinstance(value, Mapping) or not value:
+        return read_strategy(who, name, value, allowed)
+    for key in value:
+        arguments.expect(isinstance(key, str), who, name, key, allowed, "Pass 'full'.", inside="a key of it")
+    return {key: read_strategy(who, name, each, allowed, inside=f"for {key!r} it") for key, each in value.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """Where parameters, gradients and optimizer states of a unit are whole, and where they are shards.
@@ -91,6 +127,10 @@ class Strategy:
     num_slices: int = 1
 
     def __post_init__(self) -> None:
+        arguments.choice("Strategy", "base", self.base, *_BASES)
+        within = arguments.count("Strategy", "within", self.within, or_none=True)
+        object.__setattr__(self, "within", within)
+        object.__setattr__(self, "num_slices", arguments.count("Strategy", "num_slices", self.num_slices))
         if self.base == "ddp" and self.within not in (None, 1):
             raise StateError(
                 f"strategy: ddp keeps everything whole on every rank, but it is to be shared within {self.within} "
@@ -103,22 +143,21 @@ class Strategy:
             )
 
     @classmethod
-    @checked_by({"value": STRATEGY}, "Strategy.of")
     def of(cls, value: "Strategy | str") -> "Strategy":
         """A strategy from its text, or as it is.
 
         Raises:
             ArgumentError: It is neither.
         """
-        return cast(Strategy, value)
+        return read_strategy("Strategy.of", "value", value)
 
-    @checked_by({"num_ranks": count(1)}, "Strategy.on")
     def on(self, num_ranks: int) -> "Strategy":
         """This strategy on a mesh of as many ranks, where two names may mean one thing.
 
         Raises:
             PlacementError: The ranks that share a parameter do not divide those of the mesh. On every rank alike.
         """
+        num_ranks = arguments.count("Strategy.on", "num_ranks", num_ranks)
         within = num_ranks if self.within is None else self.within
         if num_ranks % within:
             raise PlacementError(
@@ -331,6 +370,23 @@ def _rule(pattern: str, policy: Any) -> _Rule:
         casts = getattr(policy, "cast_forward_inputs", True)
         rule = _Rule(pattern, policy.param_dtype, policy.reduce_dtype, policy.output_dtype, casts_inputs=casts)
     return rule
+
+
+def read_reshard(who: str, value: Any, *, or_none: bool = False) -> Any:
+    """Check the argument `reshard_after_forward`: a bool, or a number of ranks.
+
+    Raises:
+        ArgumentError: It is neither.
+    """
+    allowed = "a bool, or a number that divides that of the ranks that share a parameter"
+    found = arguments.plain_scalar(value)
+    is_count = isinstance(found, Integral) and 1 <= int(found) < 2**63
+    arguments.expect(
+        isinstance(found, bool) or is_count,
+        *(who, "reshard_after_forward", value, allowed, "Pass True or False."),
+        or_none=or_none,
+    )
+    return int(found) if is_count and not isinstance(found, bool) else found
 
 
 def reshard_choice(who: str, value: bool | int | None, num_ranks: int) -> bool | int | None:

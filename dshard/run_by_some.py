@@ -65,9 +65,8 @@ class run_by_some:  # noqa: N801 - a context manager, used as a function is
     """
 
     def __init__(self, module: nn.Module | None = None, *, runs: Any) -> None:
-        given = arguments.read("run_by_some", {"module": module, "runs": runs})
-        self._module: nn.Module | None = given["module"]
-        self._runs = given["runs"]
+        self._module: nn.Module | None = arguments.module("run_by_some", "module", module, or_none=True)
+        self._runs = runs
         self._open: list[_Region | None] = []
 
     def __enter__(self) -> "run_by_some":

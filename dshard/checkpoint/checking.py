@@ -7,14 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dshard.arguments import TABLE
+from dshard import arguments
 from dshard.checkpoint import disk
 from dshard.checkpoint.folders import checkpoints_in
 from dshard.checkpoint.manifest import MANIFEST, Manifest, read_copy, read_manifest
 from dshard.checkpoint.parity import Row, group_around
 from dshard.checkpoint.reading import Reader
 from dshard.errors import CheckpointError
-from dshard.kinds import checked_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,6 @@ class Report:
     findings: tuple[Finding, ...]
 
 
-@checked_by(TABLE["checkpoint.check"], "checkpoint.check")
 def check(directory: str | os.PathLike[str]) -> list[Report]:
     """Read every byte of a checkpoint, or of all in a folder, and compare it with what was saved.
 
@@ -70,10 +68,10 @@ def check(directory: str | os.PathLike[str]) -> list[Report]:
     Raises:
         CheckpointError: There is no checkpoint, or the manifest of one is damaged and has no copy.
     """
+    arguments.path("checkpoint.check", "directory", directory)
     return [_check(folder) for folder in checkpoints_in(Path(directory))]
 
 
-@checked_by(TABLE["checkpoint.repair"], "checkpoint.repair")
 def repair(directory: str | os.PathLike[str]) -> list[Path]:
     """Rebuild the files that `check` finds missing or damaged from the other files and parity.
 
@@ -83,6 +81,7 @@ def repair(directory: str | os.PathLike[str]) -> list[Path]:
     Raises:
         CheckpointError: There is something that parity cannot make; other files may have been written by then.
     """
+    arguments.path("checkpoint.repair", "directory", directory)
     written = []
     for report in check(directory):
         lost = next((finding for finding in report.findings if not finding.is_mendable), None)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dshard.agreement import check_same
-from dshard.arguments import read
+from dshard.argument_tables import read
 from dshard.checkpoint.agreement import agree, group_of, together
 from dshard.checkpoint.contents import left_out_of
 from dshard.checkpoint.disk import locked, make_folder, partial_name, sync_folder, write_whole

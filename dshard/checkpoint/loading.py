@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from dshard import collectives
 from dshard.agreement import check_same, refused_together
-from dshard.arguments import read
+from dshard.argument_tables import read
 from dshard.autograd import outside_autograd
 from dshard.checkpoint import contents
 from dshard.checkpoint.agreement import group_of, share, together

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from dshard import collectives
 from dshard.agreement import check_same
-from dshard.arguments import checked
+from dshard.argument_tables import checked
 from dshard.checkpoint.agreement import agree, group_of, together
 from dshard.checkpoint.contents import (
     Contents,

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dshard.agreement import check_same
-from dshard.arguments import call_given, read
+from dshard.argument_tables import read
+from dshard.arguments import call_given
 from dshard.autograd import outside_autograd
 from dshard.checkpoint.agreement import group_of, together
 from dshard.checkpoint.contents import box_of, check_kept

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from dshard import collectives
 from dshard.agreement import agree as equal_on_ranks
 from dshard.agreement import check_same
-from dshard.arguments import read
+from dshard.argument_tables import read
 from dshard.checkpoint.agreement import group_of, share, together
 from dshard.checkpoint.asynchronous import PendingSave, Snapshot, pending_save
 from dshard.checkpoint.contents import Contents, optimizers_by_prefix, own_piece

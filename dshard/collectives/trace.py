@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from dshard.arguments import checked
+from dshard import arguments
 from dshard.collectives import flight
 
 if TYPE_CHECKING:
@@ -164,14 +164,14 @@ class CommTrace:
     def __repr__(self) -> str:
         return f"<CommTrace: {len(self.records)} collectives, {self.total_bytes:,} bytes sent, {len(self.waits)} waits>"
 
-    @checked
     def select(self, kind: str | None = None, label: str | None = None) -> list[CommRecord]:
         """Records of one kind and label, or of all."""
+        _check_selection("CommTrace.select", kind, label)
         return [r for r in self.records if kind in (None, r.kind) and label in (None, r.label)]
 
-    @checked
     def calls(self, kind: str | None = None, label: str | None = None) -> int:
         """Number of collectives of one kind and label, or of all."""
+        _check_selection("CommTrace.calls", kind, label)
         return len(self.select(kind, label))
 
     @property
@@ -212,3 +212,8 @@ class CommTrace:
             cells = [sum(getattr(r, f"{part}_bytes") for r in rows) for part in ("payload", "padding", "header")]
             lines.append(f"{kind:<16}{calls:>7}{cells[0]:>14,}{cells[1]:>12,}{cells[2]:>12,}")
         return "\n".join(lines)
+
+
+def _check_selection(who: str, kind: str | None, label: str | None) -> None:
+    arguments.choice(who, "kind", kind, "all_gather", "reduce_scatter", "all_reduce", "broadcast", "check", None)
+    arguments.text(who, "label", label, or_none=True)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
-from dshard.arguments import checked
+from dshard import arguments
 from dshard.errors import StateError
 from dshard.planner.tables import aligned
 from dshard.planner.texts import bytes_text
@@ -124,7 +124,6 @@ class Explanation(ShownInNotebooks):
         return [*notes, self.plan] if self.plan else notes
 
 
-@checked
 def explain(model: nn.Module) -> Explanation:
     """Say how a model is sharded: units, placements, strategies, dtypes, bytes, and the plan that it follows.
 
@@ -142,7 +141,7 @@ def explain(model: nn.Module) -> Explanation:
     Communicates:
         Nothing: bytes are this rank's.
     """
-    contexts = contexts_of("explain", model)
+    contexts = contexts_of("explain", arguments.module("explain", "model", model))
     units = [unit for context in contexts for unit in context.units if unit.params]
     names = {id(p): name for name, p in model.named_parameters()}
     plain = [name for name, p in model.named_parameters() if not isinstance(p, ShardedTensor)]
@@ -321,13 +320,6 @@ class Activations:
         known[0] -= 1
         if not known[0]:
             del self._alive[key]
-
-
-def optimizers_of(optimizer: Any) -> list[Optimizer] | None:
-    """List the optimizers of an argument that is one, several, or None."""
-    if optimizer is None:
-        return None
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
 
 def memory_now(

@@ -14,8 +14,9 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
-from dshard.arguments import checked
+from dshard import arguments
 from dshard.autograd import Watchers, in_backward
 from dshard.collectives import CommRecord, CommTrace, is_users
 from dshard.errors import ArgumentError
@@ -28,7 +29,6 @@ from dshard.inspection.explain import (
     contexts_of,
     explain,
     memory_now,
-    optimizers_of,
     text_table,
 )
 from dshard.planner.texts import bytes_text
@@ -109,7 +109,9 @@ class Trace(ShownInNotebooks):
         Nothing.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any = None, *, memory: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer] | None = None, *, memory: bool = False
+    ) -> None:
         self._model, self._contexts = model, contexts_of("trace", model)
         self._is_own: dict[object, bool] = {}  # by what stands for a model
         self._comm = CommTrace()
@@ -119,7 +121,7 @@ class Trace(ShownInNotebooks):
         self.took_s = 0.0
         self.memory: list[MemorySample] = []
         self.activations = Activations(model.parameters()) if memory else None
-        self._optimizers = optimizers_of(optimizer)
+        self._optimizers = optimizers
         self._stack = ExitStack()
 
     def __enter__(self) -> "Trace":
@@ -268,7 +270,6 @@ class Trace(ShownInNotebooks):
         export(path, [self.as_dict(rank=rank)])
 
 
-@checked
 def trace(model: nn.Module, optimizer: Any = None, *, memory: bool = False) -> Trace:
     """Record what the units of a model gather and reduce, for which operation and line, and how long that takes.
 
@@ -294,7 +295,12 @@ def trace(model: nn.Module, optimizer: Any = None, *, memory: bool = False) -> T
     Communicates:
         Nothing: each rank records itself.
     """
-    return Trace(model, optimizer, memory=memory)
+    arguments.module("trace", "model", model)
+    optimizers, memory = (
+        arguments.optimizers("trace", "optimizer", optimizer),
+        arguments.boolean("trace", "memory", memory),
+    )
+    return Trace(model, optimizers, memory=memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +345,6 @@ class Report(ShownInNotebooks):
         return "\n\n".join(parts)
 
 
-@checked
 def report(model: nn.Module, optimizer: Any = None, trace: Trace | None = None) -> Report:
     """Count what of a model is in this rank's memory now: units, and bytes by what they are for.
 
@@ -355,9 +360,12 @@ def report(model: nn.Module, optimizer: Any = None, trace: Trace | None = None) 
     Communicates:
         Nothing. It does not wait for gradients that are on their way; their buffers count.
     """
-    contexts = contexts_of("report", model)
+    contexts = contexts_of("report", arguments.module("report", "model", model))
+    optimizers = arguments.optimizers("report", "optimizer", optimizer)
+    is_trace, way = isinstance(trace, Trace), "Pass what dshard.trace gave."
+    arguments.expect(is_trace, "report", "trace", trace, "a Trace", way, or_none=True)
     activations = trace.activations if trace is not None else None
-    num_bytes = memory_now(model, contexts, optimizers_of(optimizer), activations)
+    num_bytes = memory_now(model, contexts, optimizers, activations)
     waits = (trace.unit_waits_s(), trace.peer_waits_s()) if trace is not None else ()
     return Report(explain(model), num_bytes, *waits)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dshard.arguments import checked
+from dshard import arguments
 from dshard.checkpoint import load, save
 from dshard.errors import StateError
 from dshard.gathering import iter_full
@@ -18,7 +18,6 @@ from dshard.setup.fully_shard import fully_shard
 _FOLDER, _SCHEDULER = "dshard", "scheduler.pt"  # in a checkpoint of the trainer's
 
 
-@checked
 def full_state_dict(
     module: nn.Module, *, select: Callable[[str], bool] = lambda name: True, only_rank0: bool = False
 ) -> dict[str, Tensor]:
@@ -44,6 +43,9 @@ def full_state_dict(
     Communicates:
         An all-gather per tensor that is cut, selected or not.
     """
+    arguments.module("full_state_dict", "module", module)
+    arguments.function("full_state_dict", "select", select, "a name", "Pass one that gives a bool.")
+    only_rank0 = arguments.boolean("full_state_dict", "only_rank0", only_rank0)
     keeps = not only_rank0 or _rank_of(module) == 0
     owners = module.state_dict(keep_vars=True)
     values: dict[int, Tensor] = {}

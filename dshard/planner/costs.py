@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
-from dshard.arguments import checked
+from dshard.argument_tables import checked
 from dshard.errors import ArgumentError, PlanError
 
 CHECKPOINTING = ("none", "selective", "full")  # activation checkpointing, by what is computed again

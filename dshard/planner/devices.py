@@ -8,9 +8,9 @@ from types import MappingProxyType
 
 import torch
 
-from dshard.arguments import checked
+from dshard.argument_tables import checked
+from dshard.arguments import nearest
 from dshard.errors import ArgumentError, StateError
-from dshard.kinds import nearest
 from dshard.planner.flops import Op
 
 

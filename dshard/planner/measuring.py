@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dshard.arguments import checked
+from dshard.argument_tables import checked
 from dshard.errors import PlanError
 from dshard.planner.profiles import UnitTimes
 from dshard.planner.steps import run_step, swapped, tensors

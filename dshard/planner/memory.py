@@ -7,7 +7,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from dshard.arguments import checked
+from dshard.argument_tables import checked
 from dshard.planner.costs import COUNTER_BYTES, Cluster, ModelCosts, UnitCosts
 from dshard.planner.options import Option, only, options_of, table_of
 from dshard.planner.sizes import sharing

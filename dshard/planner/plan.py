@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from dshard.arguments import checked
+from dshard.argument_tables import checked
 from dshard.errors import PlanError
 from dshard.planner.costs import CHECKPOINTING, Cluster, ModelCosts
 from dshard.planner.few_rows import few_rows_text

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from dshard.arguments import checked
+from dshard.argument_tables import checked
 from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, ModelCosts, ParamCosts, UnitCosts, Work
 from dshard.planner.devices import Device

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from dshard.arguments import checked
+from dshard.argument_tables import checked
 from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, Link, Links
 from dshard.planner.devices import DEVICES, Device, find_device

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dshard.arguments import checked
+from dshard.argument_tables import checked
 from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitCosts
 from dshard.planner.memory import moments
 from dshard.planner.options import Option, options_of

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dshard import collectives
-from dshard.arguments import checked
+from dshard.argument_tables import checked
 from dshard.collectives import BufferPool, GatherPlan, HostCopy, ReduceBucket, ReduceOp, ReducePlan, ShardGroup
 from dshard.errors import PlanError
 from dshard.layout import BucketLayout, ShardLayout

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dshard.arguments import checked
+from dshard.argument_tables import checked
 from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitKind
 from dshard.planner.devices import Device, find_device

@@ -4,15 +4,17 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from math import isfinite
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 
-from dshard.arguments import checked
+from dshard import arguments
 from dshard.gradients.finite import FiniteCheck
 from dshard.gradients.reducer import Reducer
 from dshard.optimizer.replace import allocate, convert, forget_flat_weights
+from dshard.policies import read_reshard
 from dshard.runtime.companions import AcceptedHints, DataParallelNames
 from dshard.runtime.module_hooks import FORWARD_METHODS, as_forward
 from dshard.runtime.runtime import context_of, own_units, runtime_of, units_of
@@ -31,6 +33,14 @@ class UnshardHandle:
         """Wait for the gather."""
         for unit in self._units:
             unit.wait()
+
+
+def _check_comm(who: str, comm: Any, interface: str) -> None:
+    """Refuse an object that cannot take the place of a collective."""
+    is_right = callable(comm) and callable(getattr(comm, "allocate", None)) and not isinstance(comm, type)
+    allowed = f"an object that can be called and has allocate(), as torch's {interface}"
+    way = f"Pass an instance of a subclass of torch.distributed.fsdp._fully_shard._fsdp_api.{interface}."
+    arguments.expect(is_right, who, "comm", comm, allowed, way)
 
 
 class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
@@ -52,7 +62,6 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
     def _context(self) -> ModelContext:
         return context_of(self)
 
-    @checked
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """Gather this module's own units ahead of their use.
 
@@ -62,6 +71,7 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         Communicates:
             One all-gather per bucket of each unit that is not gathered.
         """
+        async_op = arguments.boolean("unshard", "async_op", async_op)
         units = self._own_units()
         for unit in units:
             unit.is_requested = True
@@ -84,7 +94,6 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         """Units of this module and all below, or its own alone."""
         return list(dict.fromkeys([*self._own_units(), *units_of(self)])) if recurse else self._own_units()
 
-    @checked
     def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
         """Whether units are freed between forward and backward. Communicates nothing, but to make process groups.
 
@@ -96,10 +105,11 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
             ArgumentError: It is neither.
             PlacementError: It does not divide the number of ranks. On every rank alike.
         """
+        recurse = arguments.boolean("set_reshard_after_forward", "recurse", recurse)
+        choice = read_reshard("set_reshard_after_forward", reshard_after_forward)
         for unit in self._units(recurse=recurse):
-            unit.set_reshard_after_forward(reshard_after_forward)
+            unit.set_reshard_after_forward(choice)
 
-    @checked
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients, or adds them up unreduced until a later backward does.
 
@@ -112,10 +122,11 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         Communicates:
             Nothing.
         """
+        on = arguments.boolean("set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync)
+        recurse = arguments.boolean("set_requires_gradient_sync", "recurse", recurse)
         for unit in self._units(recurse=recurse):
-            unit.change(requires_sync=requires_gradient_sync)
+            unit.change(requires_sync=on)
 
-    @checked
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over replicas, too, or adds them up within each until a later one does.
 
@@ -129,10 +140,11 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         Communicates:
             Nothing.
         """
+        on = arguments.boolean("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
+        recurse = arguments.boolean("set_requires_all_reduce", "recurse", recurse)
         for unit in self._units(recurse=recurse):
-            unit.change(requires_all_reduce=requires_all_reduce)
+            unit.change(requires_all_reduce=on)
 
-    @checked
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether gathered copies are freed in backward, or serve the next forward too. Communicates nothing.
 
@@ -140,10 +152,11 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
             reshard_after_backward: False saves a gather per unit and micro-batch.
             recurse: Also for the units of all submodules.
         """
+        on = arguments.boolean("set_reshard_after_backward", "reshard_after_backward", reshard_after_backward)
+        recurse = arguments.boolean("set_reshard_after_backward", "recurse", recurse)
         for unit in self._units(recurse=recurse):
-            unit.change(reshard_after_backward=reshard_after_backward)
+            unit.change(reshard_after_backward=on)
 
-    @checked
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by `factor`, rather than by the number of ranks. Communicates nothing.
 
@@ -156,10 +169,11 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         Raises:
             ArgumentError: It is none of these.
         """
+        who, allowed = "set_gradient_divide_factor", "a finite number other than 0"
+        factor = arguments.number(who, "factor", factor, lambda x: isfinite(x) and x != 0, allowed, "Pass 1.0.")
         for unit in self._own_units():
             unit.change(divisor=factor)
 
-    @checked
     def set_check_gradients(self, enable: bool = True) -> None:
         """Look for NaN and infinity in each rank's own gradients, ahead of their reduction; for the whole model.
 
@@ -173,9 +187,9 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         Communicates:
             Nothing now; at the end of each backward an all-reduce of 8 bytes.
         """
+        enable = arguments.boolean("set_check_gradients", "enable", enable)
         self._context().get(Reducer).check = FiniteCheck() if enable else None
 
-    @checked
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reduce-scatters may hold their send buffers while another fills; for the whole model.
 
@@ -186,9 +200,11 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         Raises:
             ArgumentError: It is no integer, or less than 1.
         """
+        who = "set_reduce_scatter_max_input_buffers"
+        arguments.boolean(who, "recurse", recurse)
+        max_input_buffers = arguments.count(who, "max_input_buffers", max_input_buffers)
         self._context().change(max_input_buffers=max_input_buffers)
 
-    @checked
     def set_prefetch(self, depth: int) -> None:
         """How many units are gathered ahead of their use, in the order of the last step; for the whole model.
 
@@ -201,9 +217,9 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         Raises:
             ArgumentError: It is no integer, or below 0.
         """
+        depth = arguments.count("set_prefetch", "depth", depth, least=0)
         self._context().change(prefetch=depth)
 
-    @checked
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
         """Accepted for FSDP2's sake: the order of the last step tells what to gather ahead; see `set_prefetch`.
 
@@ -213,12 +229,12 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         Raises:
             ArgumentError: One of them is not.
         """
+        arguments.sharded_modules("set_modules_to_forward_prefetch", "modules", modules)
 
-    @checked
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
         """As `set_modules_to_forward_prefetch`."""
+        arguments.sharded_modules("set_modules_to_backward_prefetch", "modules", modules)
 
-    @checked
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather this module's own units by an object of torch's `AllGather` interface. Communicates nothing.
 
@@ -229,10 +245,10 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         Raises:
             ArgumentError: It cannot be called, or has no `allocate`.
         """
+        _check_comm("set_custom_all_gather", comm, "AllGather")
         for unit in self._own_units():
             unit.change(comms=replace(unit.settings.comms, all_gather=comm))
 
-    @checked
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce the gradients of this module's own units by an object of torch's `ReduceScatter` interface.
 
@@ -246,10 +262,10 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         Communicates:
             Nothing.
         """
+        _check_comm("set_custom_reduce_scatter", comm, "ReduceScatter")
         for unit in self._own_units():
             unit.change(comms=replace(unit.settings.comms, reduce_scatter=comm))
 
-    @checked
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether gradients are reduced in a process group of their own, beside gathers.
 
@@ -262,11 +278,12 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         Communicates:
             The making of a process group, the first time.
         """
+        enable = arguments.boolean("set_separate_reduce_scatter_group", "enable", enable)
+        recurse = arguments.boolean("set_separate_reduce_scatter_group", "recurse", recurse)
         for unit in self._units(recurse=recurse):
             unit.change(comms=replace(unit.settings.comms, separates=enable))
             _ = unit.buckets(unit.trainable, unit.reduce_dtypes)  # makes the group now, on all ranks
 
-    @checked
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object] | None, *, stream: Any = None) -> None:
         """Call a function with this rank's reduced gradients of each bucket of this module's own units.
 
@@ -284,6 +301,8 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         Communicates:
             Nothing.
         """
+        way = "Pass one, as in lambda grads: None."
+        arguments.function("set_all_reduce_hook", "hook", hook, "a flat tensor", way, or_none=True)
         for unit in self._own_units():
             unit.change(reduce_hook=hook)
 
@@ -291,7 +310,6 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         """Forget a forward or backward that an exception ended. Gradients that had not left yet are lost."""
         runtime_of(self).reset()
 
-    @checked
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of any module; full and sharded tensors are both taken, and each rank keeps its part.
 
@@ -304,6 +322,10 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         Communicates:
             Nothing, unless a ShardedTensor of another layout is loaded.
         """
+        allowed, way = "a mapping of names to tensors", "Pass what state_dict() gave."
+        arguments.expect(isinstance(state_dict, Mapping), "load_state_dict", "state_dict", state_dict, allowed, way)
+        strict = arguments.boolean("load_state_dict", "strict", strict)
+        assign = arguments.boolean("load_state_dict", "assign", assign)
         if assign:
             allocate(self, {name: value.device for name, value in state_dict.items() if isinstance(value, Tensor)})
         return super().load_state_dict(state_dict, strict=strict)

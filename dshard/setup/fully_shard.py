@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dshard import arguments
 from dshard.agreement import VERSIONS, Fact, broadcast_buffers, check_buffers, check_same, refused_together, versions
 from dshard.autograd import modules_that_run
 from dshard.collectives import ShardGroup
@@ -20,7 +19,7 @@ from dshard.runtime.casts import cast_at
 from dshard.runtime.module_hooks import watch
 from dshard.setup.auto_units import AutoWrapPolicy, chosen_modules
 from dshard.setup.dcp import stage_shards
-from dshard.setup.options import Followed, Options, checked_modules
+from dshard.setup.options import Followed, Options, checked_modules, read_options
 from dshard.setup.specs import (
     ParamSpec,
     Resolver,
@@ -143,8 +142,8 @@ def fully_shard(
     """
     given = locals()
     with refused_together("fully_shard", _Call.FACTS, _group_to_ask(mesh)):
-        given = arguments.read("fully_shard", given)
-        call = _Call.resolved(given.pop("module"), Options(**given))
+        options = Options(**read_options(given))
+        call = _Call.resolved(module, options)
     check_same("fully_shard", call.facts(), call.resolver.group)
     places = settle(call.specs)
     if call.followed.plan is not None:  # what is recomputed sends among ranks over which layers are cut

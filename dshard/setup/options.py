@@ -1,15 +1,16 @@
 """The arguments of `fully_shard`: what each may be, and what all ranks must pass alike."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dshard import arguments
 from dshard.errors import StateError
-from dshard.policies import Offload, StrategyRules, read_bytes
+from dshard.policies import Offload, StrategyRules, read_bytes, read_reshard, read_strategies
 from dshard.runtime.module import FSDPModule
 from dshard.setup.auto_units import FoundUnit
 from dshard.setup.specs import device_of
@@ -132,3 +133,118 @@ def checked_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
                 "fully_shard on each module once, children first."
             )
     return modules
+
+
+_WHO = "fully_shard"
+_PRECISION = (
+    "a MixedPrecisionPolicy, a dtype, or a dict of those by patterns of parameter names, of floating-point dtypes"
+)
+_WAYS = {
+    "mesh": "Pass init_device_mesh(device_type, (num_ranks,)), or leave it out for all ranks.",
+    "shard_placement_fn": "Pass a function that returns Shard(dim), as in lambda param: Shard(1).",
+    "dp_mesh_dims": "Pass DataParallelMeshDims(shard='dp').",
+    "offload_policy": "Pass CPUOffloadPolicy(), or leave it out.",
+    "auto_wrap_policy": "Pass the class of the repeated block, as in {nn.TransformerEncoderLayer}.",
+}
+
+
+def read_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the arguments of a call of `fully_shard`.
+
+    Returns:
+        The keyword arguments, without `module`.
+
+    Raises:
+        ArgumentError: An argument is none of what it may be.
+    """
+    _check_modules(given["module"])
+    found = {name: value for name, value in given.items() if name != "module"}
+    found["reshard_after_forward"] = read_reshard(_WHO, found["reshard_after_forward"], or_none=True)
+    arguments.function(
+        *(_WHO, "shard_placement_fn", found["shard_placement_fn"], "a parameter", _WAYS["shard_placement_fn"]),
+        or_none=True,
+    )
+    _check_precision(found["mp_policy"])
+    if found["ignored_params"] is not None:
+        allowed, way = "a set or list of parameters, or None", "Pass {module.weight}, for example."
+        found["ignored_params"] = arguments.several(
+            _WHO, "ignored_params", found["ignored_params"], lambda each: isinstance(each, Tensor), allowed, way
+        )
+    arguments.choice(_WHO, "sync", found["sync"], "check", "broadcast", None)
+    arguments.choice(_WHO, "grad_reduce", found["grad_reduce"], "mean", "sum")
+    arguments.choice(_WHO, "buffers", found["buffers"], "leave", "broadcast", "check")
+    budget = found["memory_budget"]
+    has_budget = budget is None or (isinstance(budget, str) and budget == "auto") or read_bytes(budget) is not None
+    allowed = "a number of bytes, text such as '2GiB', 'auto' or None"
+    arguments.expect(has_budget, _WHO, "memory_budget", budget, allowed, "Pass 0 to keep nothing.")
+    found["strategy"] = read_strategies(_WHO, "strategy", found["strategy"], or_none=True)
+    plan = found["plan"]
+    if plan is not None and type(plan).__name__ != "Plan":
+        allowed, way = "a Plan, or the path of a file that holds one, or None", "Pass what dshard.plan gave."
+        arguments.expect(arguments.is_path(plan), _WHO, "plan", plan, allowed, way)
+    for name, is_right, allowed in (
+        ("mesh", isinstance(found["mesh"], DeviceMesh), "a DeviceMesh"),
+        ("offload_policy", _is_offload(found["offload_policy"]), "an OffloadPolicy, a CPUOffloadPolicy"),
+        ("dp_mesh_dims", _is_mesh_dims(found["dp_mesh_dims"]), "a DataParallelMeshDims"),
+        (
+            "auto_wrap_policy",
+            _is_wrap_policy(found["auto_wrap_policy"]),
+            "module classes, a function of a module, or a policy of torch's FSDP1",
+        ),
+    ):
+        arguments.expect(is_right, _WHO, name, found[name], allowed, _WAYS[name], or_none=True)
+    return found
+
+
+def _check_modules(module: Any) -> None:
+    if isinstance(module, nn.Module):
+        return
+    allowed, way = "an nn.Module, or a list or tuple of at least one", "Pass the model."
+    arguments.several(_WHO, "module", module, lambda each: isinstance(each, nn.Module), allowed, way, least=1)
+
+
+def _check_precision(policy: Any, inside: str = "it") -> None:
+    """Refuse what is no policy of mixed precision, no dtype and no dict of those."""
+    if isinstance(policy, Mapping) and inside == "it":
+        for key, each in policy.items():
+            way = "Pass MixedPrecisionPolicy(param_dtype=...)."
+            arguments.expect(isinstance(key, str), _WHO, "mp_policy", key, _PRECISION, way, inside="a key of it")
+            _check_precision(each, f"for {key!r} it")
+        return
+    fields = ("param_dtype", "reduce_dtype", "output_dtype")
+    if policy is None or isinstance(policy, torch.dtype):
+        dtypes = {inside: policy}
+    else:
+        has_fields = not isinstance(policy, (str, type)) and all(hasattr(policy, field) for field in fields)
+        way = "Pass MixedPrecisionPolicy(param_dtype=...)."
+        arguments.expect(has_fields, _WHO, "mp_policy", policy, _PRECISION, way, inside=inside)
+        dtypes = {f"its {field}": getattr(policy, field) for field in fields}
+        casts = getattr(policy, "cast_forward_inputs", True)
+        way, place = "Pass True or False.", "its cast_forward_inputs"
+        arguments.expect(isinstance(casts, bool), _WHO, "mp_policy", casts, _PRECISION, way, inside=place)
+    for place, dtype in dtypes.items():
+        is_right = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+        arguments.expect(is_right, _WHO, "mp_policy", dtype, _PRECISION, arguments.dtype_way(dtype), inside=place)
+
+
+def _is_offload(value: Any) -> bool:
+    known = type(value).__name__ in ("OffloadPolicy", "CPUOffloadPolicy")
+    return isinstance(value, Offload) or (known and isinstance(getattr(value, "pin_memory", True), bool))
+
+
+def _is_mesh_dims(value: Any) -> bool:
+    def is_name(each: Any) -> bool:
+        names = each if isinstance(each, tuple) else (each,)
+        return each is None or (bool(names) and all(isinstance(name, str) for name in names))
+
+    return all(hasattr(value, each) and is_name(getattr(value, each)) for each in ("shard", "replicate"))
+
+
+def _is_wrap_policy(value: Any) -> bool:
+    if isinstance(value, type):
+        return issubclass(value, nn.Module)
+    if isinstance(value, (str, bytes, Mapping, nn.Module)) or hasattr(value, "shape"):
+        return False
+    if isinstance(value, Collection):
+        return all(isinstance(each, type) and issubclass(each, nn.Module) for each in value)
+    return callable(value) or hasattr(value, "_run_policy")

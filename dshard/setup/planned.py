@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from dshard.arguments import checked
+from dshard import arguments
 from dshard.autograd import MODES, apply_checkpointing, check_plain
 from dshard.errors import DShardError, PlanError
 from dshard.optimizer.steps import after_steps
@@ -380,11 +380,11 @@ def _measured(start_s: float, device: torch.device) -> Measured:
     return Measured(time.perf_counter() - start_s, torch.cuda.max_memory_allocated(device))
 
 
-@checked
 def plan_report(model: nn.Module) -> Comparison | None:
     """What `fully_shard(model, plan=plan)` predicted against what the second step took; None until that has ended.
 
     Communicates nothing: the figures are this rank's. On CPU there is a time alone.
     """
+    arguments.module("plan_report", "model", model)
     report = runtime_of(model).plan_report if isinstance(model, FSDPModule) else None
     return report.comparison if isinstance(report, PlanReport) else None

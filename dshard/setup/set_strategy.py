@@ -14,7 +14,7 @@ from dshard.errors import StateError, UnsupportedOpError
 from dshard.gradients.backward import Backward
 from dshard.gradients.reducer import Reducer
 from dshard.optimizer.replace import Move, move_states, note_moves, place_of, relocate
-from dshard.policies import StrategyRules
+from dshard.policies import StrategyRules, read_strategies
 from dshard.runtime.late import LateParameters
 from dshard.runtime.runtime import context_of
 from dshard.slices import check_sliced, is_sliced, set_slices
@@ -105,13 +105,13 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
         is cut otherwise than before, and nothing for what was whole. With `hybrid(k)`, the making of process groups,
         the first time.
     """
-    context = context_at_rest("set_strategy", arguments.read("set_strategy", {"module": module})["module"])
+    context = context_at_rest("set_strategy", arguments.sharded_module("set_strategy", "module", module))
     groups = list({p.shard_group.full_name: p.shard_group for unit in context.units for p in unit.params[:1]}.values())
     with refused_together("set_strategy", ["strategy", "optimizer"], next(iter(groups), None)):
-        given = arguments.read("set_strategy", {"strategy": strategy, "optimizer": optimizer})
-        rules = StrategyRules.of(given["strategy"])
+        rules = StrategyRules.of(read_strategies("set_strategy", "strategy", strategy))
+        given = arguments.optimizers("set_strategy", "optimizer", optimizer)
     names = [name for name, _ in _sharded(module)]
-    optimizers = [f"{type(each).__name__} of {len(each.param_groups)} groups" for each in given["optimizer"] or ()]
+    optimizers = [f"{type(each).__name__} of {len(each.param_groups)} groups" for each in given or ()]
     asked = [f"{pattern}: {wanted}" for pattern, wanted in rules.rules]
     for group in groups:
         strategies = [*asked, *(f"{name}: {rules.strategy_of(name)}" for name in names)]
@@ -143,7 +143,7 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
     relocate([Move(param, place) for param, place in places.items()])
     relocate([Move(p.grad, place) for p, place in places.items() if isinstance(p.grad, ShardedTensor)])
     note_moves()
-    for each in given["optimizer"] or ():
+    for each in given or ():
         move_states(each)
     regroup(tops, context, bases)
     set_slices(tops, slices)

@@ -63,13 +63,14 @@ def to_plain(
     Communicates:
         An all-reduce of 64 bytes; an all-gather of each parameter, gradient and state that is cut.
     """
-    context = context_at_rest("to_plain", arguments.read("to_plain", {"model": model})["model"])
+    context = context_at_rest("to_plain", arguments.sharded_module("to_plain", "model", model))
     params: dict[str, ShardedTensor] = {n: p for n, p in model.named_parameters() if isinstance(p, ShardedTensor)}
     widest = max(map(joined_group, params.values()), key=lambda group: group.world_size)
     with refused_together("to_plain", ["rank", "optimizer"], widest):
-        given = arguments.read("to_plain", {"rank": rank, "optimizer": optimizer})
-        _check(model, context.root, params, given["rank"], widest.world_size)
-        held = list(dict.fromkeys([*(given["optimizer"] or ()), *known_optimizers()]))
+        rank = arguments.count("to_plain", "rank", rank, least=0, or_none=True)
+        given = arguments.optimizers("to_plain", "optimizer", optimizer)
+        _check(model, context.root, params, rank, widest.world_size)
+        held = list(dict.fromkeys([*(given or ()), *known_optimizers()]))
         optimizers = [each for each in held if _holds(each, params)]
     described = [f"{type(each).__name__} of {len(each.param_groups)} groups" for each in optimizers]
     check_same("to_plain", {"rank": repr(rank), "optimizer": described}, widest)
@@ -77,7 +78,7 @@ def to_plain(
     context.get(Reducer).reduce_all()
     for unit in context.units:
         unit.free()
-    is_here = given["rank"] is None or widest.world_rank == given["rank"]
+    is_here = rank is None or widest.world_rank == rank
     plain = {id(param): _plain_parameter(param, is_here=is_here) for param in params.values()}
     for each in optimizers:
         _repoint(each, plain, is_here=is_here)

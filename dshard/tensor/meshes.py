@@ -390,7 +390,7 @@ def init_hybrid_mesh(ranks_per_node: int | None = None) -> DeviceMesh:
     size = ranks.size()
     wrong: ArgumentError | None = None
     try:
-        ranks_per_node = arguments.read("init_hybrid_mesh", {"ranks_per_node": ranks_per_node})["ranks_per_node"]
+        ranks_per_node = arguments.count("init_hybrid_mesh", "ranks_per_node", ranks_per_node, or_none=True)
     except ArgumentError as error:  # the other ranks wait to hear from this one
         wrong, ranks_per_node = error, 0
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) if ranks_per_node is None else ranks_per_node

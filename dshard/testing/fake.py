@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 
-from dshard.arguments import checked
+from dshard import arguments
 
 
 def _create_group(common_options: Any, backend_options: Any) -> Any:
@@ -21,7 +21,6 @@ def _register_backend() -> None:
         dist.Backend.register_backend("fake", _create_group, extended_api=True, devices=["cpu", "cuda"])
 
 
-@checked
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[dist.ProcessGroup]:
     """Make torch's fake process group the default one inside the block.
@@ -51,6 +50,8 @@ def fake_world(rank: int, world_size: int) -> Iterator[dist.ProcessGroup]:
         >>> dist.is_initialized()
         False
     """
+    rank = arguments.count("fake_world", "rank", rank, least=0)
+    world_size = arguments.count("fake_world", "world_size", world_size)
     if rank >= world_size:
         raise ValueError(f"fake_world: rank must be in [0, {world_size}), but it is {rank}. Pass a rank of the world.")
     if dist.is_initialized():

@@ -29,7 +29,7 @@ from typing import Any, NoReturn, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from dshard.arguments import checked
+from dshard import arguments
 
 T = TypeVar("T")
 
@@ -84,7 +84,6 @@ class RemoteRankError(AssertionError):
         self.remote_traceback = remote_traceback
 
 
-@checked
 class World:
     """N ranks in processes of their own, joined by a gloo process group; started at the first call.
 
@@ -105,9 +104,9 @@ class World:
     """
 
     def __init__(self, num_ranks: int, *, group_timeout_s: float = 20.0, grace_s: float = 1.0) -> None:
-        self.num_ranks = num_ranks
-        self.group_timeout_s = group_timeout_s
-        self.grace_s = grace_s
+        self.num_ranks: int = arguments.count("World", "num_ranks", num_ranks)
+        self.group_timeout_s: float = arguments.above_0("World", "group_timeout_s", group_timeout_s)
+        self.grace_s: float = arguments.from_0("World", "grace_s", grace_s)
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -143,7 +142,6 @@ class World:
         if any(reply.outcome != "returned" for reply in replies):
             self._fail("start", replies)
 
-    @checked
     def run(self, fn: Callable[..., T], *args: object, timeout_s: float = 60.0, **kwargs: object) -> list[T]:
         """Call `fn(*args, **kwargs)` on every rank.
 
@@ -163,6 +161,7 @@ class World:
         Communicates:
             Nothing of its own.
         """
+        _check_call("World.run", fn, timeout_s)
         replies = self._call(fn, args, kwargs, timeout_s, self.grace_s)
         if any(reply.outcome != "returned" for reply in replies):
             self._fail(_name(fn), replies)
@@ -266,7 +265,6 @@ class World:
         )
 
 
-@checked
 class WorldPool:
     """Worlds by size, each started at its first call and all closed at the end; for a session-scoped fixture.
 
@@ -276,22 +274,23 @@ class WorldPool:
     """
 
     def __init__(self, *, group_timeout_s: float = 20.0, grace_s: float = 1.0) -> None:
-        self._group_timeout_s = group_timeout_s
-        self._grace_s = grace_s
+        self._group_timeout_s: float = arguments.above_0("WorldPool", "group_timeout_s", group_timeout_s)
+        self._grace_s: float = arguments.from_0("WorldPool", "grace_s", grace_s)
         self._worlds: dict[int, World] = {}
 
-    @checked
     def get_world(self, num_ranks: int) -> World:
         """The pool's world of `num_ranks` ranks."""
+        num_ranks = arguments.count("WorldPool.get_world", "num_ranks", num_ranks)
         if num_ranks not in self._worlds:
             self._worlds[num_ranks] = World(num_ranks, group_timeout_s=self._group_timeout_s, grace_s=self._grace_s)
         return self._worlds[num_ranks]
 
-    @checked
     def run(
         self, num_ranks: int, fn: Callable[..., T], *args: object, timeout_s: float = 60.0, **kwargs: object
     ) -> list[T]:
         """`World.run` on the world of `num_ranks` ranks."""
+        num_ranks = arguments.count("WorldPool.run", "num_ranks", num_ranks)
+        _check_call("WorldPool.run", fn, timeout_s)
         return self.get_world(num_ranks).run(fn, *args, timeout_s=timeout_s, **kwargs)
 
     def close(self) -> None:
@@ -307,7 +306,6 @@ class WorldPool:
         self.close()
 
 
-@checked
 def expect_error(
     world: World,
     fn: Callable[..., object],
@@ -336,7 +334,10 @@ def expect_error(
     Communicates:
         One barrier afterwards, which proves that no rank is a collective ahead; a world that fails it is killed.
     """
-    grace = world.grace_s if grace_s is None else grace_s
+    is_world, way = isinstance(world, World), "Pass worlds.get_world(2)."
+    arguments.expect(is_world, "expect_error", "world", world, "a World", way)
+    _check_call("expect_error", fn, timeout_s)
+    grace = world.grace_s if grace_s is None else arguments.from_0("expect_error", "grace_s", grace_s, or_none=True)
     replies = sorted(world._call(fn, args, kwargs, timeout_s, grace), key=lambda reply: reply.rank)
     returned = [reply.rank for reply in replies if reply.outcome == "returned"]
     raised = [reply for reply in replies if reply.outcome == "raised"]
@@ -349,6 +350,11 @@ def expect_error(
     if any(reply.outcome != "returned" for reply in world._call(dist.barrier, (), {}, 1.0, 0.0)):
         world.close()
     return [(reply.error, reply.message) for reply in raised]
+
+
+def _check_call(who: str, fn: Any, timeout_s: Any) -> None:
+    arguments.expect(callable(fn), who, "fn", fn, "a function", "Pass a function of a module.")
+    arguments.above_0(who, "timeout_s", timeout_s)
 
 
 def _own_package() -> list[str]:

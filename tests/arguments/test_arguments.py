@@ -1,4 +1,4 @@
-"""The table of arguments is whole, and whatever it does not allow is refused by name ahead of any change."""
+"""The table of arguments is whole, and whatever it does not allow is refused by name before any change."""
 
 import enum
 import importlib
@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import DataParallelMeshDims
 
 import dshard
-from dshard import planner, testing
-from dshard.arguments import TABLE
-from dshard.kinds import Kind, Refused, shown
+from dshard import arguments, planner, policies, testing
+from dshard.argument_tables import TABLE as OLD_TABLE
+from dshard.arguments import shown
 from dshard.planner import Cluster, Link, Links, Measured, ModelCosts, ParamCosts, Plan, Training, UnitCosts
 from dshard.planning import links
 from dshard.policies import Strategy
 from dshard.runtime.companions import AcceptedHints
 from dshard.testing import World, WorldPool, expect_error, fake_world
+from tests.arguments import table
+
+TABLE = {who: {name: table.allowed(kind) for name, kind in row.items()} for who, row in table.TABLE.items()}
+TABLE |= {who: {name: kind.allowed for name, kind in row.items()} for who, row in OLD_TABLE.items()}
 
 MODULES = (
     "dshard",
@@ -37,7 +42,7 @@ MODULES = (
     "dshard.planner",
     "dshard.testing",
 )
-OF_CHECKPOINT = ("save", "load", "check", "repair")  # which messages name with their module
+OF_CHECKPOINT = ("save", "load", "check", "repair", "merge")  # which messages name with their module
 RESULT = "a result, which dshard makes"
 OWN_LEVEL = "the runtime's own: it runs for every tensor, and what it is given was looked at above"
 ACCEPTED = sorted(name for name in vars(AcceptedHints) if name.startswith("set_"))
@@ -47,7 +52,6 @@ FREE = {  # public names without a row, and why
     "RemoteRankError": RESULT,
     "verify_sharding": "a program of the user's, which its ranks call; names and numbers are looked at there",
     "assert_sharding_invariants": "it hands all on to verify_sharding",
-    "counted_peak": "a model and an optimizer, of which it asks for parameters and states alone",
     **dict.fromkeys(("Finding", "PendingSave", "Report"), RESULT),
     "ShardedTrainerMixin": "its methods are called by transformers, whose they are",
     "CommRecord": RESULT,
@@ -79,16 +83,17 @@ FREE = {  # public names without a row, and why
         ),
         "the planner asks it; plan and cluster_of have looked at what they were given",
     ),
-    "Device.seconds": "the planner asks it for every operation",
+    **dict.fromkeys(("Device.seconds", "Device.peak"), "the planner asks it for every operation"),
     **{
         f"{owner}.{name}": "the planner asks it thousands of times"
         for owner, names in {
             "Cluster": (
                 *("all_gather_s", "in_place_s", "reduce_scatter_s", "all_reduce_s"),
-                *("is_inside", "shares_memory", "replicas_share_memory"),
+                *("is_inside", "shares_memory", "replicas_share_memory", "scaled"),
             ),
-            "Link": ("time_s",),
-            "ModelCosts": ("under",),
+            "Link": ("time_s", "scaled"),
+            "Links": ("scaled",),
+            "ModelCosts": ("under", "scaled"),
             "ParamCosts": ("shard_numel", "slice_numel"),
             "UnitCosts": ("under", "of_kind"),
         }.items()
@@ -409,9 +414,8 @@ RIGHT: dict[str, set[str]] = {  # by what the table says that a kind allows
 ANYTHING = "anything"
 
 
-def right_of(kind: Kind) -> set[str]:
-    """The names of values in the pool that a kind allows; written by hand, above."""
-    allowed = kind.allowed
+def right_of(allowed: str) -> set[str]:
+    """The names of values in the pool that are allowed; written by hand, above."""
     if allowed in RIGHT:
         return RIGHT[allowed]
     return RIGHT[allowed.removesuffix("None").rstrip().removesuffix("or").rstrip(", ")] | {"none"}
@@ -442,6 +446,22 @@ def calls(on: Things) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             dshard.register_fsdp_forward_method,
             {"module": on.sharded, "method_name": "forward"},
         ),
+        "report": (dshard.report, {"model": on.sharded}),
+        "trace": (dshard.trace, {"model": on.sharded}),
+        "to_plain": (dshard.to_plain, {"model": on.sharded}),
+        "load_state_dict": (on.sharded.load_state_dict, {"state_dict": {}}),
+        "set_reduce_scatter_max_input_buffers": (
+            on.sharded.set_reduce_scatter_max_input_buffers,
+            {"max_input_buffers": 1},
+        ),
+        **{
+            f"set_{name}": (getattr(on.sharded, f"set_{name}"), {name: True})
+            for name in (
+                *("reshard_after_forward", "requires_gradient_sync"),
+                *("requires_all_reduce", "reshard_after_backward"),
+            )
+        },
+        "run_by_some": (dshard.run_by_some, {"runs": True}),
         "set_strategy": (dshard.set_strategy, {"module": on.sharded, "strategy": "full"}),
         "plan": (dshard.plan, {"model": on.plain, "sample_input": torch.ones(1, 3)}),
         "full_state_dict": (dshard.interop.full_state_dict, {"module": on.sharded}),
@@ -478,7 +498,7 @@ def calls(on: Things) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "World.run": (World(1).run, {"fn": names}),
         "WorldPool.get_world": (WorldPool().get_world, {}),
         "WorldPool.run": (WorldPool().run, {"num_ranks": 1, "fn": names}),
-        "fake_world": (testing.fake_world, {"rank": 0, "world_size": 1}),
+        "fake_world": (lambda **given: testing.fake_world(**given).__enter__(), {"rank": 0, "world_size": 1}),
         "expect_error": (expect_error, {"world": World(1), "fn": names}),
         **{
             f"checkpoint.{name}": (getattr(dshard.checkpoint, name), {"directory": "x"}) for name in ("check", "repair")
@@ -487,6 +507,7 @@ def calls(on: Things) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             f"checkpoint.{name}": (getattr(dshard.checkpoint, name), {"directory": "x", "model": on.sharded})
             for name in ("save", "load")
         },
+        "checkpoint.merge": (dshard.checkpoint.merge, {"checkpoint": "x", "out": "y"}),
         "PeerSnapshots": (dshard.checkpoint.PeerSnapshots, {"model": on.sharded}),
         "PeerSnapshots.step": (object.__new__(dshard.checkpoint.PeerSnapshots).step, {}),
         **{
@@ -533,32 +554,52 @@ def on() -> Iterator[Things]:
         yield things()
 
 
-def test_what_is_right_of_a_kind_is_taken_and_everything_else_refused(on: Things):
-    pool = on.pool()
-    for who, row in TABLE.items():
-        for name, kind in row.items():
-            for label, value in pool.items() if kind.allowed != ANYTHING else ():
-                try:
-                    kind.read(value)
-                except Refused:
-                    assert label not in right_of(kind), f"{who}: {name} refuses {label}"
-                else:
-                    assert label in right_of(kind), f"{who}: {name} takes {label}"
+CHECKS: dict[str, Callable[[Any], Any]] = {
+    "a bool": partial(arguments.boolean, "f", "x"),
+    "text": partial(arguments.text, "f", "x"),
+    "a path, as text or a Path": partial(arguments.path, "f", "x"),
+    "an integer of at least 0": partial(arguments.count, "f", "x", least=0),
+    "an integer of at least 1": partial(arguments.count, "f", "x"),
+    "an nn.Module": partial(arguments.module, "f", "x"),
+    "a module that fully_shard was called on": partial(arguments.sharded_module, "f", "x"),
+    "a list of modules that fully_shard was called on": partial(arguments.sharded_modules, "f", "x"),
+    "an optimizer of torch.optim, or several, or None": partial(arguments.optimizers, "f", "x"),
+    "a floating-point dtype": partial(arguments.dtype, "f", "x"),
+    "a finite number above 0": partial(arguments.above_0, "f", "x"),
+    "a finite number, 0 or more": partial(arguments.from_0, "f", "x"),
+    "one of ('mean', 'sum')": lambda value: arguments.choice("f", "x", value, "mean", "sum"),
+    "a function of a name": lambda value: arguments.function("f", "x", value, "a name", "Pass one."),
+    "one of ddp, zero1, zero2, keep, full, hybrid(k) or split(q)": Strategy.of,
+    "one of ddp, zero1, zero2, keep, full, hybrid(k) or split(q), a Strategy, or a dict of those by patterns of "
+    "parameter names": partial(policies.read_strategies, "f", "x"),
+    "a bool, or a number that divides that of the ranks that share a parameter": partial(policies.read_reshard, "f"),
+}
+
+
+@pytest.mark.parametrize("allowed", CHECKS)
+def test_a_check_takes_what_is_right_and_refuses_everything_else(on: Things, allowed):
+    for label, value in on.pool().items():
+        try:
+            CHECKS[allowed](value)
+        except dshard.ArgumentError:
+            assert label not in right_of(allowed), f"{label} is refused"
+        else:
+            assert label in right_of(allowed), f"{label} is taken"
 
 
 @pytest.mark.parametrize("who", TABLE)
 def test_a_wrong_argument_is_named_with_its_value_and_nothing_is_changed(on: Things, who):
     call, given = calls(on)[who]
     before, pool = digest(on), on.pool()
-    for name, kind in TABLE[who].items():
-        for label, value in pool.items() if kind.allowed != ANYTHING else ():
-            if label in right_of(kind):
+    for name, allowed in TABLE[who].items():
+        for label, value in pool.items() if allowed != ANYTHING else ():
+            if label in right_of(allowed):
                 continue
             with pytest.raises(dshard.DShardError) as raised:
                 call(**{**given, name: value})
             text = str(raised.value)
             assert isinstance(raised.value, dshard.ArgumentError), (label, text)
-            assert text.startswith(f"{who}: {name} must be "), (label, text)
+            assert text.startswith(f"{who}: {name} must be {allowed}, but "), (label, text)
             assert text.endswith("."), (label, text)
             assert any(f"is {shown(each)}. " in text for each in parts_of(value)), (label, text)
     assert digest(on) == before
@@ -578,7 +619,7 @@ def test_a_misspelt_text_is_told_what_it_may_mean(on: Things):
 
 
 def test_an_argument_error_is_what_such_errors_have_been():
-    for kind in (dshard.DShardError, dshard.StateError, dshard.PlanError, ValueError, TypeError):
+    for kind in (dshard.DShardError, ValueError, TypeError):
         assert issubclass(dshard.ArgumentError, kind)
 
 

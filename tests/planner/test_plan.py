@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import dshard
 from dshard.cli.models import GPT, GPTConfig
-from dshard.errors import PlanError
+from dshard.errors import ArgumentError, PlanError
 from dshard.planner import (
     Cluster,
     Link,
@@ -358,7 +358,7 @@ def test_planning_again_fits_what_was_measured_and_keeps_the_limit():
     assert same.step_s == pytest.approx(plan.step_s * 3)
     assert plan.replanned(Measured(plan.step_s), memory_bytes=100 << 20).peak_bytes <= 100 << 20
     assert plan.replanned(Measured(plan.step_s), memory_bytes="100MiB").certificate.limit_bytes == 100 << 20
-    with pytest.raises(PlanError, match=r"memory_bytes must be .* bytes above 0, .* but it is 'much'"):
+    with pytest.raises(ArgumentError, match=r"memory_bytes must be .* bytes above 0, .* but it is 'much'"):
         plan.replanned(Measured(plan.step_s), memory_bytes="much")
     with pytest.raises(PlanError, match="only what was planned can be planned again"):
         replace(plan, candidates=()).replanned(Measured(1.0))

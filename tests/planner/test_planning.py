@@ -10,7 +10,7 @@ from torch import nn
 
 import dshard
 from dshard.cli.models import GPT, GPTConfig
-from dshard.errors import PlanError, StateError
+from dshard.errors import ArgumentError, PlanError, StateError
 from dshard.planner import DEVICES, Cluster, Link, Links, Training, Wire, cluster_of, peak_bytes
 from dshard.planner.measuring import measure, measure_step
 from dshard.planner.progress import Throttled
@@ -85,7 +85,7 @@ def test_outside_of_the_margin_the_fastest_plan_is_taken():
 
 @pytest.mark.parametrize("margin", [-0.1, float("nan"), float("inf"), "2%", True])
 def test_a_margin_that_is_no_part_of_a_step_is_refused(margin):
-    with pytest.raises(PlanError, match=r"^plan: margin must be a part of a step, 0 or more, or None, but it is "):
+    with pytest.raises(ArgumentError, match=r"^plan: margin must be a part of a step, 0 or more, or None, but it is "):
         dshard.plan(gpt(), tokens(2), cluster=EIGHT, device=TITAN, margin=margin)
 
 
@@ -252,7 +252,7 @@ def test_bytes_are_read_with_binary_and_decimal_prefixes(text, num_bytes):
 
 @pytest.mark.parametrize("text", ["-1GiB", "0", "much", "GiB", "", 0, -5, "nan", "1e999", "1e308GiB", True, 7.5, None])
 def test_what_is_no_number_of_bytes_is_refused(text):
-    with pytest.raises(PlanError, match="memory must be a number of bytes above 0, but it is"):
+    with pytest.raises(ArgumentError, match="memory must be a number of bytes above 0, but it is"):
         parse_bytes(text, "memory")
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dshard.errors import PlanError, StateError
+from dshard.errors import ArgumentError, PlanError, StateError
 from dshard.planner.costs import Cluster
 from dshard.planner.devices import DEVICES, device_named
 from dshard.planner.profiles import Training, UnitTimes, costs_of
@@ -154,7 +154,7 @@ def test_devices_of_one_family_differ_in_memory():
 
 
 def test_an_unknown_device_or_dtype_is_refused_with_those_that_are_known():
-    with pytest.raises(StateError, match=r"must be one of a100-40g, .* but it is 'abacus'"):
+    with pytest.raises(ArgumentError, match=r"must be one of a100-40g, .* but it is 'abacus'"):
         device_named("abacus")
     with pytest.raises(StateError, match=r"it is 'abacus'"):
         cluster_of("abacus", 8)

@@ -228,5 +228,5 @@ def test_a_second_model_is_refused_and_the_first_block_ends(worlds: WorldPool):
 
 
 def test_a_plain_model_is_refused():
-    with pytest.raises(dshard.StateError, match="join: module must be a module that fully_shard was called on"):
+    with pytest.raises(dshard.ArgumentError, match="join: module must be a module that fully_shard was called on"):
         dshard.join(nn.Linear(2, 2))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dshard.errors import PlacementError, StateError
+from dshard.errors import ArgumentError, PlacementError, StateError
 from dshard.policies import Strategy
 
 BASES = st.sampled_from(["zero1", "zero2", "keep", "full"])
@@ -35,7 +35,7 @@ def test_texts(text, expected):
     "value", ["", "zero3", "hybrid", "hybrid(0)", "hybrid(x)", "hybrid(2, hybrid(4))", 3, None, "split(0)"]
 )
 def test_what_is_no_strategy_is_refused_by_its_value(value):
-    with pytest.raises(StateError, match="must be one of"):
+    with pytest.raises(ArgumentError, match="must be one of"):
         Strategy.of(value)
 
 
@@ -51,7 +51,7 @@ def test_what_is_no_strategy_is_refused_by_its_value(value):
     ],
 )
 def test_names_of_other_libraries_are_told_ours(value, way):
-    with pytest.raises(StateError, match=way):
+    with pytest.raises(ArgumentError, match=way):
         Strategy.of(value)
 
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from dshard import kinds
-from dshard.arguments.callbacks import call_given
-from dshard.arguments.table import TABLE
+from dshard.argument_tables.table import TABLE
 
-__all__ = ["TABLE", "call_given", "checked", "read"]
+__all__ = ["TABLE", "checked", "read"]
 
 T = TypeVar("T", bound=Callable[..., Any])
 _OF_MODULES = ("FSDPModule.", "DataParallelNames.", "GradientChecks.")  # whose methods are known without the class

@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer
 
+from dshard.arguments import nearest
+from dshard.errors import ArgumentError
 from dshard.kinds import (
     FLAG,
     MODULE,
@@ -23,12 +25,11 @@ from dshard.kinds import (
     kind,
     list_of,
     mapping_of,
-    nearest,
     number,
     one_of,
     ours,
 )
-from dshard.policies import STRATEGY, Offload, read_bytes
+from dshard.policies import STRATEGY_ALLOWED, Offload, Strategy, read_bytes, read_strategy
 
 _DTYPES = {
     "bf16": "torch.bfloat16",
@@ -39,6 +40,16 @@ _DTYPES = {
     "fp32": "torch.float32",
     "float32": "torch.float32",
 }
+
+
+def _read_strategy(value: Any) -> Strategy:
+    try:
+        return read_strategy("", "", value)
+    except ArgumentError as error:
+        raise Refused(value, way=str(error).rpartition(". ")[2]) from None
+
+
+STRATEGY = Kind(STRATEGY_ALLOWED, "Pass 'full'.", _read_strategy)
 
 
 def _dtype(value: Any) -> torch.dtype:

@@ -4,15 +4,12 @@ Keys are functions as messages name them, `Class.method` for methods but those o
 `checked` do not stand, the test of the table says why (tests/arguments/test_arguments.py).
 """
 
-from collections.abc import Mapping
-
-from dshard.arguments import domain
+from dshard.argument_tables import domain
 from dshard.kinds import (
     ANYTHING,
     FLAG,
     MODULE,
     PATH,
-    TENSORS,
     TEXT,
     Row,
     count,
@@ -24,7 +21,6 @@ from dshard.kinds import (
     optional,
     ours,
 )
-from dshard.policies import STRATEGY, STRATEGY_FIELDS
 
 _TRAINED: Row = {"model": MODULE, "optimizer": optional(domain.OPTIMIZERS)}
 _RECURSE: Row = {"recurse": FLAG}
@@ -44,46 +40,6 @@ _SELECTED: Row = {
 
 _PLACEMENT_FN = function("a parameter", "Pass a function that returns Shard(dim), as in lambda param: Shard(1).")
 TABLE: dict[str, Row] = {
-    "fully_shard": {
-        "module": domain.MODULES,
-        "mesh": optional(domain.MESH),
-        "reshard_after_forward": optional(domain.RESHARD),
-        "shard_placement_fn": optional(_PLACEMENT_FN),
-        "mp_policy": domain.PRECISION,
-        "offload_policy": optional(domain.OFFLOAD),
-        "ignored_params": optional(domain.PARAMS),
-        "dp_mesh_dims": optional(domain.MESH_DIMS),
-        "sync": one_of("check", "broadcast", None),
-        "grad_reduce": one_of("mean", "sum"),
-        "buffers": one_of("leave", "broadcast", "check"),
-        "memory_budget": domain.BUDGET,
-        "auto_wrap_policy": optional(domain.WRAP_POLICY),
-        "strategy": optional(domain.STRATEGIES),
-        "plan": optional(domain.PLAN_OR_PATH),
-    },
-    "clip_grad_norm_": {
-        "parameters": TENSORS,
-        "max_norm": domain.LARGEST_NORM,
-        "norm_type": domain.ORDER,
-        "error_if_nonfinite": FLAG,
-    },
-    "gathered": {
-        "target": domain.GATHERED,
-        "writeback": FLAG,
-        "rank0_only": FLAG,
-        "offload_to_cpu": FLAG,
-        "with_grads": FLAG,
-        "recurse": FLAG,
-    },
-    "iter_full": {"module": MODULE, "device": optional(domain.DEVICE), "dtype": optional(domain.FLOAT)},
-    "init_hybrid_mesh": {"ranks_per_node": optional(count(1))},
-    "join": {"module": domain.SHARDED, "enable": FLAG, "throw_on_early_termination": FLAG},
-    "no_sync": {"module": domain.SHARDED},
-    "register_fsdp_forward_method": {"module": MODULE, "method_name": TEXT},
-    "share_comm_ctx": {"modules": domain.ALL_SHARDED},
-    "set_strategy": {"module": domain.SHARDED, "strategy": domain.STRATEGIES, "optimizer": optional(domain.OPTIMIZERS)},
-    "to_plain": {"model": domain.SHARDED, "rank": optional(count(0)), "optimizer": optional(domain.OPTIMIZERS)},
-    "run_by_some": {"module": optional(MODULE), "runs": ANYTHING},
     "plan": {
         "model": MODULE,
         "sample_input": ANYTHING,
@@ -102,44 +58,7 @@ TABLE: dict[str, Row] = {
         "profile": optional(domain.PROFILE),
         "shard_placement_fn": optional(_PLACEMENT_FN),
     },
-    "plan_report": {"model": MODULE},
-    "explain": {"model": MODULE},
-    "report": {**_TRAINED, "trace": optional(domain.TRACE)},
-    "trace": {**_TRAINED, "memory": FLAG},
-    "full_state_dict": {
-        "module": MODULE,
-        "select": function("a name", "Pass one that gives a bool."),
-        "only_rank0": FLAG,
-    },
-    "Strategy": STRATEGY_FIELDS,
-    "Strategy.of": {"value": STRATEGY},
-    "Strategy.on": {"num_ranks": count(1)},
     # --- methods of a sharded module ---
-    "unshard": {"async_op": FLAG},
-    "set_reshard_after_forward": {"reshard_after_forward": domain.RESHARD, **_RECURSE},
-    "set_requires_gradient_sync": {"requires_gradient_sync": FLAG, **_RECURSE},
-    "set_requires_all_reduce": {"requires_all_reduce": FLAG, **_RECURSE},
-    "set_reshard_after_backward": {"reshard_after_backward": FLAG, **_RECURSE},
-    "set_gradient_divide_factor": {"factor": domain.FACTOR},
-    "set_reduce_scatter_max_input_buffers": {"max_input_buffers": count(1), **_RECURSE},
-    "set_prefetch": {"depth": count(0)},
-    "set_modules_to_forward_prefetch": {"modules": domain.ALL_SHARDED},
-    "set_modules_to_backward_prefetch": {"modules": domain.ALL_SHARDED},
-    "set_custom_all_gather": {"comm": domain.comm("AllGather")},
-    "set_custom_reduce_scatter": {"comm": domain.comm("ReduceScatter")},
-    "set_separate_reduce_scatter_group": {"enable": FLAG, **_RECURSE},
-    "set_all_reduce_hook": {
-        "hook": optional(function("a flat tensor", "Pass one, as in lambda grads: None.")),
-        "stream": ANYTHING,
-    },
-    "load_state_dict": {
-        "state_dict": instance(Mapping, "a mapping of names to tensors", "Pass what state_dict() gave."),
-        "strict": FLAG,
-        "assign": FLAG,
-    },
-    "CommTrace.select": _SELECTED,
-    "CommTrace.calls": _SELECTED,
-    "set_check_gradients": {"enable": FLAG},
     # --- checkpoints ---
     "checkpoint.save": {
         "directory": PATH,
@@ -151,8 +70,6 @@ TABLE: dict[str, Row] = {
         "parity": domain.PARITY,
     },
     "checkpoint.load": {"directory": PATH, **_TRAINED},
-    "checkpoint.check": {"directory": PATH},
-    "checkpoint.repair": {"directory": PATH},
     "checkpoint.merge": {"checkpoint": PATH, "out": PATH, "max_shard_bytes": count(1, "Leave it out for 5 GB.")},
     "PeerSnapshots": {**_TRAINED, "every": count(1)},
     "PeerSnapshots.step": {"step": count(0), "extra": ANYTHING},
@@ -325,17 +242,5 @@ TABLE: dict[str, Row] = {
         "memory_bytes": optional(domain.BYTES),
         "path": optional(PATH),
         "again": FLAG,
-    },
-    "fake_world": {"rank": count(0), "world_size": count(1)},
-    "World": {"num_ranks": count(1), "group_timeout_s": domain.ABOVE_0, "grace_s": domain.FROM_0},
-    "World.run": {"fn": domain.CALLABLE, "timeout_s": domain.ABOVE_0},
-    "WorldPool": {"group_timeout_s": domain.ABOVE_0, "grace_s": domain.FROM_0},
-    "WorldPool.get_world": {"num_ranks": count(1)},
-    "WorldPool.run": {"num_ranks": count(1), "fn": domain.CALLABLE, "timeout_s": domain.ABOVE_0},
-    "expect_error": {
-        "world": ours("World", "Pass worlds.get_world(2)."),
-        "fn": domain.CALLABLE,
-        "timeout_s": domain.ABOVE_0,
-        "grace_s": optional(domain.FROM_0),
     },
 }
