@@ -1,4 +1,4 @@
-"""The planner's problem as a chain: costs of neighbours, rows of memory, and which options a unit has."""
+"""The planner's problem as a chain: what each option of a unit costs beside its neighbours' options, and its bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,43 +15,43 @@ from dshard.planner.options import Option, options_of_unit, table_of
 from dshard.policies import Strategy
 
 Floats = npt.NDArray[np.float64]
-_NAMES, _NESTED = ("name", "source", "modules"), ("params", "alternatives")
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Units in order, each with `S` options.
+    """Units in order, each with `S` options: an option is a strategy together with a kind of unit.
 
-    What a unit's neighbours do matters by what they send alone, and many options send the same: those of the unit
-    before are of `A` classes, those of the unit after of `C`.
+    A unit's time depends on its neighbours only by what they send beside it, and many options send the same. So
+    options are grouped into `A` classes by what they send as the unit before, and `C` classes as the unit after.
 
     Args:
         costs: Seconds of unit `i` under option `b`, where its neighbours' options are of classes `a` and `c`; shape
-            (units, A, S, C). The first unit knows only `a = 0`, the last only `c = 0`; infinite where an option is not
-            worth having.
-        rows: Bytes at each moment.
-        is_open: Which options are worth having; shape (units, S).
-        numbers: Of the options among those that were given (see `Chain.of`); the others are worth having for no unit.
-        before: The class of each option as that of the unit before; shape (S).
-        after: The same as that of the unit after.
+            (units, A, S, C). The first unit has the same for all `a`, the last for all `c`; infinite for a closed
+            option.
+        rows: Bytes at each moment of a step.
+        is_open: Which options a unit may still take; shape (units, S).
+        numbers: For each option its number among all that `Chain.of` was given; those no unit wants are left out.
+        before: The class of each option as the unit before; shape (S).
+        after: The class of each option as the unit after; shape (S).
     """
 
     costs: Floats
     rows: MemoryRows
-    is_open: npt.NDArray[np.bool_]
+    is_open: Bools
     numbers: Ints
     before: Ints
     after: Ints
 
     @classmethod
     def of(cls, model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster) -> "Chain":
-        """The chain of a model in which each unit may have any of some strategies, and be of any kind that it knows.
+        """Build the chain of a model whose units may each have any of the strategies and be of any kind they know.
 
         Options are numbered by `ModelCosts.kinds` first: of the second kind there, the first strategy is
         `len(strategies)`.
         """
         strategies = [strategy.on(cluster.num_ranks) for strategy in strategies]
-        known: dict[object, int] = {}  # layers that repeat
+        known: dict[object, int] = {}  # layers that repeat are computed once
         distinct, kinds = list[list[Option]](), []
         for unit in model.units:
             key = _content(unit)
@@ -69,7 +69,7 @@ class Chain:
         before, after = times.classes(("gather_backward_s",)), times.classes(_SENT if again else _SENT[:2])
         costs = times.costs(before, after, model.num_backwards, overlaps=cluster.overlaps)
         costs += np.where(is_open[:, numbers], 0.0, np.inf)[:, None, :, None]
-        return cls(_laid_out(costs), rows.of_units(kinds, numbers), is_open[:, numbers], numbers, before, after)
+        return cls(costs, rows.of_units(kinds, numbers), is_open[:, numbers], numbers, before, after)
 
     @property
     def num_units(self) -> int:
@@ -78,72 +78,95 @@ class Chain:
 
     @property
     def num_options(self) -> int:
-        """Per unit."""
+        """Number of options per unit."""
         return self.costs.shape[2]
 
     def copy(self) -> "Chain":
-        """The same, of which options can be closed."""
-        return replace(self, costs=self.costs.copy(order="K"), is_open=self.is_open.copy())
+        """Return the same chain with own arrays for what `close` changes."""
+        return replace(self, costs=self.costs.copy(), is_open=self.is_open.copy())
 
     def mirrored(self) -> "Chain":
-        """The same from its other end; its rows are not."""
-        costs = _laid_out(self.costs[::-1].transpose(0, 3, 2, 1))
+        """Return the chain from its last unit to its first; the rows stay in the old order."""
+        costs = self.costs[::-1].transpose(0, 3, 2, 1).copy()
         return Chain(costs, self.rows, self.is_open[::-1].copy(), self.numbers, self.after, self.before)
 
-    def with_costs(self, costs: Floats) -> "Chain":
-        """The same with other seconds."""
-        return replace(self, costs=costs)
-
-    def close(self, closes: npt.NDArray[np.bool_]) -> None:
-        """Have options no more; in place."""
+    def close(self, closes: Bools) -> None:
+        """Take options out, in place; shape (units, S)."""
         self.is_open[closes] = False
         self.costs[np.broadcast_to(closes[:, None, :, None], self.costs.shape)] = np.inf
 
-    def alike(self) -> Ints:
-        """The first class that costs a unit just the same, for each class of the unit before it; shape (units, A)."""
-        num, size = self.num_units, self.costs.shape[1]
-        found = np.tile(np.arange(size), (num, 1))
-        for a in range(size - 1, 0, -1):
-            for other in range(a - 1, -1, -1):
-                is_same = (self.costs[:, a] == self.costs[:, other]).all(axis=(1, 2))
-                found[is_same, a] = other
-        return found
-
     def neighbours(self, chosen: Ints) -> tuple[Ints, Ints]:
-        """Classes of the units before and after each one, for the options that are chosen."""
+        """Return for each unit the classes of the chosen options of the units before and after it."""
         zero = np.zeros(1, dtype=np.int64)
         return np.concatenate([zero, self.before[chosen[:-1]]]), np.concatenate([self.after[chosen[1:]], zero])
 
-    def stage_costs(self, chosen: Ints) -> Floats:
-        """Seconds of each unit, for the options that are chosen."""
-        before, after = self.neighbours(chosen)
-        return self.costs[np.arange(self.num_units), before, chosen, after]
-
     def cost(self, chosen: Ints) -> float:
-        """Seconds of a step."""
-        return float(self.stage_costs(chosen).sum())
+        """Seconds of a step for the chosen option of each unit."""
+        before, after = self.neighbours(chosen)
+        return float(self.costs[np.arange(self.num_units), before, chosen, after].sum())
 
     def peak_bytes(self, chosen: Ints) -> int:
-        """Peak memory of a step."""
+        """Peak memory of a step for the chosen option of each unit."""
         return int(self.rows.values(chosen).max())
 
+    def following(self, penalties: Floats) -> Floats:
+        """The least that a unit and all after it add, by its option and the class of the unit before it.
 
-def _laid_out(costs: Floats) -> Floats:
-    """The same with the option of the unit after in front of the others in memory, as `bounds.following` reads it."""
-    return costs.transpose(0, 3, 1, 2).copy().transpose(0, 2, 3, 1)
+        Args:
+            penalties: Seconds added to each option; shape (vectors, units, S).
+
+        Returns:
+            Shape (units + 1, vectors, A, S), zero after the last unit.
+        """
+        found = np.zeros((self.num_units + 1, len(penalties), self.costs.shape[1], self.num_options))
+        order, starts = _by_class(self.after)
+        for i in range(self.num_units - 1, -1, -1):
+            behind = np.minimum.reduceat(found[i + 1][..., order], starts, axis=-1)[:, self.before]
+            found[i] = (self.costs[i] + behind[:, None]).min(axis=-1) + penalties[:, i, None]
+        return found
+
+    def cheapest(self, penalties: Floats) -> tuple[float, Ints]:
+        """The least sum of seconds and penalties of any choice, and that choice; `penalties` of shape (units, S)."""
+        follow = self.following(penalties[None])[:, 0]
+        before, chosen = 0, [int(follow[0, 0].argmin())]
+        for i in range(self.num_units - 1):
+            costs = self.costs[i, before, chosen[-1]][self.after]
+            before = self.before[chosen[-1]]
+            chosen.append(int((costs + follow[i + 1, before]).argmin()))
+        return float(follow[0, 0].min()), np.array(chosen)
+
+    def through(self, penalties: Floats) -> Floats:
+        """The least sum over all choices in which a unit has an option, for each of them; shape (vectors, units, S)."""
+        follow, found = self.following(penalties), np.empty_like(penalties)
+        order, starts = _by_class(self.before)
+        ahead = np.full((len(penalties), self.costs.shape[1], self.costs.shape[3]), np.inf)
+        ahead[:, 0] = 0.0  # by the classes of the unit before and of the unit itself
+        for i in range(self.num_units):
+            mine = ahead[..., self.after]
+            found[:, i] = (mine + follow[i]).min(axis=1)
+            steps = (mine[..., None] + self.costs[i]).min(axis=1) + penalties[:, i, :, None]
+            ahead = np.minimum.reduceat(steps[:, order], starts, axis=1)
+        return found
 
 
+def _by_class(classes: Ints) -> tuple[Ints, Ints]:
+    """An order of the options in which classes follow each other, and where each class starts."""
+    order = np.argsort(classes, kind="stable")
+    return order, np.searchsorted(classes[order], np.arange(int(classes.max()) + 1))
+
+
+_NAMES, _NESTED = ("name", "source", "modules"), ("params", "alternatives")
 _UNIT = attrgetter(*(f.name for f in fields(UnitCosts) if f.name not in _NAMES and f.name not in _NESTED))
 _PARAM = attrgetter(*(field.name for field in fields(ParamCosts) if field.name not in _NAMES))
 
 
 def _content(unit: UnitCosts) -> tuple[object, ...]:
-    """What of a unit decides its costs: all but names."""
+    """Everything that decides a unit's costs, which names do not."""
     return _UNIT(unit), *map(_PARAM, unit.params), *map(_content, unit.alternatives)
 
 
-def _worth_having(table: Floats, rows: MemoryRows, *, again: bool) -> npt.NDArray[np.bool_]:
-    """Whether, for each option of each unit, no other costs less or the same in every row and in every time."""
+def _worth_having(table: Floats, rows: MemoryRows, *, again: bool) -> Bools:
+    """For each option of each unit, whether no other option is at least as good in every row and every time."""
     names = [name for name in Option._fields if name.endswith("_s")]
     names = [name for name in names if again or name not in ("gather_again_s", "reduce_early_s")]
     times = table[:, :, [Option._fields.index(name) for name in names]].transpose(2, 1, 0)
@@ -174,12 +197,12 @@ class _Times:
         self._table, self._kinds = table, kinds
 
     def of(self, name: str) -> Floats:
-        """One field; shape (units, S)."""
+        """One field of all options; shape (units, S)."""
         found: Floats = self._table[:, :, Option._fields.index(name)][self._kinds]
         return found
 
     def classes(self, names: Sequence[str]) -> Ints:
-        """Numbers for options of which each unit has the same in some fields; shape (S)."""
+        """Number the options so that two with the same values of some fields in every unit share a number."""
         values = np.concatenate([self.of(name) for name in names])
         return np.unique(values, axis=1, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
@@ -216,6 +239,6 @@ def _firsts(classes: Ints) -> Ints:
 
 
 def _shifted(values: Floats, *, first: bool) -> Floats:
-    """With nothing for the first unit, or for the last."""
+    """Add a row of zeros, for the first unit or for the last."""
     none = np.zeros((1, values.shape[1]))
     return np.concatenate([none, values] if first else [values, none])

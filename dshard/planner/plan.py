@@ -11,17 +11,16 @@ from typing import Any
 from dshard.argument_tables import checked
 from dshard.errors import PlanError
 from dshard.planner.costs import CHECKPOINTING, Cluster, ModelCosts
-from dshard.planner.few_rows import few_rows_text
 from dshard.planner.files import of_record, read_text, to_record, write_text
 from dshard.planner.measuring import Comparison, Measured
 from dshard.planner.memory import MemoryForecast, PeakParts, forecast, parts_of_peak, peak_bytes
 from dshard.planner.profiles import home_bytes
 from dshard.planner.rates import Interval, interval_text
 from dshard.planner.robust import Doubt, doubt_lines, within_limit
-from dshard.planner.solver import Certificate, Solution, solve
+from dshard.planner.smallest import few_rows_text
+from dshard.planner.solver import MEASURED, Certificate, Solution, solve
 from dshard.planner.tables import Choice, choice_table, home_text, mix_text, named, peak_text, ranks_text, unit_table
 from dshard.planner.texts import bytes_text, number_text, parse_bytes, seconds_text
-from dshard.planner.ties import MEASURED
 from dshard.planner.timeline import Timeline, bound_text, simulate, step_time, terms_of
 from dshard.policies import Strategy
 

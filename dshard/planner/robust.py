@@ -8,10 +8,9 @@ from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitKind
 from dshard.planner.memory import RESERVED, peak_bytes
 from dshard.planner.options import options_of
 from dshard.planner.rates import IN_TEN, Interval, Spread
-from dshard.planner.solver import Certificate, Solution
+from dshard.planner.solver import Certificate, Solution, at_rest
 from dshard.planner.tables import Choice, aligned, named
 from dshard.planner.texts import seconds_text
-from dshard.planner.ties import at_rest
 from dshard.planner.timeline import step_time
 from dshard.policies import Strategy
 

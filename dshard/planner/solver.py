@@ -7,24 +7,24 @@ import numpy as np
 
 from dshard.argument_tables import checked
 from dshard.errors import PlanError
-from dshard.planner.bounds import Relaxation
 from dshard.planner.chain import Chain
-from dshard.planner.costs import Cluster, ModelCosts, UnitKind
-from dshard.planner.incumbent import Incumbent
-from dshard.planner.labels import TOLERANCE, promising, search
-from dshard.planner.memory import Ints, peak_bytes
+from dshard.planner.costs import Cluster, ModelCosts, UnitCosts, UnitKind
+from dshard.planner.memory import peak_bytes
 from dshard.planner.progress import SILENT, Progress, Stretch
+from dshard.planner.search import fastest
 from dshard.planner.smallest import does_not_fit, smallest_peak
 from dshard.planner.texts import bytes_text, seconds_text
-from dshard.planner.ties import at_rest, simplest
 from dshard.planner.timeline import step_time
 from dshard.policies import Strategy
 
 _MAX_LABELS = 600_000
-_NARROW = 100
-_NUM_VIOLATED = 2
-_CLOSE, _MANY = 5e-4, 10  # a gap that a search of not even ten times the narrow one's labels would rarely close
-_MOST_IN_ROWS, _CLOSE_IN_ROWS = 3000, 1e-3  # where several rows tell labels apart, each is compared with each
+_AS_LONG = 1e-9
+# Of a step: two plans that are predicted to be closer than that cannot be told apart.
+MEASURED = 0.02
+# What computation takes is missed alike whatever the strategy; what differs between strategies is waiting. The largest
+# miss of that among runs of papers (docs/simulate.md) is 7.6 points of a step, at 512 GPUs under full, which sends
+# three parts where the others send two: a third of it does not cancel out between them.
+DATASHEET = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,122 +175,105 @@ def solve(
     if not known:
         raise PlanError("plan: units need strategies to choose from, but there are none. Pass ('ddp', 'full').")
     chain = Chain.of(model, known, cluster)
-    incumbent = Incumbent(chain, limit_bytes)
-    bounds = _solve_chain(chain.copy(), limit_bytes, incumbent, max_labels, progress)
-    if incumbent.chosen is None:
+    smallest = smallest_peak(chain, enough_bytes=limit_bytes)
+    if smallest.least_bytes <= limit_bytes < smallest.peak_bytes:
+        smallest = smallest_peak(chain, is_exact=True)
+    if smallest.peak_bytes > limit_bytes:
         raise does_not_fit(model, chain, known, limit_bytes, cluster.num_ranks)
-    kinds, numbers = np.divmod(chain.numbers[incumbent.chosen], len(known))
+    best = fastest(chain, limit_bytes, smallest.chosen, max_labels, progress)
+    kinds, numbers = np.divmod(chain.numbers[best.chosen], len(known))
     own = model.under([model.kinds[kind] for kind in kinds])
     found = tuple(known[number] for number in numbers)
-    fastest = at_rest(own, cluster, known, found, limit_bytes, incumbent.cost)
-    solved, chosen = own, fastest
+    quickest = at_rest(own, cluster, known, found, limit_bytes, best.cost)
+    solved, chosen = own, quickest
     if tolerance:
         models = [*(model.under(kind) for kind in model.kinds), own]
-        simple = simplest(models, cluster, known, limit_bytes, incumbent.cost * (1 + tolerance))
-        if simple is not None and simple not in ((own, found), (own, fastest)):
+        simple = simplest(models, cluster, known, limit_bytes, best.cost * (1 + tolerance))
+        if simple is not None and simple not in ((own, found), (own, quickest)):
             solved, chosen = simple
             given = solved, cluster, known, chosen, limit_bytes
             chosen = at_rest(*given, step_time(solved, chosen, cluster), is_simple=True)
-    is_fastest, fastest_peak = (solved, chosen) == (own, fastest), peak_bytes(own, fastest, cluster)
+    is_quickest = (solved, chosen) == (own, quickest)
     certificate = Certificate(
-        incumbent.cost if is_fastest else max(step_time(solved, chosen, cluster), incumbent.cost),
-        min(bounds.proven, incumbent.cost),
-        min(bounds.relaxed, incumbent.cost),
-        fastest_peak if is_fastest else peak_bytes(solved, chosen, cluster),
-        limit_bytes,
-        bounds.num_labels,
-        fastest,
-        tuple(unit.kind for unit in own.units),
-        incumbent.cost,
-        fastest_peak,
-        tolerance,
+        step_s=best.cost if is_quickest else max(step_time(solved, chosen, cluster), best.cost),
+        lower_bound_s=best.proven,
+        relaxed_bound_s=best.relaxed,
+        peak_bytes=peak_bytes(solved, chosen, cluster),
+        limit_bytes=limit_bytes,
+        num_labels=best.num_labels,
+        fastest=quickest,
+        fastest_kinds=tuple(unit.kind for unit in own.units),
+        fastest_s=best.cost,
+        fastest_peak_bytes=peak_bytes(own, quickest, cluster),
+        margin=tolerance,
     )
     return Solution(solved, chosen, certificate)
 
 
-@dataclass(frozen=True, slots=True)
-class _Bounds:
-    """Bounds from the search and from the relaxation alone, and the size of the search."""
+def simplest(
+    models: Sequence[ModelCosts], cluster: Cluster, known: Sequence[Strategy], limit_bytes: int, most_s: float
+) -> tuple[ModelCosts, tuple[Strategy, ...]] | None:
+    """The single strategy of least memory whose step takes no longer than `most_s`; None if none fits.
 
-    proven: float
-    relaxed: float
-    num_labels: int
+    One with slices, as few as can be, is taken if no other is left: their times rest on the model of costs more than
+    the rest.
 
-
-def _solve_chain(chain: Chain, limit_bytes: int, incumbent: Incumbent, max_labels: int, progress: Progress) -> _Bounds:
-    """Solve with the rows that were violated so far, until what is best under them violates none.
-
-    Each row is the memory at one moment; few of them decide, and leaving others out only allows more choices.
+    Args:
+        models: The same one with units of several kinds: an earlier one is preferred.
+        cluster: Devices and links.
+        known: The strategies that a unit may have.
+        limit_bytes: Of the peak.
+        most_s: Of a step.
     """
-    smallest = smallest_peak(chain, enough_bytes=limit_bytes)
-    if smallest.least_bytes > limit_bytes:
-        return _Bounds(np.inf, np.inf, 0)
-    incumbent.offer(smallest.chosen)
-    relaxation = Relaxation(chain, limit_bytes, incumbent)
-    found, violated = _Bounds(-np.inf, -np.inf, 0), list[int]()
-    while found.num_labels <= max_labels:
-        for row in violated:
-            relaxation.add(row)
-        relaxation.ascend()
-        progress.at(f"bounding at {len(relaxation.rows)} moments")
-        if not relaxation.rows:
-            return _Bounds(incumbent.cost, relaxation.bound, 0)
-        relaxation.round()
-        if incumbent.chosen is None:
-            incumbent.offer(smallest_peak(chain, is_exact=True).chosen)
-        if incumbent.chosen is None:
-            return _Bounds(np.inf, np.inf, 0)
-        relaxation.isolate()
-        found, violated = _search(chain, relaxation, incumbent, max_labels, found, progress)
-        if not violated:
-            break
-    return found
+    found = []
+    for place, model in enumerate(models):
+        for same in ((strategy,) * len(model.units) for strategy in known):
+            peak, step_s = peak_bytes(model, same, cluster), step_time(model, same, cluster)
+            if peak <= limit_bytes and step_s <= most_s:
+                found.append(((same[0].num_slices, place, peak, step_s), model, same))
+    return min(found, key=lambda each: each[0])[1:] if found else None
 
 
-def _search(
-    chain: Chain, relaxation: Relaxation, incumbent: Incumbent, max_labels: int, known: _Bounds, progress: Progress
-) -> tuple[_Bounds, list[int]]:
-    """A narrow search for a better incumbent, then, with what that excludes left out, the full one.
+def at_rest(
+    model: ModelCosts,
+    cluster: Cluster,
+    known: Sequence[Strategy],
+    chosen: Sequence[Strategy],
+    limit_bytes: int,
+    step_s: float,
+    *,
+    is_simple: bool = False,
+) -> tuple[Strategy, ...]:
+    """The same, or copies that are gathered once per step stay for good, if all of them fit and no time is lost.
 
-    Returns:
-        The best bounds so far, and rows that count from now on: a choice that violates them would be better.
+    A copy that is freed after its backward takes memory anew in the next step, which no model of collectives counts.
+
+    Args:
+        model: Costs of its units.
+        cluster: Devices and links.
+        known: The strategies that a unit may have.
+        chosen: One per unit.
+        limit_bytes: Of the peak.
+        step_s: That the chosen take.
+        is_simple: Whether it is one strategy that is to stay one.
     """
-    for head in promising(chain, relaxation, incumbent.cost):
-        relaxation.dive(head)
-    proven, num_labels, violated = known.proven, known.num_labels, list[int]()
-    for width in (_NARROW, max(_NARROW, max_labels // chain.num_units)):
-        relaxation.tighten()
-        width = min(width, _MOST_IN_ROWS) if len(relaxation.rows) > 1 else width
-        if relaxation.bound >= incumbent.cost * (1 - TOLERANCE):
-            return _Bounds(incumbent.cost, relaxation.bound, num_labels), []
-        found = search(chain, relaxation, incumbent.cost, width, progress)
-        num_labels += found.num_labels
-        best_s = incumbent.cost if found.chosen is None else chain.cost(found.chosen)
-        proven = max(proven, min(best_s, found.dropped_bound))
-        if found.chosen is not None:
-            incumbent.repair(found.chosen)
-        incumbent.improve(relaxation.priced)
-        close = _CLOSE if len(relaxation.rows) == 1 else _CLOSE_IN_ROWS
-        is_long = max_labels < _MANY * _NARROW * chain.num_units
-        if is_long and max(proven, relaxation.bound) >= incumbent.cost * (1 - close):
-            break
-        if found.chosen is not None:
-            violated = relaxation.new_of(_violated(chain, found.chosen, incumbent.limit_bytes))
-        if violated or not np.isfinite(found.dropped_bound):
-            break
-    relaxed = relaxation.bound - 1e-9 * abs(relaxation.bound)
-    return _Bounds(max(proven, relaxed), relaxed, num_labels), violated
+    for reaches_full in (False,) if is_simple else (True, False):
+        pairs = zip(model.units, chosen, strict=True)
+        changed = tuple(_staying(unit, strategy, known, reaches_full=reaches_full) for unit, strategy in pairs)
+        if changed == tuple(chosen) or peak_bytes(model, changed, cluster) > limit_bytes:
+            continue
+        if step_time(model, changed, cluster) <= step_s * (1 + _AS_LONG):
+            return changed
+    return tuple(chosen)
 
 
-def _violated(chain: Chain, chosen: Ints, limit_bytes: int) -> list[int]:
-    """The memory row that exceeds the limit most, and the one that does of those that lie further away; if any do."""
-    values, found = chain.rows.values(chosen), list[int]()
-    for row in np.argsort(-values, kind="stable"):
-        if values[row] <= limit_bytes or len(found) == _NUM_VIOLATED:
-            break
-        if all(abs(int(row) % chain.num_units - other % chain.num_units) > 1 for other in found):
-            found.append(int(row))
-    return found
+def _staying(unit: UnitCosts, strategy: Strategy, known: Sequence[Strategy], *, reaches_full: bool) -> Strategy:
+    """What stays, in the place of `keep`; and of `full`, for a unit that its backward does not use."""
+    is_once = strategy.base == "full" and not unit.is_used_in_backward and strategy.num_slices == 1
+    if strategy.base != "keep" and not (is_once and reaches_full):
+        return strategy
+    others = (replace(strategy, base=base) for base in ("zero1", "zero2"))
+    return next((other for other in others if other in known), strategy)
 
 
 def can_fit(model: ModelCosts, cluster: Cluster, strategies: Sequence[Strategy], limit_bytes: int) -> bool:
@@ -330,16 +313,16 @@ def solve_batch(
     sizes = sorted(set(batch_sizes))
     if not sizes:
         raise PlanError("plan: there must be batch sizes to choose from, but there are none. Pass range(1, 65).")
-    models, fastest = list[ModelCosts](), list[float]()
+    models, unlimited = list[ModelCosts](), list[float]()
     for i, size in enumerate(sizes):
         progress.at(f"costs of batch {size}", i / (2 * len(sizes)))
         models.append(costs_at(size))
-        fastest.append(_samples_per_s(models[-1], cluster, fastest_step_s(models[-1], cluster, strategies)))
+        unlimited.append(_samples_per_s(models[-1], cluster, fastest_step_s(models[-1], cluster, strategies)))
     best: BatchSolution | None = None
     tried: dict[int, float | None] = {}
     bound, error = 0.0, None
-    for i in sorted(range(len(sizes)), key=lambda i: -fastest[i]):
-        if best is not None and fastest[i] <= best.samples_per_s:
+    for i in sorted(range(len(sizes)), key=lambda i: -unlimited[i]):
+        if best is not None and unlimited[i] <= best.samples_per_s:
             break
         place = len(tried) + 1
         shares = (0.5 + (place + k) / (2 * len(sizes)) for k in (-1, 0))
@@ -367,7 +350,7 @@ def fastest_step_s(model: ModelCosts, cluster: Cluster, strategies: Sequence[Str
     """The shortest step without any limit on memory."""
     known = list(dict.fromkeys(Strategy.of(strategy).on(cluster.num_ranks) for strategy in strategies))
     chain = Chain.of(model, known, cluster)
-    return Relaxation(chain, np.iinfo(np.int64).max, Incumbent(chain, 0)).bound
+    return chain.cheapest(np.zeros((chain.num_units, chain.num_options)))[0]
 
 
 def _samples_per_s(model: ModelCosts, cluster: Cluster, step_s: float) -> float:

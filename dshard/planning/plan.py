@@ -21,10 +21,9 @@ from dshard.planner.profiles import Training, UnitTimes, check_offload, costs_of
 from dshard.planner.progress import SILENT, Progress, Stretch, Throttled
 from dshard.planner.rates import Rates, check_profile, find_rates
 from dshard.planner.robust import Doubt, robust, within_limit
-from dshard.planner.solver import Solution, can_fit, solve, solve_batch
+from dshard.planner.solver import DATASHEET, MEASURED, Solution, can_fit, solve, solve_batch
 from dshard.planner.steps import resized, tensors
 from dshard.planner.texts import parse_bytes
-from dshard.planner.ties import DATASHEET, MEASURED
 from dshard.planner.traces import Part, Trace
 from dshard.planner.tracing import trace
 from dshard.planning import recomputing

@@ -12,7 +12,7 @@ import dshard
 from dshard.cli import main
 from dshard.cli.models import PRESETS, meta_model
 from dshard.planner import Plan, drawing
-from dshard.planner.ties import DATASHEET
+from dshard.planner.solver import DATASHEET
 from tests.cli.launch import RANK_VARIABLES, code_of
 
 TINY = ("gpt-nano", "--device", "a100-40g", "--sequence", 64)

@@ -1,4 +1,4 @@
-"""The parts of the solver's bounds, each against what it stands for: ways, mixes, changes of a choice."""
+"""The parts of the solver, each against what it stands for: paths, mixes, changes of a choice."""
 
 import itertools
 
@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dshard.planner.chain import Chain
-from dshard.planner.mixing import mix
-from dshard.planner.paths import Paths
-from dshard.planner.swaps import Swaps
+from dshard.planner.search import Best, mix
 from dshard.policies import Strategy
 from tests.planner.cases import STRATEGIES, clusters, models, units_with_alternatives
 
@@ -30,29 +28,47 @@ def test_the_cheapest_way_is_that_of_all_choices_and_so_is_each_option_of_it(mod
     units = np.arange(chain.num_units)
     every = [np.array(each) for each in itertools.product(range(chain.num_options), repeat=chain.num_units)]
     sums = np.array([chain.cost(each) + penalties[:, units, each].sum(axis=1) for each in every])
-    least, chosen = Paths(chain).cheapest(penalties[0])
+    least, chosen = chain.cheapest(penalties[0])
     assert least == pytest.approx(sums[:, 0].min())
     assert chain.cost(chosen) + penalties[0, units, chosen].sum() == pytest.approx(least)
-    through = Paths(chain).through(penalties)
+    through = chain.through(penalties)
     for unit, option in itertools.product(units, range(chain.num_options)):
         having = sums[[each[unit] == option for each in every]].min(axis=0)
-        assert through[unit, :, option] == pytest.approx(having)
+        assert through[:, unit, option] == pytest.approx(having)
 
 
 @SOME
 @given(models(7), clusters(), NAMES, st.randoms(use_true_random=False))
-def test_a_change_has_the_seconds_and_the_peak_of_the_choice_that_it_makes(model, cluster, names, rng):
+def test_a_unit_that_takes_another_option_makes_a_step_longer_by_what_was_told(model, cluster, names, rng):
     chain = chain_of(model, cluster, names)
     chosen = np.array([rng.choice(np.flatnonzero(is_open).tolist()) for is_open in chain.is_open])
-    units, options = map(np.ravel, np.indices((chain.num_units, chain.num_options)))
-    swaps = Swaps(chain, chosen)
-    for unit, option, peak in zip(units, options, swaps.peaks(units, options), strict=True):
+    losses = Best(chain, 1).losses(chosen)
+    for unit, option in itertools.product(range(chain.num_units), range(chain.num_options)):
         changed = chosen.copy()
         changed[unit] = option
-        assert peak == chain.peak_bytes(changed)
-        if np.isfinite(chain.cost(changed)):
-            saved = chain.cost(chosen) - chain.cost(changed)
-            assert swaps.gains[unit, option] == pytest.approx(saved, rel=1e-9, abs=1e-12)
+        if chain.is_open[unit, option]:
+            longer_s = chain.cost(changed) - chain.cost(chosen)
+            assert losses[unit, option] == pytest.approx(longer_s, rel=1e-9, abs=1e-12)
+
+
+@SOME
+@given(models(4), clusters(), NAMES, st.data())
+def test_a_choice_that_is_repaired_or_improved_fits_and_is_no_slower_than_before(model, cluster, names, data):
+    chain = chain_of(model, cluster, names)
+    every = [np.array(each) for each in itertools.product(range(chain.num_options), repeat=chain.num_units)]
+    every = [each for each in every if np.isfinite(chain.cost(each))]
+    limit = data.draw(st.sampled_from([chain.peak_bytes(each) for each in every]))
+    best = Best(chain, limit)
+    for chosen in data.draw(st.lists(st.sampled_from(every), min_size=1, max_size=5)):
+        known = best.cost
+        best.repair(chosen)
+        best.improve()
+        assert best.cost <= known
+        if chain.peak_bytes(chosen) <= limit:
+            assert best.cost <= chain.cost(chosen)
+        if best.chosen is not None:
+            assert chain.peak_bytes(best.chosen) <= limit
+            assert best.cost == chain.cost(best.chosen)
 
 
 @SOME

@@ -19,17 +19,14 @@ from dshard.planner import (
     ModelCosts,
     ParamCosts,
     UnitCosts,
-    labels,
     peak_bytes,
     solve,
     solve_batch,
-    solver,
     step_time,
 )
-from dshard.planner.bounds import Relaxation
+from dshard.planner import search as searching
 from dshard.planner.chain import Chain
-from dshard.planner.incumbent import Incumbent
-from dshard.planner.labels import search
+from dshard.planner.search import Best, Relaxation, search
 from dshard.policies import Strategy
 from tests.planner.cases import STRATEGIES, clusters, every_choice, models, units_with_alternatives
 
@@ -119,12 +116,12 @@ def test_the_search_alone_finds_the_best_without_knowing_a_good_choice(model, cl
     every = every_choice(model, cluster, known)
     limit = limits(data, every)
     chain = Chain.of(model, known, cluster)
-    relaxation = Relaxation(chain, limit, Incumbent(chain, limit))
+    relaxation = Relaxation(chain, limit, Best(chain, limit))
     for row in data.draw(st.permutations(range(len(chain.rows.constant)))):
         relaxation.add(row)
     if has_prices:
         relaxation.ascend()
-    found = search(chain, relaxation, math.inf, 10**6)
+    found = search(relaxation, math.inf, 10**6)
     fitting = [seconds for seconds, peak in every if peak <= limit]
     assert (found.chosen is None) == (not fitting)
     if found.chosen is not None:
@@ -143,8 +140,8 @@ def test_bounds_hold_when_there_is_little_room_for_the_search(model, cluster, wi
     if not fitting:
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(solver, "search", lambda chain, relaxation, upper, *_: search(chain, relaxation, upper, width))
-        patch.setattr(labels, "_EARLY_LABELS", 1)
+        patch.setattr(searching, "search", lambda relaxation, upper, *_: search(relaxation, upper, width))
+        patch.setattr(searching, "_EARLY_LABELS", 1)
         certificate = solve(model, cluster, names, limit).certificate
     assert certificate.relaxed_bound_s <= min(fitting) * SLACK + 1e-15
     assert certificate.lower_bound_s <= min(fitting) * SLACK + 1e-15
@@ -162,13 +159,12 @@ def test_what_a_search_drops_is_not_proven(part, width):
     best = solve(model, cluster, FAMILY_STRATEGIES, limit).certificate
     assert best.gap == 0
 
-    def narrow(chain, relaxation, upper, most, *_):
-        return search(chain, relaxation, upper, 1 if most == solver._NARROW else width)
+    def narrow(relaxation, upper, most, *_):
+        return search(relaxation, upper, 1 if most == searching._NARROW else width)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(solver, "search", narrow)
-        patch.setattr(labels, "_EARLY_LABELS", 1)
-        patch.setattr(solver, "promising", lambda *args: [])
+        patch.setattr(searching, "search", narrow)
+        patch.setattr(searching, "_EARLY_LABELS", 1)
         found = solve(model, cluster, FAMILY_STRATEGIES, limit).certificate
     assert found.lower_bound_s <= best.step_s * SLACK
     assert found.step_s >= best.step_s / SLACK
