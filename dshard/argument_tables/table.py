@@ -60,27 +60,6 @@ TABLE: dict[str, Row] = {
     },
     # --- methods of a sharded module ---
     # --- checkpoints ---
-    "checkpoint.save": {
-        "directory": PATH,
-        **_TRAINED,
-        "step": count(0),
-        "extra": ANYTHING,
-        "keep": optional(count(1, "Leave it out to keep all.")),
-        "asynchronous": FLAG,
-        "parity": domain.PARITY,
-    },
-    "checkpoint.load": {"directory": PATH, **_TRAINED},
-    "checkpoint.merge": {"checkpoint": PATH, "out": PATH, "max_shard_bytes": count(1, "Leave it out for 5 GB.")},
-    "PeerSnapshots": {**_TRAINED, "every": count(1)},
-    "PeerSnapshots.step": {"step": count(0), "extra": ANYTHING},
-    "save_safetensors": {
-        "module": MODULE,
-        "path_or_dir": PATH,
-        "max_shard_bytes": count(1, "Leave it out for 5 GB."),
-        "dtype": optional(domain.FLOAT),
-        "metadata": optional(domain.METADATA),
-    },
-    "load_safetensors": {"module": MODULE, "path_or_dir": PATH, "strict": FLAG, "rename": optional(domain.RENAME)},
     # --- plans ---
     "Plan": {
         "model": domain.COSTS,

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dshard import arguments
 from dshard.agreement import check_same
-from dshard.argument_tables import read
 from dshard.checkpoint.agreement import agree, group_of, together
 from dshard.checkpoint.contents import left_out_of
 from dshard.checkpoint.disk import locked, make_folder, partial_name, sync_folder, write_whole
@@ -95,15 +95,14 @@ def save_safetensors(
     Communicates:
         An all-gather per tensor that is cut, an all-reduce of 8 bytes per file, and one of 96 bytes.
     """
-    read("save_safetensors", {"module": module})
-    group = group_of(module)
+    group = group_of(arguments.module("save_safetensors", "module", module))
     given: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "dtype": dtype, "metadata": metadata}
     state = module.state_dict(keep_vars=True)
     refuse_meta("save_safetensors", [(name, t) for name, t in state.items() if isinstance(t, Tensor)])
     what = f"{path_or_dir}: saving safetensors needs a place that can be written"
 
     def prepare() -> "_Files":
-        given.update(read("save_safetensors", {"path_or_dir": path_or_dir, **given}))
+        given["max_shard_bytes"] = _checked(path_or_dir, **given)
         items, tied = _items_of(module, state, dtype)
         files = _Files(Path(path_or_dir), items, tied, given["max_shard_bytes"], metadata or {})
         if group.world_rank == 0:
@@ -141,6 +140,16 @@ def _failure_of(files: "_Files", number: int, values: Iterable[tuple[str, Tensor
     return None
 
 
+def _checked(path_or_dir: Any, max_shard_bytes: Any, dtype: Any, metadata: Any) -> int:
+    """Check the arguments of `save_safetensors` but its module; returns the bytes of a file."""
+    who, way = "save_safetensors", "Leave it out for 5 GB."
+    arguments.path(who, "path_or_dir", path_or_dir)
+    arguments.dtype(who, "dtype", dtype, or_none=True)
+    allowed, convert = "texts by names", "Convert values with json.dumps."
+    arguments.by_name(who, "metadata", metadata, lambda x: isinstance(x, str), allowed, convert, or_none=True)
+    return int(arguments.count(who, "max_shard_bytes", max_shard_bytes, way=way))
+
+
 def merge(
     checkpoint: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -162,8 +171,10 @@ def merge(
         CheckpointError: No checkpoint there, or a damaged one; what `out` had is as it was.
         OSError: A file cannot be written; what `out` had is as it was.
     """
-    given: dict[str, Any] = {"checkpoint": checkpoint, "out": out, "max_shard_bytes": max_shard_bytes}
-    given = read("checkpoint.merge", given)
+    arguments.path("checkpoint.merge", "checkpoint", checkpoint)
+    arguments.path("checkpoint.merge", "out", out)
+    way = "Leave it out for 5 GB."
+    max_shard_bytes = arguments.count("checkpoint.merge", "max_shard_bytes", max_shard_bytes, way=way)
     folder, manifest, _ = find(Path(checkpoint))
     stored: dict[str, tuple[str, StoredTensor]] = {}
     tied = {}
@@ -175,7 +186,7 @@ def merge(
         else:
             stored[name.removeprefix(_PREFIX)] = found
     items = [_Item(name, tensor.dtype, tensor.shape) for name, (_, tensor) in stored.items()]
-    files = _Files(Path(out), items, tied, given["max_shard_bytes"], {})
+    files = _Files(Path(out), items, tied, max_shard_bytes, {})
     files.check_room()
     try:
         with Reader(folder, manifest) as reader:

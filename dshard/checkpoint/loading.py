@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dshard import collectives
+from dshard import arguments, collectives
 from dshard.agreement import check_same, refused_together
-from dshard.argument_tables import read
 from dshard.autograd import outside_autograd
 from dshard.checkpoint import contents
 from dshard.checkpoint.agreement import group_of, share, together
@@ -69,10 +68,9 @@ def load(
     Communicates:
         Some all-reduces of a few bytes, and no values.
     """
-    read("checkpoint.load", {"model": model})
-    group = group_of(model)
+    group = group_of(arguments.module("checkpoint.load", "model", model))
     with refused_together("checkpoint.load", ["optimizer"], group):
-        read("checkpoint.load", {"optimizer": optimizer})
+        arguments.optimizers("checkpoint.load", "optimizer", optimizer)
         described = contents.described_optimizers(optimizer)
     check_same("checkpoint.load", {"optimizer": described}, group)
     if (earlier := pending_save(group)) is not None:
@@ -80,7 +78,7 @@ def load(
     what = f"{directory}: reading the checkpoint failed"
 
     def choose() -> tuple[str, Manifest | None]:
-        read("checkpoint.load", {"directory": directory})
+        arguments.path("checkpoint.load", "directory", directory)
         if group.world_rank:
             return "", None
         path, manifest, passed_over = find(Path(directory))

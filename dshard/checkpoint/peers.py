@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dshard import collectives
+from dshard import arguments, collectives
 from dshard.agreement import check_same
-from dshard.argument_tables import checked
 from dshard.checkpoint.agreement import agree, group_of, together
 from dshard.checkpoint.contents import (
     Contents,
@@ -36,7 +35,6 @@ _TEXT = "description"
 _WHERE = Path("the snapshot in memory")
 
 
-@checked
 class PeerSnapshots:
     """Keeps in every rank's memory a snapshot of its shards and an XOR row of the other ranks' snapshots.
 
@@ -59,6 +57,9 @@ class PeerSnapshots:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None, *, every: int = 1
     ) -> None:
+        arguments.module("PeerSnapshots", "model", model)
+        arguments.optimizers("PeerSnapshots", "optimizer", optimizer)
+        every = arguments.count("PeerSnapshots", "every", every)
         self._model, self._optimizer, self._every = model, optimizer, every
         whole = group_of(model)
         self._group: ShardGroup = whole if whole.num_ranks > 1 or whole.replicas is None else whole.replicas
@@ -78,7 +79,6 @@ class PeerSnapshots:
         """Bytes of this rank's snapshot and row."""
         return sum(held.numel() for held in (self._image, self._row) if held is not None)
 
-    @checked
     def step(self, *, step: int = 0, extra: Any = None) -> bool:
         """Count a step, and take a snapshot at every `every`-th; to be called on every rank after the optimizer's step.
 
@@ -95,6 +95,7 @@ class PeerSnapshots:
         Communicates:
             For a snapshot, an all-to-all of the bytes of the shards, and a few small all-reduces.
         """
+        step = arguments.count("PeerSnapshots.step", "step", step, least=0)
         self._num_calls += 1
         if self._num_calls % self._every:
             return False

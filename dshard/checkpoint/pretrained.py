@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dshard import arguments
 from dshard.agreement import check_same
-from dshard.argument_tables import read
 from dshard.arguments import call_given
 from dshard.autograd import outside_autograd
 from dshard.checkpoint.agreement import group_of, together
@@ -99,24 +99,24 @@ def load_safetensors(
     Communicates:
         Two all-reduces of 8 bytes and one of 48, and no values.
     """
-    read("load_safetensors", {"module": module})
-    group = group_of(module)
-    given: dict[str, Any] = {"path_or_dir": path_or_dir, "strict": strict, "rename": rename}
+    group = group_of(arguments.module("load_safetensors", "module", module))
     what = f"{path_or_dir}: loading needs safetensors files that can be read"
     state: dict[str, Any] = module.state_dict(keep_vars=True)
 
     def match() -> _Match:
-        given.update(read("load_safetensors", given))
+        arguments.path("load_safetensors", "path_or_dir", path_or_dir)
+        is_strict = arguments.boolean("load_safetensors", "strict", strict)
+        _check_rename(rename)
         target = Path(path_or_dir)
         versions, entries = _found_at(target)
-        matched = _match(target, versions, _renamed(target, entries, rename), state, strict=given["strict"])
+        matched = _match(target, versions, _renamed(target, entries, rename), state, strict=is_strict)
         _refuse_unwritable(matched.entries, state)
         check_kept("load_safetensors", module, {name: state[name] for name in matched.entries})
         return matched
 
     matched = together(group, match, what)
     goes_to = [f"'{entry.name}' to '{name}'" for name, entry in matched.entries.items()]
-    check_same("load_safetensors", {"rename": goes_to, "strict": repr(given["strict"])}, group)
+    check_same("load_safetensors", {"rename": goes_to, "strict": repr(bool(strict))}, group)
     staged = together(group, lambda: _read_all(Path(path_or_dir), matched, state), what)
     _allocate(module, dict.fromkeys(staged, torch.device(group.device_type)))
     state = module.state_dict(keep_vars=True)
@@ -124,6 +124,13 @@ def load_safetensors(
         for name in list(staged):
             writer(state[name], staged.pop(name))()
     return matched.keys
+
+
+def _check_rename(rename: Any) -> None:
+    if callable(rename) and not isinstance(rename, type):
+        return
+    allowed, way = "a function of a name, or a mapping of names to names", "Pass one, as in lambda name: name."
+    arguments.by_name("load_safetensors", "rename", rename, lambda x: isinstance(x, str), allowed, way, or_none=True)
 
 
 def _chosen(path: Path) -> Path:

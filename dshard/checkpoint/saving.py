@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dshard import collectives
+from dshard import arguments, collectives
 from dshard.agreement import agree as equal_on_ranks
 from dshard.agreement import check_same
-from dshard.argument_tables import read
 from dshard.checkpoint.agreement import group_of, share, together
 from dshard.checkpoint.asynchronous import PendingSave, Snapshot, pending_save
 from dshard.checkpoint.contents import Contents, optimizers_by_prefix, own_piece
@@ -93,14 +92,14 @@ def save(
         Some all-reduces of a few bytes, one of 16 bytes for each buffer and number of an optimizer, and one of 2 KiB;
         no values.
     """
-    read("checkpoint.save", {"model": model})
-    group, what = group_of(model), f"{directory}: preparing to save failed"
+    group = group_of(arguments.module("checkpoint.save", "model", model))
+    what = f"{directory}: preparing to save failed"
     given: dict[str, Any] = {"step": step, "keep": keep, "asynchronous": asynchronous, "parity": parity}
 
     def prepare() -> _Wanted:
         if (earlier := pending_save(group)) is not None:
             earlier.settle()
-        given.update(read("checkpoint.save", {"directory": directory, "optimizer": optimizer, **given}))
+        given.update(_checked(directory, optimizer, **given))
         if given["parity"] and group.world_size < 2:
             raise CheckpointError("checkpoint.save: parity needs files of other ranks, but there is one. Leave it out.")
         return _Wanted.of(Path(directory).absolute(), model, optimizers_by_prefix(optimizer), extra)
@@ -141,6 +140,20 @@ def save(
     finally:
         job.close()
     return None
+
+
+def _checked(directory: Any, optimizer: Any, step: Any, keep: Any, asynchronous: Any, parity: Any) -> dict[str, Any]:
+    """The arguments of `save` but its model."""
+    who = "checkpoint.save"
+    arguments.path(who, "directory", directory)
+    arguments.optimizers(who, "optimizer", optimizer)
+    allowed = "0, or 1 for one XOR row per group of files"
+    return {
+        "step": arguments.count(who, "step", step, least=0),
+        "keep": arguments.count(who, "keep", keep, way="Leave it out to keep all.", or_none=True),
+        "asynchronous": arguments.boolean(who, "asynchronous", asynchronous),
+        "parity": arguments.number(who, "parity", parity, lambda x: x in (0, 1), allowed, "Pass 0 or 1."),
+    }
 
 
 @dataclass(frozen=True, slots=True)
