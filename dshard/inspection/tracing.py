@@ -189,7 +189,7 @@ class Trace(ShownInNotebooks):
 
     @property
     def others(self) -> list[CommRecord]:
-        """Collectives that are no gather or reduction of a unit: norms, flags, checks of ranks, the user's."""
+        """Collectives other than a unit's gathers and reductions, such as norms, flags, checks of ranks, the user's."""
         known = {id(record) for event in self._events for record in event.records}
         return [record for record in self._comm.records if id(record) not in known]
 

@@ -122,7 +122,7 @@ class Plan:
 
     @cached_property
     def memory_seen(self) -> MemoryForecast:
-        """The peak as users of CUDA see it: what is reserved, by a measured factor, and what `nvidia-smi` shows."""
+        """Forecast of what is reserved on CUDA, by a measured factor, and of what `nvidia-smi` shows."""
         return forecast(self.model, self.strategies, self.cluster)
 
     @cached_property
