@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.measure import on_ranks
 from benchmarks.models import GPT, KINDS, MESSAGES, ROOT_ALONE, Size, shard, step_of, training_step
 from benchmarks.output import Bars, Output, table
-from dshard.units.eviction import Eviction
+from dshard.units.context import Eviction
 from dshard.units.unit import Unit
 
 _ROWS = {"batch 4 x 128 tokens": (4, 128), "batch 1 x 16 tokens": (1, 16)}

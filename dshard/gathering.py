@@ -200,7 +200,7 @@ class Drafts:
             finally:
                 unit.num_pins -= 1
                 if not was_gathered:
-                    unit.free()
+                    unit.reshard()
         for name, param in self._params.items() if self._with_grads else ():
             grad = full_gradient(param)
             if grad is not None and name in fulls:
@@ -434,7 +434,7 @@ def _held(params: dict[str, ShardedTensor], *, with_grads: bool) -> Iterator[dic
     finally:
         for unit in units:
             unit.num_pins -= 1
-            unit.release()
+            unit.reshard_unless_kept()
 
 
 def _apart(param: ShardedTensor, full: Tensor) -> Tensor:

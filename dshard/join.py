@@ -23,7 +23,7 @@ from dshard.compiling import outside_of_graphs
 from dshard.errors import DivergenceError, StateError
 from dshard.optimizer.steps import before_steps
 from dshard.runtime.runtime import context_of
-from dshard.units.schedule import Phase
+from dshard.units.context import Phase
 
 _NOTHING = -math.inf  # what a rank without batches has to say
 

@@ -14,7 +14,7 @@ from dshard.collectives import ReduceOp, ShardGroup
 from dshard.compiling import outside_of_graphs
 from dshard.errors import ArgumentError
 from dshard.gradients.reducer import Reducer
-from dshard.runtime.region_tokens import await_user, note_open
+from dshard.runtime.module_hooks import await_user, note_open
 from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import groups_of
 from dshard.units.context import ModelContext
@@ -120,7 +120,7 @@ class _Region:
         """Start to gather all units, and have them stay."""
         for unit in self.units:
             unit.num_pins += 1
-            unit.gather()
+            unit.unshard()
 
     def let_go(self) -> None:
         """Have the units go where others go, too."""

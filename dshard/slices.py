@@ -42,7 +42,7 @@ from dshard.tensor.meshes import TPShardLayout
 from dshard.tensor.storage import ShardStorage, rejoin_source
 from dshard.tensor.subclass_shards import subclass_gathers
 from dshard.units.buckets import Bucket
-from dshard.units.residency import refuse_meta
+from dshard.units.copies import refuse_meta
 from dshard.units.unit import Unit
 
 
@@ -190,7 +190,7 @@ def for_each_slice(unit: Unit, dtype: torch.dtype, use: Callable[[Rows, Tensor],
     unit.model.eviction.before_touch(unit)
     slices = slices_of(unit, dtype)
     handle = ahead.take(dtype)
-    unit.free()  # what is there is stale
+    unit.reshard()  # what is there is stale
     if handle is None and slices:
         handle = _start(unit, slices[0])
     try:
@@ -698,7 +698,7 @@ def _unit_of_its_own(modules: Sequence[nn.Module], old: Unit, weight: ShardedTen
         if isinstance(param.grad, ShardedTensor):
             param.grad.shard_storage.resolve()  # what is on its way belongs to the unit as it was
     old.model.get(Reducer).forget(old)
-    old.free()
+    old.reshard()
     old.params = [param for param in old.params if param is not weight]
     old.restart()
     label = weight.name.rpartition(".")[0] or type(holders[0]).__name__

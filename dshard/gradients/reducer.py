@@ -1,16 +1,477 @@
-"""All reductions of a model: in which order they leave, and how many may be in flight."""
+"""The reductions of a model: which gradients have arrived, which leave when, and what all ranks must start alike."""
 
+import weakref
+from collections.abc import Callable, Container, Iterable, Sequence
 from operator import attrgetter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from dshard.gradients.deferral import Deferral
-from dshard.gradients.finite import FiniteCheck
-from dshard.gradients.needs import flagged_anywhere
-from dshard.gradients.of_unit import UnitGradients
-from dshard.gradients.owed import check_same_gradients
-from dshard.gradients.reduction import GradReduction
-from dshard.units.context import ModelContext
+import torch
+from torch import Tensor
+
+from dshard import collectives
+from dshard.agreement import of_all_ranks
+from dshard.autograd import outside_autograd
+from dshard.collectives import ReduceOp, ShardGroup
+from dshard.errors import DivergenceError, StateError
+from dshard.gradients.reduction import GradReduction, accumulates
+from dshard.tensor import ShardedTensor
+from dshard.units.buckets import Bucket
+from dshard.units.context import Eviction, ModelContext
 from dshard.units.unit import Unit
+
+
+class Deferral:
+    """When a unit reduces whose gradients stay whole until the optimizer's step (`zero1`).
+
+    How many backwards make a step is what the last step showed. Until one did, every backward reduces, so that ranks
+    which did not use a parameter have its gradient, too; if there were fewer of them, the gradients are reduced when
+    they are read.
+    """
+
+    def __init__(self) -> None:
+        self._num_backwards = 0  # since gradients were dropped
+        self._num_expected: int | None = None
+
+    def note_backward(self, *, is_first: bool) -> None:
+        """A backward brings gradients; `is_first` where none were there."""
+        if is_first:
+            self._num_expected, self._num_backwards = self._num_backwards or None, 0
+        self._num_backwards += 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the gradients leave with this backward."""
+        return self._num_expected is None or self._num_backwards >= self._num_expected
+
+
+def check_same_gradients(presence: Sequence[tuple[ShardGroup, list[tuple[str, bool]]]], what: str, way: str) -> None:
+    """Raise, on every rank alike, unless all ranks have gradients of the same parameters.
+
+    Where some ranks alone have used a parameter, the others do not know of its gradient before the reduction: they
+    would leave it out of a norm or a step.
+
+    Args:
+        presence: For each reduction, in the order of all ranks, its ranks, and of each parameter the name and whether
+            its gradient is here.
+        what: Was put off, for the message.
+        way: Out of it, for the message.
+
+    Raises:
+        StateError: They have not.
+
+    Communicates:
+        All-reduces of two bytes per parameter, for each mesh.
+    """
+    by_group: dict[str, tuple[ShardGroup, list[tuple[str, bool]]]] = {}
+    for group, held in presence:
+        by_group.setdefault(group.full_name, (group, []))[1].extend(held)
+    differing: list[str] = []
+    for group, found in by_group.values():
+        has = torch.tensor([held for _, held in found], dtype=torch.uint8, device=group.device_type)
+        label = f"which of {len(found)} gradients are there"
+        some, none = collectives.all_reduce(
+            [torch.stack([has, 1 - has])], group, ReduceOp.MAX, label=label, everywhere=True
+        ).wait()[0]
+        differs = (some * none).tolist()
+        differing += [name for (name, _), is_apart in zip(found, differs, strict=True) if is_apart]
+    if differing:
+        others = f", nor of {len(differing) - 1} other parameters" if differing[1:] else ""
+        raise StateError(
+            f"{differing[0]}: a gradient can be used ahead of its {what} if all ranks have one, but some have none "
+            f"yet{others}. {way}"
+        )
+
+
+class FiniteCheck:
+    """Looks at the gradients of a backward before they are reduced, without waiting for a device until it ends."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, int, Tensor]] = []
+
+    def note(self, name: str, grad: Tensor) -> None:
+        """Take this rank's gradient of a parameter."""
+        values = grad.to_local() if hasattr(grad, "to_local") else grad
+        self._found.append((name, values.numel(), values.numel() - torch.isfinite(values).sum()))
+
+    def forget(self) -> None:
+        """Drop what a backward that raised has left behind."""
+        self._found = []
+
+    def settle(self, groups: Sequence[ShardGroup]) -> None:
+        """Raise, on every rank alike, unless all gradients since the last time were finite on all ranks.
+
+        Raises:
+            DivergenceError: They were not; names for each rank the first that was not.
+
+        Communicates:
+            For each group an all-reduce of 8 bytes; if they were not, one of 160 bytes per rank.
+        """
+        found, self._found = self._found, []
+        counts = torch.stack([count for _, _, count in found]).tolist() if found else []
+        own = [f"{name} ({n} of {size} values)" for (name, size, _), n in zip(found, counts, strict=True) if n]
+        texts: list[str] = []
+        for group in groups:
+            flag = torch.tensor([len(own)], dtype=torch.int64, device=group.device_type)
+            label = "whether gradients are finite"
+            if int(collectives.all_reduce([flag], group, ReduceOp.MAX, label=label, everywhere=True).wait()[0]):
+                said = of_all_ranks(own[0] if own else "", group)
+                texts += [f"on rank {rank} that of {text}" for rank, text in enumerate(said) if text != "nothing"]
+        if texts:
+            more = f" and {len(texts) - 4} more ranks" if len(texts) > 4 else ""
+            raise DivergenceError(
+                "backward: the gradients of every rank must be finite, but the first that are not are "
+                f"{', '.join(dict.fromkeys(texts[:4]))}{more}, before any sum over the ranks. Look at the batch and "
+                "the loss there; the optimizer has not stepped."
+            )
+
+
+_LABEL = "units that a backward needs"
+
+
+class Needs:
+    """What is known of the units of a model, and what the backward that is running has met.
+
+    Args:
+        eviction: Of the model, which has noted what operations touch, and what is gathered.
+    """
+
+    def __init__(self, eviction: Eviction) -> None:
+        self._eviction = eviction
+        self._met: set[Unit] = set()  # in this backward, by a gradient
+        self._known: dict[Unit, bool] = {}
+
+    def begin_backward(self) -> None:
+        """Forget the last one."""
+        self._met.clear()
+
+    def forget(self) -> None:
+        """Units are others now."""
+        self._met.clear()
+        self._known.clear()
+
+    def was_gathered(self, unit: Unit) -> bool:
+        """Whether copies are there, or were in the backward that is running."""
+        return unit in self._eviction.seen or unit.is_gathered
+
+    def meet(self, unit: Unit) -> bool:
+        """Whether a unit, of which a gradient has arrived, is met first so, and some rank may need a weight of it."""
+        if unit in self._met or unit in self._eviction.touched or not _may_differ(unit):
+            return False
+        self._met.add(unit)
+        return self._known.get(unit, True)
+
+    def learn(self, complete: Container[Unit], reduces_now: Callable[[Unit], bool]) -> set[Unit]:
+        """The backward ends: know of those units of which every rank has used all whether they are needed.
+
+        Gives those that are not, as was not known before.
+
+        Args:
+            complete: Units of whose parameters all gradients have arrived on this rank.
+            reduces_now: Whether the backward has reduced the gradients of a unit.
+
+        Communicates:
+            For each group of ranks an all-reduce of two bytes per unit of which nothing is known yet.
+        """
+        touched = self._eviction.touched
+        met = self._met | set(filter(_may_differ, touched))
+        unknown = [unit for unit in met if unit not in self._known and reduces_now(unit)]
+        by_group: dict[str, tuple[ShardGroup, list[Unit]]] = {}
+        for unit in sorted(unknown, key=lambda unit: unit.number):
+            for group in unit.groups:
+                by_group.setdefault(group.name, (group, []))[1].append(unit)
+        partly, needed = set[Unit](), set[Unit]()
+        for group, units in by_group.values():
+            flags = _any_of(
+                [unit not in complete for unit in units] + [unit in touched for unit in units], group, _LABEL
+            )
+            partly.update(unit for unit, flag in zip(units, flags, strict=False) if flag)
+            needed.update(unit for unit, flag in zip(units, flags[len(units) :], strict=True) if flag)
+        self._known.update((unit, unit in needed) for unit in unknown if unit not in partly)
+        return {unit for unit in unknown if unit not in partly and unit not in needed}
+
+
+def _may_differ(unit: Unit) -> bool:
+    """Whether ranks may use it apart: a parameter that is alone in its unit is used on all, by the same operations."""
+    return not unit.is_whole and len(unit.params) > 1
+
+
+def flagged_anywhere(units: Sequence[Unit], is_so: Callable[[Unit], bool]) -> list[Unit]:
+    """Those of some units, in their order, of which something is so on any of the ranks that share them.
+
+    Communicates:
+        For each group of ranks an all-reduce of a byte per unit.
+    """
+    by_group: dict[str, tuple[ShardGroup, list[Unit]]] = {}
+    for unit in units:
+        for group in unit.groups:
+            by_group.setdefault(group.full_name, (group, []))[1].append(unit)
+    found = set[Unit]()
+    for group, own in by_group.values():
+        flags = _any_of([is_so(unit) for unit in own], group, "units with gradients to reduce", everywhere=True)
+        found.update(unit for unit, flag in zip(own, flags, strict=True) if flag)
+    return [unit for unit in units if unit in found]
+
+
+def _any_of(flags: list[bool], group: ShardGroup, label: str, *, everywhere: bool = False) -> list[bool]:
+    """Which flags are set on any rank; `everywhere` also of other replicas."""
+    with outside_autograd():
+        own = torch.tensor(flags, dtype=torch.uint8, device=group.device_type)
+        handle = collectives.all_reduce([own], group, ReduceOp.MAX, label=label, everywhere=everywhere, is_check=True)
+        return [bool(flag) for flag in handle.wait()[0].tolist()]
+
+
+_DEFERRED = (
+    "reduction, which zero1 puts off until as many backwards as the step before had,",
+    "Run equally many backwards in each step, or give it the strategy 'zero2'.",
+)
+
+
+class ReductionKey(NamedTuple):
+    """Which reduction of a unit a gradient belongs to; keys are ordered, on all ranks alike.
+
+    Args:
+        slots: The bucket's parameters.
+        is_captured: Whether `autograd.grad` takes the result, rather than `.grad`.
+    """
+
+    slots: tuple[int, ...]
+    is_captured: bool
+
+
+class UnitGradients:
+    """The gradients of one unit.
+
+    Args:
+        unit: Whose they are.
+        reducer: Of the model, which knows what is in flight.
+    """
+
+    def __init__(self, unit: Unit, reducer: "Reducer") -> None:
+        self.unit, self._reducer = unit, reducer
+        self.open: dict[ReductionKey, GradReduction] = {}  # that have not left, or owe
+        self.deferral = Deferral()  # of "zero1"
+        self.is_begun = False  # a gradient has arrived in the backward that is running
+        self._arrived: set[int] = set()  # in it
+        self._buckets: list[Bucket] = []  # in it, of the parameters that take a gradient
+        self._bucket_of: dict[int, Bucket] = {}
+        self._filling: dict[int, GradReduction] = {}  # for each parameter, what took the last gradient of its bucket
+        self._early: set[ReductionKey] = set()  # that left ahead of the rest, for they were read
+        self._before: frozenset[ReductionKey] = frozenset()  # that were open when the backward began
+
+    # What arrives.
+
+    def begin(self) -> None:
+        """The first gradient in a backward has arrived."""
+        unit = self.unit
+        self.is_begun = True
+        self._buckets = unit.buckets(unit.trainable, unit.reduce_dtypes)
+        self._bucket_of = {slot: bucket for bucket in self._buckets for slot in bucket.slots}
+        if unit.settings.strategy == "zero1" and unit.settings.requires_sync:
+            self.deferral.note_backward(is_first=all(p.grad is None for p in unit.params))
+
+    def receive(self, slot: int, grad: Tensor, *, may_wait: bool) -> ShardedTensor:
+        """Take the full gradient of a parameter; gives the reduced one, which may still be in flight."""
+        unit, reduction = self.unit, self._filling.get(slot)
+        if reduction is None or not unit.settings.requires_sync or not reduction.awaits(slot):
+            reduction = self._reduction_for(slot)
+        out = reduction.receive(unit.params[slot], grad, may_wait=may_wait)
+        self._arrived.add(slot)
+        if len(self._arrived) == len(unit.params) and unit not in unit.model.regions.units:  # a frozen one may be used
+            unit.model.eviction.after_backward(unit)
+        return out
+
+    def _reduction_for(self, slot: int) -> GradReduction:
+        """The open reduction that a gradient belongs to, or a new one."""
+        param, settings, bucket = self.unit.params[slot], self.unit.settings, self._bucket_of[slot]
+        key = ReductionKey(bucket.slots, is_captured=False)
+        known = self.open.get(key)
+        is_old = known is not None and (known.holds(slot) or known.owes)
+        if (is_old or not settings.requires_sync or not settings.requires_all_reduce) and not accumulates(param):
+            key = ReductionKey(bucket.slots, is_captured=True)
+            known = self.open.get(key)
+        is_apart = key.is_captured or param.grad is None or len(param._backward_hooks or ()) > 1
+        if known is not None and known.holds(slot) and is_apart:
+            # The gradient of an earlier backward must not grow: somebody kept it, and `.grad` is no part of it; or a
+            # hook wants to see that of this backward alone.
+            self._launch(key, joins=False)
+            known = None
+        if known is None:
+            known = self._open(key, bucket)
+        if not key.is_captured:
+            self._filling.update(dict.fromkeys(bucket.slots, known))
+        return known
+
+    def _open(self, key: ReductionKey, bucket: Bucket) -> GradReduction:
+        reduction = self.open[key] = GradReduction(weakref.ref(self), bucket, self.unit)
+        return reduction
+
+    # What leaves.
+
+    @property
+    def reduces_now(self) -> bool:
+        """Whether the backward that runs reduces the gradients, rather than add them up."""
+        settings = self.unit.settings
+        if settings.strategy != "zero1" or self.unit in self.unit.model.regions.units:
+            return settings.requires_sync  # of a region, ranks may run other numbers of backwards
+        return settings.requires_sync and self.deferral.is_due
+
+    def reduce(self, *, joins: bool = False) -> None:
+        """The backward has passed the unit: its gradients leave, with those of its buckets that peers alone may have.
+
+        They leave here, or else when the backward ends, and not when the last one arrives: which parameters a rank uses
+        may be its own matter, but when its collectives start must not be.
+
+        Args:
+            joins: Also if none has arrived on this rank.
+        """
+        if self.reduces_now:
+            self._launch_all(owes=not self.unit.settings.requires_all_reduce, joins=joins)
+
+    def _launch(self, key: ReductionKey, *, owes: bool = False, joins: bool = True) -> None:
+        """Start a reduction; the arguments are those of `GradReduction.launch`."""
+        reduction = self.open[key]
+        if not owes:
+            del self.open[key]
+        self._reducer.launch(reduction, owes=owes, joins=joins)
+
+    def _launch_all(self, *, owes: bool, joins: bool = False) -> None:
+        """Launch all buckets, if this rank has used any, or `joins` all the same."""
+        early, self._early = self._early, set()
+        keys = list(self.open)
+        if owes and not early and not joins and not self._is_filling(keys):
+            return  # all that is here rests until the backward that all-reduces
+        buckets = self._buckets if self.is_begun else self._all_buckets()
+        if len(keys) == 1 == len(buckets) and not early and not keys[0].is_captured:  # as nearly always
+            self._launch(keys[0], owes=owes and self._may_owe(keys[0]))
+            return
+        known = {*keys, *early}
+        for is_captured in {key.is_captured for key in known} | ({False} if joins else set()):
+            for bucket in buckets:
+                key = ReductionKey(bucket.slots, is_captured)
+                if key not in known:
+                    self._open(key, bucket)
+                    keys.append(key)
+        for key in sorted(keys):
+            self._launch(key, owes=owes and self._may_owe(key))
+
+    def _all_buckets(self) -> list[Bucket]:
+        """The buckets of the parameters that take a gradient now."""
+        return self.unit.buckets(self.unit.trainable, self.unit.reduce_dtypes)
+
+    def _is_filling(self, keys: Iterable[ReductionKey]) -> bool:
+        return any(self.open[key].is_filling for key in keys)
+
+    def _may_owe(self, key: ReductionKey) -> bool:
+        """Whether an all-reduce over replicas can be put off: `.grad` takes the result, and no hook is given it."""
+        hooks = (self.unit.params[slot]._backward_hooks or () for slot in key.slots)
+        return self.open[key].group.replicas is not None and not key.is_captured and not any(len(h) > 1 for h in hooks)
+
+    # The ends of reductions and backwards.
+
+    def on_finished(self, reduction: GradReduction) -> None:
+        """Forget a reduction that ended, or that rests until its all-reduce."""
+        for key, other in list(self.open.items()):
+            if other is reduction and not reduction.owes:  # a gradient was read before its unit was complete
+                del self.open[key]
+                self._early.add(key)
+                self._reducer.note_incomplete(reduction)
+        self._reducer.on_landed(reduction)
+
+    def on_read(self, reduction: GradReduction) -> None:
+        """A gradient is read outside of a backward before it has left: all of the unit leave, to be read alike.
+
+        Within a backward, its end does it.
+        """
+        self.unit.model.on_outside()
+        found = next((key for key, other in self.open.items() if other is reduction), None)
+        if found is None or self.unit.model.backward_task != -1:
+            return
+        if not found.is_captured:
+            self._reducer.launch_read(self)
+            return
+        for key in sorted(key for key in self.open if key.is_captured):  # `.grad` is no part of it, and may wait on
+            self._launch(key)
+        self._reducer.end_together()
+
+    def launch_read(self) -> None:
+        """Have all that `.grad` awaits leave now."""
+        keys = sorted(self.open)
+        if self._is_filling(keys):
+            self._launch_all(owes=False)
+        else:  # they owe an all-reduce, and nothing else
+            for key in keys:
+                self._launch(key, joins=False)
+
+    def launch_everywhere(self) -> None:
+        """Have all leave that any rank has begun, also if this one has not."""
+        for bucket in self._all_buckets():
+            key = ReductionKey(bucket.slots, is_captured=False)
+            if key not in self.open:
+                self._open(key, bucket)
+        for key in sorted(self.open):
+            self._launch(key)
+
+    def check_deferred(self) -> None:
+        """Raise, on every rank alike, where "zero1" has put the reduction off and some ranks alone have gradients."""
+        if self.unit.settings.strategy == "zero1" and self.unit.settings.requires_sync:
+            held = {slot for key, reduction in self.open.items() for slot in key.slots if reduction.holds(slot)}
+            names = [param.name for param in self.unit.params]
+            presence: list[tuple[ShardGroup, list[tuple[str, bool]]]] = [
+                (bucket.group, [(names[slot], slot in held) for slot in bucket.slots]) for bucket in self._all_buckets()
+            ]
+            check_same_gradients(presence, *_DEFERRED)
+
+    def begin_backward(self) -> None:
+        """Forget what earlier micro-batches added up for gradients that are dropped by now, as by `zero_grad`."""
+        for reduction in self.open.values():
+            reduction.forget_dropped()
+        self._before = frozenset(self.open)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether nothing waits for the end of the backward."""
+        return not self.open and not self._early
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all gradients have arrived in the backward that is running."""
+        return self.is_begun and len(self._arrived) == len(self._bucket_of)
+
+    def end_backward(self) -> None:
+        """The backward has ended: nothing more arrives in it."""
+        if self.is_begun:
+            self.is_begun = False
+            self._buckets, self._bucket_of = [], {}
+            self._arrived.clear()
+            self._filling.clear()
+
+    def await_others(self) -> None:
+        """Have all gradients that are not reduced yet await what other ranks may add up."""
+        if all(key.is_captured for key in self.open):
+            return
+        keys = {ReductionKey(bucket.slots, is_captured=False): bucket for bucket in self._all_buckets()}
+        if not self._is_filling(key for key in keys if key in self.open):
+            return
+        for key, bucket in keys.items():
+            if key not in self.open and any(self.unit.params[slot].grad is not None for slot in bucket.slots):
+                self._open(key, bucket)
+            if key in self.open:
+                self.open[key].await_missing()
+
+    def forget_backward(self) -> None:
+        """Drop what a backward that raised has left behind; what earlier micro-batches added up stays."""
+        self.end_backward()
+        self._early.clear()
+        for key, reduction in list(self.open.items()):
+            if not reduction.owes and (self.reduces_now or key not in self._before):
+                del self.open[key]
+
+    def clear(self) -> None:
+        """Let go of all that has not left."""
+        self.end_backward()
+        self._early.clear()
+        self.open.clear()
+
 
 _OWED = "all-reduce over replicas", "Call set_requires_all_reduce(True) ahead of the last backward of a step."
 _NUMBER = attrgetter("unit.number")

@@ -17,7 +17,7 @@ from dshard import collectives
 from dshard.autograd import outside_autograd
 from dshard.collectives import GatherPlan, ReduceBucket, ReducePlan, shard_of
 from dshard.errors import StateError
-from dshard.gradients.hook import hook_gradient
+from dshard.gradients.backward import hook_gradient
 from dshard.gradients.reducer import Reducer
 from dshard.layout import MIN_DIRECT_BYTES, BucketLayout
 from dshard.tensor import MixedShardedTensor, OffloadedShardedTensor, ShardedTensor

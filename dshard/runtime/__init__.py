@@ -2,8 +2,7 @@
 
 from dshard.collectives import phases_are
 from dshard.runtime.module_hooks import adopt_leaf
-from dshard.runtime.runtime import Runtime, current_phase
-from dshard.runtime.traced import gather
+from dshard.runtime.runtime import Runtime, current_phase, gather
 from dshard.tensor import ShardedTensor
 from dshard.tensor.traced import TracedGather
 

@@ -1,26 +1,182 @@
-"""What a module can do after `fully_shard`: the methods of FSDP2's `FSDPModule`."""
+"""`FSDPModule`: the methods of a sharded module."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from math import isfinite
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
+from torch.distributed.fsdp import fully_shard as _torchs_fully_shard
 
 from dshard import arguments
-from dshard.gradients.finite import FiniteCheck
-from dshard.gradients.reducer import Reducer
+from dshard.gradients.backward import Backward
+from dshard.gradients.reducer import FiniteCheck, Reducer
 from dshard.optimizer.replace import allocate, convert, forget_flat_weights
 from dshard.policies import read_reshard
-from dshard.runtime.companions import AcceptedHints, DataParallelNames
 from dshard.runtime.module_hooks import FORWARD_METHODS, as_forward
 from dshard.runtime.runtime import context_of, own_units, runtime_of, units_of
 from dshard.tensor import ShardedTensor
 from dshard.units.context import ModelContext
 from dshard.units.unit import Unit
+
+
+class _ManagedModule:
+    """True to whoever asks whether a module is managed by FSDP, except to dynamo.
+
+    Of a module that is, dynamo takes FSDP1's flat parameters for granted and refuses to trace it. Code that it traces
+    reads the module as any other code does, and gets True.
+    """
+
+    def __bool__(self) -> bool:
+        return torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is None
+
+
+_MANAGED = "_is_fsdp_managed_module"
+
+
+def say_managed(root: nn.Module) -> None:
+    """Have a module, and all below it, say that they are sharded, as FSDP2's do.
+
+    Transformers asks modules for this attribute. Then `generate` compares over the ranks, at each token, whether all
+    sequences have ended, and encoders run the layers that `layerdrop` drops on some ranks alone, without their results.
+    """
+    for module in root.modules():
+        module.__dict__[_MANAGED] = _ManagedModule()
+
+
+def say_unmanaged(root: nn.Module) -> None:
+    """Take that back."""
+    for module in root.modules():
+        module.__dict__.pop(_MANAGED, None)
+
+
+class DataParallelNames:
+    """Names that wrappers and trainers written for DDP and FSDP1 look for, and that FSDP2's class has not."""
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self: Any) -> list[str]:
+        """DDP reads it: sharded parameters are reduced already, and what is left, if anything, is DDP's."""
+        return [name for name, p in self.named_parameters(remove_duplicate=False) if isinstance(p, ShardedTensor)]
+
+    @contextmanager
+    def no_sync(self: Any) -> Iterator[None]:
+        """Let backwards inside of the scope add gradients up without reducing them; the next backward outside does.
+
+        Communicates:
+            Nothing. Reading such a gradient reduces it.
+        """
+        before = {unit: unit.settings.requires_sync for unit in self._units(recurse=True)}
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit in self._units(recurse=True):
+                unit.change(requires_sync=before.get(unit, True))
+
+
+class AcceptedHints:
+    """Methods of FSDP2's that have nothing to do here."""
+
+
+def _accepted(name: str, why: str) -> Callable[..., None]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    method.__name__, method.__doc__ = name, f"Accepted for FSDP2's sake, does nothing: {why}."
+    return method
+
+
+_ACCEPTED = {
+    "set_is_last_backward": "each backward ends what it began",
+    "set_unshard_in_backward": "a unit is gathered in backward only if it is touched there",
+    "set_force_sum_reduction_for_comms": "how a mean is computed is the backend's matter",
+    "set_reduce_scatter_unused_params": "parameters that only some ranks use are always reduced within a unit",
+    "set_allocate_memory_from_process_group_for_comm": "a hint for NCCL, which is not taken yet",
+    "set_symm_mem_for_comm": "a hint for NCCL, which is not taken yet",
+    "set_post_optim_event": "a gather waits for the writes to its shards by itself",
+    "_set_unshard_async_op": "a private switch of torch's",
+}
+for _name, _why in _ACCEPTED.items():
+    setattr(AcceptedHints, _name, _accepted(_name, _why))
+
+
+_KEY: Any = _torchs_fully_shard.__wrapped__  # type: ignore[attr-defined]  # what torch looks the state up by
+
+
+def answer_as_fsdp2(module: nn.Module) -> None:
+    """Have `fully_shard.state(module)` of torch give what a pipeline stage uses of it, and its registry know of it."""
+    module.__dict__[STATE_KEY] = _States(module, module.__dict__.get(STATE_KEY) or {})
+    module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
+
+
+class _States(dict[Callable[..., Any], Any]):
+    """The states of torch's composable functions on a module; that of `fully_shard` is made when it is asked for.
+
+    Args:
+        module: A sharded module.
+        others: States of other functions.
+    """
+
+    def __init__(self, module: nn.Module | None = None, others: Any = ()) -> None:
+        super().__init__(others)
+        self.module = module
+
+    def __contains__(self, key: object) -> bool:
+        return key is _KEY or super().__contains__(key)
+
+    def __reduce__(self) -> Any:
+        return _restored, (self.module,)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The state of one function."""
+        return _State(self.module) if key is _KEY and self.module is not None else super().get(key, default)
+
+
+def _restored(module: nn.Module) -> Any:
+    """Copy or unpickle; torch's name for the states is another one in every process."""
+    answer_as_fsdp2(module)
+    return module.__dict__[STATE_KEY]
+
+
+class _State:
+    """As much of FSDP2's state of a module as `PipelineStage.perform_reduce_grad` uses.
+
+    A schedule runs the backwards of its micro-batches without sync, and then reduces by hand what they added up.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._units = units_of(module)
+        self._fsdp_param_groups = [_Group(unit) for unit in self._units]
+        self._state_ctx = self
+
+    @property
+    def all_states(self) -> list["_State"]:
+        """A state that stands for all below."""
+        return [self]
+
+    def _root_post_backward_final_callback(self) -> None:
+        """All gradients have left: wait for what has to be, and free what is gathered. As after a backward."""
+        for model in dict.fromkeys(unit.model for unit in self._units):
+            model.get(Backward).end()
+
+
+class _Group:
+    """One unit."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def post_backward(self) -> None:
+        """Reduce the gradients that were added up. Communicates a reduce-scatter, unless none have."""
+        self._unit.model.get(Reducer).reduce(self._unit)
 
 
 class UnshardHandle:
@@ -75,7 +231,7 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         units = self._own_units()
         for unit in units:
             unit.is_requested = True
-            unit.gather()
+            unit.unshard()
         handle = UnshardHandle(units)
         if async_op:
             return handle
@@ -85,7 +241,7 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
     def reshard(self) -> None:
         """Free the gathered copies of this module's own units. Communicates nothing."""
         for unit in self._own_units():
-            unit.free()
+            unit.reshard()
 
     def _own_units(self) -> list[Unit]:
         return own_units(self)
@@ -334,7 +490,7 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         """`to`, `half`, `to_empty` and their kind: convert the shards, in place of whole parameters."""
         self._context()
         for unit in units_of(self):
-            unit.free()
+            unit.reshard()
         recurrent = forget_flat_weights(self)
         taken: list[tuple[nn.Module, str, ShardedTensor]] = []
         converted: set[int] = set()

@@ -1,24 +1,151 @@
-"""The runtime of a model: what its forwards begin and end."""
+"""One model while it runs: its forwards and backwards, parameters that come late, and graphs that are traced."""
 
-from collections.abc import Callable
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from dshard import collectives
 from dshard.agreement import broadcast_buffers
 from dshard.autograd import in_backward
-from dshard.collectives import settle
-from dshard.gradients.backward import Backward
-from dshard.gradients.hook import hook_gradient
+from dshard.collectives import GatherPlan, ReduceOp, ShardGroup, settle
+from dshard.errors import UnsupportedOpError
+from dshard.gradients.backward import Backward, hook_gradient
 from dshard.gradients.iteration import Iteration
+from dshard.interpreter import runs_in_function
+from dshard.layout import BucketLayout, ShardLayout
+from dshard.optimizer.replace import Replaced, replacement_of
 from dshard.optimizer.steps import check_interrupted, watch_steps
-from dshard.runtime.budget import agreed_free_bytes
-from dshard.runtime.late import LateParameters
+from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import group_of
 from dshard.tensor.subclass_shards import refuse_compiled_autograd
-from dshard.units.context import ModelContext
-from dshard.units.schedule import Phase
+from dshard.units.context import ModelContext, Phase
 from dshard.units.unit import Unit, groups_of
+
+_SHARE = 0.8  # of the free memory: the rest is for what a later step needs more
+
+
+def agreed_free_bytes(units: Sequence[Unit]) -> int:
+    """Bytes for gathered copies on the rank that has the least: four fifths of what is free.
+
+    Communicates:
+        An all-reduce of 8 bytes.
+    """
+    param = next(p for unit in units for p in unit.params)
+    num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", param.shard_group.world_size))
+    mine = torch.tensor(
+        [_free_bytes(param.offload.compute if param.offload is not None else param.device, num_sharing)],
+        device=param.shard_group.device_type,
+    )
+    least = collectives.all_reduce(
+        [mine], param.shard_group, ReduceOp.MIN, label="memory_budget", everywhere=True
+    ).wait()[0]
+    return int(least.item() * _SHARE)
+
+
+def _free_bytes(device: torch.device, num_sharing: int) -> int:
+    """Free memory of a device, with what its allocator holds unused; on the CPU, an equal part of the machine's."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    return (found[0] if found else 0) // num_sharing
+
+
+TakeIn = Callable[[ModelContext, list[tuple[str, nn.Parameter]]], None]
+
+
+class LateParameters:
+    """Finds trainable parameters that came after `fully_shard`: nothing would reduce their gradients.
+
+    Args:
+        context: Of the model.
+    """
+
+    def __init__(self, context: ModelContext) -> None:
+        _Registrations.watch()
+        self._context = context
+        self._num_registrations = -1
+        self._take_in: TakeIn | None = None
+        self.tops: list[nn.Module] = []  # what the outermost call was given
+        self._known: dict[int, nn.Parameter] = {}
+
+    def note(self, modules: Sequence[nn.Module], take_in: TakeIn) -> None:
+        """Remember the plain parameters that are meant to be there: those to ignore, and not yet sharded ones.
+
+        Args:
+            modules: What was sharded.
+            take_in: Shards those that come later, given the model's context and their names.
+        """
+        self.tops = list(modules)
+        self._take_in = take_in
+        self._known = {id(p): p for _, p in self._plain_parameters()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles take along: all but what was counted in this process."""
+        known = list(self._known.values())
+        return {"context": self._context, "tops": self.tops, "known": known, "take_in": self._take_in}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["context"])  # type: ignore[misc]
+        self.tops, self._take_in = state["tops"], state["take_in"]
+        self._known = {id(p): p for p in state["known"]}
+
+    def take_in(self) -> None:
+        """Shard what came since the last call; costs nothing where no module was given a parameter."""
+        found = self._find()
+        # torch.func.functional_call puts plain tensors in the places of parameters, and takes them away again.
+        if found and self._take_in is not None and not runs_in_function("functional_call"):
+            self._take_in(self._context, list(found.values()))
+
+    def is_waiting(self) -> bool:
+        """Whether `take_in` would shard something."""
+        before = self._num_registrations
+        if not self._find():
+            return False
+        self._num_registrations = before
+        return self._take_in is not None
+
+    def _find(self) -> dict[int, tuple[str, nn.Parameter]]:
+        """What came since the last call, by identity."""
+        if self._num_registrations == _Registrations.count:
+            return {}
+        self._num_registrations = _Registrations.count
+        return {id(p): (name, p) for name, p in self._plain_parameters() if id(p) not in self._known}
+
+    def _plain_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Trainable parameters below the root that are not sharded."""
+        for prefix, module in dict.fromkeys(pair for top in self.tops for pair in top.named_modules()):
+            for name, param in module._parameters.items():
+                if param is not None and not isinstance(param, ShardedTensor) and param.requires_grad:
+                    yield f"{prefix}.{name}" if prefix else name, param
+
+
+class _Registrations:
+    """Counts the parameters that modules are given, so that a model is searched only after one was."""
+
+    count: ClassVar[int] = 0
+    are_watched: ClassVar[bool] = False
+
+    @classmethod
+    def watch(cls) -> None:
+        """Have torch tell of every parameter that a module is given, from the first sharded model on."""
+        if not cls.are_watched:
+            cls.are_watched = True
+            register_module_parameter_registration_hook(cls.note)
+
+    @classmethod
+    def note(cls, module: nn.Module, name: str, param: Any) -> Any:
+        """Torch's hook for a parameter that is registered; a replaced one is followed."""
+        cls.count += 1
+        return replacement_of(param) if isinstance(param, Replaced) else None
+
 
 _MAX_UNSETTLED = 1000  # collectives of forwards alone, after which ranks compare what they did
 
@@ -86,7 +213,7 @@ class Runtime:
         self.context.schedule.forget()
         self.backward.forget()
         for unit in self.context.units:
-            unit.free()
+            unit.reshard()
         self.context.schedule.begin(phase)
 
     def is_start_due(self) -> bool:
@@ -111,7 +238,7 @@ class Runtime:
         self.context.forwards.set_running(0)
         for unit in self.context.units:
             unit.num_active = 0
-            unit.free()
+            unit.reshard()
 
 
 def current_phase() -> str:
@@ -150,3 +277,106 @@ def own_units(module: nn.Module) -> list[Unit]:
     """What the call of `fully_shard` on this very module took: one unit, or those that the first use formed of it."""
     context_of(module)
     return list(dict.fromkeys([*module.__dict__["_dshard_units"], *module.__dict__.get("_dshard_formed", ())]))
+
+
+class _Places:
+    """Which parameter a shard is that a graph was given."""
+
+    by_shard: ClassVar[dict[int, tuple[weakref.ref[Unit], int]]] = {}
+
+    @classmethod
+    def find(cls, shard: Tensor) -> tuple[Unit, int] | None:
+        """The unit, and the parameter's number in it; None for what belongs to no unit."""
+        found = cls._look_up(shard)
+        if found is None:
+            cls.by_shard = {
+                id(param.shard_storage.tensor): (weakref.ref(unit), slot)
+                for unit in list(Unit.alive)
+                for slot, param in enumerate(unit.params)
+                if param.gather_source is unit  # else of one that the first use split
+            }
+            found = cls._look_up(shard)
+        return found
+
+    @classmethod
+    def _look_up(cls, shard: Tensor) -> tuple[Unit, int] | None:
+        entry = cls.by_shard.get(id(shard))
+        if entry is None:
+            return None
+        reference, slot = entry
+        unit = reference()
+        if unit is None or slot >= len(unit.params):
+            return None
+        param = unit.params[slot]
+        is_it = param.shard_storage.tensor is shard and param.gather_source is unit
+        return (unit, slot) if is_it else None
+
+
+def gather(
+    shard: Tensor, shape: list[int], stride: list[int], dim: int, group: str, dtype: torch.dtype, is_own: bool
+) -> Tensor:
+    """The full value of a shard that a compiled graph was given, in memory of the graph's own if it `is_own`.
+
+    Communicates:
+        As a touch of the parameter: at most one all-gather per bucket of its unit.
+    """
+    found = _Places.find(shard)
+    if found is not None and found[0].model.split is not None:
+        found[0].model.before_use()
+        found = _Places.find(shard)
+    if found is None:
+        return _gathered_alone(shard, shape, stride, dim, group, dtype)
+    unit, slot = found
+    layout, model = unit.params[slot].shard_layout, unit.model
+    if layout.shape != tuple(shape) or layout.dim != (dim if dim >= 0 else None):
+        raise UnsupportedOpError(
+            f"{unit.params[slot].name}: a compiled graph was given a view of a sharded tensor (shape {tuple(shape)}). "
+            "Make the view within the compiled function, or use full_tensor()."
+        )
+    task = torch._C._current_graph_task_id()
+    if task != -1:
+        model.eviction.use_in_graph(unit, task)
+    else:
+        _check_dtype(unit, slot, dtype)
+        if not unit.is_running:
+            _check_start(unit)
+        else:
+            model.eviction.keep_for_backward(unit)
+    full = unit.full_of_dtype(slot, dtype)
+    is_the_shard = full.untyped_storage()._cdata == shard.untyped_storage()._cdata  # of one rank; ops return no inputs
+    return full.clone() if is_own or is_the_shard else full
+
+
+def _check_dtype(unit: Unit, slot: int, dtype: torch.dtype) -> None:
+    """Raise where a parameter has another dtype than when the graph was traced: in a forward, or outside."""
+    param = unit.params[slot]
+    if param.dtype != dtype:
+        raise UnsupportedOpError(
+            f"{param.name}: under mixed precision a graph runs where it was traced, in a forward or outside, but it "
+            f"was traced with {dtype}, and the parameter is {param.dtype} here. Compile a function of its own for "
+            "each place."
+        )
+
+
+def _check_start(unit: Unit) -> None:
+    """Raise for what is due at the start of an eager forward, in a forward that is one graph."""
+    if not unit.model.get(Runtime).is_start_due():
+        return
+    raise UnsupportedOpError(
+        f"{unit.label}: torch.compile of a function that calls the model runs the model's start within the graph, but "
+        "this model has to broadcast its buffers, to take in parameters that it was given after fully_shard, or to "
+        "tell ranks that have no more batches (dshard.join). Compile it in place, by model.compile(), which runs that "
+        "ahead of the graph."
+    )
+
+
+def _gathered_alone(
+    shard: Tensor, shape: list[int], stride: list[int], dim: int, group: str, dtype: torch.dtype
+) -> Tensor:
+    """The full value of what belongs to no unit."""
+    if dim < 0:
+        return shard.to(dtype, copy=True)
+    shard_group = ShardGroup(collectives.group_named(group), shard.device)
+    layout = ShardLayout(tuple(shape), dim, shard_group.num_ranks)
+    plan = GatherPlan.of(BucketLayout.of([layout]), [stride], dtype, shard_group)
+    return collectives.all_gather([shard], plan, shard_group, label="a tensor of a compiled graph").wait().tensors[0]

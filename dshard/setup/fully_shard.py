@@ -15,8 +15,7 @@ from dshard.collectives import ShardGroup
 from dshard.optimizer.replace import inherit
 from dshard.policies import Precision, PrecisionRules, StrategyRules, reshard_choice
 from dshard.runtime import Runtime
-from dshard.runtime.casts import cast_at
-from dshard.runtime.module_hooks import watch
+from dshard.runtime.module_hooks import cast_at, watch
 from dshard.setup.auto_units import AutoWrapPolicy, chosen_modules
 from dshard.setup.dcp import stage_shards
 from dshard.setup.options import Followed, Options, checked_modules, read_options
@@ -37,9 +36,8 @@ from dshard.setup.specs import (
 )
 from dshard.slices import check_sliced, is_sliced, set_slices
 from dshard.tensor.meshes import data_parallel_mesh, default_mesh, group_of
-from dshard.units.context import ModelContext
+from dshard.units.context import BufferSync, ModelContext
 from dshard.units.placing import Place, PlacementFn, check_mesh, places_of
-from dshard.units.settings import BufferSync
 
 if TYPE_CHECKING:  # loaded where a plan is given
     from dshard.planner import Plan

@@ -15,15 +15,13 @@ from dshard.gradients.backward import Backward
 from dshard.gradients.reducer import Reducer
 from dshard.optimizer.replace import Move, move_states, note_moves, place_of, relocate
 from dshard.policies import StrategyRules, read_strategies
-from dshard.runtime.late import LateParameters
-from dshard.runtime.runtime import context_of
+from dshard.runtime.runtime import LateParameters, context_of
 from dshard.slices import check_sliced, is_sliced, set_slices
 from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import tp_layout_of
 from dshard.tensor.subclass_shards import subclass_gathers
-from dshard.units.context import ModelContext
+from dshard.units.context import ModelContext, UnitSettings
 from dshard.units.placing import Place, placed_by
-from dshard.units.settings import UnitSettings
 from dshard.units.unit import Unit
 
 _LISTS = ("_dshard_units", "_dshard_formed")
@@ -136,7 +134,7 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
         if isinstance(param.grad, ShardedTensor):
             param.grad.shard_storage.resolve()
     for unit in context.units:
-        unit.free()
+        unit.reshard()
     context.pool.clear()  # for copies of other sizes
     for param in places:
         param.base_place = param.base_place or _pair(place_of(param))

@@ -18,10 +18,8 @@ from dshard.collectives import ShardGroup
 from dshard.errors import StateError, UnsupportedOpError
 from dshard.optimizer.replace import ParameterHooks, Replaced, hooks_of, inherit, replacement_of, retire
 from dshard.policies import Precision, PrecisionRules, Strategy, StrategyRules
-from dshard.runtime.companions import say_managed
-from dshard.runtime.module import sharded_class
+from dshard.runtime.module import answer_as_fsdp2, say_managed, sharded_class
 from dshard.runtime.module_hooks import attach, watch
-from dshard.runtime.pipelining import answer_as_fsdp2
 from dshard.runtime.runtime import Runtime, units_of
 from dshard.setup.auto_units import ENOUGH_BYTES, find_units
 from dshard.tensor import MixedShardedTensor, OffloadedShardedTensor, ShardedTensor
@@ -29,9 +27,8 @@ from dshard.tensor.meshes import TPLayout, group_of, tp_layout_of
 from dshard.tensor.storage import rejoin_source
 from dshard.tensor.subclass_shards import holds_packed_bits, subclass_gathers
 from dshard.tensor.tp_params import local_of, shard_over
-from dshard.units.context import ModelContext
+from dshard.units.context import ModelContext, UnitSettings
 from dshard.units.placing import Place, PlacementFn, placed_by, places_of
-from dshard.units.settings import UnitSettings
 from dshard.units.unit import Unit
 
 _PLAIN_PARAMETERS = (nn.Parameter, Tensor)  # whose values are numbers
@@ -605,7 +602,7 @@ def _split(context: ModelContext, root: nn.Module, unit: Unit, least_bytes: int 
     plans = find_units(root, unit.params, unit.label, least_bytes=least_bytes)
     if len(plans) < 2:
         return
-    unit.free()
+    unit.reshard()
     context.units.remove(unit)
     root.__dict__["_dshard_units"].remove(unit)
     specs = [UnitSpec(plan.label, plan.modules, plan.params, unit.settings) for plan in plans]

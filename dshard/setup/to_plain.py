@@ -14,13 +14,11 @@ from dshard.agreement import check_same, refused_together
 from dshard.autograd import outside_autograd
 from dshard.errors import ArgumentError, StateError, UnsupportedOpError
 from dshard.gathering import refuse_meta
-from dshard.gradients.hook import users_hooks
+from dshard.gradients.backward import users_hooks
 from dshard.gradients.reducer import Reducer
 from dshard.optimizer.steps import known_optimizers
-from dshard.runtime.casts import forget_casts
-from dshard.runtime.companions import say_unmanaged
-from dshard.runtime.module import FSDPModule, original_class
-from dshard.runtime.module_hooks import FORWARD_METHODS, unwatch
+from dshard.runtime.module import FSDPModule, original_class, say_unmanaged
+from dshard.runtime.module_hooks import FORWARD_METHODS, forget_casts, unwatch
 from dshard.setup.set_strategy import context_at_rest
 from dshard.slices import SlicedForward
 from dshard.tensor import ShardedTensor
@@ -77,7 +75,7 @@ def to_plain(
 
     context.get(Reducer).reduce_all()
     for unit in context.units:
-        unit.free()
+        unit.reshard()
     is_here = rank is None or widest.world_rank == rank
     plain = {id(param): _plain_parameter(param, is_here=is_here) for param in params.values()}
     for each in optimizers:

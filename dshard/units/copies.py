@@ -1,7 +1,9 @@
-"""Gathered copies: the full values of a unit's parameters, which come and go together."""
+"""Gathered copies of the parameters of a unit: when they are there, fresh, awaited, copied to and from a host."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
@@ -11,17 +13,180 @@ from torch import Tensor
 
 from dshard import collectives
 from dshard.autograd import in_backward, outside_autograd, profiled
-from dshard.collectives import Buffer, Gathered, Handle, MadeIn, SideStream, shard_of
+from dshard.collectives import Buffer, Gathered, GatherPlan, Handle, MadeIn, SideStream, shard_of
+from dshard.errors import StateError
+from dshard.policies import Offload
 from dshard.tensor.meshes import TPShardLayout, tp_operand, viewed
 from dshard.tensor.storage import Use
 from dshard.tensor.tp_params import local_of
 from dshard.tensor.views import View
 from dshard.units.buckets import Bucket, HostCopies, SendRows, is_whole, part_layout
 from dshard.units.extensions import Extensions
-from dshard.units.residency import TRANSITIONS, Beside, Residency, opened, refuse_meta
 
 if TYPE_CHECKING:
     from dshard.units.unit import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """Shards on the compute device.
+
+    Args:
+        shards: The shards.
+        row: The memory that they lie in, one behind the other.
+        arrival: Whose `synchronize` waits until home may be written to again.
+    """
+
+    shards: list[Tensor]
+    row: Tensor
+    arrival: Any
+
+
+class CopyStream:
+    """One direction between two devices.
+
+    Args:
+        offload: The two.
+    """
+
+    def __init__(self, offload: Offload) -> None:
+        self.offload = offload
+        has_streams = offload.compute.type not in ("cpu", "meta")
+        device: Any = torch.get_device_module(offload.compute) if has_streams else None
+        self._device, self._stream = device, device.Stream(offload.compute) if has_streams else None
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """What is started inside runs after what was started before, and beside what is started later.
+
+        Memory that is taken inside may be used outside: the next scope starts after that.
+        """
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(self._device.current_stream(self.offload.compute))
+        with self._device.stream(self._stream):
+            yield
+
+    def copy_in(self, shards: Sequence[Tensor], row: Tensor | None, plan: GatherPlan) -> _Staged:
+        """Start to copy shards from home, within `open`.
+
+        Args:
+            shards: At home; they must not change before the arrival.
+            row: The memory of a `SendRow` that they lie in, if they do: then it is one copy.
+            plan: Of their bucket.
+        """
+        device = self.offload.compute
+        if row is not None:
+            moved = torch.empty(row.shape, dtype=row.dtype, device=device)
+            moved.copy_(row, non_blocking=True)
+        else:
+            moved = torch.empty(plan.send_numel, dtype=shards[0].dtype, device=device)
+            torch._foreach_copy_(plan.slots(moved), [shard.reshape(-1) for shard in shards], non_blocking=True)
+        parts = [part.view(shard.shape) for part, shard in zip(plan.slots(moved), shards, strict=True)]
+        return _Staged(parts, moved, self._mark())
+
+    def copy_out(self, row: Tensor) -> tuple[Tensor, Any]:
+        """Start to copy a row home; gives what it becomes there, and whose `synchronize` waits for it."""
+        home = torch.empty(row.shape, dtype=row.dtype, device=self.offload.home, pin_memory=self.offload.pins)
+        with self.open():
+            home.copy_(row, non_blocking=True)
+            if self._stream is not None:
+                row.record_stream(self._stream)  # nobody waits here, as a gather's use does, before it is let go
+            return home, self._mark()
+
+    def _mark(self) -> Any:
+        return self._stream.record_event() if self._stream is not None else _There()
+
+
+class _There:
+    """The arrival of what was copied at once."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class Residency(enum.Enum):
+    """What of a unit's full values is on this rank, besides the shards."""
+
+    SHARDED = "sharded"  # nothing
+    IN_FLIGHT = "in flight"  # messages are under way
+    GATHERED = "gathered"  # all, fresh or stale
+    IN_PARTS = "in parts"  # what as few neighbours as `reshard_after_forward` says need from each other
+
+    __hash__ = object.__hash__  # Enum's own is a function of Python
+
+
+TRANSITIONS: dict[Residency, frozenset[Residency]] = {
+    Residency.SHARDED: frozenset({Residency.IN_FLIGHT}),
+    Residency.IN_FLIGHT: frozenset({Residency.GATHERED, Residency.SHARDED}),
+    Residency.GATHERED: frozenset({Residency.SHARDED, Residency.IN_PARTS}),
+    Residency.IN_PARTS: frozenset({Residency.IN_FLIGHT, Residency.SHARDED}),
+}
+
+
+def refuse_meta(names: Sequence[str]) -> None:
+    """Raise, for there are parameters that have no memory yet."""
+    raise StateError(
+        f"{names[0]}: a parameter needs memory before it is used, but this one and {len(names) - 1} more "
+        "are on the meta device. Call to_empty(device=...) on the model and initialize it, or load a "
+        "state_dict with assign=True."
+    )
+
+
+class Beside:
+    """What the gathers of one unit have to do with other work of its device, which has streams.
+
+    A gather is started behind all that the current stream was given, for it may have written the shards. In the
+    backward of the forward that gathered them last, they are what they were: then it starts in a stream of its own.
+
+    Args:
+        unit: Whose parameters.
+    """
+
+    __slots__ = ("_known", "_unit")
+
+    def __init__(self, unit: "Unit") -> None:
+        self._unit = unit
+        self._known: tuple[int, Any] = -1, None  # the phase of the last gather behind all else, and what it gathered
+
+    def begin(self, shards: Sequence[Tensor], wait: Callable[[], None]) -> SideStream | None:
+        """A gather is to start; gives the stream for it, if not the current one.
+
+        Args:
+            shards: That are gathered.
+            wait: Ends the gather; called ahead of writes to the shards.
+        """
+        storages = [param.shard_storage for param in self._unit.params]
+        for storage in storages:
+            storage.before_write = wait
+        found = [(id(s), s._version, each.signature) for s, each in zip(shards, storages, strict=True)]
+        serial = self._unit.model.schedule.serial
+        if in_backward() and self._known == (serial - 1, found):
+            return self._side()
+        self._known = serial, found
+        return None
+
+    def end(self) -> None:
+        """It has ended, and its memory is used no more but for the full values."""
+        self._side().mark()
+        for param in self._unit.params:
+            param.shard_storage.before_write = None
+
+    def _side(self) -> SideStream:
+        assert self._unit.device is not None
+        return self._unit.model.side_stream(self._unit.device)
+
+
+@contextmanager
+def opened(side: SideStream, bucket: Bucket) -> Iterator[bool]:
+    """Have a gather of a bucket start in a stream, if no full values stay in its memory; gives whether it does."""
+    if bucket.plan.is_in_rows or bucket.group.num_ranks == 1:
+        yield False
+        return
+    with side.open():
+        yield True
+
 
 _SHARD_OF = attrgetter("shard_storage.tensor")
 _VERSION_OF = attrgetter("_version")

@@ -20,11 +20,9 @@ from dshard.tensor.storage import Use, is_used_away
 from dshard.tensor.subclass_shards import subclass_gathers
 from dshard.tensor.views import View
 from dshard.units.buckets import Bucket, LearnedCasts, are_whole, make_buckets, make_part_buckets
-from dshard.units.context import ModelContext
-from dshard.units.copies import Copies
+from dshard.units.context import ModelContext, UnitSettings
+from dshard.units.copies import Copies, Residency
 from dshard.units.extensions import Extensions
-from dshard.units.residency import Residency
-from dshard.units.settings import UnitSettings
 
 B = TypeVar("B", bound=Bucket)
 
@@ -94,7 +92,7 @@ class Unit:
 
     def restart(self) -> None:
         """Its parameters lie elsewhere now: make anew what was made for where they lay."""
-        self.free()
+        self.reshard()
         self._start()
 
     @property
@@ -245,8 +243,8 @@ class Unit:
         """The gathered copy of parameter `slot` if an open scope holds it."""
         return self.full(slot) if self.num_pins else None
 
-    def gather(self) -> None:
-        """Start to gather what forward and backward use; a no-op while a fresh copy is there or under way."""
+    def unshard(self) -> None:
+        """Start to all-gather what forward and backward use; a no-op while a fresh copy is there or under way."""
         self.copies.gather()
 
     def prefetch(self) -> bool:
@@ -264,7 +262,7 @@ class Unit:
         if self.exact is not self.copies:
             self.exact.wait()
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Drop the gathered copies, unless a `gathered` scope holds them."""
         if self.first_slice is not None:
             self.first_slice.drop()
@@ -279,7 +277,7 @@ class Unit:
     def make_way(self) -> None:
         """Its shards are about to be written, on all ranks, so copies that nobody uses now would be stale."""
         if not self.num_active and self.copies.host_copies and self.copies.are_there:
-            self.free()
+            self.reshard()
 
     @property
     def stays(self) -> bool:
@@ -287,17 +285,17 @@ class Unit:
         settings = self.settings
         return settings.reshard_after_forward is False and not settings.reshard_after_backward
 
-    def release(self) -> None:
-        """`free`, for now that nothing needs the copies, unless they are to stay."""
+    def reshard_unless_kept(self) -> None:
+        """`reshard`, for now that nothing needs the copies, unless they are to stay."""
         if not self.stays:
-            self.free()
+            self.reshard()
 
     def change(self, **changes: Any) -> None:
         """Choose otherwise, by the names of `UnitSettings`; what a strategy or other collectives need is made anew."""
         before, self.settings = self.settings, replace(self.settings, **changes)
         self.was_quiet |= self.settings.requires_sync and not before.requires_sync
         if before.comms != self.settings.comms:
-            self.free()
+            self.reshard()
             self._buckets.clear()
 
     def set_reshard_after_forward(self, value: bool | int | None) -> None:
@@ -325,11 +323,11 @@ class Unit:
                 f"reshard_after_forward is {num_ranks}. Pass True or False."
             )
 
-    def reshard(self) -> None:
+    def reshard_for_backward(self) -> None:
         """Free after a forward whose backward is to come; with a number of ranks, all but what the few need."""
         num_ranks = self.settings.reshard_after_forward
         if type(num_ranks) is not int:
-            self.free()
+            self.reshard()
         elif not self.num_pins:
             self.copies.keep_parts(num_ranks)
             if self.exact is not self.copies:

@@ -19,8 +19,7 @@ import dshard
 from dshard.collectives import SideStream
 from dshard.collectives.group import Handle
 from dshard.tensor.storage import ShardStorage
-from dshard.units.copies import Copies
-from dshard.units.copy_stream import CopyStream
+from dshard.units.copies import Copies, CopyStream
 from tests.crossings import program
 from tests.crossings.factors import default_row
 

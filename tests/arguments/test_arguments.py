@@ -26,7 +26,7 @@ from dshard.arguments import shown
 from dshard.planner import Cluster, Link, Links, Measured, ModelCosts, ParamCosts, Plan, Training, UnitCosts
 from dshard.planning import links
 from dshard.policies import Strategy
-from dshard.runtime.companions import AcceptedHints
+from dshard.runtime.module import AcceptedHints
 from dshard.testing import World, WorldPool, expect_error, fake_world
 from tests.arguments import table
 

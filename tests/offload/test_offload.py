@@ -27,7 +27,7 @@ from dshard.planner.costs import UnitKind
 from dshard.planning.plan import Profile
 from dshard.policies import Offload, Strategy
 from dshard.tensor import OffloadedShardedTensor
-from dshard.units.copy_stream import CopyStream
+from dshard.units.copies import CopyStream
 from tests.accelerator import device
 
 pytestmark = pytest.mark.slow

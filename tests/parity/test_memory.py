@@ -19,9 +19,8 @@ from torch.utils._pytree import tree_leaves
 import dshard
 from dshard.collectives import BufferPool
 from dshard.testing import WorldPool
-from dshard.units.copies import Copies
-from dshard.units.eviction import Eviction
-from dshard.units.residency import Residency
+from dshard.units.context import Eviction
+from dshard.units.copies import Copies, Residency
 from dshard.units.unit import Unit
 from tests.models import GPT
 from tests.parity.models import CASES, batch, build, shard

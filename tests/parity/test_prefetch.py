@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import dshard
 from dshard.planner.texts import parse_bytes
 from dshard.testing import WorldPool
-from dshard.units.eviction import Eviction
+from dshard.units.context import Eviction
 from dshard.units.unit import Unit
 from tests.parity.test_memory import units_of
 

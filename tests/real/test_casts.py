@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import dshard
-from dshard.runtime.casts import Casts
+from dshard.runtime.module_hooks import Casts
 from dshard.testing import WorldPool, expect_error
 
 BF16, F32 = torch.bfloat16, torch.float32

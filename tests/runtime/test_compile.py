@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import dshard
-from dshard.runtime.traced import gather
+from dshard.runtime.runtime import gather
 from dshard.tensor.traced import TracedGather
 from dshard.testing import WorldPool
 from tests.models import LanguageModel, ResidualMlp

@@ -13,7 +13,7 @@ import dshard
 from dshard.testing import World
 
 PACKAGE = str(Path(dshard.__file__).parent)
-TOUCH, GRADIENT = ("units/unit.py", "full"), ("gradients/hook.py", "route_gradient")
+TOUCH, GRADIENT = ("units/unit.py", "full"), ("gradients/backward.py", "route_gradient")
 
 
 class Paths:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import dshard
 from dshard.testing import WorldPool, fake_world
-from dshard.units.eviction import Eviction
+from dshard.units.context import Eviction
 from dshard.units.unit import Unit
 from tests.models import ResidualMlp
 

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from dshard.runtime.companions import say_managed, say_unmanaged
+from dshard.runtime.module import say_managed, say_unmanaged
 
 
 def test_every_module_is_marked_also_inside_of_a_wrapper():

@@ -5,7 +5,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dshard.units.schedule import Phase, Schedule, to_drop
+from dshard.units.context import Phase, Schedule, to_drop
 
 
 class Named:

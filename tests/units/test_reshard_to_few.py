@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dshard
 from dshard.testing import WorldPool
-from dshard.units.residency import Residency
+from dshard.units.copies import Residency
 
 WIDTH = 24
 

@@ -13,8 +13,7 @@ from torch import nn
 
 import dshard
 from dshard.testing import WorldPool
-from dshard.units.copies import Copies
-from dshard.units.residency import TRANSITIONS, Residency
+from dshard.units.copies import TRANSITIONS, Copies, Residency
 
 SHARDED, IN_FLIGHT, GATHERED, IN_PARTS = Residency
 NUM_UNITS = 3

@@ -24,7 +24,7 @@ from dshard.gradients.reducer import Reducer
 from dshard.policies import StrategyRules
 from dshard.runtime.runtime import units_of
 from dshard.testing import WorldPool
-from dshard.units.settings import BufferSync, ModelSettings, UnitSettings
+from dshard.units.context import BufferSync, ModelSettings, UnitSettings
 
 BF16 = torch.bfloat16
 
