@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from dshard.tensor import shardwise, writes
 from dshard.tensor.sharded_tensor import SHARDED, VIEWS, OffloadedShardedTensor, ShardedTensor
-from dshard.tensor.storage import ShardStorage, is_stepping
+from dshard.tensor.storage import ShardStorage, is_stepping, tensors_in
 from dshard.tensor.table import Args, Handler, Kwargs, OpClass, classify, mutated_arguments
 from dshard.tensor.views import ViewStep, view_metas
 
@@ -130,7 +130,7 @@ def run_beside_dtensors(run: _Run, func: OpOverload, args: Args, kwargs: Kwargs)
     """
     taken: dict[int, ShardedTensor] = {}
     originals: dict[int, DTensor] = {}
-    sharded: list[Any] = [value for value in _tensors((args, list(kwargs.values()))) if type(value) in SHARDED]
+    sharded: list[Any] = [value for value in tensors_in((args, list(kwargs.values()))) if type(value) in SHARDED]
     for group in _together((*args, *kwargs.values())):
         beside: list[Any] = [value for value in group if type(value) in SHARDED] or sharded
         for value in group:
@@ -146,7 +146,7 @@ def run_beside_dtensors(run: _Run, func: OpOverload, args: Args, kwargs: Kwargs)
     if any(True for _ in _dtensors(written)):
         as_dtensors = {id(value): _as_dtensor(value) for value in sharded}
         result = func(*_replaced(args, as_dtensors), **_replaced(kwargs, as_dtensors))
-        for value in _tensors(written):
+        for value in tensors_in(written):
             if isinstance(value, ShardedTensor):
                 value.shard_storage.note_write()
         return result
@@ -191,16 +191,8 @@ def _as_dtensor(value: ShardedTensor) -> DTensor:
     )
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-
-
 def _dtensors(value: Any) -> Iterator[DTensor]:
-    return (each for each in _tensors(value) if type(each) is DTensor)
+    return (each for each in tensors_in(value) if type(each) is DTensor)
 
 
 def _replaced(value: Any, others: dict[int, Any]) -> Any:

@@ -1,7 +1,7 @@
 """Operands and results of operations: sharded tensors in, plain tensors out that answer as DTensors do."""
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 from dshard.compiling import is_between_graphs
 from dshard.tensor.meshes import full_shape, part_of
 from dshard.tensor.sharded_tensor import ShardedTensor
-from dshard.tensor.storage import is_stepping
+from dshard.tensor.storage import is_stepping, tensors_in
 from dshard.tensor.table import Args, Kwargs, mutated_arguments
 from dshard.tensor.views import bytes_of
 
@@ -89,7 +89,7 @@ class FullResult(Tensor):
             result = func(*args, **(kwargs or {}))
         if torch.compiler.is_compiling():
             return result
-        tensors = list(_tensors((args, (kwargs or {}).values())))
+        tensors = list(tensors_in((args, list((kwargs or {}).values()))))
         if not all(isinstance(each, FullResult) for each in tensors):
             return _plain(result)
         kind = AgreedTensor if all(isinstance(each, AgreedTensor) for each in tensors) else FullResult
@@ -109,14 +109,6 @@ def answering(result: Any, kind: type[FullResult], mesh: DeviceMesh) -> Any:
     if type(result) in (list, tuple):
         return type(result)(answering(each, kind, mesh) for each in result)
     return result
-
-
-def _tensors(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple, type({}.values()))):
-            yield from _tensors(value)
 
 
 def _plain(value: Any) -> Any:
@@ -171,11 +163,11 @@ def lies_like(tensor: ShardedTensor, other: ShardedTensor) -> bool:
     )
 
 
-def common_layout(values: Sequence[Any]) -> ShardedTensor | None:
+def common_layout(values: Sequence[Any], *, has_numbers: bool = False) -> ShardedTensor | None:
     """A tensor whose layout all of `values` share, if an elementwise operation on the shards is right; else None.
 
-    Plain tensors hold this rank's own data, so their presence means no; but the 0-d ones of an optimizer's step are
-    scalars that all ranks share.
+    Plain tensors hold this rank's own data, so their presence means no; but the 0-d ones of an optimizer's step, and of
+    a graph (`has_numbers`), are scalars that all ranks share: a step count or learning rate, most often.
     """
     found: ShardedTensor | None = None
     for value in values:
@@ -183,7 +175,7 @@ def common_layout(values: Sequence[Any]) -> ShardedTensor | None:
             if value._view is not None or (found is not None and not lies_like(value, found)):
                 return None
             found = found if found is not None else value
-        elif isinstance(value, Tensor) and (value.dim() > 0 or not is_stepping()):
+        elif isinstance(value, Tensor) and (value.dim() > 0 or not (has_numbers or is_stepping())):
             return None
     return found
 

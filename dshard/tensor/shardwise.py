@@ -1,7 +1,7 @@
 """Operations that each rank runs on its shard, with at most one small all-reduce."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from dshard.tensor.operands import (
     unwrap_result,
 )
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
-from dshard.tensor.storage import Use, is_stepping
+from dshard.tensor.storage import Use, flat, is_stepping
 from dshard.tensor.subclass_shards import exact_values
 from dshard.tensor.table import Args, Kwargs
 from dshard.tensor.views import empty_as
@@ -145,7 +145,7 @@ def _answer(result: Any, operands: Sequence[Any]) -> Any:
     if torch._C._current_graph_task_id() != -1 or type(result) not in (Tensor, list, tuple):
         return result
     mesh, is_agreed = None, True
-    for value in _flat(operands):
+    for value in flat(operands):
         if type(value) in SHARDED:
             source = value.base.gather_source
             if source is not None and source.is_running:
@@ -156,14 +156,6 @@ def _answer(result: Any, operands: Sequence[Any]) -> Any:
                 return result  # data of this rank's own
             is_agreed = False
     return answering(result, AgreedTensor if is_agreed else FullResult, mesh) if mesh is not None else result
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _flat(value)
-        else:
-            yield value
 
 
 def compute_plain(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:

@@ -4,7 +4,7 @@ import os
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, ClassVar, Protocol
@@ -91,7 +91,7 @@ def _counting(operation: Any) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowADInplaceOrView():
             result = operation(*args)
-        for tensor in _tensors(args[:1]):  # where results go, in all of them; their schemas do not say so
+        for tensor in tensors_in(args[:1]):  # where results go, in all of them; their schemas do not say so
             for storage in set(_Exposed.storages.values()):
                 if storage.tensor is not None and _overlap(tensor, storage.tensor):
                     storage.note_collective()
@@ -100,12 +100,18 @@ def _counting(operation: Any) -> Callable[..., Any]:
     return run
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def flat(values: Iterable[Any]) -> Iterator[Any]:
+    """The items of some values, of lists and tuples in them too."""
     for value in values:
-        if isinstance(value, Tensor):
+        if isinstance(value, (list, tuple)):
+            yield from flat(value)
+        else:
             yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Any]:
+    """The tensors among the items of some values."""
+    return (value for value in flat(values) if isinstance(value, Tensor))
 
 
 def _overlap(tensor: Tensor, shard: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Sharded parameters in graphs of torch.compile: gathered and reduced by operations of the graph."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar, NoReturn
 
@@ -22,9 +22,9 @@ from dshard.layout import ShardLayout
 from dshard.tensor import shardwise
 from dshard.tensor.dispatch import described, dispatch
 from dshard.tensor.meshes import group_of, viewed
-from dshard.tensor.operands import cut_to, is_recorded, lies_like, materialize, takes_own_data
+from dshard.tensor.operands import common_layout, cut_to, is_recorded, materialize, takes_own_data
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor, dtype_in_graph
-from dshard.tensor.storage import ShardStorage, Use, note_write_to
+from dshard.tensor.storage import ShardStorage, Use, flat, note_write_to
 from dshard.tensor.table import Args, Handler, Kwargs, OpClass, classify, mutated_arguments
 from dshard.tensor.views import View, ViewStep, empty_of, restrided
 
@@ -270,7 +270,7 @@ def _dispatch_traced(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return args[0].alias()
     if op_class is OpClass.VIEW and type(args[0]) in SHARDED:
         return _view(args[0], func, args[1:], kwargs)
-    if (run := _ON_SHARDS.get(op_class)) is not None and not is_recorded(*_flat((*args, *kwargs.values()))):
+    if (run := _ON_SHARDS.get(op_class)) is not None and not is_recorded(*flat((*args, *kwargs.values()))):
         result = run(func, args, kwargs)
         if result is not NotImplemented:
             return result
@@ -285,7 +285,7 @@ def _dispatch_traced(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _refused(func: OpOverload, args: Args, kwargs: Kwargs) -> UnsupportedOpError:
-    named = next(a for a in _flat((*args, *kwargs.values())) if type(a) in SHARDED)
+    named = next(a for a in flat((*args, *kwargs.values())) if type(a) in SHARDED)
     return UnsupportedOpError(
         f"torch.compile: a compiled graph cannot run {func} on a sharded tensor (shape {tuple(named.shape)}). Call it "
         "outside of the compiled function."
@@ -311,16 +311,8 @@ def _is_given(tensor: ShardedTensor) -> bool:
     return source.is_given if isinstance(source, TracedSource) else True
 
 
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _flat(value)
-        else:
-            yield value
-
-
 def _pointwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    ref = _common_layout((*args, *kwargs.values()))
+    ref = common_layout((*args, *kwargs.values()), has_numbers=True)
     if ref is None:
         return NotImplemented
     return _made(ref, func(*(cut_to(arg, ref) for arg in args), **{name: cut_to(v, ref) for name, v in kwargs.items()}))
@@ -340,7 +332,7 @@ def _pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 def _foreach(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and any(isinstance(x, Tensor) for x in arg)]
     singles = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
-    refs = [_common_layout((*items, *singles)) for items in zip(*lists, strict=True)]
+    refs = [common_layout((*items, *singles), has_numbers=True) for items in zip(*lists, strict=True)]
     known = [ref for ref in refs if ref is not None]
     if len(known) < len(refs):
         return NotImplemented
@@ -394,22 +386,6 @@ _ON_SHARDS: dict[OpClass, Handler] = {
     OpClass.CLONE: _copy,
     OpClass.CAST: _copy,
 }
-
-
-def _common_layout(values: Sequence[Any]) -> ShardedTensor | None:
-    """A sharded tensor whose layout all of some operands share, beside numbers; else None.
-
-    A 0-d tensor in a graph is a number of all ranks: a step count or learning rate, most often.
-    """
-    found: ShardedTensor | None = None
-    for value in values:
-        if isinstance(value, ShardedTensor):
-            if value._view is not None or (found is not None and not lies_like(value, found)):
-                return None
-            found = found if found is not None else value
-        elif isinstance(value, Tensor) and value.dim():
-            return None
-    return found
 
 
 def _made(ref: ShardedTensor, shard: Tensor) -> ShardedTensor:
