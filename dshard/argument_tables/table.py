@@ -22,8 +22,6 @@ from dshard.kinds import (
     ours,
 )
 
-_TRAINED: Row = {"model": MODULE, "optimizer": optional(domain.OPTIMIZERS)}
-_RECURSE: Row = {"recurse": FLAG}
 _PER_STEP: Row = {"model": domain.COSTS, "strategies": domain.PER_UNIT, "cluster": domain.CLUSTER}
 _SOLVE: Row = {
     "cluster": domain.CLUSTER,
@@ -32,10 +30,6 @@ _SOLVE: Row = {
     "max_labels": count(1),
     "tolerance": domain.MARGIN,
     "progress": domain.PROGRESS,
-}
-_SELECTED: Row = {
-    "kind": one_of("all_gather", "reduce_scatter", "all_reduce", "broadcast", "check", None),
-    "label": optional(TEXT),
 }
 
 _PLACEMENT_FN = function("a parameter", "Pass a function that returns Shard(dim), as in lambda param: Shard(1).")
