@@ -206,7 +206,10 @@ class Contents:
                 )
             elif values:
                 name = names[id(param)]
-                state[name] = encode_state(values, f"{prefix}.{name}", self._keep)
+                where = f"{prefix}.{name}"
+                if wrong := [key for key in values if not isinstance(key, str)]:
+                    raise CheckpointError(f"{where}: keys of a state must be texts, but one is {wrong[0]!r:.60}.")
+                state[name] = {key: encode(value, f"{where}.{key}", self._keep) for key, value in values.items()}
         whole = [name for name, t in self.tensors.items() if name.startswith(f"{prefix}.") and not _is_cut(t)]
         return {
             "prefix": prefix,
@@ -340,14 +343,6 @@ def _memory(value: Any) -> int:
     if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.layout == torch.strided:
         return value.data_ptr()
     return id(value)
-
-
-def encode_state(values: Mapping[Any, Any], where: str, keep: Any) -> dict[str, Any]:
-    """Encode an optimizer's state of one parameter; its tensors are kept by name."""
-    wrong = next((key for key in values if not isinstance(key, str)), None)
-    if wrong is not None:
-        raise CheckpointError(f"{where}: the keys of its state must be texts, but one is {wrong!r:.80}. Name it.")
-    return {key: encode(value, f"{where}.{key}", keep) for key, value in values.items()}
 
 
 def check_dense(name: str, tensor: Tensor) -> None:

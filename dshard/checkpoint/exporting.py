@@ -13,9 +13,10 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from dshard import arguments
 from dshard.agreement import check_same
-from dshard.checkpoint.agreement import agree, group_of, together
+from dshard.checkpoint.agreement import group_of, together
 from dshard.checkpoint.contents import left_out_of
 from dshard.checkpoint.disk import locked, make_folder, partial_name, sync_folder, write_whole
 from dshard.checkpoint.files import Box, TensorFile, check_dtype
@@ -116,28 +117,22 @@ def save_safetensors(
     try:
         for number, part in enumerate(files.parts):
             values = full_values([(item.name, state[item.name]) for item in part])
-            if group.world_rank == 0:
-                agree(group, _failure_of(files, number, values), what)
-            else:
-                for _ in values:
-                    pass
-                agree(group, None, what)
+            write = partial(files.write, number) if group.world_rank == 0 else None
+            together(group, partial(_gather, values, write), what)
         together(group, lambda: files.publish() if group.world_rank == 0 else None, what)
     finally:
         if group.world_rank == 0:
             files.close()
 
 
-def _failure_of(files: "_Files", number: int, values: Iterable[tuple[str, Tensor]]) -> Exception | None:
-    """Write one file and return the error, if there is one; after it, gather the rest so that ranks keep step."""
-    rest = iter(values)
+def _gather(values: Iterator[tuple[str, Tensor]], write: Callable[[Iterator[tuple[str, Tensor]]], None] | None) -> None:
+    """Write values on rank 0; gather all of them, also after an error, so that the ranks keep step."""
     try:
-        files.write(number, rest)
-    except Exception as error:
-        for _ in rest:
+        if write is not None:
+            write(values)
+    finally:
+        for _ in values:
             pass
-        return error
-    return None
 
 
 def _checked(path_or_dir: Any, max_shard_bytes: Any, dtype: Any, metadata: Any) -> int:
@@ -202,14 +197,15 @@ def _items_of(
     module: nn.Module, state: Mapping[str, Any], dtype: torch.dtype | None
 ) -> tuple[list[_Item], dict[str, str]]:
     """Return the tensors to write, tied ones once, and the other names of these."""
-    by_value: dict[Any, list[str]] = {}
+    by_value: dict[int, list[str]] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
                 f"{name}: a safetensors file holds tensors alone, but this extra state is a {type(value).__name__}. "
                 "Use dshard.checkpoint.save, or remove it."
             )
-        by_value.setdefault(_identity(name, value), []).append(name)
+        is_shard = isinstance(value, ShardedTensor) and not value.is_view
+        by_value.setdefault(id(value.shard_storage) if is_shard else id(value), []).append(name)  # type: ignore[attr-defined]
     left_out = left_out_of(module, state)
     items, tied = [], {}
     for names in by_value.values():
@@ -220,15 +216,6 @@ def _items_of(
         check_dtype(kept, own)
         items.append(_Item(kept, own, tuple(value.shape)))
     return items, tied
-
-
-def _identity(name: str, value: Tensor) -> Any:
-    """Return a key that is equal for all names of one tensor."""
-    if isinstance(value, ShardedTensor):
-        return name if value.is_view else id(value.shard_storage)
-    if not value.numel() or type(value).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
-        return id(value)
-    return value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride(), value.dtype
 
 
 class _Files:

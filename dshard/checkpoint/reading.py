@@ -1,7 +1,6 @@
 """Read a checkpoint: every byte is compared with its sum, and nothing is changed before all is read.
 
-A rank reads the blocks in which the boxes lie that it wants. `safetensors` maps a file into memory and gives a tensor
-of it without reading it; what is wanted of that is copied, and the copy compared.
+A rank reads the blocks in which the boxes lie that it wants, into memory of its own, and compares them there.
 """
 
 import math
@@ -18,14 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dshard.checkpoint import disk
-from dshard.checkpoint.files import BLOCK_BYTES, Box, StoredPiece, memory_of, sum_of
+from dshard.checkpoint.files import BLOCK_BYTES, NAMES, Box, StoredPiece, memory_of, sum_of
 from dshard.checkpoint.manifest import Manifest, StoredTensor
 from dshard.checkpoint.values import decode
 from dshard.collectives import ShardGroup
 from dshard.errors import CheckpointError
 from dshard.tensor import ShardedTensor
 from dshard.tensor.subclass_shards import subclass_gathers
-from dshard.tensor.views import bytes_of
 
 _VERIFY_BYTES = 1 << 25  # at a time; a multiple of a block
 
@@ -49,7 +47,7 @@ class Reader:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest, self._stack = folder, manifest, ExitStack()
-        self._opened: dict[int, Any] = {}  # by number of the file: what is open, or why it cannot be
+        self._opened: dict[int, CheckpointError | None] = {}  # by number of the file: why it cannot be read
         self._raw: dict[str, int] = {}  # descriptors of headers, of rows of parity, and of what makes these up
         self.rebuilt: set[str] = set()  # names of files that parity stood in for
 
@@ -57,7 +55,6 @@ class Reader:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._opened.clear()
         self._stack.close()
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -132,7 +129,8 @@ class Reader:
         found = torch.empty(high - low, dtype=torch.uint8, device="cpu")
         error = None
         try:
-            found.copy_(bytes_of(self._mapped(index, name, piece))[low:high])
+            self._open(index)
+            self._fill(file.name, file.size, memory_of(found), piece.start + low)
         except CheckpointError as caught:
             error = caught
         content = memory_of(found)
@@ -159,35 +157,31 @@ class Reader:
             raise CheckpointError(f"{failed} Parity cannot stand in: {other}") from failed
         self.rebuilt.add(self._manifest.files[index].name)
 
-    def _mapped(self, index: int, name: str, piece: StoredPiece) -> Tensor:
-        """Return a view of a piece in the mapped file, which is not read yet."""
-        opened, file = self._open(index), self._manifest.files[index].name
-        try:
-            mapped: Tensor = opened.get_tensor(name)
-        except SafetensorError as error:
-            raise self._damage(file, f"it must hold '{name}', but {error}") from error
-        found = tuple(mapped.shape), mapped.dtype
-        if found != (piece.box.sizes, piece.dtype):
-            raise self._damage(file, f"'{name}' must be {piece.box.sizes}, {piece.dtype}, but it is {found}")
-        return mapped
+    def _open(self, index: int) -> None:
+        """Compare a file's size and header with the manifest, once.
 
-    def _open(self, index: int) -> Any:
-        """Open a file, after its size and its header were compared."""
+        `safetensors` says what the file holds. Values are read by their place, which the manifest has: of mapped memory
+        a disk's error or a file that is cut short would end the process, and the package leaks numbers for each tensor.
+        """
         if index not in self._opened:
+            self._opened[index] = None
             file = self._manifest.files[index]
             header = memoryview(bytearray(file.header_bytes))
             try:
                 self._fill(file.name, file.size, header, 0)
                 if sum_of(header) != file.header_sum:
                     raise self._damage(file.name, "its header must be the one that was saved, but it is another")
-                self._opened[index] = self._stack.enter_context(safe_open(self._folder / file.name, "pt"))
+                with safe_open(self._folder / file.name, "pt") as opened:
+                    for name, piece in file.pieces.items():
+                        found = opened.get_slice(name).get_dtype(), tuple(opened.get_slice(name).get_shape())
+                        if found != (NAMES[piece.dtype], piece.box.sizes):
+                            raise self._damage(file.name, f"'{name}' must be as the manifest says, but it is {found}")
             except CheckpointError as error:
                 self._opened[index] = error
             except (SafetensorError, OSError) as error:
                 self._opened[index] = self._damage(file.name, f"it must be readable, but {error}")
-        if isinstance(self._opened[index], CheckpointError):
-            raise self._opened[index]
-        return self._opened[index]
+        if (failed := self._opened[index]) is not None:
+            raise failed
 
     def _fill(self, name: str, size: int, target: memoryview, offset: int) -> None:
         """Fill a buffer with a file's bytes, after its size was compared."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -294,11 +295,6 @@ class Job:
         except Exception as error:
             with suppress(OSError):
                 self._write_error(error)
-            if self.draft is None and not self.folder.exists():
-                raise CheckpointError(
-                    f"{self.folder}: saving failed: this folder must stay until all ranks have written, but it is "
-                    "gone. Look at what rank 0 says, which may have given up, or for what removed it."
-                ) from error
             raise
         self.publish()
 
@@ -306,6 +302,13 @@ class Job:
         """Run and close; files that other ranks write after a failure are removed by the next save."""
         try:
             self.run(pieces)
+        except (FileNotFoundError, SafetensorError) as error:
+            if self.folder.exists() or self.draft is not None:
+                raise
+            raise CheckpointError(
+                f"{self.folder}: the asynchronous save failed: this folder must stay until all ranks have written, but "
+                "it is gone. Look at what rank 0 says, which may have given up, or for what removed it."
+            ) from error
         finally:
             self.close()
 
