@@ -32,7 +32,7 @@ from benchmarks.measure import Reader, Step, summary_of, timed, watched
 from benchmarks.models import FAMILY, GPT, Size, training_step
 from benchmarks.output import Bars, Output, timing_table
 from dshard.collectives import ShardGroup
-from dshard.collectives.transport import transport_of
+from dshard.collectives.exchange import transport_of
 from dshard.planner import Plan
 from dshard.planner.profiles import Training
 from dshard.planning.links import measure_links

@@ -128,7 +128,6 @@ def broadcast_buffers(modules: Sequence[nn.Module], group: ShardGroup) -> None:
 
 Fact = str | Sequence[str]  # what a rank was told; a sequence where there may be many, of which one is to be named
 
-_MAX_LEFT = 1000  # steps that peers had left before a call that all make
 _TEXT_BYTES = 160  # of what a rank was told, in a message
 _MAX_SHOWN = 4  # different values, or ranks, in a message
 VERSIONS = "versions of torch and dshard"
@@ -159,15 +158,7 @@ def check_same(who: str, facts: Mapping[str, Fact], group: ShardGroup) -> None:
     """
     if group.world_size == 1:
         return
-    for _ in range(_MAX_LEFT):
-        try:
-            _compare(who, {_REFUSAL: "", **facts}, group)
-            return
-        except DivergenceError as error:  # a rank had left a step before this call, and now this one has, too
-            if not error.left_step or group.replicas is not None:
-                raise
-            failed = error
-    raise failed
+    _compare(who, {_REFUSAL: "", **facts}, group)
 
 
 @contextmanager

@@ -202,8 +202,6 @@ class _Agreement:
         except RankLostError:  # no word of a peer's: those of other groups find out by themselves
             raise
         except DivergenceError as error:
-            if group.is_direct:  # it has left the step, and told all
-                raise
             self._error = self._error or error
             return part
 

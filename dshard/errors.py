@@ -16,14 +16,10 @@ class StateError(DShardError, RuntimeError):
 class DivergenceError(DShardError, RuntimeError):
     """The ranks hold different values, or do different things, where they must agree.
 
-    Where `left_step` is set, a rank has left the step because of an exception; once all have, the next is a normal one.
-
     Args:
         message: What differs.
         ranks: Those that are to blame, by their numbers in the world, where that was found out.
     """
-
-    left_step = False
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)

@@ -26,6 +26,7 @@ from dshard.collectives import (
     ReducePlan,
     Steps,
     all_reduce_row,
+    tag_of,
     with_comms,
 )
 from dshard.errors import StateError, UnsupportedOpError
@@ -280,13 +281,13 @@ def _start(unit: Unit, part: Slice) -> Handle[Gathered]:
     unit.model.eviction.note_gather(unit)
     with outside_autograd(), profiled("gather", part.label, unit.model.token):
         shard = part.rows.of_shard(param.shard_storage.resolve(), part.group.rank)
-        is_row = not (part.group.is_direct or part.is_cast) and shard.numel() == part.plan.row_numel
+        is_row = part.group.sends_rows and not part.is_cast and shard.numel() == part.plan.row_numel
         return collectives.all_gather(
             [shard],
             part.plan,
             part.group,
             label=part.label,
-            tag=hash(param.shard_storage.signature),
+            tag=tag_of(param.shard_storage.signature, unit.model.num_failures),
             pool=unit.model.pool,
             row=shard.reshape(-1) if is_row else None,
         )
@@ -308,7 +309,8 @@ class SliceReduction:
         # Weak, for the gradient that this is in belongs to the weight: the model would be kept alive.
         self._reducer, self._unit = weakref.ref(reducer), weakref.ref(unit)
         param = unit.params[0]
-        self._replicas, self._tag = param.shard_group.replicas, hash(param.shard_storage.signature)
+        self._replicas, self._num_failures = param.shard_group.replicas, unit.model.num_failures
+        self._tag = tag_of(param.shard_storage.signature, self._num_failures)
         self._pool, self._hook = unit.model.pool, unit.settings.reduce_hook
         self._model_token = unit.model.token
         divisor = unit.settings.divisor
@@ -344,7 +346,8 @@ class SliceReduction:
                     pool=self._pool,
                     num_flags=plan.num_flags,
                 )
-            self._in_flight = part, Steps(reduce_steps(bucket, None, all_reduce, self._hook, mean=self._mean))
+            started = reduce_steps(bucket, None, all_reduce, self._hook, mean=self._mean, tag=self._num_failures)
+            self._in_flight = part, Steps(started)
 
     def settle(self) -> None:
         """Wait for the slice that is in flight, if one is, and put it in its place."""

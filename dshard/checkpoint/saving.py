@@ -38,7 +38,7 @@ from dshard.checkpoint.manifest import MANIFEST, Manifest, tensors_of
 from dshard.checkpoint.parity import Row, group_around, write_row
 from dshard.checkpoint.values import encode
 from dshard.collectives import ShardGroup, timeout_of
-from dshard.collectives.lost import found_dead
+from dshard.collectives.watchdog import found_dead
 from dshard.errors import CheckpointError
 from dshard.gathering import refuse_meta
 

@@ -6,10 +6,12 @@ costs the host more than the call.
 
 import enum
 import hashlib
+import os
+import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -223,3 +225,22 @@ def all_to_all_flat(
 def broadcast_flat(tensor: Tensor, src: int, group: ProcessGroup) -> Work:
     """Start a broadcast of `tensor` from rank `src` of `group`, in place."""
     return dist.broadcast(tensor, group=group, group_src=src, async_op=True)
+
+
+def meet_anew() -> None:
+    """Where this process is a restart on one host, have process groups use keys of this start alone."""
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restart == "0" or not has_agent_store or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return
+    module: Any = sys.modules["torch.distributed.rendezvous"]  # its name in the package is that of its function
+    handlers: Any = getattr(module, "_rendezvous_handlers", {})
+    if "env" not in handlers:  # another torch, which may need none of this
+        return
+    torchs_own = handlers["env"]
+
+    def env(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+        for store, rank, size in torchs_own(*args, **kwargs):
+            yield dist.PrefixStore(f"restart-{restart}", store), rank, size
+
+    handlers["env"] = env

@@ -1,33 +1,152 @@
-"""Messages straight from rank to rank, behind a header: what gloo gets in the place of its own collectives."""
+"""Collectives on gloo: messages straight from rank to rank, behind a header, or through memory within a host.
+
+What is said, and what follows from it, is the same either way (`divergence.py`). `DSHARD_TRANSPORT=messages` has ranks
+of one host exchange messages all the same.
+"""
 
 import contextlib
+import logging
+import os
+import struct
 import sys
+import time
+import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dshard.collectives import _c10d
-from dshard.collectives._c10d import Work
-from dshard.collectives.arena import Arena
+from dshard.collectives._c10d import ProcessGroup, Work
+from dshard.collectives.divergence import Kind, check_headers, count_start, header, without_writes
 from dshard.collectives.group import ShardGroup
-from dshard.collectives.header import Kind, check_headers, header, read, untagged
-from dshard.collectives.lines import follow, line_of
-from dshard.collectives.lost import ended, is_symptom
+from dshard.collectives.host.arena import Arena
+from dshard.collectives.host.rings import Listening, Offer, Sent, ThroughMemory, connect
 from dshard.collectives.memory import Buffer, BufferPool, Readers
-from dshard.collectives.messages import Packed
-from dshard.collectives.stalls import failure
-from dshard.collectives.transport import Sent, Transport, Values
-from dshard.collectives.whys import Why, told_by
-from dshard.errors import DivergenceError, RankLostError
+from dshard.collectives.trace import times_peers, waited_for_peer
+from dshard.collectives.watchdog import begin_wait, end_wait, failure, finish_at_end, is_symptom
+from dshard.errors import ArgumentError, DivergenceError
+from dshard.layout import HEADER_BYTES, INLINE_BYTES
 
 T = TypeVar("T")
+_VARIABLE = "DSHARD_TRANSPORT"
 _ALIGN_BYTES = 16  # of each tensor among those that lie one behind the other
+_SIZES = struct.Struct("<II")  # behind the header of a message: a number of its values, and how many bytes there are
+_VALUES_AT = HEADER_BYTES + 16
+_ROWS_BYTES = 1 << 20  # for one message of each peer
+
+
+class _Bytes(bytearray):
+    """The memory of a message."""
+
+    def tensor(self, offset: int, num_bytes: int) -> Tensor:
+        """Some of it, uint8."""
+        return torch.frombuffer(self, dtype=torch.uint8, offset=offset, count=num_bytes)
+
+
+class _Message:
+    """A header that comes as a message, and values that may come with it.
+
+    Args:
+        peer: Who sends it.
+        most_bytes: Of values that may come with it. It may be shorter than what is made ready for it, not longer.
+        group: The process group.
+    """
+
+    __slots__ = ("_bytes", "_work", "header", "is_here", "offer")
+
+    def __init__(self, peer: int, most_bytes: int, group: ProcessGroup) -> None:
+        self._bytes = _Bytes(_VALUES_AT + most_bytes)
+        self._work = _c10d.receive(torch.frombuffer(self._bytes, dtype=torch.uint8), peer, _c10d.HEADERS, group)
+        self.header, self.is_here = b"", False
+        self.offer: Offer | None = None  # once it is there, its values, unless they come as messages of their own
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Wait for it."""
+        self._work.wait(*(() if limit is None else (limit,)))
+        self.header = bytes(self._bytes[:HEADER_BYTES])
+        channel, num_bytes = _SIZES.unpack_from(self._bytes, HEADER_BYTES)
+        if num_bytes:
+            self.offer = Offer(self._bytes, _VALUES_AT, num_bytes, channel, None)
+
+
+class ByMessages:
+    """Every header is a message, together with the values where these are few; else they are messages of their own.
+
+    Args:
+        group: The process group, which is not kept alive.
+    """
+
+    arena: Arena | None = None
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group, self.pool = weakref.ref(group), BufferPool()
+        self.inline_bytes = min(INLINE_BYTES, _ROWS_BYTES // _c10d.size_of(group))
+
+    def _alive(self) -> ProcessGroup:
+        group = self._group()
+        assert group is not None, "a process group is gone whose collectives go on"
+        return group
+
+    def say(self, header: bytes, peer: int, values: Sent) -> tuple[Tensor, Work]:
+        """Start to send a header, and few values; gives the message, whose memory must stay, and its work."""
+        ahead = header + _SIZES.pack(values.channel, values.num_bytes).ljust(_VALUES_AT - HEADER_BYTES, b"\0")
+        message = torch.frombuffer(bytearray(ahead) + values.inline, dtype=torch.uint8)
+        return message, _c10d.send(message, peer, _c10d.HEADERS, self._alive())
+
+    def listen(self, peer: int) -> _Message:
+        """Be ready for the next header of a peer."""
+        return _Message(peer, self.inline_bytes, self._alive())
+
+    def collect(self) -> None:
+        """Nothing is kept."""
+
+    def is_awaited(self, *, unread: bool = True) -> bool:
+        """Nothing is read late."""
+        return False
+
+
+Transport = ByMessages | ThroughMemory
+
+
+def transport_of(group: ShardGroup) -> Transport:
+    """How the ranks of a process group reach each other; they find it out together, the first time.
+
+    Raises:
+        RuntimeError: As gloo does where a peer does not come.
+
+    Communicates:
+        The first time, two messages to each peer.
+    """
+    return _c10d.kept_for(group.process_group, "transport", lambda: _find(group))
+
+
+def _find(group: ShardGroup) -> Transport:
+    wanted = os.environ.get(_VARIABLE, "memory")
+    if wanted not in ("memory", "messages"):
+        raise ArgumentError(
+            f"{_VARIABLE} must be 'messages' or 'memory', but it is {wanted!r}. Set it on all ranks alike."
+        )
+    found: ThroughMemory | None = None
+    if wanted == "memory":
+        label = f"first collective of a process group (with {_VARIABLE} as on this rank)"
+        level = logging.WARNING if _VARIABLE in os.environ else logging.INFO
+        begin_wait(label, group.process_group)
+        is_well = False
+        try:
+            found = connect(group.process_group, group.device_type, level=level)
+            is_well = True
+        finally:
+            end_wait(label, group.process_group, is_well=is_well)
+    return found or ByMessages(group.process_group)
 
 
 @dataclass(slots=True)
@@ -69,6 +188,70 @@ def _same_places(memory: Tensor, like: Sequence[Tensor], own: Tensor) -> list[Te
     return found
 
 
+class Channel:
+    """Collectives between this rank and its peers in one process group, in the order in which they start.
+
+    The first header of each peer belongs to this rank's first collective, and so on. So what this rank gives up stays
+    here until its headers were read, ahead of those of the next one.
+
+    Args:
+        group: The ranks; their process group is not kept alive.
+    """
+
+    def __init__(self, group: ShardGroup) -> None:
+        self._process_group = weakref.ref(group.process_group)
+        self._waiting: deque[Exchange] = deque()  # whose headers were not read, in order
+        self.is_apart = False  # whether ranks were found to be at different things, at some time
+        self.differing: Exchange | None = None  # at which they were, if no wait has raised that
+        channels: list[Channel] = _c10d.kept_for(_c10d.world_of(group.process_group), "channels", list)
+        channels.append(self)
+        finish_at_end(partial(_finish, channels))
+
+    def start(self, started: "Exchange", transport: Transport) -> None:
+        """Say a header to the peers, and be ready for theirs."""
+        self._waiting.append(started)
+        for peer in started.peers:
+            started.coming[peer] = transport.listen(peer)
+            sent = transport.say(started.own, peer, started.values.get(peer, Sent()))
+            if sent is not None:
+                started.sent.append(sent)
+
+    def hear(self, wanted: "Exchange") -> None:
+        """Wait for the headers of a collective, and of those before it, until one is found at which ranks differ.
+
+        Peers that were at something else there may never come to this one.
+        """
+        group = self._process_group()
+        assert group is not None, "a process group is gone whose collectives go on"
+        while not wanted.is_heard and self.differing is None:
+            first = self._waiting[0]
+            for peer in list(first.coming):
+                began_s = time.perf_counter()
+                coming = first.coming[peer]
+                coming.wait(*(() if coming.is_here else _c10d.limit_of(group)))
+                first.note_header(peer, first.coming.pop(peer))
+                if times_peers():
+                    waited_for_peer(dist.get_global_rank(group, peer), time.perf_counter() - began_s)
+            self._waiting.popleft()
+            first.note_heard()
+
+    def finish(self) -> None:
+        """Wait for what has begun, whether anybody here wants it or not."""
+        for started in list(self._waiting):
+            started.leave()
+
+
+def _finish(channels: Sequence[Channel]) -> None:
+    """Have what this rank has begun arrive at peers that come to it later, as a reduction that nobody has read."""
+    for channel in channels:
+        channel.finish()
+
+
+def channel_of(group: ShardGroup) -> Channel:
+    """The channel of a process group."""
+    return _c10d.kept_for(group.process_group, "channel", lambda: Channel(group))
+
+
 class Exchange:
     """All values of one collective between this rank and its peers, behind a header.
 
@@ -87,37 +270,39 @@ class Exchange:
         label: Of which unit.
         tag: A number that must be equal on all ranks.
         sizes: What else tells the messages apart: everything that their sizes depend on.
-        takes_any_tag: Whether ranks with other tags are together all the same; `tags_differ` says whether there are.
+        takes_any_writes: Whether ranks that wrote otherwise to the shards are together all the same; `writes_differ`
+            says whether there are.
     """
 
     def __init__(
-        self, group: ShardGroup, kind: Kind, label: str, tag: int, sizes: int, *, takes_any_tag: bool = False
+        self, group: ShardGroup, kind: Kind, label: str, tag: int, sizes: int, *, takes_any_writes: bool = False
     ) -> None:
         self._group, self._kind, self._label = group, kind, label
-        self.offers: dict[int, Values] = {}
+        self.offers: dict[int, Offer] = {}
         self._works: list[tuple[int, Work]] = []
         self._outward: dict[int, list[Tensor]] = {peer: [] for peer in group.peers}
         self._inward: dict[int, list[Tensor]] = {peer: [] for peer in group.peers}
         self._rows: _Rows | None = None
         self._mirrored: Buffer | None = None
-        self._is_wanted, self._is_ended = True, False
-        self._line = line_of(group)
-        self._transport: Transport = self._try(lambda: self._line.transport(group))
+        self._is_ended = False
+        self._channel = channel_of(group)
+        self._transport: Transport = self._try(lambda: transport_of(group))
         self._readers = Readers(self._transport.collect, self._transport.is_awaited)
-        self.number = self._line.note()
-        self.own = header(kind, label, tag, self.number)
-        self._takes_any_tag = takes_any_tag
-        known = untagged(self.own) if takes_any_tag else self.own
-        self._channel = zlib.crc32(known, sizes & 0xFFFFFFFF) & 0x3FFFFFFF
-        self.sent: dict[int, Work] = {}  # by messages: the headers that are on their way
-        self.values: dict[int, Sent | Packed] = {}  # what goes with the header to each peer
-        self.word = 0  # told beside the header, through memory, where there are no values
-        self.words: dict[int, int] = {}  # what each peer told so
-        self.heard: dict[int, bytes] = {}
-        self.is_heard, self.place, self.beyond = False, 0, 0
+        count_start(group)
+        self.own = header(kind, label, tag)
+        self._takes_any_writes = takes_any_writes
+        known = without_writes(self.own) if takes_any_writes else self.own
+        self._number = zlib.crc32(known, sizes & 0xFFFFFFFF) & 0x3FFFFFFF  # tells messages apart
+        self.sent: list[tuple[Tensor, Work]] = []  # by messages: the headers that were sent
+        self.values: dict[int, Sent] = {}  # what goes with the header to each peer
+        self.word = 0  # sent beside the header, through memory, where there are no values
+        self.words: dict[int, int] = {}  # what each peer sent so
+        self.coming: dict[int, Listening | _Message] = {}  # headers that are awaited
+        self._heard: dict[int, bytes] = {}
+        self.is_heard = False
 
     def __del__(self) -> None:
-        """What both sides are ready for must arrive; the line keeps this until that is known."""
+        """What both sides are ready for must arrive; the channel keeps this until that is known."""
         if (self._works or self.sent) and self.is_heard and not sys.is_finalizing():
             with contextlib.suppress(RuntimeError), _disable_current_modes():
                 self._end(takes=False)
@@ -178,63 +363,61 @@ class Exchange:
 
     def start(self) -> None:
         """Send what was given, and be ready for what the peers do."""
-        if self._transport.arena is not None:
-            self._put_out(self._transport, self._transport.arena)
-            self._try(lambda: self._line.start(self))
-            return
-        self._pack_few()
-        self._try(lambda: self._line.start(self))
+        self._transport.collect()
+        self._pack()
+        self._try(lambda: self._channel.start(self, self._transport))
         group = self._group.process_group
-        for peer in self._group.peers:
+        for peer in self._group.peers if self._transport.arena is None else ():
             for tensor in self._inward[peer] if not self._are_few(self._inward[peer]) else ():
-                self._works.append((peer, self._try(partial(_c10d.receive, tensor, peer, self._channel, group))))
+                self._works.append((peer, self._try(partial(_c10d.receive, tensor, peer, self._number, group))))
             for tensor in self._outward[peer]:
-                self._works.append((peer, self._try(partial(_c10d.send, tensor, peer, self._channel, group))))
+                self._works.append((peer, self._try(partial(_c10d.send, tensor, peer, self._number, group))))
 
     def _are_few(self, tensors: Sequence[Tensor]) -> bool:
         """Whether tensors travel in the message of their header."""
         return 0 < sum(_aligned(tensor.nbytes) for tensor in tensors) <= self._transport.inline_bytes
 
-    def _pack_few(self) -> None:
-        """Have what is little go to each peer in the message of the header; to those that get the same, the same."""
-        packed: dict[tuple[int, ...], Packed] = {}
-        for peer, tensors in self._outward.items():
-            if self._are_few(tensors):
-                key = tuple(map(id, tensors))
-                if key not in packed:
-                    packed[key] = Packed(sum(_aligned(tensor.nbytes) for tensor in tensors), self._channel)
-                    torch._foreach_copy_(_cut(packed[key].values, tensors), tensors)
-                self.values[peer] = packed[key]
-                self._outward[peer] = []
+    def _pack(self) -> None:
+        """Have values go with the header: where they lie in shared memory; in a message, few of them themselves.
 
-    def _put_out(self, transport: Transport, arena: Arena) -> None:
-        """Have what is sent lie in shared memory: as one run of bytes for each peer, or for those that get the same."""
-        transport.collect()
-        places: dict[tuple[int, ...], tuple[int, int]] = {}
+        They are one run of bytes for each peer, or for those that get the same.
+        """
+        packed: dict[tuple[int, ...], Sent] = {}
+        arena = self._transport.arena
         self._readers.num_left = len(self._outward)
         for peer, tensors in self._outward.items():
+            if arena is None and not self._are_few(tensors):
+                continue
             key = tuple(map(id, tensors)) if self._mirrored is None else ()
-            if key not in places:
-                places[key] = self._place_of(tensors, transport, arena) if not self.word else (self.word, 0)
-            self.values[peer] = Sent(*places[key], self._channel, self._readers.leave)
-        self._outward.clear()
+            if key not in packed:
+                packed[key] = self._in_message(tensors) if arena is None else self._in_memory(tensors, arena)
+            self.values[peer] = packed[key]
+            self._outward[peer] = []
 
-    def _place_of(self, tensors: list[Tensor], transport: Transport, arena: Arena) -> tuple[int, int]:
-        """Where in shared memory some tensors lie, one behind the other, and how many bytes they take."""
+    def _in_message(self, tensors: list[Tensor]) -> Sent:
+        """Values that go in the message of their header."""
+        inline = bytearray(sum(_aligned(tensor.nbytes) for tensor in tensors))
+        torch._foreach_copy_(_cut(torch.frombuffer(inline, dtype=torch.uint8), tensors), tensors)
+        return Sent(0, len(inline), self._number, inline=inline)
+
+    def _in_memory(self, tensors: list[Tensor], arena: Arena) -> Sent:
+        """Values that peers read in shared memory; what lies elsewhere is copied there."""
         if self._mirrored is not None:
             tensors = [self._mirrored.memory]
+        num_bytes = sum(_aligned(tensor.nbytes) for tensor in tensors)
         known = arena.offset_of(tensors[0]) if len(tensors) == 1 and self._readers.held else None
         if known is not None:
-            return known, tensors[0].nbytes
-        num_bytes = sum(_aligned(tensor.nbytes) for tensor in tensors)
-        if not num_bytes:
-            return 0, 0
-        buffer = transport.pool.take(num_bytes, torch.device("cpu"), arena)
-        torch._foreach_copy_(_cut(buffer.memory, tensors), tensors)
-        self._readers.afterwards(partial(transport.pool.give, buffer))
-        offset = arena.offset_of(buffer.memory)
-        assert offset is not None
-        return offset, num_bytes
+            num_bytes = tensors[0].nbytes
+        elif num_bytes and not self.word:
+            pool = self._transport.pool
+            buffer = pool.take(num_bytes, torch.device("cpu"), arena)
+            torch._foreach_copy_(_cut(buffer.memory, tensors), tensors)
+            self._readers.afterwards(partial(pool.give, buffer))
+            known = arena.offset_of(buffer.memory)
+        else:
+            known, num_bytes = self.word, 0
+        assert known is not None
+        return Sent(known, num_bytes, self._number, self._readers.leave)
 
     def _try(self, start: Callable[[], T]) -> T:
         """Start something; gloo raises at once where the connection is gone."""
@@ -245,57 +428,75 @@ class Exchange:
                 raise
             raise failure(f"{self._kind.text} '{self._label}'", error, self._group.process_group) from error
 
+    @property
+    def peers(self) -> list[int]:
+        """Who takes part besides this rank."""
+        return self._group.peers
+
+    def note_header(self, peer: int, coming: Listening | _Message) -> None:
+        """The header of a peer is here."""
+        self._heard[peer] = coming.header
+        if coming.offer is None:
+            return
+        if self._is_with(peer):
+            self.offers[peer] = coming.offer
+        else:
+            coming.offer.release()
+
     def note_heard(self) -> None:
-        """All peers were heard: those that are elsewhere are not waited for."""
-        if not self._is_together():
+        """All peers were heard: values of those that are at something else are not waited for."""
+        self.is_heard = True
+        if not self._is_together:
+            self._channel.is_apart, self._channel.differing = True, self
             with contextlib.suppress(RuntimeError):
                 self._end()
-            self.end_reading()
-        elif not self._is_wanted:
             self.end_reading()
 
     def wait(self) -> None:
         """Wait for all messages.
 
         Raises:
-            DivergenceError: A rank is elsewhere, or has left the step. Then this rank leaves it, too.
+            DivergenceError: A rank is at something else, here or at a collective before this one.
         """
-        self._line.hear(self, self._group.process_group)
+        self._channel.hear(self)
+        differing, self._channel.differing = self._channel.differing, None
+        if differing is not None:
+            differing.explain()
+        if not self._is_together:
+            self.explain()
         self._end()
-        if self._is_together():
-            return
-        error, why = self._explained()
-        if self.number == self._line.number:
-            follow(self._line, self.beyond, why)
-        raise error
+
+    def explain(self) -> NoReturn:
+        """Raise that a rank is at something else."""
+        headers = [self._heard.get(rank, self.own) for rank in range(self._group.num_ranks)]
+        check_headers(headers, self.own, self._kind, self._label, self._group)
+        raise AssertionError("ranks are apart whose headers are equal")
 
     def leave(self) -> bool:
-        """Wait for the messages of what nobody wants any more; gives whether all of them came.
+        """Wait for all messages, of what nobody may want any more; gives whether all of them came.
 
-        Of a step that was left nobody waits: what follows in the same group hears of it.
+        Once ranks were found to be at different things, peers may never come to this.
         """
-        if self.number != self._line.number:
-            self._is_wanted = False
+        if not self._channel.is_apart:
+            self._channel.hear(self)
+        if self._channel.is_apart:
             return False
-        self._line.hear(self, self._group.process_group)
         self._end()
-        return self._is_together()
+        return True
 
+    @property
     def _is_together(self) -> bool:
-        return all(map(self._is_with, self.heard))
+        return all(map(self._is_with, self._heard))
 
     def _is_with(self, peer: int) -> bool:
         """Whether a peer means the same, and is ready for the messages."""
-        return self.is_same(self.heard[peer])
-
-    def is_same(self, header: bytes) -> bool:
-        """Whether a header is one that goes with this rank's."""
-        return header == self.own or (self._takes_any_tag and untagged(header) == untagged(self.own))
+        heard = self._heard[peer]
+        return heard == self.own or (self._takes_any_writes and without_writes(heard) == without_writes(self.own))
 
     @property
-    def tags_differ(self) -> bool:
-        """Whether a peer that is together with this rank has sent another tag."""
-        return any(heard != self.own for heard in self.heard.values())
+    def writes_differ(self) -> bool:
+        """Whether a peer that is together with this rank has written otherwise to the shards."""
+        return any(heard != self.own for heard in self._heard.values())
 
     def _end(self, *, takes: bool = True) -> None:
         """Wait for what is under way between this rank and those that mean the same; once.
@@ -307,17 +508,13 @@ class Exchange:
             return
         self._is_ended = True
         works, self._works = self._works, []
-        sent, self.sent = self.sent, {}
-        ready = [peer for peer in self.heard if self._is_with(peer)]
+        sent, self.sent = self.sent, []
+        ready = [peer for peer in self._heard if self._is_with(peer)]
         limit = _c10d.limit_of(self._group.process_group) if works or sent else ()
-        for peer, work in sent.items():
-            if peer in ready:
-                work.wait(*limit)
-            else:
-                self._line.keep(peer, self.place, work)
+        for _, work in sent:
+            work.wait(*limit)  # each peer was ready for it ahead of its own
         differing: dict[int, DivergenceError] = {}
         for peer in ready:
-            self._line.note_read(peer, self)
             if takes and (peer in self.offers or self._are_few(self._inward[peer])):
                 try:
                     self._take_in(peer)
@@ -339,7 +536,7 @@ class Exchange:
             expected = self._rows.numel * self._rows.dtype.itemsize
         else:
             expected = sum(_aligned(tensor.nbytes) for tensor in tensors)
-        if offer is None or offer.channel != self._channel or _aligned(offer.num_bytes) != _aligned(expected):
+        if offer is None or offer.channel != self._number or _aligned(offer.num_bytes) != _aligned(expected):
             raise DivergenceError(
                 f"'{self._label}': all ranks must exchange values of the same shapes and dtypes, but rank {peer} sends "
                 f"{'others' if offer is None else f'{offer.num_bytes:,} bytes'}, and this one waits for {expected:,} "
@@ -355,51 +552,16 @@ class Exchange:
             del self.offers[peer]
             offer.release()
 
-    def _explained(self) -> tuple[DivergenceError, Why]:
-        """What to raise where ranks are apart, and what to tell those that wait for this one."""
-        for peer, row in self.heard.items():
-            if read(row).number > self.number:
-                return self._left(peer, row)
-        rows = [self.heard.get(rank, self.own) for rank in range(self._group.num_ranks)]
-        try:
-            check_headers(rows, self.own, self._kind, self._label)
-        except DivergenceError as differing:
-            return differing, Why(str(differing), differs=True)
-        raise AssertionError("ranks are apart whose headers are equal")
-
-    def _left(self, peer: int, row: bytes) -> tuple[DivergenceError, Why]:
-        """What to raise, and to tell, of a peer that is in a later step."""
-        heard = read(row)
-        is_end = heard.kind == Kind.GAVE_UP and heard.tag <= self.number
-        rank, why = told_by(peer, self._group.process_group, heard.number if is_end else -1)
-        if why.differs:
-            return DivergenceError(f"{why.text} (as rank {rank} found)"), why
-        lost = ended(rank, why.lost)
-        if lost is not None:
-            return RankLostError(f"'{self._label}': {lost}", lost.ranks), Why(str(lost))
-        if why.text:
-            text = f"has left it ({why.text}). Leave it on this rank, too: catch this error, call zero_grad() and go on"
-            text += " with the next batch, as that rank does."
-        else:
-            at = "" if heard.kind == Kind.GAVE_UP else f", at {heard.what}"
-            text = f"is at another forward{at}, and has told of no exception. If there was one, catch this error, call"
-            text += " zero_grad() and go on with the next batch; else look for a branch on rank-local data, or for a"
-            text += " value that one rank alone reads (a norm, item(), full_tensor())."
-        what = f"'{self._label}': all ranks must go through a step together, but rank {rank} {text}"
-        error = DivergenceError(what, (rank,) if why.text else ())
-        error.left_step = True
-        return error, why if why.text else Why(f"rank {rank} was at another forward")
-
 
 def shares_memory(group: ShardGroup) -> bool:
     """Whether the ranks of a group, of which there are several, read what others send in these ranks' memory."""
-    return group.is_direct and group.num_ranks > 1 and line_of(group).transport(group).arena is not None
+    return group.is_direct and group.num_ranks > 1 and transport_of(group).arena is not None
 
 
 def shared_memory_of(group: ShardGroup) -> Arena | None:
     """Where to put what is sent to the ranks of a group, if they read it there; what they have read is taken back."""
     if not group.is_direct or group.num_ranks == 1:
         return None
-    transport = line_of(group).transport(group)
+    transport = transport_of(group)
     transport.collect()
     return transport.arena

@@ -13,19 +13,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import FrameType
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup
-from dshard.collectives.callers import users_line
-
-if TYPE_CHECKING:
-    from dshard.collectives.group import ShardGroup
 
 log = logging.getLogger("dshard")
 
@@ -39,18 +36,10 @@ _MAX_CHARS = 120  # of a label and of a line of the program, whose end matters
 
 
 class _State:
-    """Where records go, read once, as this is imported; the last one; and the number of the step that a group is in."""
+    """Where records go, read once, as this is imported; and the last one."""
 
     folder = os.environ.get(VARIABLE, "")
     last: "_Flight | None" = None  # whose process groups may be gone
-    step_of: "Callable[[ShardGroup], int]" = staticmethod(lambda _: 0)
-
-
-class Place(NamedTuple):
-    """Which collective of a group one is: the same on all ranks, also after steps that some have left earlier."""
-
-    step: int
-    number: int  # in the step, from 1 on
 
 
 @dataclass(slots=True)
@@ -59,7 +48,12 @@ class _Known:
 
     name: str
     ranks: str
-    place: Place  # of the last collective that began
+    num_begun: int = 0  # collectives
+
+    def facts(self, place: int) -> dict[str, Any]:
+        """Which collective one is, and the line of the program that is at it."""
+        line = users_line(sys._getframe(2))[-_MAX_CHARS:]
+        return {"group": self.name[:40], "ranks": self.ranks, "place": place, "line": line}
 
 
 class _Flight:
@@ -73,9 +67,9 @@ class _Flight:
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._pid = os.getpid()
         self._groups: dict[int, _Known] = {}
-        self._threads: dict[int, int] = {}  # numbers of threads
-        self._waits: dict[int, dict[str, Any]] = {}  # what they wait for
-        self._num_noted = 0
+        self.threads: dict[int, int] = {}  # numbers of threads
+        self.waits: dict[int, dict[str, Any]] = {}  # what they wait for
+        self.num_noted = 0
         path = folder / f"rank-{rank:05}{SUFFIX}"
         folder.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -106,41 +100,8 @@ class _Flight:
         known = self._groups.get(id(group))
         if known is None or known.name != _c10d.name_of(group):
             ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
-            known = self._groups[id(group)] = _Known(_c10d.name_of(group), _as_ranges(ranks), Place(0, 0))
+            known = self._groups[id(group)] = _Known(_c10d.name_of(group), _as_ranges(ranks))
         return known
-
-    def note(self, kind: str, label: str, group: "ShardGroup", num_bytes: int, line: str) -> None:
-        """Write down a collective that begins."""
-        known, step = self.group(group.process_group), _State.step_of(group)
-        known.place = Place(step, known.place.number + 1 if known.place.step == step else 1)
-        where = {"group": known.name[:40], "ranks": known.ranks, "place": known.place}
-        what = {"kind": kind, "label": label[-_MAX_CHARS:], "bytes": num_bytes, "line": line[-_MAX_CHARS:]}
-        number = self._num_noted
-        self._num_noted += 1
-        self.put(RING + number % NUM_COLLECTIVES, {"number": number, "at": time.time(), **where, **what})
-
-    def note_wait(self, label: str, group: ProcessGroup, place: Place, line: str) -> None:
-        """Write down that a thread waits."""
-        known, thread = self.group(group), self._threads.setdefault(threading.get_ident(), len(self._threads))
-        where = {"group": known.name[:40], "ranks": known.ranks, "place": place, "line": line[-_MAX_CHARS:]}
-        self._waits[thread] = {"waits": label[-_MAX_CHARS:], "at": time.time(), **where}
-        self.put(_line_of(thread), self._waits[thread])
-
-    def note_waited(self, *, is_well: bool) -> None:
-        """Write down that it waits no longer."""
-        thread = self._threads.get(threading.get_ident(), 0)
-        waited = self._waits.pop(thread, None)
-        if waited is not None:
-            self.put(_line_of(thread), {**waited, "came" if is_well else "failed": time.time()})
-
-
-def _line_of(thread: int) -> int:
-    return WAITS + min(thread, RING - WAITS - 1)
-
-
-def steps_are(step_of: "Callable[[ShardGroup], int]") -> None:
-    """Have places tell the step that a function gives; it is above this module."""
-    _State.step_of = staticmethod(step_of)
 
 
 def is_kept() -> bool:
@@ -148,53 +109,65 @@ def is_kept() -> bool:
     return bool(_State.folder)
 
 
-def note(kind: str, label: str, group: "ShardGroup", num_bytes: int) -> None:
-    """A collective begins on this rank."""
-    flight = _flight(group.process_group)
-    if flight is not None:
-        flight.note(kind, label, group, num_bytes, users_line(sys._getframe(1)))
-
-
-def place_of(group: "ShardGroup") -> Place | None:
-    """The last collective of a group that has begun."""
-    flight = _flight(group.process_group)
-    return flight.group(group.process_group).place if flight is not None else None
-
-
-def note_wait(label: str, group: ProcessGroup, place: Place | None) -> None:
-    """This thread waits for the peers, for the collective at a place of its group."""
+def note(kind: str, label: str, group: ProcessGroup, num_bytes: int) -> None:
+    """Write down that a collective begins on this rank."""
     flight = _flight(group)
     if flight is not None:
-        flight.note_wait(label, group, place or Place(0, 0), users_line(sys._getframe(1)))
+        known, number = flight.group(group), flight.num_noted
+        known.num_begun += 1
+        flight.num_noted += 1
+        what = {"kind": kind, "label": label[-_MAX_CHARS:], "bytes": num_bytes}
+        line = RING + number % NUM_COLLECTIVES
+        flight.put(line, {"number": number, "at": time.time(), **known.facts(known.num_begun), **what})
+
+
+def place_of(group: ProcessGroup) -> int:
+    """How many collectives of a group have begun: the number of the last one, equal on all ranks."""
+    flight = _flight(group) if is_kept() else None
+    return flight.group(group).num_begun if flight is not None else 0
+
+
+def note_wait(label: str, group: ProcessGroup, place: int) -> None:
+    """Write down that this thread waits for the peers, for the collective of that number in its group."""
+    flight = _flight(group) if is_kept() else None
+    if flight is not None:
+        thread = flight.threads.setdefault(threading.get_ident(), len(flight.threads))
+        facts = {"waits": label[-_MAX_CHARS:], "at": time.time(), **flight.group(group).facts(place)}
+        flight.waits[thread] = facts
+        flight.put(_line_of(thread), facts)
 
 
 def note_waited(group: ProcessGroup, *, is_well: bool) -> None:
-    """This thread waits no longer: the peers came, or an error did."""
-    flight = _flight(group)
+    """Write down that this thread waits no longer: the peers came, or an error did."""
+    flight = _flight(group) if is_kept() else None
     if flight is not None:
-        flight.note_waited(is_well=is_well)
+        thread = flight.threads.get(threading.get_ident(), 0)
+        waited = flight.waits.pop(thread, None)
+        if waited is not None:
+            flight.put(_line_of(thread), {**waited, "came" if is_well else "failed": time.time()})
+
+
+def _line_of(thread: int) -> int:
+    return WAITS + min(thread, RING - WAITS - 1)
 
 
 def note_place(place: dict[str, str]) -> None:
     """The process lives, and its program is somewhere; called by a thread of its own."""
-    flight = _flight(None)
+    is_there = _c10d.is_initialized()
+    flight = _flight(dist.distributed_c10d._get_default_group()) if is_there else None
     if flight is not None:
         flight.put(PLACE, {"at": time.time(), **{name: text[-_MAX_CHARS:] for name, text in place.items()}})
 
 
 def note_end(how: str, text: str) -> None:
     """The process ends: "raised" or "failed" with an exception's text, or "left"."""
-    flight = _State.last
-    if flight is not None:
-        flight.put(END, {"end": how, "text": text[: 2 * _MAX_CHARS], "at": time.time()})
+    if _State.last is not None:
+        _State.last.put(END, {"end": how, "text": text[: 2 * _MAX_CHARS], "at": time.time()})
 
 
-def _flight(group: ProcessGroup | None) -> _Flight | None:
+def _flight(group: ProcessGroup) -> _Flight | None:
     """The record of the default process group; made at its first collective."""
-    if group is None and not _c10d.is_initialized():
-        return None
-    world = _c10d.world_of(group) if group is not None else dist.distributed_c10d._get_default_group()
-    return _c10d.kept_for(world, "flight", _made)
+    return _c10d.kept_for(_c10d.world_of(group), "flight", _made)
 
 
 def _made() -> _Flight | None:
@@ -224,3 +197,26 @@ def ranks_of(text: str) -> list[int]:
         first, last = map(int, span.split("-"))
         return list(range(first, last + 1, int(step or 1)))
     return [int(word) for word in span.split(",") if word.isdigit()]
+
+
+_PYTHONS_FOLDER = str(Path(os.__file__).parent)
+_OWN_FOLDERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_IS_USERS: dict[str, bool] = {}  # by file
+
+
+def users_line(frame: FrameType | None) -> str:
+    """Where a stack leaves the user's own program, as file:line; empty if nowhere."""
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is of the program that runs, and not torch's, Python's or this library's."""
+    known = _IS_USERS.get(file)
+    if known is None:
+        is_pythons = file.startswith(_PYTHONS_FOLDER) and "site-packages" not in file
+        known = _IS_USERS[file] = not file.startswith(_OWN_FOLDERS) and "<" not in file and not is_pythons
+    return known

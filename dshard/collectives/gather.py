@@ -7,15 +7,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dshard.collectives import ledger
+from dshard.collectives import divergence
+from dshard.collectives.divergence import Kind
 from dshard.collectives.exchange import Exchange, shared_memory_of
 from dshard.collectives.group import Handle, ShardGroup
-from dshard.collectives.header import Kind
-from dshard.collectives.host_copy import HostCopy
 from dshard.collectives.memory import Buffer, BufferPool
-from dshard.collectives.places import Places
-from dshard.collectives.plan import GatherPlan, shard_of
-from dshard.collectives.stalls import failure
+from dshard.collectives.plan import GatherPlan, Places, shard_of
 from dshard.collectives.streams import follow, stream_on
 from dshard.collectives.trace import record
 from dshard.layout import HEADER_BYTES, ShardLayout
@@ -28,12 +25,10 @@ class Gathered:
     Args:
         tensors: One per tensor of the bucket; not to be changed.
         memory: What they lie in, or None where they have memory of their own.
-        host_copy: What they lie in where they are once for all ranks of a host; must be told when nobody reads them.
     """
 
     tensors: list[Tensor]
     memory: Buffer | None = None
-    host_copy: HostCopy | None = None
 
 
 def all_gather(
@@ -65,7 +60,7 @@ def all_gather(
 
     Raises:
         DivergenceError: From the handle, on every rank, if the labels or tags differ; on a backend that is not direct,
-            from the next `ledger.settle`.
+            from the next `settle`.
 
     Communicates:
         All-gather of the shards' elements, with padding for those that are packed; on a direct backend behind a
@@ -77,52 +72,15 @@ def all_gather(
             [],
             lambda: Gathered([_alone(s, plan.dtype, stride) for s, stride in zip(shards, plan.strides, strict=True)]),
         )
-    _record(plan, group, label)
+    record_gather(plan, group, label)
     pool = pool or BufferPool()
     if group.is_direct:
         return _gather_direct(shards, plan, group, label, tag, pool)
     return _gather_flat(shards, plan, group, label, tag, pool, row, is_beside=is_beside)
 
 
-def gather_in_place(
-    shards: Sequence[Tensor],
-    host_copy: HostCopy,
-    plan: GatherPlan,
-    group: ShardGroup,
-    *,
-    label: str,
-    tag: int = 0,
-    unsure: Sequence[int] = (),
-) -> Handle[Gathered]:
-    """Gather the full tensors of a bucket that lie in memory of all ranks: as `all_gather`, by its headers alone.
-
-    Args:
-        shards: This rank's shards; those that do not lie in that memory are copied there.
-        host_copy: That memory.
-        plan: Of the bucket.
-        group: Ranks that hold the shards.
-        label: As in `all_gather`.
-        tag: As in `all_gather`.
-        unsure: Which of the shards somebody may have written to without a trace in their versions.
-
-    Communicates:
-        A header of 64 bytes to each peer.
-    """
-    _record(plan, group, label)
-    exchange = Exchange(group, Kind.GATHER, label, tag, plan.key)
-    exchange.word = host_copy.begin(shards, unsure)
-    exchange.start()
-
-    def finish() -> Gathered:
-        try:
-            return Gathered(host_copy.read(exchange.words), host_copy=host_copy)
-        except RuntimeError as error:
-            raise failure(f"the gather of '{label}'", error, group.process_group) from error
-
-    return Handle(f"all-gather of '{label}'", exchange, finish, group=group)
-
-
-def _record(plan: GatherPlan, group: ShardGroup, label: str) -> None:
+def record_gather(plan: GatherPlan, group: ShardGroup, label: str) -> None:
+    """Have open traces count a gather."""
     item, sent = plan.dtype.itemsize, group.num_ranks - 1
     real, padding = plan.real_numel * item, plan.padding_numel * item
     header_bytes = HEADER_BYTES if group.is_direct else 0
@@ -225,7 +183,7 @@ def _gather_flat(
         row = torch.empty(plan.row_numel, dtype=dtype, device=device)
         plan.pack(shards, row)
     rows, received = group.rows_for_gather(plan.row_numel, dtype, device, pool)
-    ledger.note(group, Kind.GATHER, label, tag)
+    divergence.note(group, Kind.GATHER, label, tag)
     works = group.all_gather(rows, row)
 
     def finish() -> Gathered:

@@ -4,7 +4,8 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,18 +13,24 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dshard.collectives import _c10d, flight
 from dshard.collectives._c10d import ProcessGroup, ReduceOp, Work
-from dshard.collectives.callers import users_line
-from dshard.collectives.exits import watch_end
+from dshard.collectives.flight import users_line
 from dshard.collectives.memory import Buffer, BufferPool
-from dshard.collectives.stalls import begin_wait, end_wait, failure, making
 from dshard.collectives.trace import start_wait
+from dshard.collectives.watchdog import begin_wait, end_wait, failure, making, watch_end
 from dshard.errors import DivergenceError
-
-if TYPE_CHECKING:
-    from dshard.collectives.exchange import Exchange
 
 T = TypeVar("T")
 _ON_EVERY_BACKEND = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class Messages(Protocol):
+    """The messages of a collective between ranks, on gloo."""
+
+    def wait(self) -> None:
+        """Wait for all of them; raises where a rank is at something else."""
+
+    def leave(self) -> bool:
+        """Wait for all of them, if nobody may want them any more; gives whether all came."""
 
 
 class Handle(Generic[T]):
@@ -41,7 +48,7 @@ class Handle(Generic[T]):
     def __init__(
         self,
         label: str,
-        works: "Sequence[Work] | Exchange",
+        works: Sequence[Work] | Messages,
         finish: Callable[[], T],
         *,
         group: "ShardGroup | None" = None,
@@ -52,7 +59,7 @@ class Handle(Generic[T]):
         self._finish: Callable[[], T] | None = finish
         self._result: T | None = None
         self._error: DivergenceError | None = None
-        self._place = flight.place_of(group) if group is not None and flight.is_kept() else None
+        self._place = flight.place_of(group.process_group) if group is not None else 0
 
     def __del__(self) -> None:
         """End what was started: a collective that nobody waited for would pair with a later one of its peer.
@@ -197,6 +204,11 @@ class ShardGroup:
             return _c10d.replicas_in_group(group, num_ranks), _c10d.part_of_group(group, num_ranks)
 
     @property
+    def sends_rows(self) -> bool:
+        """Whether a rank sends all of its shards in one row: by the backend's own all-gather."""
+        return self.num_ranks > 1 and not self.is_direct
+
+    @property
     def full_name(self) -> str:
         """Tells groups apart, those of other replicas too."""
         return self.name if self.replicas is None else f"{self.name} x {self.replicas.name}"
@@ -247,3 +259,63 @@ class ShardGroup:
         if self.num_ranks == 1:
             return []
         return [_c10d.broadcast_flat(tensor, src, self.process_group)]
+
+
+@dataclass(frozen=True, slots=True)
+class Comms:
+    """What takes the place of the backend's collectives; None for those.
+
+    Args:
+        all_gather: Called as torch's `AllGather` is: `(output, input, group, async_op)`, after `allocate(size, ...)`.
+        reduce_scatter: As torch's `ReduceScatter`: `(output, input, group, op, async_op)`.
+        separates: Whether reductions run in a process group of their own, beside gathers.
+    """
+
+    all_gather: Any = None
+    reduce_scatter: Any = None
+    separates: bool = False
+
+
+class _CustomGroup(ShardGroup):
+    """A ShardGroup with other collectives; flat ones, on every backend."""
+
+    def __init__(self, base: ShardGroup, comms: Comms, reduce_group: ProcessGroup) -> None:
+        super().__init__(base.process_group, torch.device(base.device_type), base.replicas)
+        self.is_direct = False
+        self._comms, self.reduce_group = comms, reduce_group
+
+    def rows_for_gather(
+        self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool
+    ) -> tuple[Tensor, Buffer | None]:
+        if self._comms.all_gather is None:
+            return super().rows_for_gather(numel, dtype, device, pool)
+        flat: Tensor = self._comms.all_gather.allocate((self.num_ranks * numel,), dtype=dtype, device=device)
+        return flat.view(self.num_ranks, numel), None
+
+    def all_gather(self, rows: Tensor, row: Tensor) -> list[Work]:
+        comm = self._comms.all_gather
+        if comm is None:
+            return super().all_gather(rows, row)
+        return [comm(rows.view(-1), row, self.process_group, async_op=True)]
+
+    def reduce_scatter(self, rows: Tensor, out: Tensor, op: ReduceOp) -> list[Work]:
+        comm = self._comms.reduce_scatter
+        if comm is None:
+            return super().reduce_scatter(rows, out, op)
+        memory: Tensor = comm.allocate((rows.numel(),), dtype=rows.dtype, device=rows.device)
+        return [comm(out, memory.copy_(rows.view(-1)), self.reduce_group, op.value, async_op=True)]
+
+
+def with_comms(group: ShardGroup, comms: Comms) -> ShardGroup:
+    """A group whose collectives are those of `comms`; itself where they change nothing.
+
+    Communicates:
+        With `separates`, the first time for a process group, the making of another one; all ranks must do so alike.
+    """
+    if comms == Comms():
+        return group
+    reduce_group = group.process_group
+    if comms.separates:
+        with making("making of a group for reductions", group.process_group):
+            reduce_group = _c10d.twin_of_group(group.process_group)
+    return _CustomGroup(group, comms, reduce_group)

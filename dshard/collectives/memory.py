@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.collectives.arena import Arena
+from dshard.collectives.host.arena import Arena
 
 _OWN_PAGES_BYTES = 1 << 20  # smaller buffers come from the heap
 _UNREAD_BYTES = 1 << 16  # that peers may have still to read without being waited for
@@ -40,6 +40,31 @@ class _InUse:
     """How many bytes a pool has handed out: of its own, for a buffer must not keep the pool alive."""
 
     num_bytes: int = 0
+
+
+class Patience:
+    """Waits for peers that may be at something else: half as long after each time in vain.
+
+    Args:
+        limit_s: The longest wait.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = self.now_s = limit_s
+
+    def wait(self, is_over: Callable[[], bool], is_awaited: Callable[[], bool]) -> bool:
+        """Wait for a while until something is over, or a peer awaits this rank; gives whether it is over."""
+        begin, pause_s = time.monotonic(), _PAUSES_S[0]
+        while not is_over():
+            if is_awaited():
+                return is_over()
+            if time.monotonic() - begin > self.now_s:
+                self.now_s /= 2
+                return is_over()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSES_S[1])
+        self.now_s = min(2 * self.now_s, self._limit_s)
+        return True
 
 
 class Readers:
@@ -172,7 +197,7 @@ class BufferPool:
         self.kept_bytes = 0  # that wait to be used again
         self._lent: list[Buffer] = []  # to somebody who will not give them back
         self._still_read: dict[Buffer, Readers] = {}  # that were given back, by peers
-        self._patience_s = _PATIENCE_S
+        self._patience = Patience(_PATIENCE_S)
         self._in_use = _InUse()
         self._peak_bytes = 0  # most in use at one time since the last `mark`
         self._last_peak_bytes = 0
@@ -215,18 +240,14 @@ class BufferPool:
 
         A peer may be at something else, and never come before this rank does.
         """
-        begin, pause_s = time.monotonic(), _PAUSES_S[0]
-        while self._still_read and is_needed():
-            for readers in list(self._still_read.values()):
-                readers.look()
-            if any(readers.is_awaited() for readers in self._still_read.values()):
-                return
-            if time.monotonic() - begin > self._patience_s:
-                self._patience_s /= 2
-                return
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSES_S[1])
-        self._patience_s = min(2 * self._patience_s, _PATIENCE_S)
+
+        def is_over() -> bool:
+            if self._still_read and is_needed():
+                for readers in list(self._still_read.values()):
+                    readers.look()
+            return not (self._still_read and is_needed())
+
+        self._patience.wait(is_over, lambda: any(readers.is_awaited() for readers in self._still_read.values()))
 
     def _find(self, num_bytes: int, arena: Arena | None) -> Buffer | None:
         """The buffer of this size that was used last."""
@@ -237,7 +258,7 @@ class BufferPool:
         return None
 
     def give(self, buffer: Buffer) -> None:
-        """Take a buffer back, once no peer reads it; one whose memory somebody still refers to is left to them."""
+        """Take a buffer back, once no peer reads it; one whose memory somebody still refers to stays theirs."""
         readers, buffer.readers = buffer.readers, None
         if readers is not None and readers.num_left > 0:
             readers.look()

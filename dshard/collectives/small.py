@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dshard.collectives import ledger
+from dshard.collectives import _c10d, divergence
 from dshard.collectives._c10d import ReduceOp
+from dshard.collectives.divergence import Kind
 from dshard.collectives.exchange import Exchange
 from dshard.collectives.group import Handle, ShardGroup
-from dshard.collectives.header import Kind
-from dshard.collectives.replicas import sum_in_pairs
+from dshard.collectives.reduce import sum_in_pairs
 from dshard.collectives.trace import record
 from dshard.layout import HEADER_BYTES
 
@@ -36,14 +36,14 @@ def all_reduce(
         label: What it is for.
         everywhere: Reduce over the ranks of all replicas, too; waits for the first of two collectives.
         is_check: Whether ranks agree on what to do, and no value of the program travels; it is counted as that.
-        arguments: What the ranks were given, as "(name=value, ...)": compared by the header, or the ledger.
+        arguments: What the ranks were given, as "(name=value, ...)": compared by headers, or by `settle`.
 
     Returns:
         A handle whose result is the reduced tensors, equal on all ranks.
 
     Raises:
         DivergenceError: Waiting for it: the ranks were given other arguments. On every rank alike; of a backend that
-            runs its own collectives, by the ledger.
+            runs its own collectives, by `settle`.
 
     Communicates:
         All-reduce of the tensors' bytes; `everywhere` one more, between replicas.
@@ -53,18 +53,18 @@ def all_reduce(
     shapes, sizes = [t.shape for t in tensors], [t.numel() for t in tensors]
     if group.num_ranks == 1:
         return Handle(label, [], lambda: [t.clone() for t in tensors])
-    home = tensors[0].device
+    device = tensors[0].device
     flat = _on_wire(torch.cat([t.reshape(-1) for t in tensors]), group)
     num_bytes = flat.numel() * flat.element_size()
     if group.is_direct:
         rows, exchange = _exchange_small(flat, group, label + arguments)
         _record(label, group, num_bytes * len(group.peers), HEADER_BYTES * len(group.peers), is_check=is_check)
-        return Handle(label, exchange, lambda: _split(_combine(rows, op), sizes, shapes, home), group=group)
+        return Handle(label, exchange, lambda: _split(_combine(rows, op), sizes, shapes, device), group=group)
     if arguments:
-        ledger.note(group, Kind.COMBINE, label + arguments, 0)
+        divergence.note(group, Kind.COMBINE, label + arguments, 0)
     works = group.all_reduce(flat, op)
     _record(label, group, 2 * num_bytes * (group.num_ranks - 1) // group.num_ranks, 0, is_check=is_check)
-    return Handle(label, works, lambda: _split(flat, sizes, shapes, home), group=group)
+    return Handle(label, works, lambda: _split(flat, sizes, shapes, device), group=group)
 
 
 def _record(label: str, group: ShardGroup, num_bytes: int, header_bytes: int, *, is_check: bool) -> None:
@@ -95,8 +95,8 @@ def _on_wire(flat: Tensor, group: ShardGroup) -> Tensor:
     return flat if flat.device.type == group.device_type else flat.to(group.device_type)
 
 
-def _split(flat: Tensor, sizes: list[int], shapes: Sequence[torch.Size], home: torch.device) -> list[Tensor]:
-    flat = flat if flat.device == home else flat.to(home)
+def _split(flat: Tensor, sizes: list[int], shapes: Sequence[torch.Size], device: torch.device) -> list[Tensor]:
+    flat = flat if flat.device == device else flat.to(device)
     return [part.reshape(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
 
 
@@ -121,11 +121,36 @@ def broadcast(
     if everywhere and group.replicas is not None:
         tensors = broadcast(tensors, group.replicas, label=label, everywhere=True).wait()
     shapes, sizes = [t.shape for t in tensors], [t.numel() for t in tensors]
-    home = tensors[0].device
+    device = tensors[0].device
     flat = _on_wire(torch.cat([t.detach().reshape(-1) for t in tensors]), group)
     works = group.broadcast(flat.view(torch.uint8), src)
     if group.num_ranks > 1:
         num_bytes = flat.numel() * flat.element_size()
         sent = num_bytes * (group.num_ranks - 1) if group.rank == src else 0
         record("broadcast", label, group, sent)
-    return Handle(label, works, lambda: _split(flat, sizes, shapes, home), group=group)
+    return Handle(label, works, lambda: _split(flat, sizes, shapes, device), group=group)
+
+
+def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: ShardGroup, *, label: str) -> Handle[list[Tensor]]:
+    """Send a part to each rank of a group, and receive one of each, by the backend's own all-to-all.
+
+    Args:
+        parts: For each rank, shape (bytes,), uint8; may be empty. On any device.
+        sizes: Bytes that each rank sends to this one.
+        group: The ranks.
+        label: What it is for.
+
+    Returns:
+        A handle whose result is what each rank has sent, shape (bytes,), on the host.
+
+    Communicates:
+        An all-to-all of the parts' bytes.
+    """
+    if group.num_ranks == 1:
+        return Handle(label, [], lambda: [part.cpu() for part in parts])
+    sent = torch.cat([part.to(group.device_type) for part in parts])
+    out = torch.empty(sum(sizes), dtype=torch.uint8, device=group.device_type)
+    sent_sizes = [part.numel() for part in parts]
+    work = _c10d.all_to_all_flat(out, sent, list(sizes), sent_sizes, group.process_group)
+    record("all_to_all", label, group, sent.numel() - sent_sizes[group.rank], 0, 0)
+    return Handle(label, [work], lambda: list(out.cpu().split(list(sizes))), group=group)

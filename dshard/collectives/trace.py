@@ -5,15 +5,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
 from dshard import arguments
 from dshard.collectives import flight
-
-if TYPE_CHECKING:
-    from dshard.collectives.group import ShardGroup
+from dshard.collectives._c10d import ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +45,13 @@ class CommRecord:
         return self.payload_bytes + self.padding_bytes + self.header_bytes
 
 
+class _Group(Protocol):
+    """The ranks of a collective."""
+
+    process_group: ProcessGroup
+    num_ranks: int
+
+
 class _Open:
     """The open traces of this process. Backward runs on threads of its own, so a context variable would miss it."""
 
@@ -60,7 +65,7 @@ def phases_are(phase: Callable[[], str]) -> None:
 
 
 def record(
-    kind: str, label: str, group: "ShardGroup", payload_bytes: int, padding_bytes: int = 0, header_bytes: int = 0
+    kind: str, label: str, group: _Group, payload_bytes: int, padding_bytes: int = 0, header_bytes: int = 0
 ) -> None:
     """Tell every open trace, and the flight record, of a collective; the arguments are those of `CommRecord`."""
     if _Open.traces:
@@ -69,7 +74,7 @@ def record(
         for trace in _Open.traces:
             trace.records.append(entry)
     if flight.is_kept():
-        flight.note(kind, label, group, payload_bytes + padding_bytes + header_bytes)
+        flight.note(kind, label, group.process_group, payload_bytes + padding_bytes + header_bytes)
 
 
 class Wait:

@@ -106,7 +106,9 @@ class Backward:
         self.watches = InputWatches(self._on_passed, self._on_repeated)
         self._end: Callable[[], _End | None] = lambda: None  # of the backward that runs
         self._nested: set[Unit] = set()  # whose first gradient came in a backward within the one that runs
-        self._noted: dict[str, int] = {}  # of each group, entries of the ledger when the backward began
+        self._noted: dict[
+            str, int
+        ] = {}  # of each group, collectives that are still to be compared, when the backward began
         self._thread = 0  # in which forwards begin
         context.on_backward, context.on_outside = self.notice, self.check_failed
 
@@ -124,7 +126,6 @@ class Backward:
                 context.announce(Phase.BACKWARD)
             context.begin(Phase.BACKWARD)
             context.eviction.begin_backward()
-            self.iteration.begin_backward()
             self.reducer.begin_backward()
             self.needs.begin_backward()
             self._noted = {group.name: num_noted(group) for group in groups_of(context.units)}
@@ -211,7 +212,7 @@ class Backward:
                 self.reducer.check.settle(list(own.values()))
             self.iteration.end_backward()
         except BaseException as error:
-            self.iteration.leave(error)
+            self.iteration.fail(error)
             self.reducer.forget_backward()
             raise
         finally:
@@ -231,7 +232,7 @@ class Backward:
         self.check_failed()
 
     def check_failed(self) -> None:
-        """Leave the step of a backward that has raised, if one has that nobody was told of.
+        """Note that a backward has raised, if one has that nobody has noticed.
 
         On an accelerator autograd runs it on a thread of its own, and may let go of it after the program has gone on.
         """
@@ -245,9 +246,9 @@ class Backward:
             self.on_failed()
 
     def on_failed(self) -> None:
-        """A backward has ended with an exception: leave the step."""
+        """A backward has ended with an exception."""
         if self._context.backward_task != -1:
-            self.iteration.leave("an exception in its backward")
+            self.iteration.fail("an exception in its backward")
             self.forget_failed()
 
     def forget(self) -> None:
@@ -263,7 +264,7 @@ class Backward:
         self.reducer.forget_deferrals()
 
     def reset(self) -> None:
-        """Leave a step that an exception ended; gradients that are under way are dropped."""
+        """Drop the gradients that are under way, after an exception."""
         self._leave()
         self._context.schedule.end()
         self.reducer.reset()

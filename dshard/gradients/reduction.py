@@ -20,6 +20,7 @@ from dshard.collectives import (
     ShardGroup,
     Steps,
     all_reduce_row,
+    tag_of,
 )
 from dshard.errors import DivergenceError
 from dshard.tensor import ShardedTensor
@@ -83,7 +84,7 @@ class GradReduction:
         self._steps: Steps[Reduced] | None = None  # that have started
         self._reduced: Reduced | None = None  # this rank's part of the result, or of what owes its all-reduce
         self._arrival: Any = None  # of reduced shards that are on their way home
-        self._model_token = unit.model.token
+        self._model_token, self._last_failures = unit.model.token, unit.model.num_failures
         self.owes = False
         self.is_finished = False  # all but the way home
 
@@ -192,11 +193,20 @@ class GradReduction:
         all_reduce = None if owes or self.group.replicas is None else self._all_reduce(self.group.replicas)
         hook = None if owes else self._hook
         with outside_autograd(), profiled("reduce", self._label, self._model_token):
-            self._steps = Steps(reduce_steps(bucket, before, all_reduce, hook, mean=self._mean))
+            self._steps = Steps(
+                reduce_steps(bucket, before, all_reduce, hook, mean=self._mean, tag=self._num_failures())
+            )
 
     def _signature(self) -> int:
-        """Stands for what the shards were written with."""
-        return hash(tuple(param.shard_storage.signature for param in self._params()))
+        """The tag of an all-reduce over replicas, which also hold the same shards."""
+        return tag_of(tuple(param.shard_storage.signature for param in self._params()), self._num_failures())
+
+    def _num_failures(self) -> int:
+        """Exceptions that the model's forwards and backwards had; the last count, where the model is gone."""
+        owner = self.owner()
+        if owner is not None:
+            self._last_failures = owner.unit.model.num_failures
+        return self._last_failures
 
     def _all_reduce(self, replicas: ShardGroup) -> Callable[[Tensor], _Started]:
         """How a row is reduced over the replicas."""
@@ -208,7 +218,7 @@ class GradReduction:
             tag=self._signature(),
             pool=self._pool,
             num_flags=self._plan.num_flags,
-            on_other_tags=partial(_compare_values, self.owner, self._slots),
+            on_other_writes=partial(_compare_values, self.owner, self._slots),
         )
 
     def __call__(self, storage: ShardStorage) -> None:
@@ -351,6 +361,7 @@ def reduce_steps(
     hook: Callable[[Tensor], object] | None,
     *,
     mean: bool,
+    tag: int,
 ) -> Generator[Handle[Any], None, Reduced]:
     """The collectives of a reduction. No method: it runs while somebody awaits it, and would keep its object alive.
 
@@ -360,10 +371,11 @@ def reduce_steps(
         all_reduce: Over the replicas, where there are some and it is not put off.
         hook: Of the program's own, called with the reduced row.
         mean: Whether to average over the ranks of the reduce-scatter.
+        tag: Of the reduce-scatter.
     """
     reduced = before
     if bucket is not None:
-        scatter = bucket.launch(mean=mean)
+        scatter = bucket.launch(mean=mean, tag=tag)
         if bucket.group.num_ranks > 1:
             yield scatter
         reduced = scatter.wait()

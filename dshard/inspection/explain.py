@@ -344,7 +344,7 @@ def memory_now(
     """
     copies = [c for context in contexts for unit in context.units for c in {unit.copies, unit.exact}]
     buffers = {id(buffer): buffer for each in copies for buffer in each.memories}
-    once = [c.host_copies for c in copies if c.host_copies is not None]
+    once = [c.host_values for c in copies if c.host_values is not None]
     pools = {id(context.pool): context.pool for context in contexts}.values()
     in_use = sum(buffer.memory.numel() for buffer in buffers.values() if buffer.is_in_use)
     states = [v for each in optimizers or () for state in each.state.values() for v in tree_iter(state)]
@@ -353,7 +353,7 @@ def memory_now(
         "gradients": bytes_of((p.grad for p in model.parameters()), in_flight=False),
         "states": None if optimizers is None else bytes_of(states),
         "buffers": bytes_of(model.buffers()),
-        "gathered": sum(b.memory.numel() for b in buffers.values()) + sum(host.bytes_beside() for host in once),
+        "gathered": sum(b.memory.numel() for b in buffers.values()) + sum(host.bytes_beside for host in once),
         "activations": None if activations is None else activations.num_bytes,
         "on their way": sum(pool.out_bytes for pool in pools) - in_use,
         "pool": sum(pool.kept_bytes for pool in pools),

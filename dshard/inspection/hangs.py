@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dshard.collectives.flight import END, LINE_BYTES, PLACE, RING, SUFFIX, WAITS, Place, ranks_of
+from dshard.collectives.flight import END, LINE_BYTES, PLACE, RING, SUFFIX, WAITS, ranks_of
 from dshard.inspection.explain import text_table
 
 _SILENT_S = 5.0  # without a sign, while others gave one
@@ -26,21 +26,20 @@ class Collective:
 
     Attributes:
         group: Name and ranks of its process group.
-        place: Its step, and its number in the step.
+        place: Its number among those of the group, from 1 on.
         at: When it began, in seconds of the clock.
         what: Kind and label.
         line: Line of the program, as file:line.
     """
 
     group: _Group
-    place: Place
+    place: int
     at: float
     what: str
     line: str
 
     def __str__(self) -> str:
-        number = f"number {self.place.number} of step {_step(self.place)}"
-        return f"{self.what}{_at(self.line)}, {number}, ranks {self.group[1]}"
+        return f"{self.what}{_at(self.line)}, number {self.place}, ranks {self.group[1]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +68,9 @@ class RankRecord:
     collectives: tuple[Collective, ...]
     last_sign: float
 
-    def begun(self, group: _Group) -> Place:
+    def begun(self, group: _Group) -> int:
         """The last collective of a group that it has begun."""
-        return max((c.place for c in self.collectives if c.group == group), default=Place(0, 0))
+        return max((c.place for c in self.collectives if c.group == group), default=0)
 
     @property
     def is_gone(self) -> bool:
@@ -188,17 +187,15 @@ def explain_hang(records: dict[int, RankRecord]) -> Hang:
         if wait is not None:
             key = wait["group"], wait["ranks"]
             others = [r for r in ranks_of(wait["ranks"]) if r != rank]
-            missing[rank] = tuple(
-                r for r in others if not _has_begun(records.get(r), key, Place(*wait["place"]), record)
-            )
+            missing[rank] = tuple(r for r in others if not _has_begun(records.get(r), key, wait["place"], record))
     return Hang(records, missing, _first_difference(records.values()))
 
 
-def _has_begun(other: RankRecord | None, group: _Group, place: Place, own: RankRecord) -> bool:
+def _has_begun(other: RankRecord | None, group: _Group, place: int, own: RankRecord) -> bool:
     """Whether another rank has begun the collective that `own` waits for, or its ring no longer shows it."""
     if other is None or other.begun(group) < place:
         return False
-    if place == Place(0, 0):  # ahead of any collective, where ranks find out how to reach each other
+    if place == 0:  # ahead of any collective, where ranks find out how to reach each other
         is_there = other.wait is not None and (other.wait["group"], other.wait["ranks"]) == group
         return is_there or other.begun(group) > place
     mine, theirs = ({c.place: c.what for c in r.collectives if c.group == group} for r in (own, other))
@@ -206,22 +203,22 @@ def _has_begun(other: RankRecord | None, group: _Group, place: Place, own: RankR
 
 
 def _first_difference(records: Iterable[RankRecord]) -> str:
-    """Describe the first collective that differs between ranks of a group, in the last step that has one."""
-    by_place: dict[tuple[_Group, Place], dict[int, Collective]] = defaultdict(dict)
+    """Describe the first collective that differs between ranks of a group."""
+    by_place: dict[tuple[_Group, int], dict[int, Collective]] = defaultdict(dict)
     for record in records:
         for each in record.collectives:
             by_place[each.group, each.place][record.rank] = each
     apart = {key: each for key, each in by_place.items() if len({c.what for c in each.values()}) > 1}
     if not apart:
         return ""
-    last_group, last_place = max(apart, key=lambda key: max(c.at for c in apart[key].values()))
-    places = [place for group, place in apart if group == last_group and place.step == last_place.step]
+    last_group, _ = max(apart, key=lambda key: max(c.at for c in apart[key].values()))
+    places = [place for group, place in apart if group == last_group]
     first = apart[last_group, min(places)]
     sides: dict[str, list[int]] = defaultdict(list)
     for rank, each in first.items():
         sides[f"{each.what}{_at(each.line)}"].append(rank)
     common = next(iter(first.values()))
-    where = f"number {common.place.number} of step {_step(common.place)} among ranks {common.group[1]}"
+    where = f"number {common.place} among ranks {common.group[1]}"
     texts = " and ".join(f"{side} on {_names(ranks)}" for side, ranks in sides.items())
     return f"The first difference: {where} is {texts}."
 
@@ -234,7 +231,7 @@ def _read(data: bytes) -> RankRecord | None:
     head, end, place, waits = lines[0], lines[END], lines[PLACE], lines[WAITS:RING]
     ring = sorted((line for line in lines[RING:] if line), key=lambda line: line["number"])
     collectives = tuple(
-        Collective((c["group"], c["ranks"]), Place(*c["place"]), c["at"], f"{c['kind']} '{c['label']}'", c["line"])
+        Collective((c["group"], c["ranks"]), c["place"], c["at"], f"{c['kind']} '{c['label']}'", c["line"])
         for c in ring
     )
     newest = max((line["at"] for line in ring), default=0.0)
@@ -258,11 +255,6 @@ def _parsed(line: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _step(place: Place) -> int:
-    """The number of a step since ranks last left one: the upper half counts how often they did."""
-    return place.step % (1 << 32)
 
 
 def _at(line: str) -> str:

@@ -325,7 +325,7 @@ def _measure_group(
         ]
         host_copy = _once(own, shards[0].shape[1]) if in_place else None
         if host_copy is not None:
-            homes = [host_copy.home_of(i, shard) for i, shard in enumerate(shards)]
+            homes = [host_copy.memory_for(i, shard) for i, shard in enumerate(shards)]
             runs.append(partial(_gather_in_place, own, homes, host_copy))
         elif in_place:
             runs.append(runs[0])  # there is no file left
@@ -351,7 +351,7 @@ def _gather_plan(group: ShardGroup, bucket: BucketLayout) -> GatherPlan:
 
 
 def _gather_in_place(group: ShardGroup, shards: list[Tensor], host_copy: HostCopy, meanwhile: _Work) -> None:
-    handle = collectives.gather_in_place(shards, host_copy, host_copy.plan, group, label="links")
+    handle = host_copy.gather(shards, label="links")
     meanwhile()
     handle.wait()
     host_copy.end()

@@ -232,8 +232,8 @@ class Runtime:
         self.context.eviction.after_forward(unit, module)
 
     def reset(self) -> None:
-        """Leave a step that an exception ended: free all copies, drop gradients that are under way."""
-        self._iteration.leave("a call of reset_iter_state")
+        """Free all copies after an exception, and drop gradients that are under way."""
+        self._iteration.fail("a call of reset_iter_state")
         self.backward.reset()
         self.context.forwards.set_running(0)
         for unit in self.context.units:

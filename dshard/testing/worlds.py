@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from dshard import arguments
+from dshard.collectives import ReduceOp, ShardGroup, all_reduce
 
 T = TypeVar("T")
 
@@ -332,7 +333,8 @@ def expect_error(
         AssertionError: A rank returned instead of raising.
 
     Communicates:
-        One barrier afterwards, which proves that no rank is a collective ahead; a world that fails it is killed.
+        A barrier and a sum afterwards, which prove that no rank is a collective ahead, of its own or of dshard's; a
+        world that fails them is killed.
     """
     is_world, way = isinstance(world, World), "Pass worlds.get_world(2)."
     arguments.expect(is_world, "expect_error", "world", world, "a World", way)
@@ -347,9 +349,17 @@ def expect_error(
         world.close()
         others = "; ".join(reply.describe(world.num_ranks) for reply in raised) or "no rank raised"
         raise AssertionError(f"{_name(fn)}: every rank must raise, but ranks {returned} returned. {others}.")
-    if any(reply.outcome != "returned" for reply in world._call(dist.barrier, (), {}, 1.0, 0.0)):
+    if any(reply.outcome != "returned" for reply in world._call(_meet, (), {}, 1.0, 0.0)):
         world.close()
     return [(reply.error, reply.message) for reply in raised]
+
+
+def _meet() -> None:
+    """Take part in a collective of torch's, and in one that dshard compares."""
+    dist.barrier()
+    if dist.group.WORLD is not None:
+        group = ShardGroup(dist.group.WORLD, torch.device("cpu"))
+        all_reduce([torch.zeros(1, device="cpu")], group, ReduceOp.SUM, label="end of expect_error").wait()
 
 
 def _check_call(who: str, fn: Any, timeout_s: Any) -> None:

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from dshard import collectives
 from dshard.autograd import in_backward, outside_autograd, profiled
-from dshard.collectives import Buffer, Gathered, GatherPlan, Handle, MadeIn, SideStream, shard_of
+from dshard.collectives import Buffer, Gathered, GatherPlan, Handle, HostCopy, HostValues, MadeIn, SideStream, shard_of
 from dshard.errors import StateError
 from dshard.policies import Offload
 from dshard.tensor.meshes import TPShardLayout, tp_operand, viewed
 from dshard.tensor.storage import Use
 from dshard.tensor.tp_params import local_of
 from dshard.tensor.views import View
-from dshard.units.buckets import Bucket, HostCopies, SendRows, is_whole, part_layout
+from dshard.units.buckets import Bucket, SendRows, is_whole, part_layout
 from dshard.units.extensions import Extensions
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class Copies:
         "_touched_in",
         "_versions",
         "dtypes",
-        "host_copies",
+        "host_values",
         "is_primary",
         "memories",
         "residency",
@@ -249,7 +249,7 @@ class Copies:
         self._made_in = MadeIn(None)  # they, or the parts in their place
         self._rows = SendRows(unit.params)
         self._beside = Beside(unit) if is_primary and unit.has_streams else None
-        self.host_copies = HostCopies(unit) if is_primary else None
+        self.host_values = HostValues() if is_primary else None
 
     def _become(self, residency: Residency) -> None:
         """Take a state, by one of `TRANSITIONS`."""
@@ -270,7 +270,7 @@ class Copies:
     @property
     def are_once_per_host(self) -> bool:
         """Whether all ranks of a host read them in one place."""
-        return self.host_copies is not None and self.host_copies.are_all(self.buckets)
+        return self.host_values is not None and self.host_values.are_all(self.buckets)
 
     @property
     def num_bytes(self) -> int:
@@ -379,7 +379,7 @@ class Copies:
         in_flight: list[tuple[tuple[int, ...], Handle[Gathered]]] = []
         with outside_autograd(), profiled("gather", self.unit.label, self.unit.model.token):
             rows = self._rows.of(buckets) if self.is_primary else [None] * len(buckets)
-            once = self.host_copies.of(buckets) if self.host_copies is not None else [None] * len(buckets)
+            once = self._once_per_host(buckets)
             self._shards = [p.shard_storage.resolve() for p in params]
             self._versions = list(map(_VERSION_OF, self._shards))
             extensions = self.unit.extensions if self._extensions is None else None
@@ -388,7 +388,9 @@ class Copies:
             for bucket, row, on_host in zip(buckets, rows, once, strict=True):
                 parts = [shards[slot] for slot in bucket.slots]
                 if on_host is not None:
-                    in_flight.append((bucket.slots, on_host.start(parts, label=self.unit.label, tag=self._tag(bucket))))
+                    in_flight.append(
+                        (bucket.slots, on_host.gather(parts, label=self.unit.label, tag=self._tag(bucket)))
+                    )
                     continue
                 if bucket.offload is None:
                     in_flight.append((bucket.slots, self._start(bucket, parts, side, row=row)))
@@ -397,15 +399,36 @@ class Copies:
                 with stream.open():
                     staged = stream.copy_in(parts, row, bucket.plan)
                     self._arrivals.append(staged.arrival)
-                    is_sent_as_it_is = not bucket.is_cast and not bucket.group.is_direct
-                    row = staged.row if is_sent_as_it_is else None
+                    row = staged.row if bucket.is_sent_as_it_is else None
                     in_flight.append((bucket.slots, self._start(bucket, staged.shards, None, row=row)))
             if self._extensions is not None:
                 in_flight += self._extensions.start(self.unit.model.pool)
         self._in_flight = in_flight
         self._become(Residency.IN_FLIGHT)
-        if self.host_copies is not None and self.host_copies.are_late():
+        if self.host_values is not None and self.host_values.are_late:
             self.wait()  # peers that use them wait for this rank's part, whatever it does meanwhile
+
+    def _once_per_host(self, buckets: Sequence[Bucket]) -> list[HostCopy | None]:
+        """The memory of each bucket whose full values all ranks of this host read in one place."""
+        if self.host_values is None:
+            return [None] * len(buckets)
+        self.host_values.keep(buckets)
+        unit, found = self.unit, list[HostCopy | None]()
+        is_one = not unit.casts_are_learned and unit.settings.num_slices == 1
+        is_one = is_one and type(unit.settings.reshard_after_forward) is not int
+        for bucket in buckets:
+            storages = [unit.params[slot].shard_storage for slot in bucket.slots]
+            made = self.host_values.of(
+                bucket,
+                bucket.plan,
+                bucket.group,
+                storages,
+                label=unit.label,
+                is_cast=bucket.is_cast,
+                may_share=is_one and bucket.offload is None and not bucket.is_meta,
+            )
+            found.append(made)
+        return found
 
     def _start(self, bucket: Bucket, shards: Sequence[Tensor], side: SideStream | None, **how: Any) -> Handle[Gathered]:
         """Start to gather a bucket."""
@@ -416,7 +439,8 @@ class Copies:
 
     def _tag(self, bucket: Bucket) -> int:
         """Stands for what the shards of a bucket were written with."""
-        return hash(tuple(self.unit.params[slot].shard_storage.signature for slot in bucket.slots))
+        writes = tuple(self.unit.params[slot].shard_storage.signature for slot in bucket.slots)
+        return collectives.tag_of(writes, self.unit.model.num_failures)
 
     def keep_parts(self, num_ranks: int) -> None:
         """Let go of them but for a part, of which as many neighbouring ranks hold all: enough for the next gather."""
@@ -537,8 +561,8 @@ class Copies:
         memories, self.memories = self.memories, []
         while memories:
             self.unit.model.pool.give(memories.pop())
-        if self.host_copies is not None:
-            self.host_copies.end()
+        if self.host_values is not None:
+            self.host_values.end()
 
 
 def _memory_of(copies: Copies) -> list[Tensor]:

@@ -188,7 +188,8 @@ class Extensions:
             plan = GatherPlan.of(BucketLayout.of(layouts), [(1,)] * len(sizes), torch.uint8, group)
             self._plans[group.full_name, sizes] = plan
         params = [self.unit.params[slot] for slot in slots]
-        tag = hash(tuple(param.shard_storage.signature for param in params))
+        writes = tuple(param.shard_storage.signature for param in params)
+        tag = collectives.tag_of(writes, self.unit.model.num_failures)
         handle = collectives.all_gather(rows, plan, group, label=self.unit.label, tag=tag, pool=pool)
 
         def finish() -> Gathered:

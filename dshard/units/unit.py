@@ -68,7 +68,6 @@ class Unit:
         self.num_active = 0  # forwards of its modules that are running
         self.num_pins = 0  # open `gathered` scopes
         self.is_requested = False  # by `unshard`, to stay until it was used
-        self.was_quiet = False  # since the last forward began, without synchronization for some time
         self.first_slice: Any = None  # of its parameter, which may be gathered ahead
         self.slice_bytes = 0  # of slices of its parameter that are gathered or under way
         self.sliced_in = -1  # autograd's number of the backward that last computed a gradient of it in slices
@@ -276,7 +275,7 @@ class Unit:
 
     def make_way(self) -> None:
         """Its shards are about to be written, on all ranks, so copies that nobody uses now would be stale."""
-        if not self.num_active and self.copies.host_copies and self.copies.are_there:
+        if not self.num_active and self.copies.host_values and self.copies.are_there:
             self.reshard()
 
     @property
@@ -293,7 +292,6 @@ class Unit:
     def change(self, **changes: Any) -> None:
         """Choose otherwise, by the names of `UnitSettings`; what a strategy or other collectives need is made anew."""
         before, self.settings = self.settings, replace(self.settings, **changes)
-        self.was_quiet |= self.settings.requires_sync and not before.requires_sync
         if before.comms != self.settings.comms:
             self.reshard()
             self._buckets.clear()

@@ -193,7 +193,7 @@ def gather_labelled(labels, tags):
     layout = layout_of([Item((4,), 0)], num_ranks)
     shard = torch.zeros(layout.layouts[0].local_shape(rank))
     plan = GatherPlan.of(layout, [(1,)], shard.dtype, world_group())
-    all_gather([shard], plan, world_group(), label=labels[rank], tag=tags[rank]).wait()
+    all_gather([shard], plan, world_group(), label=labels[rank], tag=tags[rank] << 8).wait()
 
 
 def test_ranks_that_gather_different_units_raise_and_name_both(worlds: WorldPool):

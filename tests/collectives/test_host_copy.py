@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dshard
-from dshard.collectives import host_copy
-from dshard.collectives.futex import why_not
-from dshard.collectives.host_copy import HostCopy
+from dshard.collectives.host import full_values
+from dshard.collectives.host.full_values import HostCopy
+from dshard.collectives.host.rings import why_not
 from dshard.tensor import operands, storage, writes
 from dshard.testing import World, WorldPool
 from tests.tensor.test_freshness import ACTIONS, SETTINGS, check_interleaving
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
-STEPS = ("begin", "_put", "read", "end", "is_quiet", "make_quiet", "home_of")
+STEPS = ("begin", "_put", "read", "end", "is_quiet", "make_quiet", "memory_for")
 
 
 def slowed(patch: pytest.MonkeyPatch, seed: int, patience_s: float) -> None:
@@ -49,7 +49,7 @@ def slowed(patch: pytest.MonkeyPatch, seed: int, patience_s: float) -> None:
 
     for name in STEPS:
         patch.setattr(HostCopy, name, stopping(getattr(HostCopy, name)))
-    patch.setattr(host_copy, "_PATIENCE_S", patience_s)
+    patch.setattr(full_values, "_PATIENCE_S", patience_s)
 
 
 def check_slowed(options: Any, actions: Any, seed: int, patience_s: float) -> str:
@@ -224,16 +224,16 @@ def two_layers() -> Any:
     return dshard.fully_shard(model)
 
 
-def left_while_late() -> list[bool]:
-    """A step is left whose gather some rank has not put its part in for yet; what follows has the new values."""
+def failed_while_late() -> list[bool]:
+    """An exception of all ranks ends a step, for whose gather one is late; what follows has the new values."""
     model = two_layers()
     x, bad = torch.eye(8), [False]
     first, second = (layer.weight.full_tensor().detach().clone() for layer in model)
 
     def fail(*_: Any) -> None:
-        if bad[0] and dist.get_rank() == 1:
+        if bad[0]:
             bad[0] = False
-            time.sleep(1.0)
+            time.sleep(float(dist.get_rank()))
             raise RuntimeError("a bad batch")
 
     model[1].register_forward_pre_hook(fail)
@@ -252,9 +252,9 @@ def left_while_late() -> list[bool]:
     return found
 
 
-def test_what_was_late_in_a_step_that_was_left_is_put_in_place_later(worlds: WorldPool):
+def test_what_was_late_in_a_step_that_failed_is_put_in_place_later(worlds: WorldPool):
     # Found: it was noted as being there, and old values were read from then on.
-    assert worlds.run(2, left_while_late) == [[True] * 3] * 2
+    assert worlds.run(2, failed_while_late) == [[True] * 3] * 2
 
 
 def unshard_and_meet() -> bool:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dshard.collectives import ReduceOp, ShardGroup, _c10d, all_reduce
+from dshard.collectives.divergence import Kind
 from dshard.collectives.exchange import Exchange
-from dshard.collectives.header import Kind
 from dshard.errors import DivergenceError
 from dshard.layout import INLINE_BYTES
 from dshard.testing import WorldPool

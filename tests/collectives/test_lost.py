@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import dshard
-from dshard.collectives import _c10d, exits, lost
-from dshard.collectives.board import Board, End, RankProcess, ends_within, state_of
+from dshard.collectives import _c10d, watchdog
+from dshard.collectives.watchdog import Board, End, RankProcess, ends_within, state_of
 from dshard.testing import World, WorldPool, expect_error
 
 
@@ -144,7 +144,7 @@ def test_the_first_that_raised_is_to_blame_and_not_those_that_failed_for_want_of
         End(1, "raised", "ValueError: a bad batch", 2.0),
         End(3, "left", "its program has come to an end", 0.5),
     ]
-    found = lost._by_word(ends)
+    found = watchdog._by_word(ends)
     assert found is not None
     assert found.ranks == (1,)
     assert "raised ValueError: a bad batch" in found.text
@@ -167,17 +167,17 @@ def test_a_rank_that_writes_its_word_while_it_is_looked_at_has_not_ended_without
     end = End(1, "raised", "ValueError: of its own", time.time(), ())
     written: list[End] = []
     gone = RankProcess("here", 1, "a host", "never")  # process 1 began at another time
-    is_dead = lost._Case._is_dead
+    is_dead = watchdog._Case._is_dead
 
     def looked_at(case: Any, rank: int) -> bool:
         known = is_dead(case, rank)
         written[:] = [end]  # it comes when the process has just been looked at
         return known
 
-    monkeypatch.setattr(lost._Case, "_is_dead", looked_at)
-    monkeypatch.setattr(lost._State, "own", RankProcess("here", os.getpid(), "a host", "now"))
-    monkeypatch.setattr(lost._State, "board", SimpleNamespace(ends=lambda: list(written)))
-    verdict = lost._Case([0, 1], 0, {1: gone})._of_ends()
+    monkeypatch.setattr(watchdog._Case, "_is_dead", looked_at)
+    monkeypatch.setattr(watchdog._State, "own", RankProcess("here", os.getpid(), "a host", "now"))
+    monkeypatch.setattr(watchdog._State, "board", SimpleNamespace(ends=lambda: list(written)))
+    verdict = watchdog._Case([0, 1], 0, {1: gone})._of_ends()
     assert verdict is not None
     assert "rank 1 raised ValueError: of its own" in verdict.text
 
@@ -193,11 +193,11 @@ def test_a_rank_that_is_stopped_or_dead_is_named_ahead_of_one_that_had_all_it_ne
         while state_of(process.pid)[0] not in ("T", "Z") and time.monotonic() < until:
             time.sleep(0.01)
         ends = [End(0, "left", "its program has come to an end", time.time())]
-        monkeypatch.setattr(lost._State, "own", RankProcess("here", os.getpid(), "a host", "now"))
-        monkeypatch.setattr(lost._State, "board", SimpleNamespace(ends=lambda: list(ends)))
-        verdict = lost._Case([0, 1, 2], 1, {2: of_rank_2})._of_ends()
+        monkeypatch.setattr(watchdog._State, "own", RankProcess("here", os.getpid(), "a host", "now"))
+        monkeypatch.setattr(watchdog._State, "board", SimpleNamespace(ends=lambda: list(ends)))
+        verdict = watchdog._Case([0, 1, 2], 1, {2: of_rank_2})._of_ends()
         ends.append(End(0, "raised", "ValueError: of its own", time.time()))
-        of_raised = lost._Case([0, 1, 2], 1, {2: of_rank_2})._of_ends()
+        of_raised = watchdog._Case([0, 1, 2], 1, {2: of_rank_2})._of_ends()
     finally:
         process.kill()
         process.wait()
@@ -212,13 +212,13 @@ def test_a_rank_that_is_stopped_or_dead_is_named_ahead_of_one_that_had_all_it_ne
 @pytest.mark.parametrize(("rank", "agent", "waits"), [(0, "False", True), (1, "False", False), (0, "True", False)])
 def test_a_failing_rank_stays_for_the_others_to_read_it_where_the_store_goes_with_it(monkeypatch, rank, agent, waits):
     slept: list[float] = []
-    monkeypatch.setattr(exits, "time", SimpleNamespace(sleep=slept.append))
-    monkeypatch.setattr(exits, "ends_within", lambda *_: None)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(watchdog, "ends_within", lambda *_: None)
     world = {"is_initialized": lambda: True, "get_world_size": lambda: 2, "get_rank": lambda: rank}
-    monkeypatch.setattr(exits, "dist", SimpleNamespace(**world))
+    monkeypatch.setattr(watchdog, "dist", SimpleNamespace(**world))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
-    for how, expected in (("left", []), ("raised", [exits._READ_S] * waits)):
-        monkeypatch.setattr(exits._State, "pid", os.getpid())
-        monkeypatch.setattr(exits._State, "has_said", False)
-        exits._say(how, "text")
+    for how, expected in (("left", []), ("raised", [watchdog._READ_S] * waits)):
+        monkeypatch.setattr(watchdog._State, "pid", os.getpid())
+        monkeypatch.setattr(watchdog._State, "has_said", False)
+        watchdog._say(how, "text")
         assert slept == expected

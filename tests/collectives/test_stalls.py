@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dshard
-from dshard.collectives import stalls
+from dshard.collectives import watchdog
 from dshard.testing import WorldPool
 
 
@@ -36,24 +36,24 @@ def stall(how: str) -> list[str]:
     step(model)
     time.sleep(2.5 if how == "holds all" else 0)  # what was written in another test is taken back
     heard = Heard()
-    known, stalls._State.after_s = stalls._State.after_s, 0.5
-    stalls.log.addHandler(heard)
+    known, watchdog._State.after_s = watchdog._State.after_s, 0.5
+    watchdog.log.addHandler(heard)
     try:
         if dist.get_rank() == 1 and how == "sleeps":
             time.sleep(6)
         if dist.get_rank() == 1 and how == "holds all":
-            stalls._State.stop.set()  # as a process that is stopped
+            watchdog._State.stop.set()  # as a process that is stopped
             time.sleep(6)
         step(model)
         if how == "goes on":
             time.sleep(2)
             step(model)
     finally:
-        stalls.log.removeHandler(heard)
-        stalls._State.after_s = known
-        if stalls._State.stop.is_set():
-            stalls._State.stop.clear()
-            stalls._State.thread = None
+        watchdog.log.removeHandler(heard)
+        watchdog._State.after_s = known
+        if watchdog._State.stop.is_set():
+            watchdog._State.stop.clear()
+            watchdog._State.thread = None
     return heard.texts
 
 

@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dshard
 from dshard import collectives
-from dshard.collectives import ReduceOp, ShardGroup, transport
-from dshard.collectives.arena import Arena
-from dshard.collectives.futex import why_not
-from dshard.collectives.messages import ByMessages
-from dshard.collectives.transport import ThroughMemory, transport_of
+from dshard.collectives import ReduceOp, ShardGroup, exchange
+from dshard.collectives.exchange import ByMessages, ThroughMemory, transport_of
+from dshard.collectives.host import rings
+from dshard.collectives.host.arena import Arena
+from dshard.collectives.host.rings import why_not
 from dshard.testing import World, WorldPool, expect_error
 from tests.tensor.test_uses import USES, used_as_plain
 
@@ -188,26 +188,6 @@ def test_rings_go_round_and_hold_back_a_rank_that_is_ahead(worlds: WorldPool):
     assert worlds.run(2, runs_ahead, 700) == [0, 0]  # of 256 records
 
 
-def leaves_often(num_times: int) -> int:
-    """Leave so many steps of a group in which nothing happens any more, and then use it again."""
-    idle, busy = fresh_group("memory"), fresh_group("memory")
-    rank = dist.get_rank()
-    for group in (idle, busy):
-        collectives.all_reduce([values_of(0, 0, rank, 5)], group, ReduceOp.SUM, label="first").wait()
-    for _ in range(num_times):
-        collectives.begin([busy])
-        collectives.give_up("a reason", [busy])
-    (total,) = collectives.all_reduce([values_of(0, 1, rank, 5)], idle, ReduceOp.SUM, label="last").wait()
-    rings = transport_of(idle)._rings[1 - rank]  # type: ignore[attr-defined]
-    assert torch.equal(total, sum(values_of(0, 1, r, 5) for r in range(2)))
-    return max(len(rings[0]._unread), len(rings[1]._records))
-
-
-def test_steps_that_are_left_fill_no_ring_of_an_idle_group(worlds: WorldPool):
-    most = worlds.run(2, leaves_often, 20_000, timeout_s=60)  # of 256 records and 16,384 flags
-    assert max(most) < 300
-
-
 def nobody_waits(num_steps: int) -> list[bool]:
     """A sum that nobody waits for, ahead of many others: what it holds, and whether it has its values in the end."""
     group, rank = fresh_group("memory"), dist.get_rank()
@@ -292,16 +272,16 @@ def unreadable(on_rank: int) -> list[str]:
     def refuse(*_: object) -> Any:
         raise OSError("no /proc of others")
 
-    known = transport.map_others
+    known = rings.map_others
     if dist.get_rank() == on_rank:
-        transport.map_others = refuse
+        rings.map_others = refuse
     os.environ["DSHARD_TRANSPORT"] = "memory"
     try:
         group = ShardGroup(dist.new_group(), CPU)
         (total,) = collectives.all_reduce([torch.ones(3)], group, ReduceOp.SUM, label="a sum").wait()
         return [type(transport_of(group)).__name__, str(total.tolist())]
     finally:
-        transport.map_others = known
+        rings.map_others = known
         del os.environ["DSHARD_TRANSPORT"]
 
 
@@ -401,4 +381,4 @@ def test_a_group_that_a_peer_has_destroyed_raises_and_does_not_wait_for_the_time
 def test_another_way_is_refused(monkeypatch):
     monkeypatch.setenv("DSHARD_TRANSPORT", "pigeons")
     with pytest.raises(dshard.ArgumentError, match="must be 'messages' or 'memory', but it is 'pigeons'"):
-        transport._find(SimpleNamespace(process_group=None))  # type: ignore[arg-type]
+        exchange._find(SimpleNamespace(process_group=None))  # type: ignore[arg-type]

@@ -62,13 +62,13 @@ def train(folder: Path, timeout_s: float) -> None:
     from torch import nn
 
     import dshard
-    from dshard.collectives import board
+    from dshard.collectives import watchdog
 
     rank = int(os.environ["RANK"])
     os.dup2(os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
     host = os.environ["APART_HOST"]
-    own = board.RankProcess.own()
-    board.RankProcess.own = lambda: board.RankProcess(f"host-{host}", own.pid, f"{own.place} {host}", own.started)  # type: ignore[method-assign]
+    own = watchdog.RankProcess.own()
+    watchdog.RankProcess.own = lambda: watchdog.RankProcess(f"host-{host}", own.pid, f"{own.place} {host}", own.started)  # type: ignore[method-assign]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), dist.group.WORLD)  # the start may be slow

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dshard
-from dshard.collectives.lines import line_of
+from dshard.collectives import _c10d
 from dshard.tensor import ShardedTensor
 from tests.faults.long_plan import STRATEGIES, strategy_of
 
@@ -340,10 +340,10 @@ class Run:
         self.switch("ddp")  # so that the units of "full" are new ones
         self.switch("full")
         dist.barrier()  # for the folder is looked at, too; and peers have read what they were sent
-        for line in line_of(self.model.head.weight.shard_group).world.lines.values():
-            if line._transport is not None:
-                line._transport.collect()
-                line._transport.pool.clear()
+        for _, kept in list(_c10d._KEPT.values()):
+            if "transport" in kept:
+                kept["transport"].collect()
+                kept["transport"].pool.clear()
         pool = self.model._context().pool
         pool.mark()  # it takes back what it has lent
         pool.clear()

@@ -14,11 +14,10 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_iter
 
-from dshard.collectives import Buffer, BufferPool
-from dshard.collectives.arena import Arena, is_others
+from dshard.collectives import Buffer, BufferPool, HostValues
+from dshard.collectives.host.arena import Arena, is_others
 from dshard.planner.steps import pieces_of
 from dshard.tensor import ShardedTensor
-from dshard.units.buckets import HostCopies
 from dshard.units.unit import Unit
 
 
@@ -33,7 +32,7 @@ class CountedPeak(TorchDispatchMode):
         host_copies: What the host has once.
     """
 
-    def __init__(self, host_copies: Sequence[HostCopies] = ()) -> None:
+    def __init__(self, host_copies: Sequence[HostValues] = ()) -> None:
         super().__init__()
         self._host_copies = host_copies
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -62,7 +61,7 @@ class CountedPeak(TorchDispatchMode):
         self._alive = {key: known for key, known in self._alive.items() if not known[0].expired()}
         idle = sum(self._alive.get(key, (None, 0))[1] for key in _idle() | self._maps())
         self._most_bytes = sum(num_bytes for _, num_bytes in self._alive.values()) - idle
-        self._most_bytes += sum(copies.bytes_beside() for copies in self._host_copies)
+        self._most_bytes += sum(copies.bytes_beside for copies in self._host_copies)
         return self._most_bytes
 
     def _maps(self) -> set[int]:
@@ -104,7 +103,7 @@ def counted_peak(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
         Nothing; gradients that are on their way are waited for.
     """
     units = {u for m in model.modules() for u in vars(m).get("_dshard_units", ())}
-    host_copies = [unit.copies.host_copies for unit in units if unit.copies.host_copies is not None]
+    host_copies = [unit.copies.host_values for unit in units if unit.copies.host_values is not None]
     counted, take = CountedPeak(host_copies), BufferPool.take
 
     def take_counted(self: BufferPool, num_bytes: int, device: torch.device, arena: Arena | None = None) -> Buffer:

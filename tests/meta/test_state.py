@@ -11,17 +11,15 @@ from tests.meta.source import Module, imported_names, modules
 # object that could hold it. A class stands for all that it has.
 ALLOWED: dict[str, str] = {
     # What a process has one of: connections, a watching thread, its end.
-    "dshard.collectives._c10d._KEPT": "lines, pages and further groups of a process group, which goes with them",
+    "dshard.collectives._c10d._KEPT": "channels, records and further groups of a process group, which goes with them",
     "dshard.collectives._c10d._MADE": "numbers in the names of process groups, which torch's store never forgets",
-    "dshard.collectives.arena._Known": "a process shares one memory, and maps that of each other one once",
-    "dshard.collectives.transport._CLOSED": "what was said in a group that is gone stays until peers have read it",
-    "dshard.collectives.rings._LISTENING": "a rank that waits in one ring reads all that it has, or peers wait for it",
-    "dshard.collectives.exits._State": "a process ends once, and says so once",
-    "dshard.collectives.lost._State": "a process has one board, and may find out once who was lost",
-    "dshard.collectives.stalls._State": "one thread watches all that a process waits for",
+    "dshard.collectives.host.arena._Known": "a process shares one memory, and maps that of each other one once",
+    "dshard.collectives.host.rings._GONE": "what was said in a group that is gone stays until peers have read it",
+    "dshard.collectives.host.rings._LISTENING": "a rank that waits in one ring reads all, or peers wait for it",
+    "dshard.collectives.watchdog._State": "one thread watches all that a process waits for, and its end",
     "dshard.collectives.trace._Open.traces": "a trace records the collectives of the process, whoever starts them",
     "dshard.collectives.trace._Open.phase": "bound at import: rooms above know in which phase their models are",
-    "dshard.collectives.flight._State": "read from the environment once; bound at import: steps are known above",
+    "dshard.collectives.flight._State": "read from the environment once; a process has one record",
     "dshard.autograd.Watchers.present": "gathers look at the process's, as at a profiler",
     "dshard.checkpoint.asynchronous._PENDING": "a group of ranks has one asynchronous save, from whatever model it is",
     "dshard.checkpoint.asynchronous._MEMORY": "the next asynchronous save takes the memory of the last one",
@@ -62,7 +60,7 @@ ALLOWED: dict[str, str] = {
     "dshard.units.unit.Unit.alive": "the units whose copies a change of parameters may make stale; held weakly",
     # Results of pure functions.
     "dshard.arguments.read": "remembered by argument",
-    "dshard.collectives.callers._IS_USERS": "remembered by file",
+    "dshard.collectives.flight._IS_USERS": "remembered by file",
     "dshard.collectives.plan._PLANS": "equal plans are one object; held weakly",
     "dshard.tensor.dispatch._RULES": "remembered by operation",
     "dshard.tensor.meshes._SHARED_DIMS": "remembered by meshes, which are held weakly",

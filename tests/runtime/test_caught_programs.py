@@ -1,4 +1,4 @@
-"""Programs that skip bad batches: random ones, with models that share ranks, evaluations, and exceptions everywhere."""
+"""Programs that skip bad batches: random ones, with models that share ranks, and exceptions of all ranks everywhere."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +19,13 @@ NUM_STEPS, DEPTH = 6, 3
 
 @dataclass(frozen=True)
 class Fault:
-    """Where some ranks raise.
+    """Where all ranks raise.
 
     Args:
         phase: Of a step: the number of the model that is trained, or one more for the evaluation.
         place: "forward", "backward", "loss" or "clip".
         layer: Of the model.
         micro: Which of the backwards.
-        ranks: Those that raise.
         resets: Whether they call `reset_iter_state` in their handler.
     """
 
@@ -34,7 +33,6 @@ class Fault:
     place: str
     layer: int
     micro: int
-    ranks: tuple[int, ...]
     resets: bool
 
 
@@ -58,7 +56,7 @@ class Program:
     evaluates: bool
     recomputes: bool
     prefetch: int
-    faults: dict[int, tuple[Fault, ...]]
+    faults: dict[int, Fault]
 
 
 def sharded(program: Program) -> list[Any]:
@@ -85,9 +83,8 @@ class Training:
         self.done: list[tuple[int, int]] = []  # steps and phases whose optimizers have stepped
 
     def fault(self, step: int, phase: int) -> Fault | None:
-        rank = dist.get_rank()
-        faults = self.program.faults.get(step, ())
-        return next((fault for fault in faults if fault.phase == phase and rank in fault.ranks), None)
+        fault = self.program.faults.get(step)
+        return fault if fault is not None and fault.phase == phase else None
 
     def run_phase(self, step: int, phase: int, fault: Fault | None) -> None:
         model, place = self.models[phase], fault.place if fault is not None else ""
@@ -171,7 +168,7 @@ def check(worlds: WorldPool, num_ranks: int, program: Program) -> None:
     done = found[0][0]
     assert all(other == done for other, _ in found), found
     phases = range(len(program.strategies))
-    bad = {step: min(fault.phase for fault in faults) for step, faults in program.faults.items()}
+    bad = {step: fault.phase for step, fault in program.faults.items()}
     expected = [(step, phase) for step in range(NUM_STEPS) for phase in phases if phase < bad.get(step, len(phases))]
     assert done == expected, found
 
@@ -187,51 +184,19 @@ def programs(draw: st.DrawFn) -> tuple[int, Program]:
     strategies = tuple(draw(st.lists(layers, min_size=1, max_size=2)))
     micro, evaluates = draw(st.sampled_from([1, 2])), draw(st.booleans())
     faults = {}
-    # Others see an exception in an evaluation where they wait for this rank in it: see docs/limits.md. What is not
-    # resharded is there still, if the first model was used by the phase of the second.
-    gathers = "ddp" not in strategies[0] and (
-        len(strategies) == 1 or not {"full", "split(2)"}.isdisjoint(strategies[0])
-    )
-    last = len(strategies) - 1 + (evaluates and replicas == 1 and gathers)
+    last = len(strategies) - 1 + evaluates
     for step in draw(st.sets(st.integers(0, NUM_STEPS - 2), min_size=1, max_size=3)):
         phase = draw(st.integers(0, last))
-        faults[step] = draw(several_faults(num_ranks, replicas, micro, strategies, phase))
+        places = ["forward"] if phase == len(strategies) else ["forward", "backward", "loss", "clip"]
+        place, layer, at = (
+            draw(st.sampled_from(places)),
+            draw(st.integers(0, DEPTH - 1)),
+            draw(st.integers(0, micro - 1)),
+        )
+        faults[step] = Fault(phase, place, layer, at, draw(st.booleans()))
     return num_ranks, Program(
         strategies, replicas, micro, evaluates, draw(st.booleans()), draw(st.sampled_from([0, 1, 2])), faults
     )
-
-
-@st.composite
-def several_faults(
-    draw: st.DrawFn, num_ranks: int, replicas: int, micro: int, strategies: tuple[tuple[str, ...], ...], phase: int
-) -> tuple[Fault, ...]:
-    """Of one phase of a step, on different ranks; not what docs/limits.md says is seen by nobody."""
-    is_eval = phase == len(strategies)
-    own = strategies[0 if is_eval else phase]
-    places = ["forward"]
-    if not is_eval:
-        places += ["backward"]
-        # Else a rank whose loss raises may have one batch fewer, and nobody is told: its backward begins in the first.
-        if "full" in own and "full" in strategies[0]:
-            places += ["loss"]
-        if set(own) != {"ddp"} and replicas == 1:  # else ranks clip by themselves, and step
-            places += ["clip"]
-    faults: list[Fault] = []
-    free = list(range(num_ranks))
-    num_faults = draw(st.integers(1, 2))
-    if num_faults > 1 and "clip" in places:  # which is seen later than others: see docs/limits.md
-        places.remove("clip")
-    for _ in range(num_faults):
-        if not free:
-            break
-        ranks = draw(st.one_of(st.sampled_from(free).map(lambda rank: (rank,)), st.just(tuple(free))))
-        free = [rank for rank in free if rank not in ranks]
-        layer = 0 if is_eval else draw(st.integers(0, DEPTH - 1))
-        place = draw(st.sampled_from(places))
-        if place == "backward" and phase == 0 and "full" not in own:  # ahead of all units it is as one in the loss
-            layer = min(layer, DEPTH - 2)
-        faults.append(Fault(phase, place, layer, draw(st.integers(0, micro - 1)), ranks, draw(st.booleans())))
-    return tuple(faults)
 
 
 @settings(max_examples=25, deadline=None)

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import dshard
 from benchmarks.memory import gathered_peak
 from dshard.collectives import Buffer, BufferPool, memory
-from dshard.collectives.arena import Arena
+from dshard.collectives.host.arena import Arena
 from dshard.slices import slice_weight
 from dshard.testing import WorldPool, expect_error
 from tests.collectives.test_native_backends import native

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dshard
 from dshard import collectives
-from dshard.collectives import ShardGroup, _c10d, ledger
-from dshard.collectives.header import Kind
+from dshard.collectives import ShardGroup, _c10d, divergence
+from dshard.collectives.divergence import Kind
 from dshard.testing import WorldPool, expect_error
 from tests.collectives.test_native_backends import native
 
@@ -69,10 +69,10 @@ def settle_of_two_groups() -> tuple[str, list[int]]:
         members = [group for group in (pair, dist.group.WORLD) if dist.get_rank(group) >= 0]
         groups = [ShardGroup(group, torch.device("cpu")) for group in members]
         for group in groups:
-            ledger.note(group, Kind.GATHER, "both", 0)
-        ledger.note(groups[0], Kind.GATHER, f"rank {min(dist.get_rank(), 1)}" if len(groups) == 2 else "all", 0)
+            divergence.note(group, Kind.GATHER, "both", 0)
+        divergence.note(groups[0], Kind.GATHER, f"rank {min(dist.get_rank(), 1)}" if len(groups) == 2 else "all", 0)
         if len(groups) == 2:
-            ledger.note(groups[1], Kind.GATHER, "all", 0)
+            divergence.note(groups[1], Kind.GATHER, "all", 0)
         try:
             collectives.settle(groups)
             error = ""
@@ -203,7 +203,7 @@ def entries_of_a_long_evaluation(at: int) -> list[int]:
     with native():
         group = ShardGroup(dist.group.WORLD, torch.device("cpu"))
         for i in range(20_000):
-            ledger.note(group, Kind.GATHER, "unit", dist.get_rank() if i == at else 0)
+            divergence.note(group, Kind.GATHER, "unit", dist.get_rank() << 8 if i == at else 0)
         before = collectives.num_noted(group)
         collectives.settle([group])
         return [before, collectives.num_noted(group)]

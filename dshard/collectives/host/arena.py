@@ -19,10 +19,38 @@ import torch
 from torch import Tensor
 
 PAGE = mmap.PAGESIZE
+NONCE_BYTES = 16  # at the beginning of a file
 _ALIGN = 4096
 _LARGE_BYTES = 1 << 20  # freed blocks from this size on give their pages back
 _PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
 _LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def make_file(name: str, num_bytes: int) -> tuple[int, bytes]:
+    """Make a file of memory; gives its handle, and the number at its beginning that tells it from others."""
+    fd, nonce = os.memfd_create(name, os.MFD_CLOEXEC), secrets.token_bytes(NONCE_BYTES)
+    try:
+        os.ftruncate(fd, num_bytes)
+        os.pwrite(fd, nonce, 0)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, nonce
+
+
+def open_file(pid: int, fd: int, nonce: bytes, num_bytes: int) -> int:
+    """Open the file of memory that another process has made; gives this process's handle.
+
+    Raises:
+        OSError: It cannot be opened.
+        ValueError: It is another file: the process runs where numbers of processes mean others.
+    """
+    path = f"/proc/{pid}/fd/{fd}"
+    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    if os.fstat(handle).st_size != num_bytes or os.pread(handle, NONCE_BYTES, 0) != nonce:
+        os.close(handle)
+        raise ValueError(f"{path} is another file than was meant")
+    return handle
 
 
 class Mapped:
@@ -58,12 +86,9 @@ class Arena(Mapped):
 
     def __init__(self) -> None:
         num_bytes = os.sysconf("SC_PHYS_PAGES") * PAGE  # of addresses: pages come as they are written to
-        self.fd = os.memfd_create("dshard", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, num_bytes)
+        self.fd, self.nonce = make_file("dshard", num_bytes)
         super().__init__(self.fd, num_bytes)
         self.pid = os.getpid()
-        self.nonce = secrets.token_bytes(16)
-        self.view(0, 16)[:] = self.nonce
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(PAGE, num_bytes - PAGE)]  # offset and size, in order
         self._given: deque[tuple[int, int]] = deque()  # and not free yet
@@ -88,7 +113,7 @@ class Arena(Mapped):
         return torch.from_numpy(block), offset
 
     def _give(self, offset: int, size: int) -> None:
-        """Nobody refers to a block any more: told wherever that was, even within `take`."""
+        """Take a block back that nobody refers to any more; called wherever that was, even within `take`."""
         if os.getpid() != self.pid:
             return  # a forked process has let go of it
         if size >= _LARGE_BYTES:
@@ -140,10 +165,8 @@ def map_others(pid: int, fd: int, nonce: bytes, num_bytes: int) -> Mapped:
     with _Known.lock:
         known = _Known.others.get(nonce)
         if known is None:
-            handle = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+            handle = open_file(pid, fd, nonce, num_bytes)
             try:
-                if os.fstat(handle).st_size != num_bytes or os.pread(handle, 16, 0) != nonce:
-                    raise ValueError(f"/proc/{pid}/fd/{fd} is another file than was meant")
                 known = Mapped(handle, num_bytes)
             finally:
                 os.close(handle)

@@ -12,38 +12,37 @@ import math
 import mmap
 import os
 import resource
-import secrets
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dshard.collectives import _c10d
-from dshard.collectives.exchange import Exchange
-from dshard.collectives.futex import Peer
+from dshard.collectives.divergence import Kind
+from dshard.collectives.exchange import Exchange, shares_memory, transport_of
+from dshard.collectives.gather import Gathered, record_gather
 from dshard.collectives.group import Handle, ShardGroup
-from dshard.collectives.header import Kind
-from dshard.collectives.lines import line_of
-from dshard.collectives.memory import Buffer
-from dshard.collectives.places import Places
-from dshard.collectives.plan import GatherPlan, shard_of
-from dshard.collectives.rings import pump_all
+from dshard.collectives.host.arena import make_file, open_file
+from dshard.collectives.host.rings import ThroughMemory, pump_all
+from dshard.collectives.memory import Buffer, Patience
+from dshard.collectives.plan import GatherPlan, Places, shard_of
+from dshard.collectives.watchdog import failure
 
 log = logging.getLogger("dshard")
 
 _PAGE = mmap.PAGESIZE
-_NONCE_BYTES = 16
-_WORDS_AT, _LINE_BYTES = 64, 64  # where the words of the ranks begin; those of one rank begin a cache line of their own
+_WORDS_AT, _CACHE_LINE = 64, 64  # where the words of the ranks begin; those of one rank begin a cache line of their own
 _PATIENCE_S = 0.25  # with peers that still read, ahead of writing elsewhere
 _PAUSES_S = 5e-5, 1e-3  # between two looks at them: the first one, and the longest
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAYMOVE, _FIXED = 1, 2  # MREMAP_
-_MAKING, _MAPPING = 0x6D616465, 0x6D617073  # in the place of what stands for writes, ahead of the first gather
+_MAKING, _MAPPING = 0x6D616400, 0x6D617000  # in the place of what stands for writes, ahead of the first gather
 _MOST_FILES = 0.5  # of those that a process may have open
 _LIBC = ctypes.CDLL(None, use_errno=True)
 if hasattr(_LIBC, "mremap"):  # Linux, without which ranks exchange messages
@@ -127,6 +126,25 @@ class _Window:
         return self._versions == self._written()  # what was written to is no longer the file's
 
 
+class Storage(Protocol):
+    """The memory of a shard, which may lie here."""
+
+    home: Any  # where it lies, if others may read it there
+    is_exposed: bool  # whether somebody was given it who may write without being counted
+
+    def resolve(self) -> Tensor:
+        """The shard."""
+
+    def is_held(self, *, own_refs: int, storage_refs: int) -> bool:
+        """Whether somebody refers to the shard who would not follow it to another place."""
+
+    def leave_home(self) -> None:
+        """Lie in memory of this rank's own again."""
+
+    def come_home(self, memory: Callable[[Tensor], Tensor], home: Any) -> bool:
+        """Lie in memory that others may read, unless somebody holds the shard; gives whether it does."""
+
+
 class HostCopy:
     """The full values of a bucket in memory that all ranks of a group map.
 
@@ -138,11 +156,13 @@ class HostCopy:
         num_bytes: Its size.
         plan: How the bucket is gathered.
         group: The ranks.
-        peers: Their processes, by rank.
     """
 
-    def __init__(self, fd: int, num_bytes: int, plan: GatherPlan, group: ShardGroup, peers: dict[int, Peer]) -> None:
-        self.plan, self._group, self._peers, self._pid = plan, group, peers, os.getpid()
+    def __init__(self, fd: int, num_bytes: int, plan: GatherPlan, group: ShardGroup) -> None:
+        self.plan, self._group, self._pid = plan, group, os.getpid()
+        transport = transport_of(group)
+        assert isinstance(transport, ThroughMemory), "ranks that share memory reach each other through it"
+        self._transport = transport
         self._fd, self._num_bytes = fd, num_bytes
         weakref.finalize(self, os.close, fd).atexit = False  # ahead of all that may fail
         self._shared = _Map(fd, num_bytes)
@@ -162,10 +182,13 @@ class HostCopy:
         self._number = 0  # of the last gather
         self._heard = dict.fromkeys(group.peers, 0)  # the peers' numbers of it
         self._is_read = False  # whether this rank reads
-        self._patience_s = _PATIENCE_S
+        self._patience = Patience(_PATIENCE_S)
+        self._unsure: list[int] = []  # places of shards that may have been written to without a trace in their versions
+        self._storages: list[weakref.ref[Storage]] = []  # of the shards, by place
+        self._occupants: dict[int, weakref.ref[Storage]] = {}  # by place, whose shard lies there
 
     def _word(self, rank: int, which: int) -> int:
-        return (_WORDS_AT + rank * _line_bytes(self._group.num_ranks)) // 4 + which
+        return (_WORDS_AT + rank * _bytes_of_words(self._group.num_ranks)) // 4 + which
 
     def is_quiet(self) -> bool:
         """Whether nobody reads, nor will before this rank begins the next gather: then its part may be written to."""
@@ -181,15 +204,7 @@ class HostCopy:
         """
         if self._is_read or os.getpid() != self._pid:
             return False
-        transport, begin, pause_s = line_of(self._group).transport(self._group), time.monotonic(), _PAUSES_S[0]
-        while not self.is_quiet():
-            if transport.is_awaited(unread=False) or time.monotonic() - begin > self._patience_s:
-                self._patience_s /= 2
-                return self.is_quiet()
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSES_S[1])
-        self._patience_s = min(2 * self._patience_s, _PATIENCE_S)
-        return True
+        return self._patience.wait(self.is_quiet, lambda: self._transport.is_awaited(unread=False))
 
     def may_hold(self, index: int, shard: Tensor) -> bool:
         """Whether a shard can lie here for good: as it lies where it is now."""
@@ -210,12 +225,70 @@ class HostCopy:
         windows = [self._window.places.fulls[0]] if self._window is not None else []
         return [*windows, *(part for part in self._parts if part is not None)]
 
-    def bytes_beside(self, shards: Sequence[Tensor]) -> int:
+    def bytes_beside(self) -> int:
         """Bytes of this rank's part in which none of its shards lies."""
-        away = [i for i, shard in enumerate(shards) if not self.lies_at(i, shard)]
+        storages = [ref() for ref in self._storages] or [None] * len(self._parts)
+        away = [i for i, each in enumerate(storages) if each is None or not self.lies_at(i, each.resolve())]
         return sum(part.nbytes for part in (self._parts[i] for i in away) if part is not None)
 
-    def home_of(self, index: int, shard: Tensor) -> Tensor:
+    def arrange(self, storages: Sequence["Storage"], *, is_cast: bool) -> None:
+        """Have those shards lie where they are read that nobody holds; and find those that somebody may write to.
+
+        Args:
+            storages: Of the shards, one per tensor of the bucket.
+            is_cast: Whether the bucket has another dtype than they, so that none of them can lie here.
+        """
+        self._storages = [weakref.ref(storage) for storage in storages]
+        self._unsure = [index for index, storage in enumerate(storages) if storage.is_exposed]
+        for storage in (storages[index] for index in self._unsure):
+            storage.is_exposed = storage.is_held(own_refs=0, storage_refs=1)
+            if storage.is_exposed and storage.home is not None:
+                storage.leave_home()
+        if is_cast:
+            return
+        are_here = [self.lies_at(index, storage.resolve()) for index, storage in enumerate(storages)]
+        staying = {id(storage) for storage, is_here in zip(storages, are_here, strict=True) if is_here}
+        away = [index for index, is_here in enumerate(are_here) if not is_here]
+        for index in away:  # what is to be written there must be nobody else's
+            occupant = self._occupants.pop(index, None)
+            for each in (storages[index], occupant() if occupant is not None else None):
+                if each is not None and each.home is self and id(each) not in staying:
+                    each.leave_home()
+        movable = [i for i in away if id(storages[i]) not in staying and self.may_hold(i, storages[i].resolve())]
+        if movable and self.make_quiet():
+            for index in movable:
+                storage = storages[index]
+                if storage.home is not self and storage.come_home(partial(self.memory_for, index), self):
+                    self._occupants[index] = weakref.ref(storage)
+
+    def gather(self, shards: Sequence[Tensor], *, label: str, tag: int = 0) -> Handle[Gathered]:
+        """Gather the full tensors: as `all_gather`, by its headers alone.
+
+        Args:
+            shards: This rank's shards; those that do not lie here are copied.
+            label: As in `all_gather`.
+            tag: As in `all_gather`.
+
+        Returns:
+            A handle whose result is the full tensors, to be read until `end`.
+
+        Communicates:
+            A header of 64 bytes to each peer.
+        """
+        record_gather(self.plan, self._group, label)
+        exchange = Exchange(self._group, Kind.GATHER, label, tag, self.plan.key)
+        exchange.word = self.begin(shards, self._unsure)
+        exchange.start()
+
+        def finish() -> Gathered:
+            try:
+                return Gathered(self.read(exchange.words))
+            except RuntimeError as error:
+                raise failure(f"the gather of '{label}'", error, self._group.process_group) from error
+
+        return Handle(f"all-gather of '{label}'", exchange, finish, group=self._group)
+
+    def memory_for(self, index: int, shard: Tensor) -> Tensor:
         """Memory for a shard that may lie here, with its values; this must be quiet.
 
         Who writes to it from then on must ask first.
@@ -223,8 +296,8 @@ class HostCopy:
         part = self._parts[index]
         assert part is not None
         offset = self._start + int(part.storage_offset()) * part.itemsize
-        home = self._shared.tensor(offset, part.nbytes).view(part.dtype).view(part.shape)
-        return home.copy_(shard)
+        memory = self._shared.tensor(offset, part.nbytes).view(part.dtype).view(part.shape)
+        return memory.copy_(shard)
 
     def _must_copy(self, index: int, shard: Tensor) -> bool:
         part, seen = self._parts[index], self._seen[index]
@@ -238,7 +311,7 @@ class HostCopy:
         return bool(self._late)
 
     def begin(self, shards: Sequence[Tensor], unsure: Sequence[int] = ()) -> int:
-        """Put this rank's shards in place; gives what is to be told beside the header of the gather.
+        """Put this rank's shards in place; gives the number to send beside the header of the gather.
 
         Where that `is_late` they must not change before `read`, which must come at once.
 
@@ -254,7 +327,7 @@ class HostCopy:
         self.thread = threading.get_ident()
         self._late = {index: shards[index] for index in stale} if is_late else {}
         for index in self._late:
-            self._seen[index] = None  # as long as it is not there: the step may be left
+            self._seen[index] = None  # as long as it is not there: an exception may end the step
         if not is_late:
             self._put({index: shards[index] for index in stale})
         self._number += 1
@@ -266,15 +339,15 @@ class HostCopy:
         if parts:
             torch._foreach_copy_(parts, list(shards.values()))
 
-    def read(self, told: dict[int, int]) -> list[Tensor]:
-        """The full tensors, once all peers were heard, and with what they told beside their headers."""
+    def read(self, numbers: dict[int, int]) -> list[Tensor]:
+        """The full tensors, once all peers were heard, with the numbers that they sent beside their headers."""
         if self._late:  # whoever is at this gather has read all before it
             late, self._late = self._late, {}
             self._put(late)
             for index, shard in late.items():
                 self._seen[index] = weakref.ref(shard), shard._version
             self._words[self._word(self._group.rank, 0)] = self._number & 0xFFFFFFFF
-        for peer, word in told.items():
+        for peer, word in numbers.items():
             self._heard[peer] = word // 2
             if word % 2:
                 self._await_late(peer, word // 2 & 0xFFFFFFFF)
@@ -288,8 +361,10 @@ class HostCopy:
         limit_s = limit.total_seconds() if limit is not None else math.inf
         at, begin, pause_s = self._word(peer, 0), time.monotonic(), 0.0
         while self._words[at] != number:
-            if self._peers[peer].has_ended():
-                raise RuntimeError(f"connection closed by peer: process {self._peers[peer].pid} has ended")
+            if self._transport.processes[peer].has_ended():
+                raise RuntimeError(
+                    f"connection closed by peer: process {self._transport.processes[peer].pid} has ended"
+                )
             if time.monotonic() - begin > limit_s:
                 raise RuntimeError(f"Timed out waiting {round(limit_s * 1000)}ms for its part of a gather")
             time.sleep(pause_s)
@@ -308,14 +383,91 @@ class HostCopy:
             self._words[self._word(self._group.rank, 1 + peer)] = number & 0xFFFFFFFF
 
 
-def _line_bytes(num_ranks: int) -> int:
+def _bytes_of_words(num_ranks: int) -> int:
     """Of the words of one rank: which of its gathers has come late last, and how far it has read those of each rank."""
-    return -(-4 * (1 + num_ranks) // _LINE_BYTES) * _LINE_BYTES
+    return -(-4 * (1 + num_ranks) // _CACHE_LINE) * _CACHE_LINE
 
 
 def _start_of(num_ranks: int) -> int:
     """Where values begin, behind a number that tells files apart, and the words of all ranks."""
-    return -(-(_WORDS_AT + num_ranks * _line_bytes(num_ranks)) // _PAGE) * _PAGE
+    return -(-(_WORDS_AT + num_ranks * _bytes_of_words(num_ranks)) // _PAGE) * _PAGE
+
+
+class HostValues:
+    """The full values of a unit's buckets, each once for all ranks of this host: what units ask for."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[object, HostCopy | None]] = {}  # by id of a bucket, which is kept
+
+    def of(
+        self,
+        bucket: object,
+        plan: GatherPlan,
+        group: ShardGroup,
+        storages: Sequence[Storage],
+        *,
+        label: str,
+        is_cast: bool,
+        may_share: bool,
+    ) -> HostCopy | None:
+        """The values of a bucket, ready to be gathered; None where each rank gathers a copy of its own.
+
+        Args:
+            bucket: What they are of.
+            plan: How it is gathered.
+            group: The ranks.
+            storages: Of this rank's shards; those that can are moved there.
+            label: Of the unit.
+            is_cast: Whether they are gathered in another dtype.
+            may_share: Whether there is one full value at a time, that travels as it is.
+
+        Communicates:
+            The first time for a bucket, the making of that memory; all ranks must call this alike.
+        """
+        if id(bucket) not in self._known:
+            if not may_share or not shares_memory(group):
+                return None
+            self._known[id(bucket)] = bucket, make_host_copy(plan, group, label=label)
+        made = self._known[id(bucket)][1]
+        if made is not None:
+            made.arrange(storages, is_cast=is_cast)
+        return made
+
+    def keep(self, buckets: Sequence[object]) -> None:
+        """Forget all buckets but these; shards that lie in the memory of others keep it."""
+        current = set(map(id, buckets))
+        self._known = {key: known for key, known in self._known.items() if key in current}
+
+    @property
+    def _made(self) -> list[HostCopy]:
+        return [made for _, made in self._known.values() if made is not None]
+
+    def __bool__(self) -> bool:
+        """Whether there are any; alike on all ranks."""
+        return bool(self._made)
+
+    def are_all(self, buckets: Sequence[object]) -> bool:
+        """Whether each of these buckets is once per host."""
+        return bool(buckets) and all(self._known.get(id(each), (None, None))[1] is not None for each in buckets)
+
+    def end(self) -> None:
+        """This rank reads no more."""
+        for made in self._made:
+            made.end()
+
+    @property
+    def are_late(self) -> bool:
+        """Whether shards of this rank are still to be put in place, in a gather that is under way."""
+        return any(made.is_late for made in self._made)
+
+    @property
+    def bytes_beside(self) -> int:
+        """Bytes of this rank's parts in which no shard lies."""
+        return sum(made.bytes_beside() for made in self._made)
+
+    def memories(self) -> list[Tensor]:
+        """What maps that memory whole."""
+        return [memory for made in self._made for memory in made.memories()]
 
 
 def make_host_copy(plan: GatherPlan, group: ShardGroup, *, label: str) -> HostCopy | None:
@@ -325,69 +477,50 @@ def make_host_copy(plan: GatherPlan, group: ShardGroup, *, label: str) -> HostCo
         DivergenceError: As a gather.
 
     Communicates:
-        A message of 48 bytes from the first rank to each other one, and one of 8 between each two.
+        A message of 32 bytes from the first rank to each other one, and one of 8 between each two.
     """
     start = _start_of(group.num_ranks)
     num_bytes = -(-(start + plan.total_numel * plan.dtype.itemsize) // _PAGE) * _PAGE
     fd, why = -1, ""
-    hello = torch.zeros(6, dtype=torch.int64, device="cpu")
+    made: HostCopy | None = None
+    hello = torch.zeros(4, dtype=torch.int64, device="cpu")
     if group.rank == 0:
         try:
-            fd, nonce = _make(num_bytes)
-            facts = torch.tensor([1, os.getpid(), fd, num_bytes], device="cpu")
+            fd, nonce = make_file("dshard full", num_bytes)
+            facts = torch.tensor([os.getpid(), _few(fd)], device="cpu")
             hello = torch.cat([facts, torch.frombuffer(bytearray(nonce), dtype=torch.int64)])
         except OSError as error:
             why = f"shared memory cannot be made ({error})"
-    said = Exchange(group, Kind.GATHER, label, _MAKING, plan.key)
-    if group.rank == 0:
-        for peer in group.peers:
-            said.send(hello, peer)
-    else:
-        said.receive(hello, 0)
-    said.start()
-    Handle(f"all-gather of '{label}'", said, lambda: None, group=group).wait()
-    made: HostCopy | None = None
-    if not why:
-        try:
-            fd = fd if group.rank == 0 else _open(hello, num_bytes)
-            made = HostCopy(fd, num_bytes, plan, group, line_of(group).transport(group).processes)
-        except (OSError, ValueError) as error:
-            why = f"the memory of rank 0 cannot be mapped ({error})"
-    verdict = torch.tensor([int(not why)], device="cpu")
-    verdicts = {peer: torch.zeros_like(verdict) for peer in group.peers}
-    said = Exchange(group, Kind.GATHER, label, _MAPPING, plan.key)
-    for peer in group.peers:
-        said.swap(verdicts[peer], verdict, peer)
-    said.start()
-    Handle(f"all-gather of '{label}'", said, lambda: None, group=group).wait()
+    swap = partial(_swap, plan=plan, group=group, label=label)
+    swap(_MAKING, hello if group.rank == 0 else None, {0: hello} if group.rank else {})
+    try:
+        pid, number, *_ = hello.tolist()
+        if not pid:
+            raise ValueError("it has none")
+        if group.rank:
+            fd = _few(open_file(pid, number, bytes(hello[2:].view(torch.uint8).tolist()), num_bytes))
+        made = HostCopy(fd, num_bytes, plan, group)
+    except (OSError, ValueError) as error:
+        why = why or f"the memory of rank 0 cannot be mapped ({error})"
+    verdicts = {peer: torch.zeros(1, dtype=torch.int64, device="cpu") for peer in group.peers}
+    swap(_MAPPING, torch.tensor([int(not why)], device="cpu"), verdicts)
     if why:
         log.warning(f"{label}: gathered by copies from other ranks' memory all the same: {why}.")
     return made if all(bool(each.item()) for each in verdicts.values()) else None
 
 
-def _make(num_bytes: int) -> tuple[int, bytes]:
-    """A file of memory without a name, and the number at its beginning."""
-    fd, nonce = _few(os.memfd_create("dshard full", os.MFD_CLOEXEC)), secrets.token_bytes(_NONCE_BYTES)
-    try:
-        os.ftruncate(fd, num_bytes)
-        os.pwrite(fd, nonce, 0)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd, nonce
-
-
-def _open(hello: Tensor, num_bytes: int) -> int:
-    """Open the file of the first rank, as it has told of it."""
-    is_there, pid, number, told_bytes, *_ = hello.tolist()
-    if not is_there:
-        raise ValueError("it has none")
-    path, nonce = f"/proc/{pid}/fd/{number}", bytes(hello[4:].view(torch.uint8).tolist())
-    fd = _few(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-    if told_bytes != num_bytes or os.fstat(fd).st_size != num_bytes or os.pread(fd, _NONCE_BYTES, 0) != nonce:
-        os.close(fd)
-        raise ValueError(f"{path} is another file than was meant")
-    return fd
+def _swap(
+    tag: int, sent: Tensor | None, into: dict[int, Tensor], *, plan: GatherPlan, group: ShardGroup, label: str
+) -> None:
+    """Send the peers a few numbers, and get those of some."""
+    exchange = Exchange(group, Kind.GATHER, label, tag, plan.key)
+    for peer in group.peers:
+        if sent is not None:
+            exchange.send(sent, peer)
+        if peer in into:
+            exchange.receive(into[peer], peer)
+    exchange.start()
+    Handle(f"all-gather of '{label}'", exchange, lambda: None, group=group).wait()
 
 
 def _few(fd: int) -> int:
