@@ -322,6 +322,7 @@ def killed(folder: Path, when_s: float, victim: int) -> None:
         after_s = time.time() - float(Path(folder, "when").read_text())
         told = {"kind": type(error).__name__, "text": str(error), "after_s": after_s}
         Path(folder, f"told {dist.get_rank()}").write_text(json.dumps(told))
+        os._exit(1)  # as a program that does not catch it: a rank that waits for this one learns of it so
 
 
 def killed_somewhere(folder: Path, seed: int) -> list[float]:
