@@ -681,7 +681,7 @@ def test_a_bad_policy_is_refused_and_the_module_left_as_it_was(worlds: WorldPool
 def refused(what: str) -> bool:
     text, policy = BAD[what]
     net = make()
-    with pytest.raises(dshard.StateError, match=text):
+    with pytest.raises(dshard.ArgumentError, match=text):
         dshard.fully_shard(net, mp_policy=policy)
     return type(net) is LanguageModel and all(type(p) is nn.Parameter for p in net.parameters())
 

@@ -218,7 +218,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 def refused(name: str) -> str:
     model = Model()
-    with pytest.raises((dshard.StateError, dshard.UnsupportedOpError)) as raised:
+    with pytest.raises((dshard.ArgumentError, dshard.StateError, dshard.UnsupportedOpError)) as raised:
         dshard.fully_shard(model, auto_wrap_policy=REFUSED[name][0])
     assert all(type(p) is nn.Parameter for p in model.parameters())
     return str(raised.value)
