@@ -19,7 +19,7 @@ weights, buffers and outputs with those of the plain model in one process. No la
   dshard verify mymodule:factory --ranks 2 --strategies full,ddp --steps 5
 
 factory() returns (model, sample input), or a dict of "model", "sample" and any of the options of
-dshard.testing.verify_sharding that are functions: step, oracle_step, loss, optimizer, shard, evaluate.
+dshard.testing.verify_sharding that are functions: step, oracle_step, loss, optimizer, shard.
 """
 _TRACE = """\
 Trains a model for some steps on ranks of this machine, and prints its units and what the last step gathers and reduces:
@@ -31,7 +31,7 @@ factory() is as for dshard verify. The file has all gathers and reductions of al
 line that asked for it, and memory by category: a page (.html), or a timeline for ui.perfetto.dev (.json).
 """
 _DTYPES = ("float32", "float64", "bfloat16")
-_FUNCTIONS = ("step", "oracle_step", "loss", "optimizer", "shard", "evaluate")
+_FUNCTIONS = ("step", "oracle_step", "loss", "optimizer", "shard")
 
 
 def add_parsers(commands: Any) -> None:

@@ -20,7 +20,7 @@ def test_a_model_that_trains_the_same_is_not_blamed_under_any_setting(pool: Worl
 def test_a_step_in_micro_batches_is_not_blamed_beside_one_on_the_whole_batch(pool: WorldPool, name):
     report = verifying.verify_parts(pool, name)
     assert "\n".join(map(str, report.differences)) == ""
-    assert report.rows[0].num_compared > 600
+    assert report.rows[0].num_compared > 200  # losses, gradients, weights: no outputs of modules with a step
 
 
 @pytest.mark.slow

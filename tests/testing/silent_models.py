@@ -100,19 +100,6 @@ class SeededDropout(Layer):
         return F.dropout(super().forward(x), 0.5, self.training)
 
 
-class Drifting(Layer):
-    """Subtracts a running mean of what this rank saw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.seen.lerp_(x.detach().mean(), 0.1)
-        return super().forward(x) if self.training else super().forward(x) - self.seen
-
-
 class Shared(nn.Module):
     """Two layers of one weight."""
 

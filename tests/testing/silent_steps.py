@@ -1,4 +1,4 @@
-"""What programs do around a model that is wrong and raises nothing: sharding, data, evaluation, training steps."""
+"""What programs do around a model that is wrong and raises nothing: sharding, data, training steps."""
 
 from contextlib import nullcontext
 from copy import deepcopy
@@ -44,7 +44,7 @@ def without_biases(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if type(p) is nn.Parameter or p.ndim > 1], lr=1e-3)
 
 
-# --- in data, evaluation and loss ---
+# --- in data and loss ---
 
 
 def repeated(kind: str, rank: int, step: int) -> Tensor:
@@ -55,33 +55,6 @@ def counted(kind: str, rank: int, step: int) -> tuple[Tensor, Tensor]:
     data = sample(kind)
     data = data.roll(rank + step, 0) if kind == "lm" else data + 0.1 * rank + 0.2 * step
     return data, (torch.arange(ROWS) <= rank).float()
-
-
-def counted_evaluation(model: nn.Module, batch: Any) -> None:
-    model.eval()
-    with torch.no_grad():
-        model(batch[0])
-    model.train()
-
-
-def in_train_mode(model: nn.Module, batch: Any) -> None:
-    with torch.no_grad():
-        model(batch)
-
-
-def stays_in_eval(model: nn.Module, batch: Any) -> None:
-    model.eval()
-    with torch.no_grad():
-        model(batch)
-
-
-def trains(model: nn.Module, batch: Any) -> None:
-    model.eval()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(0.99)
-    model(batch)
-    model.train()
 
 
 # --- in the training step ---

@@ -3,7 +3,6 @@
 from functools import partial
 
 import pytest
-import torch
 
 from dshard.testing import verify_sharding
 from tests.testing import silent, silent_steps
@@ -39,22 +38,3 @@ def test_correct_programs_are_not_blamed(worlds, kind, step):
     )
     assert "\n".join(map(str, report.differences)) == ""
     assert [bool(row.num_compared) for row in report.rows] == [True, True]
-
-
-def test_an_evaluation_in_the_right_mode_is_not_blamed_for_random_numbers_of_its_own(worlds):
-    report = verify_sharding(
-        *silent.Planted(()).arguments("lm"),
-        worlds=(2,),
-        settings=["full"],
-        steps=1,
-        evaluate=draws_beside,
-        pool=worlds,
-    )
-    assert report.differences == []
-
-
-def draws_beside(model, batch):
-    torch.rand(3)
-    model.eval()
-    model(batch[torch.randperm(len(batch))])
-    model.train()

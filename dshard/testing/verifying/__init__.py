@@ -1,1 +1,1 @@
-"""A user's model under every strategy beside the plain one: what is run, recorded, compared, and said."""
+"""Train a user's model under every strategy beside the plain model: `programs`, then `runs`, then `invariants`."""

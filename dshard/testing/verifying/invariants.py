@@ -1,8 +1,10 @@
-"""`assert_sharding_invariants`: a program trained under every way of sharding beside its plain model."""
+"""`verify_sharding`: run the plain model and every setting, compare them, and name the first difference."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,22 +13,219 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from dshard.errors import ArgumentError
-from dshard.testing.verifying.comparison import (
-    Difference,
-    Oracle,
-    by_rank,
-    first_difference,
-    oracle_of,
-    with_mean_losses,
-)
-from dshard.testing.verifying.programs import SETTINGS, Program, Setting, adamw
-from dshard.testing.verifying.recording import Record, put_together
-from dshard.testing.verifying.training import Run, train_alone, train_sharded, try_checkpoint
+from dshard.testing.verifying.programs import SETTINGS, Program, Step, adamw
+from dshard.testing.verifying.runs import Key, Record, Run, train_plain, train_sharded
 from dshard.testing.worlds import RemoteRankError, WorldPool
 
 DEFAULT_SETTINGS = tuple(name for name in SETTINGS if name != "bf16")
 _NUM_NUDGES = 4
+_SAFETY = 16.0  # times the change that one rounding of the weights made
+_FLOOR = 16.0  # roundings of the largest element
 _TIMEOUT_S = 120.0
+_OUTPUTS = ("output", "gradient of output", "output in evaluation")
+_SAME_BATCHES = "they train on the same data: give the sampler its rank."
+_HINTS: Mapping[str, str] = {
+    "initial value": "Sharding should change no weight: does the factory draw from the rank or the world's size?",
+    "loss": "Outputs are right: is the loss a mean over other counts on each rank?",
+    "parameter": "Its first gradient is right: the optimizer steps otherwise (learning rate, writes, old gradients).",
+    "buffer": "Buffers are of each rank; fully_shard(buffers='broadcast') keeps them equal.",
+    "returned value": "The weights are right: it was computed from shards, or from values of another time.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first quantity of a sharded run that is not the plain model's.
+
+    Attributes:
+        setting: the run's setting.
+        num_ranks: the run's number of ranks.
+        rank: the rank that has it; -1 where all ranks have the same.
+        quantity: the kind of quantity, with its step.
+        where: the module or parameter, with class, file and line of its forward.
+        found: the sharded run's value.
+        expected: the plain model's value; "" where nothing is compared, and the hint says what is wrong.
+        hint: what may explain it.
+        others: how many quantities differ, of how many.
+    """
+
+    setting: str
+    num_ranks: int
+    rank: int
+    quantity: str
+    where: str
+    found: str
+    expected: str
+    hint: str
+    others: str = ""
+
+    def __str__(self) -> str:
+        who = f"{self.setting} on {self.num_ranks} ranks" + (f", rank {self.rank}" if self.rank >= 0 else "")
+        if not self.expected:
+            return f"{who}: {self.quantity} {self.where}: {self.hint}"
+        lines = [f"{who}: {self.quantity} of {self.where} differs."]
+        lines += [f"  found    {self.found}", f"  expected {self.expected}"]
+        return "\n".join(lines + [f"  {each}" for each in (self.others, self.hint) if each])
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """The plain model's record, and the largest error that is allowed of each quantity."""
+
+    record: Record
+    allowed: Mapping[Key, float]
+
+    def expected(self, key: Key, rank: int) -> Tensor | None:
+        """The plain model's value of a quantity of a rank; None where it has none."""
+        return self.record.seen.get(key.with_rank(rank), self.record.seen.get(key.with_rank(-1)))
+
+    def is_right(self, key: Key, rank: int, found: Tensor) -> bool:
+        """Whether a value is as near as is allowed."""
+        expected = self.expected(key, rank)
+        return expected is not None and _error(found, expected) <= self.allowance(key, rank)
+
+    def allowance(self, key: Key, rank: int) -> float:
+        """The largest error of a quantity of a rank."""
+        return self.allowed.get(key.with_rank(rank), self.allowed.get(key.with_rank(-1), 0.0))
+
+
+def oracle_of(base: Record, nudged: Sequence[Record], eps: float | None) -> Oracle:
+    """Allow `_SAFETY` times the largest change that moving each weight by one rounding made.
+
+    It is at least `_FLOOR` roundings of the largest element; initial values have to be the same bits.
+
+    Args:
+        base: The run of the plain model.
+        nudged: The same with weights moved by one rounding.
+        eps: Of the dtype that is computed with; None for each quantity's own.
+    """
+    allowed = {}
+    for key, value in base.seen.items():
+        if key.kind == "initial value" or not (value.is_floating_point() or value.is_complex()):
+            allowed[key] = 0.0
+            continue
+        magnitudes = _real(value).abs()
+        largest = float(magnitudes.masked_fill(~magnitudes.isfinite(), 0.0).max()) if value.numel() else 0.0
+        moved = [_error(run.seen[key], value) for run in nudged if key in run.seen]
+        allowed[key] = max(
+            [_SAFETY * each for each in moved] + [_FLOOR * (eps or torch.finfo(value.dtype).eps) * largest]
+        )
+    return Oracle(base, allowed)
+
+
+def first_difference(setting: str, records: Sequence[Record], oracle: Oracle) -> Difference | None:
+    """What differs first, over all ranks; None if nothing does."""
+    wrong = [list(_wrong(record, rank, oracle)) for rank, record in enumerate(records)]
+    if not any(wrong):
+        return None
+    order = [[*record.seen, *keys].index(keys[0]) if keys else inf for record, keys in zip(records, wrong, strict=True)]
+    rank = order.index(min(order))
+    key, record = wrong[rank][0], records[rank]
+    right_ranks = [r for r, keys in enumerate(wrong) if not {key, key.with_rank(r)} & set(keys)]
+    expected, found = oracle.expected(key, rank), record.seen.get(key)
+    shown = "nothing" if expected is None else _shown(expected)
+    if expected is not None and found is not None:
+        shown += f"; off by {_error(found, expected):.3g}, allowed {oracle.allowance(key, rank):.3g}"
+    return Difference(
+        setting,
+        len(records),
+        rank if right_ranks else key.rank,
+        key.kind
+        if key.kind.startswith(("initial", "key", "value", "buffer", "output in"))
+        else f"{key.kind} in step {key.step}",
+        _where(key, record),
+        "nothing" if found is None else _shown(found),
+        shown,
+        _hint(key, records, rank, right_ranks, oracle),
+        f"{len(wrong[rank])} of {len(record.seen)} quantities differ on this rank.",
+    )
+
+
+def _wrong(record: Record, rank: int, oracle: Oracle) -> Iterator[Key]:
+    # A user's step gives the plain model the rows of all ranks at once: its buffers are not those of one rank.
+    of_rank = (*_OUTPUTS, "buffer")
+    for key, found in record.seen.items():
+        if not oracle.is_right(key, rank, found) and not (key.kind in of_rank and oracle.expected(key, rank) is None):
+            yield key
+    for key in oracle.record.seen:
+        if key.kind not in of_rank and not {key, key.with_rank(rank)} & record.seen.keys() and key.rank in (-1, rank):
+            yield key
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    """The largest distance of two elements; of equal infinities, and of two NaNs, none."""
+    if found.shape != expected.shape:
+        return float("inf")
+    one, other = _real(found), _real(expected)
+    is_same = (one == other) | (one.isnan() & other.isnan())
+    distances = (one - other).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return float(distances.masked_fill(is_same, 0.0).max()) if found.numel() else 0.0
+
+
+def _real(value: Tensor) -> Tensor:
+    """In float64; of complex numbers both parts."""
+    return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double()
+
+
+def _where(key: Key, record: Record) -> str:
+    if not key.name and key.kind not in _OUTPUTS:
+        return "the whole model"
+    owner = key.name.partition("[")[0] if key.kind in _OUTPUTS else key.name.rpartition(".")[0]
+    # Ranks may have started in another folder than this one, so paths are shortened here.
+    place = record.places.get(owner, "").replace(f"{Path.cwd()}/", "")
+    return (key.name or "the model") + (f" ({place})" if place else "")
+
+
+def _shown(value: Tensor) -> str:
+    flat = value.flatten()
+    some = ", ".join(f"{each:.6g}" for each in flat[:4].tolist())
+    return some if value.ndim == 0 else f"[{some}{', ...' if flat.numel() > 4 else ''}] of shape {tuple(value.shape)}"
+
+
+def _hint(key: Key, records: Sequence[Record], rank: int, right_ranks: Sequence[int], oracle: Oracle) -> str:
+    """Words for the known classes of errors."""
+    if oracle.expected(key, rank) is None or key not in records[rank].seen:
+        return "It is on one side alone: was a module or parameter put in the place of another, untied, or frozen?"
+    if key.rank >= 0 and right_ranks:
+        agreeing = ", ".join(map(str, right_ranks))
+        return f"It is right on rank {agreeing}: something depends on the rank, as a branch, a seed or data do."
+    if key.kind == "output" and key.step > 0:
+        return (
+            "The weights are right after the step before, and the first step was: it computes with something else, "
+            "such as a copy of a weight that is kept (`.data`, `.detach()`, NumPy)."
+        )
+    if key.kind in ("gradient", "gradient of output"):
+        return _gradient_hint(records[rank], rank, oracle)
+    start = oracle.record.seen.get(Key("initial value", 0, key.name, 0, -1))
+    if key.kind == "parameter" and start is not None and _error(records[rank].seen[key], start) == 0.0:
+        return "It has not moved: no optimizer has it, or has another object in its place."
+    return _HINTS.get(key.kind, "")
+
+
+def _gradient_hint(record: Record, rank: int, oracle: Oracle) -> str:
+    """Whether one factor explains all gradients of a rank."""
+    pairs = [
+        (_real(found).flatten(), _real(expected).flatten())
+        for key, found in record.seen.items()
+        if key.kind == "gradient"
+        and (expected := oracle.expected(key, rank)) is not None
+        and expected.shape == found.shape
+    ]
+    if not pairs:
+        return "No gradient arrived."
+    found, expected = (torch.cat(each) for each in zip(*pairs, strict=True))
+    factor = float(found @ expected) / float(expected @ expected or 1.0)
+    if not found.any():
+        return "All gradients are zero when the optimizer steps: are they zeroed too early?"
+    if float((found - factor * expected).norm()) <= 1e-3 * float(found.norm()):
+        return (
+            f"All gradients are {factor:.4g} times what they should be: is the loss divided by the number of "
+            "micro-batches, and not by the number of ranks? Are they reduced once, and clipped after unscaling?"
+        )
+    return (
+        "Gradients differ in direction: other data, other counts in a mean, a part that is left out (under no_sync, or "
+        "zeroed too early), or something added, such as a penalty or a norm of shards."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +253,9 @@ class Verification:
 
     Attributes:
         rows: one for each setting and world.
-        notes: what is no difference, but worth a look.
     """
 
-    rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    rows: list[Row]
 
     @property
     def differences(self) -> list[Difference]:
@@ -74,7 +271,7 @@ class Verification:
             if row.difference is not None:
                 what += f"{' of' if row.difference.expected else ''} {row.difference.where}"
             lines.append(f"{row.setting:<{width}}  {row.num_ranks:<5}  {what}")
-        return "\n".join([*lines, *self.notes])
+        return "\n".join(lines)
 
 
 def assert_sharding_invariants(
@@ -113,12 +310,10 @@ def verify_sharding(
     settings: Sequence[str] = DEFAULT_SETTINGS,
     steps: int = 3,
     loss: Callable[[Any], Tensor] | None = None,
-    step: Callable[[nn.Module, Optimizer, Any], Any] | None = None,
-    oracle_step: Callable[[nn.Module, Optimizer, Any], Any] | None = None,
+    step: Step | None = None,
+    oracle_step: Step | None = None,
     optimizer: Callable[[nn.Module], Optimizer] = adamw,
     shard: Callable[..., Any] | None = None,
-    evaluate: Callable[[nn.Module, Any], Any] | None = None,
-    equal_buffers: bool = False,
     dtype: torch.dtype | None = None,
     pool: WorldPool | None = None,
 ) -> Verification:
@@ -135,12 +330,11 @@ def verify_sharding(
         steps: Training steps.
         loss: Of the model's output; by default the output if it is one number, its `.loss`, or a mean of squares.
         step: A training step, `step(model, optimizer, batch)`; it may return its loss, or a dict of that and other
-            values to compare. The plain model's step has the batches of all ranks in one.
+            values to compare. The plain model's step has the batches of all ranks in one,
+            so that it has no outputs and buffers of one rank to compare.
         oracle_step: What the plain model's step is, if not `step` as well.
         optimizer: Makes the optimizer of a model.
         shard: Shards the model in place, `shard(model, **options)`; `fully_shard` on the root by default.
-        evaluate: Evaluates, `evaluate(model, batch)`; it must change nothing.
-        equal_buffers: Whether buffers have to be equal on all ranks after training.
         dtype: To convert the model and its input to.
         pool: Worlds that run already.
 
@@ -154,11 +348,12 @@ def verify_sharding(
     Communicates:
         Nothing here; on the ranks what training does.
     """
-    program = Program(*(model_factory, sample_input, loss, step, oracle_step, optimizer, shard, evaluate, steps, dtype))
+    program = Program(*(model_factory, sample_input, loss, step, oracle_step, optimizer, shard, steps, dtype))
     _check(settings, worlds, steps)
     with ExitStack() as stack:
         pool = pool if pool is not None else stack.enter_context(WorldPool(group_timeout_s=60.0))
-        return _Verifier(program, pool, equal_buffers=equal_buffers).verify(worlds, settings)
+        verifier = _Verifier(program, pool)
+        return Verification([verifier.row(name, num_ranks) for num_ranks in worlds for name in settings])
 
 
 def _check(settings: Sequence[str], worlds: Sequence[int], steps: int) -> None:
@@ -176,62 +371,30 @@ def _check(settings: Sequence[str], worlds: Sequence[int], steps: int) -> None:
 class _Verifier:
     """Runs settings and worlds one after the other; a plain run is made once for all that are compared with it."""
 
-    def __init__(self, program: Program, pool: WorldPool, *, equal_buffers: bool) -> None:
-        self.program, self.pool, self.equal_buffers = program, pool, equal_buffers
-        self._plain: dict[tuple[object, ...], list[Record]] = {}
-        self.report = Verification()
+    def __init__(self, program: Program, pool: WorldPool) -> None:
+        self.program, self.pool = program, pool
+        self._oracles: dict[tuple[object, ...], Oracle] = {}
 
-    def verify(self, worlds: Sequence[int], settings: Sequence[str]) -> Verification:
-        """A row for each."""
-        for num_ranks in worlds:
-            for name in settings:
-                self.report.rows.append(self._row(name, SETTINGS[name], num_ranks))
-        return self.report
-
-    def _row(self, name: str, setting: Setting, num_ranks: int) -> Row:
+    def row(self, name: str, num_ranks: int) -> Row:
+        """Run one setting and compare it."""
+        setting = SETTINGS[name]
+        run = Run(self.program, setting, num_ranks)
         if self.program.step is not None and (setting.micro_batches > 1 or setting.is_clipped):
             return Row(name, num_ranks, skipped="left out: the step is yours")
-        run = Run(self.program, setting, num_ranks, self._clip_norm(num_ranks) if setting.is_clipped else None)
         if self._same_batches(num_ranks):
-            return Row(name, num_ranks, _problem(name, num_ranks, "ranks", ["0", "1"], _SAME_BATCHES))
+            return Row(name, num_ranks, Difference(name, num_ranks, -1, "ranks", "0, 1", "", "", _SAME_BATCHES))
         try:
             records = self.pool.run(num_ranks, train_sharded, run, timeout_s=_TIMEOUT_S)
         except RemoteRankError as error:
             self._oracle(run)  # raises where the plain model cannot be trained either
-            said = self.pool.run(1, try_checkpoint, run, timeout_s=_TIMEOUT_S)[0] if setting.is_checkpointed else ""
-            if said:
+            if setting.is_checkpointed and (said := self._checkpoint_error(run)):
                 return Row(name, num_ranks, skipped=f"left out: the plain model cannot recompute its blocks ({said})")
             return Row(name, num_ranks, _raised(name, num_ranks, error))
         if setting.is_checkpointed and not records[0].num_blocks:
             return Row(name, num_ranks, skipped="left out: no blocks in a ModuleList")
-        put_together(records)
-        oracle = self._oracle(run, records[0])
-        if self.program.step is not None:
-            with_mean_losses(records)
+        _average_losses(records)
         num = sum(len(record.seen) for record in records)
-        return Row(name, num_ranks, self._difference(name, records, oracle), num_compared=num)
-
-    def _difference(self, name: str, records: Sequence[Record], oracle: Oracle) -> Difference | None:
-        for record in (oracle.record, *records):
-            for kind, _, words in record.problems[:1]:
-                names = [each for other, each, said in record.problems if (other, said) == (kind, words)]
-                return _problem(name, len(records), kind, list(dict.fromkeys(names)), words)
-        found = first_difference(name, records, oracle)
-        return self._unequal_buffers(name, records) if found is None else found
-
-    def _unequal_buffers(self, name: str, records: Sequence[Record]) -> Difference | None:
-        names = [
-            key.name
-            for key, value in records[0].seen.items()
-            if key.kind == "buffer"
-            and not all(torch.equal(r.seen[key.with_rank(i)], value) for i, r in enumerate(records))
-        ]
-        if names and self.equal_buffers:
-            return _problem(name, len(records), "buffer", names, _OWN_BUFFERS)
-        note = f"note: buffer {', '.join(names)}: {_OWN_BUFFERS}"
-        if names and note not in self.report.notes:
-            self.report.notes.append(note)
-        return None
+        return Row(name, num_ranks, first_difference(name, records, self._oracle(run)), num_compared=num)
 
     def _same_batches(self, num_ranks: int) -> bool:
         if not callable(self.program.sample) or num_ranks == 1:
@@ -240,35 +403,31 @@ class _Verifier:
         pairs = [(a, b) for a, b in zip(first, second, strict=True) if isinstance(a, Tensor)]
         return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
-    def _clip_norm(self, num_ranks: int) -> float:
-        """Half of the norm that the first gradients have."""
-        seen = self._oracle(Run(self.program, SETTINGS["full"], num_ranks)).record.seen
-        grads = [value.abs().double().square().sum() for key, value in seen.items() if key.kind == "gradient"]
-        return float(torch.stack(grads).sum().sqrt()) / 2
+    def _checkpoint_error(self, run: Run) -> str:
+        """What the plain model raises when it recomputes its blocks; "" for nothing."""
+        try:
+            self.pool.run(1, train_plain, run, timeout_s=_TIMEOUT_S)
+        except RemoteRankError as error:
+            return str(error).partition("\n")[0].partition(" raised ")[2]
+        return ""
 
-    def _oracle(self, run: Run, like: Record | None = None) -> Oracle:
-        setting, is_whole = run.setting, self.program.step is not None
-        micro_batches = like.num_parts if is_whole and like is not None else 1
-        known = (run.num_ranks, setting.micro_batches, run.clip, setting.precision, micro_batches)
-        if known not in self._plain:
-            plain = replace(run, micro_batches=micro_batches)
-            (self._plain[known],) = self.pool.run(1, train_alone, plain, _NUM_NUDGES, timeout_s=_TIMEOUT_S)
-        records = self._plain[known]
-        if is_whole and like is not None:
-            records = [by_rank(record, like, run.num_ranks) for record in records]
-        eps = torch.finfo(torch.bfloat16).eps if setting.precision else None
-        return oracle_of(records[0], records[1:], eps)
-
-
-_SAME_BATCHES = "they train on the same data: give the sampler its rank."
-_OWN_BUFFERS = "ranks have different ones; fully_shard(buffers='broadcast') keeps rank 0's."
-_MAX_NAMES = 5
+    def _oracle(self, run: Run) -> Oracle:
+        precision, plain = run.setting.precision, replace(run.setting, is_checkpointed=False)
+        known = (run.num_ranks, run.setting.micro_batches, run.setting.is_clipped, precision)
+        if known not in self._oracles:
+            runs = [replace(run, nudge=nudge, setting=plain) for nudge in range(_NUM_NUDGES + 1)]
+            records = [self.pool.run(1, train_plain, each, timeout_s=_TIMEOUT_S)[0] for each in runs]
+            eps = torch.finfo(torch.bfloat16).eps if precision else None
+            self._oracles[known] = oracle_of(records[0], records[1:], eps)
+        return self._oracles[known]
 
 
-def _problem(setting: str, num_ranks: int, kind: str, names: Sequence[str], words: str) -> Difference:
-    """What is wrong by itself."""
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return Difference(setting, num_ranks, -1, kind, ", ".join(names[:_MAX_NAMES]) + more, "", "", words)
+def _average_losses(records: Sequence[Record]) -> None:
+    """Have all ranks hold the mean loss of a user's step, which the plain model computes of all ranks' rows."""
+    for key in [key for key in records[0].seen if key.kind == "loss" and key.rank < 0]:
+        losses = [record.seen[key] for record in records if key in record.seen]
+        for record in records:
+            record.seen[key] = torch.stack(losses).mean(0)
 
 
 def _raised(setting: str, num_ranks: int, error: RemoteRankError) -> Difference:

@@ -1,6 +1,6 @@
 """What `assert_sharding_invariants` runs: a user's program, and the settings under which it is sharded."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dshard.setup.fully_shard import fully_shard
 
+Step = Callable[[nn.Module, Optimizer, Any], Any]
 _MIXED = ("ddp", "full", "zero1", "keep", "zero2")
 
 
@@ -59,7 +60,6 @@ class Program:
         oracle_step: what one process does with the batches of all ranks in one; None for `step`.
         optimizer: makes the optimizer of a model.
         shard: shards a model, (model, options of `fully_shard`); None for `fully_shard` on the root.
-        evaluate: computes something without training, (model, batch); None for a forward in eval mode.
         num_steps: of training.
         dtype: that the model and its input are converted to; None for their own.
     """
@@ -67,11 +67,10 @@ class Program:
     factory: Callable[[], nn.Module]
     sample: Any
     loss: Callable[[Any], Tensor] | None
-    step: Callable[[nn.Module, Optimizer, Any], Any] | None
-    oracle_step: Callable[[nn.Module, Optimizer, Any], Any] | None
+    step: Step | None
+    oracle_step: Step | None
     optimizer: Callable[[nn.Module], Optimizer]
     shard: Callable[..., Any] | None
-    evaluate: Callable[[nn.Module, Any], Any] | None
     num_steps: int
     dtype: torch.dtype | None
 
@@ -89,10 +88,9 @@ class Program:
     def _converted(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor.clone()
 
-    def whole_batch(self, num_ranks: int, step: int, micro_batches: int) -> Any:
-        """The batches of all ranks in one; with micro-batches, first what each rank computes first."""
-        parts = [self.batch(rank, step) for rank in range(num_ranks)]
-        return pytree.tree_map(partial(_joined, micro_batches), *parts)
+    def joined_batch(self, ranks: Sequence[int], step: int) -> Any:
+        """The batches of these ranks in one."""
+        return pytree.tree_map(_joined, *(self.batch(rank, step) for rank in ranks))
 
     def loss_of(self, output: Any) -> Tensor:
         """The loss of an output."""
@@ -174,10 +172,5 @@ def _shuffled(sample: Any, rank: int, step: int) -> Any:
     return pytree.tree_map_only(Tensor, shuffle, sample)
 
 
-def _joined(micro_batches: int, *parts: Any) -> Any:
-    if not isinstance(parts[0], Tensor) or parts[0].ndim == 0:
-        return parts[0]
-    if parts[0].shape[0] % micro_batches:
-        return torch.cat(parts)
-    chunks = [part.chunk(micro_batches) for part in parts]
-    return torch.cat([chunk[i] for i in range(micro_batches) for chunk in chunks])
+def _joined(*parts: Any) -> Any:
+    return torch.cat(parts) if isinstance(parts[0], Tensor) and parts[0].ndim else parts[0]
