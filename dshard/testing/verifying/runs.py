@@ -39,7 +39,7 @@ class Key(NamedTuple):
 
     def with_rank(self, rank: int) -> "Key":
         """The same quantity of another rank."""
-        return self._replace(rank=rank)
+        return Key(self.kind, self.step, self.name, self.call, rank)
 
 
 @dataclass(slots=True)
@@ -206,7 +206,7 @@ class _Recorder:
     def see(self, kind: str, name: str, value: Tensor, *, rank: int = -1) -> None:
         """Add one quantity; of a sharded tensor the full one."""
         first = Key(kind, self.step, name, 0, rank)
-        key = first._replace(call=self._calls[first])
+        key = Key(kind, self.step, name, self._calls[first], rank)
         self._calls[first] += 1
         self.record.seen[key] = _full(value)
 
