@@ -80,6 +80,25 @@ def expect(
     raise wrong(who, name, value, _or_none(allowed, or_none), way, inside=inside)
 
 
+def instance(who: str, name: str, value: T, kind: type, way: str, *, or_none: bool = False) -> T:
+    """An object of a class."""
+    article = "an" if kind.__name__[0] in "AEIO" else "a"
+    return expect(isinstance(value, kind), who, name, value, f"{article} {kind.__name__}", way, or_none=or_none)
+
+
+def fields(made: Any, check: Callable[..., Any], *names: str, **how: Any) -> None:
+    """Check fields of a dataclass that is being made, which may be frozen, and keep what the check returns.
+
+    Args:
+        made: The object, in its `__post_init__`.
+        check: A check of this file.
+        names: The fields.
+        how: More arguments of the check.
+    """
+    for name in names:
+        object.__setattr__(made, name, check(type(made).__name__, name, getattr(made, name), **how))
+
+
 def plain_scalar(value: Any) -> Any:
     """Take the number out of a 0-d array or tensor; return anything else as it is."""
     is_single = getattr(value, "shape", None) == () and hasattr(value, "item") and not hasattr(value, "placements")
@@ -95,13 +114,17 @@ def boolean(who: str, name: str, value: Any) -> bool:
     return bool(found)
 
 
+def is_count(value: Any, least: int = 1) -> bool:
+    """Whether a value is an integer of at least `least`, below 2**63."""
+    found = value if type(value) is int else plain_scalar(value)
+    return isinstance(found, Integral) and not isinstance(found, bool) and least <= int(found) < 2**63
+
+
 def count(who: str, name: str, value: Any, *, least: int = 1, way: str | None = None, or_none: bool = False) -> Any:
     """An integer of at least `least`, below 2**63."""
-    found = value if type(value) is int else plain_scalar(value)
-    is_right = isinstance(found, Integral) and not isinstance(found, bool) and least <= int(found) < 2**63
     allowed = f"an integer of at least {least}"
-    expect(is_right, who, name, value, allowed, way or f"Pass {max(1, least)}.", or_none=or_none)
-    return None if value is None else int(found)
+    expect(is_count(value, least), who, name, value, allowed, way or f"Pass {max(1, least)}.", or_none=or_none)
+    return None if value is None else int(plain_scalar(value))
 
 
 def number(

@@ -92,6 +92,37 @@ def read_strategies(who: str, name: str, value: Any, *, or_none: bool = False) -
     return {key: read_strategy(who, name, each, allowed, inside=f"for {key!r} it") for key, each in value.items()}
 
 
+def read_per_unit(who: str, name: str, value: Any) -> "tuple[Strategy, ...]":
+    """Check an argument that is a list of strategies or their texts, one per unit.
+
+    Raises:
+        ArgumentError: It is none.
+    """
+    allowed = "a list of strategies, one per unit"
+    found = arguments.several(who, name, value, lambda each: True, allowed, "Pass one per unit.")
+    return _read_each(who, name, found, allowed)
+
+
+def read_candidates(who: str, name: str, value: Any, *, or_none: bool = False) -> Any:
+    """Check an argument that is a strategy or its text, or a list of at least one, to choose from; return a tuple.
+
+    Raises:
+        ArgumentError: It is none of these.
+    """
+    allowed = f"strategies to choose from: {STRATEGY_ALLOWED}, or a list of at least one of them"
+    if or_none and value is None:
+        return None
+    allowed += ", or None" if or_none else ""
+    if arguments.items(value) is None:
+        return (read_strategy(who, name, value, allowed),)
+    found = arguments.several(who, name, value, lambda each: True, allowed, "Pass ('ddp', 'full').", least=1)
+    return _read_each(who, name, found, allowed)
+
+
+def _read_each(who: str, name: str, found: Sequence[Any], allowed: str) -> "tuple[Strategy, ...]":
+    return tuple(read_strategy(who, name, each, allowed, inside=f"number {i} of it") for i, each in enumerate(found))
+
+
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """Where parameters, gradients and optimizer states of a unit are whole, and where they are shards.

@@ -152,7 +152,11 @@ def _checked(row: Mapping[str, str | None]) -> dict[str, str]:
     for name, words in _WORDS.items():
         if found[name] not in words:
             raise ValueError(f"{name} is none of {', '.join(words)}: {found[name]}")
-    device, ranks, heads = find_device(found["gpu"], "gpu"), int(found["n_gpus"]), int(found["heads"])
+    device, ranks, heads = (
+        find_device("dshard calibrate", "gpu", found["gpu"]),
+        int(found["n_gpus"]),
+        int(found["heads"]),
+    )
     per_host = min(ranks, int(found.get("gpus_per_node", device.per_host)))
     kv_heads, ffn = int(found.get("kv_heads", heads)), int(found.get("ffn", 4 * int(found["d_model"])))
     if "bfloat16" not in device.flops_per_s:

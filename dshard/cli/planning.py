@@ -225,7 +225,7 @@ def _target(args: argparse.Namespace) -> Iterator[Target]:
         known = ", ".join(device.flops_per_s)
         raise UsageError(f"--dtype must be one that {device.name} computes in ({known}), but it is {args.dtype}.")
     with named("--memory"):
-        limit = device.limit_bytes if args.memory is None else parse_bytes(args.memory, "--memory")
+        limit = device.limit_bytes if args.memory is None else parse_bytes("dshard", "--memory", args.memory)
     batch = args.batch if isinstance(args.batch, int) else None
     sampled = build_model(args.model, batch=batch, sequence=args.sequence, is_checkpointed=args.checkpoint)
     sampled.model.to(getattr(torch, args.master))
@@ -268,7 +268,7 @@ def rates_of(path: Path | None) -> Rates | None:
     from dshard.planner.rates import find_rates
 
     with named("--profile"):
-        return None if path is None else find_rates(path)
+        return find_rates("dshard", path)
 
 
 def _device(name: str, rates: Rates | None) -> Device:
@@ -278,7 +278,8 @@ def _device(name: str, rates: Rates | None) -> Device:
 
     if name != HERE:
         with named("--device"):
-            return find_device(name, "--device")
+            device: Device = find_device("dshard", "--device", name)
+            return device
     if rates is None or rates.here is None:
         raise UsageError(
             f"--device {HERE} is the one that --profile has measured, but it has measured none. Pass --profile with "

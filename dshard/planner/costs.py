@@ -1,10 +1,12 @@
 """What a model and its devices cost, with units in every name: what the planner plans with."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
-from dshard.argument_tables import checked
+from dshard import arguments
 from dshard.errors import ArgumentError, PlanError
 
 CHECKPOINTING = ("none", "selective", "full")  # activation checkpointing, by what is computed again
@@ -50,7 +52,6 @@ class Work:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class ParamCosts:
     """Bytes of one parameter. Its shards are cut along one dim, as `torch.chunk` cuts.
@@ -79,6 +80,12 @@ class ParamCosts:
     can_split: bool = False
     dim: int = 0
 
+    def __post_init__(self) -> None:
+        sizes = ("length", "index_numel", "stored_itemsize", "gather_itemsize", "grad_itemsize", "dim")
+        arguments.fields(self, arguments.count, *sizes, least=0)
+        arguments.fields(self, arguments.from_0, "state_bytes_per_element", "step_bytes_per_element")
+        arguments.fields(self, arguments.boolean, "can_split")
+
     @property
     def numel(self) -> int:
         """Elements of the full parameter."""
@@ -98,7 +105,6 @@ class ParamCosts:
         return within * ceil_div(ceil_div(self.length, within), num_slices) * self.index_numel
 
 
-@checked
 @dataclass(frozen=True)
 class UnitCosts:
     """Costs of one unit, on one rank and for one (micro-)batch.
@@ -148,6 +154,20 @@ class UnitCosts:
     home_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
+        times = ("forward_s", "backward_s", "optimizer_s", "optimizer_start_s", "slice_overhead_s", "home_s_per_byte")
+        num_bytes = ("activation_bytes", "forward_transient_bytes", "backward_transient_bytes")
+        arguments.fields(self, arguments.from_0, *times, *num_bytes)
+        arguments.fields(self, arguments.boolean, "is_used_in_backward")
+        arguments.choice("UnitCosts", "checkpointing", self.checkpointing, *CHECKPOINTING)
+        arguments.fields(self, _several_of, "params", kind=ParamCosts)
+        arguments.fields(self, _several_of, "alternatives", kind=UnitCosts)
+        arguments.fields(self, _several_of, "modules", kind=str)
+        late = arguments.number(
+            *("UnitCosts", "gradients_transient_bytes", self.gradients_transient_bytes, math.isfinite),
+            *("a number of bytes", "Pass None."),
+            or_none=True,
+        )
+        object.__setattr__(self, "gradients_transient_bytes", late)
         if self.gradients_transient_bytes is not None and self.activation_bytes + self.gradients_transient_bytes < 0:
             raise ArgumentError(
                 f"UnitCosts: gradients_transient_bytes must be no less than -activation_bytes "
@@ -225,7 +245,6 @@ class UnitCosts:
         return sum(param.numel * param.state_bytes_per_element for param in self.params)
 
 
-@checked
 @dataclass(frozen=True)
 class ModelCosts:
     """Costs of a model's training step on one rank.
@@ -251,6 +270,11 @@ class ModelCosts:
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
+        arguments.fields(self, _several_of, "units", kind=UnitCosts)
+        arguments.fields(self, arguments.count, "batch_size", "num_backwards", "tensor_parallel")
+        arguments.fields(self, arguments.count, "tokens_per_sample", least=0)
+        arguments.fields(self, arguments.from_0, "buffer_bytes")
+        arguments.fields(self, arguments.boolean, "steps_together")
         if not self.units:
             raise PlanError(
                 "plan: a model must have at least one unit, but there is none. Pass a model with parameters."
@@ -279,7 +303,6 @@ class ModelCosts:
         return tuple(UnitKind(mode, away) for away in sorted(places) for mode in CHECKPOINTING if mode in modes)
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class Link:
     """Time of one collective over a group: `alpha + alpha per further rank + bytes on the wire * seconds per byte`.
@@ -298,6 +321,9 @@ class Link:
     seconds_per_byte: float
     alpha_per_rank_s: float = 0.0
     source: str = "given"
+
+    def __post_init__(self) -> None:
+        arguments.fields(self, arguments.from_0, "alpha_s", "seconds_per_byte", "alpha_per_rank_s")
 
     def time_s(self, full_bytes: float, num_ranks: int, num_rounds: int = 1, num_sharing: int = 1) -> float:
         """Time for a tensor of `full_bytes`.
@@ -319,7 +345,6 @@ class Link:
         return replace(self, **{name: getattr(self, name) * factor for name in names})
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class Links:
     """The collectives over one kind of group.
@@ -336,8 +361,12 @@ class Links:
     all_reduce: Link
     in_place: Link | None = None
 
+    def __post_init__(self) -> None:
+        way = "Pass dshard.planner.Link(...)."
+        arguments.fields(self, arguments.instance, "all_gather", "reduce_scatter", "all_reduce", kind=Link, way=way)
+        arguments.instance("Links", "in_place", self.in_place, Link, way, or_none=True)
+
     @classmethod
-    @checked
     def of(cls, link: Link, *, in_place: Link | None = None) -> "Links":
         """The same figures for all three; an all-reduce sends twice the bytes."""
         return cls(link, link, link, in_place)
@@ -349,7 +378,6 @@ class Links:
         return Links(gather, reduction, self.all_reduce.scaled(factor), in_place)
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """The devices, and the links between them. Rank `r` is on host `r // ranks_per_host`.
@@ -385,6 +413,17 @@ class Cluster:
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
+        way = "Pass dshard.planner.Links(...)."
+        arguments.fields(self, arguments.count, "num_ranks", "ranks_per_host", "tensor_parallel")
+        arguments.fields(self, arguments.from_0, "memory_bytes", "interference", "stragglers")
+        arguments.fields(self, arguments.boolean, "keeps_received_rows", "overlaps")
+        arguments.instance("Cluster", "inside", self.inside, Links, way)
+        arguments.instance("Cluster", "across", self.across, Links, way, or_none=True)
+        for name, found in (("shards", self.shards), ("replicas", self.replicas)):
+            is_right = isinstance(found, Mapping) and all(
+                type(num) is int and isinstance(links, Links) for num, links in found.items()
+            )
+            arguments.expect(is_right, "Cluster", name, found, "a dict of Links by numbers of ranks", "Leave it out.")
         if self.num_ranks > self.ranks_per_host and (self.across is None or self.num_ranks % self.ranks_per_host):
             raise PlanError(
                 f"cluster: more than one host must be full hosts with links across, but {self.num_ranks} ranks are on "
@@ -451,3 +490,10 @@ class Cluster:
 def ceil_div(value: int, divisor: int) -> int:
     """`value / divisor`, rounded up."""
     return -(-value // divisor)
+
+
+def _several_of(who: str, name: str, value: Any, kind: type) -> Any:
+    """Objects of a class, as a tuple."""
+    what = "names of modules" if kind is str else f"a list of {kind.__name__}"
+    way = "Pass ('blocks.0',)." if kind is str else f"Pass [{kind.__name__}(...)]."
+    return arguments.several(who, name, value, lambda each: isinstance(each, kind), what, way)

@@ -1,20 +1,20 @@
 """What devices can do, from public datasheets, and the one set of constants that says how much of it is reached."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
-from dshard.argument_tables import checked
-from dshard.arguments import nearest
-from dshard.errors import ArgumentError, StateError
+from dshard import arguments
+from dshard.errors import StateError
 from dshard.planner.flops import Op
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class Efficiency:
     """Which parts of a device's peak rates are reached; the same for every device and model.
@@ -35,6 +35,10 @@ class Efficiency:
     kernel_s: float
     source: str
 
+    def __post_init__(self) -> None:
+        arguments.fields(self, arguments.above_0, "compute", "memory", "network", "memory_free")
+        arguments.fields(self, arguments.from_0, "kernel_s")
+
 
 EFFICIENCY = Efficiency(
     compute=0.607,
@@ -49,7 +53,6 @@ EFFICIENCY = Efficiency(
 )
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class Wire:
     """One way between devices.
@@ -62,8 +65,11 @@ class Wire:
     bytes_per_s: float
     latency_s: float
 
+    def __post_init__(self) -> None:
+        arguments.fields(self, arguments.above_0, "bytes_per_s")
+        arguments.fields(self, arguments.from_0, "latency_s")
 
-@checked
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One kind of device and the usual host around it.
@@ -89,7 +95,15 @@ class Device:
     source: str
     efficiency: Efficiency = field(default=EFFICIENCY)
 
-    @checked
+    def __post_init__(self) -> None:
+        allowed = "a dict of finite numbers above 0 by names of dtypes"
+        arguments.by_name("Device", "flops_per_s", self.flops_per_s, _is_rate, allowed, "Pass {'bfloat16': 312e12}.")
+        arguments.fields(self, arguments.above_0, "memory_bytes_per_s", "memory_bytes")
+        arguments.fields(self, arguments.count, "per_host")
+        way = "Pass dshard.planner.Wire(bytes_per_s, latency_s)."
+        arguments.fields(self, arguments.instance, "within_host", "between_hosts", kind=Wire, way=way)
+        arguments.instance("Device", "efficiency", self.efficiency, Efficiency, "Leave it out.")
+
     def check(self, dtype: torch.dtype) -> None:
         """Raise unless the device computes in a dtype.
 
@@ -121,6 +135,10 @@ class Device:
         return max(moving, op.flops / (self.peak(op.dtype) * reached.compute)) + reached.kernel_s
 
 
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -138,22 +156,28 @@ def _table() -> Mapping[str, Device]:
 DEVICES = _table()
 
 
-@checked
 def device_named(name: Device | str) -> Device:
     """A device of the table; one that is given itself is taken as it is.
 
     Raises:
         ArgumentError: There is none of this name.
     """
-    return find_device(name, "device_named: name")
+    found: Device = find_device("device_named", "name", name)
+    return found
 
 
-def find_device(name: Device | str, what: str) -> Device:
-    """The same, for an argument that a message shall name."""
-    if isinstance(name, Device):
-        return name
-    if name not in DEVICES:
-        raise ArgumentError(
-            f"{what} must be one of {', '.join(DEVICES)}, but it is {name!r}. Pass {nearest(name, DEVICES)!r}."
-        )
-    return DEVICES[name]
+def find_device(who: str, name: str, value: Device | str | None, *, or_none: bool = False) -> Any:
+    """Find a device that is an argument of a function, by its name; return a `Device`, or an allowed None, as it is.
+
+    Raises:
+        ArgumentError: There is none of this name.
+    """
+    if isinstance(value, Device):
+        return value
+    allowed = "a name of dshard.planner.DEVICES, or a Device of your own"
+    arguments.expect(isinstance(value, str), who, name, value, allowed, "Pass 'a100-80g'.", or_none=or_none)
+    if value is None:
+        return None
+    way = f"Pass {arguments.nearest(value, DEVICES)!r}."
+    arguments.expect(value in DEVICES, who, name, value, f"one of {', '.join(DEVICES)}", way)
+    return DEVICES[value]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dshard.argument_tables import checked
+from dshard import arguments
 from dshard.errors import PlanError
 from dshard.planner.profiles import UnitTimes
 from dshard.planner.steps import run_step, swapped, tensors
@@ -27,7 +27,6 @@ _NUM_PARAMS, _NUMEL = 16, 1 << 17
 _ADAMW_BYTES = 28  # per element: reads a parameter, its gradient and two states, and writes all but the gradient
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What a real step took.
@@ -39,6 +38,10 @@ class Measured:
 
     step_s: float
     peak_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        arguments.fields(self, arguments.above_0, "step_s")
+        arguments.fields(self, arguments.from_0, "peak_bytes", or_none=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,6 @@ def _spread(num_steps: int, min_s: float) -> Iterator[int]:
             return
 
 
-@checked
 def measure_step(step: Callable[[], object], device: torch.device | str = "cpu", *, num_steps: int = 5) -> Measured:
     """Run real training steps of a model, sharded or not: the median of their times, and the peak of one more.
 
@@ -170,6 +172,11 @@ def measure_step(step: Callable[[], object], device: torch.device | str = "cpu",
     Communicates:
         What the steps do.
     """
+    who = "measure_step"
+    arguments.function(who, "step", step, "nothing", "Pass one, as in lambda: train(model).")
+    is_device = arguments.is_device(device)
+    arguments.expect(is_device, who, "device", device, "a torch.device or its text", "Pass 'cpu'.")
+    num_steps = arguments.count(who, "num_steps", num_steps)
     device = torch.device(device)
     times = []
     for _ in range(num_steps + 1):

@@ -7,9 +7,8 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from dshard.argument_tables import checked
 from dshard.planner.costs import COUNTER_BYTES, Cluster, ModelCosts, UnitCosts
-from dshard.planner.options import Option, only, options_of, table_of
+from dshard.planner.options import Option, only, options_of, read_step, table_of
 from dshard.planner.sizes import sharing
 from dshard.planner.texts import bytes_text
 from dshard.policies import Strategy
@@ -34,15 +33,15 @@ class Moment:
     num_bytes: int
 
 
-@checked
 def peak_bytes(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster) -> int:
     """The most bytes that live at one moment of a step, rounded up."""
+    strategies = read_step("peak_bytes", model, strategies, cluster)
     return max(moment.num_bytes for moment in moments(model, strategies, cluster))
 
 
-@checked
 def moments(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster) -> list[Moment]:
     """All moments of a step, in order of time."""
+    strategies = read_step("moments", model, strategies, cluster)
     rows = MemoryRows.of(model, [[option] for option in options_of(model, strategies, cluster)])
     values = rows.values(np.zeros(len(model.units), dtype=np.int64))
     return [Moment(*rows.name(row), int(values[row])) for row in rows.in_time()]

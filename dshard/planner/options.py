@@ -7,9 +7,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dshard import arguments
 from dshard.planner.costs import Cluster, ModelCosts, UnitCosts, ceil_div
 from dshard.planner.sizes import Reduction, Sizes, sharing, split_of
-from dshard.policies import Strategy
+from dshard.policies import Strategy, read_per_unit
+
+CLUSTER_WAY = "Pass dshard.planner.cluster_of(device, 512), or what measure_links gave."
 
 
 class Option(NamedTuple):
@@ -92,6 +95,30 @@ def only(**given: int) -> Option:
 def table_of(options: Sequence[Sequence[Option]]) -> npt.NDArray[np.float64]:
     """All fields of the options of some units, each of as many; shape (units, options, fields)."""
     return np.array(options, dtype=np.float64)
+
+
+def check_costs(who: str, model: ModelCosts, cluster: Cluster) -> None:
+    """Check the arguments `model` and `cluster` of a function.
+
+    Raises:
+        ArgumentError: One is none.
+    """
+    arguments.instance(who, "model", model, ModelCosts, "Pass dshard.planner.ModelCosts(...).")
+    arguments.instance(who, "cluster", cluster, Cluster, CLUSTER_WAY)
+
+
+def read_step(
+    who: str, model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster
+) -> tuple[Strategy, ...]:
+    """Check the arguments of a function of one step, and return a strategy for each unit.
+
+    Raises:
+        ArgumentError: One of them is none that is allowed, or there are more or fewer strategies than units.
+    """
+    check_costs(who, model, cluster)
+    found, allowed = read_per_unit(who, "strategies", strategies), f"a list of {len(model.units)}, one per unit"
+    arguments.expect(len(found) == len(model.units), who, "strategies", strategies, allowed, "Pass one per unit.")
+    return found
 
 
 def options_of(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster) -> list[Option]:

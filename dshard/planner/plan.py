@@ -8,12 +8,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from dshard.argument_tables import checked
+from dshard import arguments
 from dshard.errors import PlanError
 from dshard.planner.costs import CHECKPOINTING, Cluster, ModelCosts
 from dshard.planner.files import of_record, read_text, to_record, write_text
 from dshard.planner.measuring import Comparison, Measured
 from dshard.planner.memory import MemoryForecast, PeakParts, forecast, parts_of_peak, peak_bytes
+from dshard.planner.options import check_costs
 from dshard.planner.profiles import home_bytes
 from dshard.planner.rates import Interval, interval_text
 from dshard.planner.robust import Doubt, doubt_lines, within_limit
@@ -22,9 +23,10 @@ from dshard.planner.solver import MEASURED, Certificate, Solution, solve
 from dshard.planner.tables import Choice, choice_table, home_text, mix_text, named, peak_text, ranks_text, unit_table
 from dshard.planner.texts import bytes_text, number_text, parse_bytes, seconds_text
 from dshard.planner.timeline import Timeline, bound_text, simulate, step_time, terms_of
-from dshard.policies import Strategy
+from dshard.policies import Strategy, read_per_unit
 
 SCHEMA = 7
+_MEASURED_WAY = "Pass what dshard.planner.measure_step gave."
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of checkpoint_wrapper, and of torch.compile
 _SINGLES = ("ddp", "zero1", "zero2", "keep", "full")
 
@@ -33,7 +35,6 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no number")
 
 
-@checked
 @dataclass(frozen=True)
 class Plan:
     """A strategy for each unit, and the costs that it was planned with.
@@ -59,6 +60,9 @@ class Plan:
     doubt: Doubt | None = None
 
     def __post_init__(self) -> None:
+        check_costs("Plan", self.model, self.cluster)
+        arguments.fields(self, read_per_unit, "strategies", "candidates")
+        arguments.fields(self, arguments.from_0, "flops")
         if len(self.strategies) != len(self.model.units):
             raise PlanError(
                 f"plan: needs a strategy for each of the {len(self.model.units)} units, but it has "
@@ -218,11 +222,11 @@ class Plan:
             lines.append(f"certificate: {self.certificate}")
         return "\n".join([*lines, f"costs: {model.source}", f"links: {cluster.source}"])
 
-    @checked
     def plot(self, path: str | Path) -> None:
         """Write a picture of the simulated step: both streams, and bytes over time. Needs matplotlib (extra `cli`)."""
         from dshard.planner.drawing import draw_timeline
 
+        arguments.path("Plan.plot", "path", path)
         draw_timeline(Path(path), self.timeline, title=str(self), limit_bytes=self._limit_bytes)
 
     def to_json(self) -> str:
@@ -230,13 +234,14 @@ class Plan:
         return json.dumps({"schema": SCHEMA, **to_record(self)}, indent=1)
 
     @classmethod
-    @checked
     def from_json(cls, text: str) -> "Plan":
         """The plan that `to_json` wrote.
 
         Raises:
             PlanError: It is no JSON, of another schema, or has fields that are missing, unknown or of another type.
         """
+        is_text = isinstance(text, (str, bytes))
+        arguments.expect(is_text, "Plan.from_json", "text", text, "JSON text", "Pass what to_json() gave.")
         try:
             record = json.loads(text, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
@@ -262,35 +267,34 @@ class Plan:
                 f"plan: must be a plan as JSON, but its values make none: {error}. Pass what Plan.save gave."
             ) from error
 
-    @checked
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON; what was there before is replaced whole.
 
         Raises:
             PlanError: The file cannot be written.
         """
+        arguments.path("Plan.save", "path", path)
         write_text(Path(path), self.to_json())
 
     @classmethod
-    @checked
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
         """Read what `save`, or `dshard plan --out`, wrote.
 
         Raises:
             PlanError: There is no such file, it cannot be read, or it holds no plan; names the path.
         """
+        arguments.path("Plan.load", "path", path)
         text = read_text(Path(path))
         try:
             return cls.from_json(text)
         except PlanError as error:
             raise PlanError(f"{path}: {str(error).removeprefix('plan').lstrip(':. ')}") from error
 
-    @checked
     def compared(self, measured: Measured) -> Comparison:
         """Prediction against what a real step took."""
+        arguments.instance("Plan.compared", "measured", measured, Measured, _MEASURED_WAY)
         return Comparison(Measured(self.step_s, self.peak_bytes), measured)
 
-    @checked
     def replanned(self, measured: Measured, *, memory_bytes: int | str | None = None) -> "Plan":
         """Plan again, with costs that fit what a real step of this plan took.
 
@@ -304,6 +308,9 @@ class Plan:
         Raises:
             PlanError: Nothing fits any more, or the plan was given rather than found.
         """
+        who = "Plan.replanned"
+        arguments.instance(who, "measured", measured, Measured, _MEASURED_WAY)
+        limit = parse_bytes(who, "memory_bytes", memory_bytes, or_none=True)
         if not self.candidates or self.certificate is None:
             raise PlanError("plan: only what was planned can be planned again, but this was given. Call dshard.plan.")
         factor = measured.step_s / step_time(self.model, self.strategies, self.cluster)
@@ -312,7 +319,7 @@ class Plan:
             self.model.scaled(factor), buffer_bytes=self.model.buffer_bytes + more, source="replanned, measured"
         )
         cluster = self.cluster.scaled(factor)
-        limit = self.certificate.limit_bytes if memory_bytes is None else parse_bytes(memory_bytes, "memory_bytes")
+        limit = limit or self.certificate.limit_bytes
         margin = min(MEASURED, self.certificate.margin)
 
         def choose(room: int) -> tuple[Solution, None]:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from dshard.argument_tables import checked
+from dshard import arguments
 from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, ModelCosts, ParamCosts, UnitCosts, Work
 from dshard.planner.devices import Device
@@ -21,7 +21,6 @@ from dshard.planner.traces import Trace
 from dshard.policies import Strategy
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class Training:
     """How a model is trained, as far as it costs bytes.
@@ -46,6 +45,13 @@ class Training:
     num_backwards: int = 1
     tokens_per_sample: int = 0
     is_compiled: bool = False
+
+    def __post_init__(self) -> None:
+        arguments.fields(self, arguments.dtype, "compute_dtype", "reduce_dtype", or_none=True)
+        arguments.fields(self, arguments.from_0, "state_bytes_per_element", "step_bytes_per_element")
+        arguments.fields(self, arguments.boolean, "steps_together", "is_compiled")
+        arguments.fields(self, arguments.count, "num_backwards")
+        arguments.fields(self, arguments.count, "tokens_per_sample", least=0)
 
 
 @dataclass(frozen=True, slots=True)

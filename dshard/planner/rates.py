@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from dshard.argument_tables import checked
+from dshard import arguments
 from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, Link, Links
 from dshard.planner.devices import DEVICES, Device, find_device
@@ -128,7 +128,6 @@ class Here:
     cluster: Cluster | None = None
 
 
-@checked
 @dataclass(frozen=True)
 class Rates:
     """A profile: the constants of the model of time.
@@ -148,6 +147,8 @@ class Rates:
     here: Here | None = None
 
     def __post_init__(self) -> None:
+        allowed, way = "a dict of Constants by their names", "Pass Rates.load(path).constants."
+        arguments.by_name("Rates", "constants", self.constants, lambda each: isinstance(each, Constant), allowed, way)
         wrong = sorted(PRIORS.keys() - self.constants.keys())
         wrong += [name for name in self.constants if name not in PRIORS and not _is_of_family(name)]
         if wrong:
@@ -269,23 +270,23 @@ class Rates:
         """Time of the copies into and out of a buffer of a collective, on the stream that computes."""
         return num_bytes * self.values["copies"] * self.seconds_per_byte(device)
 
-    @checked
     def save(self, path: str | Path) -> None:
         """Write it as JSON.
 
         Raises:
             PlanError: The file cannot be written.
         """
+        arguments.path("Rates.save", "path", path)
         write_text(Path(path), json.dumps({"schema": SCHEMA, **to_record(self)}, indent=1) + "\n")
 
     @classmethod
-    @checked
     def load(cls, path: str | Path) -> "Rates":
         """Read what `save`, or `dshard calibrate --out`, wrote.
 
         Raises:
             PlanError: There is no such file, it cannot be read, or it holds no profile; names the path.
         """
+        arguments.path("Rates.load", "path", path)
         text = read_text(Path(path), "a profile", _WAY_OUT)
         try:
             record: Any = json.loads(text)
@@ -302,14 +303,21 @@ class Rates:
             ) from error
 
 
-def find_rates(profile: "Rates | str | Path") -> Rates:
-    """A profile: itself, the one that is shipped ("published"), or that in a file.
+def find_rates(who: str, profile: "Rates | str | Path | None") -> Rates | None:
+    """A profile: itself, the one that is shipped ("published"), or that in a file; None for none.
+
+    Args:
+        who: The function whose argument `profile` it is.
+        profile: What it was given.
 
     Raises:
+        ArgumentError: It is none of these.
         PlanError: There is no such file, or it holds no profile; names the path.
     """
-    if isinstance(profile, Rates):
+    if profile is None or isinstance(profile, Rates):
         return profile
+    allowed = "'published', the path of a profile, or a Rates, or None"
+    arguments.expect(arguments.is_path(profile), who, "profile", profile, allowed, "Pass 'published'.")
     return published() if str(profile) == "published" else Rates.load(profile)
 
 
@@ -413,7 +421,6 @@ def check_profile(device: Device | None, cluster: Cluster | None) -> None:
         )
 
 
-@checked
 def cluster_of(
     device: Device | str,
     num_ranks: int,
@@ -439,11 +446,16 @@ def cluster_of(
         ArgumentError: There is no device of this name, or a number is none that is allowed.
         PlanError: There is no such profile; or layers would be cut over a part of a host's ranks that is none.
     """
-    device = find_device(device, "cluster_of: device")
-    per_host = min(num_ranks, device.per_host) if ranks_per_host is None else ranks_per_host
-    rates = None if profile is None else find_rates(profile)
+    who = "cluster_of"
+    described: Device = find_device(who, "device", device)
+    num_ranks = arguments.count(who, "num_ranks", num_ranks)
+    ranks_per_host = arguments.count(who, "ranks_per_host", ranks_per_host, or_none=True)
+    between_hosts = arguments.above_0(who, "between_hosts", between_hosts, or_none=True)
+    tensor_parallel = arguments.count(who, "tensor_parallel", tensor_parallel)
+    per_host = min(num_ranks, described.per_host) if ranks_per_host is None else ranks_per_host
+    rates = find_rates(who, profile)
     if tensor_parallel == 1:
-        return _described(device, rates, num_ranks, per_host, between_hosts)
+        return _described(described, rates, num_ranks, per_host, between_hosts)
     if per_host % tensor_parallel or num_ranks % tensor_parallel:
         fitting = [num for num in range(1, tensor_parallel) if per_host % num == 0 and num_ranks % num == 0]
         raise PlanError(
@@ -451,8 +463,8 @@ def cluster_of(
             f"{tensor_parallel}, and {min(per_host, num_ranks)} of {num_ranks} ranks are on a host. Pass "
             f"tensor_parallel={fitting[-1]}."
         )
-    each = (between_hosts or device.between_hosts.bytes_per_s) / tensor_parallel  # as many groups send at a time
-    found = _described(device, rates, num_ranks // tensor_parallel, per_host // tensor_parallel, each)
+    each = (between_hosts or described.between_hosts.bytes_per_s) / tensor_parallel  # as many groups send at a time
+    found = _described(described, rates, num_ranks // tensor_parallel, per_host // tensor_parallel, each)
     slowest = 0.0 if rates is None else rates.stragglers(num_ranks)  # of all ranks
     return replace(found, tensor_parallel=tensor_parallel, stragglers=slowest)
 

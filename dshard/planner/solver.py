@@ -2,20 +2,22 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from dshard.argument_tables import checked
+from dshard import arguments
 from dshard.errors import PlanError
 from dshard.planner.chain import Chain
 from dshard.planner.costs import Cluster, ModelCosts, UnitCosts, UnitKind
 from dshard.planner.memory import peak_bytes
+from dshard.planner.options import CLUSTER_WAY, check_costs
 from dshard.planner.progress import SILENT, Progress, Stretch
 from dshard.planner.search import fastest
 from dshard.planner.smallest import does_not_fit, smallest_peak
 from dshard.planner.texts import bytes_text, seconds_text
 from dshard.planner.timeline import step_time
-from dshard.policies import Strategy
+from dshard.policies import Strategy, read_candidates
 
 _MAX_LABELS = 600_000
 _AS_LONG = 1e-9
@@ -139,7 +141,17 @@ class BatchSolution:
     tried: dict[int, float | None]
 
 
-@checked
+def _read_search(
+    who: str, strategies: Any, limit_bytes: Any, max_labels: Any, tolerance: Any
+) -> tuple[tuple[Strategy, ...], int | None, int, float]:
+    """Check what `solve` and `solve_batch` are told about the search, and return it as they use it."""
+    candidates = read_candidates(who, "strategies", strategies)
+    limit_bytes = arguments.count(who, "limit_bytes", limit_bytes, way="Pass 16 << 30.", or_none=True)
+    allowed, way = "a part of a step, 0 or more", "Pass 0 for the fastest plan."
+    tolerance = arguments.from_0(who, "tolerance", tolerance, allowed, way)
+    return candidates, limit_bytes, arguments.count(who, "max_labels", max_labels), tolerance
+
+
 def solve(
     model: ModelCosts,
     cluster: Cluster,
@@ -163,17 +175,20 @@ def solve(
         progress: Hears how far it is.
 
     Raises:
-        PlanError: Nothing fits: by how many bytes, and which units cause it. Or there is nothing to choose.
+        ArgumentError: An argument is none of what it may be.
+        PlanError: Nothing fits: by how many bytes, and which units cause it.
 
     Communicates:
         Nothing: all ranks that give the same arguments get the same.
     """
+    check_costs("solve", model, cluster)
+    candidates, limit_bytes, max_labels, tolerance = _read_search(
+        "solve", strategies, limit_bytes, max_labels, tolerance
+    )
     limit_bytes = cluster.memory_bytes if limit_bytes is None else limit_bytes
     if limit_bytes <= 0:
         raise PlanError(f"plan: the memory limit must be above 0 bytes, but it is {limit_bytes}. Pass memory='16GiB'.")
-    known = list(dict.fromkeys(Strategy.of(strategy).on(cluster.num_ranks) for strategy in strategies))
-    if not known:
-        raise PlanError("plan: units need strategies to choose from, but there are none. Pass ('ddp', 'full').")
+    known = list(dict.fromkeys(strategy.on(cluster.num_ranks) for strategy in candidates))
     chain = Chain.of(model, known, cluster)
     smallest = smallest_peak(chain, enough_bytes=limit_bytes)
     if smallest.least_bytes <= limit_bytes < smallest.peak_bytes:
@@ -281,7 +296,6 @@ def can_fit(model: ModelCosts, cluster: Cluster, strategies: Sequence[Strategy],
     return smallest_peak(Chain.of(model, strategies, cluster), enough_bytes=limit_bytes).least_bytes <= limit_bytes
 
 
-@checked
 def solve_batch(
     costs_at: Callable[[int], ModelCosts],
     batch_sizes: Iterable[int],
@@ -308,11 +322,16 @@ def solve_batch(
         progress: Hears how far it is.
 
     Raises:
-        PlanError: At no size anything fits; or there is no size.
+        ArgumentError: An argument is none of what it may be.
+        PlanError: At no size anything fits.
     """
-    sizes = sorted(set(batch_sizes))
-    if not sizes:
-        raise PlanError("plan: there must be batch sizes to choose from, but there are none. Pass range(1, 65).")
+    who = "solve_batch"
+    arguments.function(who, "costs_at", costs_at, "a batch size", "Pass one that gives ModelCosts.")
+    arguments.instance(who, "cluster", cluster, Cluster, CLUSTER_WAY)
+    strategies, limit_bytes, max_labels, tolerance = _read_search(who, strategies, limit_bytes, max_labels, tolerance)
+    allowed, way = "batch sizes to choose from, integers of at least 1", "Pass range(1, 65)."
+    given_sizes = arguments.several(who, "batch_sizes", batch_sizes, arguments.is_count, allowed, way, least=1)
+    sizes = sorted(set(map(int, given_sizes)))
     models, unlimited = list[ModelCosts](), list[float]()
     for i, size in enumerate(sizes):
         progress.at(f"costs of batch {size}", i / (2 * len(sizes)))

@@ -1,6 +1,8 @@
 """Bytes and seconds as people read and write them."""
 
-from dshard.errors import PlanError
+from typing import Any
+
+from dshard import arguments
 from dshard.policies import read_bytes
 
 
@@ -25,13 +27,13 @@ def number_text(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def parse_bytes(value: int | str, name: str) -> int:
-    """A number of bytes, as it is or as text like "38GiB" or "40e9".
+def parse_bytes(who: str, name: str, value: int | str | None, *, or_none: bool = False) -> Any:
+    """Read a number of bytes, as it is or as text like "38GiB" or "40e9", that is an argument of a function.
 
     Raises:
-        PlanError: It is none, or not above 0.
+        ArgumentError: It is none, or not above 0.
     """
     number = read_bytes(value)
-    if not number:
-        raise PlanError(f"plan: {name} must be a number of bytes above 0, but it is {value!r}. Pass '38GiB'.")
+    allowed = "a number of bytes above 0, or text such as '38GiB'"
+    arguments.expect(bool(number), who, name, value, allowed, "Pass '38GiB'.", or_none=or_none)
     return number

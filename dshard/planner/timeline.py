@@ -4,10 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dshard.argument_tables import checked
 from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitCosts
 from dshard.planner.memory import moments
-from dshard.planner.options import Option, options_of
+from dshard.planner.options import Option, options_of, read_step
 from dshard.policies import Strategy
 
 _OF_WORK = {
@@ -76,7 +75,6 @@ class Timeline:
         return max(event.num_bytes for event in self.memory)
 
 
-@checked
 def step_time(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster) -> float:
     """Time of a step, as `simulate` has it.
 
@@ -85,10 +83,10 @@ def step_time(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: 
     `max(backward i, reduction i + 1 and gather i - 1)`; last comes the reduction of the first unit, and the optimizer.
     Elsewhere each `max` is a sum. The solver makes that sum smallest.
     """
+    strategies = read_step("step_time", model, strategies, cluster)
     return _run(model, options_of(model, strategies, cluster), overlaps=cluster.overlaps).compute_free_s
 
 
-@checked
 def simulate(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster) -> Timeline:
     """Run a step, event by event.
 
@@ -98,6 +96,7 @@ def simulate(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: C
     when the channel is idle. Where collectives do not run beside computation, each runs once what computes has ended,
     and what computes next waits for it.
     """
+    strategies = read_step("simulate", model, strategies, cluster)
     streams = _run(model, options_of(model, strategies, cluster), overlaps=cluster.overlaps)
     live = {(moment.phase, moment.unit): moment.num_bytes for moment in moments(model, strategies, cluster)}
     memory = tuple(MemoryEvent(start_s, live[phase, unit], phase) for start_s, phase, unit in streams.starts)

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dshard import collectives
-from dshard.argument_tables import checked
+from dshard import arguments, collectives
 from dshard.collectives import BufferPool, GatherPlan, HostCopy, ReduceBucket, ReduceOp, ReducePlan, ShardGroup
 from dshard.errors import PlanError
 from dshard.layout import BucketLayout, ShardLayout
@@ -146,7 +145,6 @@ def cluster_through(measured: Measurement, per_host: int, memory_bytes: int, bac
     )
 
 
-@checked
 def measure_links(
     mesh: DeviceMesh | None = None,
     *,
@@ -187,6 +185,16 @@ def measure_links(
         What is measured; the making of full values once per host; a broadcast and all-reduces of the figures, and of
         the memory where none is given. All ranks must call this alike.
     """
+    who, unless = "measure_links", "Leave it out."
+    arguments.instance(who, "mesh", mesh, DeviceMesh, "Leave it out for all ranks.", or_none=True)
+    allowed = "numbers of neighbouring ranks, above 1"
+    within = arguments.several(who, "within", within, partial(arguments.is_count, least=2), allowed, unless)
+    allowed = "two numbers of bytes or more"
+    sizes = arguments.several(who, "sizes", sizes, arguments.is_count, allowed, unless, least=2)
+    num_rounds = arguments.count(who, "num_rounds", num_rounds)
+    memory_bytes = arguments.from_0(who, "memory_bytes", memory_bytes, or_none=True)
+    arguments.path(who, "path", path, or_none=True)
+    again = arguments.boolean(who, "again", again)
     mesh = default_mesh() if mesh is None else mesh
     num_ranks = mesh.size()
     if num_ranks == 1:

@@ -11,11 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dshard.argument_tables import checked
+from dshard import arguments
 from dshard.errors import PlanError
-from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitKind
+from dshard.planner.costs import CHECKPOINTING, Cluster, Link, Links, ModelCosts, UnitKind
 from dshard.planner.devices import Device, find_device
 from dshard.planner.memory import peak_bytes
+from dshard.planner.options import CLUSTER_WAY
 from dshard.planner.plan import Plan
 from dshard.planner.profiles import Training, UnitTimes, check_offload, costs_of, with_offload
 from dshard.planner.progress import SILENT, Progress, Stretch, Throttled
@@ -30,7 +31,7 @@ from dshard.planning import recomputing
 from dshard.planning.measured_steps import MeasuredSteps
 from dshard.planning.meshes import PlannedMesh, check_tensor_parallel, mesh_cut_over, num_cut_over, strategies_for
 from dshard.planning.recomputing import Kinds
-from dshard.policies import Strategy
+from dshard.policies import Strategy, read_candidates
 from dshard.setup.auto_units import find_units
 from dshard.units.placing import PlacementFn, dim_of
 
@@ -170,7 +171,7 @@ class Profile:
         """The best plan on a cluster; arguments and errors are those of `dshard.plan`."""
         check_tensor_parallel(self._num_cut, cluster)
         tolerance = self._margin(margin)
-        limit = cluster.memory_bytes if memory is None else parse_bytes(memory, "memory")
+        limit = cluster.memory_bytes if memory is None else parse_bytes("plan", "memory", memory)
         if not limit:
             raise PlanError(
                 "plan: memory must be given where the cluster's memory_bytes is 0, for none known. Pass "
@@ -395,7 +396,6 @@ def parts_of(model: nn.Module) -> tuple[Part, ...]:
     return tuple(Part(unit.label, unit.modules, tuple(name_of[id(p)] for p in unit.params)) for unit in units)
 
 
-@checked
 def plan(
     model: nn.Module,
     sample_input: Any,
@@ -462,12 +462,23 @@ def plan(
         With `cluster=` nothing: ranks that measure their own times, without a device, may get different ones. But steps
         of layers that are cut, and their times, are of all ranks over which they are: these must call this alike.
     """
+    arguments.module("plan", "model", model)
+    arguments.instance("plan", "cluster", cluster, Cluster, CLUSTER_WAY, or_none=True)
+    arguments.instance(
+        "plan", "mesh", mesh, DeviceMesh, "Pass init_device_mesh(device_type, (num_ranks,)).", or_none=True
+    )
+    named: Device | None = find_device("plan", "device", device, or_none=True)
+    arguments.instance("plan", "training", training, Training, "Pass dshard.planner.Training(...).", or_none=True)
+    rates = find_rates("plan", profile)
+    memory = parse_bytes("plan", "memory", memory, or_none=True)
+    strategies = read_candidates("plan", "strategies", strategies, or_none=True)
+    batch = _read_batch(batch)
+    _check_choices(memory_of, checkpointing, offload, margin)
+    _check_functions(loss_of, shard_placement_fn)
     ranks = _ranks_of(model, cluster, mesh)
-    named = None if device is None else find_device(device, "plan: device")
     if training is None:  # on CPU, torch's AdamW steps one parameter after the other
         is_here = named is None and all(p.device.type == "cpu" for p in model.parameters())
         training = Training(step_bytes_per_element=8, steps_together=False) if is_here else Training()
-    rates = None if profile is None else find_rates(profile)
     if rates is not None:
         check_profile(named, cluster)
     progress = Throttled(lambda line: log.info("plan: %s", line), every_s=_EVERY_S)
@@ -491,6 +502,34 @@ def plan(
     costs.progress.at("measuring links")
     measured = ranks.links()
     return ranks.shared(lambda: made(measured, strategies=ranks.strategies(strategies, measured)))
+
+
+def _read_batch(batch: Any) -> Any:
+    if isinstance(batch, str) and batch == "auto":
+        return batch
+    is_right, allowed = arguments.is_count(batch), "a number of samples, 'auto'"
+    arguments.expect(is_right, "plan", "batch", batch, allowed, "Pass 'auto'.", or_none=True)
+    return None if batch is None else int(batch)
+
+
+def _check_choices(memory_of: Any, checkpointing: Any, offload: Any, margin: Any) -> None:
+    arguments.choice("plan", "memory_of", memory_of, "live", "reserved", "expandable")
+    arguments.choice("plan", "offload", offload, "none", "all", "auto")
+    several = () if isinstance(checkpointing, str) else arguments.items(checkpointing)
+    is_right = (isinstance(checkpointing, str) and checkpointing in (*CHECKPOINTING, recomputing.ANY)) or (
+        bool(several) and all(isinstance(each, str) and each in CHECKPOINTING for each in several or ())
+    )
+    allowed = "'none', 'selective', 'full', 'auto', or a list of at least one of the first three"
+    arguments.expect(is_right, "plan", "checkpointing", checkpointing, allowed, "Pass 'auto'.")
+    allowed, way = "a part of a step, 0 or more", "Pass 0 for the fastest plan."
+    arguments.from_0("plan", "margin", margin, allowed, way, or_none=True)
+
+
+def _check_functions(loss_of: Any, shard_placement_fn: Any) -> None:
+    way = "Pass one, as in lambda output: output.loss."
+    arguments.function("plan", "loss_of", loss_of, "an output", way, or_none=True)
+    way = "Pass a function that returns Shard(dim), as in lambda param: Shard(1)."
+    arguments.function("plan", "shard_placement_fn", shard_placement_fn, "a parameter", way, or_none=True)
 
 
 def _ranks_of(model: nn.Module, cluster: Cluster | None, mesh: DeviceMesh | None) -> Cluster | PlannedMesh:

@@ -251,8 +251,14 @@ def test_gradients_that_are_reduced_in_a_wider_dtype_take_more_bytes_and_time(pr
         ((*TINY, "--world", 0), "argument --world: must be a whole number of at least 1, but it is '0'"),
         ((*TINY, "--world", "some"), "argument --world: must be a whole number of at least 1, but it is 'some'"),
         ((*TINY, "--world", 12), "--world must be a multiple of the 8 ranks of a host, but it is 12. Pass --world 16."),
-        ((*TINY, "--world", 8, "--memory", -5), "--memory must be a number of bytes above 0, but it is '-5'."),
-        ((*TINY, "--world", 8, "--memory=-5GiB"), "--memory must be a number of bytes above 0, but it is '-5GiB'."),
+        (
+            (*TINY, "--world", 8, "--memory", -5),
+            "--memory must be a number of bytes above 0, or text such as '38GiB', but it is '-5'.",
+        ),
+        (
+            (*TINY, "--world", 8, "--memory=-5GiB"),
+            "--memory must be a number of bytes above 0, or text such as '38GiB', but it is '-5GiB'.",
+        ),
         (
             (*TINY, "--world", 8, "--batch", "0"),
             "argument --batch: must be a whole number of at least 1, but it is '0'",

@@ -18,7 +18,7 @@ from tests.meta.source import (
     where,
 )
 
-_PURE = ("errors", "kinds", "layout", "policies", "arguments", "argument_tables")
+_PURE = ("errors", "layout", "policies", "arguments")
 _LOW = ("errors", "interpreter", "compiling", "arguments", "layout", "policies", "collectives", "tensor")
 _UNITS = (*_LOW, "agreement", "autograd", "units", "gradients", "optimizer")
 _CORE = (
@@ -41,11 +41,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "errors": (),
     "compiling": (),
     "interpreter": (),
-    "kinds": ("errors", "arguments"),
     "layout": ("errors",),
     "policies": ("errors", "arguments"),
     "arguments": ("errors",),
-    "argument_tables": ("errors", "kinds", "arguments", "policies"),
     "planner": _PURE,
     "collectives": ("errors", "arguments", "layout", "policies"),
     "tensor": ("errors", "interpreter", "compiling", "arguments", "layout", "policies", "collectives"),
@@ -62,7 +60,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "join": (*_UNITS, "runtime", "clip", "compat"),
     "run_by_some": (*_UNITS, "runtime"),
     "setup": (*_UNITS, "runtime", "slices", "gathering", "planner"),
-    "planning": (*_LOW, "argument_tables", "autograd", "units", "runtime", "planner", "setup"),
+    "planning": (*_LOW, "autograd", "units", "runtime", "planner", "setup"),
     "inspection": (*_LOW, "autograd", "units", "runtime", "planner", "setup"),
     "checkpoint": _CORE,
     "interop": (*_CORE, "checkpoint"),

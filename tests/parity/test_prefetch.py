@@ -165,7 +165,7 @@ def test_an_automatic_budget_keeps_what_fits_from_the_second_step_on(worlds: Wor
 
 @pytest.mark.parametrize("text", ["2KiB", "2048", " 2.048 kB "])
 def test_a_budget_may_be_text_as_the_memory_of_a_plan_may(worlds: WorldPool, text):
-    assert worlds.run(1, budget_after_two_calls, text) == [parse_bytes(text, "memory")] == [2048]
+    assert worlds.run(1, budget_after_two_calls, text) == [parse_bytes("plan", "memory", text)] == [2048]
 
 
 @pytest.mark.parametrize("budget", [0, 5])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dshard import PlacementError, PlanError
+from dshard import ArgumentError, PlacementError, PlanError
 from dshard.planner import (
     Cluster,
     Link,
@@ -156,7 +156,6 @@ def test_groups_of_one_host_use_its_links_and_replicas_share_those_between_hosts
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ModelCosts(()), "at least one unit"),
         (
             lambda: ModelCosts((linear("a"),), num_backwards=0),
             "ModelCosts: num_backwards must be an integer of at least 1, but it is 0",
@@ -170,11 +169,22 @@ def test_groups_of_one_host_use_its_links_and_replicas_share_those_between_hosts
             "UnitCosts: forward_s must be a finite number, 0 or more, but it is nan",
         ),
         (lambda: Link(0.0, -1.0), "Link: seconds_per_byte must be a finite number, 0 or more"),
-        (lambda: Cluster(8, 4, Links.of(Link(0, 0))), "8 ranks are on hosts of 4"),
         (lambda: ParamCosts("w", -1, 1), "ParamCosts: length must be an integer of at least 0"),
     ],
 )
 def test_costs_that_make_no_sense_are_an_error(make, message):
+    with pytest.raises(ArgumentError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ModelCosts(()), "at least one unit"),
+        (lambda: Cluster(8, 4, Links.of(Link(0, 0))), "8 ranks are on hosts of 4"),
+    ],
+)
+def test_costs_that_do_not_go_together_are_an_error(make, message):
     with pytest.raises(PlanError, match=message):
         make()
 

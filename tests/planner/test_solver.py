@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.planner_solver import STRATEGIES as FAMILY_STRATEGIES
 from benchmarks.planner_solver import family
-from dshard import PlanError
+from dshard import ArgumentError, PlanError
 from dshard.planner import (
     Cluster,
     Link,
@@ -327,7 +327,7 @@ def test_what_does_not_fit_is_an_error_that_says_by_how_many_bytes_and_where():
     ],
 )
 def test_a_call_that_makes_no_sense_is_an_error(strategies, limit, message):
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         solve(ModelCosts((layer(0),)), hosts(), strategies, limit)
 
 
@@ -352,5 +352,5 @@ def test_no_batch_size_that_fits_is_the_error_of_the_smallest():
     least = peak_bytes(at_batch(2), ["full"] * 4, hosts())
     with pytest.raises(PlanError, match=f"takes {least} bytes, {least - 1000} too many"):
         solve_batch(at_batch, [3, 2], hosts(), ("full",), 1000)
-    with pytest.raises(PlanError, match="batch sizes to choose from"):
+    with pytest.raises(ArgumentError, match="batch sizes to choose from"):
         solve_batch(at_batch, [], hosts(), ("full",), 1000)
