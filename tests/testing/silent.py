@@ -65,7 +65,9 @@ PLANTED: dict[str, Planted] = {
     "initialised on one rank": Planted(("initial value of body.weight",), options={"shard": steps.drawn_anew}),
     "module replaced after sharding": Planted(("body",), options={"shard": steps.replaced}),
     "parameter replaced": Planted(("body.weight", "another object"), options=_step(steps.ReplacesOnce(), steps.right)),
-    "optimizer misses biases": Planted(("bias", "no optimizer has it"), options={"optimizer": steps.without_biases}),
+    "optimizer misses biases": Planted(
+        ("has not moved", "no optimizer has it"), options={"optimizer": steps.without_biases}
+    ),
     "frozen on one rank": Planted(("body", "DivergenceError"), options=_step(steps.freezes)),
     "same data on all ranks": Planted(("the same data",), sample=steps.repeated),
     "loss over unequal counts": Planted(("counts",), sample=steps.counted, options=_COUNTED),
