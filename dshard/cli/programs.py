@@ -135,6 +135,11 @@ def make(name: str) -> Mapping[str, Any]:
             f"MODULE:FACTORY must return a model and a sample input, but {name} returns {type(made).__name__}. Return "
             "(model, sample), or a dict of them."
         )
+    if unknown := [key for key in made if key not in ("model", "sample", *_FUNCTIONS)]:
+        raise UsageError(
+            f"MODULE:FACTORY must return a dict of model, sample, {', '.join(_FUNCTIONS)}, but {name} returns "
+            f"{unknown[0]!r}. Leave it out."
+        )
     return made
 
 

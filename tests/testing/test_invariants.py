@@ -148,6 +148,9 @@ FACTORY = """
 
     def neither():
         return 1
+
+    def more():
+        return {"model": torch.nn.Linear(4, 4), "sample": torch.ones(2, 4), "evaluate": print}
 """
 
 
@@ -168,7 +171,7 @@ def test_the_command_prints_a_table_and_what_differs(module, factory, code, word
     assert ("It is right on rank 0" in ran.stdout) == (code == 1)
 
 
-@pytest.mark.parametrize("name", ["nobody", "missing:factory", "factories:neither", "factories:gone"])
+@pytest.mark.parametrize("name", ["nobody", "missing:factory", "factories:neither", "factories:gone", "factories:more"])
 def test_a_factory_that_is_none_is_refused(module, monkeypatch, capsys, name):
     monkeypatch.syspath_prepend(str(module))
     monkeypatch.delitem(sys.modules, "factories", raising=False)
