@@ -153,12 +153,10 @@ def _restore(swap: _Swap) -> None:
         _wrap_states(swap)
     swap.optimizer.state = swap.state
     moved: list[Tensor] = []
-    for param, shard, version in zip(swap.swapped, swap.shards, swap.versions, strict=True):
+    for param, shard in zip(swap.swapped, swap.shards, strict=True):
         if shard.grad is not None:
             shard.grad = None
             moved.append(param)
-            if shard._version == version:
-                moved.append(shard)  # fused kernels do not count their writes
         elif param.grad is not None:
             param.grad = None  # by zero_grad(), after a step that raised
     torch.autograd.graph.increment_version(moved)
@@ -338,7 +336,7 @@ class _Count:
         moved = [storage for storage, version in self.others if storage.resolve()._version != version]
         for storage in (*self.written, *moved):
             storage.num_writes += 1
-        # Kernels of other libraries may have written to shards by their addresses, which no counter knows of.
+        # Fused kernels do not count their writes, nor do those of other libraries that write by addresses.
         torch.autograd.graph.increment_version([storage.resolve() for storage in self.written])
 
 

@@ -16,14 +16,19 @@ from tests.crossings.covering import Constraint, Row, covering_array
 from tests.crossings.factors import CONSTRAINTS, FACTORS, name_of, num_ranks_of
 
 OFFLOADED = Constraint({"strategy": "split(2)", "offload": "CPUOffloadPolicy"}, "it is offloaded")
-LEFT_OUT = {"compile": ("blocks",)}  # torch.compile has rules for each kind of device, and none for this one
+AWAY = [  # `DTensor.from_local` puts a state on the mesh's device, gradients are in the CPU's memory: as under FSDP2
+    Constraint({"optimizer": "DTensor states", "offload": level}, "at least two devices")
+    for level in FACTORS["offload"]
+    if level != "none"
+]
+LEFT_OUT = {"compile": ("blocks", "step")}  # torch.compile has rules for each kind of device, and none for this one
 
 
 @cache
 def rows() -> list[Row]:
     """All pairs of what the accelerator can be asked for."""
     factors = {f: tuple(x for x in levels if x not in LEFT_OUT.get(f, ())) for f, levels in FACTORS.items()}
-    return covering_array(factors, 0, [*CONSTRAINTS.values(), OFFLOADED])
+    return covering_array(factors, 0, [*CONSTRAINTS.values(), OFFLOADED, *AWAY])
 
 
 def run(row: Row, seed: int, mode: str) -> oracle.Result:
