@@ -15,7 +15,20 @@ from torch import Tensor
 
 def num_references(thing: object) -> int:
     """Number of Python's references to an object, that by the caller's name for it included."""
-    return sys.getrefcount(thing) - _BY_ASKING
+    return sys.getrefcount(thing) - _BY_ASKING - _kept_by_callers()
+
+
+def _kept_by_callers() -> int:
+    """How many references a caller keeps to what it passes on: one while dynamo is in charge of frames, else none.
+
+    Its hook takes Python's short way of calling functions away, by which arguments move into the called frame.
+    """
+    thing = object()
+    return _references_in_call(thing) - sys.getrefcount(thing) - 1
+
+
+def _references_in_call(thing: object) -> int:
+    return sys.getrefcount(thing)
 
 
 def _of_one_name() -> int:
@@ -35,12 +48,12 @@ def is_alone_in_hook(grad: Tensor) -> bool:
 
     Nobody else can write to it then, before it is packed.
     """
-    return num_references(grad) <= _REFS_OF_HOOK + 1 and grad._use_count() <= _USES_OF_HOOK  # type: ignore[attr-defined]
+    return num_references(grad) <= _REFS_OF_HOOK + 1 + _kept_by_callers() and grad._use_count() <= _USES_OF_HOOK  # type: ignore[attr-defined]
 
 
 def is_referred_to(tensor: Tensor, num_known: int) -> bool:
     """Whether anybody refers to a tensor besides the calling function's name and `num_known` others of Python."""
-    return num_references(tensor) > num_known + 2 or tensor._use_count() > 1  # type: ignore[attr-defined]
+    return num_references(tensor) > num_known + 2 + _kept_by_callers() or tensor._use_count() > 1  # type: ignore[attr-defined]
 
 
 def frame_above(num_levels: int) -> FrameType:

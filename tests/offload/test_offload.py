@@ -431,7 +431,7 @@ def test_a_move_of_what_is_offloaded_raises_and_says_what_to_do(simulators):
 def refuse(policy: Any) -> str:
     try:
         dshard.fully_shard(nn.Linear(2, 2), offload_policy=policy)
-    except dshard.StateError as error:
+    except dshard.ArgumentError as error:
         return str(error)
     return ""
 

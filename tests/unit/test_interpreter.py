@@ -1,12 +1,14 @@
 """What the engine asks of CPython is answered as it needs it; see [Note: CPython] in dshard/interpreter.py."""
 
 import ast
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.autograd.function import BackwardCFunction
 
 from dshard import interpreter
@@ -15,6 +17,14 @@ from tests.meta.source import modules, where
 PACKAGE = {"sys._getframe", "sys.getrefcount"}
 # Besides the note's file: lines of the program for messages and traces, and memory that compares two counts.
 OTHERS = ("dshard.interpreter", "dshard.collectives", "dshard.inspection", "dshard.planner")
+
+
+@pytest.fixture(params=[None, False], ids=["", "dynamo"], autouse=True)
+def frames(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Also while dynamo's hook runs all frames, which keeps references to arguments of calls."""
+    before = set_eval_frame(request.param)
+    yield
+    set_eval_frame(before)
 
 
 def alone(found: list[bool], param: Tensor, grad: Tensor) -> None:
