@@ -179,7 +179,7 @@ def read_options(given: Mapping[str, Any]) -> dict[str, Any]:
     arguments.expect(has_budget, _WHO, "memory_budget", budget, allowed, "Pass 0 to keep nothing.")
     found["strategy"] = read_strategies(_WHO, "strategy", found["strategy"], or_none=True)
     plan = found["plan"]
-    if plan is not None and type(plan).__name__ != "Plan":
+    if plan is not None and all(kind.__name__ != "Plan" for kind in type(plan).__mro__):  # its room loads late
         allowed, way = "a Plan, or the path of a file that holds one, or None", "Pass what dshard.plan gave."
         arguments.expect(arguments.is_path(plan), _WHO, "plan", plan, allowed, way)
     for name, is_right, allowed in (
