@@ -206,7 +206,7 @@ _IS_USERS: dict[str, bool] = {}  # by file
 
 def users_line(frame: FrameType | None) -> str:
     """Where a stack leaves the user's own program, as file:line; empty if nowhere."""
-    while frame is not None:
+    while isinstance(frame, FrameType):  # CPython 3.11 has given another object for a frame of a thread that runs
         if is_users(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
