@@ -51,7 +51,7 @@ def shown(value: Any) -> str:
         return str(value)
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # a broken __repr__ must not hide the error that is being told
+    except Exception:  # a broken __repr__ must not hide the error that names the value
         text = f"a {type(value).__name__}"
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
@@ -81,7 +81,7 @@ def expect(
 
 
 def instance(who: str, name: str, value: T, kind: type, way: str, *, or_none: bool = False) -> T:
-    """An object of a class."""
+    """Check that an argument is an object of a class."""
     article = "an" if kind.__name__[0] in "AEIO" else "a"
     return expect(isinstance(value, kind), who, name, value, f"{article} {kind.__name__}", way, or_none=or_none)
 
@@ -108,7 +108,7 @@ def plain_scalar(value: Any) -> Any:
 
 
 def boolean(who: str, name: str, value: Any) -> bool:
-    """A bool."""
+    """Check that an argument is a bool."""
     found = value if type(value) is bool else plain_scalar(value)
     expect(isinstance(found, bool), who, name, value, "a bool", "Pass True or False.")
     return bool(found)
@@ -121,10 +121,11 @@ def is_count(value: Any, least: int = 1) -> bool:
 
 
 def count(who: str, name: str, value: Any, *, least: int = 1, way: str | None = None, or_none: bool = False) -> Any:
-    """An integer of at least `least`, below 2**63."""
+    """Check that an argument is an integer of at least `least`, below 2**63."""
     allowed = f"an integer of at least {least}"
-    expect(is_count(value, least), who, name, value, allowed, way or f"Pass {max(1, least)}.", or_none=or_none)
-    return None if value is None else int(plain_scalar(value))
+    found = plain_scalar(value)
+    expect(is_count(found, least), who, name, value, allowed, way or f"Pass {max(1, least)}.", or_none=or_none)
+    return None if value is None else int(found)
 
 
 def number(
@@ -137,7 +138,7 @@ def number(
     *,
     or_none: bool = False,
 ) -> Any:
-    """An int or a float for which `is_right` holds."""
+    """Check that an argument is a number for which `is_right` holds."""
     found = value if type(value) in (int, float) else plain_scalar(value)
     try:
         is_number = isinstance(found, Real) and not isinstance(found, bool) and is_right(float(found))
@@ -150,7 +151,7 @@ def number(
 
 
 def above_0(who: str, name: str, value: Any, *, or_none: bool = False) -> Any:
-    """A finite number above 0."""
+    """Check that an argument is a finite number above 0."""
     allowed = "a finite number above 0"
     return number(who, name, value, lambda x: 0 < x < math.inf, allowed, "Pass 1.0.", or_none=or_none)
 
@@ -164,20 +165,21 @@ def from_0(
     *,
     or_none: bool = False,
 ) -> Any:
-    """A finite number of at least 0, such as seconds or bytes."""
+    """Check that an argument is a finite number of at least 0, such as seconds or bytes."""
     return number(who, name, value, lambda x: 0 <= x < math.inf, allowed, way, or_none=or_none)
 
 
 def text(who: str, name: str, value: Any, *, or_none: bool = False) -> Any:
-    """A str."""
+    """Check that an argument is a str."""
     return expect(isinstance(value, str), who, name, value, "text", "Pass a str.", or_none=or_none)
 
 
 def choice(who: str, name: str, value: Any, *choices: str | None) -> Any:
-    """One of some texts; None may be among the choices."""
+    """Check that an argument is one of some texts; None may be among the choices."""
+    if isinstance(value, str | None) and value in choices:
+        return value
     texts = [each for each in choices if each is not None]
-    is_right = isinstance(value, str | None) and value in choices
-    return expect(is_right, who, name, value, f"one of {choices}", f"Pass {nearest(value, texts)!r}.")
+    raise wrong(who, name, value, f"one of {choices}", f"Pass {nearest(value, texts)!r}.")
 
 
 def is_path(value: Any) -> bool:
@@ -187,13 +189,13 @@ def is_path(value: Any) -> bool:
 
 
 def path(who: str, name: str, value: Any, *, or_none: bool = False) -> Any:
-    """A path that can name a file."""
+    """Check that an argument is a path that can name a file."""
     way = "Pass the path of a file."
     return expect(is_path(value), who, name, value, "a path, as text or a Path", way, or_none=or_none)
 
 
 def function(who: str, name: str, value: Any, of: str, way: str, *, or_none: bool = False) -> Any:
-    """Something that can be called, other than a class."""
+    """Check that an argument can be called, and is no class."""
     is_right = callable(value) and not isinstance(value, type)
     return expect(is_right, who, name, value, f"a function of {of}", way, or_none=or_none)
 
@@ -207,7 +209,7 @@ def is_device(value: Any) -> bool:
 
 
 def dtype(who: str, name: str, value: Any, *, or_none: bool = False) -> Any:
-    """A floating-point dtype."""
+    """Check that an argument is a floating-point dtype."""
     is_right = isinstance(value, torch.dtype) and value.is_floating_point
     return expect(is_right, who, name, value, "a floating-point dtype", dtype_way(value), or_none=or_none)
 
@@ -218,18 +220,23 @@ def dtype_way(value: Any) -> str:
 
 
 def module(who: str, name: str, value: Any, *, or_none: bool = False) -> Any:
-    """An `nn.Module`."""
+    """Check that an argument is an `nn.Module`."""
     is_right = isinstance(value, nn.Module)
     return expect(is_right, who, name, value, "an nn.Module", "Pass the model.", or_none=or_none)
 
 
+def is_of(value: Any, name: str) -> bool:
+    """Whether a value is of a class of dshard's, by the name of the class: it lies above this file, or loads late."""
+    return any(c.__name__ == name and c.__module__.startswith("dshard.") for c in type(value).__mro__)
+
+
 def is_sharded(value: Any) -> bool:
-    """Whether a value is a sharded module; by name, since the class lies above this file."""
-    return any(c.__name__ == "FSDPModule" and c.__module__.startswith("dshard.") for c in type(value).__mro__)
+    """Whether a value is a module that `fully_shard` was called on."""
+    return is_of(value, "FSDPModule")
 
 
 def sharded_module(who: str, name: str, value: Any) -> Any:
-    """A module that `fully_shard` was called on."""
+    """Check that an argument is a module that `fully_shard` was called on."""
     allowed = "a module that fully_shard was called on"
     return expect(is_sharded(value), who, name, value, allowed, "Call fully_shard on it first.")
 
@@ -247,7 +254,7 @@ def items(value: Any) -> tuple[Any, ...] | None:
 def several(
     who: str, name: str, value: Any, is_right: Callable[[Any], bool], allowed: str, way: str, *, least: int = 0
 ) -> tuple[Any, ...]:
-    """Values in a list, a tuple or another iterable, for each of which `is_right` holds; as a tuple."""
+    """Check that an argument is an iterable of values for each of which `is_right` holds; return them as a tuple."""
     found = items(value)
     if found is None or len(found) < least:
         raise wrong(who, name, value, allowed, way)
@@ -259,7 +266,7 @@ def several(
 def by_name(
     who: str, name: str, value: Any, is_right: Callable[[Any], bool], allowed: str, way: str, *, or_none: bool = False
 ) -> Any:
-    """A mapping with texts as keys, and values for each of which `is_right` holds."""
+    """Check that an argument is a mapping with texts as keys, and values for each of which `is_right` holds."""
     expect(isinstance(value, Mapping), who, name, value, allowed, way, or_none=or_none)
     for key, each in value.items() if value is not None else ():
         expect(isinstance(key, str), who, name, key, _or_none(allowed, or_none), way, inside="a key of it")
@@ -268,13 +275,13 @@ def by_name(
 
 
 def sharded_modules(who: str, name: str, value: Any) -> tuple[Any, ...]:
-    """Modules that `fully_shard` was called on."""
+    """Check that an argument is a list of modules that `fully_shard` was called on; return a tuple."""
     allowed = "a list of modules that fully_shard was called on"
     return several(who, name, value, is_sharded, allowed, "Pass [model].")
 
 
 def optimizers(who: str, name: str, value: Any) -> tuple[Any, ...] | None:
-    """An optimizer or several, as a tuple; or None."""
+    """Check that an argument is an optimizer, several or None; return a tuple or None."""
     if value is None or isinstance(value, Optimizer):
         return None if value is None else (value,)
     allowed = "an optimizer of torch.optim, or several, or None"

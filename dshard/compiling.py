@@ -25,7 +25,7 @@ class Pause:
 
     @classmethod
     def callback_after(cls, callback: Any) -> Any:
-        """What dynamo is to be called by, when a function ends that it had been called by `callback` ahead of."""
+        """Return the callback to give back to dynamo when a function outside of graphs ends; None during a pause."""
         if cls.is_wanted and callback is not None:
             cls._withheld = callback
             return None

@@ -91,7 +91,7 @@ def join(
     group = max(groups, key=lambda group: group.world_size, default=None)
     if not enable or group is None or group.world_size == 1:
         return nullcontext()
-    return _Join(module, group, throws=throws)
+    return _Join(sharded, group, throws=throws)
 
 
 _OPEN: list[object] = []  # blocks of this process

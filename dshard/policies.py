@@ -83,7 +83,7 @@ def read_strategies(who: str, name: str, value: Any, *, or_none: bool = False) -
         allowed += ", or None"
     if or_none and value is None:
         return None
-    if type(value).__name__ == "Plan":
+    if arguments.is_of(value, "Plan"):
         raise arguments.wrong(who, name, value, allowed, "Pass plan= instead.")
     if not isinstance(value, Mapping) or not value:
         return read_strategy(who, name, value, allowed)
@@ -225,7 +225,7 @@ class StrategyRules:
         """The rules of `strategy=`: a strategy, or a dict of those by patterns of names; None for no rules.
 
         Raises:
-            StateError: It is none of these. On every rank alike.
+            ArgumentError: It is none of these. On every rank alike.
         """
         if strategy is None:
             return cls()

@@ -469,7 +469,7 @@ def _count_by(new: ShardedTensor, hook: Callable[..., Any], node: Any) -> None:
 def repoint_optimizer(optimizer: Optimizer) -> None:
     """Let an optimizer that was made before `fully_shard` hold the sharded parameters, with its state cut to them.
 
-    Runs ahead of every step of every optimizer (`optimizer.step_hooks` calls it); does nothing where no replaced
+    Runs ahead of every step of every optimizer (`optimizer.steps` calls it); does nothing where no replaced
     parameter is held.
 
     Communicates:

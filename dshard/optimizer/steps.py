@@ -202,6 +202,8 @@ def check_interrupted(optimizer: Optimizer | None, params: Sequence[Tensor]) -> 
     if swap is not None:
         has_moved = any(s._version != v for s, v in zip(swap.shards, swap.versions, strict=True))
         _restore(swap)
+        # A fused kernel may have written to them, and counts nothing.
+        torch.autograd.graph.increment_version(swap.shards)
         _Current.untold = swap if has_moved else None
     untold = _Current.untold
     if untold is None:

@@ -18,7 +18,7 @@ from dshard.runtime import Runtime
 from dshard.runtime.module_hooks import cast_at, watch
 from dshard.setup.auto_units import AutoWrapPolicy, chosen_modules
 from dshard.setup.dcp import stage_shards
-from dshard.setup.options import Followed, Options, checked_modules, read_options
+from dshard.setup.options import Followed, Options, checked_modules, read_modules, read_options
 from dshard.setup.specs import (
     ParamSpec,
     Resolver,
@@ -140,8 +140,8 @@ def fully_shard(
     """
     given = locals()
     with refused_together("fully_shard", _Call.FACTS, _group_to_ask(mesh)):
-        options = Options(**read_options(given))
-        call = _Call.resolved(module, options)
+        modules = read_modules(module)
+        call = _Call.resolved(modules, Options(**read_options(given)))
     check_same("fully_shard", call.facts(), call.resolver.group)
     places = settle(call.specs)
     if call.followed.plan is not None:  # what is recomputed sends among ranks over which layers are cut

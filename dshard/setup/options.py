@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # loaded where a plan is given
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The keyword arguments of one call of `fully_shard`, as they were given; their meanings are told there."""
+    """The keyword arguments of one call of `fully_shard`, as they were given; `fully_shard` documents them."""
 
     mesh: DeviceMesh | None
     reshard_after_forward: bool | int | None
@@ -139,13 +139,6 @@ _WHO = "fully_shard"
 _PRECISION = (
     "a MixedPrecisionPolicy, a dtype, or a dict of those by patterns of parameter names, of floating-point dtypes"
 )
-_WAYS = {
-    "mesh": "Pass init_device_mesh(device_type, (num_ranks,)), or leave it out for all ranks.",
-    "shard_placement_fn": "Pass a function that returns Shard(dim), as in lambda param: Shard(1).",
-    "dp_mesh_dims": "Pass DataParallelMeshDims(shard='dp').",
-    "offload_policy": "Pass CPUOffloadPolicy(), or leave it out.",
-    "auto_wrap_policy": "Pass the class of the repeated block, as in {nn.TransformerEncoderLayer}.",
-}
 
 
 def read_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,19 +150,25 @@ def read_options(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ArgumentError: An argument is none of what it may be.
     """
-    _check_modules(given["module"])
     found = {name: value for name, value in given.items() if name != "module"}
+    mesh, policy, plan = found["mesh"], found["auto_wrap_policy"], found["plan"]
+    way = "Pass init_device_mesh(device_type, (num_ranks,)), or leave it out for all ranks."
+    arguments.instance(_WHO, "mesh", mesh, DeviceMesh, way, or_none=True)
     found["reshard_after_forward"] = read_reshard(_WHO, found["reshard_after_forward"], or_none=True)
-    arguments.function(
-        *(_WHO, "shard_placement_fn", found["shard_placement_fn"], "a parameter", _WAYS["shard_placement_fn"]),
-        or_none=True,
-    )
+    way = "Pass a function that returns Shard(dim), as in lambda param: Shard(1)."
+    placement = found["shard_placement_fn"]
+    arguments.function(_WHO, "shard_placement_fn", placement, "a parameter", way, or_none=True)
     _check_precision(found["mp_policy"])
+    offload, allowed = found["offload_policy"], "an OffloadPolicy, a CPUOffloadPolicy"
+    way = "Pass CPUOffloadPolicy(), or leave it out."
+    arguments.expect(_is_offload(offload), _WHO, "offload_policy", offload, allowed, way, or_none=True)
     if found["ignored_params"] is not None:
         allowed, way = "a set or list of parameters, or None", "Pass {module.weight}, for example."
         found["ignored_params"] = arguments.several(
             _WHO, "ignored_params", found["ignored_params"], lambda each: isinstance(each, Tensor), allowed, way
         )
+    dims, way = found["dp_mesh_dims"], "Pass DataParallelMeshDims(shard='dp')."
+    arguments.expect(_is_mesh_dims(dims), _WHO, "dp_mesh_dims", dims, "a DataParallelMeshDims", way, or_none=True)
     arguments.choice(_WHO, "sync", found["sync"], "check", "broadcast", None)
     arguments.choice(_WHO, "grad_reduce", found["grad_reduce"], "mean", "sum")
     arguments.choice(_WHO, "buffers", found["buffers"], "leave", "broadcast", "check")
@@ -177,30 +176,26 @@ def read_options(given: Mapping[str, Any]) -> dict[str, Any]:
     has_budget = budget is None or (isinstance(budget, str) and budget == "auto") or read_bytes(budget) is not None
     allowed = "a number of bytes, text such as '2GiB', 'auto' or None"
     arguments.expect(has_budget, _WHO, "memory_budget", budget, allowed, "Pass 0 to keep nothing.")
+    allowed = "module classes, a function of a module, or a policy of torch's FSDP1"
+    way = "Pass the class of the repeated block, as in {nn.TransformerEncoderLayer}."
+    arguments.expect(_is_wrap_policy(policy), _WHO, "auto_wrap_policy", policy, allowed, way, or_none=True)
     found["strategy"] = read_strategies(_WHO, "strategy", found["strategy"], or_none=True)
-    plan = found["plan"]
-    if plan is not None and all(kind.__name__ != "Plan" for kind in type(plan).__mro__):  # its room loads late
+    if plan is not None and not arguments.is_of(plan, "Plan"):
         allowed, way = "a Plan, or the path of a file that holds one, or None", "Pass what dshard.plan gave."
         arguments.expect(arguments.is_path(plan), _WHO, "plan", plan, allowed, way)
-    for name, is_right, allowed in (
-        ("mesh", isinstance(found["mesh"], DeviceMesh), "a DeviceMesh"),
-        ("offload_policy", _is_offload(found["offload_policy"]), "an OffloadPolicy, a CPUOffloadPolicy"),
-        ("dp_mesh_dims", _is_mesh_dims(found["dp_mesh_dims"]), "a DataParallelMeshDims"),
-        (
-            "auto_wrap_policy",
-            _is_wrap_policy(found["auto_wrap_policy"]),
-            "module classes, a function of a module, or a policy of torch's FSDP1",
-        ),
-    ):
-        arguments.expect(is_right, _WHO, name, found[name], allowed, _WAYS[name], or_none=True)
     return found
 
 
-def _check_modules(module: Any) -> None:
+def read_modules(module: Any) -> Any:
+    """Check the argument `module` of `fully_shard`; return a module, or a tuple of those in an iterable.
+
+    Raises:
+        ArgumentError: It is neither.
+    """
     if isinstance(module, nn.Module):
-        return
+        return module
     allowed, way = "an nn.Module, or a list or tuple of at least one", "Pass the model."
-    arguments.several(_WHO, "module", module, lambda each: isinstance(each, nn.Module), allowed, way, least=1)
+    return arguments.several(_WHO, "module", module, lambda each: isinstance(each, nn.Module), allowed, way, least=1)
 
 
 def _check_precision(policy: Any, inside: str = "it") -> None:
@@ -218,10 +213,13 @@ def _check_precision(policy: Any, inside: str = "it") -> None:
         has_fields = not isinstance(policy, (str, type)) and all(hasattr(policy, field) for field in fields)
         way = "Pass MixedPrecisionPolicy(param_dtype=...)."
         arguments.expect(has_fields, _WHO, "mp_policy", policy, _PRECISION, way, inside=inside)
-        dtypes = {f"its {field}": getattr(policy, field) for field in fields}
+        its = f"{inside.removesuffix('it')}its"
+        dtypes = {f"{its} {field}": getattr(policy, field) for field in fields}
         casts = getattr(policy, "cast_forward_inputs", True)
-        way, place = "Pass True or False.", "its cast_forward_inputs"
-        arguments.expect(isinstance(casts, bool), _WHO, "mp_policy", casts, _PRECISION, way, inside=place)
+        place = f"{its} cast_forward_inputs"
+        arguments.expect(
+            isinstance(casts, bool), _WHO, "mp_policy", casts, _PRECISION, "Pass True or False.", inside=place
+        )
     for place, dtype in dtypes.items():
         is_right = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
         arguments.expect(is_right, _WHO, "mp_policy", dtype, _PRECISION, arguments.dtype_way(dtype), inside=place)

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +20,6 @@ from dshard.policies import Offload
 from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import gathered_stride
 from dshard.tensor.storage import ShardStorage
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)

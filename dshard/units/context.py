@@ -157,6 +157,8 @@ class RankRegions:
         in_backward: Units of regions that the running backward has come to.
         unreduced: Units whose gradients some ranks may have, and that have not been reduced since.
         held: Units that stay gathered until the backward ends.
+        num_passed: How many forwards have run a region of each unit whose backwards are to come.
+        has_gradient: Whether a module outside of regions, behind another one, has taken an input with a gradient.
     """
 
     open_label: str | None = None
@@ -164,9 +166,8 @@ class RankRegions:
     in_backward: "set[Unit]" = field(default_factory=set)
     unreduced: "set[Unit]" = field(default_factory=set)
     held: "list[Unit]" = field(default_factory=list)
-    num_passed: "Counter[Unit]" = field(default_factory=Counter)  # by forwards, whose backwards are to come
-
-    has_gradient: bool = False  # whether a module behind another one, outside of regions, has taken a gradient
+    num_passed: "Counter[Unit]" = field(default_factory=Counter)
+    has_gradient: bool = False
 
     def begin_forward(self) -> None:
         """The model starts a forward."""

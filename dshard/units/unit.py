@@ -300,7 +300,7 @@ class Unit:
         """Choose when to free.
 
         Raises:
-            PlacementError: A number that does not divide that of the ranks, or no bool or number. On every rank alike.
+            PlacementError: A number that does not divide that of the ranks. On every rank alike.
 
         Communicates:
             For a number of ranks, the making of process groups, the first time.

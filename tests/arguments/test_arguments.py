@@ -1,4 +1,4 @@
-"""The table of arguments is whole, and whatever it does not allow is refused by name before any change."""
+"""The tests' table of arguments is whole, and whatever it does not allow is refused by name before any change."""
 
 import enum
 import importlib
@@ -26,6 +26,7 @@ from dshard.planner import Cluster, Link, Links, Measured, ModelCosts, ParamCost
 from dshard.planning import links
 from dshard.policies import Strategy
 from dshard.runtime.module import AcceptedHints
+from dshard.setup.options import read_modules, read_options
 from dshard.testing import World, WorldPool, expect_error, fake_world
 from tests.arguments import table
 
@@ -577,6 +578,22 @@ def test_a_check_takes_what_is_right_and_refuses_everything_else(on: Things, all
             assert label in right_of(allowed), f"{label} is taken"
 
 
+OPTIONS = {name: each.default for name, each in inspect.signature(dshard.fully_shard).parameters.items()}
+
+
+@pytest.mark.parametrize("name", TABLE["fully_shard"])
+def test_fully_shard_takes_what_its_arguments_may_be(on: Things, name):
+    for label, value in on.pool().items():
+        if label in right_of(TABLE["fully_shard"][name]):
+            read_modules(value) if name == "module" else read_options({**OPTIONS, name: value})
+
+
+def test_fully_shard_takes_modules_of_a_generator(on: Things):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    dshard.fully_shard(model.children())
+    assert all(isinstance(param, dshard.ShardedTensor) for param in model.parameters())
+
+
 @pytest.mark.parametrize("who", TABLE)
 def test_a_wrong_argument_is_named_with_its_value_and_nothing_is_changed(on: Things, who):
     call, given = calls(on)[who]
@@ -617,6 +634,13 @@ def test_numbers_of_numpy_and_tensors_are_taken_as_pythons(on: Things):
     on.sharded.set_prefetch(numpy.int64(2))
     assert type(on.sharded._context().settings.prefetch) is int
     on.sharded.set_prefetch(torch.tensor(1))
+    on.sharded.set_gradient_divide_factor(numpy.float64(2.0))
+    on.sharded.set_requires_gradient_sync(numpy.bool_(True))
+    on.sharded.set_reshard_after_forward(torch.tensor(True))
+    (unit,) = on.sharded._dshard_units
+    assert type(unit.settings.divisor) is float
+    assert unit.settings.requires_sync is True
+    on.sharded.set_gradient_divide_factor(1.0)
     for largest in (numpy.float32(0.5), torch.tensor(0.5), numpy.array(0.5), 0.5):
         on.sharded.weight.grad = None
         on.sharded(torch.ones(1, 3)).sum().backward()

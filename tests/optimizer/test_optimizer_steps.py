@@ -1,6 +1,7 @@
 """While an elementwise optimizer steps, shards stand in for the parameters, and nobody else can tell."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,40 @@ def test_an_interrupted_step_is_repaired_and_told_once(worlds: WorldPool):
         assert told["held"]
         assert told["sharded"]
         assert "zero_grad() again" in told["text"]
+
+
+def interrupted_fused_step() -> bool:
+    """Whether a forward after a fused step that raised in its second group computes with what the first one wrote."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    dshard.fully_shard(net, strategy="zero2", mp_policy=torch.bfloat16)  # whose gathered copies stay
+    groups = [{"params": list(layer.parameters())} for layer in net]
+    optimizer = torch.optim.SGD(groups, lr=0.5, fused=True)
+    for _ in range(2):
+        net(torch.ones(2, 8)).sum().backward()
+    fused, num_calls = torch._fused_sgd_, 0
+
+    def raises_in_the_second_group(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise KeyboardInterrupt
+        return fused(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_fused_sgd_", raises_in_the_second_group)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    with torch.no_grad():
+        found = net(torch.ones(2, 8))
+        for layer in net:
+            layer.weight.add_(0)  # what is gathered is stale, whatever was counted
+            layer.bias.add_(0)
+        return torch.equal(found, net(torch.ones(2, 8)))
+
+
+def test_what_an_interrupted_fused_step_wrote_is_gathered(worlds: WorldPool):
+    assert worlds.run(2, interrupted_fused_step) == [True, True]
 
 
 def what_a_hook_sees() -> list[str]:

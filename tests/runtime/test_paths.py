@@ -83,4 +83,4 @@ def listed() -> list[list[str]]:
 def test_a_touch_and_a_gradient_pass_the_files_that_the_docs_list():
     with World(2) as world:  # of its own: a process that has seen tensor parallelism looks for more of it
         assert world.run(passed) == [listed()] * 2
-    assert max(map(len, listed())) <= 9
+    assert max(map(len, listed())) <= 8
