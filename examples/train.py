@@ -226,7 +226,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     sharded, folder, first = runs[0], folder_of(args), 0
     num_params = sum(param.numel() for param in sharded.model.parameters())
     say(f"{num_params / 1e6:.1f} M parameters on {dist.get_world_size()} x {device.type}, {len(text):,} bytes of text")
-    if args.resume and folder.exists():
+    if args.resume and any(folder.glob("step-*")):
         first = dshard.checkpoint.load(folder, sharded.model, sharded.optimizer)["step"]
         say(f"resumed {folder} at step {first}")
     last = args.steps if args.stop_after is None else min(args.steps, args.stop_after)

@@ -29,8 +29,8 @@ _SLACK_BYTES = 1 << 16  # random states do not always take as many bytes
 _NICENESS = 10  # of the thread when it writes: training goes first
 _PENDING: "dict[str, PendingSave]" = {}  # by the name of the ranks' group
 _MEMORY: dict[str, Tensor] = {}  # of snapshots, by the name of the ranks' group
-_OPEN: "weakref.WeakSet[Snapshot]" = weakref.WeakSet()  # whose copies are being made
-_WATCHED: list[Callable[[], None]] = []  # what ends that steps wait for them, from the first on
+_OPEN: "weakref.WeakSet[Snapshot]" = weakref.WeakSet()  # that are still being copied
+_WATCHED: list[Callable[[], None]] = []  # removes the hook ahead of steps
 
 
 class Snapshot:
@@ -89,9 +89,9 @@ class Snapshot:
             for piece, version in zip(self._pieces, self._versions, strict=True):
                 if piece.is_shard and piece.values._version != version:
                     raise CheckpointError(
-                        f"{piece.name}: what is saved asynchronously may be written to by an optimizer's step, which "
-                        "waits, but something else wrote to it before it was copied. Do that after the next step, or "
-                        "save with asynchronous=False."
+                        f"{piece.name}: only an optimizer's step, which waits, may write to a tensor while an "
+                        "asynchronous save copies it, but something else wrote to this one. Do that after the next "
+                        "step, or save with asynchronous=False."
                     )
         finally:
             self._is_copied.set()

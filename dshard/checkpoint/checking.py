@@ -87,7 +87,7 @@ def repair(directory: str | os.PathLike[str]) -> list[Path]:
         lost = next((finding for finding in report.findings if not finding.is_mendable), None)
         if lost is not None:
             raise CheckpointError(
-                f"{report.folder}: parity must stand in for what is lost, but not here: {lost.problem}"
+                f"{report.folder}: parity must be able to rebuild every damaged file, but it cannot: {lost.problem}"
             )
         manifest = read_manifest(report.folder)
         written += [_write_anew(report.folder, manifest, finding.file) for finding in report.findings]

@@ -249,9 +249,12 @@ class Contents:
         Communicates:
             As `pieces`.
         """
-        return [
-            Piece(name, box_of(tensor), _local(name, tensor), _is_cut(tensor)) for name, tensor in self.tensors.items()
-        ]
+        found = []
+        for name, tensor in self.tensors.items():
+            is_others = isinstance(tensor, DTensor) and not isinstance(tensor, ShardedTensor)  # not of fully_shard
+            values = tensor.to_local().detach() if is_others else _local(name, tensor)  # type: ignore[attr-defined]
+            found.append(Piece(name, box_of(tensor), values, _is_cut(tensor)))
+        return found
 
     def pieces(self, rank: int, num_ranks: int, are_alike: Sequence[bool]) -> list[Piece]:
         """Return the pieces that this rank writes.

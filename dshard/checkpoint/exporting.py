@@ -13,6 +13,7 @@ import math
 import os
 import re
 import secrets
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -155,7 +156,8 @@ def merge(
 
     What `save_safetensors` would have written is written, by the same one step, from the files alone; every byte is
     compared with its sum, and parity stands in for a file that is lost. One tensor is in memory at a time. Of buffers
-    that differ between ranks those of the first are taken. `config.json` and the tokenizer are not in a checkpoint.
+    that differ between ranks those of the first are taken. Extra state of modules is left out; `config.json` and the
+    tokenizer are not in a checkpoint.
 
     Args:
         checkpoint: Folder that `save` made, or a folder of such, of which the newest complete one is taken.
@@ -170,13 +172,15 @@ def merge(
     arguments.path("checkpoint.merge", "out", out)
     way = "Leave it out for 5 GB."
     max_shard_bytes = arguments.count("checkpoint.merge", "max_shard_bytes", max_shard_bytes, way=way)
-    folder, manifest, _ = find(Path(checkpoint))
+    folder, manifest, passed_over = find(Path(checkpoint))
+    for why in passed_over:
+        warnings.warn(f"checkpoint.merge: a newer checkpoint was passed over: {why}", stacklevel=2)
     stored: dict[str, tuple[str, StoredTensor]] = {}
     tied = {}
     for name in manifest.names_below(_PREFIX):
         if (found := manifest.stored(name, 0)) is None:
             raise CheckpointError(f"{folder}: '{name}' must be stored by the first rank, but it is not.")
-        if name in manifest.aliases:
+        if manifest.aliases.get(name, "").startswith(_PREFIX):
             tied[name.removeprefix(_PREFIX)] = manifest.aliases[name].removeprefix(_PREFIX)
         else:
             stored[name.removeprefix(_PREFIX)] = found
@@ -273,7 +277,7 @@ class _Files:
         """Write one file, value by value.
 
         Raises:
-            OSError, SafetensorError: It cannot be written.
+            OSError: It cannot be written.
         """
         part = self.parts[number]
         here = {item.name for item in part}

@@ -30,7 +30,7 @@ FILE_NAME = re.compile(r"shard-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.safetensors")
 _SUM_DIGITS = 8
 _MAX_COUNT = 1 << 62
 _WRITE_BYTES = 1 << 26  # that are converted and copied to the host at a time
-_SOMEWHERE = 1  # an address for values that have no bytes, which the format's writer wants to be other than 0
+_SOMEWHERE = 1  # an address for values that have no bytes: the package refuses 0
 
 
 def _dtypes() -> dict[str, torch.dtype]:
@@ -245,7 +245,7 @@ def write_file(path: Path, pieces: Sequence[Piece]) -> StoredFile:
         What the manifest is to say of the file.
 
     Raises:
-        OSError, SafetensorError: It cannot be written.
+        OSError: It cannot be written.
     """
     raw, by_name, stored = {p.name: host_bytes(p.values) for p in pieces}, {p.name: p for p in pieces}, {}
     with closing(_create(path, _specs(pieces, raw), {"dshard": "a shard of a checkpoint"})) as opened:
@@ -284,7 +284,10 @@ def _create(path: Path, specs: dict[str, TensorSpec], metadata: dict[str, str]) 
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
     with closing(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o666)) as made:
         mode = os.fstat(made).st_mode
-    serialize_file(specs, path, metadata=metadata)  # which puts a file that only its owner may read in the place
+    try:
+        serialize_file(specs, path, metadata=metadata)  # which puts a file that only its owner may read in the place
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
     opened = os.open(path, os.O_RDWR | flags)
     os.fchmod(opened, mode & 0o777)
     return opened
@@ -292,7 +295,7 @@ def _create(path: Path, specs: dict[str, TensorSpec], metadata: dict[str, str]) 
 
 def _order_in(path: Path) -> list[str]:
     """Return the names of a file's tensors in their order in the file, where they follow each other without gaps."""
-    with safe_open(path, "pt") as opened:
+    with safe_open(path, "np") as opened:
         return list(opened.offset_keys())
 
 
@@ -305,7 +308,7 @@ class TensorFile:
         metadata: What else to write down.
 
     Raises:
-        OSError, SafetensorError: It cannot be written.
+        OSError: It cannot be written.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Folders of checkpoints: create, publish, find and remove them.
 
-A folder that is being written has a hidden name of its own, and its writer keeps it locked. What has such a name and no
-lock is what a killed save left; the next save beside it removes it.
+A folder that is being written has a hidden name of its own, and a file in it that its writer keeps locked: network file
+systems lock files between hosts, and folders on one host alone. What has such a name and an unlocked file is what a
+killed save left; the next save beside it removes it.
 """
 
 import errno
@@ -12,13 +13,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from dshard.checkpoint.disk import closing, locked, make_folder, open_folder, partial_name, sync_folder, try_lock
+from dshard.checkpoint.disk import closing, locked, make_folder, partial_name, sync_folder, try_lock
 from dshard.checkpoint.files import FILE_NAME
 from dshard.checkpoint.manifest import COPY_NAME, MANIFEST, Manifest, is_checkpoint, read_manifest
 from dshard.checkpoint.parity import ROW_NAME, group_around
 from dshard.errors import CheckpointError
 
-_IN_PLACE = re.compile("|".join((COPY_NAME.pattern, FILE_NAME.pattern, ROW_NAME.pattern)))
+_LOCK = "dshard.lock"
+_IN_PLACE = re.compile("|".join((COPY_NAME.pattern, FILE_NAME.pattern, ROW_NAME.pattern, re.escape(_LOCK))))
 _OURS = re.compile(_IN_PLACE.pattern + r"|dshard\.json|(part|row)-\d{5,}\.json")
 _POLL_S = 0.001
 _DRAFTS = re.compile(r"\.tmp\w+")  # of a file that safetensors was writing
@@ -145,7 +147,7 @@ def prune(newest: Path, run: str, keep: int) -> None:
 
 def remove(folder: Path, manifest: Manifest) -> None:
     """Remove a checkpoint's own files; the folder goes with them unless somebody put something else into it."""
-    own = {MANIFEST, *manifest.names}
+    own = {MANIFEST, _LOCK, *manifest.names}
     with suppress(OSError):
         if all(child.name in own for child in folder.iterdir()):
             hidden = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.removed")
@@ -177,12 +179,14 @@ class Draft:
 
     def _begin(self) -> bool:
         self.folder.mkdir()
+        path = self.folder / _LOCK
         try:
-            self._lock = open_folder(self.folder)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._lock = os.open(path, flags, 0o666)
             with suppress(OSError):  # file systems without locks: what a kill leaves stays there
                 while not try_lock(self._lock):
                     time.sleep(_POLL_S)
-            if self.folder.exists():
+            if os.fstat(self._lock).st_nlink and path.exists():
                 return True
         except FileNotFoundError:
             return False
@@ -219,6 +223,7 @@ class Draft:
                 return False
             raise
         sync_folder(self.target.parent)
+        (self.target / _LOCK).unlink(missing_ok=True)
         return True
 
     def _replace(self, before: Manifest, *, is_alone: bool) -> None:
@@ -228,7 +233,7 @@ class Draft:
             before: The other one.
             is_alone: Whether no other save does so now; then what killed ones left there goes, too.
         """
-        names = sorted({child.name for child in self.folder.iterdir()} - {MANIFEST})
+        names = sorted({child.name for child in self.folder.iterdir()} - {MANIFEST, _LOCK})
         try:
             for name in names:
                 (self.folder / name).rename(self.target / name)  # a name that no other save has
@@ -254,7 +259,7 @@ class Draft:
 def _remove_own(folder: Path) -> None:
     """Remove a hidden folder and the files that a save writes; other files in it stay, and so does the folder then."""
     with suppress(OSError):
-        for child in folder.iterdir():
+        for child in sorted(folder.iterdir(), key=lambda each: each.name == _LOCK):  # a kill leaves the lock to find
             draft = _HIDDEN.fullmatch(child.name)
             if _OURS.fullmatch(child.name if draft is None else draft[1]) or _DRAFTS.fullmatch(child.name):
                 child.unlink(missing_ok=True)
@@ -265,8 +270,16 @@ def _remove_leftovers(parent: Path) -> None:
     """Remove the hidden folders that killed saves left in a folder: those that nobody has locked."""
     with suppress(OSError):
         for folder in list(parent.iterdir()):
-            if not _HIDDEN.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
+            found = _HIDDEN.fullmatch(folder.name)
+            if found is None or folder.is_symlink() or not folder.is_dir():
                 continue
-            with suppress(OSError), closing(open_folder(folder)) as opened:
-                if try_lock(opened):  # its writer does not live any more
-                    _remove_own(folder)
+            if found[2] == "removed":
+                _remove_own(folder)
+                continue
+            with suppress(OSError):
+                folder.rmdir()  # a save that was killed between its first two operations left it empty
+            with suppress(OSError):
+                flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                with closing(os.open(folder / _LOCK, flags)) as opened:
+                    if try_lock(opened):  # its writer does not live any more
+                        _remove_own(folder)

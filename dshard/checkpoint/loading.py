@@ -263,7 +263,7 @@ def _prepare_own(source: Source, job: Load) -> None:
         warnings.warn(
             f"checkpoint.load: {source.manifest.world_size} ranks saved different {' and '.join(different)}, and "
             f"{source.group.world_size} read: all get those of rank 0.",
-            stacklevel=6,
+            stacklevel=7,
         )
 
 

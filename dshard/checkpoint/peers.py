@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
+import safetensors
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,7 +19,7 @@ from dshard.checkpoint.contents import (
     optimizers_by_prefix,
     own_piece,
 )
-from dshard.checkpoint.files import Box, Piece, StoredFile, StoredPiece, as_bytes
+from dshard.checkpoint.files import DTYPES, Box, Piece, StoredFile, StoredPiece, as_bytes
 from dshard.checkpoint.loading import finish, prepared
 from dshard.checkpoint.manifest import Manifest, StoredTensor
 from dshard.checkpoint.parity import Stripes
@@ -249,9 +249,15 @@ class _ImageReader:
         return self._values[name]
 
 
+def _tensor_of(view: Mapping[str, Any]) -> Tensor:
+    """Return a tensor as the package gives it: the name of its dtype, its shape and its bytes."""
+    dtype, shape, content = DTYPES[view["dtype"]], view["shape"], view["data"]
+    return torch.frombuffer(content, dtype=dtype).view(shape) if content else torch.empty(shape, dtype=dtype)
+
+
 def _source_of(image: Tensor, group: ShardGroup) -> Source:
     """Return an image as the source of a load."""
-    values = safetensors.torch.load(image.numpy().tobytes())
+    values = {name: _tensor_of(view) for name, view in safetensors.deserialize(image.numpy().tobytes())}
     described = json.loads(values[_TEXT].numpy().tobytes())
     tensors = {}
     for name, box in described["boxes"].items():

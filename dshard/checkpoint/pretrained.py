@@ -19,7 +19,7 @@ from dshard.agreement import check_same
 from dshard.arguments import call_given
 from dshard.autograd import outside_autograd
 from dshard.checkpoint.agreement import group_of, together
-from dshard.checkpoint.contents import box_of, check_kept
+from dshard.checkpoint.contents import box_of, check_kept, is_extra
 from dshard.checkpoint.disk import check_regular, open_regular
 from dshard.checkpoint.files import DTYPES, Box
 from dshard.checkpoint.reading import writer
@@ -121,8 +121,12 @@ def load_safetensors(
     _allocate(module, dict.fromkeys(staged, torch.device(group.device_type)))
     state = module.state_dict(keep_vars=True)
     with outside_autograd():
-        for name in list(staged):
-            writer(state[name], staged.pop(name))()
+        for name in sorted(staged, key=is_extra):  # a module's own function, which may raise, comes last
+            values = staged.pop(name)
+            if is_extra(name):
+                module.get_submodule(name.rpartition(".")[0]).set_extra_state(values)
+            else:
+                writer(state[name], values)()
     return matched.keys
 
 

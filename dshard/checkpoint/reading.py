@@ -48,7 +48,7 @@ class Reader:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest, self._stack = folder, manifest, ExitStack()
         self._opened: dict[int, CheckpointError | None] = {}  # by number of the file: why it cannot be read
-        self._raw: dict[str, int] = {}  # descriptors of headers, of rows of parity, and of what makes these up
+        self._raw: dict[str, int] = {}  # open file descriptors, by file name
         self.rebuilt: set[str] = set()  # names of files that parity stood in for
 
     def __enter__(self) -> "Reader":
@@ -160,8 +160,8 @@ class Reader:
     def _open(self, index: int) -> None:
         """Compare a file's size and header with the manifest, once.
 
-        `safetensors` says what the file holds. Values are read by their place, which the manifest has: of mapped memory
-        a disk's error or a file that is cut short would end the process, and the package leaks numbers for each tensor.
+        `safetensors` says what the file holds. Values are read with preadv at the offsets in the manifest, and not
+        through the package's mapping of the file: there a disk error or a truncated file ends the process by SIGBUS.
         """
         if index not in self._opened:
             self._opened[index] = None
@@ -171,7 +171,7 @@ class Reader:
                 self._fill(file.name, file.size, header, 0)
                 if sum_of(header) != file.header_sum:
                     raise self._damage(file.name, "its header must be the one that was saved, but it is another")
-                with safe_open(self._folder / file.name, "pt") as opened:
+                with safe_open(self._folder / file.name, "np") as opened:  # which opens the file once
                     for name, piece in file.pieces.items():
                         found = opened.get_slice(name).get_dtype(), tuple(opened.get_slice(name).get_shape())
                         if found != (NAMES[piece.dtype], piece.box.sizes):
@@ -300,7 +300,7 @@ class Source:
             if found is None:
                 raise ValueError(f"'{name}' is not stored")
             kept, stored = found
-            return self.reader.read(kept, Box.whole(stored.shape)) if made is None else made(kept, stored)
+            return self.reader.read(kept, Box.whole(stored.shape)) if made is None else made(name, stored)
 
         try:
             return decode(value, named)

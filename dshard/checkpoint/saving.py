@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -32,7 +32,7 @@ from dshard.checkpoint.agreement import group_of, share, together
 from dshard.checkpoint.asynchronous import PendingSave, Snapshot, pending_save
 from dshard.checkpoint.contents import Contents, optimizers_by_prefix, own_piece
 from dshard.checkpoint.disk import closing, open_regular, partial_name, read_padded, write_whole
-from dshard.checkpoint.files import Piece, StoredFile, host_bytes, memory_of, write_file
+from dshard.checkpoint.files import Piece, StoredFile, memory_of, write_file
 from dshard.checkpoint.folders import Draft, prune
 from dshard.checkpoint.manifest import MANIFEST, Manifest, tensors_of
 from dshard.checkpoint.parity import Row, group_around, write_row
@@ -41,9 +41,11 @@ from dshard.collectives import ShardGroup, timeout_of
 from dshard.collectives.watchdog import found_dead
 from dshard.errors import CheckpointError
 from dshard.gathering import refuse_meta
+from dshard.tensor.views import bytes_of
 
 _TIMEOUT = timedelta(minutes=30)  # for another rank's file, where a backend does not say its own
-_POLL_S = 0.002
+_VISIBLE = timedelta(seconds=30)  # for a file that another rank has written, on network file systems
+_POLL_S = 0.02
 _LOOK_S = 1.0  # how often to look whether the ranks that are waited for live
 
 
@@ -126,18 +128,20 @@ def save(
         given["keep"],
         bool(given["parity"]),
         draft,
-        timeout_of(group.process_group) or _TIMEOUT,
+        (timeout_of(group.process_group) or _TIMEOUT) if given["asynchronous"] else _VISIBLE,
     )
     try:
         pieces: Any = contents.pieces(group.world_rank, group.world_size, plain)
         pieces.append(own_piece(group, wanted.extra, None if is_own_alike else contents.own_facts))
         pieces = Snapshot(pieces, group.full_name) if given["asynchronous"] else pieces
-    except Exception as caught:  # told with what comes of writing
+    except Exception as caught:  # raised in Job.write, so that the other ranks learn of it
         pieces = caught
     if given["asynchronous"]:
         return PendingSave(wanted.target, group, lambda: job.run_alone(pieces))
     try:  # the folder stays until the other ranks are done, too
-        together(group, lambda: job.run(pieces), f"{wanted.target}: writing the checkpoint failed")
+        for part in (partial(job.write, pieces), job.write_row, job.publish):
+            # A rank that fails may be unable to write that, and rank 0 would wait for its files in vain.
+            together(group, part, f"{wanted.target}: writing the checkpoint failed")
     finally:
         job.close()
     return None
@@ -203,10 +207,12 @@ class _Wanted:
 
 
 def _sums_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a checksum of each of some small tensors."""
+    """Return a checksum of each of some small tensors; all go to the host in one copy."""
     with torch.no_grad():
-        plain = [t.full_tensor() if isinstance(t, DTensor) else t.detach() for t in tensors]
-        return [zlib.crc32(memory_of(host_bytes(t))) for t in plain]
+        plain = [bytes_of(t.full_tensor() if isinstance(t, DTensor) else t.detach()) for t in tensors]
+        away = [raw for raw in plain if raw.device.type != "cpu"]
+        copied = iter(torch.cat(away).cpu().split(list(map(len, away))) if away else ())
+        return [zlib.crc32(memory_of(raw if raw.device.type == "cpu" else next(copied))) for raw in plain]
 
 
 def facts_of(contents: Contents, step: int) -> dict[str, Any]:
@@ -285,12 +291,10 @@ class Job:
             pieces: What to write, or why that is unknown.
 
         Raises:
-            CheckpointError, OSError, SafetensorError: This rank cannot do its part, or another did not do its own.
+            CheckpointError, OSError: This rank cannot do its part, or another did not do its own.
         """
         try:
-            if isinstance(pieces, Exception):
-                raise pieces
-            self.write(pieces.copy() if isinstance(pieces, Snapshot) else pieces)
+            self.write(pieces)
             self.write_row()
         except Exception as error:
             with suppress(OSError):
@@ -302,7 +306,7 @@ class Job:
         """Run and close; files that other ranks write after a failure are removed by the next save."""
         try:
             self.run(pieces)
-        except (FileNotFoundError, SafetensorError) as error:
+        except OSError as error:
             if self.folder.exists() or self.draft is not None:
                 raise
             raise CheckpointError(
@@ -317,12 +321,18 @@ class Job:
         if self.draft is not None:
             self.draft.close()
 
-    def write(self, pieces: Sequence[Piece]) -> None:
+    def write(self, pieces: Sequence[Piece] | Snapshot | Exception) -> None:
         """Write this rank's file and its description.
 
+        Args:
+            pieces: What to write, or why that is unknown.
+
         Raises:
-            OSError, SafetensorError: It cannot be written.
+            OSError: It cannot be written.
         """
+        if isinstance(pieces, Exception):
+            raise pieces
+        pieces = pieces.copy() if isinstance(pieces, Snapshot) else pieces
         file = write_file(self.folder / self._name("shard", "safetensors"), pieces)
         write_whole(self._part(self.rank), json.dumps(file.to_json()).encode())
 
@@ -403,7 +413,12 @@ class Job:
                     raise CheckpointError(f"{self.folder}: all ranks must write their shards, but {dead.text}.")
             if self._part(rank).exists():
                 self._check(rank, self._part(rank))  # of a rank that failed no row will come
-            if not self.folder.exists() or now > start + self.timeout.total_seconds():
+            if not self.folder.exists():
+                raise CheckpointError(
+                    f"{self.folder}: this folder must stay until all ranks have written, but it is gone. Look at what "
+                    "rank 0 says, which may have given up, or for what removed it."
+                )
+            if now > start + self.timeout.total_seconds():
                 raise CheckpointError(
                     f"{self.folder}: all ranks must write their shards, but rank {rank} has not within "
                     f"{now - start:.0f} s. Pass a folder on a file system that all ranks see, and look at what the "
@@ -419,5 +434,7 @@ class Job:
             json.loads(content) if content else {"error": "it could not say why, perhaps for lack of space"}
         )
         if "error" in part:
-            raise CheckpointError(f"{self.folder}: rank {rank} could not write its shards: {part['error']}.")
+            raise CheckpointError(
+                f"{self.folder}: rank {rank} could not write its shards: {part['error'].rstrip('.')}."
+            )
         return part

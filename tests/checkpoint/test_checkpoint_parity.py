@@ -79,7 +79,9 @@ def test_of_two_lost_files_all_ranks_are_told_and_nothing_is_changed(worlds: Wor
     for text in worlds.run(3, loaded, path):
         assert "Parity cannot stand in" in text
         assert lost[0].name in text
-    with pytest.raises(dshard.CheckpointError, match="parity must stand in for what is lost, but not here"):
+    with pytest.raises(
+        dshard.CheckpointError, match="parity must be able to rebuild every damaged file, but it cannot"
+    ):
         repair(path)
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dshard
 from dshard.checkpoint import PeerSnapshots
@@ -78,6 +80,48 @@ def lost_and_found(strategy: Any, lost: int) -> list[str]:
 @pytest.mark.parametrize(("ranks", "lost"), [(2, 0), (3, 2), (4, 1)])
 def test_a_lost_rank_is_made_of_the_others_bit_for_bit(worlds: WorldPool, strategy, ranks, lost):
     assert worlds.run(ranks, lost_and_found, strategy, lost) == [[]] * ranks
+
+
+class Scaled(nn.Linear):
+    """A layer with a buffer of 8-bit exponents, a dtype that `safetensors.torch` does not know."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("scales", torch.tensor([1, 2], dtype=torch.uint8).view(torch.float8_e8m0fnu))
+
+
+def exponents_restored() -> bool:
+    torch.manual_seed(0)
+    model = dshard.fully_shard(Scaled())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    snapshots = PeerSnapshots(model, optimizer)
+    snapshots.step()
+    model.scales.view(torch.uint8).zero_()
+    snapshots.restore()
+    return model.scales.view(torch.uint8).tolist() == [1, 2]
+
+
+def test_every_dtype_that_a_file_can_hold_is_restored(worlds: WorldPool):
+    assert worlds.run(2, exponents_restored) == [True, True]
+
+
+def other_dtensors_restored() -> list[float]:
+    """Of a parameter that is a DTensor and that `fully_shard` leaves alone."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model: Any = nn.Linear(2, 4, bias=False)
+    model.other = nn.Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
+    dshard.fully_shard(model, mesh=mesh, ignored_params={model.other})
+    snapshots = PeerSnapshots(model)
+    snapshots.step()
+    with torch.no_grad():
+        model.other.to_local().zero_()
+    snapshots.restore()
+    return model.other.full_tensor().tolist()
+
+
+def test_dtensors_of_others_are_restored(worlds: WorldPool):
+    assert worlds.run(2, other_dtensors_restored) == [[0.0, 1.0, 2.0, 3.0]] * 2
 
 
 def two_lost() -> str:

@@ -383,7 +383,7 @@ def test_a_write_that_fails_on_rank_0_raises_on_every_rank_and_leaves_the_old_fi
     errors = expect_error(worlds.get_world(3), save_over, str(tmp_path), limit_bytes)
     assert {kind for kind, _ in errors} == {"CheckpointError"}
     for _, text in errors:
-        assert text.startswith(f"{tmp_path}: saving safetensors needs a place that can be written, but ")
+        assert text.startswith(f"{tmp_path}: saving safetensors needs a place that can be written, but OSError")
         assert "File too large" in text
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     assert (tmp_path / "model.safetensors").read_bytes() == old
@@ -734,6 +734,66 @@ def save_as_ever(folder: str, tied: bool) -> str:
     except dshard.DShardError as error:
         return str(error)
     return ""
+
+
+class Pointing(nn.Module):
+    """Its extra state holds a weight of its child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def get_extra_state(self) -> Any:
+        return {"weight": self.child.weight}
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+class Averaging(nn.Linear):
+    """Its extra state is a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.average = torch.full((2,), 5.0)
+
+    def get_extra_state(self) -> Tensor:
+        return self.average.clone()
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.average = state
+
+
+def extra_state_loaded(folder: Path) -> list[float]:
+    torch.manual_seed(0)
+    model = dshard.fully_shard(nn.Sequential(Averaging()))
+    dshard.save_safetensors(model, folder)
+    model[0].average = torch.zeros(2)
+    dshard.load_safetensors(model, folder)
+    return model[0].average.tolist()
+
+
+def test_extra_state_that_is_a_tensor_goes_round(worlds: WorldPool, tmp_path):
+    assert worlds.run(2, extra_state_loaded, tmp_path) == [[5.0, 5.0]] * 2
+
+
+def save_steps(folder: Path) -> None:
+    torch.manual_seed(0)
+    dshard.checkpoint.save(folder / "pointing", dshard.fully_shard(Pointing()))
+    model = dshard.fully_shard(nn.Linear(4, 4))
+    for step in (1, 2):
+        dshard.checkpoint.save(folder / "steps" / str(step), model, step=step)
+
+
+def test_a_merge_leaves_no_weight_out_and_says_what_it_passes_over(worlds: WorldPool, tmp_path):
+    worlds.run(2, save_steps, tmp_path)
+    dshard.checkpoint.merge(tmp_path / "pointing", tmp_path / "out")
+    names = {f"{layer}.{name}" for layer in ("child", "other") for name in ("weight", "bias")}
+    assert safetensors_torch.load_file(tmp_path / "out" / "model.safetensors").keys() == names
+    next((tmp_path / "steps" / "2").glob("shard-00001*")).unlink()
+    with pytest.warns(
+        UserWarning, match=r"checkpoint.merge: a newer checkpoint was passed over: .*2: files are missing"
+    ):
+        dshard.checkpoint.merge(tmp_path / "steps", tmp_path / "older")
 
 
 @pytest.mark.slow

@@ -65,6 +65,7 @@ def test_below_torchrun_it_learns_as_ddp_does_with_half_of_the_bytes(text, tmp_p
 
 
 def test_a_resumed_run_prints_the_losses_of_one_without_a_break(text, tmp_path):
+    (tmp_path / "whole" / "1").mkdir(parents=True)  # of a run that was killed ahead of its first checkpoint
     whole = losses(train(text, tmp_path / "whole", "--steps", 20, "--resume"))  # there is nothing to resume yet
     first = train(text, tmp_path / "broken", "--steps", 20, "--stop-after", 10)
     second = train(text, tmp_path / "broken", "--steps", 20, "--resume")
