@@ -24,6 +24,7 @@ from dshard.collectives import (
     ReduceBucket,
     Reduced,
     ReducePlan,
+    RowReduction,
     Steps,
     all_reduce_row,
     tag_of,
@@ -287,7 +288,7 @@ def _start(unit: Unit, part: Slice) -> Handle[Gathered]:
             part.plan,
             part.group,
             label=part.label,
-            tag=tag_of(param.shard_storage.signature, unit.model.num_failures),
+            tag=tag_of(param.shard_storage.signature),
             pool=unit.model.pool,
             row=shard.reshape(-1) if is_row else None,
         )
@@ -309,8 +310,7 @@ class SliceReduction:
         # Weak, for the gradient that this is in belongs to the weight: the model would be kept alive.
         self._reducer, self._unit = weakref.ref(reducer), weakref.ref(unit)
         param = unit.params[0]
-        self._replicas, self._num_failures = param.shard_group.replicas, unit.model.num_failures
-        self._tag = tag_of(param.shard_storage.signature, self._num_failures)
+        self._replicas, self._tag = param.shard_group.replicas, tag_of(param.shard_storage.signature)
         self._pool, self._hook = unit.model.pool, unit.settings.reduce_hook
         self._model_token = unit.model.token
         divisor = unit.settings.divisor
@@ -337,16 +337,9 @@ class SliceReduction:
             bucket.add(0, grad)
             all_reduce = None
             if self._replicas is not None:
-                all_reduce = partial(
-                    all_reduce_row,
-                    replicas=self._replicas,
-                    mean=self._mean,
-                    label=label,
-                    tag=self._tag,
-                    pool=self._pool,
-                    num_flags=plan.num_flags,
-                )
-            started = reduce_steps(bucket, None, all_reduce, self._hook, mean=self._mean, tag=self._num_failures)
+                how = RowReduction(self._mean, label, self._tag, self._pool, plan.num_flags)
+                all_reduce = partial(all_reduce_row, replicas=self._replicas, how=how)
+            started = reduce_steps(bucket, None, all_reduce, self._hook, mean=self._mean)
             self._in_flight = part, Steps(started)
 
     def settle(self) -> None:

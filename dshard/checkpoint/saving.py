@@ -138,12 +138,7 @@ def save(
         pieces = caught
     if given["asynchronous"]:
         return PendingSave(wanted.target, group, lambda: job.run_alone(pieces))
-    try:  # the folder stays until the other ranks are done, too
-        for part in (partial(job.write, pieces), job.write_row, job.publish):
-            # A rank that fails may be unable to write that, and rank 0 would wait for its files in vain.
-            together(group, part, f"{wanted.target}: writing the checkpoint failed")
-    finally:
-        job.close()
+    job.run_together(pieces, group, f"{wanted.target}: writing the checkpoint failed")
     return None
 
 
@@ -301,6 +296,25 @@ class Job:
                 self._write_error(error)
             raise
         self.publish()
+
+    def run_together(self, pieces: Sequence[Piece] | Exception, group: ShardGroup, what: str) -> None:
+        """Run and close on all ranks, which agree after each part on how it ended.
+
+        A rank that fails may be unable to write that; rank 0 would wait for its files in vain.
+
+        Args:
+            pieces: What to write, or why that is unknown.
+            group: Of the ranks that save.
+            what: Begins the message of an error.
+
+        Raises:
+            CheckpointError: A rank cannot do its part. On every rank alike.
+        """
+        try:
+            for part in (partial(self.write, pieces), self.write_row, self.publish):
+                together(group, part, what)
+        finally:
+            self.close()
 
     def run_alone(self, pieces: Sequence[Piece] | Snapshot | Exception) -> None:
         """Run and close; files that other ranks write after a failure are removed by the next save."""

@@ -9,7 +9,7 @@ from dshard.collectives._c10d import (
     timeout_of,
     world_size,
 )
-from dshard.collectives.divergence import num_noted, num_started, settle, tag_of
+from dshard.collectives.divergence import note_failure, num_failures, num_noted, num_started, settle, tag_of
 from dshard.collectives.exchange import shares_memory
 from dshard.collectives.flight import is_users
 from dshard.collectives.gather import Gathered, all_gather
@@ -17,11 +17,11 @@ from dshard.collectives.group import Comms, Handle, ShardGroup, with_comms
 from dshard.collectives.host.full_values import HostCopy, HostValues, make_host_copy
 from dshard.collectives.memory import Buffer, BufferPool, is_storage_held
 from dshard.collectives.plan import GatherPlan, SendRow, shard_of
-from dshard.collectives.reduce import ReduceBucket, Reduced, ReducePlan, all_reduce_row
+from dshard.collectives.reduce import ReduceBucket, Reduced, ReducePlan, RowReduction, all_reduce_row
 from dshard.collectives.small import all_reduce, all_to_all, broadcast
 from dshard.collectives.streams import MadeIn, SideStream, Steps, stream_on
 from dshard.collectives.trace import CommRecord, CommTrace, phases_are
-from dshard.collectives.watchdog import note_caught
+from dshard.collectives.watchdog import note_caught, note_step
 
 __all__ = [
     "Buffer",
@@ -39,6 +39,7 @@ __all__ = [
     "ReduceOp",
     "ReducePlan",
     "Reduced",
+    "RowReduction",
     "SendRow",
     "ShardGroup",
     "SideStream",
@@ -55,6 +56,9 @@ __all__ = [
     "is_users",
     "make_host_copy",
     "note_caught",
+    "note_failure",
+    "note_step",
+    "num_failures",
     "num_noted",
     "num_started",
     "phases_are",

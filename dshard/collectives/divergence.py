@@ -4,9 +4,9 @@ On gloo a header of 64 bytes travels ahead of the values of each collective (`ex
 backends it would cost copies to and from the device for each; so ranks write down what they did, and compare checksums
 of that when a backward ends: `note` and `settle`.
 
-A header holds what this is, of which unit, and a *tag*: what the shards were written with, and how many exceptions the
-program has caught in the model's forwards and backwards. Where one rank alone has caught one, its next collective
-differs from its peers' in that, and all of them raise.
+A header holds what this is, of which unit, a *tag*, which is what the shards were written with, and how many exceptions
+have ended forwards and backwards of models in this process group. Where one rank alone has caught one, its next
+collective there differs from its peers' in that, of whatever model it is, and all of them raise.
 """
 
 import enum
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dshard.collectives._c10d import kept_for
+from dshard.collectives._c10d import ProcessGroup, kept_for
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.trace import record
 from dshard.collectives.watchdog import Caught, caught_by_some, watch_event
@@ -45,28 +45,24 @@ class Kind(enum.IntEnum):
         return ("the gather of", "the reduction of gradients of", "the combination of")[self]
 
 
-def tag_of(writes: object, num_failures: int) -> int:
-    """The tag of a collective of a model.
-
-    Args:
-        writes: What the shards were written with, hashable.
-        num_failures: Exceptions in the model's forwards and backwards so far.
-    """
-    return (hash(writes) & (1 << 54) - 1) << 8 | num_failures & 0xFF
+def tag_of(writes: object) -> int:
+    """The tag of a collective over shards: a number of 62 bits that stands for what they were written with."""
+    return hash(writes) & (1 << 62) - 1
 
 
-def header(kind: Kind, label: str, tag: int) -> bytes:
+def header(kind: Kind, label: str, tag: int, num_failures: int) -> bytes:
     """What all ranks must send alike ahead of a collective.
 
     Args:
         kind: Of the collective.
         label: Of which unit.
-        tag: As `tag_of` makes it, or another number of 56 bits.
+        tag: As `tag_of` makes it; 0 where nothing is said of writes.
+        num_failures: Exceptions that have ended forwards and backwards in the process group.
     """
     name = label.encode()
     is_name_cut = len(name) > _NAME_BYTES and b"=" not in name  # else arguments, which `_check_arguments` reads
     shown = b"..." + name[3 - _NAME_BYTES :] if is_name_cut else name[-_NAME_BYTES:]
-    return _FORMAT.pack(zlib.crc32(name, kind), tag >> 8, tag & 0xFF, kind, shown)
+    return _FORMAT.pack(zlib.crc32(name, kind), tag, num_failures & 0xFF, kind, shown)
 
 
 def without_writes(header: bytes) -> bytes:
@@ -165,7 +161,7 @@ def _check_arguments(own: str, other: str, rank: int) -> None:
 
 # Backends that run their own collectives: what each rank did is written down, and compared once in a while.
 
-_Entry = tuple[Kind, str, int]  # the last one is the tag
+_Entry = tuple[Kind, str, int, int]  # tag and number of failures, as in a header
 
 
 @dataclass
@@ -200,13 +196,28 @@ def num_started(groups: Iterable[ShardGroup]) -> int:
     return sum(_record_of(group).num_started for group in groups)
 
 
+def note_failure(groups: Iterable[ShardGroup]) -> None:
+    """Count an exception that has ended a forward or a backward, in each process group that its model uses."""
+    for process_group in {id(group.process_group): group.process_group for group in groups}.values():
+        _failures_in(process_group)[0] += 1
+
+
+def num_failures(group: ShardGroup) -> int:
+    """How many exceptions have ended forwards and backwards of models in a process group, on this rank."""
+    return _failures_in(group.process_group)[0]
+
+
+def _failures_in(process_group: ProcessGroup) -> list[int]:
+    return kept_for(process_group, "failures", lambda: [0])
+
+
 def note(group: ShardGroup, kind: Kind, label: str, tag: int) -> None:
     """Write down that this rank starts a gather or a reduction."""
     count_start(group)
-    entries = _record_of(group).entries
-    entries.append((kind, label, tag))
+    entries, failures = _record_of(group).entries, num_failures(group)
+    entries.append((kind, label, tag, failures))
     if len(entries) >= _MAX_ENTRIES:  # nobody settles: one entry stands for all
-        entries[:] = [(kind, f"{label}, or something ahead of it", _checksum(entries) << 8)]
+        entries[:] = [(kind, f"{label}, or something ahead of it", _checksum(entries), failures)]
 
 
 def num_noted(group: ShardGroup) -> int:
@@ -291,8 +302,9 @@ def _explain(group: ShardGroup, entries: list[_Entry], num_entries: int) -> None
     sums = [_checksum([entry]) for entry in entries] + [-1] * (num_entries - len(entries))
     rows = _exchange(group, torch.tensor(sums, device="cpu")).cpu()
     place = int((rows != rows[0]).any(0).nonzero()[0])
-    kind, label, tag = entries[place] if place < len(entries) else (Kind.COMBINE, "the end of the step", 0)
-    own = header(kind, label, tag)
+    end = Kind.COMBINE, "the end of the step", 0, num_failures(group)
+    kind, label, tag, failures = entries[place] if place < len(entries) else end
+    own = header(kind, label, tag, failures)
     rows = _exchange(group, torch.frombuffer(bytearray(own), dtype=torch.int64)).cpu()
     check_headers([row.numpy().tobytes() for row in rows], own, kind, label, group)
 

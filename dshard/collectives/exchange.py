@@ -26,13 +26,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup, Work
-from dshard.collectives.divergence import Kind, check_headers, count_start, header, without_writes
+from dshard.collectives.divergence import Kind, check_headers, count_start, header, num_failures, without_writes
 from dshard.collectives.group import ShardGroup
 from dshard.collectives.host.arena import Arena
 from dshard.collectives.host.rings import Listening, Offer, Sent, ThroughMemory, connect
 from dshard.collectives.memory import Buffer, BufferPool, Readers
 from dshard.collectives.trace import times_peers, waited_for_peer
-from dshard.collectives.watchdog import begin_wait, end_wait, failure, finish_at_end, is_symptom
+from dshard.collectives.watchdog import begin_wait, close_when_lost, end_wait, failure, finish_at_end, is_symptom
 from dshard.errors import ArgumentError, DivergenceError
 from dshard.layout import HEADER_BYTES, INLINE_BYTES
 
@@ -41,6 +41,7 @@ _VARIABLE = "DSHARD_TRANSPORT"
 _ALIGN_BYTES = 16  # of each tensor among those that lie one behind the other
 _SIZES = struct.Struct("<II")  # behind the header of a message: a number of its values, and how many bytes there are
 _VALUES_AT = HEADER_BYTES + 16
+_LAST = bytes(HEADER_BYTES)  # a header behind which none will follow: this rank has lost a peer
 _ROWS_BYTES = 1 << 20  # for one message of each peer
 
 
@@ -73,6 +74,8 @@ class _Message:
         """Wait for it."""
         self._work.wait(*(() if limit is None else (limit,)))
         self.header = bytes(self._bytes[:HEADER_BYTES])
+        if self.header == _LAST:
+            raise RuntimeError("connection closed by peer: it has lost another rank")
         channel, num_bytes = _SIZES.unpack_from(self._bytes, HEADER_BYTES)
         if num_bytes:
             self.offer = Offer(self._bytes, _VALUES_AT, num_bytes, channel, None)
@@ -89,6 +92,7 @@ class ByMessages:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self.pool = weakref.ref(group), BufferPool()
+        self._last: list[tuple[Tensor, Work]] = []  # whose memory must stay
         self.inline_bytes = min(INLINE_BYTES, _ROWS_BYTES // _c10d.size_of(group))
 
     def _alive(self) -> ProcessGroup:
@@ -105,6 +109,13 @@ class ByMessages:
     def listen(self, peer: int) -> _Message:
         """Be ready for the next header of a peer."""
         return _Message(peer, self.inline_bytes, self._alive())
+
+    def close(self) -> None:
+        """Let every peer that waits for a header of this rank raise: none will come."""
+        for peer in range(_c10d.size_of(self._alive())):
+            if peer != _c10d.rank_in(self._alive()):
+                with contextlib.suppress(RuntimeError):  # of a peer that is gone
+                    self._last.append(self.say(_LAST, peer, Sent()))
 
     def collect(self) -> None:
         """Nothing is kept."""
@@ -200,15 +211,18 @@ class Channel:
 
     def __init__(self, group: ShardGroup) -> None:
         self._process_group = weakref.ref(group.process_group)
+        self._transport: Transport | None = None  # once something was said
         self._waiting: deque[Exchange] = deque()  # whose headers were not read, in order
         self.is_apart = False  # whether ranks were found to be at different things, at some time
         self.differing: Exchange | None = None  # at which they were, if no wait has raised that
         channels: list[Channel] = _c10d.kept_for(_c10d.world_of(group.process_group), "channels", list)
         channels.append(self)
         finish_at_end(partial(_finish, channels))
+        close_when_lost(partial(_close, channels))
 
     def start(self, started: "Exchange", transport: Transport) -> None:
         """Say a header to the peers, and be ready for theirs."""
+        self._transport = transport
         self._waiting.append(started)
         for peer in started.peers:
             started.coming[peer] = transport.listen(peer)
@@ -235,6 +249,11 @@ class Channel:
             self._waiting.popleft()
             first.note_heard()
 
+    def close(self) -> None:
+        """Say no more headers; peers that wait for one raise."""
+        if self._process_group() is not None and self._transport is not None:
+            self._transport.close()
+
     def finish(self) -> None:
         """Wait for what has begun, whether anybody here wants it or not."""
         for started in list(self._waiting):
@@ -245,6 +264,12 @@ def _finish(channels: Sequence[Channel]) -> None:
     """Have what this rank has begun arrive at peers that come to it later, as a reduction that nobody has read."""
     for channel in channels:
         channel.finish()
+
+
+def _close(channels: Sequence[Channel]) -> None:
+    """Let peers in all groups know that this rank, which has lost one of them, comes to no collective any more."""
+    for channel in channels:
+        channel.close()
 
 
 def channel_of(group: ShardGroup) -> Channel:
@@ -289,7 +314,7 @@ class Exchange:
         self._transport: Transport = self._try(lambda: transport_of(group))
         self._readers = Readers(self._transport.collect, self._transport.is_awaited)
         count_start(group)
-        self.own = header(kind, label, tag)
+        self.own = header(kind, label, tag, num_failures(group))
         self._takes_any_writes = takes_any_writes
         known = without_writes(self.own) if takes_any_writes else self.own
         self._number = zlib.crc32(known, sizes & 0xFFFFFFFF) & 0x3FFFFFFF  # tells messages apart

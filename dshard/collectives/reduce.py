@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -229,12 +229,11 @@ class ReduceBucket:
                 rows[:, index].zero_()
         self._slots = ()
 
-    def launch(self, *, mean: bool, tag: int = 0) -> Handle["Reduced"]:
+    def launch(self, *, mean: bool) -> Handle["Reduced"]:
         """Start the reduce-scatter. The bucket takes no more gradients.
 
         Args:
             mean: Divide by the number of ranks.
-            tag: A number that must be equal on all ranks.
 
         Returns:
             A handle whose result is this rank's shards of the reduced gradients.
@@ -255,13 +254,13 @@ class ReduceBucket:
             self._pool.lend(self._memory)
             return Handle(self._label, [], lambda: Reduced(row, self._plan))
         launch = self._launch_direct if self.group.is_direct else self._launch_flat
-        return launch(rows, mean, tag)
+        return launch(rows, mean)
 
-    def _launch_direct(self, rows: Tensor, mean: bool, tag: int) -> Handle["Reduced"]:
+    def _launch_direct(self, rows: Tensor, mean: bool) -> Handle["Reduced"]:
         """Every rank gets its row of all peers, and adds them in a fixed order."""
         group = self.group
         size = rows.shape[1]
-        exchange = Exchange(group, Kind.REDUCE, self._label, tag, size * rows.element_size())
+        exchange = Exchange(group, Kind.REDUCE, self._label, 0, size * rows.element_size())
         exchange.expect(size, rows.dtype, self._pool)
         if self._memory is not None:
             exchange.lies_in(self._memory)
@@ -282,9 +281,9 @@ class ReduceBucket:
 
         return Handle(f"reduce-scatter of '{self._label}'", exchange, finish, group=group)
 
-    def _launch_flat(self, rows: Tensor, mean: bool, tag: int) -> Handle["Reduced"]:
+    def _launch_flat(self, rows: Tensor, mean: bool) -> Handle["Reduced"]:
         """Reduce by the backend's own reduce-scatter."""
-        divergence.note(self.group, Kind.REDUCE, self._label, tag)
+        divergence.note(self.group, Kind.REDUCE, self._label, 0)
         is_half = rows.dtype == torch.float16
         native_mean = mean and self.group.has_means and not is_half
         divisor: float = self.group.num_ranks if mean and not native_mean else 1
@@ -373,24 +372,11 @@ class Reduced:
 _Steps = Generator[Handle[None], None, None]
 
 
-def all_reduce_row(
-    row: Tensor,
-    replicas: ShardGroup,
-    *,
-    mean: bool,
-    label: str,
-    tag: int,
-    pool: BufferPool,
-    num_flags: int = 0,
-    on_other_writes: Callable[[ShardGroup], None] | None = None,
-) -> _Steps:
-    """Reduce a row over the ranks that hold the same shards, step by step, as `Steps` takes them.
-
-    On a direct backend each rank adds a part of the row, in a fixed order, and then sends it to the others: two steps.
+@dataclass(frozen=True, slots=True)
+class RowReduction:
+    """How rows are reduced over the ranks that hold the same shards.
 
     Args:
-        row: One-dimensional, of one size on all ranks; overwritten. At the end it is equal on all of them.
-        replicas: Those ranks; if the row is replicated across several such groups, it is then reduced over these, too.
         mean: Divide by their number.
         label: Of what unit.
         tag: A number that must be equal on all of them; it stands for what the shards were written with.
@@ -398,61 +384,66 @@ def all_reduce_row(
         num_flags: Elements at the beginning of the row that are no values of the program; counted with headers.
         on_other_writes: Called on all of them where ranks wrote otherwise to the shards, with those ranks; may raise.
             Without it, and on a backend that is not direct, that is an error.
+    """
+
+    mean: bool
+    label: str
+    tag: int
+    pool: BufferPool
+    num_flags: int = 0
+    on_other_writes: Callable[[ShardGroup], None] | None = None
+
+
+def all_reduce_row(row: Tensor, replicas: ShardGroup, how: RowReduction) -> _Steps:
+    """Reduce a row over the ranks that hold the same shards, step by step, as `Steps` takes them.
+
+    On a direct backend each rank adds a part of the row, in a fixed order, and then sends it to the others: two steps.
+
+    Args:
+        row: One-dimensional, of one size on all ranks; overwritten. At the end it is equal on all of them.
+        replicas: Those ranks; if the row is replicated across several such groups, it is then reduced over these, too.
+        how: Says how.
 
     Yields:
-        The handle of each step; waiting for it raises a DivergenceError if they are at different units, or `tag`
+        The handle of each step; waiting for it raises a DivergenceError if they are at different units, or `how.tag`
         differs.
 
     Communicates:
         All-reduce of the row: `2 (R - 1) / R` of its bytes over `R` replicas.
     """
-    if replicas.is_direct:
-        yield from _all_reduce_direct(row, replicas, mean, label, tag, pool, num_flags, on_other_writes)
-    else:
-        yield from _all_reduce_flat(row, replicas, mean, label, tag, num_flags)
+    yield from (_all_reduce_direct if replicas.is_direct else _all_reduce_flat)(row, replicas, how)
     if replicas.replicas is not None:
-        others = replicas.replicas
-        options: dict[str, Any] = {"pool": pool, "num_flags": num_flags, "on_other_writes": on_other_writes}
-        yield from all_reduce_row(row, others, mean=mean, label=label, tag=tag, **options)
+        yield from all_reduce_row(row, replicas.replicas, how)
 
 
-def _all_reduce_flat(row: Tensor, replicas: ShardGroup, mean: bool, label: str, tag: int, num_flags: int) -> _Steps:
+def _all_reduce_flat(row: Tensor, replicas: ShardGroup, how: RowReduction) -> _Steps:
     """Reduce by the backend's own all-reduce."""
     num_bytes, num_ranks = row.numel() * row.element_size(), replicas.num_ranks
-    sent, flags = 2 * num_bytes * (num_ranks - 1) // num_ranks, _bytes_of_flags(num_flags, row, replicas)
-    record("all_reduce", label, replicas, sent - flags, 0, flags)
-    divergence.note(replicas, Kind.REDUCE, label, tag)
-    native_mean = mean and replicas.has_means
+    sent, flags = 2 * num_bytes * (num_ranks - 1) // num_ranks, _bytes_of_flags(how.num_flags, row, replicas)
+    record("all_reduce", how.label, replicas, sent - flags, 0, flags)
+    divergence.note(replicas, Kind.REDUCE, how.label, how.tag)
+    native_mean = how.mean and replicas.has_means
     works = replicas.all_reduce(row, ReduceOp.MEAN if native_mean else ReduceOp.SUM)
-    yield Handle(f"all-reduce of '{label}'", works, lambda: None, group=replicas)
-    if mean and not native_mean:
+    yield Handle(f"all-reduce of '{how.label}'", works, lambda: None, group=replicas)
+    if how.mean and not native_mean:
         row.div_(num_ranks)
 
 
-def _all_reduce_direct(
-    row: Tensor,
-    replicas: ShardGroup,
-    mean: bool,
-    label: str,
-    tag: int,
-    pool: BufferPool,
-    num_flags: int,
-    on_other_writes: Callable[[ShardGroup], None] | None,
-) -> _Steps:
+def _all_reduce_direct(row: Tensor, replicas: ShardGroup, how: RowReduction) -> _Steps:
     """Each rank adds its part straight from what the peers sent, or from their memory; then the parts are swapped."""
     arena, memory = shared_memory_of(replicas), None
     size = math.ceil(row.numel() / replicas.num_ranks)
     parts = _split(row, size, replicas.num_ranks)
     own, outs = parts[replicas.rank], {peer: parts[peer] for peer in replicas.peers}
     if arena is not None:  # peers read from copies, each of which stays until they have: first of their parts
-        memory = _copy(outs, pool, arena)
+        memory = _copy(outs, how.pool, arena)
     sent = sum(parts[peer].numel() + own.numel() for peer in replicas.peers) * row.element_size()
-    flags = _bytes_of_flags(num_flags, row, replicas)
-    record("all_reduce", label, replicas, sent - flags, 0, flags + 2 * HEADER_BYTES * len(replicas.peers))
+    flags = _bytes_of_flags(how.num_flags, row, replicas)
+    record("all_reduce", how.label, replicas, sent - flags, 0, flags + 2 * HEADER_BYTES * len(replicas.peers))
 
-    is_lenient = on_other_writes is not None
-    scatter = Exchange(replicas, Kind.REDUCE, label, tag, row.nbytes, takes_any_writes=is_lenient)
-    scatter.expect(own.numel(), row.dtype, pool)
+    is_lenient = how.on_other_writes is not None
+    scatter = Exchange(replicas, Kind.REDUCE, how.label, how.tag, row.nbytes, takes_any_writes=is_lenient)
+    scatter.expect(own.numel(), row.dtype, how.pool)
     if memory is not None:
         scatter.lies_in(memory)
     for peer in replicas.peers:
@@ -460,29 +451,29 @@ def _all_reduce_direct(
             scatter.send(outs[peer], peer)
     scatter.start()
     outs.clear()
-    yield _handle(scatter, label, replicas)
+    yield _handle(scatter, how.label, replicas)
     if own.numel():
         received = [own if rank == replicas.rank else scatter.received(rank) for rank in range(replicas.num_ranks)]
-        own.copy_(sum_in_pairs(received, mean=mean))
+        own.copy_(sum_in_pairs(received, mean=how.mean))
         del received
     scatter.end_reading()
     writes_differ = scatter.writes_differ
     del scatter
-    if writes_differ and on_other_writes is not None:
-        on_other_writes(replicas)
+    if writes_differ and how.on_other_writes is not None:
+        how.on_other_writes(replicas)
     sums = {replicas.rank: own}
-    gather = Exchange(replicas, Kind.GATHER, label, tag, row.nbytes, takes_any_writes=is_lenient)
+    gather = Exchange(replicas, Kind.GATHER, how.label, how.tag, row.nbytes, takes_any_writes=is_lenient)
     if memory is not None and arena is not None:
-        pool.give(memory)
-        memory = _copy(sums, pool, arena)  # then of this rank's
+        how.pool.give(memory)
+        memory = _copy(sums, how.pool, arena)  # then of this rank's
         gather.lies_in(memory)
     for peer in replicas.peers:
         gather.swap(parts[peer], sums[replicas.rank], peer)
     gather.start()
     del sums
-    yield _handle(gather, label, replicas)
+    yield _handle(gather, how.label, replicas)
     if memory is not None:
-        pool.give(memory)
+        how.pool.give(memory)
 
 
 def _copy(parts: dict[int, Tensor], pool: BufferPool, arena: Arena) -> Buffer:

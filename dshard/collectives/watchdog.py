@@ -223,6 +223,7 @@ class _State:
     pid = 0  # of the process that watches its end, and not of forks of it
     has_said = False  # whether it has written its end
     finish: Callable[[], object] | None = None  # what this rank has begun
+    close: Callable[[], object] | None = None  # what peers wait for
 
 
 def _arrive() -> None:
@@ -230,6 +231,7 @@ def _arrive() -> None:
     board = _State.board
     if board.open():
         _State.own, _State.processes, _State.done, _State.knows_all = RankProcess.own(), {}, {}, False
+        _State.num_caught = 0
         board.post("process", asdict(_State.own))
     elif board.is_open and dist.is_initialized():
         missing = [rank for rank in _to_look_at([]) if rank not in _State.processes]
@@ -262,11 +264,16 @@ class Caught(NamedTuple):
     ranks: tuple[int, ...]
 
 
+def note_step() -> None:
+    """A step of this rank begins: an exception is its own, unless a collective fails first."""
+    _State.is_well = True
+
+
 def note_caught(text: str, step: int) -> None:
     """Note that an exception has ended a step of this rank: peers that wait for it say so if the program catches it.
 
     Args:
-        text: The exception.
+        text: What the rank did, such as "raised ValueError: bad batch".
         step: Number of the step.
 
     Communicates:
@@ -285,13 +292,15 @@ def caught_by_some(group: ProcessGroup) -> Caught | None:
 
     A rank may wait for one that waits for the one to blame, in another group.
     """
-    ranks = _to_look_at(dist.get_process_group_ranks(group))
-    found: dict[int, Any] = ends_within(_STORE_S, lambda: _State.board.read("caught", ranks)) or {}
+    ranks, board = _to_look_at(dist.get_process_group_ranks(group)), _State.board
+    found: dict[int, Any]
+    found, ends = ends_within(_STORE_S, lambda: (board.read("caught", ranks), board.ends())) or ({}, [])
     nums = {rank: found[rank]["num"] if rank in found else 0 for rank in ranks}
-    blamed = tuple(rank for rank in ranks if nums[rank] > min(nums.values()))
+    uncaught = {end.rank for end in ends if end.how == "raised" and not end.ranks}
+    blamed = tuple(rank for rank in ranks if nums[rank] > min(nums.values()) and rank not in uncaught)
     if not blamed:
         return None
-    texts = [f"rank {rank} raised {found[rank]['text']} in step {found[rank]['step']}" for rank in blamed[:4]]
+    texts = [f"rank {rank} {found[rank]['text']} in step {found[rank]['step']}" for rank in blamed[:4]]
     return Caught(f"{'; '.join(texts)}, which its program has caught", blamed)
 
 
@@ -320,7 +329,7 @@ def failure(label: str, error: BaseException, group: ProcessGroup) -> Divergence
     """What to raise where a collective failed: who was lost, or else where the others are.
 
     Communicates:
-        Through the store, for at most six seconds.
+        Through the store, for at most seven seconds.
     """
     verdict: Verdict | None = None
     places: dict[int, dict[str, str]] = {}
@@ -338,6 +347,8 @@ def failure(label: str, error: BaseException, group: ProcessGroup) -> Divergence
     if verdict is not None:
         last, when = _State.done.get(id(group), ("", 0.0))
         seen = f"; the last that all took part in was the {last}, at {_clock(when)}" if last else ""
+        if _State.close is not None:
+            _State.close()
         return RankLostError(
             f"{label}: all ranks must take part until the end, but {verdict.text}{seen}. The backend says: "
             f"{_words_of(error)}. Look at what {_names(verdict.ranks)} wrote, and start again from the last "
@@ -717,6 +728,11 @@ def watch_end() -> None:
 def finish_at_end(call: Callable[[], object]) -> None:
     """Have a process that ends do something first, for at most some seconds: what peers will wait for must arrive."""
     _State.finish = call
+
+
+def close_when_lost(call: Callable[[], object]) -> None:
+    """Have a rank that has lost a peer do something first: others wait for this rank, which comes no more."""
+    _State.close = call
 
 
 def _on_exit() -> None:

@@ -248,7 +248,7 @@ class Backward:
     def on_failed(self) -> None:
         """A backward has ended with an exception."""
         if self._context.backward_task != -1:
-            self.iteration.fail("an exception in its backward")
+            self.iteration.fail("raised an exception in its backward")
             self.forget_failed()
 
     def forget(self) -> None:

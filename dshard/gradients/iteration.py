@@ -15,7 +15,8 @@ class Iteration:
     """Counts the steps of one model, and the exceptions that have ended forwards and backwards of it.
 
     Where all ranks have had an exception, all begin the next step as they began the first. Where one alone has, its
-    count is in the tags of its next collectives, which its peers refuse; `collectives.note_caught` lets them name it.
+    count is in the headers of its next collectives, which its peers refuse; by `collectives.note_caught` they can name
+    it.
 
     Args:
         context: Of the model.
@@ -32,6 +33,7 @@ class Iteration:
     def begin(self, root: nn.Module) -> bool:
         """A forward begins; gives whether an exception has ended the last one, or its backward."""
         units = self._context.units
+        collectives.note_step()
         self._is_training = root.training and torch.is_grad_enabled() and not any(unit.num_pins for unit in units)
         self._num_started = collectives.num_started(groups_of(units))
         handled = sys.exc_info()[1]
@@ -61,12 +63,12 @@ class Iteration:
         """An exception has ended the step; several places may see the same one.
 
         Args:
-            error: The exception, or what is known of it.
+            error: The exception, or what the rank did, as a sentence without its subject.
         """
         if self._has_failed:
             return
         self._has_failed = True
-        self._context.num_failures += 1
-        text = error if isinstance(error, str) else " ".join(f"{type(error).__name__}: {error}".split())
+        collectives.note_failure(groups_of(self._context.units))
+        text = error if isinstance(error, str) else f"raised {' '.join(f'{type(error).__name__}: {error}'.split())}"
         with outside_autograd():
             collectives.note_caught(text, self._step)

@@ -17,6 +17,7 @@ from dshard.collectives import (
     ReduceBucket,
     Reduced,
     ReduceOp,
+    RowReduction,
     ShardGroup,
     Steps,
     all_reduce_row,
@@ -84,7 +85,7 @@ class GradReduction:
         self._steps: Steps[Reduced] | None = None  # that have started
         self._reduced: Reduced | None = None  # this rank's part of the result, or of what owes its all-reduce
         self._arrival: Any = None  # of reduced shards that are on their way home
-        self._model_token, self._last_failures = unit.model.token, unit.model.num_failures
+        self._model_token = unit.model.token
         self.owes = False
         self.is_finished = False  # all but the way home
 
@@ -193,26 +194,15 @@ class GradReduction:
         all_reduce = None if owes or self.group.replicas is None else self._all_reduce(self.group.replicas)
         hook = None if owes else self._hook
         with outside_autograd(), profiled("reduce", self._label, self._model_token):
-            self._steps = Steps(
-                reduce_steps(bucket, before, all_reduce, hook, mean=self._mean, tag=self._num_failures())
-            )
+            self._steps = Steps(reduce_steps(bucket, before, all_reduce, hook, mean=self._mean))
 
     def _signature(self) -> int:
         """The tag of an all-reduce over replicas, which also hold the same shards."""
-        return tag_of(tuple(param.shard_storage.signature for param in self._params()), self._num_failures())
-
-    def _num_failures(self) -> int:
-        """Exceptions that the model's forwards and backwards had; the last count, where the model is gone."""
-        owner = self.owner()
-        if owner is not None:
-            self._last_failures = owner.unit.model.num_failures
-        return self._last_failures
+        return tag_of(tuple(param.shard_storage.signature for param in self._params()))
 
     def _all_reduce(self, replicas: ShardGroup) -> Callable[[Tensor], _Started]:
         """How a row is reduced over the replicas."""
-        return partial(
-            all_reduce_row,
-            replicas=replicas,
+        how = RowReduction(
             mean=self._mean,
             label=self._label,
             tag=self._signature(),
@@ -220,6 +210,7 @@ class GradReduction:
             num_flags=self._plan.num_flags,
             on_other_writes=partial(_compare_values, self.owner, self._slots),
         )
+        return partial(all_reduce_row, replicas=replicas, how=how)
 
     def __call__(self, storage: ShardStorage) -> None:
         """The reduced gradient of `storage` is used; a bound method in its place would be a cycle of references."""
@@ -361,7 +352,6 @@ def reduce_steps(
     hook: Callable[[Tensor], object] | None,
     *,
     mean: bool,
-    tag: int,
 ) -> Generator[Handle[Any], None, Reduced]:
     """The collectives of a reduction. No method: it runs while somebody awaits it, and would keep its object alive.
 
@@ -371,11 +361,10 @@ def reduce_steps(
         all_reduce: Over the replicas, where there are some and it is not put off.
         hook: Of the program's own, called with the reduced row.
         mean: Whether to average over the ranks of the reduce-scatter.
-        tag: Of the reduce-scatter.
     """
     reduced = before
     if bucket is not None:
-        scatter = bucket.launch(mean=mean, tag=tag)
+        scatter = bucket.launch(mean=mean)
         if bucket.group.num_ranks > 1:
             yield scatter
         reduced = scatter.wait()

@@ -235,7 +235,7 @@ def _fulls(tensors: Sequence[ShardedTensor]) -> list[Tensor]:
     least = 0 if len(tensors) == 1 else MIN_DIRECT_BYTES  # one alone needs no rows to be cut out of, of its size again
     plan = GatherPlan.of(bucket, strides, first.storage_dtype, group, min_direct_bytes=least)
     here = [shard.to(group.device_type) for shard in shards]
-    tag = collectives.tag_of(tuple(t.shard_storage.signature for t in tensors), 0)
+    tag = collectives.tag_of(tuple(t.shard_storage.signature for t in tensors))
     return collectives.all_gather(here, plan, group, label=f"move of '{first.name}'", tag=tag).wait().tensors
 
 

@@ -388,7 +388,8 @@ def _reduce(group: ShardGroup, grads: list[Tensor], bucket: BucketLayout, pool: 
 def _all_reduce(group: ShardGroup, grads: Tensor, pool: BufferPool, meanwhile: _Work) -> None:
     memory = pool.take(grads.numel() * grads.element_size(), grads.device)
     row = memory.memory.view(grads.dtype)[: grads.numel()].copy_(grads)
-    for handle in collectives.all_reduce_row(row, group, mean=True, label="links", tag=0, pool=pool):
+    how = collectives.RowReduction(mean=True, label="links", tag=0, pool=pool)
+    for handle in collectives.all_reduce_row(row, group, how):
         meanwhile()
         handle.wait()
     del row

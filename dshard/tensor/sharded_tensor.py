@@ -666,7 +666,7 @@ class ShardedTensor(ShardedBase):
         if device.type != self.shard_group.device_type and not shard.is_meta:
             shard = shard.to(self.shard_group.device_type)
         plan = GatherPlan.of(BucketLayout.of([layout]), [stride], shard.dtype, self.shard_group)
-        tag = collectives.tag_of(self.shard_storage.signature, 0)
+        tag = collectives.tag_of(self.shard_storage.signature)
         handle = collectives.all_gather([shard], plan, self.shard_group, label=self.given_name, tag=tag)
         full = handle.wait().tensors[0]
         return tp_operand(full if full.device == device else self._placed(full, use), self)

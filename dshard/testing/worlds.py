@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from dshard import arguments
-from dshard.collectives import ReduceOp, ShardGroup, all_reduce
+from dshard.collectives import ReduceOp, ShardGroup, all_reduce, num_failures
 
 T = TypeVar("T")
 
@@ -51,6 +51,7 @@ class _Reply:
         error: Name of the exception's type.
         message: Text of the exception, or how the rank failed to answer.
         traceback: Where it was raised; of a silent rank the stacks of its threads, if it could still write them.
+        num_failures: Exceptions that have ended steps of models on the rank so far.
     """
 
     rank: int
@@ -59,6 +60,7 @@ class _Reply:
     error: str = "Silent"
     message: str = ""
     traceback: str = ""
+    num_failures: int = 0
 
     def describe(self, num_ranks: int) -> str:
         """One line for a report."""
@@ -146,6 +148,9 @@ class World:
     def run(self, fn: Callable[..., T], *args: object, timeout_s: float = 60.0, **kwargs: object) -> list[T]:
         """Call `fn(*args, **kwargs)` on every rank.
 
+        Where some ranks alone caught an exception of a model's step, the next call starts new ranks: in these, dshard
+        refuses every further collective.
+
         Args:
             fn: A module-level function; it travels by its name.
             *args: Picklable; equal on every rank. `fn` asks `torch.distributed.get_rank()` for its own part.
@@ -166,6 +171,8 @@ class World:
         replies = self._call(fn, args, kwargs, timeout_s, self.grace_s)
         if any(reply.outcome != "returned" for reply in replies):
             self._fail(_name(fn), replies)
+        if len({reply.num_failures for reply in replies}) > 1:
+            self.close()
         return [pickle.loads(reply.payload) for reply in sorted(replies, key=lambda reply: reply.rank)]
 
     def close(self) -> None:
@@ -436,7 +443,9 @@ def _make_call(rank: int, request: bytes) -> bytes:
             present[:] = filters
             torch.manual_seed(0)
             result = fn(*args, **kwargs)
-        return pickle.dumps(_Reply(rank, "returned", payload=pickle.dumps(result)))
+        group = dist.group.WORLD
+        failures = 0 if group is None else num_failures(ShardGroup(group, torch.device("cpu")))
+        return pickle.dumps(_Reply(rank, "returned", payload=pickle.dumps(result), num_failures=failures))
     except BaseException as error:
         where = traceback.format_exc()
         return pickle.dumps(_Reply(rank, "raised", error=type(error).__name__, message=str(error), traceback=where))

@@ -648,7 +648,6 @@ class ModelContext:
         self.eviction = Eviction(self)
         self.regions = RankRegions()
         self.token = object()  # stands for the model where it must not be kept alive
-        self.num_failures = 0  # exceptions that have ended forwards and backwards
         self.backward_task = -1  # autograd's number of the backward that is known to run
         self.split: Callable[[], None] | None = None  # forms units at the first use, of what the root's call took
         self.announce: Callable[[Phase], None] | None = None  # called ahead of each phase

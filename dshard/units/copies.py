@@ -440,7 +440,7 @@ class Copies:
     def _tag(self, bucket: Bucket) -> int:
         """Stands for what the shards of a bucket were written with."""
         writes = tuple(self.unit.params[slot].shard_storage.signature for slot in bucket.slots)
-        return collectives.tag_of(writes, self.unit.model.num_failures)
+        return collectives.tag_of(writes)
 
     def keep_parts(self, num_ranks: int) -> None:
         """Let go of them but for a part, of which as many neighbouring ranks hold all: enough for the next gather."""

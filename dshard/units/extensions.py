@@ -189,7 +189,7 @@ class Extensions:
             self._plans[group.full_name, sizes] = plan
         params = [self.unit.params[slot] for slot in slots]
         writes = tuple(param.shard_storage.signature for param in params)
-        tag = collectives.tag_of(writes, self.unit.model.num_failures)
+        tag = collectives.tag_of(writes)
         handle = collectives.all_gather(rows, plan, group, label=self.unit.label, tag=tag, pool=pool)
 
         def finish() -> Gathered:

@@ -322,7 +322,7 @@ def killed(folder: Path, when_s: float, victim: int) -> None:
         after_s = time.time() - float(Path(folder, "when").read_text())
         told = {"kind": type(error).__name__, "text": str(error), "after_s": after_s}
         Path(folder, f"told {dist.get_rank()}").write_text(json.dumps(told))
-        os._exit(1)  # as a program that does not catch it: a rank that waits for this one learns of it so
+        raise  # the process lives on: its peers must be told by more than its end
 
 
 def killed_somewhere(folder: Path, seed: int) -> list[float]:
@@ -352,6 +352,45 @@ def test_survivors_are_told_which_rank_was_killed_long_before_the_timeout(tmp_pa
     print(f"{len(after_s)} survivors ended {min(after_s):.2f} to {max(after_s):.2f} s after the kill")
     assert max(after_s) < 100  # of a timeout of 300: no measure of speed
     assert sorted(os.listdir("/dev/shm")) == names
+
+
+def lost_next_door(way: str, folder: Path) -> None:
+    """Rank 0 is killed; rank 1, which shares a group with it, catches that, and does not end before rank 2 knows it."""
+    os.environ["DSHARD_TRANSPORT"] = way
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    mine = [(pair, ShardGroup(g, CPU)) for pair, g in enumerate(pairs) if rank in (pair, pair + 1)]
+
+    def reduce_in_all() -> None:
+        for pair, group in mine:
+            collectives.all_reduce([torch.ones(1)], group, ReduceOp.SUM, label=f"pair {pair}").wait()
+
+    reduce_in_all()
+    dist.barrier()
+    if rank == 0:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            reduce_in_all()
+    except dshard.RankLostError as error:
+        written = Path(folder, f"written {rank}")
+        written.write_text(str(error))
+        written.rename(Path(folder, str(rank)))
+    if rank == 1:
+        until = time.monotonic() + 40
+        while not Path(folder, "2").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        Path(folder, "2 while 1 lived").write_text(str(Path(folder, "2").exists()))
+
+
+@pytest.mark.parametrize("way", ["memory", "messages"])
+def test_a_rank_that_catches_the_loss_of_a_peer_keeps_nobody_waiting(way, tmp_path):
+    with World(3, group_timeout_s=60.0, grace_s=50.0) as world, pytest.raises(AssertionError):
+        world.run(lost_next_door, way, tmp_path)
+    assert Path(tmp_path, "2 while 1 lived").read_text() == "True"
+    for rank in (1, 2):
+        assert "rank 0 (pid" in Path(tmp_path, str(rank)).read_text()
 
 
 def closes(way: str) -> list[str]:

@@ -1,5 +1,6 @@
 """An exception that a program catches on one rank alone: all ranks raise in time, and name that rank and the step."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,9 +90,41 @@ def test_all_ranks_raise_and_name_the_rank_that_caught_an_exception_alone_and_th
 
 
 def use_transport(transport: str) -> None:
-    import os
-
     os.environ["DSHARD_TRANSPORT"] = transport
+
+
+def fails_alone_in_one_of_two() -> list[list[float] | str]:
+    """Two models of equal names are trained in turn; rank 1 alone raises in the first, and goes on to the second."""
+    models = [sharded(Case(("full",) * DEPTH)), sharded(Case(("full",) * DEPTH))]
+    found: list[list[float] | str] = []
+    for step in range(NUM_STEPS):
+        for model in models:
+            hits = step == 2 and dist.get_rank() == 1 and model is models[0]
+            model.fault = ("forward", 0) if hits else None
+            try:
+                out = model(torch.ones(1, WIDTH))
+                out.sum().backward()
+            except Exception as error:
+                found.append(f"{type(error).__name__}: {error}")
+                if isinstance(error, dshard.DivergenceError):
+                    return found
+            else:
+                found.append(out.flatten().tolist())
+    return found
+
+
+@pytest.mark.parametrize("transport", ["memory", "messages"])
+def test_a_rank_that_goes_on_to_a_second_model_of_the_same_names_never_meets_the_first_of_its_peers(transport):
+    with World(2, group_timeout_s=TIMEOUT_S) as world:
+        world.run(use_transport, transport)
+        peer, failed = world.run(fails_alone_in_one_of_two)
+    outputs = peer[:2]
+    assert outputs[0] == outputs[1]  # made from the same seed
+    assert peer[:-1] == outputs * 2
+    assert failed[:-2] == outputs * 2
+    assert failed[-2] == "BatchError: bad batch"
+    for text in (peer[-1], failed[-1]):
+        assert "rank 1 raised BatchError: bad batch in step 3, which its program has caught" in text
 
 
 @pytest.mark.parametrize("strategy", ["full", "split(2)"])

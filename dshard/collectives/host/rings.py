@@ -447,6 +447,11 @@ class ThroughMemory:
         """Be ready for the next header of a peer."""
         return self._rings[peer][1].listen()
 
+    def close(self) -> None:
+        """Let every peer that waits for a header of this rank raise: none will come."""
+        for out, _ in self._rings.values():
+            out.close()
+
     def collect(self) -> None:
         """Take back memory that peers have read."""
         for out, _ in self._rings.values():
