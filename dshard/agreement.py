@@ -126,12 +126,12 @@ def broadcast_buffers(modules: Sequence[nn.Module], group: ShardGroup) -> None:
                 buffer.copy_(value)
 
 
-Fact = str | Sequence[str]  # what a rank was told; a sequence where there may be many, of which one is to be named
+Fact = str | Sequence[str]  # what a rank passes; a sequence where there may be many, of which one is to be named
 
-_TEXT_BYTES = 160  # of what a rank was told, in a message
+_TEXT_BYTES = 160  # of what a rank passes, in a message
 _MAX_SHOWN = 4  # different values, or ranks, in a message
 VERSIONS = "versions of torch and dshard"
-_NOTHING = "nothing"
+NOTHING = "nothing"  # what `of_all_ranks` gives of a rank without a text
 _REFUSAL = "refusal"
 
 
@@ -186,7 +186,7 @@ def _compare(who: str, facts: Mapping[str, Fact], group: ShardGroup) -> None:
     fact = facts[name]
     if name == _REFUSAL:
         texts = of_all_ranks(str(fact), group)
-        rank = next(rank for rank, text in enumerate(texts) if text != _NOTHING)
+        rank = next(rank for rank, text in enumerate(texts) if text != NOTHING)
         raise DivergenceError(
             f"{who}: all ranks must make the same call, but rank {rank} raised there: {texts[rank]} Look at what that "
             "rank was given."
@@ -205,14 +205,14 @@ def _compare(who: str, facts: Mapping[str, Fact], group: ShardGroup) -> None:
 def _are_same(texts: Sequence[str], group: ShardGroup) -> list[bool]:
     """Which of as many texts on each rank are equal on all ranks."""
     crcs = torch.tensor([zlib.crc32(text.encode()) for text in texts], dtype=torch.int64, device=group.device_type)
-    found: list[bool] = agree(crcs, group, "what ranks were told").tolist()
+    found: list[bool] = agree(crcs, group, "comparison of what the ranks pass").tolist()
     return found
 
 
 def _first_differing(texts: Sequence[str], group: ShardGroup) -> int:
     """The first of several texts that differs, of maybe another number of them on each rank."""
     own = torch.tensor([len(texts)], dtype=torch.int64, device=group.device_type)
-    label = "how many ranks were told"
+    label = "comparison of how many the ranks pass"
     length = int(collectives.all_reduce([own], group, ReduceOp.MAX, label=label, everywhere=True).wait()[0])
     same = _are_same([*texts, *[""] * (length - len(texts))], group)
     return same.index(False)
@@ -220,7 +220,7 @@ def _first_differing(texts: Sequence[str], group: ShardGroup) -> int:
 
 def of_all_ranks(text: str, group: ShardGroup) -> list[str]:
     """What each rank has to say, cut short."""
-    own = (text or _NOTHING).encode()
+    own = (text or NOTHING).encode()
     own = own if len(own) <= _TEXT_BYTES else own[: _TEXT_BYTES - 3] + b"..."
     table = torch.zeros(group.world_size, _TEXT_BYTES, dtype=torch.uint8, device="cpu")
     table[group.world_rank, : len(own)] = torch.tensor(list(own), dtype=torch.uint8, device="cpu")
@@ -234,7 +234,7 @@ def _listed(texts: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks.setdefault(text, []).append(rank)
-    shown = [f"{text if text == _NOTHING else repr(text)} on {_ranks(own)}" for text, own in ranks.items()]
+    shown = [f"{text if text == NOTHING else repr(text)} on {_ranks(own)}" for text, own in ranks.items()]
     return " and ".join([*shown[:_MAX_SHOWN], "others elsewhere"] if len(shown) > _MAX_SHOWN else shown)
 
 

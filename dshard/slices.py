@@ -33,7 +33,7 @@ from dshard.collectives import (
 from dshard.errors import StateError, UnsupportedOpError
 from dshard.gradients.backward import Backward
 from dshard.gradients.reducer import Reducer
-from dshard.gradients.reduction import reduce_steps, told_label
+from dshard.gradients.reduction import label_with_divisor, reduce_steps
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.policies import Offload
 from dshard.runtime.module import FSDPModule
@@ -331,7 +331,7 @@ class SliceReduction:
             if reducer is not None:
                 reducer.make_room_for_slice(self)
             self.settle()
-            label = told_label(part.label, self._divisor)
+            label = label_with_divisor(part.label, self._divisor)
             plan = part.reduce_plan
             bucket = ReduceBucket(plan, dtype=self._dtype, device=grad.device, label=label, pool=self._pool)
             bucket.add(0, grad)

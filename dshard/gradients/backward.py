@@ -106,9 +106,8 @@ class Backward:
         self.watches = InputWatches(self._on_passed, self._on_repeated)
         self._end: Callable[[], _End | None] = lambda: None  # of the backward that runs
         self._nested: set[Unit] = set()  # whose first gradient came in a backward within the one that runs
-        self._noted: dict[
-            str, int
-        ] = {}  # of each group, collectives that are still to be compared, when the backward began
+        # By group, how many of its collectives were not compared yet when the backward began.
+        self._noted: dict[str, int] = {}
         self._thread = 0  # in which forwards begin
         context.on_backward, context.on_outside = self.notice, self.check_failed
 

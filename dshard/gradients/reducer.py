@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dshard import collectives
-from dshard.agreement import of_all_ranks
+from dshard.agreement import NOTHING, of_all_ranks
 from dshard.autograd import outside_autograd
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import DivergenceError, StateError
@@ -115,7 +115,7 @@ class FiniteCheck:
             label = "whether gradients are finite"
             if int(collectives.all_reduce([flag], group, ReduceOp.MAX, label=label, everywhere=True).wait()[0]):
                 said = of_all_ranks(own[0] if own else "", group)
-                texts += [f"on rank {rank} that of {text}" for rank, text in enumerate(said) if text != "nothing"]
+                texts += [f"on rank {rank} that of {text}" for rank, text in enumerate(said) if text != NOTHING]
         if texts:
             more = f" and {len(texts) - 4} more ranks" if len(texts) > 4 else ""
             raise DivergenceError(

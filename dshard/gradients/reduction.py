@@ -33,7 +33,7 @@ from dshard.units.unit import Unit
 _Started = Generator[Handle[Any], None, None]
 
 
-def told_label(label: str, divisor: float | None) -> str:
+def label_with_divisor(label: str, divisor: float | None) -> str:
     """The label of a reduction, by which the ranks compare what its sums are divided by, if that was chosen."""
     return label if divisor is None else f"{label}(divide_factor={divisor})"
 
@@ -76,11 +76,14 @@ class GradReduction:
             self._plan,
             dtype=bucket.dtype,
             device=device,
-            label=told_label(unit.label, divisor),
+            label=label_with_divisor(unit.label, divisor),
             pool=self._pool,
         )
         self._bucket: ReduceBucket | None = self._new_bucket()  # that fills
-        self._dtype, self._label = first.storage_dtype, told_label(unit.label, divisor)  # of what `.grad` will hold
+        self._dtype, self._label = (
+            first.storage_dtype,
+            label_with_divisor(unit.label, divisor),
+        )  # of what `.grad` will hold
         self._storages: dict[int, weakref.ref[ShardStorage]] = {}
         self._steps: Steps[Reduced] | None = None  # that have started
         self._reduced: Reduced | None = None  # this rank's part of the result, or of what owes its all-reduce

@@ -37,11 +37,6 @@ class Run:
     parts: tuple[int, ...]
     names: frozenset[tuple[type, str]]
 
-    @property
-    def num_told(self) -> int:
-        """Blocks that need not run."""
-        return len(self.blocks) - 4
-
 
 def find_runs(
     model: nn.Module, parts: Sequence[Part], known: Container[tuple[type, str]] = frozenset()

@@ -183,7 +183,7 @@ def test_writes_to_moved_shards_are_seen(worlds: WorldPool):
     assert worlds.run(2, writes_after_the_move) == [[True] * 7] * 2
 
 
-# --- the ledger -------------------------------------------------------------------------------------------------------
+# --- ranks that differ ------------------------------------------------------------------------------------------------
 
 
 def diverge(how: str) -> str:

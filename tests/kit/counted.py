@@ -15,10 +15,18 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_iter
 
 from dshard.collectives import Buffer, BufferPool, HostValues
-from dshard.collectives.host.arena import Arena, is_others
+from dshard.collectives.host import arena as host_arena
+from dshard.collectives.host.arena import Arena
 from dshard.planner.steps import pieces_of
 from dshard.tensor import ShardedTensor
 from dshard.units.unit import Unit
+
+
+def _is_others(tensor: Tensor) -> bool:
+    """Whether a tensor lies in memory that another process shares."""
+    at = tensor.untyped_storage().data_ptr()
+    mapped = list(host_arena._Known.others.values())
+    return any(each.address <= at < each.address + each.num_bytes for each in mapped)
 
 
 class CountedPeak(TorchDispatchMode):
@@ -52,7 +60,7 @@ class CountedPeak(TorchDispatchMode):
         storage = value.untyped_storage()
         num_bytes, known = storage.nbytes(), self._alive.get(storage._cdata)
         is_known = known is not None and known[1] == num_bytes and not known[0].expired()
-        if num_bytes and (is_new or not is_known) and not is_others(value):
+        if num_bytes and (is_new or not is_known) and not _is_others(value):
             self._alive[storage._cdata] = StorageWeakRef(storage), num_bytes
             self._most_bytes += num_bytes
 

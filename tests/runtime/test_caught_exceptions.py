@@ -142,6 +142,8 @@ def test_an_exception_in_the_loss_of_one_rank_is_a_collective_of_another_name(st
 def test_replicas_of_such_a_rank_raise_in_time_and_name_it(place):
     with World(4, group_timeout_s=TIMEOUT_S, grace_s=3 * TIMEOUT_S) as world:
         found = world.run(fails_alone, Case(("full",) * DEPTH, replicas=2), place)
+    # The replicas time out together. Whoever looks first raises a DivergenceError and writes down which ranks are at
+    # something else; to whoever looks later they are lost, "as rank 2 found". Both name the rank that is to blame.
     for texts in found:
         assert re.search(
             r"(Divergence|RankLost)Error: .*[Rr]ank 1 raised .* in step 3, which its program has caught", texts[-1]

@@ -172,9 +172,3 @@ def map_others(pid: int, fd: int, nonce: bytes, num_bytes: int) -> Mapped:
                 os.close(handle)
             _Known.others[nonce] = known
         return known
-
-
-def is_others(tensor: Tensor) -> bool:
-    """Whether a tensor lies in what another process shares."""
-    at = tensor.untyped_storage().data_ptr()
-    return any(each.address <= at < each.address + each.num_bytes for each in list(_Known.others.values()))
