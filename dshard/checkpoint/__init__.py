@@ -4,13 +4,11 @@ from dshard.checkpoint.asynchronous import PendingSave
 from dshard.checkpoint.checking import Finding, Report, check, repair
 from dshard.checkpoint.exporting import merge, save_safetensors
 from dshard.checkpoint.loading import load
-from dshard.checkpoint.peers import PeerSnapshots
 from dshard.checkpoint.pretrained import load_safetensors
 from dshard.checkpoint.saving import save
 
 __all__ = [
     "Finding",
-    "PeerSnapshots",
     "PendingSave",
     "Report",
     "check",

@@ -243,19 +243,6 @@ class Contents:
         """Names of tensors that every rank holds whole, with values that may differ: buffers, step counts."""
         return [name for name, tensor in self.tensors.items() if not _is_cut(tensor)]
 
-    def held(self) -> list[Piece]:
-        """Return this rank's whole part of every tensor, also where other ranks have copies.
-
-        Communicates:
-            As `pieces`.
-        """
-        found = []
-        for name, tensor in self.tensors.items():
-            is_others = isinstance(tensor, DTensor) and not isinstance(tensor, ShardedTensor)  # not of fully_shard
-            values = tensor.to_local().detach() if is_others else _local(name, tensor)  # type: ignore[attr-defined]
-            found.append(Piece(name, box_of(tensor), values, _is_cut(tensor)))
-        return found
-
     def pieces(self, rank: int, num_ranks: int, are_alike: Sequence[bool]) -> list[Piece]:
         """Return the pieces that this rank writes.
 

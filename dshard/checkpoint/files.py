@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, TensorSpec, safe_open, serialize, serialize_file
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
 from dshard.checkpoint.disk import closing, read_padded
@@ -248,7 +248,8 @@ def write_file(path: Path, pieces: Sequence[Piece]) -> StoredFile:
         OSError: It cannot be written.
     """
     raw, by_name, stored = {p.name: host_bytes(p.values) for p in pieces}, {p.name: p for p in pieces}, {}
-    with closing(_create(path, _specs(pieces, raw), {"dshard": "a shard of a checkpoint"})) as opened:
+    specs = {p.name: _spec(p.values.dtype, p.values.shape, raw[p.name].data_ptr()) for p in pieces}
+    with closing(_create(path, specs, {"dshard": "a shard of a checkpoint"})) as opened:
         size = os.fstat(opened).st_size
         at = size - sum(map(len, raw.values()))
         header = memoryview(bytearray(at))
@@ -260,16 +261,6 @@ def write_file(path: Path, pieces: Sequence[Piece]) -> StoredFile:
             at += len(view)
         os.fsync(opened)
     return StoredFile(path.name, size, sum_of(header), stored)
-
-
-def as_bytes(pieces: Sequence[Piece]) -> bytes:
-    """Return the content of a safetensors file of pieces."""
-    raw = {piece.name: host_bytes(piece.values) for piece in pieces}
-    return bytes(serialize(_specs(pieces, raw)))
-
-
-def _specs(pieces: Sequence[Piece], raw: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
-    return {p.name: _spec(p.values.dtype, p.values.shape, raw[p.name].data_ptr()) for p in pieces}
 
 
 def _spec(dtype: torch.dtype, shape: Sequence[int], address: int) -> TensorSpec:

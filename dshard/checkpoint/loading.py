@@ -90,21 +90,30 @@ def load(
     token, _, name = share(group, chosen).partition("/")
     folder = Path(directory) / name if name else Path(directory)
     job = together(group, lambda: _read_all(folder, token, known, model, optimizer, group), what)
-    finish(job, model, optimizer, group)
+    _finish(job, model, optimizer, group)
     return job.extra
 
 
 def _read_all(
     folder: Path, token: str, known: Manifest | None, model: nn.Module, optimizer: Any, group: ShardGroup
 ) -> Load:
-    """Read and compare all that this rank needs of a checkpoint."""
+    """Read and compare everything that goes into a model and its optimizers.
+
+    Raises:
+        CheckpointError: The checkpoint is of others, or damaged.
+    """
+    optimizers = contents.optimizers_by_prefix(optimizer)
     manifest = known or read_manifest(folder)
     if manifest.facts["token"] != token:
         raise CheckpointError(
             f"{folder}: all ranks must read one checkpoint, but another save has replaced it meanwhile. Load it again."
         )
     with outside_autograd(), Reader(folder, manifest) as reader:
-        job = prepared(Source(folder, manifest, reader, group), model, optimizer)
+        source, job = Source(folder, manifest, reader, group), Load(manifest)
+        source = replace(source, own=_read_own(source))
+        _prepare_model(source, model, job)
+        prepare_optimizers(source, model, optimizers, job)
+        _prepare_own(source, job)
         for name in sorted(reader.rebuilt):
             _LOG.warning(
                 "%s: damaged or missing, so read from parity. dshard check --repair restores it.", folder / name
@@ -112,22 +121,7 @@ def _read_all(
     return job
 
 
-def prepared(source: Source, model: nn.Module, optimizer: Any) -> Load:
-    """Read and compare everything that goes into a model and its optimizers.
-
-    Raises:
-        CheckpointError: It is of others, or damaged.
-    """
-    optimizers = contents.optimizers_by_prefix(optimizer)
-    job = Load(source.manifest)
-    source = replace(source, own=_read_own(source))
-    _prepare_model(source, model, job)
-    prepare_optimizers(source, model, optimizers, job)
-    _prepare_own(source, job)
-    return job
-
-
-def finish(job: Load, model: nn.Module, optimizer: Any, group: ShardGroup) -> None:
+def _finish(job: Load, model: nn.Module, optimizer: Any, group: ShardGroup) -> None:
     """Write the values that were read into the model and its optimizers.
 
     Raises:

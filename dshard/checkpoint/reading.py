@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,13 +26,6 @@ from dshard.tensor import ShardedTensor
 from dshard.tensor.subclass_shards import subclass_gathers
 
 _VERIFY_BYTES = 1 << 25  # at a time; a multiple of a block
-
-
-class BoxReader(Protocol):
-    """Reads boxes of tensors."""
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """Return the values of a box, on the host."""
 
 
 class Reader:
@@ -236,7 +229,7 @@ class Source:
 
     folder: Path
     manifest: Manifest
-    reader: BoxReader
+    reader: Reader
     group: ShardGroup
     own: Mapping[str, Any] = field(default_factory=dict)
 

@@ -173,8 +173,6 @@ TABLE = {  # "?": or None
     },
     "checkpoint.load": {"directory": "path", "model": "module", "optimizer": "optimizers?"},
     "checkpoint.merge": {"checkpoint": "path", "out": "path", "max_shard_bytes": "from 1"},
-    "PeerSnapshots": {"model": "module", "optimizer": "optimizers?", "every": "from 1"},
-    "PeerSnapshots.step": {"step": "from 0", "extra": "anything"},
     "save_safetensors": {
         "module": "module",
         "path_or_dir": "path",

@@ -499,8 +499,6 @@ def calls(on: Things) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             for name in ("save", "load")
         },
         "checkpoint.merge": (dshard.checkpoint.merge, {"checkpoint": "x", "out": "y"}),
-        "PeerSnapshots": (dshard.checkpoint.PeerSnapshots, {"model": on.sharded}),
-        "PeerSnapshots.step": (object.__new__(dshard.checkpoint.PeerSnapshots).step, {}),
         **{
             name: (getattr(dshard, name), {"module": on.sharded, "path_or_dir": "x"})
             for name in ("save_safetensors", "load_safetensors")

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 import dshard
-from dshard.checkpoint.peers import PeerSnapshots
 from dshard.testing import WorldPool
 
 
@@ -57,7 +56,6 @@ def call(name: str, folder: Path) -> tuple[str, bool]:
         "target": lambda: enter(dshard.gathered(model if is_first else model[0], writeback=True)),
         "set_strategy": lambda: dshard.set_strategy(model, "zero2", optimizer=optimizer if is_first else None),
         "to_plain": lambda: dshard.to_plain(model, rank=0 if is_first else None),
-        "PeerSnapshots": lambda: PeerSnapshots(model, optimizer, every=1 + rank),
     }
     try:
         calls[name]()
@@ -83,7 +81,6 @@ ARGUMENTS = {
     "target": "target",
     "set_strategy": "optimizer",
     "to_plain": "rank",
-    "PeerSnapshots": "every",
 }
 
 
