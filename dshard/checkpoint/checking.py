@@ -1,7 +1,6 @@
 """Compare every byte of a checkpoint with its sum, in one process and without a model; rebuild files from parity."""
 
 import os
-import zlib
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from dshard import arguments
 from dshard.checkpoint import disk
 from dshard.checkpoint.folders import checkpoints_in
 from dshard.checkpoint.manifest import MANIFEST, Manifest, read_copy, read_manifest
-from dshard.checkpoint.parity import Row, group_around
+from dshard.checkpoint.parity import group_around
 from dshard.checkpoint.reading import Reader
 from dshard.errors import CheckpointError
 
@@ -97,40 +96,24 @@ def repair(directory: str | os.PathLike[str]) -> list[Path]:
 def _check(folder: Path) -> Report:
     """Compare all files of one checkpoint."""
     manifest = read_manifest(folder)
+    files = (*manifest.files, *manifest.rows)
     damaged: dict[str, str] = {}
-    with Reader(folder, replace(manifest, rows=())) as reader:
-        for index, file in enumerate(manifest.files):
+    with Reader(folder, replace(manifest, rows=())) as reader:  # without rows, which would stand in for files
+        for file in files:
             try:
-                reader.verify(index)
+                reader.verify(file)
             except CheckpointError as error:
                 damaged[file.name] = str(error)
-    for row in manifest.rows:
-        if problem := _problem_of_row(folder / row.name, row):
-            damaged[row.name] = problem
     for name in (MANIFEST, manifest.copy_name) if manifest.rows else ():
         with suppress(CheckpointError):
             if read_copy(folder / name).to_bytes() == manifest.to_bytes():
                 continue
         damaged[name] = f"{folder / name}: must be the manifest that was saved, but it is missing or damaged."
     findings = tuple(Finding(name, text, _is_mendable(name, manifest, damaged)) for name, text in damaged.items())
-    sizes = [file.size for file in manifest.files] + [row.size for row in manifest.rows]
-    step, ranks = manifest.facts["step"], manifest.world_size
-    return Report(folder, step, ranks, sum(sizes), len(manifest.tensors), bool(manifest.rows), findings)
-
-
-def _problem_of_row(path: Path, row: Row) -> str | None:
-    """Compare a row of parity; return what is wrong with it, or None."""
-    found = num_read = 0
-    try:
-        with disk.closing(disk.open_regular(path)) as opened:
-            size = os.fstat(opened).st_size
-            for offset, part in disk.buffers(size if size == row.size else 0):
-                num_read += disk.read_padded(opened, part, offset)
-                found = zlib.crc32(part, found)
-    except (OSError, CheckpointError) as error:
-        return f"{path}: a row of parity must be readable, but {error}."
-    is_whole = (num_read, found) == (row.size, row.checksum)
-    return None if is_whole else f"{path}: must have the {row.size} bytes that were saved, but it has others."
+    num_bytes, num_tensors = sum(file.size for file in files), len(manifest.tensors)
+    return Report(
+        folder, manifest.facts["step"], manifest.world_size, num_bytes, num_tensors, bool(manifest.rows), findings
+    )
 
 
 def _is_mendable(name: str, manifest: Manifest, damaged: Collection[str]) -> bool:
@@ -139,10 +122,14 @@ def _is_mendable(name: str, manifest: Manifest, damaged: Collection[str]) -> boo
         return False
     if name in (MANIFEST, manifest.copy_name):
         return True
-    shards, rows = [file.name for file in manifest.files], [row.name for row in manifest.rows]
-    index = shards.index(name) if name in shards else rows.index(name)
-    group = group_around(index, len(shards))
-    return not any(shards[i] in damaged or rows[i] in damaged for i in group if i != index)
+    index, num_files = _index_of(name, manifest) % manifest.world_size, manifest.world_size
+    others = [i for i in group_around(index, num_files) if i != index]
+    return not any(manifest.files[i].name in damaged or manifest.rows[i].name in damaged for i in others)
+
+
+def _index_of(name: str, manifest: Manifest) -> int:
+    """Return the number of a file among those of the ranks and then their rows."""
+    return [file.name for file in (*manifest.files, *manifest.rows)].index(name)
 
 
 def _write_anew(folder: Path, manifest: Manifest, name: str) -> Path:
@@ -152,21 +139,15 @@ def _write_anew(folder: Path, manifest: Manifest, name: str) -> Path:
         disk.write_whole(path, manifest.to_bytes())
         return path
     draft = disk.partial_name(path)
-    shards, rows = [file.name for file in manifest.files], [row.name for row in manifest.rows]
-    is_shard = name in shards
-    index = shards.index(name) if is_shard else rows.index(name)
-    size = manifest.files[index].size if is_shard else manifest.rows[index].size
+    row, index = divmod(_index_of(name, manifest), manifest.world_size)
+    file = (manifest.rows if row else manifest.files)[index]
     try:
         with Reader(folder, manifest) as reader, disk.create(draft) as opened:
-            for offset, part in disk.buffers(size):
-                (reader.rebuild if is_shard else reader.row)(index, part, offset)
+            for offset, part in disk.buffers(file.size):
+                (reader.row if row else reader.rebuild)(index, part, offset)
                 disk.write_all(opened, part)
-        if is_shard:
-            files = [replace(file, name=draft.name) if i == index else file for i, file in enumerate(manifest.files)]
-            with Reader(folder, replace(manifest, files=tuple(files), rows=())) as reader:
-                reader.verify(index)
-        elif problem := _problem_of_row(draft, manifest.rows[index]):
-            raise CheckpointError(problem)
+        with Reader(folder, replace(manifest, rows=())) as reader:
+            reader.verify(replace(file, name=draft.name))
         draft.rename(path)
     finally:
         with suppress(OSError):

@@ -26,7 +26,7 @@ from dshard.errors import CheckpointError
 from dshard.tensor.views import bytes_of
 
 BLOCK_BYTES = 1 << 18  # what one sum is of: a reader of a part of a piece reads at most two of them too many
-FILE_NAME = re.compile(r"shard-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.safetensors")
+FILE_NAME = re.compile(r"(shard-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.safetensors|parity-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.bin)")
 _SUM_DIGITS = 8
 _MAX_COUNT = 1 << 62
 _WRITE_BYTES = 1 << 26  # that are converted and copied to the host at a time
@@ -166,44 +166,39 @@ class StoredPiece:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One rank's file.
+    """One rank's file: a safetensors file, or a row of parity, which has no header and a single piece.
 
     Args:
         name: In the checkpoint's folder.
         size: In bytes.
-        header_sum: CRC-32 of what lies ahead of the pieces.
+        header_bytes: Number of bytes ahead of the pieces.
+        header_sum: CRC-32 of these.
         pieces: By the names of their tensors, in the order in which they lie in the file.
     """
 
     name: str
     size: int
+    header_bytes: int
     header_sum: str
     pieces: Mapping[str, StoredPiece]
-
-    @property
-    def header_bytes(self) -> int:
-        """Number of bytes ahead of the pieces."""
-        return self.size - sum(piece.num_bytes for piece in self.pieces.values())
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that describes it in the manifest."""
         tensors = {name: piece.to_json() for name, piece in self.pieces.items()}
-        return {"name": self.name, "size": self.size, "header_crc32": self.header_sum, "tensors": tensors}
+        header = {"header_bytes": self.header_bytes, "header_crc32": self.header_sum}
+        return {"name": self.name, **header, "tensors": tensors}
 
     @classmethod
     def from_json(cls, value: Any) -> "StoredFile":
         """Read the object of `to_json`; raises ValueError, KeyError or TypeError for anything else."""
-        name, (size,) = value["name"], counts([value["size"]])
-        require(FILE_NAME.fullmatch(name), f"a file must be named as a shard is, in this folder, but is {name!r:.80}")
+        name, (header_bytes,) = value["name"], counts([value["header_bytes"]])
+        require(FILE_NAME.fullmatch(name), f"a file must be named as a save names it, but is {name!r:.80}")
         pieces: dict[str, StoredPiece] = {}
+        at = header_bytes
         for key, each in value["tensors"].items():
-            pieces[key] = StoredPiece.from_json(key, each, 0)
-        at = header = size - sum(piece.num_bytes for piece in pieces.values())
-        require(header >= 0, f"'{name}' has {size} bytes, which are fewer than those of its pieces")
-        for key, piece in pieces.items():
-            pieces[key] = StoredPiece(piece.dtype, piece.box, piece.sums, at)
-            at += piece.num_bytes
-        return cls(name, size, value["header_crc32"], pieces)
+            pieces[key] = StoredPiece.from_json(key, each, at)
+            at += pieces[key].num_bytes
+        return cls(name, at, header_bytes, value["header_crc32"], pieces)
 
 
 def counts(value: Any) -> tuple[int, ...]:
@@ -222,6 +217,11 @@ def require(is_so: object, what: str) -> None:
 def sum_of(content: bytes | memoryview) -> str:
     """Return the CRC-32 of some bytes, in hex."""
     return f"{zlib.crc32(content):0{_SUM_DIGITS}x}"
+
+
+def sums_of(content: memoryview) -> str:
+    """Return the CRC-32 of each block of some bytes, in hex, one after the other."""
+    return "".join(sum_of(content[begin : begin + BLOCK_BYTES]) for begin in range(0, len(content), BLOCK_BYTES))
 
 
 def memory_of(raw: Tensor) -> memoryview:
@@ -256,11 +256,10 @@ def write_file(path: Path, pieces: Sequence[Piece]) -> StoredFile:
         read_padded(opened, header, 0)
         for name in _order_in(path):
             view, piece = memory_of(raw[name]), by_name[name]
-            sums = [sum_of(view[begin : begin + BLOCK_BYTES]) for begin in range(0, len(view), BLOCK_BYTES)]
-            stored[name] = StoredPiece(piece.values.dtype, piece.box, "".join(sums), at)
+            stored[name] = StoredPiece(piece.values.dtype, piece.box, sums_of(view), at)
             at += len(view)
         os.fsync(opened)
-    return StoredFile(path.name, size, sum_of(header), stored)
+    return StoredFile(path.name, size, len(header), sum_of(header), stored)
 
 
 def _spec(dtype: torch.dtype, shape: Sequence[int], address: int) -> TensorSpec:

@@ -16,11 +16,11 @@ from pathlib import Path
 from dshard.checkpoint.disk import closing, locked, make_folder, partial_name, sync_folder, try_lock
 from dshard.checkpoint.files import FILE_NAME
 from dshard.checkpoint.manifest import COPY_NAME, MANIFEST, Manifest, is_checkpoint, read_manifest
-from dshard.checkpoint.parity import ROW_NAME, group_around
+from dshard.checkpoint.parity import group_around
 from dshard.errors import CheckpointError
 
 _LOCK = "dshard.lock"
-_IN_PLACE = re.compile("|".join((COPY_NAME.pattern, FILE_NAME.pattern, ROW_NAME.pattern, re.escape(_LOCK))))
+_IN_PLACE = re.compile("|".join((COPY_NAME.pattern, FILE_NAME.pattern, re.escape(_LOCK))))
 _OURS = re.compile(_IN_PLACE.pattern + r"|dshard\.json|(part|row)-\d{5,}\.json")
 _POLL_S = 0.001
 _DRAFTS = re.compile(r"\.tmp\w+")  # of a file that safetensors was writing

@@ -16,7 +16,7 @@ import torch
 
 from dshard.checkpoint.disk import open_regular
 from dshard.checkpoint.files import Box, StoredFile, StoredPiece, counts, require
-from dshard.checkpoint.parity import Row, Stripes, group_around
+from dshard.checkpoint.parity import Stripes, group_around
 from dshard.errors import CheckpointError
 
 MANIFEST = "dshard.json"
@@ -92,7 +92,7 @@ class Manifest:
     files: tuple[StoredFile, ...]
     tensors: dict[str, StoredTensor]
     aliases: dict[str, str]
-    rows: tuple[Row, ...] = ()
+    rows: tuple[StoredFile, ...] = ()
 
     @property
     def names(self) -> set[str]:
@@ -250,7 +250,7 @@ def _checked(value: dict[str, Any]) -> Manifest:
     for name, target in aliases.items():
         is_known = name not in tensors and (target in tensors or own_name(0, target) in tensors)
         require(is_known, f"'{name}' must be another name of a tensor, but '{str(target)[:80]}' is none")
-    rows = tuple(Row.from_json(row) for row in body["parity"] or ())
+    rows = tuple(StoredFile.from_json(row) for row in body["parity"] or ())
     manifest = Manifest({name: body[name] for name in _FACTS}, files, tensors, aliases, rows)
     require(not rows or 1 < len(rows) == len(files), f"{len(rows)} of {len(files)} ranks have a row of parity")
     for index, row in enumerate(rows):

@@ -6,48 +6,20 @@ together are 1/(n - 1) of the files, and a rank that is lost takes along its fil
 is in: what is left of each row, XORed, is its stripe.
 """
 
-import re
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import torch
 
 from dshard.checkpoint.disk import buffers, create, write_all
-from dshard.checkpoint.files import counts, require
+from dshard.checkpoint.files import Box, StoredFile, StoredPiece, sum_of, sums_of
 
 MAX_GROUP = 16  # files: of more, several may be lost at a time
-ROW_NAME = re.compile(r"parity-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.bin")
 
 Read = Callable[[int, memoryview, int], None]  # bytes of a member from an offset on; zeros beyond its end
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A row of a checkpoint.
-
-    Args:
-        name: Of its file.
-        size: In bytes.
-        checksum: CRC-32 of them.
-    """
-
-    name: str
-    size: int
-    checksum: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the object that describes it in the manifest."""
-        return {"name": self.name, "size": self.size, "crc32": self.checksum}
-
-    @classmethod
-    def from_json(cls, value: Any) -> "Row":
-        """Read the object of `to_json`; raises ValueError, KeyError or TypeError for anything else."""
-        require(ROW_NAME.fullmatch(value["name"]), f"no row may be named {value['name']!r:.80}")
-        return cls(value["name"], *counts([value["size"], value["crc32"]]))
 
 
 def group_around(index: int, num_files: int) -> range:
@@ -115,8 +87,8 @@ class Stripes:
             done += len(part)
 
 
-def write_row(path: Path, row: int, sizes: Sequence[int], read: Read) -> Row:
-    """Write a group's row.
+def write_row(path: Path, row: int, sizes: Sequence[int], read: Read) -> StoredFile:
+    """Write a group's row, and return what the manifest is to say of it.
 
     Args:
         path: A new file.
@@ -127,10 +99,11 @@ def write_row(path: Path, row: int, sizes: Sequence[int], read: Read) -> Row:
     Raises:
         OSError: It cannot be written.
     """
-    stripes, checksum = Stripes(tuple(sizes)), 0
+    stripes, sums = Stripes(tuple(sizes)), ""
     with create(path) as opened:
         for offset, part in buffers(stripes.length):
             stripes.row_bytes(row, read, part, offset)
-            checksum = zlib.crc32(part, checksum)
+            sums += sums_of(part)
             write_all(opened, part)
-    return Row(path.name, stripes.length, checksum)
+    piece = StoredPiece(torch.uint8, Box.whole((stripes.length,)), sums, 0)
+    return StoredFile(path.name, stripes.length, 0, sum_of(b""), {"row": piece})

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dshard.checkpoint import disk
-from dshard.checkpoint.files import BLOCK_BYTES, NAMES, Box, StoredPiece, memory_of, sum_of
+from dshard.checkpoint.files import BLOCK_BYTES, NAMES, Box, StoredFile, memory_of, sum_of
 from dshard.checkpoint.manifest import Manifest, StoredTensor
 from dshard.checkpoint.values import decode
 from dshard.collectives import ShardGroup
@@ -40,7 +40,7 @@ class Reader:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest, self._stack = folder, manifest, ExitStack()
-        self._opened: dict[int, CheckpointError | None] = {}  # by number of the file: why it cannot be read
+        self._opened: dict[str, CheckpointError | None] = {}  # by file name: why it cannot be read
         self._raw: dict[str, int] = {}  # open file descriptors, by file name
         self.rebuilt: set[str] = set()  # names of files that parity stood in for
 
@@ -57,22 +57,23 @@ class Reader:
             CheckpointError: A file is missing, cut short or damaged; names it and the tensor.
         """
         stored = self._manifest.tensors[name]
-        for index, piece in stored.pieces:
-            if piece.box == box:
-                return self._range(index, name, 0, piece.num_bytes).view(stored.dtype).view(box.sizes)
+        pieces = [(self._manifest.files[index], piece.box) for index, piece in stored.pieces]
+        for file, held in pieces:
+            if held == box:
+                return self._part(file, name, box)
         out = torch.empty(box.sizes, dtype=stored.dtype, device="cpu")
-        for index, piece in stored.pieces:
-            common = box.overlap(piece.box)
+        for file, held in pieces:
+            common = box.overlap(held)
             if common is not None:
-                out[common.within(box)] = self._part(index, name, piece, common)
+                out[common.within(box)] = self._part(file, name, common)
         return out
 
-    def verify(self, index: int) -> None:
-        """Read and compare a whole file; raises as `read`."""
-        self._open(index)
-        for name, piece in self._manifest.files[index].pieces.items():
+    def verify(self, file: StoredFile) -> None:
+        """Read and compare a whole file of the checkpoint, or a row; raises as `read`."""
+        self._open(file)
+        for name, piece in file.pieces.items():
             for begin in range(0, piece.num_bytes, _VERIFY_BYTES):
-                self._range(index, name, begin, min(begin + _VERIFY_BYTES, piece.num_bytes))
+                self._range(file, name, begin, min(begin + _VERIFY_BYTES, piece.num_bytes))
 
     def rebuild(self, index: int, target: memoryview, offset: int) -> None:
         """Rebuild a file's bytes from an offset on, from the other files of its group and the rows.
@@ -83,8 +84,7 @@ class Reader:
         group, stripes = self._manifest.stripes_around(index)
 
         def read_row(member: int, into: memoryview, at: int) -> None:
-            row = self._manifest.rows[group.start + member]
-            self._fill(row.name, row.size, into, at)
+            self._fill(self._manifest.rows[group.start + member], into, at)
 
         stripes.rebuild(index - group.start, partial(self._read_member, group.start), read_row, target, offset)
 
@@ -102,28 +102,30 @@ class Reader:
         """Read a file of a group, with zeros beyond its end."""
         file = self._manifest.files[start + member]
         inside = max(0, min(len(into), file.size - at))
-        self._fill(file.name, file.size, into[:inside], at)
+        self._fill(file, into[:inside], at)
         into[inside:] = bytes(len(into) - inside)
 
-    def _part(self, index: int, name: str, piece: StoredPiece, box: Box) -> Tensor:
+    def _part(self, file: StoredFile, name: str, box: Box) -> Tensor:
         """Read a box of a piece: a view of the values from its first to its last element."""
+        piece = file.pieces[name]
+        if not box.numel:
+            return torch.empty(box.sizes, dtype=piece.dtype, device="cpu")
         inner, itemsize = box.within(piece.box), piece.dtype.itemsize
         strides = [math.prod(piece.box.sizes[dim + 1 :]) for dim in range(len(inner))]
         first = sum(each.start * stride for each, stride in zip(inner, strides, strict=True))
         last = sum((each.stop - 1) * stride for each, stride in zip(inner, strides, strict=True))
-        raw = self._range(index, name, first * itemsize, (last + 1) * itemsize)
+        raw = self._range(file, name, first * itemsize, (last + 1) * itemsize)
         return raw.view(piece.dtype).as_strided(box.sizes, strides)
 
-    def _range(self, index: int, name: str, begin: int, end: int) -> Tensor:
+    def _range(self, file: StoredFile, name: str, begin: int, end: int) -> Tensor:
         """Read a piece's bytes into new memory and compare them; shape (end - begin,), uint8."""
-        file = self._manifest.files[index]
         piece = file.pieces[name]
         low, high = begin // BLOCK_BYTES * BLOCK_BYTES, min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, piece.num_bytes)
         found = torch.empty(high - low, dtype=torch.uint8, device="cpu")
         error = None
         try:
-            self._open(index)
-            self._fill(file.name, file.size, memory_of(found), piece.start + low)
+            self._open(file)
+            self._fill(file, memory_of(found), piece.start + low)
         except CheckpointError as caught:
             error = caught
         content = memory_of(found)
@@ -135,54 +137,58 @@ class Reader:
             failed = error or self._damage(
                 file.name, f"values must be those that were saved, but '{name}' has other bytes {where}"
             )
-            self._rebuild_or(failed, index, block, start)
+            self._rebuild_or(failed, file, block, start)
             if not piece.is_whole(block, at // BLOCK_BYTES):
                 raise failed
         return found[begin - low : end - low]
 
-    def _rebuild_or(self, failed: CheckpointError, index: int, target: memoryview, start: int) -> None:
+    def _rebuild_or(self, failed: CheckpointError, file: StoredFile, target: memoryview, start: int) -> None:
         """Rebuild bytes of a file that could not be read, or raise why it could not be."""
         if not self._manifest.rows:
             raise failed
         try:
-            self.rebuild(index, target, start)
+            self.rebuild(self._manifest.files.index(file), target, start)
         except CheckpointError as other:
             raise CheckpointError(f"{failed} Parity cannot stand in: {other}") from failed
-        self.rebuilt.add(self._manifest.files[index].name)
+        self.rebuilt.add(file.name)
 
-    def _open(self, index: int) -> None:
+    def _open(self, file: StoredFile) -> None:
         """Compare a file's size and header with the manifest, once.
 
         `safetensors` says what the file holds. Values are read with preadv at the offsets in the manifest, and not
         through the package's mapping of the file: there a disk error or a truncated file ends the process by SIGBUS.
         """
-        if index not in self._opened:
-            self._opened[index] = None
-            file = self._manifest.files[index]
-            header = memoryview(bytearray(file.header_bytes))
+        if file.name not in self._opened:
+            self._opened[file.name] = None
             try:
-                self._fill(file.name, file.size, header, 0)
-                if sum_of(header) != file.header_sum:
-                    raise self._damage(file.name, "its header must be the one that was saved, but it is another")
-                with safe_open(self._folder / file.name, "np") as opened:  # which opens the file once
-                    for name, piece in file.pieces.items():
-                        found = opened.get_slice(name).get_dtype(), tuple(opened.get_slice(name).get_shape())
-                        if found != (NAMES[piece.dtype], piece.box.sizes):
-                            raise self._damage(file.name, f"'{name}' must be as the manifest says, but it is {found}")
+                self._compare_header(file)
             except CheckpointError as error:
-                self._opened[index] = error
+                self._opened[file.name] = error
             except (SafetensorError, OSError) as error:
-                self._opened[index] = self._damage(file.name, f"it must be readable, but {error}")
-        if (failed := self._opened[index]) is not None:
+                self._opened[file.name] = self._damage(file.name, f"it must be readable, but {error}")
+        if (failed := self._opened[file.name]) is not None:
             raise failed
 
-    def _fill(self, name: str, size: int, target: memoryview, offset: int) -> None:
+    def _compare_header(self, file: StoredFile) -> None:
+        header = memoryview(bytearray(file.header_bytes))
+        self._fill(file, header, 0)
+        if sum_of(header) != file.header_sum:
+            raise self._damage(file.name, "its header must be the one that was saved, but it is another")
+        if not file.header_bytes:
+            return  # a row of parity
+        with safe_open(self._folder / file.name, "np") as opened:  # which opens the file once
+            for name, piece in file.pieces.items():
+                found = opened.get_slice(name).get_dtype(), tuple(opened.get_slice(name).get_shape())
+                if found != (NAMES[piece.dtype], piece.box.sizes):
+                    raise self._damage(file.name, f"'{name}' must be as the manifest says, but it is {found}")
+
+    def _fill(self, file: StoredFile, target: memoryview, offset: int) -> None:
         """Fill a buffer with a file's bytes, after its size was compared."""
-        path = self._folder / name
+        path, name = self._folder / file.name, file.name
         try:
             if name not in self._raw:
-                if (found := disk.check_regular(path).st_size) != size:
-                    raise self._damage(name, f"it must have the {size} bytes that were saved, but has {found}")
+                if (found := disk.check_regular(path).st_size) != file.size:
+                    raise self._damage(name, f"it must have the {file.size} bytes that were saved, but has {found}")
                 self._raw[name] = self._stack.enter_context(disk.closing(disk.open_regular(path)))
             if disk.read_padded(self._raw[name], target, offset) != len(target):
                 raise self._damage(name, f"it must be readable to its end, but ends before {offset + len(target)}")

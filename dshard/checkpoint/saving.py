@@ -35,7 +35,7 @@ from dshard.checkpoint.disk import closing, open_regular, partial_name, read_pad
 from dshard.checkpoint.files import Piece, StoredFile, memory_of, write_file
 from dshard.checkpoint.folders import Draft, prune
 from dshard.checkpoint.manifest import MANIFEST, Manifest, tensors_of
-from dshard.checkpoint.parity import Row, group_around, write_row
+from dshard.checkpoint.parity import group_around, write_row
 from dshard.checkpoint.values import encode
 from dshard.collectives import ShardGroup, timeout_of
 from dshard.collectives.watchdog import found_dead
@@ -396,7 +396,7 @@ class Job:
         files = tuple(StoredFile.from_json(self._part_of(rank)) for rank in range(self.num_ranks))
         facts = {**self.facts, "token": self._token, "run": self.lineage.run, "sequence": self.lineage.advance()}
         kinds = ("part", "row") if self.has_parity else ("part",)
-        rows = [Row.from_json(self._part_of(rank, "row")) for rank in range(self.num_ranks) if self.has_parity]
+        rows = [StoredFile.from_json(self._part_of(rank, "row")) for rank in range(self.num_ranks) if self.has_parity]
         try:
             manifest = Manifest(facts, files, tensors_of(files), self.aliases, tuple(rows))
         except ValueError as error:

@@ -69,11 +69,11 @@ def test_every_byte_of_a_file_has_a_sum(tmp_path):
     for at in range(len(content)):
         path.write_bytes(content[:at] + bytes([content[at] ^ 64]) + content[at + 1 :])
         with reading.Reader(tmp_path, manifest) as reader, pytest.raises(CheckpointError, match=path.name):
-            reader.verify(0)
+            reader.verify(manifest.files[0])
     for other in (content[:-1], content + b"\0", b""):
         path.write_bytes(other)
         with (
             reading.Reader(tmp_path, manifest) as reader,
             pytest.raises(CheckpointError, match="bytes that were saved"),
         ):
-            reader.verify(0)
+            reader.verify(manifest.files[0])
