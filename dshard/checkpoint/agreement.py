@@ -93,4 +93,5 @@ def _only_text(group: ShardGroup, text: bytes) -> bytes:
 def _text(error: Exception | None, what: str) -> str:
     if error is None or isinstance(error, DShardError):
         return str(error)
-    return f"{what}, but {type(error).__name__}: {error}. Check the path, its permissions and the space left."
+    way = "the path, its permissions and the space left" if isinstance(error, OSError) else "its traceback on that rank"
+    return f"{what}, but {type(error).__name__}: {error}. Check {way}."

@@ -19,7 +19,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
 from dshard.checkpoint.files import Box, Piece, check_dtype
-from dshard.checkpoint.manifest import own_name
+from dshard.checkpoint.manifest import OWN, own_name
 from dshard.checkpoint.values import encode
 from dshard.collectives import ShardGroup
 from dshard.errors import CheckpointError
@@ -29,7 +29,6 @@ from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import full_shape, tp_layout_of
 from dshard.tensor.subclass_shards import exact_values
 
-OWN = "own"
 _SPLIT_BYTES = 1 << 20  # of a copy that several ranks hold: less than that is written by one of them
 
 

@@ -1,16 +1,16 @@
 """Load a checkpoint: every rank reads and compares all that it needs before any rank changes anything."""
 
 import copy
-import json
 import logging
 import os
 import random
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -25,14 +25,16 @@ from dshard.checkpoint.agreement import group_of, share, together
 from dshard.checkpoint.asynchronous import pending_save
 from dshard.checkpoint.files import Box
 from dshard.checkpoint.folders import find
-from dshard.checkpoint.manifest import Manifest, own_name, read_manifest
-from dshard.checkpoint.optimizers import prepare_optimizers
-from dshard.checkpoint.reading import Load, Reader, Source, writer
+from dshard.checkpoint.manifest import Manifest, StoredTensor, read_manifest
+from dshard.checkpoint.reading import Reader, Source, writer
 from dshard.checkpoint.saving import lineage_of
+from dshard.checkpoint.values import same_kind
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import CheckpointError
 from dshard.optimizer.replace import allocate
 from dshard.tensor import ShardedTensor
+from dshard.tensor.storage import ShardStorage
+from dshard.tensor.subclass_shards import subclass_gathers
 from dshard.tensor.views import bytes_of
 
 _LOG = logging.getLogger("dshard")
@@ -75,7 +77,7 @@ def load(
     check_same("checkpoint.load", {"optimizer": described}, group)
     if (earlier := pending_save(group)) is not None:
         earlier.result()
-    what = f"{directory}: reading the checkpoint failed"
+    what = f"{directory}: a checkpoint must be readable, and as save wrote it"
 
     def choose() -> tuple[str, Manifest | None]:
         arguments.path("checkpoint.load", "directory", directory)
@@ -94,9 +96,30 @@ def load(
     return job.extra
 
 
+@dataclass(slots=True)
+class _Load:
+    """The changes that a load makes when everything was read; none of them can fail, but for `set_extra_state`.
+
+    Args:
+        facts: Of the manifest.
+        extra: What `load` returns.
+        on_meta: Names of parameters and buffers that need memory first.
+        commits: What to do, in order.
+        extra_states: Modules with what their `set_extra_state` is to get, which may raise.
+        groups: Options of the group of each parameter that is trained, by identity.
+    """
+
+    facts: Mapping[str, Any]
+    extra: Any = None
+    on_meta: list[str] = field(default_factory=list)
+    commits: list[Callable[[], object]] = field(default_factory=list)
+    extra_states: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    groups: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+
+
 def _read_all(
     folder: Path, token: str, known: Manifest | None, model: nn.Module, optimizer: Any, group: ShardGroup
-) -> Load:
+) -> _Load:
     """Read and compare everything that goes into a model and its optimizers.
 
     Raises:
@@ -109,10 +132,9 @@ def _read_all(
             f"{folder}: all ranks must read one checkpoint, but another save has replaced it meanwhile. Load it again."
         )
     with outside_autograd(), Reader(folder, manifest) as reader:
-        source, job = Source(folder, manifest, reader, group), Load(manifest)
-        source = replace(source, own=_read_own(source))
+        source, job = Source(folder, manifest, reader, group), _Load(manifest.facts)
         _prepare_model(source, model, job)
-        prepare_optimizers(source, model, optimizers, job)
+        _prepare_optimizers(source, model, optimizers, job)
         _prepare_own(source, job)
         for name in sorted(reader.rebuilt):
             _LOG.warning(
@@ -121,7 +143,7 @@ def _read_all(
     return job
 
 
-def _finish(job: Load, model: nn.Module, optimizer: Any, group: ShardGroup) -> None:
+def _finish(job: _Load, model: nn.Module, optimizer: Any, group: ShardGroup) -> None:
     """Write the values that were read into the model and its optimizers.
 
     Raises:
@@ -137,7 +159,7 @@ def _finish(job: Load, model: nn.Module, optimizer: Any, group: ShardGroup) -> N
             commit()
     _count_alike(model, optimizer, group)
     lineage = lineage_of(model)
-    lineage.run, lineage.sequence = job.manifest.facts["run"], job.manifest.facts["sequence"]
+    lineage.run, lineage.sequence = job.facts["run"], job.facts["sequence"]
 
 
 def _count_alike(model: nn.Module, optimizer: Any, group: ShardGroup) -> None:
@@ -152,7 +174,7 @@ def _count_alike(model: nn.Module, optimizer: Any, group: ShardGroup) -> None:
         storage.tag, storage.num_writes = 0, int(most.item()) + 1
 
 
-def _prepare_model(source: Source, model: nn.Module, job: Load) -> None:
+def _prepare_model(source: Source, model: nn.Module, job: _Load) -> None:
     state = model.state_dict(keep_vars=True)
     contents.check_kept("checkpoint.load", model, state)
     tensors = {
@@ -191,18 +213,18 @@ def _write_by_name(model: nn.Module, name: str, values: Tensor) -> None:
     writer(model.state_dict(keep_vars=True)[name], values)()
 
 
-def _prepare_extra_state(source: Source, model: nn.Module, names: set[str], job: Load) -> None:
-    saved = source.fact("extra_state")
+def _prepare_extra_state(source: Source, model: nn.Module, names: set[str], job: _Load) -> None:
+    saved = source.facts["extra_state"]
     if set(saved) != names:
         differing = sorted(set(saved) ^ names)[0]
         raise source.refusal(
             f"the extra state of modules must be that of the model, but '{differing}' is in one of them alone"
         )
     for name, value in saved.items():
-        job.extra_states.append((model.get_submodule(name.rpartition(".")[0]), source.decoded(value, name)))
+        job.extra_states.append((model.get_submodule(name.rpartition(".")[0]), source.decoded(value)))
 
 
-def _set_extra_states(group: ShardGroup, job: Load) -> None:
+def _set_extra_states(group: ShardGroup, job: _Load) -> None:
     """Set the extra states of modules; if one of them raises on any rank, set all old ones again."""
     before: list[tuple[nn.Module, Any]] = []
 
@@ -211,7 +233,7 @@ def _set_extra_states(group: ShardGroup, job: Load) -> None:
             before.append((module, copy.deepcopy(module.get_extra_state())))
             module.set_extra_state(value)
 
-    if job.manifest.facts["extra_state"]:
+    if job.facts["extra_state"]:
         try:
             together(group, change, "checkpoint.load: set_extra_state of a module failed")
         except CheckpointError:
@@ -220,57 +242,33 @@ def _set_extra_states(group: ShardGroup, job: Load) -> None:
             raise
 
 
-def _read_own(source: Source) -> Mapping[str, Any]:
-    """Read what one rank saved for itself: random states, and facts that differed between ranks."""
-    name = own_name(source.rank, contents.OWN)
-    found = source.manifest.tensors.get(name)
-    if found is None:
-        raise source.damage(name)
-    values = source.reader.read(name, Box.whole(found.shape))
-    try:
-        own = json.loads(values.numpy().tobytes())
-        facts = own.get("facts") or {"optimizers": [], "extra_state": {}}
-        if not isinstance(facts["optimizers"], list) or not isinstance(facts["extra_state"], dict):
-            raise TypeError(f"its facts are {facts!r:.40}")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise source.damage(name, error) from error
-    return dict(own)
-
-
-def _prepare_own(source: Source, job: Load) -> None:
+def _prepare_own(source: Source, job: _Load) -> None:
     """Prepare the random states and the `extra` of this rank."""
     facts = source.manifest.facts
-    try:
-        states = _random_states(source.decoded(source.own["random"], "the random states"))
-        extra = facts["extra"] if facts["are_alike"] else source.own["extra"]
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise source.damage(own_name(source.rank, contents.OWN), error) from error
-    job.extra = source.decoded(extra, "extra")
+    states = _random_states(source.decoded(source.own["random"]))
+    job.extra = source.decoded(facts["extra"] if facts["are_alike"] else source.own["extra"])
     if source.is_same_size:
         job.commits.append(lambda: _set_random_states(states, source.group.device_type))
         return
     different = [
         *(["extras"] if not facts["are_alike"] else []),
-        *(["numbers of optimizers or modules"] if source.own.get("facts") else []),
+        *(["numbers of optimizers or modules"] if source.own["facts"] else []),
     ]
     if different:
         warnings.warn(
             f"checkpoint.load: {source.manifest.world_size} ranks saved different {' and '.join(different)}, and "
             f"{source.group.world_size} read: all get those of rank 0.",
-            stacklevel=7,
+            stacklevel=6,
         )
 
 
 def _random_states(saved: Any) -> dict[str, Any]:
-    """Decode random states and try them on other generators; raises ValueError for states that these refuse."""
+    """Decode random states and try them on other generators, which raise for states that they refuse."""
     states = {**saved, "numpy": {**saved["numpy"], "state": dict(saved["numpy"]["state"])}}
     numpy_state = states["numpy"]["state"]
     if "key" in numpy_state:
         numpy_state["key"] = np.array(numpy_state["key"], dtype=np.uint32)
-    try:
-        torch.Generator("cpu").set_state(states["torch"])
-    except RuntimeError as error:
-        raise ValueError(error) from error
+    torch.Generator("cpu").set_state(states["torch"])
     random.Random().setstate(states["python"])
     if states["numpy"]["bit_generator"] == "MT19937":
         np.random.RandomState().set_state(states["numpy"])
@@ -284,3 +282,148 @@ def _set_random_states(states: Mapping[str, Any], device_type: str) -> None:
     np.random.set_state(states["numpy"])  # noqa: NPY002 - the global one is what was kept
     if "device" in states and device_type != "cpu":
         torch.get_device_module(device_type).set_rng_state(states["device"])
+
+
+# --------------------------------------------------------------------------------------------------- optimizers
+
+
+def _prepare_optimizers(source: Source, model: nn.Module, optimizers: Mapping[str, Optimizer], job: _Load) -> None:
+    """Read and check the states of the optimizers that were passed: as many as were saved, or none.
+
+    Raises:
+        CheckpointError: They are others than those that were saved, or the files are damaged.
+    """
+    saved = source.facts["optimizers"]
+    if len(optimizers) and len(saved) != len(optimizers):
+        raise source.refusal(
+            f"optimizers must be as many as were saved, but it has {len(saved)} and {len(optimizers)} were passed",
+            "Pass those that were saved, in their order, or none to load the model alone",
+        )
+    names = contents.name_of_params(model, optimizers)
+    for optimizer, facts in zip(optimizers.values(), saved, strict=False):
+        if facts["kind"] != type(optimizer).__name__:
+            raise source.refusal(
+                f"the optimizer must be of the class that was saved, but that is {facts['kind']} and this is "
+                f"{type(optimizer).__name__}",
+                "Pass one of that class, or none to load the model alone",
+            )
+        _prepare_groups(source, optimizer, facts["groups"], names, job)
+        _prepare_state(source, optimizer, facts, names, job)
+
+
+def _prepare_groups(
+    source: Source, optimizer: Optimizer, saved: Sequence[Any], names: Mapping[int, str], job: _Load
+) -> None:
+    if len(saved) != len(optimizer.param_groups):
+        raise source.refusal(
+            f"param_groups must be as many as were saved, but those are {len(saved)} and the optimizer has "
+            f"{len(optimizer.param_groups)}"
+        )
+    for i, (facts, group) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
+        own_names = [names[id(p)] for p in group["params"]]
+        if facts["params"] != own_names:
+            raise source.refusal(
+                f"param_groups[{i}] must hold the parameters that were saved, but those are "
+                f"{str(facts['params'])[:120]} and the optimizer's are {str(own_names)[:120]}"
+            )
+        options = source.decoded(facts["options"])
+        own = {key: value for key, value in group.items() if key != "params"}
+        _check_options(source, i, options, own)
+        job.commits.append(partial(_set_options, group, options))
+        job.groups.update(dict.fromkeys(map(id, group["params"]), options))
+
+
+def _check_options(source: Source, i: int, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    if missing := sorted(set(own) - saved.keys()):
+        raise source.refusal(
+            f"param_groups[{i}] must have the options of the optimizer, but '{missing[0]}' was not saved"
+        )
+    for key, value in saved.items():
+        if key in own and not same_kind(value, own[key]):
+            raise source.refusal(
+                f"param_groups[{i}]['{key}'] must be of the kind that the optimizer has, {own[key]!r:.40}, but it is "
+                f"{value!r:.40}"
+            )
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        own = group.get(key)
+        if isinstance(own, Tensor) and value is not None:
+            own.fill_(value)
+        else:
+            group[key] = value.item() if isinstance(value, Tensor) and isinstance(own, (int, float)) else value
+
+
+def _prepare_state(
+    source: Source, optimizer: Optimizer, facts: Mapping[str, Any], names: Mapping[int, str], job: _Load
+) -> None:
+    params = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    foreign = next((name for name in facts["state"] if name not in params), None)
+    if foreign is not None:
+        raise source.refusal(f"the optimizer must hold every parameter that has a state, but not '{foreign}'")
+    held = [
+        *params.values(),
+        *(value for param in params.values() for value in optimizer.state.get(param, {}).values()),
+    ]
+    num_holders = Counter(id(each.shard_storage) for each in held if isinstance(each, ShardedTensor))
+    for name, param in params.items():
+        saved = facts["state"].get(name)
+        if saved is None:
+            job.commits.append(partial(optimizer.state.pop, param, None))
+            continue
+        old, values = optimizer.state.get(param, {}), {}
+        place = _Place(source, param, job.groups[id(param)], facts["whole"], num_holders)
+        for key, value in saved.items():
+            values[key], write = place.take(key, value, old.get(key))
+            if write is not None:
+                job.commits.append(write)
+        job.commits.append(partial(optimizer.state.__setitem__, param, values))
+    common = dict(source.decoded(facts["common"]))
+    gone = [key for key in optimizer.state if not isinstance(key, Tensor) and key not in common]
+    job.commits += [partial(optimizer.state.pop, key, None) for key in gone]
+    job.commits.append(partial(optimizer.state.update, common))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The destination of a parameter's state."""
+
+    source: Source
+    param: Tensor
+    options: Mapping[str, Any]  # of its group
+    whole: Collection[Any]  # names of states that are no shards, whatever their shape
+    num_holders: Mapping[int, int]  # how many parameters and states have each shard storage, by its identity
+
+    def take(self, key: str, saved: Any, old: Any) -> tuple[Any, Callable[[], None] | None]:
+        """Return a value of the state, and for a tensor that stays the function that writes to it."""
+        name = saved.get("$named") if isinstance(saved, dict) and len(saved) == 1 else None
+        found = self.source.stored(name) if isinstance(name, str) else None
+        if isinstance(name, str) and found is not None and isinstance(old, Tensor) and not old.is_meta:
+            shape, dtype = found[1].shape, found[1].dtype
+            if tuple(old.shape) == shape and contents.dtype_of(old) == dtype:
+                values = self.source.read(name, contents.box_of(old), dtype)
+                if self._takes_the_place_of(old, values):  # as with torch's own load_state_dict
+                    return old.like(ShardStorage(values, old.shard_layout, is_shared=True), dtype=dtype), None
+                return old, writer(old, values)
+        return self.source.decoded(saved, partial(self._made, key)), None
+
+    def _made(self, key: str, name: str, stored: StoredTensor) -> Tensor:
+        """Read a tensor that the optimizer does not have yet, onto the device where torch would put it."""
+        param, shape = self.param, stored.shape
+        own = param.storage_device if isinstance(param, ShardedTensor) else param.device
+        device = self.source.group.device_type if own.type == "meta" else own
+        if shape and shape == tuple(param.shape) and isinstance(param, ShardedTensor) and name not in self.whole:
+            shard = self.source.read(name, contents.box_of(param), stored.dtype).to(device)
+            return param.like(ShardStorage(shard, param.shard_layout, is_shared=True), dtype=stored.dtype)
+        values = self.source.read(name, Box.whole(shape), stored.dtype)
+        is_on_host = key == "step" and not (self.options.get("capturable") or self.options.get("fused"))
+        return values if is_on_host else values.to(device)  # as torch's own load_state_dict places them
+
+    def _takes_the_place_of(self, old: Tensor, values: Tensor) -> TypeGuard[ShardedTensor]:
+        """Return whether the values that were read can become the state's shard, without a copy."""
+        if not isinstance(old, ShardedTensor) or old.is_view or self.num_holders[id(old.shard_storage)] > 1:
+            return False
+        shard = old.shard_storage.resolve()
+        is_plain = not subclass_gathers(shard) and shard.is_contiguous() and not shard.is_pinned()
+        return is_plain and shard.device == values.device

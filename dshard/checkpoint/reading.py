@@ -3,22 +3,22 @@
 A rank reads the blocks in which the boxes lie that it wants, into memory of its own, and compares them there.
 """
 
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dshard.checkpoint import disk
 from dshard.checkpoint.files import BLOCK_BYTES, NAMES, Box, StoredFile, memory_of, sum_of
-from dshard.checkpoint.manifest import Manifest, StoredTensor
+from dshard.checkpoint.manifest import OWN, Manifest, StoredTensor, own_name
 from dshard.checkpoint.values import decode
 from dshard.collectives import ShardGroup
 from dshard.errors import CheckpointError
@@ -200,28 +200,6 @@ class Reader:
         return CheckpointError(f"{self._folder / name}: {what}. The file is damaged; use another checkpoint.")
 
 
-@dataclass(slots=True)
-class Load:
-    """The changes that a load makes when everything was read; none of them can fail.
-
-    Args:
-        manifest: Of the checkpoint.
-        extra: What `load` returns.
-        on_meta: Names of parameters and buffers that need memory first.
-        commits: What to do, in order.
-        extra_states: Modules with what their `set_extra_state` is to get, which may raise.
-        groups: Options of the group of each parameter that is trained, by identity.
-    """
-
-    manifest: Manifest
-    extra: Any = None
-    on_meta: list[str] = field(default_factory=list)
-    commits: list[Callable[[], object]] = field(default_factory=list)
-    extra_states: list[tuple[nn.Module, Any]] = field(default_factory=list)
-    groups: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Source:
     """A checkpoint as one rank reads it.
 
@@ -230,39 +208,25 @@ class Source:
         manifest: What it says of itself.
         reader: Of its files.
         group: The ranks that read it.
-        own: What one rank of those that wrote it kept for itself: this one, if as many read.
+
+    Raises:
+        CheckpointError: A file is damaged.
     """
 
-    folder: Path
-    manifest: Manifest
-    reader: Reader
-    group: ShardGroup
-    own: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_same_size(self) -> bool:
-        """Whether as many ranks read the checkpoint as wrote it."""
-        return self.manifest.world_size == self.group.world_size
-
-    @property
-    def rank(self) -> int:
-        """The rank whose own values this rank reads."""
-        return self.group.world_rank if self.is_same_size else 0
+    def __init__(self, folder: Path, manifest: Manifest, reader: Reader, group: ShardGroup) -> None:
+        self.folder, self.manifest, self.group, self._reader = folder, manifest, group, reader
+        self.is_same_size = manifest.world_size == group.world_size  # whether as many ranks read as wrote
+        self.rank = group.world_rank if self.is_same_size else 0  # whose own values this rank reads
+        name = own_name(self.rank, OWN)
+        saved = reader.read(name, Box.whole(manifest.tensors[name].shape))
+        self.own: dict[str, Any] = json.loads(saved.numpy().tobytes())  # what that rank saved for itself
+        self.facts = {**manifest.facts, **(self.own["facts"] or {})}  # where they differed between ranks, its own
 
     def refusal(
         self, what: str, remedy: str = "Build the model and the optimizer as they were when it was saved"
     ) -> CheckpointError:
         """Return an error that names the checkpoint."""
         return CheckpointError(f"{self.folder}: {what}. {remedy}.")
-
-    def damage(self, what: str, error: object = "it is not") -> CheckpointError:
-        """Return an error for a part of the manifest that no save writes."""
-        return self.refusal(f"'{what}' must be as save wrote it, but {error}", "It is damaged; use another checkpoint")
-
-    def fact(self, name: str) -> Any:
-        """Return a fact of the manifest, or this rank's own one if it differed between ranks."""
-        own = self.own.get("facts")
-        return (own if isinstance(own, dict) and name in own else self.manifest.facts)[name]
 
     def stored(self, name: str) -> tuple[str, StoredTensor] | None:
         """Find a tensor, and the name under which this rank's values are stored."""
@@ -285,13 +249,14 @@ class Source:
                 f"tensors must have the shapes and dtypes that were saved, but '{name}' is {stored.shape}, "
                 f"{stored.dtype} in the checkpoint and {box.shape}, {dtype} in the model"
             )
-        return self.reader.read(kept, box)
+        return self._reader.read(kept, box)
 
-    def decoded(self, value: Any, what: str, made: Callable[[str, StoredTensor], Tensor] | None = None) -> Any:
+    def decoded(self, value: Any, made: Callable[[str, StoredTensor], Tensor] | None = None) -> Any:
         """Decode a value of the manifest, with the tensors that it names; by default whole ones on the host.
 
         Raises:
-            CheckpointError: It is nothing that `encode` makes, or names a tensor that is damaged or not there.
+            CheckpointError: A tensor that it names is damaged.
+            ValueError, KeyError, TypeError: It is nothing that `encode` makes.
         """
 
         def named(name: str) -> Tensor:
@@ -299,12 +264,9 @@ class Source:
             if found is None:
                 raise ValueError(f"'{name}' is not stored")
             kept, stored = found
-            return self.reader.read(kept, Box.whole(stored.shape)) if made is None else made(name, stored)
+            return self._reader.read(kept, Box.whole(stored.shape)) if made is None else made(name, stored)
 
-        try:
-            return decode(value, named)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise self.damage(what, error) from error
+        return decode(value, named)
 
 
 def writer(tensor: Tensor, values: Tensor) -> Callable[[], None]:
