@@ -14,9 +14,8 @@ import os
 import re
 import secrets
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from dshard.checkpoint.contents import left_out_of
 from dshard.checkpoint.disk import locked, make_folder, partial_name, sync_folder, write_whole
 from dshard.checkpoint.files import Box, TensorFile, check_dtype
 from dshard.checkpoint.folders import find
-from dshard.checkpoint.manifest import StoredTensor
 from dshard.checkpoint.pretrained import INDEX_NAME, SINGLE_NAME, weight_map_in
 from dshard.checkpoint.reading import Reader
 from dshard.errors import CheckpointError
@@ -39,22 +37,13 @@ from dshard.gathering import full_values, refuse_meta
 from dshard.tensor import ShardedTensor
 
 _DEFAULT_SHARD_BYTES = 5_000_000_000
+_WAY = "Leave it out for 5 GB."
 _PART = re.compile(r"model-([0-9a-f]{16}-)?\d{5}-of-\d{5}\.safetensors")
 _TOKEN_BYTES = 8
 _PREFIX = "model."  # of a model's tensors in a checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """A tensor of a file that will be written: its dtype there and its full shape."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # of a file: dtype and full shape of each tensor, by name
 
 
 def save_safetensors(
@@ -98,26 +87,30 @@ def save_safetensors(
         An all-gather per tensor that is cut, an all-reduce of 8 bytes per file, and one of 96 bytes.
     """
     group = group_of(arguments.module("save_safetensors", "module", module))
-    given: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "dtype": dtype, "metadata": metadata}
     state = module.state_dict(keep_vars=True)
     refuse_meta("save_safetensors", [(name, t) for name, t in state.items() if isinstance(t, Tensor)])
     what = f"{path_or_dir}: saving safetensors needs a place that can be written"
 
-    def prepare() -> "_Files":
-        given["max_shard_bytes"] = _checked(path_or_dir, **given)
-        items, tied = _items_of(module, state, dtype)
-        files = _Files(Path(path_or_dir), items, tied, given["max_shard_bytes"], metadata or {})
+    def prepare() -> _Files:
+        who, allowed, convert = "save_safetensors", "texts by names", "Convert values with json.dumps."
+        arguments.path(who, "path_or_dir", path_or_dir)
+        arguments.dtype(who, "dtype", dtype, or_none=True)
+        arguments.by_name(who, "metadata", metadata, lambda x: isinstance(x, str), allowed, convert, or_none=True)
+        max_bytes = int(arguments.count(who, "max_shard_bytes", max_shard_bytes, way=_WAY))
+        described, tied = _described(module, state, dtype)
+        files = _Files(Path(path_or_dir), described, tied, max_bytes, metadata or {})
         if group.world_rank == 0:
             files.check_room()
         return files
 
     files = together(group, prepare, what)
-    facts = {name: repr(given[name]) for name in ("max_shard_bytes", "dtype", "metadata")}
-    names = [item.name for part in files.parts for item in part]
+    given = {"max_shard_bytes": files.max_bytes, "dtype": dtype, "metadata": metadata}
+    facts = {name: repr(value) for name, value in given.items()}
+    names = [name for part in files.parts for name in part]
     check_same("save_safetensors", {"path_or_dir": str(files.target), **facts, "module": names}, group)
     try:
         for number, part in enumerate(files.parts):
-            values = full_values([(item.name, state[item.name]) for item in part])
+            values = full_values([(name, state[name]) for name in part])
             write = partial(files.write, number) if group.world_rank == 0 else None
             together(group, partial(_gather, values, write), what)
         together(group, lambda: files.publish() if group.world_rank == 0 else None, what)
@@ -134,16 +127,6 @@ def _gather(values: Iterator[tuple[str, Tensor]], write: Callable[[Iterator[tupl
     finally:
         for _ in values:
             pass
-
-
-def _checked(path_or_dir: Any, max_shard_bytes: Any, dtype: Any, metadata: Any) -> int:
-    """Check the arguments of `save_safetensors` but its module; returns the bytes of a file."""
-    who, way = "save_safetensors", "Leave it out for 5 GB."
-    arguments.path(who, "path_or_dir", path_or_dir)
-    arguments.dtype(who, "dtype", dtype, or_none=True)
-    allowed, convert = "texts by names", "Convert values with json.dumps."
-    arguments.by_name(who, "metadata", metadata, lambda x: isinstance(x, str), allowed, convert, or_none=True)
-    return int(arguments.count(who, "max_shard_bytes", max_shard_bytes, way=way))
 
 
 def merge(
@@ -170,36 +153,34 @@ def merge(
     """
     arguments.path("checkpoint.merge", "checkpoint", checkpoint)
     arguments.path("checkpoint.merge", "out", out)
-    way = "Leave it out for 5 GB."
-    max_shard_bytes = arguments.count("checkpoint.merge", "max_shard_bytes", max_shard_bytes, way=way)
+    max_shard_bytes = arguments.count("checkpoint.merge", "max_shard_bytes", max_shard_bytes, way=_WAY)
     folder, manifest, passed_over = find(Path(checkpoint))
     for why in passed_over:
         warnings.warn(f"checkpoint.merge: a newer checkpoint was passed over: {why}", stacklevel=2)
-    stored: dict[str, tuple[str, StoredTensor]] = {}
-    tied = {}
+    described: Described = {}
+    keys, tied = dict[str, str](), dict[str, str]()
     for name in manifest.names_below(_PREFIX):
         if (found := manifest.stored(name, 0)) is None:
             raise CheckpointError(f"{folder}: '{name}' must be stored by the first rank, but it is not.")
+        short = name.removeprefix(_PREFIX)
         if manifest.aliases.get(name, "").startswith(_PREFIX):
-            tied[name.removeprefix(_PREFIX)] = manifest.aliases[name].removeprefix(_PREFIX)
+            tied[short] = manifest.aliases[name].removeprefix(_PREFIX)
         else:
-            stored[name.removeprefix(_PREFIX)] = found
-    items = [_Item(name, tensor.dtype, tensor.shape) for name, (_, tensor) in stored.items()]
-    files = _Files(Path(out), items, tied, max_shard_bytes, {})
+            keys[short], described[short] = found[0], (found[1].dtype, found[1].shape)
+    files = _Files(Path(out), described, tied, max_shard_bytes, {})
     files.check_room()
     try:
         with Reader(folder, manifest) as reader:
             for number, part in enumerate(files.parts):
-                kept = [(item.name, stored[item.name][0], Box.whole(item.shape)) for item in part]
-                files.write(number, ((name, reader.read(key, box)) for name, key, box in kept))
+                files.write(number, ((name, reader.read(keys[name], Box.whole(part[name][1]))) for name in part))
         files.publish()
     finally:
         files.close()
 
 
-def _items_of(
+def _described(
     module: nn.Module, state: Mapping[str, Any], dtype: torch.dtype | None
-) -> tuple[list[_Item], dict[str, str]]:
+) -> tuple[Described, dict[str, str]]:
     """Return the tensors to write, tied ones once, and the other names of these."""
     by_value: dict[int, list[str]] = {}
     for name, value in state.items():
@@ -211,15 +192,15 @@ def _items_of(
         is_shard = isinstance(value, ShardedTensor) and not value.is_view
         by_value.setdefault(id(value.shard_storage) if is_shard else id(value), []).append(name)  # type: ignore[attr-defined]
     left_out = left_out_of(module, state)
-    items, tied = [], {}
+    described, tied = Described(), dict[str, str]()
     for names in by_value.values():
         kept = next((name for name in names if name not in left_out), names[0])
         tied.update({name: kept for name in names if name != kept})
         value = state[kept]
         own = dtype if dtype is not None and value.is_floating_point() else value.dtype
         check_dtype(kept, own)
-        items.append(_Item(kept, own, tuple(value.shape)))
-    return items, tied
+        described[kept] = own, tuple(value.shape)
+    return described, tied
 
 
 class _Files:
@@ -227,35 +208,29 @@ class _Files:
 
     Args:
         target: A file, or a folder.
-        items: The tensors, in their order.
+        described: The tensors, in their order.
         tied: Other names of these.
         max_bytes: Of values in one file of a folder.
         metadata: Of each file.
     """
 
     def __init__(
-        self,
-        target: Path,
-        items: Sequence[_Item],
-        tied: Mapping[str, str],
-        max_bytes: int,
-        metadata: Mapping[str, str],
+        self, target: Path, described: Described, tied: Mapping[str, str], max_bytes: int, metadata: Mapping[str, str]
     ) -> None:
         self.target, self._tied, self._metadata = target, tied, {"format": "pt", **metadata}
-        self._is_file = target.suffix == ".safetensors"
-        self.parts: list[list[_Item]] = [[]]
+        self.max_bytes, self._is_file = max_bytes, target.suffix == ".safetensors"
+        self.parts: list[Described] = [{}]
         size = 0
-        for item in items:
-            if not self._is_file and self.parts[-1] and size + item.num_bytes > max_bytes:
-                self.parts.append([])
-                size = 0
-            self.parts[-1].append(item)
-            size += item.num_bytes
+        for name, each in described.items():
+            size += _num_bytes({name: each})
+            if not self._is_file and self.parts[-1] and size > max_bytes:
+                self.parts.append({})
+                size = _num_bytes({name: each})
+            self.parts[-1][name] = each
         self._folder = target.parent if self._is_file else target
-        names = [SINGLE_NAME]
+        self._names = [target.name if self._is_file else SINGLE_NAME]
         if len(self.parts) > 1:
-            names = [f"model-{i:05d}-of-{len(self.parts):05d}.safetensors" for i in range(1, len(self.parts) + 1)]
-        self._names = [target.name] if self._is_file else names
+            self._names = [f"model-{i + 1:05d}-of-{len(self.parts):05d}.safetensors" for i in range(len(self.parts))]
         self._drafts = [partial_name(self._folder / name) for name in self._names]
 
     def check_room(self) -> None:
@@ -280,10 +255,8 @@ class _Files:
             OSError: It cannot be written.
         """
         part = self.parts[number]
-        here = {item.name for item in part}
-        notes = {name: kept for name, kept in self._tied.items() if kept in here}
-        described = {item.name: (item.dtype, item.shape) for item in part}
-        file = TensorFile(self._drafts[number], described, {**self._metadata, **notes})
+        notes = {name: kept for name, kept in self._tied.items() if kept in part}
+        file = TensorFile(self._drafts[number], part, {**self._metadata, **notes})
         try:
             for name, full in values:
                 file.write(name, full)
@@ -298,15 +271,13 @@ class _Files:
             CheckpointError: Another save does not come to its end.
             OSError: A name cannot be had or freed; if the new model is in its place by then, it is whole.
         """
+        drafts = dict(zip(self._names, self._drafts, strict=True))
         if self._is_file:
-            replace_file(self._drafts[0], self.target)
-        elif len(self.parts) == 1:
-            replace_by_one(self._folder, self._drafts[0])
-        else:
-            weight_map = {item.name: name for name, part in zip(self._names, self.parts, strict=True) for item in part}
-            drafts = dict(zip(self._names, self._drafts, strict=True))
-            num_bytes = sum(item.num_bytes for part in self.parts for item in part)
-            replace_by_several(self._folder, drafts, weight_map, num_bytes)
+            self._drafts[0].rename(self.target)
+            sync_folder(self._folder)
+            return
+        weight_map = {name: file for file, part in zip(self._names, self.parts, strict=True) for name in part}
+        replace_model(self._folder, drafts, weight_map, sum(map(_num_bytes, self.parts)))
 
     def close(self) -> None:
         """Remove files that were not published."""
@@ -315,32 +286,16 @@ class _Files:
                 path.unlink()
 
 
-def replace_file(draft: Path, path: Path) -> None:
-    """Rename a finished file into place."""
-    draft.rename(path)
-    sync_folder(path.parent)
+def _num_bytes(part: Described) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in part.values())
 
 
-def replace_by_one(folder: Path, draft: Path) -> None:
-    """Replace a folder's model by one file.
-
-    Raises:
-        CheckpointError: Another save does not come to its end.
-        OSError: A name cannot be had or freed; if the new model is in its place by then, it is whole.
-    """
-    with locked(folder):
-        older = _parts_by(folder / INDEX_NAME)
-        replace_file(draft, folder / SINGLE_NAME)
-        (folder / INDEX_NAME).unlink(missing_ok=True)
-        _remove(folder, older)
-
-
-def replace_by_several(folder: Path, drafts: Mapping[str, Path], weight_map: Mapping[str, str], num_bytes: int) -> None:
-    """Replace a folder's model by several files and an index.
+def replace_model(folder: Path, drafts: Mapping[str, Path], weight_map: Mapping[str, str], num_bytes: int) -> None:
+    """Replace a folder's model by one file, or by several and an index.
 
     Args:
         folder: The folder.
-        drafts: Whole files by the names that they should have; one that is in use gets a longer one.
+        drafts: Whole files by the names that they should have; a part whose name is in use gets a longer one.
         weight_map: Of these names, that of each tensor.
         num_bytes: Of all tensors.
 
@@ -351,6 +306,12 @@ def replace_by_several(folder: Path, drafts: Mapping[str, Path], weight_map: Map
     index, single = folder / INDEX_NAME, folder / SINGLE_NAME
     with locked(folder):
         older, names = _parts_by(index), dict[str, str]()
+        if len(drafts) == 1:
+            next(iter(drafts.values())).rename(single)
+            sync_folder(folder)
+            index.unlink(missing_ok=True)
+            _remove(folder, older)
+            return
         try:
             for name, draft in drafts.items():
                 is_free = name not in older and not os.path.lexists(folder / name)

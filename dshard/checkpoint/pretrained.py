@@ -55,15 +55,6 @@ class _Entry:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Match:
-    """The tensors of files that go into a module."""
-
-    versions: dict[Path, tuple[int, ...]]  # of the files, as they were
-    entries: dict[str, _Entry]  # by name in the module
-    keys: IncompatibleKeys
-
-
 def load_safetensors(
     module: nn.Module,
     path_or_dir: str | os.PathLike[str],
@@ -103,21 +94,28 @@ def load_safetensors(
     what = f"{path_or_dir}: loading needs safetensors files that can be read"
     state: dict[str, Any] = module.state_dict(keep_vars=True)
 
-    def match() -> _Match:
+    versions: dict[Path, tuple[int, ...]] = {}  # of the files, as they were
+    entries: dict[str, _Entry] = {}  # by name in the module
+
+    def match() -> IncompatibleKeys:
         arguments.path("load_safetensors", "path_or_dir", path_or_dir)
         is_strict = arguments.boolean("load_safetensors", "strict", strict)
         _check_rename(rename)
         target = Path(path_or_dir)
-        versions, entries = _found_at(target)
-        matched = _match(target, versions, _renamed(target, entries, rename), state, strict=is_strict)
-        _refuse_unwritable(matched.entries, state)
-        check_kept("load_safetensors", module, {name: state[name] for name in matched.entries})
-        return matched
+        found_versions, found = _found_at(target)
+        versions.update(found_versions)
+        entries.update(_renamed(target, found, rename))
+        keys = _compared(target, entries, state, strict=is_strict)
+        for name in keys.unexpected_keys:
+            del entries[name]
+        _refuse_unwritable(entries, state)
+        check_kept("load_safetensors", module, {name: state[name] for name in entries})
+        return keys
 
-    matched = together(group, match, what)
-    goes_to = [f"'{entry.name}' to '{name}'" for name, entry in matched.entries.items()]
+    keys = together(group, match, what)
+    goes_to = [f"'{entry.name}' to '{name}'" for name, entry in entries.items()]
     check_same("load_safetensors", {"rename": goes_to, "strict": repr(bool(strict))}, group)
-    staged = together(group, lambda: _read_all(Path(path_or_dir), matched, state), what)
+    staged = together(group, lambda: _read_all(Path(path_or_dir), versions, entries, state), what)
     _allocate(module, dict.fromkeys(staged, torch.device(group.device_type)))
     state = module.state_dict(keep_vars=True)
     with outside_autograd():
@@ -127,7 +125,7 @@ def load_safetensors(
                 module.get_submodule(name.rpartition(".")[0]).set_extra_state(values)
             else:
                 writer(state[name], values)()
-    return matched.keys
+    return keys
 
 
 def _check_rename(rename: Any) -> None:
@@ -167,21 +165,18 @@ def _found_at(path: Path) -> tuple[dict[Path, tuple[int, ...]], dict[str, _Entry
     if file.suffix != ".json":
         return versions, {entry.name: entry for entry in _entries_in(file)}
     weight_map, found = weight_map_in(file), dict[str, _Entry]()
+    where: dict[str, list[str]] = {name: [] for name in weight_map}
     for name in dict.fromkeys(weight_map.values()):
         versions[file.parent / name] = _version_of(file.parent / name)
         for entry in _entries_in(file.parent / name):
-            if entry.name in found:
-                raise CheckpointError(
-                    f"{file}: every tensor must be in one file, but {_shown(entry.name)} is in "
-                    f"{found[entry.name].file.name} and in {name}. The files are of two models; use others."
-                )
             found[entry.name] = entry
-    for name, file_name in weight_map.items():
-        if name not in found or found[name].file.name != file_name:
-            where = f"is in {found[name].file.name}" if name in found else "is in none of the files"
+            where.setdefault(entry.name, []).append(name)
+    for name, held_by in where.items():
+        if held_by != [weight_map.get(name, held_by[0])]:
             raise CheckpointError(
-                f"{file}: must say where tensors are, but {_shown(name)} is not in {file_name}: it {where}. The index "
-                "is of another model; use its own."
+                f"{file}: every tensor must be in one file, the one that the index names, but {_shown(name)} is in "
+                f"{' and in '.join(held_by) or 'none of them'}, and the index names {weight_map.get(name)}. The files "
+                "are of several models; use others."
             )
     return versions, found
 
@@ -262,14 +257,10 @@ def _renamed(target: Path, entries: Mapping[str, _Entry], rename: Any) -> dict[s
     """Return the entries by their names in the module."""
     by_name: dict[str, _Entry] = {}
     for entry in entries.values():
-        if rename is None:
-            name: str | None = entry.name
+        if rename is None or isinstance(rename, Mapping):
+            name = (rename or {}).get(entry.name, entry.name)
         else:
-            name = (
-                rename.get(entry.name, entry.name)
-                if isinstance(rename, Mapping)
-                else call_given("load_safetensors", "rename", rename, entry.name, about=f"for '{entry.name}'")
-            )
+            name = call_given("load_safetensors", "rename", rename, entry.name, about=f"for '{entry.name}'")
         if name is None:
             continue
         if name in by_name:
@@ -282,51 +273,44 @@ def _renamed(target: Path, entries: Mapping[str, _Entry], rename: Any) -> dict[s
     return by_name
 
 
-def _match(
-    target: Path,
-    versions: dict[Path, tuple[int, ...]],
-    entries: Mapping[str, _Entry],
-    state: Mapping[str, Any],
-    *,
-    strict: bool,
-) -> _Match:
-    """Match the tensors of the files with those of the module."""
+def _compared(
+    target: Path, entries: Mapping[str, _Entry], state: Mapping[str, Any], *, strict: bool
+) -> IncompatibleKeys:
+    """Compare the tensors of the files with those of the module; raise one error for all that does not fit."""
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     loaded = {id(tensors[name]) for name in entries if name in tensors}
     missing = [name for name, value in tensors.items() if id(value) not in loaded]
     unexpected = [name for name in entries if name not in tensors]
-    fitting = {name: entry for name, entry in entries.items() if name in tensors}
-    problems = []
-    if strict:
-        problems += _listed(missing, "the files lack")
-        problems += _listed(unexpected, "the module has no place for")
+    pairs = [(name, entry, tensors[name]) for name, entry in entries.items() if name in tensors]
     shapes = [
-        f"'{name}' ({entry.shape} in the file, {tuple(tensors[name].shape)} in the module)"
-        for name, entry in fitting.items()
-        if entry.shape != tuple(tensors[name].shape)
+        f"'{name}' ({entry.shape} in the file, {tuple(tensor.shape)} in the module)"
+        for name, entry, tensor in pairs
+        if entry.shape != tuple(tensor.shape)
     ]
-    problems += _listed(shapes, "shapes differ for", quoted=False)
     kinds = [
-        f"'{name}' ({entry.dtype} in the file, {tensors[name].dtype} in the module)"
-        for name, entry in fitting.items()
-        if not torch.can_cast(entry.dtype, tensors[name].dtype)
+        f"'{name}' ({entry.dtype} in the file, {tensor.dtype} in the module)"
+        for name, entry, tensor in pairs
+        if not torch.can_cast(entry.dtype, tensor.dtype)
     ]
-    problems += _listed(kinds, "values cannot be converted for", quoted=False)
-    if problems:
+    problems = {
+        "the files lack": list(map(repr, missing)) if strict else [],
+        "the module has no place for": list(map(repr, unexpected)) if strict else [],
+        "shapes differ for": shapes,
+        "values cannot be converted for": kinds,
+    }
+    if any(problems.values()):
+        listed = [f"{what} {len(names)}: {_first(names)}" for what, names in problems.items() if names]
         raise CheckpointError(
-            f"{target}: the files must hold what the module has, but {'; '.join(problems)}. Build the model as it was "
+            f"{target}: the files must hold what the module has, but {'; '.join(listed)}. Build the model as it was "
             "saved, map names with rename=, or pass strict=False to load those names that are in both."
         )
-    return _Match(versions, fitting, IncompatibleKeys(missing, unexpected))
+    return IncompatibleKeys(missing, unexpected)
 
 
-def _listed(names: Sequence[str], what: str, *, quoted: bool = True) -> list[str]:
-    """Describe one problem with its first names; nothing without names."""
-    if not names:
-        return []
-    shown = ", ".join(repr(name) if quoted else name for name in names[:_MAX_NAMED])
+def _first(names: Sequence[str]) -> str:
+    """Return the first of some names, and the number of the rest."""
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return [f"{what} {len(names)}: {shown}{more}"]
+    return ", ".join(names[:_MAX_NAMED]) + more
 
 
 def _refuse_unwritable(entries: Mapping[str, _Entry], state: Mapping[str, Any]) -> None:
@@ -351,16 +335,18 @@ def _refuse_unwritable(entries: Mapping[str, _Entry], state: Mapping[str, Any]) 
             )
 
 
-def _read_all(target: Path, match: _Match, state: Mapping[str, Any]) -> dict[str, Tensor]:
+def _read_all(
+    target: Path, versions: Mapping[Path, tuple[int, ...]], entries: Mapping[str, _Entry], state: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """Read this rank's part of every tensor, in the file's dtype."""
     by_file: dict[Path, list[str]] = {}
-    for name, entry in match.entries.items():
+    for name, entry in entries.items():
         by_file.setdefault(entry.file, []).append(name)
     staged = {}
     for file, names in by_file.items():
         with _opened(file) as opened:
             for name in names:
-                entry, box = match.entries[name], _box(state[name], match.entries[name])
+                entry, box = entries[name], box_of(state[name])
                 if not entry.shape or not box.numel:
                     whole = opened.get_tensor(entry.name)
                     staged[name] = whole.clone() if not entry.shape else whole.new_empty(box.sizes)
@@ -368,8 +354,8 @@ def _read_all(target: Path, match: _Match, state: Mapping[str, Any]) -> dict[str
                 rows = opened.get_slice(entry.name)[box.within(Box.whole(entry.shape))]
                 staged[name] = rows.clone(memory_format=torch.contiguous_format)
     # The files are mapped, not read, when they are opened: what was put there meanwhile is noticed only now.
-    is_same = all(_version_of(file) == version for file, version in match.versions.items())
-    if not is_same or _chosen(target) not in match.versions:
+    is_same = all(_version_of(file) == version for file, version in versions.items())
+    if not is_same or _chosen(target) not in versions:
         raise CheckpointError(
             f"{target}: files must not change while they are read, but others are in their place. Load again when "
             "nobody saves there."
@@ -387,8 +373,3 @@ def _allocate(module: nn.Module, devices: Mapping[str, torch.device]) -> None:
             if not param.is_meta and isinstance(param, ShardedTensor):
                 convert(param, partial(torch.empty_like, device="meta"))
         raise
-
-
-def _box(value: Tensor, entry: _Entry) -> Box:
-    """Return the box of a tensor that this rank holds."""
-    return box_of(value) if isinstance(value, ShardedTensor) else Box.whole(entry.shape)

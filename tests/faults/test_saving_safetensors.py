@@ -54,11 +54,8 @@ def drafts(folder: Path, number: int, num_files: int) -> dict[str, Path]:
 
 
 def publish(folder: Path, made: dict[str, Path]) -> None:
-    if len(made) == 1:
-        exporting.replace_by_one(folder, made[SINGLE])
-        return
     weight_map = {name: file for i, file in enumerate(made) for name in NAMES[i :: len(made)]}
-    exporting.replace_by_several(folder, made, weight_map, 2 * 4 * len(NAMES))
+    exporting.replace_model(folder, made, weight_map, 2 * 4 * len(NAMES))
 
 
 def put(folder: Path, number: int, num_files: int) -> None:
