@@ -18,16 +18,18 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
-from dshard.checkpoint.files import Box, Piece, check_dtype
+from dshard.checkpoint.files import Box, Piece, check_dtype, memory_of
 from dshard.checkpoint.manifest import OWN, own_name
 from dshard.checkpoint.values import encode
 from dshard.collectives import ShardGroup
 from dshard.errors import CheckpointError
+from dshard.gathering import refuse_meta
 from dshard.layout import ShardLayout
 from dshard.optimizer.replace import repoint_optimizer
 from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import full_shape, tp_layout_of
 from dshard.tensor.subclass_shards import exact_values
+from dshard.tensor.views import bytes_of
 
 _SPLIT_BYTES = 1 << 20  # of a copy that several ranks hold: less than that is written by one of them
 
@@ -100,20 +102,11 @@ def optimizers_by_prefix(given: Any) -> dict[str, Optimizer]:
 
     Args:
         given: An optimizer, several, or None.
-
-    Raises:
-        CheckpointError: It is something else.
     """
     if isinstance(given, (list, tuple)):
         found = {f"optimizer{i}": each for i, each in enumerate(given)}
     else:
         found = {} if given is None else {"optimizer": given}
-    for each in found.values():
-        if not isinstance(each, Optimizer):
-            raise CheckpointError(
-                f"checkpoint: optimizer must be an optimizer of torch.optim, or a list of those, but it is "
-                f"{each!r:.80}. Leave it out to save or load the model alone."
-            )
     for each in found.values():
         repoint_optimizer(each)
     return found
@@ -146,14 +139,18 @@ def name_of_params(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> dic
 
 
 class Contents:
-    """Everything that a checkpoint will hold; tensors by name.
+    """Everything that a checkpoint will hold, as one rank knows it before the ranks compare it; tensors by name.
 
     Args:
         model: A sharded module.
         optimizers: Those that train it, by the prefix of their tensors.
+        extra: As of `save`.
+
+    Raises:
+        CheckpointError, StateError: There is something that no checkpoint holds.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
+    def __init__(self, model: nn.Module, optimizers: Mapping[str, Optimizer], extra: Any) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self.extra_state: dict[str, Any] = {}
@@ -168,6 +165,11 @@ class Contents:
                 self.extra_state[name] = encode(value, f"extra.{name}", self._keep)
         names = name_of_params(model, optimizers)
         self.optimizers = [self._optimizer(prefix, each, names) for prefix, each in optimizers.items()]
+        refuse_meta("checkpoint.save", list(self.tensors.items()))
+        self.extra = encode(extra, "extra")
+        texts = [repr(value).encode(errors="surrogatepass") for value in (self.extra, self.own_facts)]
+        plain = [self.tensors[name] for name in self.plain_names()]
+        self.sums = [*map(zlib.crc32, texts), *_sums_of(plain)]  # of what may differ between ranks
 
     def _keep(self, value: Tensor, name: str) -> str:
         """Add a tensor under a name; a second name of the same tensor becomes an alias."""
@@ -219,24 +221,22 @@ class Contents:
             "common": encode(common, f"{prefix}.state", self._keep),
         }
 
-    def described(self) -> list[str]:
-        """Describe optimizers by all but the numbers of their states, for a comparison between ranks."""
-        found = []
-        for facts in self.optimizers:
-            options = [group["options"] for group in facts["groups"]]
-            params = [group["params"] for group in facts["groups"]]
-            states = {name: list(state) for name, state in facts["state"].items()}
-            found.append(f"{facts['kind']} with {options} of {params}, and states {states}, whole {facts['whole']}")
-        return found
-
     @property
     def own_facts(self) -> dict[str, Any]:
         """Values that may differ between ranks: numbers of optimizers, such as a loss, and extra states of modules."""
         return {"optimizers": self.optimizers, "extra_state": self.extra_state}
 
-    def listed(self) -> list[str]:
-        """Describe the tensors, for a comparison between ranks."""
-        return [f"{name}, {tuple(t.shape)}, {t.dtype}" for name, t in self.tensors.items()]
+    def listed(self) -> dict[str, list[str]]:
+        """Describe what all ranks must have alike: all but values, and the numbers in states of optimizers."""
+        optimizers = []
+        for facts in self.optimizers:
+            options = [group["options"] for group in facts["groups"]]
+            params = [group["params"] for group in facts["groups"]]
+            states = {name: list(state) for name, state in facts["state"].items()}
+            whole = facts["whole"]
+            optimizers.append(f"{facts['kind']} with {options} of {params}, and states {states}, whole {whole}")
+        tensors = [f"{name}, {tuple(t.shape)}, {t.dtype}" for name, t in self.tensors.items()]
+        return {"optimizer": optimizers, "tensors": tensors, "extra state": list(self.extra_state)}
 
     def plain_names(self) -> list[str]:
         """Names of tensors that every rank holds whole, with values that may differ: buffers, step counts."""
@@ -265,6 +265,15 @@ class Contents:
                 values = local[box.within(part.box)] if box.sizes else local
                 found.append(Piece(name, box, values, _is_cut(tensor)))
         return found
+
+
+def _sums_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return a checksum of each of some small tensors; all go to the host in one copy."""
+    with torch.no_grad():
+        plain = [bytes_of(t.full_tensor() if isinstance(t, DTensor) else t.detach()) for t in tensors]
+        away = [raw for raw in plain if raw.device.type != "cpu"]
+        copied = iter(torch.cat(away).cpu().split(list(map(len, away))) if away else ())
+        return [zlib.crc32(memory_of(raw if raw.device.type == "cpu" else next(copied))) for raw in plain]
 
 
 def random_states(group: ShardGroup) -> dict[str, Any]:

@@ -10,8 +10,7 @@ import os
 import secrets
 import time
 import weakref
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -21,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.optim import Optimizer
 
 from dshard import arguments, collectives
@@ -32,16 +30,13 @@ from dshard.checkpoint.agreement import group_of, share, together
 from dshard.checkpoint.asynchronous import PendingSave, Snapshot, pending_save
 from dshard.checkpoint.contents import Contents, optimizers_by_prefix, own_piece
 from dshard.checkpoint.disk import closing, open_regular, partial_name, read_padded, write_whole
-from dshard.checkpoint.files import Piece, StoredFile, memory_of, write_file
+from dshard.checkpoint.files import Piece, StoredFile, write_file
 from dshard.checkpoint.folders import Draft, prune
 from dshard.checkpoint.manifest import MANIFEST, Manifest, tensors_of
 from dshard.checkpoint.parity import group_around, write_row
-from dshard.checkpoint.values import encode
 from dshard.collectives import ShardGroup, timeout_of
 from dshard.collectives.watchdog import found_dead
 from dshard.errors import CheckpointError
-from dshard.gathering import refuse_meta
-from dshard.tensor.views import bytes_of
 
 _TIMEOUT = timedelta(minutes=30)  # for another rank's file, where a backend does not say its own
 _VISIBLE = timedelta(seconds=30)  # for a file that another rank has written, on network file systems
@@ -99,21 +94,29 @@ def save(
     what = f"{directory}: preparing to save failed"
     given: dict[str, Any] = {"step": step, "keep": keep, "asynchronous": asynchronous, "parity": parity}
 
-    def prepare() -> _Wanted:
+    def prepare() -> Contents:
         if (earlier := pending_save(group)) is not None:
             earlier.settle()
-        given.update(_checked(directory, optimizer, **given))
+        who, rows = "checkpoint.save", "0, or 1 for one XOR row per group of files"
+        arguments.path(who, "directory", directory)
+        arguments.optimizers(who, "optimizer", optimizer)
+        given["step"] = arguments.count(who, "step", step, least=0)
+        given["keep"] = arguments.count(who, "keep", keep, way="Leave it out to keep all.", or_none=True)
+        given["asynchronous"] = arguments.boolean(who, "asynchronous", asynchronous)
+        given["parity"] = arguments.number(who, "parity", parity, lambda x: x in (0, 1), rows, "Pass 0 or 1.")
         if given["parity"] and group.world_size < 2:
             raise CheckpointError("checkpoint.save: parity needs files of other ranks, but there is one. Leave it out.")
-        return _Wanted.of(Path(directory).absolute(), model, optimizers_by_prefix(optimizer), extra)
+        return Contents(model, optimizers_by_prefix(optimizer), extra)
 
-    wanted = together(group, prepare, what)
-    wanted.check_same({name: given[name] for name in ("step", "keep", "asynchronous", "parity")}, group)
-    contents = wanted.contents
-    draft = together(group, lambda: Draft(wanted.target) if group.world_rank == 0 else None, what)
+    contents = together(group, prepare, what)
+    target = Path(directory).absolute()
+    facts = {"directory": str(target), **{name: repr(value) for name, value in given.items()}}
+    check_same("checkpoint.save", {**facts, **contents.listed()}, group)
+    draft = together(group, lambda: Draft(target) if group.world_rank == 0 else None, what)
     try:
         token = share(group, draft.token if draft is not None else "")
-        are_alike, is_own_alike, *plain = equal_on_ranks(wanted.sums(group), group, "checkpoint").tolist()
+        sums = torch.tensor(contents.sums, dtype=torch.int64, device=group.device_type)
+        are_alike, *alike = equal_on_ranks(sums, group, "checkpoint").tolist()
     except BaseException:
         if draft is not None:
             draft.close()
@@ -121,8 +124,8 @@ def save(
     job = Job(
         group.world_rank,
         group.world_size,
-        partial_name(wanted.target, token),
-        {**facts_of(contents, given["step"]), "extra": wanted.extra if are_alike else None, "are_alike": are_alike},
+        partial_name(target, token),
+        _facts_of(contents, given["step"], are_alike=are_alike),
         contents.aliases,
         lineage_of(model),
         given["keep"],
@@ -130,87 +133,27 @@ def save(
         draft,
         (timeout_of(group.process_group) or _TIMEOUT) if given["asynchronous"] else _VISIBLE,
     )
-    try:
-        pieces: Any = contents.pieces(group.world_rank, group.world_size, plain)
-        pieces.append(own_piece(group, wanted.extra, None if is_own_alike else contents.own_facts))
-        pieces = Snapshot(pieces, group.full_name) if given["asynchronous"] else pieces
-    except Exception as caught:  # raised in Job.write, so that the other ranks learn of it
-        pieces = caught
+    pieces = _pieces_of(contents, group, alike, is_copied=given["asynchronous"])
     if given["asynchronous"]:
-        return PendingSave(wanted.target, group, lambda: job.run_alone(pieces))
-    job.run_together(pieces, group, f"{wanted.target}: writing the checkpoint failed")
+        return PendingSave(target, group, lambda: job.run_alone(pieces))
+    job.run_together(pieces, group, f"{target}: writing the checkpoint failed")
     return None
 
 
-def _checked(directory: Any, optimizer: Any, step: Any, keep: Any, asynchronous: Any, parity: Any) -> dict[str, Any]:
-    """The arguments of `save` but its model."""
-    who = "checkpoint.save"
-    arguments.path(who, "directory", directory)
-    arguments.optimizers(who, "optimizer", optimizer)
-    allowed = "0, or 1 for one XOR row per group of files"
-    return {
-        "step": arguments.count(who, "step", step, least=0),
-        "keep": arguments.count(who, "keep", keep, way="Leave it out to keep all.", or_none=True),
-        "asynchronous": arguments.boolean(who, "asynchronous", asynchronous),
-        "parity": arguments.number(who, "parity", parity, lambda x: x in (0, 1), allowed, "Pass 0 or 1."),
-    }
+Pieces = Sequence[Piece] | Snapshot | Exception  # what a rank writes, or why that is unknown: `Job.write` raises it
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """The content of a save, as one rank knows it before the ranks compare it.
-
-    Args:
-        target: Folder to make.
-        contents: Of the model and its optimizers.
-        extra: As JSON.
-        plain_sums: CRC-32 of each of `contents.plain_names`.
-    """
-
-    target: Path
-    contents: Contents
-    extra: Any
-    plain_sums: list[int]
-
-    @classmethod
-    def of(cls, target: Path, model: nn.Module, optimizers: Mapping[str, Optimizer], extra: Any) -> "_Wanted":
-        """List the tensors.
-
-        Raises:
-            CheckpointError, StateError: There is something that no checkpoint holds.
-        """
-        contents = Contents(model, optimizers)
-        refuse_meta("checkpoint.save", list(contents.tensors.items()))
-        plain = [contents.tensors[name] for name in contents.plain_names()]
-        return cls(target, contents, encode(extra, "extra"), _sums_of(plain))
-
-    def check_same(self, given: Mapping[str, Any], group: ShardGroup) -> None:
-        """Raise a DivergenceError on every rank unless all save the same with the same arguments."""
-        lists = {
-            "optimizer": self.contents.described(),
-            "tensors": self.contents.listed(),
-            "extra state": list(self.contents.extra_state),
-        }
-        facts = {"directory": str(self.target), **{name: repr(value) for name, value in given.items()}}
-        check_same("checkpoint.save", {**facts, **lists}, group)
-
-    def sums(self, group: ShardGroup) -> Tensor:
-        """Return checksums of what may differ between ranks: the extra, facts of optimizers, plain tensors."""
-        texts = [repr(value).encode(errors="surrogatepass") for value in (self.extra, self.contents.own_facts)]
-        sums = [*map(zlib.crc32, texts), *self.plain_sums]
-        return torch.tensor(sums, dtype=torch.int64, device="cpu").to(group.device_type)
+def _pieces_of(contents: Contents, group: ShardGroup, alike: Sequence[bool], *, is_copied: bool) -> Pieces:
+    try:
+        own_facts_alike, *plain_alike = alike
+        own = own_piece(group, contents.extra, None if own_facts_alike else contents.own_facts)
+        pieces = [*contents.pieces(group.world_rank, group.world_size, plain_alike), own]
+        return Snapshot(pieces, group.full_name) if is_copied else pieces
+    except Exception as caught:  # the other ranks must learn of it
+        return caught
 
 
-def _sums_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a checksum of each of some small tensors; all go to the host in one copy."""
-    with torch.no_grad():
-        plain = [bytes_of(t.full_tensor() if isinstance(t, DTensor) else t.detach()) for t in tensors]
-        away = [raw for raw in plain if raw.device.type != "cpu"]
-        copied = iter(torch.cat(away).cpu().split(list(map(len, away))) if away else ())
-        return [zlib.crc32(memory_of(raw if raw.device.type == "cpu" else next(copied))) for raw in plain]
-
-
-def facts_of(contents: Contents, step: int) -> dict[str, Any]:
+def _facts_of(contents: Contents, step: int, *, are_alike: bool) -> dict[str, Any]:
     """Return the manifest's facts about a model and its optimizers."""
     own_version = "unknown"
     with suppress(PackageNotFoundError):
@@ -220,8 +163,9 @@ def facts_of(contents: Contents, step: int) -> dict[str, Any]:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "dshard": own_version,
         "torch": torch.__version__,
-        "optimizers": contents.optimizers,
-        "extra_state": contents.extra_state,
+        **contents.own_facts,
+        "are_alike": are_alike,
+        "extra": contents.extra if are_alike else None,
     }
 
 
@@ -279,25 +223,7 @@ class Job:
     draft: Draft | None
     timeout: timedelta
 
-    def run(self, pieces: Sequence[Piece] | Snapshot | Exception) -> None:
-        """Write this rank's files, and on rank 0 publish the checkpoint.
-
-        Args:
-            pieces: What to write, or why that is unknown.
-
-        Raises:
-            CheckpointError, OSError: This rank cannot do its part, or another did not do its own.
-        """
-        try:
-            self.write(pieces)
-            self.write_row()
-        except Exception as error:
-            with suppress(OSError):
-                self._write_error(error)
-            raise
-        self.publish()
-
-    def run_together(self, pieces: Sequence[Piece] | Exception, group: ShardGroup, what: str) -> None:
+    def run_together(self, pieces: Pieces, group: ShardGroup, what: str) -> None:
         """Run and close on all ranks, which agree after each part on how it ended.
 
         A rank that fails may be unable to write that; rank 0 would wait for its files in vain.
@@ -316,26 +242,43 @@ class Job:
         finally:
             self.close()
 
-    def run_alone(self, pieces: Sequence[Piece] | Snapshot | Exception) -> None:
-        """Run and close; files that other ranks write after a failure are removed by the next save."""
+    def run_alone(self, pieces: Pieces) -> None:
+        """Run and close; files that other ranks write after a failure are removed by the next save.
+
+        Args:
+            pieces: What to write, or why that is unknown.
+
+        Raises:
+            CheckpointError, OSError: This rank cannot do its part, or another did not do its own.
+        """
         try:
-            self.run(pieces)
+            try:
+                self.write(pieces)
+                self.write_row()
+            except Exception as error:
+                with suppress(OSError):
+                    self._write_error(error)
+                raise
+            self.publish()
         except OSError as error:
             if self.folder.exists() or self.draft is not None:
                 raise
-            raise CheckpointError(
-                f"{self.folder}: the asynchronous save failed: this folder must stay until all ranks have written, but "
-                "it is gone. Look at what rank 0 says, which may have given up, or for what removed it."
-            ) from error
+            raise self._gone() from error
         finally:
             self.close()
+
+    def _gone(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self.folder}: this folder of the save must stay until all ranks have written, but it is gone. Look at "
+            "what rank 0 says, which may have given up, or for what removed it."
+        )
 
     def close(self) -> None:
         """On rank 0, remove the folder unless it was published."""
         if self.draft is not None:
             self.draft.close()
 
-    def write(self, pieces: Sequence[Piece] | Snapshot | Exception) -> None:
+    def write(self, pieces: Pieces) -> None:
         """Write this rank's file and its description.
 
         Args:
@@ -428,10 +371,7 @@ class Job:
             if self._part(rank).exists():
                 self._check(rank, self._part(rank))  # of a rank that failed no row will come
             if not self.folder.exists():
-                raise CheckpointError(
-                    f"{self.folder}: this folder must stay until all ranks have written, but it is gone. Look at what "
-                    "rank 0 says, which may have given up, or for what removed it."
-                )
+                raise self._gone()
             if now > start + self.timeout.total_seconds():
                 raise CheckpointError(
                     f"{self.folder}: all ranks must write their shards, but rank {rank} has not within "
