@@ -5,12 +5,11 @@ import logging
 import os
 import random
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,15 +25,13 @@ from dshard.checkpoint.asynchronous import pending_save
 from dshard.checkpoint.files import Box
 from dshard.checkpoint.folders import find
 from dshard.checkpoint.manifest import Manifest, StoredTensor, read_manifest
-from dshard.checkpoint.reading import Reader, Source, writer
+from dshard.checkpoint.reading import Reader, Source, put, write_values
 from dshard.checkpoint.saving import lineage_of
 from dshard.checkpoint.values import same_kind
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import CheckpointError
-from dshard.optimizer.replace import allocate
 from dshard.tensor import ShardedTensor
 from dshard.tensor.storage import ShardStorage
-from dshard.tensor.subclass_shards import subclass_gathers
 from dshard.tensor.views import bytes_of
 
 _LOG = logging.getLogger("dshard")
@@ -103,15 +100,15 @@ class _Load:
     Args:
         facts: Of the manifest.
         extra: What `load` returns.
-        on_meta: Names of parameters and buffers that need memory first.
-        commits: What to do, in order.
+        read: This rank's part of each tensor of the model, by name.
+        commits: What to do after these were written, in order.
         extra_states: Modules with what their `set_extra_state` is to get, which may raise.
         groups: Options of the group of each parameter that is trained, by identity.
     """
 
     facts: Mapping[str, Any]
     extra: Any = None
-    on_meta: list[str] = field(default_factory=list)
+    read: dict[str, Tensor] = field(default_factory=dict)
     commits: list[Callable[[], object]] = field(default_factory=list)
     extra_states: list[tuple[nn.Module, Any]] = field(default_factory=list)
     groups: dict[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -154,7 +151,7 @@ def _finish(job: _Load, model: nn.Module, optimizer: Any, group: ShardGroup) -> 
     """
     _set_extra_states(group, job)
     with outside_autograd():
-        allocate(model, dict.fromkeys(job.on_meta, torch.device(group.device_type)))
+        put(model, job.read, group.device_type)
         for commit in job.commits:
             commit()
     _count_alike(model, optimizer, group)
@@ -185,32 +182,18 @@ def _prepare_model(source: Source, model: nn.Module, job: _Load) -> None:
         raise source.refusal(
             f"the checkpoint must hold nothing beyond the model, but it has '{beyond[0]}' and {len(beyond) - 1} more"
         )
-    read: dict[int, tuple[str, Tensor]] = {}
+    names: dict[int, str] = {}  # of tied tensors the first
     for name, tensor in tensors.items():
         values = source.read(f"model.{name}", contents.box_of(tensor), contents.dtype_of(tensor))
-        known = read.get(id(tensor))
-        if known is not None:
-            _check_tie(source, name, values, *known)
-            continue
-        read[id(tensor)] = name, values
-        if tensor.is_meta:
-            job.on_meta.append(name)
-            job.commits.append(partial(_write_by_name, model, name, values))
-        else:
-            job.commits.append(writer(tensor, values))
+        first = names.setdefault(id(tensor), name)
+        if first == name:
+            job.read[name] = values
+        elif not torch.equal(bytes_of(values), bytes_of(job.read[first])):
+            raise source.refusal(
+                f"'{name}' and '{first}' are one tensor of the model and must have one value, but the checkpoint has "
+                "two"
+            )
     _prepare_extra_state(source, model, set(state) - set(tensors), job)
-
-
-def _check_tie(source: Source, name: str, values: Tensor, other: str, known: Tensor) -> None:
-    if not torch.equal(bytes_of(values), bytes_of(known)):
-        raise source.refusal(
-            f"'{name}' and '{other}' are one tensor of the model and must have one value, but the checkpoint has two"
-        )
-
-
-def _write_by_name(model: nn.Module, name: str, values: Tensor) -> None:
-    """Write values into a tensor that got its memory only now."""
-    writer(model.state_dict(keep_vars=True)[name], values)()
 
 
 def _prepare_extra_state(source: Source, model: nn.Module, names: set[str], job: _Load) -> None:
@@ -362,22 +345,16 @@ def _prepare_state(
     foreign = next((name for name in facts["state"] if name not in params), None)
     if foreign is not None:
         raise source.refusal(f"the optimizer must hold every parameter that has a state, but not '{foreign}'")
-    held = [
-        *params.values(),
-        *(value for param in params.values() for value in optimizer.state.get(param, {}).values()),
-    ]
-    num_holders = Counter(id(each.shard_storage) for each in held if isinstance(each, ShardedTensor))
     for name, param in params.items():
         saved = facts["state"].get(name)
         if saved is None:
             job.commits.append(partial(optimizer.state.pop, param, None))
             continue
         old, values = optimizer.state.get(param, {}), {}
-        place = _Place(source, param, job.groups[id(param)], facts["whole"], num_holders)
+        place = _Place(source, param, job.groups[id(param)], facts["whole"], job.commits)
         for key, value in saved.items():
-            values[key], write = place.take(key, value, old.get(key))
-            if write is not None:
-                job.commits.append(write)
+            is_tensor = isinstance(value, dict) and value.keys() == {"$named"}
+            values[key] = source.decoded(value, partial(place.take, key, old.get(key) if is_tensor else None))
         job.commits.append(partial(optimizer.state.__setitem__, param, values))
     common = dict(source.decoded(facts["common"]))
     gone = [key for key in optimizer.state if not isinstance(key, Tensor) and key not in common]
@@ -393,37 +370,19 @@ class _Place:
     param: Tensor
     options: Mapping[str, Any]  # of its group
     whole: Collection[Any]  # names of states that are no shards, whatever their shape
-    num_holders: Mapping[int, int]  # how many parameters and states have each shard storage, by its identity
+    commits: list[Callable[[], object]]
 
-    def take(self, key: str, saved: Any, old: Any) -> tuple[Any, Callable[[], None] | None]:
-        """Return a value of the state, and for a tensor that stays the function that writes to it."""
-        name = saved.get("$named") if isinstance(saved, dict) and len(saved) == 1 else None
-        found = self.source.stored(name) if isinstance(name, str) else None
-        if isinstance(name, str) and found is not None and isinstance(old, Tensor) and not old.is_meta:
-            shape, dtype = found[1].shape, found[1].dtype
-            if tuple(old.shape) == shape and contents.dtype_of(old) == dtype:
-                values = self.source.read(name, contents.box_of(old), dtype)
-                if self._takes_the_place_of(old, values):  # as with torch's own load_state_dict
-                    return old.like(ShardStorage(values, old.shard_layout, is_shared=True), dtype=dtype), None
-                return old, writer(old, values)
-        return self.source.decoded(saved, partial(self._made, key)), None
-
-    def _made(self, key: str, name: str, stored: StoredTensor) -> Tensor:
-        """Read a tensor that the optimizer does not have yet, onto the device where torch would put it."""
-        param, shape = self.param, stored.shape
+    def take(self, key: str, old: Any, name: str, stored: StoredTensor) -> Tensor:
+        """Return the optimizer's own tensor, to be written to later, or a new one on the device where torch puts it."""
+        param, shape, dtype = self.param, stored.shape, stored.dtype
+        if isinstance(old, Tensor) and not old.is_meta and old.shape == shape and contents.dtype_of(old) == dtype:
+            self.commits.append(partial(write_values, old, self.source.read(name, contents.box_of(old), dtype)))
+            return old
         own = param.storage_device if isinstance(param, ShardedTensor) else param.device
         device = self.source.group.device_type if own.type == "meta" else own
         if shape and shape == tuple(param.shape) and isinstance(param, ShardedTensor) and name not in self.whole:
-            shard = self.source.read(name, contents.box_of(param), stored.dtype).to(device)
-            return param.like(ShardStorage(shard, param.shard_layout, is_shared=True), dtype=stored.dtype)
-        values = self.source.read(name, Box.whole(shape), stored.dtype)
+            shard = self.source.read(name, contents.box_of(param), dtype).to(device)
+            return param.like(ShardStorage(shard, param.shard_layout, is_shared=True), dtype=dtype)
+        values = self.source.read(name, Box.whole(shape), dtype)
         is_on_host = key == "step" and not (self.options.get("capturable") or self.options.get("fused"))
         return values if is_on_host else values.to(device)  # as torch's own load_state_dict places them
-
-    def _takes_the_place_of(self, old: Tensor, values: Tensor) -> TypeGuard[ShardedTensor]:
-        """Return whether the values that were read can become the state's shard, without a copy."""
-        if not isinstance(old, ShardedTensor) or old.is_view or self.num_holders[id(old.shard_storage)] > 1:
-            return False
-        shard = old.shard_storage.resolve()
-        is_plain = not subclass_gathers(shard) and shard.is_contiguous() and not shard.is_pinned()
-        return is_plain and shard.device == values.device

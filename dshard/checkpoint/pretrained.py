@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +21,8 @@ from dshard.checkpoint.agreement import group_of, together
 from dshard.checkpoint.contents import box_of, check_kept, is_extra
 from dshard.checkpoint.disk import check_regular, open_regular
 from dshard.checkpoint.files import DTYPES, Box
-from dshard.checkpoint.reading import writer
+from dshard.checkpoint.reading import put
 from dshard.errors import CheckpointError
-from dshard.optimizer.replace import allocate, convert
 from dshard.tensor import ShardedTensor
 
 SINGLE_NAME = "model.safetensors"
@@ -116,15 +114,11 @@ def load_safetensors(
     goes_to = [f"'{entry.name}' to '{name}'" for name, entry in entries.items()]
     check_same("load_safetensors", {"rename": goes_to, "strict": repr(bool(strict))}, group)
     staged = together(group, lambda: _read_all(Path(path_or_dir), versions, entries, state), what)
-    _allocate(module, dict.fromkeys(staged, torch.device(group.device_type)))
-    state = module.state_dict(keep_vars=True)
+    extra_states = {name: staged.pop(name) for name in list(staged) if is_extra(name)}
     with outside_autograd():
-        for name in sorted(staged, key=is_extra):  # a module's own function, which may raise, comes last
-            values = staged.pop(name)
-            if is_extra(name):
-                module.get_submodule(name.rpartition(".")[0]).set_extra_state(values)
-            else:
-                writer(state[name], values)()
+        put(module, staged, group.device_type)
+        for name, values in extra_states.items():  # a module's own function, which may raise, comes last
+            module.get_submodule(name.rpartition(".")[0]).set_extra_state(values)
     return keys
 
 
@@ -190,23 +184,18 @@ def weight_map_in(index: Path) -> dict[str, str]:
     """
     try:
         with open(open_regular(index, follow=True), "rb") as opened:
-            found = json.load(opened)["weight_map"]
+            found = dict(json.load(opened).get("weight_map", {}))
         for name, file in found.items():
             if not isinstance(file, str) or file in ("", ".", "..") or set(file) & {"/", "\0"}:
                 raise ValueError(f"{_shown(name)} lies in {_shown(file)}, which is no name of a file beside it")
-        if found:
-            return dict(found)
-        error = "it names none"
-    except RecursionError:
-        error = "its values lie too deep within each other"
-    except ValueError as caught:
-        error = str(caught)[:_MAX_SHOWN]
-    except (KeyError, TypeError, AttributeError):
-        error = "it has none"
-    raise CheckpointError(
-        f"{index}: must be JSON with a weight_map of tensor names to files, but {error}. The index is damaged; use "
-        "another."
-    )
+        if not found:
+            raise ValueError("it names none")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{index}: must be JSON with a weight_map of tensor names to files, but "
+            f"{str(error)[:_MAX_SHOWN]}. The index is damaged; use another."
+        ) from error
+    return found
 
 
 def _shown(value: Any) -> str:
@@ -361,15 +350,3 @@ def _read_all(
             "nobody saves there."
         )
     return staged
-
-
-def _allocate(module: nn.Module, devices: Mapping[str, torch.device]) -> None:
-    """Allocate parameters that are on the meta device; after an error put all of them back there."""
-    on_meta = [param for param in module.parameters() if param.is_meta]
-    try:
-        allocate(module, devices)
-    except BaseException:
-        for param in on_meta:
-            if not param.is_meta and isinstance(param, ShardedTensor):
-                convert(param, partial(torch.empty_like, device="meta"))
-        raise

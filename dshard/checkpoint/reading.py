@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dshard.checkpoint import disk
@@ -22,6 +22,7 @@ from dshard.checkpoint.manifest import OWN, Manifest, StoredTensor, own_name
 from dshard.checkpoint.values import decode
 from dshard.collectives import ShardGroup
 from dshard.errors import CheckpointError
+from dshard.optimizer.replace import allocate, convert
 from dshard.tensor import ShardedTensor
 from dshard.tensor.subclass_shards import subclass_gathers
 
@@ -269,18 +270,38 @@ class Source:
         return decode(value, named)
 
 
-def writer(tensor: Tensor, values: Tensor) -> Callable[[], None]:
-    """Return a function that writes values into a tensor."""
-
-    def write() -> None:
-        if isinstance(tensor, ShardedTensor) and not tensor.is_view:
-            if subclass_gathers(tensor.shard_storage.resolve()):
-                tensor.copy_(tensor.like(values.to(tensor.storage_device)))
-            else:
-                tensor.overwrite_shard(values)
-        elif isinstance(tensor, DTensor) and not isinstance(tensor, ShardedTensor):
-            tensor.to_local().copy_(values)
+def write_values(tensor: Tensor, values: Tensor) -> None:
+    """Write this rank's part of a tensor."""
+    if isinstance(tensor, ShardedTensor) and not tensor.is_view:
+        if subclass_gathers(tensor.shard_storage.resolve()):
+            tensor.copy_(tensor.like(values.to(tensor.storage_device)))
         else:
-            tensor.copy_(values)
+            tensor.overwrite_shard(values)
+    elif isinstance(tensor, DTensor) and not isinstance(tensor, ShardedTensor):
+        tensor.to_local().copy_(values)
+    else:
+        tensor.copy_(values)
 
-    return write
+
+def put(model: nn.Module, read: dict[str, Tensor], device_type: str) -> None:
+    """Write values that were read into a model's tensors, and let go of each.
+
+    Args:
+        model: A sharded module; what is on the meta device gets memory first.
+        read: This rank's part of each tensor, by its name in the state dict.
+        device_type: Of the ranks that share the model.
+
+    Raises:
+        StateError: A parameter on the meta device cannot get memory. Nothing was changed.
+    """
+    on_meta = [param for param in model.parameters() if isinstance(param, ShardedTensor) and param.is_meta]
+    try:
+        allocate(model, dict.fromkeys(read, torch.device(device_type)))
+    except BaseException:
+        for param in on_meta:
+            if not param.is_meta:
+                convert(param, partial(torch.empty_like, device="meta"))
+        raise
+    state = model.state_dict(keep_vars=True)
+    for name in list(read):
+        write_values(state[name], read.pop(name))
