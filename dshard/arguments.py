@@ -95,8 +95,12 @@ def fields(made: Any, check: Callable[..., Any], *names: str, **how: Any) -> Non
         names: The fields.
         how: More arguments of the check.
     """
+    who = type(made).__name__
     for name in names:
-        object.__setattr__(made, name, check(type(made).__name__, name, getattr(made, name), **how))
+        value = getattr(made, name)
+        found = check(who, name, value, **how)
+        if found is not value:
+            object.__setattr__(made, name, found)
 
 
 def plain_scalar(value: Any) -> Any:
@@ -109,6 +113,8 @@ def plain_scalar(value: Any) -> Any:
 
 def boolean(who: str, name: str, value: Any) -> bool:
     """Check that an argument is a bool."""
+    if value is True or value is False:
+        return value
     found = value if type(value) is bool else plain_scalar(value)
     expect(isinstance(found, bool), who, name, value, "a bool", "Pass True or False.")
     return bool(found)
@@ -122,6 +128,8 @@ def is_count(value: Any, least: int = 1) -> bool:
 
 def count(who: str, name: str, value: Any, *, least: int = 1, way: str | None = None, or_none: bool = False) -> Any:
     """Check that an argument is an integer of at least `least`, below 2**63."""
+    if type(value) is int and least <= value < 2**63:
+        return value
     allowed = f"an integer of at least {least}"
     found = plain_scalar(value)
     expect(is_count(found, least), who, name, value, allowed, way or f"Pass {max(1, least)}.", or_none=or_none)
@@ -139,6 +147,8 @@ def number(
     or_none: bool = False,
 ) -> Any:
     """Check that an argument is a number for which `is_right` holds."""
+    if type(value) is float and is_right(value):  # thousands of costs come this way
+        return value
     found = value if type(value) in (int, float) else plain_scalar(value)
     try:
         is_number = isinstance(found, Real) and not isinstance(found, bool) and is_right(float(found))
@@ -166,7 +176,13 @@ def from_0(
     or_none: bool = False,
 ) -> Any:
     """Check that an argument is a finite number of at least 0, such as seconds or bytes."""
-    return number(who, name, value, lambda x: 0 <= x < math.inf, allowed, way, or_none=or_none)
+    if type(value) is int and 0 <= value < 2**63:
+        return value
+    return number(who, name, value, _is_from_0, allowed, way, or_none=or_none)
+
+
+def _is_from_0(value: float) -> bool:
+    return 0 <= value < math.inf
 
 
 def text(who: str, name: str, value: Any, *, or_none: bool = False) -> Any:
@@ -255,11 +271,12 @@ def several(
     who: str, name: str, value: Any, is_right: Callable[[Any], bool], allowed: str, way: str, *, least: int = 0
 ) -> tuple[Any, ...]:
     """Check that an argument is an iterable of values for each of which `is_right` holds; return them as a tuple."""
-    found = items(value)
+    found = value if type(value) is tuple else items(value)
     if found is None or len(found) < least:
         raise wrong(who, name, value, allowed, way)
     for place, each in enumerate(found):
-        expect(is_right(each), who, name, each, allowed, way, inside=f"number {place} of it")
+        if not is_right(each):
+            raise wrong(who, name, each, allowed, way, inside=f"number {place} of it")
     return found
 
 

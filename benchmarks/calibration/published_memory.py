@@ -6,8 +6,8 @@ prints it alone, of the published runs or of another file.
 
 from __future__ import annotations
 
+import argparse
 import csv
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,10 +117,12 @@ def memory_table(rows: Sequence[MemoryRow]) -> list[str]:
     return lines
 
 
-def main(paths: Sequence[str]) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
-    print("\n".join(memory_table([row for path in paths or [str(RUNS)] for row in memory_rows(Path(path))])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", type=Path, default=[RUNS], help="tables of runs (the published ones)")
+    print("\n".join(memory_table([row for path in parser.parse_args(argv).runs for row in memory_rows(path)])))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

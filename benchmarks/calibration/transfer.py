@@ -11,6 +11,7 @@ alone give; and what a few runs of a source give for the rest of it.
 Takes some minutes on one core: the models are traced first.
 """
 
+import argparse
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -145,6 +146,7 @@ def print_own(runs: Sequence[Run]) -> None:
 
 def main() -> None:
     """Prints all tables."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     runs = read_runs(RUNS)
     print("| fitted to | predicts | mean error | 9 in 10 below |\n|---|---|---|---|")
     rows = [(name, is_seen, PRIORS) for name, is_seen in PARTS.items()]

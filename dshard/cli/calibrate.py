@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dshard.arguments import nearest
 from dshard.cli.models import GPT, GPTConfig, Llama, LlamaConfig, checkpoint_blocks
 from dshard.cli.planning import rates_of
 from dshard.cli.usage import UsageError, check_output
@@ -30,6 +31,8 @@ that --device takes), n_gpus, layers, d_model, heads, vocab, seq, micro_batch, a
 what they are where they are empty: sharding (full; keep, hybrid), grad_accum (1), gpus_per_node and
 internode_gbps_per_node (what is usual for the gpu), mlp (gelu; swiglu, which takes kv_heads and ffn), tied (0; 1),
 precision (bf16; bf16 pure, bf16 fp32 reduce), compile (0; 1), act_ckpt (none; full, op, every 2), id, source.
+Columns for the reader alone: ref, framework, model, tflops_gpu_published, mfu_pct_published, hfu_pct_published,
+peak_mem_gib, mem_kind, notes.
 What few rows say nothing about stays as it is in the shipped profile.
 """
 _NEEDED = ("gpu", "n_gpus", "layers", "d_model", "heads", "vocab", "seq", "micro_batch")
@@ -44,6 +47,11 @@ _WORDS = {
     "compile": ("0", "1"),
     "act_ckpt": ("none", "full", "op", *(f"every {number}" for number in range(2, 10))),
 }
+_READ = (*_NEEDED, *_COUNTS, *_USUAL, "tokens_s_gpu", "step_s", "internode_gbps_per_node", "id")
+_NOTES = (  # what a table of published runs says beside what is predicted
+    *("ref", "framework", "model", "tflops_gpu_published", "mfu_pct_published", "hfu_pct_published", "peak_mem_gib"),
+    *("mem_kind", "notes"),
+)
 _LAYERS = 5  # that are traced: the one in the middle stands for all that are no first or last one
 
 
@@ -114,13 +122,20 @@ def read_runs(path: Path) -> tuple[Run, ...]:
 
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file, delimiter="\t"))
+            table = csv.DictReader(file, delimiter="\t")
+            rows, header = list(table), table.fieldnames or ()
     except (OSError, ValueError, csv.Error) as error:
         raise UsageError(
             f"RUNS must be a table of tab-separated values, but {path} cannot be read: {error}. Pass another."
         ) from error
     if not rows:
         raise UsageError(f"RUNS must have a header and rows, but {path} has no rows. Pass another.")
+    known = dict.fromkeys((*_READ, *_NOTES))
+    if unknown := [name for name in header if name not in known]:
+        raise UsageError(
+            f"RUNS must have columns of these names: {', '.join(known)}, but {path} has {unknown[0]!r}. Did you mean "
+            f"{nearest(unknown[0], known)}? Correct the name, or leave the column out."
+        )
     traced: dict[tuple[str, ...], _Traced] = {}
     runs = []
     for line, row in enumerate(rows, 2):
@@ -142,6 +157,8 @@ def _checked(row: Mapping[str, str | None]) -> dict[str, str]:
     """
     from dshard.planner.devices import find_device
 
+    if None in row:  # where csv puts what is beyond the header
+        raise ValueError("the row has more cells than the header")
     found = _USUAL | {name: value.strip() for name, value in row.items() if value and value.strip()}
     missing = [name for name in _NEEDED if name not in found]
     if missing or not {"tokens_s_gpu", "step_s"} & found.keys():

@@ -282,8 +282,9 @@ def _device(name: str, rates: Rates | None) -> Device:
             return device
     if rates is None or rates.here is None:
         raise UsageError(
-            f"--device {HERE} is the one that --profile has measured, but it has measured none. Pass --profile with "
-            "what benchmarks/calibration/measuring.py wrote."
+            f"--device {HERE} needs a --profile that was measured on this machine, but "
+            f"{'none is given' if rates is None else f'that of {rates.source} has no such measurement'}. Pass a device "
+            "that has a datasheet, or the file that python -m benchmarks.calibration.measuring wrote."
         )
     return rates.here.device
 
@@ -332,7 +333,7 @@ def run_simulate(args: argparse.Namespace) -> int:
                 is_planned = name == _PLANNED
                 plan = target.planned(world, None) if is_planned else target.given(world, name, batch)
                 found[world, name] = plan
-    print(f"{target.heading}\n{_table(found, target.limit_bytes)}")
+    print(f"{target.heading}\n{_table(found, target.limit_bytes, args.memory_of)}")
     if args.plot is not None:
         next(iter(found.values())).plot(args.plot)
         print(f"wrote {args.plot}")
@@ -346,8 +347,8 @@ def run_simulate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _table(found: dict[tuple[int, str], Plan], limit_bytes: int) -> str:
-    """One row per simulated step."""
+def _table(found: dict[tuple[int, str], Plan], limit_bytes: int, memory_of: str) -> str:
+    """One row per simulated step; it fits where the bytes that `memory_of` names are within the limit."""
     from dshard.planner.rates import IN_TEN
     from dshard.planner.texts import bytes_text
 
@@ -366,7 +367,7 @@ def _table(found: dict[tuple[int, str], Plan], limit_bytes: int) -> str:
                 f"{plan.tflops:.4g}",
                 f"{plan.samples_per_s:.4g}",
                 bytes_text(plan.peak_bytes),
-                "yes" if plan.peak_bytes <= limit_bytes else "no",
+                "yes" if getattr(plan.memory_seen, f"{memory_of}_bytes") <= limit_bytes else "no",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -1,6 +1,7 @@
 """Between choices that predictions cannot tell apart: the one that loses least where they are off."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from dshard.errors import PlanError
@@ -72,15 +73,11 @@ def within_limit(
     Raises:
         PlanError: Nothing was found that fits; or CUDA's allocator is asked for where there is none.
     """
-    if memory_of != "live" and cluster.keeps_received_rows:
-        raise PlanError(
-            f"plan: memory_of must be 'live' for ranks that communicate over gloo, whose memory is not that of CUDA's "
-            f"allocator, but it is {memory_of!r}. Leave it out, or pass cluster=dshard.planner.cluster_of(...)."
-        )
-    room = live_bytes = int(limit_bytes / RESERVED.get(memory_of, 1.0))
+    room = live_bytes = live_room(cluster, limit_bytes, memory_of)
     least = None
     for _ in range(_MAX_ROUNDS):
-        solution, doubt = choose(room)
+        with naming_limit(limit_bytes, room, memory_of):
+            solution, doubt = choose(room)
         peak = peak_bytes(solution.model, solution.strategies, cluster)
         if peak <= live_bytes:
             certificate = replace(
@@ -95,10 +92,36 @@ def within_limit(
         if room <= 0:
             break
     assert least is not None
+    of_limit = "" if memory_of == "live" else f", their part of {limit_bytes} {memory_of} bytes"
     raise PlanError(
-        f"plan: live bytes must fit into {live_bytes}, but the least that was found is {least}, {least - live_bytes} "
-        "too many. Use a smaller batch or more ranks."
+        f"plan: live bytes must fit into {live_bytes}{of_limit}, but the least that was found is {least}, "
+        f"{least - live_bytes} too many. Use a smaller batch or more ranks."
     )
+
+
+@contextmanager
+def naming_limit(limit_bytes: int, room: int, memory_of: str) -> Iterator[None]:
+    """Name the limit that was given in errors of the block, which searches within what that leaves live bytes."""
+    try:
+        yield
+    except PlanError as error:
+        if room == limit_bytes:
+            raise
+        raise PlanError(f"{error} The limit of {limit_bytes} {memory_of} bytes leaves {room} to plan with.") from error
+
+
+def live_room(cluster: Cluster, limit_bytes: int, memory_of: str) -> int:
+    """Bytes of tensors that may live where so many live, reserved or expandable bytes are the limit.
+
+    Raises:
+        PlanError: CUDA's allocator is asked for where there is none.
+    """
+    if memory_of != "live" and cluster.keeps_received_rows:
+        raise PlanError(
+            f"plan: memory_of must be 'live' for ranks that communicate over gloo, whose memory is not that of CUDA's "
+            f"allocator, but it is {memory_of!r}. Leave it out, or pass cluster=dshard.planner.cluster_of(...)."
+        )
+    return int(limit_bytes / RESERVED.get(memory_of, 1.0))
 
 
 def across_s(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster) -> float:

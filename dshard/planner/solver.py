@@ -23,9 +23,9 @@ _MAX_LABELS = 600_000
 _AS_LONG = 1e-9
 # Of a step: two plans that are predicted to be closer than that cannot be told apart.
 MEASURED = 0.02
-# What computation takes is missed alike whatever the strategy; what differs between strategies is waiting. The largest
-# miss of that among runs of papers (docs/simulate.md) is 7.6 points of a step, at 512 GPUs under full, which sends
-# three parts where the others send two: a third of it does not cancel out between them.
+# A datasheet's times are off alike for all strategies in what computes, not in what waits for communication. That is
+# off by up to 7.6 points of a step among runs of papers, under full, which sends three parts where the others send two:
+# a third of it, 2.5 points, does not cancel out between two strategies (benchmarks/calibration/README.md).
 DATASHEET = 0.03
 
 

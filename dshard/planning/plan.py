@@ -21,7 +21,7 @@ from dshard.planner.plan import Plan
 from dshard.planner.profiles import Training, UnitTimes, check_offload, costs_of, with_offload
 from dshard.planner.progress import SILENT, Progress, Stretch, Throttled
 from dshard.planner.rates import Rates, check_profile, find_rates
-from dshard.planner.robust import Doubt, robust, within_limit
+from dshard.planner.robust import Doubt, live_room, naming_limit, robust, within_limit
 from dshard.planner.solver import DATASHEET, MEASURED, Solution, can_fit, solve, solve_batch
 from dshard.planner.steps import resized, tensors
 from dshard.planner.texts import parse_bytes
@@ -184,10 +184,12 @@ class Profile:
         known = tuple(dict.fromkeys(Strategy.of(each).on(cluster.num_ranks) for each in strategies))
         if not isinstance(batch, str):
             return self._planned(self._size(batch), cluster, known, limit, memory_of, margin)
-        sizes = set(_BATCHES if self._device is not None else self._measured_sizes(cluster, known, limit))
+        room = live_room(cluster, limit, memory_of)
+        sizes = set(_BATCHES if self._device is not None else self._measured_sizes(cluster, known, room))
         while True:  # sizes between two traced ones are estimated, none too low; what is chosen is traced
             estimate, told = self.estimated(max(sizes)), self.progress
-            found = solve_batch(estimate, sizes, cluster, known, limit, tolerance=tolerance, progress=told)
+            with naming_limit(limit, room, memory_of):
+                found = solve_batch(estimate, sizes, cluster, known, room, tolerance=tolerance, progress=told)
             best = found.model.batch_size // found.model.num_backwards
             try:
                 return self._planned(best, cluster, known, limit, memory_of, margin)
@@ -430,8 +432,9 @@ def plan(
             to replicate over and to shard over, a parameter is shared by the ranks of the second, or whole.
         device: A name of `dshard.planner.DEVICES`, or one of your own; None to measure here.
         memory: Limit per rank, in bytes or as text: "38GiB"; None for that of the cluster's devices.
-        memory_of: What it limits: "live" bytes of tensors, or what CUDA's allocator makes of them by a simulation:
-            "reserved" segments, or "expandable" ones. Those are held by leaving room.
+        memory_of: What it limits: "live" bytes of tensors, or what CUDA's allocator holds for them: "reserved" bytes
+            of its usual segments, or "expandable" ones. Live bytes then get the limit over a measured factor, 1.13 or
+            1.06.
         strategies: That a unit may have, several or one; None for all.
         checkpointing: Activation checkpointing that a unit may have, one kind or several: "none", "selective" (outputs
             of matrix products, convolutions and attention are kept, the rest is computed again), "full" (inputs of a

@@ -383,7 +383,8 @@ def _own_package() -> list[str]:
     places = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     found = PathFinder.find_spec("dshard", places)
     ours = Path(__file__).parents[1] / "__init__.py"
-    return ["dshard"] if found is not None and found.origin is not None and Path(found.origin) == ours else []
+    is_ours = found is not None and found.origin is not None and Path(found.origin) == ours
+    return ["dshard", __name__] if is_ours else []
 
 
 def _name(fn: Callable[..., object]) -> str:

@@ -79,6 +79,17 @@ def test_a_row_that_says_what_cannot_be_predicted_is_refused_by_its_line(tmp_pat
     assert why in message
 
 
+def test_cells_beyond_the_header_and_columns_that_nobody_knows_are_refused(tmp_path, capsys):
+    path = table_of([ROW], tmp_path / "runs.tsv")
+    path.write_text(path.read_text().rstrip("\n") + "\t7\n")
+    assert f"in line 2 of {path} the row has more cells than the header. " in refused(capsys, "calibrate", path)
+    message = refused(capsys, "calibrate", table_of([{**ROW, "micro_bach": 3}], path))
+    assert "RUNS must have columns of these names: gpu, " in message
+    assert f"but {path} has 'micro_bach'. Did you mean micro_batch?" in message
+    table_of([{**ROW, "notes": "a column for the reader"}], path)
+    assert main(["calibrate", str(path)]) == 0
+
+
 @pytest.mark.parametrize("table", [["--published"], ["--runs", "x.tsv"], ["--papers"]], ids=lambda table: table[0])
 def test_tables_of_runs_are_no_business_of_simulate(table, capsys):
     assert "unrecognized arguments" in refused(capsys, "simulate", *TINY, *table)
@@ -86,10 +97,10 @@ def test_tables_of_runs_are_no_business_of_simulate(table, capsys):
 
 def test_a_device_that_nobody_measured_is_refused(capsys):
     options = ["--world", "1", "--device", HERE, "--dtype", "float32", "--sequence", "16"]
-    assert "--device here is the one that --profile has measured, but it has measured none" in refused(
-        capsys, "plan", "gpt-nano", *options
-    )
-    assert "has measured none" in refused(capsys, "plan", "gpt-nano", *options, "--profile", "published")
+    text = "--device here needs a --profile that was measured on this machine, but "
+    assert f"{text}none is given" in refused(capsys, "plan", "gpt-nano", *options)
+    of_others = refused(capsys, "plan", "gpt-nano", *options, "--profile", "published")
+    assert f"{text}that of {published().source} has no such measurement" in of_others
 
 
 def test_compiled_models_move_fewer_bytes_by_a_profile_and_need_one(capsys):

@@ -326,7 +326,7 @@ def test_the_sequence_of_a_function_is_refused(refused):
 
 def test_what_fits_nowhere_is_refused_with_the_units_that_cause_it(refused):
     message = refused("plan", "gpt2", "--device", "titan-rtx", "--dtype", "float16", "--world", 8, "--memory", "200MB")
-    assert message.startswith("plan: the peak must fit into 200000000 bytes, but")  # the command's name comes once
+    assert message.startswith("the peak must fit into 200000000 bytes, but")  # the command's name comes once
     assert "too many" in message
     assert "in the forward of blocks.11..norm; most of it is of " in message
     assert "--strategy plan" in refused("simulate", *TINY, "--world", 8, "--batch", "auto")
@@ -353,3 +353,10 @@ def test_a_limit_of_what_the_allocator_reserves_is_asked_for(printed):
     assert (live.certificate.memory_of, reserved.certificate.memory_of) == ("live", "reserved")
     assert live.peak_bytes <= 560 << 20
     assert reserved.memory_seen.reserved_bytes <= 560 << 20
+
+
+@pytest.mark.parametrize(("memory_of", "fits"), [("live", "yes"), ("expandable", "yes"), ("reserved", "no")])
+def test_a_simulated_step_fits_by_the_bytes_that_are_limited(printed, memory_of, fits):
+    """Under full it takes 423 MiB of live bytes, so 449 MiB expandable and 478 MiB reserved."""
+    options = (*TINY, "--world", 8, "--batch", 64, "--memory", "460MiB", "--memory-of", memory_of)
+    assert printed("simulate", *options).splitlines()[2].split()[-1] == fits

@@ -1,4 +1,4 @@
-"""Bytes of a step counted one by one: a walk through the step that adds what is live."""
+"""A step's bytes by a walk that adds what is live, and its seconds as one sum; of dshard it has options alone."""
 
 from math import ceil, floor, log2
 
@@ -51,6 +51,23 @@ def counted_peak(model, names, cluster):
     if model.steps_together:
         return max(peak, held + arrived + sum(sum(u.steps) for u in units))
     return max(peak, held + arrived + max(max(u.steps) for u in units))
+
+
+def summed_step(options, num_backwards, *, overlaps):
+    """Seconds of a step by the formula of docs/planner.md; each `max` is a sum where nothing overlaps."""
+    together = max if overlaps else (lambda computing, sending: computing + sending)
+    last, total = options[-1], sum(option.optimizer_s for option in options)
+    for number in range(num_backwards):
+        gathers = [option.gather_again_s if number else option.gather_s for option in options]
+        is_last = number == num_backwards - 1
+        reductions = [option.reduce_s if is_last else option.reduce_early_s for option in options]
+        total += gathers[0] + last.gather_backward_s + reductions[0]
+        behind = zip(options, [*gathers[1:], 0], strict=True)
+        total += sum(together(own.forward_s, own.forward_comm_s + gather_s) for own, gather_s in behind)
+        ahead_s = [0, *(option.gather_backward_s for option in options[:-1])]
+        around = zip(options, [*reductions[1:], 0], ahead_s, strict=True)
+        total += sum(together(own.backward_s, own.backward_comm_s + red + ahead) for own, red, ahead in around)
+    return total
 
 
 def added_up(row, itemsize, num_rows):

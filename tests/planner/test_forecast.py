@@ -86,9 +86,14 @@ def test_a_limit_of_segments_is_held_and_the_certificate_says_of_what_it_is(memo
     assert again.certificate.memory_of == memory_of
 
 
-def test_a_limit_that_no_segments_keep_is_an_error():
-    with pytest.raises(PlanError, match="the peak must fit into"):
-        planned(strategies="full", memory=1024, memory_of="reserved")
+@pytest.mark.parametrize("batch", [None, "auto"])
+def test_a_limit_that_no_segments_keep_is_an_error_that_names_it(batch):
+    text = r"the peak must fit into 906 bytes.* The limit of 1024 reserved bytes leaves 906 to plan with\.$"
+    with pytest.raises(PlanError, match=text):
+        planned(strategies="full", memory=1024, memory_of="reserved", batch=batch)
+    free = solve(planned().model, CLUSTER, ["full"], 1 << 40)
+    with pytest.raises(PlanError, match=r"live bytes must fit into \d+, their part of 1000000 expandable bytes, but"):
+        within_limit(lambda room: (free, None), CLUSTER, 1_000_000, "expandable")
 
 
 @settings(max_examples=30, deadline=None)
@@ -113,6 +118,8 @@ def test_a_choice_that_takes_more_as_it_runs_is_made_again_with_less_room(model,
     assert rooms == sorted(rooms, reverse=True)
 
 
-def test_ranks_that_communicate_over_gloo_have_no_such_allocator():
+@pytest.mark.parametrize("batch", [None, "auto"])
+def test_ranks_that_communicate_over_gloo_have_no_such_allocator(batch):
+    given = {"memory": 1, "memory_of": "reserved", "batch": batch}  # the limit is too small, which would come later
     with pytest.raises(PlanError, match="memory_of must be 'live' for ranks that communicate over gloo"):
-        planned(cluster=replace(CLUSTER, keeps_received_rows=True), memory="300MiB", memory_of="reserved")
+        planned(cluster=replace(CLUSTER, keeps_received_rows=True), **given)

@@ -17,8 +17,9 @@ from dshard.planner import (
     simulate,
     step_time,
 )
+from dshard.planner.options import options_of
 from tests.planner.cases import STRATEGIES, clusters, models
-from tests.planner.oracle import counted_peak
+from tests.planner.oracle import counted_peak, summed_step
 
 ALWAYS = settings(max_examples=150, deadline=None)
 
@@ -48,7 +49,8 @@ def test_peak_bytes_is_what_a_walk_through_the_step_counts(model, cluster, data)
 def test_the_simulation_takes_as_long_as_the_sum_says_and_streams_never_overlap(model, cluster, data):
     names = choices(data.draw, model)
     timeline = simulate(model, names, cluster)
-    assert timeline.step_s == pytest.approx(step_time(model, names, cluster), rel=1e-9, abs=1e-12)
+    summed_s = summed_step(options_of(model, names, cluster), model.num_backwards, overlaps=cluster.overlaps)
+    assert timeline.step_s == step_time(model, names, cluster) == pytest.approx(summed_s, rel=1e-9, abs=1e-12)
     assert timeline.peak_bytes == peak_bytes(model, names, cluster)
     assert timeline.exposed_s >= -1e-9
     for stream in ("compute", "comm"):
