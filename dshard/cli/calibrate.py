@@ -131,7 +131,8 @@ def read_runs(path: Path) -> tuple[Run, ...]:
     if not rows:
         raise UsageError(f"RUNS must have a header and rows, but {path} has no rows. Pass another.")
     known = dict.fromkeys((*_READ, *_NOTES))
-    if unknown := [name for name in header if name not in known]:
+    nameless = {""} if not any(row.get("") for row in rows) else set()  # a tab at the end of lines
+    if unknown := [name for name in header if name not in known.keys() | nameless]:
         raise UsageError(
             f"RUNS must have columns of these names: {', '.join(known)}, but {path} has {unknown[0]!r}. Did you mean "
             f"{nearest(unknown[0], known)}? Correct the name, or leave the column out."
