@@ -318,15 +318,10 @@ def check_kept(who: str, model: nn.Module, state: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: A hook of `state_dict` makes one anew each time.
     """
-    kept = {id(tensor) for tensors in (model.parameters(), model.buffers()) for tensor in tensors}
-    others = {
-        name: v for name, v in state.items() if isinstance(v, Tensor) and not is_extra(name) and id(v) not in kept
-    }
-    if not others:
-        return
     again = model.state_dict(keep_vars=True)
-    for name, value in others.items():
-        if _memory(value) != _memory(again.get(name)):
+    for name, value in state.items():
+        is_made = value is not again.get(name) and isinstance(value, Tensor) and not is_extra(name)
+        if is_made and _memory(value) != _memory(again.get(name)):
             raise CheckpointError(
                 f"{who}: tensors of a state_dict must be parameters, buffers, or what modules keep elsewhere, but "
                 f"'{name}' is made anew by each call, so that values cannot be put back into it. Register it as a "

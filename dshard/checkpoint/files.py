@@ -226,11 +226,6 @@ def memory_of(raw: Tensor) -> memoryview:
     return memoryview(raw.numpy())  # type: ignore[arg-type]
 
 
-def host_bytes(values: Tensor) -> Tensor:
-    """Return a tensor's bytes on the host, shape (bytes,), uint8; without a copy if it is contiguous and there."""
-    return bytes_of(values.cpu())
-
-
 def write_file(path: Path, pieces: Sequence[Piece]) -> StoredFile:
     """Write pieces of different tensors as one safetensors file, and sync it.
 
@@ -244,7 +239,7 @@ def write_file(path: Path, pieces: Sequence[Piece]) -> StoredFile:
     Raises:
         OSError: It cannot be written.
     """
-    raw, by_name, stored = {p.name: host_bytes(p.values) for p in pieces}, {p.name: p for p in pieces}, {}
+    raw, by_name, stored = {p.name: bytes_of(p.values.cpu()) for p in pieces}, {p.name: p for p in pieces}, {}
     specs = {p.name: _spec(p.values.dtype, p.values.shape, raw[p.name].data_ptr()) for p in pieces}
     with closing(_create(path, specs, {"dshard": "a shard of a checkpoint"})) as opened:
         size = os.fstat(opened).st_size

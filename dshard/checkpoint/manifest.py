@@ -152,7 +152,7 @@ class Manifest:
 
 
 _FACTS = (
-    *("token", "run", "sequence", "step", "created", "dshard", "torch"),
+    *("token", "run", "sequence", "step", "created", "versions"),
     *("optimizers", "extra_state", "are_alike", "extra"),
 )
 
@@ -215,14 +215,14 @@ def read_copy(file: Path) -> Manifest:
         known = value["format"]
         if known == _FORMAT:
             return _checked(value)
-        writer = f"dshard {value.get('dshard')} with torch {value.get('torch')}"
+        writer = value.get("versions") or f"torch {value.get('torch')}, dshard {value.get('dshard')}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise CheckpointError(
             f"{file}: must be as save wrote it, but {type(error).__name__}: {str(error)[:300]}. The checkpoint is "
             "damaged; use another."
         ) from error
     raise CheckpointError(
-        f"{file}: the format must be {_FORMAT}, but it is {str(known)[:40]}, written by {writer[:80]}. Load it with "
+        f"{file}: the format must be {_FORMAT}, but it is {str(known)[:40]}, written by {writer!s:.80}. Load it with "
         "that version, and write the model with its save_safetensors, which this version's load_safetensors reads."
     )
 

@@ -15,7 +15,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.optim import Optimizer
 
 from dshard import arguments, collectives
 from dshard.agreement import agree as equal_on_ranks
-from dshard.agreement import check_same
+from dshard.agreement import check_same, versions
 from dshard.checkpoint.agreement import group_of, share, together
 from dshard.checkpoint.asynchronous import PendingSave, Snapshot, pending_save
 from dshard.checkpoint.contents import Contents, optimizers_by_prefix, own_piece
@@ -155,14 +154,10 @@ def _pieces_of(contents: Contents, group: ShardGroup, alike: Sequence[bool], *, 
 
 def _facts_of(contents: Contents, step: int, *, are_alike: bool) -> dict[str, Any]:
     """Return the manifest's facts about a model and its optimizers."""
-    own_version = "unknown"
-    with suppress(PackageNotFoundError):
-        own_version = version("dshard")
     return {
         "step": step,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "dshard": own_version,
-        "torch": torch.__version__,
+        "versions": versions(),
         **contents.own_facts,
         "are_alike": are_alike,
         "extra": contents.extra if are_alike else None,
