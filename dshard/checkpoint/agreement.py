@@ -35,43 +35,33 @@ def group_of(model: nn.Module) -> ShardGroup:
 def together(group: ShardGroup, action: Callable[[], T], what: str) -> T:
     """Run an action on every rank and return its result; raise on every rank if it failed on one.
 
-    Communicates:
-        As `agree`.
-    """
-    try:
-        found = action()
-    except Exception as error:  # whatever it is, the other ranks must hear of it
-        agree(group, error, what)
-        raise
-    agree(group, None, what)
-    return found
-
-
-def agree(group: ShardGroup, error: Exception | None, what: str) -> None:
-    """Raise on every rank if one of them has an error: its own, or else that of the first such rank.
-
     Args:
         group: The ranks.
-        error: What went wrong on this rank.
+        action: What to run.
         what: What should have happened, for an error that is none of ours.
 
     Raises:
-        CheckpointError: Something went wrong on some rank. On every rank alike.
+        CheckpointError: It failed on some rank. On every rank alike, with the error of the first such rank where it
+            has none of its own.
 
     Communicates:
         An all-reduce of 8 bytes; where there is an error, one of its text.
     """
+    error: Exception | None = None
+    try:
+        found = action()
+    except DShardError as caught:
+        error = caught
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = CheckpointError(_text(caught, what))
+        error.__cause__ = caught
     own = torch.tensor([group.world_size if error is None else group.world_rank], device=group.device_type)
     first = int(collectives.all_reduce([own], group, ReduceOp.MIN, label=_LABEL, everywhere=True).wait()[0].item())
-    if first == group.world_size:
-        return
-    text = _text(error, what).encode(errors="replace")[:_MAX_TEXT_BYTES] if group.world_rank == first else b""
-    received = _only_text(group, text)
-    if isinstance(error, DShardError):
-        raise error
-    if error is not None:
-        raise CheckpointError(_text(error, what)) from error
-    raise CheckpointError(received.decode(errors="replace") + f" (Rank {first}.)")
+    if first < group.world_size:
+        text = str(error).encode(errors="replace")[:_MAX_TEXT_BYTES] if group.world_rank == first else b""
+        received = _only_text(group, text).decode(errors="replace")
+        raise error or CheckpointError(f"{received} (Rank {first}.)")
+    return found
 
 
 def share(group: ShardGroup, text: str) -> str:
@@ -90,8 +80,6 @@ def _only_text(group: ShardGroup, text: bytes) -> bytes:
     return bytes(received.tolist()).rstrip(b"\0")
 
 
-def _text(error: Exception | None, what: str) -> str:
-    if error is None or isinstance(error, DShardError):
-        return str(error)
+def _text(error: Exception, what: str) -> str:
     way = "the path, its permissions and the space left" if isinstance(error, OSError) else "its traceback on that rank"
     return f"{what}, but {type(error).__name__}: {error}. Check {way}."

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dshard.checkpoint.agreement import agree
+from dshard.checkpoint.agreement import together
 from dshard.checkpoint.files import Piece
 from dshard.collectives import ShardGroup
 from dshard.errors import CheckpointError
@@ -172,28 +172,25 @@ class PendingSave:
         Communicates:
             An all-reduce of 8 bytes, the first time.
         """
-        self._end()
-        if not self._is_agreed:
-            self._is_agreed = True
-            try:
-                agree(self._group, self._error, f"{self.path}: writing the checkpoint failed")
-            except CheckpointError as error:
-                self._error = error
-        if self._error is not None:
-            raise self._error
+        if self._is_agreed:
+            self.settle()
+            return self.path
+        self._is_agreed = True
+        try:
+            together(self._group, self.settle, f"{self.path}: writing the checkpoint failed")
+        except CheckpointError as error:
+            self._error = error
+            raise
         return self.path
 
     def settle(self) -> None:
         """Wait as `result` does, but raise on this rank alone: the caller raises it on the others."""
-        self._end()
-        if self._error is not None:
-            raise self._error
-
-    def _end(self) -> None:
         if self._thread.ident is not None:
             self._thread.join()
         if _PENDING.get(self._group.full_name) is self:
             del _PENDING[self._group.full_name]
+        if self._error is not None:
+            raise self._error
 
 
 def pending_save(group: ShardGroup) -> PendingSave | None:

@@ -21,9 +21,9 @@ _LOCK_TIMEOUT_S = 60.0  # for another save to put its files in their places, whi
 _POLL_S = 0.02
 
 
-def partial_name(path: Path, token: str | None = None) -> Path:
-    """Return a hidden name beside `path` with a random token of 16 hex digits, or the given one."""
-    return path.with_name(f".{path.name}.{token or secrets.token_hex(8)}{PARTIAL}")
+def partial_name(path: Path) -> Path:
+    """Return a hidden name beside `path` with a random token of 16 hex digits."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
 
 
 def make_folder(folder: Path) -> None:

@@ -196,11 +196,6 @@ class Draft:
         self.close()
         return False
 
-    @property
-    def token(self) -> str:
-        """The random 16 hex digits in the folder's name."""
-        return self.folder.name.split(".")[-2]
-
     def publish(self) -> None:
         """Publish the folder: whenever the process dies, the old checkpoint or the new one is there, whole.
 

@@ -5,7 +5,7 @@ A rank reads the blocks in which the boxes lie that it wants, into memory of its
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from dshard.checkpoint import disk
 from dshard.checkpoint.files import BLOCK_BYTES, NAMES, Box, StoredFile, memory_of, sum_of
 from dshard.checkpoint.manifest import OWN, Manifest, StoredTensor, own_name
+from dshard.checkpoint.parity import Read
 from dshard.checkpoint.values import decode
 from dshard.collectives import ShardGroup
 from dshard.errors import CheckpointError
@@ -83,11 +84,8 @@ class Reader:
             CheckpointError: One of those is missing, too.
         """
         group, stripes = self._manifest.stripes_around(index)
-
-        def read_row(member: int, into: memoryview, at: int) -> None:
-            self._fill(self._manifest.rows[group.start + member], into, at)
-
-        stripes.rebuild(index - group.start, partial(self._read_member, group.start), read_row, target, offset)
+        files, rows = self._members(self._manifest.files, group), self._members(self._manifest.rows, group)
+        stripes.rebuild(index - group.start, files, rows, target, offset)
 
     def row(self, index: int, target: memoryview, offset: int) -> None:
         """Compute a row of parity from an offset on, from the files of its group.
@@ -97,14 +95,18 @@ class Reader:
         """
         group, stripes = self._manifest.stripes_around(index)
         target[:] = bytes(len(target))
-        stripes.row_bytes(index - group.start, partial(self._read_member, group.start), target, offset)
+        stripes.row_bytes(index - group.start, self._members(self._manifest.files, group), target, offset)
 
-    def _read_member(self, start: int, member: int, into: memoryview, at: int) -> None:
-        """Read a file of a group, with zeros beyond its end."""
-        file = self._manifest.files[start + member]
-        inside = max(0, min(len(into), file.size - at))
-        self._fill(file, into[:inside], at)
-        into[inside:] = bytes(len(into) - inside)
+    def _members(self, files: Sequence[StoredFile], group: range) -> Read:
+        """Return a function that reads a file of a group, with zeros beyond its end."""
+
+        def read(member: int, into: memoryview, at: int) -> None:
+            file = files[group.start + member]
+            inside = max(0, min(len(into), file.size - at))
+            self._fill(file, into[:inside], at)
+            into[inside:] = bytes(len(into) - inside)
+
+        return read
 
     def _part(self, file: StoredFile, name: str, box: Box) -> Tensor:
         """Read a box of a piece: a view of the values from its first to its last element."""

@@ -28,7 +28,7 @@ from dshard.agreement import check_same, versions
 from dshard.checkpoint.agreement import group_of, share, together
 from dshard.checkpoint.asynchronous import PendingSave, Snapshot, pending_save
 from dshard.checkpoint.contents import Contents, optimizers_by_prefix, own_piece
-from dshard.checkpoint.disk import closing, open_regular, partial_name, read_padded, write_whole
+from dshard.checkpoint.disk import closing, open_regular, read_padded, write_whole
 from dshard.checkpoint.files import Piece, StoredFile, write_file
 from dshard.checkpoint.folders import Draft, prune
 from dshard.checkpoint.manifest import MANIFEST, Manifest, tensors_of
@@ -113,7 +113,7 @@ def save(
     check_same("checkpoint.save", {**facts, **contents.listed()}, group)
     draft = together(group, lambda: Draft(target) if group.world_rank == 0 else None, what)
     try:
-        token = share(group, draft.token if draft is not None else "")
+        name = share(group, draft.folder.name if draft is not None else "")
         sums = torch.tensor(contents.sums, dtype=torch.int64, device=group.device_type)
         are_alike, *alike = equal_on_ranks(sums, group, "checkpoint").tolist()
     except BaseException:
@@ -123,7 +123,7 @@ def save(
     job = Job(
         group.world_rank,
         group.world_size,
-        partial_name(target, token),
+        target.with_name(name),
         _facts_of(contents, given["step"], are_alike=are_alike),
         contents.aliases,
         lineage_of(model),
@@ -317,7 +317,7 @@ class Job:
 
     @property
     def _token(self) -> str:
-        """The part of all file names that differs between saves."""
+        """The part of all file names that differs between saves, from the folder's."""
         return self.folder.name.split(".")[-2][:8]
 
     def _name(self, kind: str, suffix: str) -> str:
