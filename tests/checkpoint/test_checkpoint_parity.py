@@ -51,7 +51,9 @@ def is_same(results: list, expected: list) -> bool:
     return all(torch.equal(a, b) for found in results for a, b in zip(found, expected[0], strict=True))
 
 
-@pytest.mark.parametrize(("ranks", "asynchronous"), [(2, False), (3, True), (4, False)])
+@pytest.mark.parametrize(
+    ("ranks", "asynchronous"), [(2, False), (3, True), pytest.param(4, False, marks=pytest.mark.slow)]
+)
 def test_each_file_may_be_lost_and_comes_back_bit_for_bit(worlds: WorldPool, tmp_path, ranks, asynchronous):
     path = tmp_path / "saved"
     expected = worlds.run(ranks, saved, path, asynchronous)

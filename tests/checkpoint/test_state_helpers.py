@@ -32,6 +32,16 @@ OPTIMIZERS = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adafactor": functools.partial(torch.optim.Adafactor, lr=0.1),
 }
+OTHERS = [kind for kind in OPTIMIZERS if kind != "adamw"]
+WORLDS_AND_KINDS = [
+    (2, "adamw"),
+    *(pytest.param(n, "adamw", marks=pytest.mark.slow) for n in (1, 3)),
+    *(pytest.param(2, kind, marks=pytest.mark.slow) for kind in OTHERS),
+]
+KINDS_AND_FLAT = [
+    ("adamw", True),
+    *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in OPTIMIZERS),
+]
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -127,7 +137,7 @@ def get_full(kind: str) -> None:
         assert not optimizer_state
 
 
-@pytest.mark.parametrize(("num_ranks", "kind"), [(1, "adamw"), (3, "adamw"), *((2, kind) for kind in OPTIMIZERS)])
+@pytest.mark.parametrize(("num_ranks", "kind"), WORLDS_AND_KINDS)
 def test_full_state_dicts_are_those_of_one_process_on_rank_0(worlds: WorldPool, num_ranks, kind):
     worlds.run(num_ranks, get_full, kind)
 
@@ -151,7 +161,7 @@ def set_full(kind: str, broadcast: bool, on_meta: bool) -> None:
 
 
 @pytest.mark.parametrize(("broadcast", "on_meta"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize(("num_ranks", "kind"), [(1, "adamw"), (3, "adamw"), *((2, kind) for kind in OPTIMIZERS)])
+@pytest.mark.parametrize(("num_ranks", "kind"), WORLDS_AND_KINDS)
 def test_full_state_dicts_load_also_from_rank_0_alone_and_onto_meta(
     worlds: WorldPool, num_ranks, kind, broadcast, on_meta
 ):
@@ -194,7 +204,7 @@ def sharded_states(kind: str, flat: bool) -> None:
     goes_on(model, optimizer, plain, plain_optimizer)
 
 
-@pytest.mark.parametrize(("kind", "flat"), [("adamw", True), *((kind, False) for kind in OPTIMIZERS)])
+@pytest.mark.parametrize(("kind", "flat"), KINDS_AND_FLAT)
 def test_sharded_state_dicts_go_round(worlds: WorldPool, kind, flat):
     worlds.run(2, sharded_states, kind, flat)
 
@@ -224,7 +234,7 @@ def load_dcp(kind: str, folder: str, flat: bool) -> None:
     goes_on(model, optimizer, plain, plain_optimizer)
 
 
-@pytest.mark.parametrize(("kind", "flat"), [("adamw", True), *((kind, False) for kind in OPTIMIZERS)])
+@pytest.mark.parametrize(("kind", "flat"), KINDS_AND_FLAT)
 def test_what_dcp_saves_at_2_ranks_loads_at_3_and_what_it_saves_there_at_1(worlds: WorldPool, tmp_path, kind, flat):
     worlds.run(2, save_dcp, kind, str(tmp_path / "2"), flat)
     worlds.run(3, load_dcp, kind, str(tmp_path / "2"), flat)
@@ -294,7 +304,7 @@ def full(state: Any, prefix: str = "") -> dict[str, Tensor]:
     ],
     ids=["full-2", "ddp-2", "placed-3", "mesh-4", "zero1-2"],
 )
-@pytest.mark.parametrize("num_staged", [0, 1, 2])
+@pytest.mark.parametrize("num_staged", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2))])
 def test_torchs_asynchronous_saves_hold_the_values_of_their_moment(
     worlds: WorldPool, tmp_path, options, num_ranks, num_staged
 ):
