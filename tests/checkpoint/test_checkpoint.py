@@ -469,17 +469,18 @@ def load_damaged(path: Path) -> str:
 
 
 @pytest.mark.parametrize("after", [2, 3])
-@pytest.mark.parametrize("at", [100_000, 1_000_000, 4_000_000, 4_300_000, 5_100_000])
-def test_a_flipped_bit_is_found_wherever_it_lies_in_what_one_read_gives(worlds: WorldPool, tmp_path, after, at):
+def test_a_flipped_bit_is_found_wherever_it_lies_in_what_one_read_gives(worlds: WorldPool, tmp_path, after):
     worlds.run(2, save_big, tmp_path / "s")
     file = sorted((tmp_path / "s").glob("shard-*"))[0]
-    content = bytearray(file.read_bytes())
-    content[at] ^= 16
-    file.write_bytes(content)
-    for text in worlds.run(after, load_damaged, tmp_path / "s"):
-        assert f"{file}: values must be those that were saved, but 'model.0.weight' has other bytes between" in text
-        low, high = map(int, re.search(r"between (\d+) and (\d+)", text).groups())
-        assert low <= at < high <= low + (1 << 18)
+    right = file.read_bytes()
+    for at in (100_000, 1_000_000, 4_000_000, 4_300_000, 5_100_000):
+        content = bytearray(right)
+        content[at] ^= 16
+        file.write_bytes(content)
+        for text in worlds.run(after, load_damaged, tmp_path / "s"):
+            assert f"{file}: values must be those that were saved, but 'model.0.weight' has other bytes between" in text
+            low, high = map(int, re.search(r"between (\d+) and (\d+)", text).groups())
+            assert low <= at < high <= low + (1 << 18)
 
 
 class KeepsIts(torch.optim.SGD):
