@@ -89,21 +89,16 @@ def find(path: Path) -> tuple[Path, Manifest, list[str]]:
     if is_checkpoint(path):
         return path, read_manifest(path), []
     found, skipped = [], []
-    for child in _children(path):
-        if not is_checkpoint(child):
-            continue
+    for child in checkpoints_in(path):
         try:
             manifest = read_manifest(child)
+            if not is_complete(child, manifest):
+                raise CheckpointError(f"{child}: files are missing or of another size")
+            found.append((manifest.order, child, manifest))
         except CheckpointError as error:
             skipped.append((_changed(child), str(error)))
-            continue
-        if is_complete(child, manifest):
-            found.append((manifest.order, child, manifest))
-        else:
-            skipped.append((_changed(child), f"{child}: files are missing or of another size"))
     if not found:
-        why = f" Those in it cannot be used: {skipped[0][1]}" if skipped else ""
-        raise CheckpointError(f"{path}: {_NONE}. Check the path.{why}")
+        raise CheckpointError(f"{path}: {_NONE} that can be used: {skipped[0][1]}. Check the path.")
     _, newest, manifest = max(found, key=lambda each: each[:2])
     return newest, manifest, [why for changed, why in skipped if changed >= _changed(newest)]
 
