@@ -43,12 +43,16 @@ def step_in_parts(name: str, num_parts: int, model: nn.Module, optimizer: Optimi
     return torch.stack(losses).mean()
 
 
+def num_steps(name: str) -> int:
+    return 1 if name in _LARGE else 2
+
+
 def verify(
     pool: WorldPool, name: str, settings: tuple[str, ...] = SETTINGS, *, has_cache: bool = False, **options: Any
 ) -> Any:
     """The report on a model, in fp32 on two ranks."""
     factory, sample = partial(build, name), partial(batch, name, has_cache)
-    given = {"worlds": (2,), "steps": 1 if name in _LARGE else 2, "loss": partial(loss_of, name)} | options
+    given = {"worlds": (2,), "steps": num_steps(name), "loss": partial(loss_of, name)} | options
     return verify_sharding(factory, sample, settings=settings, pool=pool, **given)
 
 

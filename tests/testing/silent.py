@@ -62,7 +62,9 @@ PLANTED: dict[str, Planted] = {
         ("weight", "untied"), bodies=dict.fromkeys(("conv", "rnn"), models.Shared), options={"shard": steps.untied}
     ),
     "initial weights by rank": Planted(("first.", "DivergenceError"), make=steps.seeded_by_rank),
-    "initialised on one rank": Planted(("initial value of body.weight",), options={"shard": steps.drawn_anew}),
+    "initialised on one rank": Planted(
+        ("initial value of body.weight", "shards of rank 1 alone"), options={"shard": steps.drawn_anew}
+    ),
     "module replaced after sharding": Planted(("body",), options={"shard": steps.replaced}),
     "parameter replaced": Planted(("body.weight", "another object"), options=_step(steps.ReplacesOnce(), steps.right)),
     "optimizer misses biases": Planted(
@@ -88,9 +90,13 @@ PLANTED: dict[str, Planted] = {
     "clipping by norms of shards": Planted(
         ("direction", "norm of shards"), options=_step(steps.clips_shards, steps.right_clipped)
     ),
-    "step skipped on one rank": Planted(("DivergenceError",), options=_step(steps.skips)),
+    "step skipped on one rank": Planted(
+        ("DivergenceError", "all ranks must", "rank-local data"), options=_step(steps.skips)
+    ),
     "learning rate by rank": Planted(("learning rate",), options=_step(steps.scales_rate)),
-    "write through NumPy on one rank": Planted(("body.weight", "writes"), options=_step(steps.writes_numpy)),
+    "write through NumPy on one rank": Planted(
+        ("body.weight", "shards of rank 0 alone", "writes"), options=_step(steps.writes_numpy)
+    ),
     "average of stale values": Planted(("returned value", "another time"), options=_step(steps.StaleAverage())),
     "measured on one rank's rows": Planted(("returned value", "largest"), options=_step(steps.measures_own)),
 }

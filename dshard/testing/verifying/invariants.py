@@ -136,7 +136,7 @@ def first_difference(setting: str, records: Sequence[Record], oracle: Oracle) ->
         _where(key, record),
         "nothing" if found is None else _shown(found),
         shown,
-        _hint(key, records, rank, right_ranks, oracle),
+        _whose(key, records, oracle) + _hint(key, records, rank, right_ranks, oracle),
         f"{len(wrong[rank])} of {len(record.seen)} quantities differ on this rank.",
     )
 
@@ -180,6 +180,16 @@ def _shown(value: Tensor) -> str:
     flat = value.flatten()
     some = ", ".join(f"{each:.6g}" for each in flat[:4].tolist())
     return some if value.ndim == 0 else f"[{some}{', ...' if flat.numel() > 4 else ''}] of shape {tuple(value.shape)}"
+
+
+def _whose(key: Key, records: Sequence[Record], oracle: Oracle) -> str:
+    """Name the ranks whose shards alone are wrong; "" where those of all ranks are."""
+    expected = oracle.expected(key, 0)
+    if expected is None or not all(key in record.shards for record in records):
+        return ""
+    errors = [_error(each.seen[key][each.shards[key]], expected[each.shards[key]]) for each in records]
+    wrong = [str(rank) for rank, error in enumerate(errors) if error > oracle.allowance(key, rank)]
+    return f"It is wrong in the shards of rank {', '.join(wrong)} alone. " if 0 < len(wrong) < len(records) else ""
 
 
 def _hint(key: Key, records: Sequence[Record], rank: int, right_ranks: Sequence[int], oracle: Oracle) -> str:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -48,11 +49,13 @@ class Record:
 
     Attributes:
         seen: the value of each quantity.
+        shards: where this rank's shard lies in the value of a sharded quantity.
         places: class, file and line of each module's forward, by the module's name.
         num_blocks: how many blocks recompute their forward.
     """
 
     seen: dict[Key, Tensor] = field(default_factory=dict)
+    shards: dict[Key, tuple[slice, ...]] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
     num_blocks: int = 0
 
@@ -209,6 +212,9 @@ class _Recorder:
         key = Key(kind, self.step, name, self._calls[first], rank)
         self._calls[first] += 1
         self.record.seen[key] = _full(value)
+        if isinstance(value, DTensor):
+            shape, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+            self.record.shards[key] = tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))
 
     def see_parameters(self, model: nn.Module, kind: str) -> None:
         """Add the values of all parameters."""
