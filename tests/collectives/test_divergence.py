@@ -168,7 +168,9 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("what", ALONE)
+@pytest.mark.parametrize(
+    "what", [pytest.param(each, marks=[pytest.mark.slow] * (each in ("export", "read"))) for each in ALONE]
+)
 def test_a_unit_touched_on_one_rank_alone_ends_in_bounded_time_and_names_unit_and_line(what):
     """With a process group whose timeout is short; the message comes from the rank that waits."""
     fn, label = ALONE[what]

@@ -3,7 +3,7 @@
 import ast
 import os
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +40,7 @@ def modules(package: Path = PACKAGE) -> dict[str, Module]:
     return found
 
 
+@cache
 def imported_names(module: Module) -> list[tuple[str, int]]:
     """Dotted names that a module imports, anywhere in it, with their lines; `from a import b` gives `a.b`."""
     names = []

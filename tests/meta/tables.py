@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 
 from tests.meta.source import ROOT
 
@@ -36,6 +37,7 @@ def missing_tests(cell: str, where: str) -> list[str]:
     ]
 
 
+@cache
 def names_of_tests(file: str) -> set[str]:
     path = ROOT / file
     if not path.is_file():

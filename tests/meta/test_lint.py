@@ -1,8 +1,12 @@
-"""The linter looks at every file: by default ruff leaves out folders of some names, `dist` among them."""
+"""What tools look at: ruff leaves out folders of some names by default, and a test that is renamed leaves its list."""
 
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from tests.slow import SLOW
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,3 +19,11 @@ def test_no_file_is_left_out():
     written = {path for folder in folders for path in (ROOT / folder).rglob("*.py")}
     assert written
     assert written - looked_at == set()
+
+
+@pytest.mark.parametrize("entry", SLOW)
+def test_every_entry_of_the_slow_tests_is_the_start_of_a_tests_name(entry):
+    file, _, name = entry.partition("::")
+    path = ROOT / "tests" / file
+    assert path.exists()
+    assert not name or f"\ndef {name}" in path.read_text()

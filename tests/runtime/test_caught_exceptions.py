@@ -69,7 +69,9 @@ def fails_alone(case: Case, place: str) -> list[str]:
 
 
 @pytest.mark.parametrize("transport", ["memory", "messages"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(each, marks=[pytest.mark.slow] * (each not in ("full", "ddp"))) for each in STRATEGIES]
+)
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_all_ranks_raise_and_name_the_rank_that_caught_an_exception_alone_and_the_step(
     place, strategy, transport, monkeypatch
