@@ -7,6 +7,8 @@ $ python benchmarks/expert_placement.py
 Needs `transformers` (extra `interop`). Nothing is run: the model is on meta, and half a minute of one core goes by.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -26,8 +28,9 @@ def main() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(MixtralConfig(use_cache=False), dtype=torch.float32)
     ids = torch.zeros(1, 4096, dtype=torch.int64)
-    given = {"device": "h100-80g", "profile": "published", "training": Training(torch.bfloat16, torch.float32)}
-    given |= {"cluster": cluster_of("h100-80g", 64, profile="published")}
+    given: dict[str, Any] = {"device": "h100-80g", "profile": "published"}
+    given["training"] = Training(torch.bfloat16, torch.float32)
+    given["cluster"] = cluster_of("h100-80g", 64, profile="published")
     for name, placed in (("experts", None), ("features", along_features)):
         options = given | {"shard_placement_fn": placed}
         sample = {"input_ids": ids, "labels": ids}

@@ -111,7 +111,7 @@ def row_of(issued: Issued, line: Timeline) -> Summary:
 
 def ratios(ours: Summary, theirs: Summary) -> dict[str, float | None]:
     """Numbers of one library over another's; None where that is zero."""
-    return {key: (ours[key] or 0) / theirs[key] if theirs[key] else None for key, _, _ in COLUMNS.values()}
+    return {key: (ours[key] or 0) / other if (other := theirs[key]) else None for key, _, _ in COLUMNS.values()}
 
 
 def text_of(rows: Mapping[str, Summary]) -> str:
@@ -148,7 +148,7 @@ def main() -> None:
     args = parser.parse_args()
     config = TINY if args.tiny else LlamaConfig()
     results: dict[str, dict[str, Summary]] = {}
-    print(f"PREDICTIONS by a simulation of {H100.name}: nothing was timed, and nothing has run on a GPU")
+    print(f"PREDICTIONS by a simulation of {H100.name}: nothing of it was timed or has run on a GPU")
     for checkpointing in (False, True):
         rows: dict[str, Summary] = {}
         stalls: dict[str, str] = {}

@@ -173,7 +173,7 @@ def tiny_units() -> dict[str, Step]:
     most = ways.inline_bytes
 
     def with_most(num_bytes: int) -> Step:
-        def run() -> Reader:
+        def run() -> Reader | None:
             ways.inline_bytes = num_bytes
             return sharded()
 
