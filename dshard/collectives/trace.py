@@ -82,7 +82,7 @@ class Wait:
 
     On CPU `wait` of a collective blocks the host, so its clock tells. On CUDA it returns at once and holds back the
     current stream: two events around it tell for how long. Which of the two happened is not asked: the longer one did.
-    **The CUDA half has not run on a GPU yet**; a test with stand-ins for the events holds its arithmetic.
+    A test with stand-ins for the events holds the arithmetic of the CUDA half; one on a GPU is in `tests/gpu`.
     """
 
     __slots__ = ("_events", "_start_s", "_traces", "_waited_s")
@@ -204,7 +204,7 @@ class CommTrace:
         """Seconds that this rank waited for its peers; communication that no computation hid.
 
         On CPU the host's time within `wait`; on CUDA that of the stream which the computation runs on, by events
-        around each wait. Reading it there waits for the device; that has not been run on a GPU yet.
+        around each wait. Reading it there waits for the device.
         """
         return sum(wait.waited_s for wait in self.waits)
 
