@@ -1,4 +1,4 @@
-"""How many files one touch and one gradient pass: as `docs/architecture.md` lists them, and no more."""
+"""How many files one use and one gradient pass: as `docs/architecture.md` lists them, and no more."""
 
 import re
 import sys
@@ -76,11 +76,11 @@ def passed() -> list[list[str]]:
 
 def listed() -> list[list[str]]:
     text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
-    part = text.partition("## What one touch, and one gradient, pass")[2].partition("\n## ")[0]
+    part = text.partition("## What one use, and one gradient, pass")[2].partition("\n## ")[0]
     return [sorted(re.findall(r"`([\w/]+\.py|collectives)`", each)) for each in part.split("- **")[1:]]
 
 
-def test_a_touch_and_a_gradient_pass_the_files_that_the_docs_list():
+def test_a_use_and_a_gradient_pass_the_files_that_the_docs_list():
     with World(2) as world:  # of its own: a process that has seen tensor parallelism looks for more of it
         assert world.run(passed) == [listed()] * 2
     assert max(map(len, listed())) <= 8
