@@ -4,7 +4,7 @@ import bisect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -17,13 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_map_only
 
 from dshard.errors import ArgumentError, DShardError, StateError
-from dshard.planner.alike import Run, find_runs
 from dshard.planner.flops import Op, cost_of, grouped_like
 from dshard.planner.progress import SILENT, Progress
-from dshard.planner.repeats import Watcher
 from dshard.planner.steps import is_cut, pieces_of, run_step, swapped, tensors
-from dshard.planner.stretching import DoubtError, stretched
-from dshard.planner.traces import Event, Life, Part, Record, Trace, phases_of
+from dshard.planner.traces import Event, Life, Part, Trace, phases_of
 
 _ASKS, _CALLS = "torch.distributed.tensor._sharding_prop", "torch.nn.modules.module"
 
@@ -36,12 +33,8 @@ def trace(
     dtype: torch.dtype | None = None,
     loss_of: Callable[[Any], Tensor] | None = None,
     progress: Progress = SILENT,
-    is_whole: bool = False,
 ) -> Trace:
     """Run a forward and backward on tensors without data, and note what every part of a model did.
-
-    Of blocks that are alike and run one after another the first two and the last two run, and the others are told from
-    these: the trace is the same. Where that is not certain, all run.
 
     Args:
         model: On any device, meta too; it is left as it was.
@@ -50,7 +43,6 @@ def trace(
         dtype: Floating-point parameters and inputs are taken in it, as mixed precision does; None leaves them.
         loss_of: Loss of an output. Without it: its `loss`, or the sum of all floating-point tensors in it.
         progress: Hears how far it is.
-        is_whole: Whether every block shall run.
 
     Raises:
         StateError: The model has no parameter that needs gradients, its output none, or its forward asks for values.
@@ -60,35 +52,13 @@ def trace(
     """
     if not any(p.requires_grad for p in model.parameters()):
         raise StateError("plan: the model must have parameters to train, but it has none. Pass a model that has.")
-    known: set[tuple[type, str]] = set()
-    while runs := () if is_whole else find_runs(model, parts, known):
-        recorder = _Recorder(model, parts, runs, progress)
-        with suppress(Exception):  # whatever a model says where blocks do not run, the whole one tells
-            return _traced(model, sample_input, recorder, dtype, loss_of)
-        if recorder.watcher.read <= known:
-            break
-        known |= recorder.watcher.read
-    return _traced(model, sample_input, _Recorder(model, parts, (), progress), dtype, loss_of)
-
-
-def _traced(
-    model: nn.Module,
-    sample_input: Any,
-    recorder: "_Recorder",
-    dtype: torch.dtype | None,
-    loss_of: Callable[[Any], Tensor] | None,
-) -> Trace:
-    """The trace; of each run that the recorder knows four blocks run.
-
-    Raises:
-        DoubtError: There are runs, and these four may not tell what the others do.
-    """
+    recorder = _Recorder(model, parts, progress)
     state = dict(_state_of(model))
     fake = partial(_fake, dtype=dtype)
     with FakeTensorMode(allow_non_fake_inputs=True), swapped(model, fake) as fakes:
         recorder.watch({name: fakes[id(value)] for name, value in state.items()})
         sample = tree_map_only(Tensor, fake, sample_input)
-        with recorder.hooks(), recorder.watcher.watching(), recorder:
+        with recorder.hooks(), recorder:
             try:
                 run_step(model, sample, loss_of, recorder.begin_backward)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -159,11 +129,10 @@ class _Noted:
 class _Recorder(TorchDispatchMode):
     """Notes each operation, the part that it belongs to, and how long what it made stays alive."""
 
-    def __init__(self, model: nn.Module, parts: Sequence[Part], runs: Sequence[Run], progress: Progress) -> None:
+    def __init__(self, model: nn.Module, parts: Sequence[Part], progress: Progress) -> None:
         super().__init__()
-        self.watcher = Watcher(runs, lambda: len(self._events), self._life_of)
         self._progress, self._seen = progress, set[tuple[int | None, bool]]()
-        self._parts, self._runs, self._num_parts = tuple(parts), runs, len(parts)
+        self._parts = tuple(parts)
         self._events: list[_Noted] = []
         self._lives: dict[int, Life] = {}  # by id of the storage, as long as it is alive
         self._ended: list[Life] = []
@@ -250,9 +219,7 @@ class _Recorder(TorchDispatchMode):
         out = run(*args, **(kwargs or {}))
         if func is torch.ops.prim.device.default or (self._has_dtensors and _is_asked_for_shapes()):
             return out
-        if not self._is_backward:
-            self.watcher.used(tensors((args, kwargs or {})))
-        else:
+        if self._is_backward:
             parts = (self._known.get(id(each.untyped_storage())) for each in tensors(args))
             self._used_in_backward.update(part for part in parts if part is not None)
         if self._part_of_storage:
@@ -272,7 +239,7 @@ class _Recorder(TorchDispatchMode):
         """A part runs for the first time, forward or backward; of all parts, that is twice as many times."""
         self._seen.add((part, self._is_backward))
         num = sum(1 for seen, _ in self._seen if seen is not None)
-        self._progress.at("backward" if self._is_backward else "forward", num / (2 * self._num_parts))
+        self._progress.at("backward" if self._is_backward else "forward", num / (2 * len(self._parts)))
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
@@ -284,36 +251,17 @@ class _Recorder(TorchDispatchMode):
         def end(_: Any) -> None:
             life.died = len(self._events)
             self._ended.append(self._lives.pop(key))
-            self.watcher.died(life)
 
         self._refs.append(weakref.ref(storage, end))
 
-    def _life_of(self, value: Tensor) -> Life | None:
-        return self._lives.get(id(pieces_of(value)[0].untyped_storage()))
-
     def trace(self, input_bytes: int) -> Trace:
-        """The step that was noted, with the blocks that did not run.
-
-        Raises:
-            DoubtError: What these do is not certain.
-        """
-        self.watcher.check()
-        record = stretched(self._record(), [run.parts for run in self._runs])
-        used = set(self._used_in_backward)
-        for run in self._runs:
-            second, third = (run.parts[i] in used for i in (1, -2))
-            if second is not third:
-                raise DoubtError
-            used.update(run.parts[2:-2] if second else ())
-        unused = frozenset(range(self._num_parts)) - used
-        order = tuple(dict.fromkeys((*self._touched, *self._part_of_param.values())))  # last what nobody used
-        return Trace(self._parts, order, phases_of(record), input_bytes, unused)
-
-    def _record(self) -> Record:
-        """All that was noted."""
+        """The step that was noted."""
         first_part = self._changes[0][1] if self._changes else 0
-        events = (
+        events = [
             Event((first_part if each.part is None else each.part) or 0, each.is_backward, each.op)
             for each in self._events
-        )
-        return Record(tuple(events), (*self._ended, *self._lives.values()))
+        ]
+        unused = frozenset(range(len(self._parts))) - self._used_in_backward
+        order = tuple(dict.fromkeys((*self._touched, *self._part_of_param.values())))  # last what nobody used
+        phases = phases_of(events, (*self._ended, *self._lives.values()))
+        return Trace(self._parts, order, phases, input_bytes, unused)

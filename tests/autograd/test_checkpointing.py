@@ -207,7 +207,6 @@ def test_a_trace_of_blocks_that_are_checkpointed_is_that_of_the_presets():
     for mode in MODES:
         with checkpointed(model.blocks, mode):
             traces[mode] = trace(model, x, parts_of(model))
-            assert traces[mode] == trace(model, x, parts_of(model), is_whole=True)
     assert not any("forward" in vars(block) for block in model.blocks)
     none, selective, whole = (
         next(phase.end_bytes for phase in reversed(traces[mode].phases) if not phase.is_backward) for mode in MODES

@@ -6,7 +6,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import profile
 
-from dshard.errors import StateError
+from dshard.errors import ArgumentError, StateError
 from dshard.planner.devices import DEVICES
 from dshard.planner.measuring import measure
 from dshard.planner.traces import Part
@@ -254,3 +254,16 @@ def test_a_backward_that_needs_no_parameters_is_told_from_others():
     parts = parts_of(layers)
     assert trace(layers, torch.ones(2, 4), parts).unused_in_backward == {0}  # whose input takes no gradient
     assert trace(layers, torch.ones(2, 4, requires_grad=True), parts).unused_in_backward == set()
+
+
+class Failing(nn.Linear):
+    def forward(self, x):
+        raise KeyError("this layer is broken")
+
+
+def test_an_error_of_a_model_is_told_with_the_argument_and_is_the_cause():
+    model = Failing(2, 2)
+    parts = (Part("all", (model,), ("weight", "bias")),)
+    with pytest.raises(ArgumentError, match=r"sample_input .* KeyError: 'this layer is broken'") as found:
+        trace(model, torch.zeros(2, 2), parts)
+    assert isinstance(found.value.__cause__, KeyError)

@@ -25,7 +25,6 @@ from dshard.cli import main
 from dshard.cli.models import Llama, LlamaConfig
 from dshard.cli.planning import cut_layers
 from dshard.planner import Cluster, Link, Links, Plan, Training, Work, cluster_of
-from dshard.planner.alike import find_runs
 from dshard.planner.flops import Op
 from dshard.planner.profiles import work_of
 from dshard.planner.tracing import trace
@@ -349,20 +348,6 @@ def test_a_cluster_that_says_otherwise_than_the_model_is_refused():
             parallelize_module(layer, mesh["dp"], ColwiseParallel())
         with pytest.raises(dshard.PlanError, match=r"0\.bias is over 8 and 1\.bias over 4"):
             mesh_cut_over(both)
-
-
-def test_blocks_that_are_cut_alike_are_told_from_four_of_them():
-    one = traced(4, num_blocks=9, width=64)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dshard.planner.tracing.find_runs", lambda *_: ())
-        other = traced(4, num_blocks=9, width=64)
-    assert (one.order, one.phases, one.unused_in_backward) == (other.order, other.phases, other.unused_in_backward)
-    model = llama(9)
-    with cut_layers(model, 4):
-        assert [len(run.blocks) for run in find_runs(model, parts_of(model))] == [9]
-        odd = model.blocks[4].down
-        odd.register_forward_hook(lambda module, args, out: out)
-        assert find_runs(model, parts_of(model)) == ()
 
 
 def test_the_command_cuts_layers_of_models_that_say_how(capsys, tmp_path):
