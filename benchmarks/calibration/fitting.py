@@ -10,7 +10,7 @@ they lie. Takes half a minute of one core.
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from math import floor, log
 from pathlib import Path
@@ -19,31 +19,17 @@ from statistics import fmean
 import numpy as np
 
 from dshard.cli.calibrate import constants_table, misses_table, read_runs
-from dshard.planner.calibration import Run, collectives_s, errors_of, fitted, misses_of, predicted_s
+from dshard.planner.calibration import Run, errors_of, fitted, misses_of, predicted_s
 from dshard.planner.rates import IN_TEN, PRIORS, Constant, Interval, Misses, Rates, Spread, around_one
 
 RUNS = Path(__file__).parent / "published_runs.tsv"
 PAIRED = ("source", "model", "gpu", "n_gpus", "micro_batch", "grad_accum", "seq", "precision", "act_ckpt", "compile")
 _TAIL = (1 - IN_TEN / 10) / 2  # on each side of an interval
-_TELLING = 0.01  # of a step: pairs whose communication differs by less say nothing of how well that is known
 
 
 def pair_of(run: Run) -> tuple[str, ...]:
     """What runs have in common that differ in sharding alone."""
     return tuple(run.row.get(name, "") for name in PAIRED)
-
-
-def across_s(run: Run, values: Mapping[str, float]) -> float:
-    """What collectives of a step take across hosts, hidden or not: all but what a host does alone."""
-    if run.within > run.ranks_per_host:
-        return _communicates_s(run, values)
-    return _communicates_s(run, values) - _communicates_s(replace(run, num_ranks=run.within), values)
-
-
-def _communicates_s(run: Run, values: Mapping[str, float]) -> float:
-    gather_s, reduce_s = collectives_s(run, values)
-    again_s = 0.0 if run.sharding == "keep" else gather_s @ run.uses_backward
-    return float(run.num_backwards * (gather_s.sum() + again_s + reduce_s.sum()))
 
 
 def constants_aside(runs: Sequence[Run], known: Mapping[str, Constant]) -> dict[str, dict[str, Constant]]:
@@ -72,8 +58,8 @@ def holding(values: Sequence[float]) -> Interval | None:
     return Interval(float(ordered[num_outer - 1]), float(ordered[-num_outer])) if num_outer else None
 
 
-def spread_of(parts: Sequence[float], sources: Sequence[str], slopes: Sequence[float]) -> Spread:
-    """The spread of runs of several sources; of what too few of them tell, nothing.
+def spread_of(parts: Sequence[float], sources: Sequence[str]) -> Spread:
+    """The spread of runs of several sources.
 
     Each source counts as much as any other, however many runs it has: the runs of a cluster err together, so that a new
     one is off as another cluster was, not as another run. Means of squares take in what sources differ by and what runs
@@ -82,7 +68,6 @@ def spread_of(parts: Sequence[float], sources: Sequence[str], slopes: Sequence[f
     Args:
         parts: Of each run that was kept aside: its measured step, in parts of the predicted one.
         sources: Of each run.
-        slopes: Of each pair: seconds that the difference was longer, per second of communication more.
     """
     own = {name: [p for p, of in zip(parts, sources, strict=True) if of == name] for name in sorted(set(sources))}
     squares = {source: fmean(log(part) ** 2 for part in each) for source, each in own.items()}
@@ -90,25 +75,14 @@ def spread_of(parts: Sequence[float], sources: Sequence[str], slopes: Sequence[f
     for source, each in own.items():
         others = around_one(fmean(square for of, square in squares.items() if of != source))
         covered[source] = sum(others.low <= part <= others.high for part in each) / len(each)
-    pairs, steps = holding(slopes), around_one(fmean(squares.values()))
-    if pairs is not None:
-        pairs = Interval(min(pairs.low, 0.0), max(pairs.high, 0.0))
-    return Spread(steps, len(parts), covered, pairs, len(slopes) if pairs else 0, len(squares))
+    return Spread(around_one(fmean(squares.values())), len(parts), covered, len(squares))
 
 
 def spread_aside(runs: Sequence[Run], aside: Mapping[str, Mapping[str, Constant]]) -> Spread:
-    """How far measured steps, and differences between shardings, are from predictions by the other sources alone."""
+    """How far measured steps are from predictions by the other sources alone."""
     values = {of: {name: each.value for name, each in constants.items()} for of, constants in aside.items()}
-    predicted = [predicted_s(run, values[run.source]) for run in runs]
-    parts = [run.seconds / step_s for run, step_s in zip(runs, predicted, strict=True)]
-    slopes = []
-    for (one, one_s), (other, other_s) in combinations(zip(runs, predicted, strict=True), 2):
-        if pair_of(one) != pair_of(other) or one.sharding == other.sharding:
-            continue
-        more_s = across_s(one, values[one.source]) - across_s(other, values[other.source])
-        if abs(more_s) > _TELLING * min(one_s, other_s):
-            slopes.append(((one.seconds - other.seconds) - (one_s - other_s)) / more_s)
-    return spread_of(parts, [run.source for run in runs], slopes)
+    parts = [run.seconds / predicted_s(run, values[run.source]) for run in runs]
+    return spread_of(parts, [run.source for run in runs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     assert spread is not None
     for source, part in spread.covered.items():
         print(f"in the interval of the other sources: {part:.0%} of {source}")
-    print(f"steps: {spread.steps}; differences between shardings, per second more across hosts: {spread.pairs}")
+    print(f"steps: {spread.steps}")
     if args.out is not None:
         found.save(args.out)
 

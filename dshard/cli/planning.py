@@ -100,7 +100,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--margin",
         type=float,
         metavar="PERCENT",
-        help="by which a simpler plan may be slower; 0 for the fastest (3; with --profile, what cannot be told apart)",
+        help="by which a simpler plan may be slower; 0 for the fastest (3)",
     )
     devices = parser.add_argument_group("devices")
     devices.add_argument("--device", required=True, help="such as a100-40g; an unknown name lists all")
@@ -202,6 +202,7 @@ def _target(args: argparse.Namespace) -> Iterator[Target]:
     import torch
 
     from dshard.planner import Training
+    from dshard.planner.devices import find_device
     from dshard.planner.texts import parse_bytes
     from dshard.planning.plan import Profile
 
@@ -220,7 +221,8 @@ def _target(args: argparse.Namespace) -> Iterator[Target]:
     if args.margin is not None and not 0 <= args.margin < float("inf"):
         raise UsageError(f"--margin must be a finite number of percents, 0 or more, but it is {args.margin}.")
     rates = rates_of(args.profile)
-    device = _device(args.device, rates)
+    with named("--device"):
+        device: Device = find_device("dshard", "--device", args.device)
     if args.dtype not in device.flops_per_s:
         known = ", ".join(device.flops_per_s)
         raise UsageError(f"--dtype must be one that {device.name} computes in ({known}), but it is {args.dtype}.")
@@ -269,24 +271,6 @@ def rates_of(path: Path | None) -> Rates | None:
 
     with named("--profile"):
         return find_rates("dshard", path)
-
-
-def _device(name: str, rates: Rates | None) -> Device:
-    """The device of --device: one with a datasheet, or the one that the profile has measured."""
-    from dshard.planner.devices import find_device
-    from dshard.planner.rates import HERE
-
-    if name != HERE:
-        with named("--device"):
-            device: Device = find_device("dshard", "--device", name)
-            return device
-    if rates is None or rates.here is None:
-        raise UsageError(
-            f"--device {HERE} needs a --profile that was measured on this machine, but "
-            f"{'none is given' if rates is None else f'that of {rates.source} has no such measurement'}. Pass a device "
-            "that has a datasheet, or the file that python -m benchmarks.calibration.measuring wrote."
-        )
-    return rates.here.device
 
 
 def _check_strategies(names: list[str] | None, worlds: list[int]) -> None:

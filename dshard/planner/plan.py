@@ -17,15 +17,14 @@ from dshard.planner.memory import MemoryForecast, PeakParts, forecast, parts_of_
 from dshard.planner.options import check_costs
 from dshard.planner.profiles import home_bytes
 from dshard.planner.rates import Interval, interval_text
-from dshard.planner.robust import Doubt, doubt_lines, within_limit
 from dshard.planner.smallest import few_rows_text
-from dshard.planner.solver import MEASURED, Certificate, Solution, solve
+from dshard.planner.solver import MEASURED, Certificate, Solution, solve, within_limit
 from dshard.planner.tables import Choice, choice_table, home_text, mix_text, named, peak_text, ranks_text, unit_table
 from dshard.planner.texts import bytes_text, number_text, parse_bytes, seconds_text
 from dshard.planner.timeline import Timeline, bound_text, simulate, step_time, terms_of
 from dshard.policies import Strategy, read_per_unit
 
-SCHEMA = 7
+SCHEMA = 8
 _MEASURED_WAY = "Pass what dshard.planner.measure_step gave."
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of checkpoint_wrapper, and of torch.compile
 _SINGLES = ("ddp", "zero1", "zero2", "keep", "full")
@@ -48,7 +47,7 @@ class Plan:
         candidates: Those that each unit could have had.
         certificate: How good the choice is; None for one that was given rather than found.
         flops: Floating-point operations of a step on one rank, recomputation included.
-        doubt: How far off the predictions may be; None for costs that say nothing of it.
+        spread: What 8 of 10 measured steps take, in parts of the predicted one; None for costs that say nothing of it.
     """
 
     model: ModelCosts
@@ -57,7 +56,7 @@ class Plan:
     candidates: tuple[Strategy, ...] = ()
     certificate: Certificate | None = None
     flops: float = 0.0
-    doubt: Doubt | None = None
+    spread: Interval | None = None
 
     def __post_init__(self) -> None:
         check_costs("Plan", self.model, self.cluster)
@@ -91,8 +90,8 @@ class Plan:
 
         By the shipped profile, on a cluster of which no run was seen; by one of runs of a cluster, there.
         """
-        steps = None if self.doubt is None else self.doubt.steps
-        return None if steps is None else Interval(self.step_s * steps.low, self.step_s * steps.high)
+        parts = self.spread
+        return None if parts is None else Interval(self.step_s * parts.low, self.step_s * parts.high)
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -216,7 +215,6 @@ class Plan:
             "",
             *choice_table((model, self.strategies), cluster, others, self._limit_bytes - self._left_bytes),
             "",
-            *(doubt_lines(self.doubt) if self.doubt is not None else ()),
         ]
         if self.certificate is not None:
             lines.append(f"certificate: {self.certificate}")
@@ -322,17 +320,17 @@ class Plan:
         limit = limit or self.certificate.limit_bytes
         margin = min(MEASURED, self.certificate.margin)
 
-        def choose(room: int) -> tuple[Solution, None]:
-            return solve(model, cluster, self.candidates, room, tolerance=margin), None
+        def choose(room: int) -> Solution:
+            return solve(model, cluster, self.candidates, room, tolerance=margin)
 
-        solution, _ = within_limit(choose, cluster, limit, self.certificate.memory_of)
+        solution = within_limit(choose, cluster, limit, self.certificate.memory_of)
         return replace(
             self,
             model=solution.model,
             cluster=cluster,
             strategies=solution.strategies,
             certificate=solution.certificate,
-            doubt=None,
+            spread=None,
         )
 
 

@@ -18,10 +18,9 @@ from dshard.planner.files import of_record, read_text, to_record, write_text
 from dshard.planner.flops import Op
 from dshard.planner.texts import seconds_text
 
-SCHEMA = 1
+SCHEMA = 2
 _SHIPPED = Path(str(files("dshard.planner") / "rates.json"))
 START_S = 6.6e-6  # of a collective: torch/distributed/tensor/_collective_utils.py
-HERE = "here"  # the name of a device that was measured
 _WAY_OUT = "Pass what dshard calibrate --out wrote."
 _FAMILIES = {"h200": "h100"}  # the same arithmetic
 IN_TEN = 8  # of 10 measured steps that an interval holds
@@ -45,18 +44,12 @@ class Spread:
         num_runs: That it is from.
         covered: Of each source, which part of its runs lies in the interval that the others' runs give; where there is
             one source, in that which was known before.
-        pairs: Of two runs that differ in sharding alone: by how many seconds their difference was longer than
-            predicted, for each second that one is predicted to communicate longer across hosts than the other; 0 is in
-            it. None where too few pairs say so.
-        num_pairs: That it is counted from.
         num_sources: Of the runs. Of several, `steps` is for a cluster that is none of them; of one, for that one.
     """
 
     steps: Interval | None = None
     num_runs: int = 0
     covered: dict[str, float] = field(default_factory=dict)
-    pairs: Interval | None = None
-    num_pairs: int = 0
     num_sources: int = 0
 
 
@@ -115,19 +108,6 @@ class Misses:
     p90: float
 
 
-@dataclass(frozen=True, slots=True)
-class Here:
-    """Devices that were measured, rather than described by a datasheet.
-
-    Args:
-        device: Its figures: those of which a profile's parts are what was measured.
-        cluster: The ranks that measured, and their links; None for one.
-    """
-
-    device: Device
-    cluster: Cluster | None = None
-
-
 @dataclass(frozen=True)
 class Rates:
     """A profile: the constants of the model of time.
@@ -136,15 +116,13 @@ class Rates:
         constants: By name; see `PRIORS`.
         misses: By source, when that was kept aside.
         source: Which runs, and by which command.
-        spread: How far off predictions are, of steps and of differences between strategies; None where no run said.
-        here: Devices that `benchmarks/calibration/measuring.py` measured; None where it did not.
+        spread: How far off predictions are; None where no run said.
     """
 
     constants: dict[str, Constant]
     misses: tuple[Misses, ...] = field(default=())
     source: str = "priors"
     spread: Spread | None = None
-    here: Here | None = None
 
     def __post_init__(self) -> None:
         allowed, way = "a dict of Constants by their names", "Pass Rates.load(path).constants."
@@ -174,17 +152,14 @@ class Rates:
     def spread_on(self, device: Device) -> Spread | None:
         """How far off predictions for a device are: farther where no run, or few, were on one of its family."""
         spread, name = self.spread, f"product.{family_of(device)}"
-        if spread is None or spread.steps is None or name in PRIORS or self._has_measured(device):
+        if spread is None or spread.steps is None or name in PRIORS:
             return spread
         own = self.constants.get(name) or _of_other_family(self.values, name)
         return replace(spread, steps=widened(spread.steps, own.uncertainty))
 
-    def _has_measured(self, device: Device) -> bool:
-        return self.here is not None and device == self.here.device
-
     def _lacks(self, device: Device) -> str:
         family = family_of(device)
-        if f"product.{family}" in self.constants or self._has_measured(device):
+        if f"product.{family}" in self.constants:
             return ""
         return f", none of them on {family}: calibrate with runs of yours"
 
@@ -229,10 +204,6 @@ class Rates:
             between_hosts: Bytes per second of a whole host's network; None for the usual host's.
         """
         per_host = min(num_ranks, device.per_host) if ranks_per_host is None else ranks_per_host
-        known = self.here.cluster if self.here is not None and device == self.here.device else None
-        is_measured = known is not None and (known.num_ranks, known.ranks_per_host) == (num_ranks, per_host)
-        if known is not None and is_measured and between_hosts is None:
-            return known
         near, far = device.within_host, device.between_hosts
         hop_s = near.latency_s * self.values["hops"]
         inside = Link(START_S + hop_s, 1 / (near.bytes_per_s * self.values["inside"]), hop_s)
@@ -292,10 +263,6 @@ class Rates:
             record: Any = json.loads(text)
             if not isinstance(record, dict) or record.pop("schema", None) != SCHEMA:
                 raise PlanError(f"profile: must be a profile of schema {SCHEMA}.")
-            for name in ("spread", "here"):
-                record.setdefault(name, None)  # of a profile that was written before there was one
-            if isinstance(record["spread"], dict):
-                record["spread"].setdefault("num_sources", 0)
             return of_record(cls, record, "profile")
         except (ValueError, TypeError, RecursionError) as error:
             raise PlanError(

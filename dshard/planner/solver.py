@@ -1,6 +1,7 @@
 """Which strategy each unit should have: the shortest step whose peak memory fits, with a proof."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from dshard import arguments
 from dshard.errors import PlanError
 from dshard.planner.chain import Chain
 from dshard.planner.costs import Cluster, ModelCosts, UnitCosts, UnitKind
-from dshard.planner.memory import peak_bytes
+from dshard.planner.memory import RESERVED, peak_bytes
 from dshard.planner.options import CLUSTER_WAY, check_costs
 from dshard.planner.progress import SILENT, Progress, Stretch
 from dshard.planner.search import fastest
@@ -21,6 +22,7 @@ from dshard.policies import Strategy, read_candidates
 
 _MAX_LABELS = 600_000
 _AS_LONG = 1e-9
+_MAX_ROUNDS = 20  # of a choice that takes more as it runs than its units alone have told
 # Of a step: two plans that are predicted to be closer than that cannot be told apart.
 MEASURED = 0.02
 # A datasheet's times are off alike for all strategies in what computes, not in what waits for communication. That is
@@ -374,3 +376,66 @@ def fastest_step_s(model: ModelCosts, cluster: Cluster, strategies: Sequence[Str
 
 def _samples_per_s(model: ModelCosts, cluster: Cluster, step_s: float) -> float:
     return model.batch_size * cluster.num_ranks / step_s if step_s > 0 else np.inf
+
+
+def within_limit(choose: Callable[[int], Solution], cluster: Cluster, limit_bytes: int, memory_of: str) -> Solution:
+    """A choice whose live bytes fit as it runs: with less room, if it takes more than its units alone have told.
+
+    Args:
+        choose: The best choice of units whose bytes fit into so much.
+        cluster: Devices and links.
+        limit_bytes: Of what `memory_of` says.
+        memory_of: "live", or "reserved" or "expandable" segments, of which live bytes take a measured part.
+
+    Raises:
+        PlanError: Nothing was found that fits; or CUDA's allocator is asked for where there is none.
+    """
+    room = live_bytes = live_room(cluster, limit_bytes, memory_of)
+    least = None
+    for _ in range(_MAX_ROUNDS):
+        with naming_limit(limit_bytes, room, memory_of):
+            solution = choose(room)
+        peak = peak_bytes(solution.model, solution.strategies, cluster)
+        if peak <= live_bytes:
+            certificate = replace(
+                solution.certificate,
+                peak_bytes=peak,
+                limit_bytes=limit_bytes,
+                left_bytes=limit_bytes - room,
+                memory_of=memory_of,
+            )
+            return replace(solution, certificate=certificate)
+        least, room = min(least or peak, peak), room - (peak - live_bytes)
+        if room <= 0:
+            break
+    assert least is not None
+    of_limit = "" if memory_of == "live" else f", their part of {limit_bytes} {memory_of} bytes"
+    raise PlanError(
+        f"plan: live bytes must fit into {live_bytes}{of_limit}, but the least that was found is {least}, "
+        f"{least - live_bytes} too many. Use a smaller batch or more ranks."
+    )
+
+
+@contextmanager
+def naming_limit(limit_bytes: int, room: int, memory_of: str) -> Iterator[None]:
+    """Name the limit that was given in errors of the block, which searches within what that leaves live bytes."""
+    try:
+        yield
+    except PlanError as error:
+        if room == limit_bytes:
+            raise
+        raise PlanError(f"{error} The limit of {limit_bytes} {memory_of} bytes leaves {room} to plan with.") from error
+
+
+def live_room(cluster: Cluster, limit_bytes: int, memory_of: str) -> int:
+    """Bytes of tensors that may live where so many live, reserved or expandable bytes are the limit.
+
+    Raises:
+        PlanError: CUDA's allocator is asked for where there is none.
+    """
+    if memory_of != "live" and cluster.keeps_received_rows:
+        raise PlanError(
+            f"plan: memory_of must be 'live' for ranks that communicate over gloo, whose memory is not that of CUDA's "
+            f"allocator, but it is {memory_of!r}. Leave it out, or pass cluster=dshard.planner.cluster_of(...)."
+        )
+    return int(limit_bytes / RESERVED.get(memory_of, 1.0))

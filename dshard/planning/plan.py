@@ -21,8 +21,17 @@ from dshard.planner.plan import Plan
 from dshard.planner.profiles import Training, UnitTimes, check_offload, costs_of, with_offload
 from dshard.planner.progress import SILENT, Progress, Stretch, Throttled
 from dshard.planner.rates import Rates, check_profile, find_rates
-from dshard.planner.robust import Doubt, live_room, naming_limit, robust, within_limit
-from dshard.planner.solver import DATASHEET, MEASURED, Solution, can_fit, solve, solve_batch
+from dshard.planner.solver import (
+    DATASHEET,
+    MEASURED,
+    Solution,
+    can_fit,
+    live_room,
+    naming_limit,
+    solve,
+    solve_batch,
+    within_limit,
+)
 from dshard.planner.steps import resized, tensors
 from dshard.planner.texts import parse_bytes
 from dshard.planner.traces import Part, Trace
@@ -79,7 +88,8 @@ class Profile:
         check_offload(device, offload, is_compiled=training.is_compiled)
         self._model, self._sample, self._loss_of, self._mesh = model, sample_input, loss_of, mesh
         self._device, self._training, self._num_cut = device, training, num_cut_over(mesh_cut_over(model))
-        self._spread = None if rates is None or device is None else rates.spread_on(device)
+        spread = None if rates is None or device is None else rates.spread_on(device)
+        self._spread = None if spread is None else spread.steps
         self._traces: dict[tuple[int, Kinds], Trace] = {}
         self._known: dict[int, ModelCosts] = {}
         self._dims = _dims_of(model, shard_placement_fn)
@@ -237,7 +247,7 @@ class Profile:
         costs = self.costs(size).under(kind)
         strategies = (Strategy.of(strategy).on(cluster.num_ranks),) * len(costs.units)
         flops = self._flops(size, self._kinds_in(costs))
-        return Plan(costs, cluster, strategies, flops=flops, doubt=self._doubt())
+        return Plan(costs, cluster, strategies, flops=flops, spread=self._spread)
 
     def _size(self, batch: int | None) -> int:
         return self.batch if batch is None else batch
@@ -247,31 +257,24 @@ class Profile:
             return MEASURED if self._device is None else DATASHEET
         return float(margin)
 
-    def _doubt(self) -> Doubt | None:
-        return None if self._spread is None else Doubt(self._spread.steps)
-
     def _planned(
         self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int, memory_of: str, most: float | None
     ) -> Plan:
         costs, tolerance = self.costs(batch), self._margin(most)
-        spread = self._spread
 
-        def choose(room: int) -> tuple[Solution, Doubt | None]:
+        def choose(room: int) -> Solution:
             self.progress.at(f"choosing strategies of {len(costs.units)} units")
             solution = solve(costs, cluster, known, room, tolerance=tolerance, progress=self.progress)
-            doubt = None
-            if spread is not None:
-                solution, doubt = robust(costs, cluster, solution, known, spread, margin=tolerance, most=most)
             kinds = self._kinds_in(solution.model)
             if len(set(kinds)) > 1:  # what a mix takes as it runs, and not as its units alone tell
                 exact = self._bytes(batch, self.traced(batch, kinds), kinds)
                 model = recomputing.with_memory_of(solution.model, exact)
                 solution = replace(solution, model=model)
-            return solution, doubt
+            return solution
 
-        found, doubt = within_limit(choose, cluster, limit, memory_of)
+        found = within_limit(choose, cluster, limit, memory_of)
         flops = self._flops(batch, self._kinds_in(found.model))
-        return Plan(found.model, cluster, found.strategies, known, found.certificate, flops, doubt)
+        return Plan(found.model, cluster, found.strategies, known, found.certificate, flops, self._spread)
 
     def _kinds_in(self, model: ModelCosts) -> Kinds:
         """The kind of activation checkpointing of each part."""

@@ -208,7 +208,7 @@ TABLE = {  # "?": or None
         "candidates": "per unit",
         "certificate": "anything",
         "flops": "at least 0",
-        "doubt": "anything",
+        "spread": "anything",
     },
     "Plan.compared": {"measured": "Measured"},
     "Plan.replanned": {"measured": "Measured", "memory_bytes": "memory?"},

@@ -3,7 +3,7 @@
 import pytest
 
 from dshard.cli import main
-from dshard.planner.rates import HERE, Rates, published
+from dshard.planner.rates import Rates, published
 from tests.cli.launch import code_of
 from tests.planner.test_rates import ROW, table_of
 
@@ -23,10 +23,9 @@ def test_runs_of_few_columns_make_a_profile_that_plan_and_simulate_take(tmp_path
     assert text.startswith("2 runs\n")
     assert "| product.a100 |" in text
     assert "| runs kept aside | 2 |" in text
-    found, known = Rates.load(out), published().spread
+    found = Rates.load(out)
     steps = f"{found.spread.steps.low:.2f} to {found.spread.steps.high:.2f}"
     assert f"steps on this cluster take {steps} of the predicted time in 8 of 10" in text
-    assert found.spread.pairs == known.pairs
     assert found.source == "2 runs of runs.tsv"
     assert found != published()
     steps = []
@@ -93,14 +92,6 @@ def test_cells_beyond_the_header_and_columns_that_nobody_knows_are_refused(tmp_p
 @pytest.mark.parametrize("table", [["--published"], ["--runs", "x.tsv"], ["--papers"]], ids=lambda table: table[0])
 def test_tables_of_runs_are_no_business_of_simulate(table, capsys):
     assert "unrecognized arguments" in refused(capsys, "simulate", *TINY, *table)
-
-
-def test_a_device_that_nobody_measured_is_refused(capsys):
-    options = ["--world", "1", "--device", HERE, "--dtype", "float32", "--sequence", "16"]
-    text = "--device here needs a --profile that was measured on this machine, but "
-    assert f"{text}none is given" in refused(capsys, "plan", "gpt-nano", *options)
-    of_others = refused(capsys, "plan", "gpt-nano", *options, "--profile", "published")
-    assert f"{text}that of {published().source} has no such measurement" in of_others
 
 
 def test_compiled_models_move_fewer_bytes_by_a_profile_and_need_one(capsys):
