@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from benchmarks.calibration.t5 import t5_11b
-from dshard.cli.models import PRESETS, checkpoint_blocks, meta_model
+from dshard.cli.models import PRESETS, meta_model
 from dshard.planner import DEVICES, EFFICIENCY, Plan, Training, cluster_of
 from dshard.planning.plan import Profile
+from dshard.testing.verifying.programs import checkpoint_blocks
 
 _PAPER = "Zhao et al., PyTorch FSDP, VLDB 2023, 5.4"
 _BLOG = "PyTorch blog, 14 March 2022"

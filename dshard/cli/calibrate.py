@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dshard.arguments import nearest
-from dshard.cli.models import GPT, GPTConfig, Llama, LlamaConfig, checkpoint_blocks
+from dshard.cli.models import GPT, GPTConfig, Llama, LlamaConfig
 from dshard.cli.planning import rates_of
 from dshard.cli.usage import UsageError, check_output
 
@@ -248,6 +248,7 @@ def _trace(row: Mapping[str, str]) -> _Traced:
     """Traces a model of a few layers, each unit of which stands for itself, and one block for the rest."""
     from dshard.planner.tracing import trace
     from dshard.planning.plan import parts_of
+    from dshard.testing.verifying.programs import checkpoint_blocks
 
     layers = int(row["layers"])
     model = model_of(row, min(layers, _LAYERS))

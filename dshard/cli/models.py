@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dshard.cli.usage import UsageError
 
@@ -215,25 +213,6 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
 
-def checkpoint_blocks(model: nn.Module) -> int:
-    """Have each element of a model's outermost lists keep its inputs alone, and compute its forward again in backward.
-
-    The names of parameters stay: a plan is for the model as its user has it.
-
-    Returns:
-        How many there are.
-    """
-    num = 0
-    for child in model.children():
-        if not isinstance(child, nn.ModuleList):
-            num += checkpoint_blocks(child)
-            continue
-        for block in dict.fromkeys(child):
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-            num += 1
-    return num
-
-
 @dataclass(frozen=True, slots=True)
 class Preset:
     """A model by name.
@@ -344,6 +323,8 @@ def build_model(name: str, *, batch: int | None, sequence: int | None, is_checkp
     num_params = sum(param.numel() for param in model.parameters())
     if not num_params:
         raise UsageError(f"MODEL must have parameters, but {name} has none. Pass a model that has.")
+    from dshard.testing.verifying.programs import checkpoint_blocks
+
     if is_checkpointed and not checkpoint_blocks(model):
         raise UsageError(f"--checkpoint needs blocks in a ModuleList, but {name} has none. Leave it out.")
     return Sampled(name, model, sample, num_params, num_tokens)

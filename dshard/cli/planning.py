@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import filter as filter_names
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ model and a sample input. No weights, no devices and no network are needed.
 _SIMULATE = """\
 Predicts step time, TFLOP/s and peak memory per rank, and the communication that nothing hides.
   dshard simulate gpt3-175b --checkpoint --world 128 512 4096 --device a100-80g
-  dshard simulate gpt2 --world 8 64 --device h100-80g --strategy ddp full plan --curve scaling.png
+  dshard simulate gpt2 --world 8 64 --device h100-80g --strategy ddp full plan --plot timeline.png
 MODEL is as for dshard plan. No weights, no devices and no network are needed.
 """
 _PLANNED = "plan"  # in the place of a strategy
@@ -60,7 +60,6 @@ def add_parsers(commands: Any) -> None:
         "--strategy", nargs="+", default=["full"], help="of all units; plan for the best mix (%(default)s)"
     )
     simulate.add_argument("--plot", type=Path, metavar="FILE", help="draw the first row's step (.png, .svg, .pdf)")
-    simulate.add_argument("--curve", type=Path, metavar="FILE", help="draw each strategy over the numbers of ranks")
     _add_options(simulate)
     simulate.set_defaults(run=run_simulate)
 
@@ -112,9 +111,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         default="live",
         help="what it limits: tensors, or segments of CUDA's allocator, fixed or expandable (%(default)s)",
     )
-    hosts = devices.add_mutually_exclusive_group()
-    hosts.add_argument("--ranks-per-host", type=count, metavar="RANKS", help="(what is usual for the device)")
-    hosts.add_argument("--hosts", type=count, help="the same, as the number of hosts")
+    devices.add_argument("--ranks-per-host", type=count, metavar="RANKS", help="(what is usual for the device)")
     devices.add_argument(
         "--tensor-parallel", type=count, default=1, metavar="RANKS", help="of a host, over which layers are cut (1)"
     )
@@ -155,14 +152,8 @@ class Target:
         """So many ranks on the usual hosts, or on those that were asked for."""
         from dshard.planner import cluster_of
 
-        args, per_host = self.args, self.args.ranks_per_host
-        if args.hosts is not None:
-            if num_ranks % args.hosts:
-                raise UsageError(
-                    f"--hosts must divide --world, but they are {args.hosts} and {num_ranks}. Pass --hosts 1."
-                )
-            per_host = num_ranks // args.hosts
-        usual = per_host or self.device.per_host
+        args = self.args
+        usual = args.ranks_per_host or self.device.per_host
         if num_ranks > usual and num_ranks % usual:
             raise UsageError(
                 f"--world must be a multiple of the {usual} ranks of a host, but it is {num_ranks}. Pass "
@@ -301,14 +292,11 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def run_simulate(args: argparse.Namespace) -> int:
     """Simulate, and print a row for each number of ranks and strategy."""
-    from dshard.planner import drawing
-
     for option, value in (("--batch", args.batch), ("--offload", args.offload)):
         if value == "auto" and args.strategy != [_PLANNED]:
             raise UsageError(f"{option} auto needs a plan, but --strategy names others. Pass --strategy plan.")
     _check_strategies([name for name in args.strategy if name != _PLANNED], args.world)
     check_output("--plot", args.plot, PICTURES)
-    check_output("--curve", args.curve, PICTURES)
     found: dict[tuple[int, str], Plan] = {}
     with _target(args) as target:
         batch = args.batch if isinstance(args.batch, int) else None
@@ -321,19 +309,13 @@ def run_simulate(args: argparse.Namespace) -> int:
     if args.plot is not None:
         next(iter(found.values())).plot(args.plot)
         print(f"wrote {args.plot}")
-    if args.curve is not None:
-        points: dict[str, dict[int, drawing.Scaled]] = {name: {} for _, name in found}
-        for (world, name), plan in found.items():
-            points[name][world] = drawing.Scaled(plan.tflops, plan.peak_bytes)
-        title = f"{target.sampled.name} on {target.device.name}"
-        drawing.draw_scaling(args.curve, points, title=title, limit_bytes=target.limit_bytes)
-        print(f"wrote {args.curve}")
     return 0
 
 
 def _table(found: dict[tuple[int, str], Plan], limit_bytes: int, memory_of: str) -> str:
     """One row per simulated step; it fits where the bytes that `memory_of` names are within the limit."""
     from dshard.planner.rates import IN_TEN
+    from dshard.planner.tables import aligned
     from dshard.planner.texts import bytes_text
 
     known = any(plan.step_interval_s for plan in found.values())
@@ -354,10 +336,7 @@ def _table(found: dict[tuple[int, str], Plan], limit_bytes: int, memory_of: str)
                 "yes" if getattr(plan.memory_seen, f"{memory_of}_bytes") <= limit_bytes else "no",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join(aligned(rows, to_left=()))
 
 
 @contextmanager
@@ -390,17 +369,13 @@ def cut_layers(model: nn.Module, num_ranks: int) -> Iterator[None]:
             f"and the Llama presets), but {type(model).__name__} has none. Leave it out, or pass module:function with "
             "a model that has one."
         )
-    patterns = {re.escape(name).replace(r"\*", "[^.]+"): way for name, way in asked.items()}
-    ways = {
-        name: next(way for pattern, way in patterns.items() if re.fullmatch(pattern, name))
-        for name, _ in model.named_modules()
-        if any(re.fullmatch(pattern, name) for pattern in patterns)
-    }
+    modules = [name for name, _ in model.named_modules()]
+    ways = {pattern: way for pattern, way in asked.items() if filter_names(modules, pattern)}
     unknown = sorted(set(ways.values()) - known.keys())
     if unknown or not ways:
         what = f"it has {', '.join(unknown)}" if unknown else "it names no module of the model"
         raise UsageError(f"--tensor-parallel needs a tp_plan of {', '.join(known)}, but {what}. Leave it out.")
     with fake_world(0, num_ranks):
         mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("tp",))
-        parallelize_module(model, mesh, {name: known[way]() for name, way in ways.items()})
+        parallelize_module(model, mesh, {pattern: known[way]() for pattern, way in ways.items()})
         yield

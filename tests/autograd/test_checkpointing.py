@@ -17,11 +17,12 @@ from torch.utils.flop_counter import register_flop_formula
 
 import dshard
 from dshard.autograd import MODES, _is_kept, apply_checkpointing, checkpointed
-from dshard.cli.models import GPT, GPTConfig, checkpoint_blocks
+from dshard.cli.models import GPT, GPTConfig
 from dshard.errors import StateError
 from dshard.planner.tracing import trace
 from dshard.policies import Offload
 from dshard.testing import WorldPool
+from dshard.testing.verifying.programs import checkpoint_blocks
 from tests.kit.counted import counted_peak
 from tests.planner.models import parts_of
 from tests.twins import close, full, mean

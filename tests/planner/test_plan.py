@@ -27,7 +27,6 @@ from dshard.planner import (
     peak_bytes,
     solve,
 )
-from dshard.planner.drawing import Scaled, scaling_figure
 from dshard.planner.texts import bytes_text, number_text, seconds_text
 from dshard.policies import Strategy
 from tests.planner.cases import STRATEGIES
@@ -369,27 +368,6 @@ def test_a_plan_draws_its_timeline(tmp_path):
     path = tmp_path / "timeline.png"
     small().plot(path)
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_curve_has_a_line_of_its_own_for_each_strategy():
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    points = {name: {n: Scaled(150.0 + n, (i + 1) << 30) for n in (8, 64, 4096)} for i, name in enumerate(KNOWN_TEXTS)}
-    figure = scaling_figure(points, title="gpt2 on a100-40g", limit_bytes=38 << 30)
-    try:
-        rates, peaks = figure.axes
-        for axes, more in ((rates, 0), (peaks, 1)):
-            lines = axes.get_lines()[: len(points)]
-            assert [list(line.get_xdata()) for line in lines] == [[8, 64, 4096]] * len(points)
-            assert len({(line.get_color(), line.get_marker()) for line in lines}) == len(points)
-            assert len(axes.get_lines()) == len(points) + more  # and the limit
-        assert [list(line.get_ydata()) for line in peaks.get_lines()[:-1]] == [[i + 1] * 3 for i in range(len(points))]
-        (legend,) = figure.legends
-        assert [text.get_text() for text in legend.get_texts()] == [*points, "limit"]
-        figure.canvas.draw()
-        assert [text.get_text() for text in rates.get_xticklabels()] == ["8", "64", "4,096"]
-        assert not any(legend.get_window_extent().overlaps(axes.get_tightbbox()) for axes in figure.axes)
-    finally:
-        pyplot.close(figure)
 
 
 @pytest.mark.parametrize(
