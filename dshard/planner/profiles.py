@@ -299,17 +299,27 @@ def work_of(
     Args:
         ops: Of a trace, not compiled.
         device: That runs them.
-        rates: Which parts of its figures are reached; None for those of its efficiency, by which an operation is bound
-            by its arithmetic or by its traffic.
+        rates: Which parts of its figures are reached: an operation takes its arithmetic and, after that, its traffic.
+            None for those of its efficiency, by which one is bound by its arithmetic or by its traffic.
         is_compiled: Whether traffic of what is neither product nor attention is that of fused kernels; needs rates.
         cut: The ranks over which layers are cut; None for no such.
     """
-    known: list[Op] = []
-    sent: list[Op] = []
+    found = dict.fromkeys(("product", "attention", "other", "starts", "cut"), 0.0)
     for op in ops:
-        (known if op.collective is None else sent).append(op)
-    found = _computed(known, device, rates, is_compiled=is_compiled)
-    return found if cut is None else replace(found, cut_s=sum((_sent_s(op, cut) for op in sent), 0.0))
+        kind = kind_of(op)
+        if op.collective is not None:
+            found["cut"] += 0.0 if cut is None else _sent_s(op, cut)
+        elif rates is None:
+            found["starts"] += device.efficiency.kernel_s
+            took_s = device.seconds((op,)) - device.efficiency.kernel_s
+            is_arithmetic = op.flops and took_s > device.seconds((replace(op, flops=0),)) - device.efficiency.kernel_s
+            found[kind if is_arithmetic else "other"] += took_s
+        else:
+            if kind != "other":
+                found[kind] += op.flops / (device.peak(op.dtype) * rates.of_family(kind, device))
+            times = {"product": rates.values["operands"], "other": rates.values["fused"] if is_compiled else 1.0}
+            found["other"] += op.num_bytes * times.get(kind, 1.0) * rates.seconds_per_byte(device)
+    return Work(found["product"], found["attention"], found["other"], starts_s=found["starts"], cut_s=found["cut"])
 
 
 def _sent_s(op: Op, cut: Cluster) -> float:
@@ -319,30 +329,6 @@ def _sent_s(op: Op, cut: Cluster) -> float:
     if op.collective == "reduce_scatter":
         return cut.reduce_scatter_s(op.num_bytes, cut.num_ranks)
     return cut.all_gather_s(op.num_bytes, cut.num_ranks)
-
-
-def _computed(known: list[Op], device: Device, rates: Rates | None, *, is_compiled: bool) -> Work:
-    if rates is None:
-        return _of_device(known, device)
-    by_kind: dict[str, list[Op]] = {"product": [], "attention": [], "other": []}
-    for op in known:
-        by_kind[kind_of(op)].append(op)
-    heavy = (by_kind["product"], by_kind["attention"])
-    products_s, attention_s = (rates.seconds(device, [replace(op, num_bytes=0) for op in each]) for each in heavy)
-    fused = rates.values["fused"] if is_compiled else 1.0
-    traffic_s = sum(rates.seconds(device, each) for each in heavy) - products_s - attention_s
-    return Work(products_s, attention_s, traffic_s + fused * rates.seconds(device, by_kind["other"]))
-
-
-def _of_device(ops: list[Op], device: Device) -> Work:
-    """The same by a device's own efficiency."""
-    found = {"product": 0.0, "attention": 0.0, "other": 0.0}
-    start_s = device.efficiency.kernel_s
-    for op in ops:
-        took_s = device.seconds((op,)) - start_s
-        is_arithmetic = op.flops and took_s > device.seconds((replace(op, flops=0),)) - start_s
-        found[kind_of(op) if is_arithmetic else "other"] += took_s
-    return Work(found["product"], found["attention"], found["other"], starts_s=start_s * len(ops))
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,26 +167,6 @@ class Rates:
         """Of what an operation reads and writes."""
         return 1 / (device.memory_bytes_per_s * self.values["memory"])
 
-    def seconds(self, device: Device, ops: Iterable[Op]) -> float:
-        """Time of operations one after another: of each its arithmetic and, after that, its traffic.
-
-        Args:
-            device: That runs them.
-            ops: Of a trace, not compiled.
-        """
-        values, total = self.values, 0.0
-        product, attention = self.of_family("product", device), self.of_family("attention", device)
-        traffic = self.seconds_per_byte(device)
-        for op in ops:
-            peak, kind = device.peak(op.dtype), kind_of(op)
-            if kind == "product":
-                total += op.flops / (peak * product) + op.num_bytes * values["operands"] * traffic
-            elif kind == "attention":
-                total += op.flops / (peak * attention) + op.num_bytes * traffic
-            else:
-                total += op.num_bytes * traffic
-        return total
-
     def cluster(
         self,
         device: Device,

@@ -6,7 +6,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -42,39 +42,25 @@ _MEMORY_FREE = 0.95  # of a device, beside its context; of a host, beside its sy
 _Work = Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One measured collective.
-
-    Args:
-        wire_bytes: That each rank sent.
-        seconds: Median on the slowest rank.
-    """
-
-    wire_bytes: float
-    seconds: float
-
-
-def fit(samples: Sequence[Sample], source: str = "measured") -> Link:
+def fit(wire_bytes: Sequence[float], seconds: Sequence[float], source: str = "measured") -> Link:
     """The line `alpha + bytes * seconds per byte`, neither below 0, whose relative errors are smallest in squares.
 
     Args:
-        samples: Of one collective on one group.
+        wire_bytes: That each rank sent, of one collective on one group.
+        seconds: What it took then: the median on the slowest rank.
         source: Of the link.
 
     Raises:
         PlanError: There are fewer than two sizes.
     """
-    if len({sample.wire_bytes for sample in samples}) < 2:
+    if len(set(wire_bytes)) < 2:
         raise PlanError("links: a line needs two sizes or more, but there are fewer. Pass more sizes=.")
-    wire = np.array([sample.wire_bytes for sample in samples])
-    seconds = np.array([sample.seconds for sample in samples])
-    rows = np.stack([1 / seconds, wire / seconds], axis=1)
-    (alpha, slope), *_ = np.linalg.lstsq(rows, np.ones(len(samples)), rcond=None)
+    wire, took = np.array(wire_bytes), np.array(seconds)
+    (alpha, slope), *_ = np.linalg.lstsq(np.stack([1 / took, wire / took], axis=1), np.ones(len(took)), rcond=None)
     if slope < 0:  # without the other, each has a closed form
-        alpha, slope = float((1 / seconds).sum() / (1 / seconds**2).sum()), 0.0
+        alpha, slope = float((1 / took).sum() / (1 / took**2).sum()), 0.0
     elif alpha < 0:
-        alpha, slope = 0.0, float((wire / seconds).sum() / ((wire / seconds) ** 2).sum())
+        alpha, slope = 0.0, float((wire / took).sum() / ((wire / took) ** 2).sum())
     return Link(float(alpha), float(slope), source=source)
 
 
@@ -90,46 +76,35 @@ class InPlace(NamedTuple):
     replicas: bool
 
 
-class Measurement(NamedTuple):
-    """What was measured.
-
-    Args:
-        figures: Seconds, shape (parts, collectives, sizes).
-        parts: Numbers of neighbouring ranks.
-        sizes: Bytes.
-        in_place: For each part, where the last collective was measured.
-        num_ranks: All of them.
-    """
-
-    figures: Tensor
-    parts: tuple[int, ...]
-    sizes: tuple[int, ...]
-    in_place: list[InPlace]
-    num_ranks: int
-
-
-def cluster_through(measured: Measurement, per_host: int, memory_bytes: int, backend: str) -> Cluster:
-    """Lines through all figures."""
-    parts, num_ranks = measured.parts, measured.num_ranks
+def _cluster_through(
+    figures: Tensor,
+    parts: Sequence[int],
+    sizes: Sequence[int],
+    in_place: Sequence[InPlace],
+    *,
+    per_host: int,
+    memory_bytes: int,
+    backend: str,
+) -> Cluster:
+    """Lines through all figures: seconds, of shape (parts, collectives, sizes); the first part is all ranks."""
+    num_ranks = parts[0]
     source = f"measured over {backend}, {num_ranks} ranks"
 
     def line(part: int, name: str, among: int) -> Link:
         i, collective = parts.index(part), COLLECTIVES.index(name)
         rounds = 2 if name == "all_reduce" else 1
-        wire = [rounds * size * (among - 1) / among for size in measured.sizes]
-        seconds = measured.figures[i, collective].tolist()
-        return fit([Sample(w, s) for w, s in zip(wire, seconds, strict=True)], source)
+        wire = [rounds * size * (among - 1) / among for size in sizes]
+        return fit(wire, figures[i, collective].tolist(), source)
 
     shards, replicas = {}, {}
     whole = line(num_ranks, "all_reduce", num_ranks)
-    for part, is_in_place in zip(parts, measured.in_place, strict=True):
+    for part, is_in_place in zip(parts, in_place, strict=True):
         across = whole if part == num_ranks else line(part, "all_reduce", num_ranks // part)
-        in_place = line(part, "in_place", part) if is_in_place.shards else None
-        links = Links(line(part, "all_gather", part), line(part, "reduce_scatter", part), whole, in_place)
+        once = line(part, "in_place", part) if is_in_place.shards else None
+        links = Links(line(part, "all_gather", part), line(part, "reduce_scatter", part), whole, once)
         shards[part] = links
         if part < num_ranks:
-            in_place = in_place if is_in_place.replicas else None
-            replicas[part] = Links(links.all_gather, links.reduce_scatter, across, in_place)
+            replicas[part] = replace(links, all_reduce=across, in_place=once if is_in_place.replicas else None)
     replicas[1] = shards[num_ranks]
     return Cluster(
         num_ranks=num_ranks,
@@ -225,8 +200,10 @@ def measure_links(
         figures = collectives.all_reduce([measured], group, ReduceOp.MAX, label="links").wait()[0]
         if group.rank == 0:
             _write(file, known, figures)
-    measurement = Measurement(figures, parts, tuple(sizes), in_place, num_ranks)
-    return cluster_through(measurement, per_host, _memory(group, memory_bytes, per_host), group.backend)
+    memory = _memory(group, memory_bytes, per_host)
+    return _cluster_through(
+        figures, parts, sizes, in_place, per_host=per_host, memory_bytes=memory, backend=group.backend
+    )
 
 
 def _in_place(groups: Sequence[ShardGroup], everyone: ShardGroup) -> list[InPlace]:
@@ -337,7 +314,7 @@ def _measure_group(
             runs.append(partial(_gather_in_place, own, homes, host_copy))
         elif in_place:
             runs.append(runs[0])  # there is no file left
-        seconds = alone_s if is_alone else _beside_computation_s
+        seconds = _alone_s if is_alone else _beside_computation_s
         for i, run in enumerate(runs):
             out[i, j] = seconds(run, everyone, num_rounds)
 
@@ -400,24 +377,14 @@ def _nothing() -> None:
     """Do nothing: collectives are timed alone."""
 
 
-def gathering(group: ShardGroup, size: int) -> Callable[[_Work], None]:
-    """A gather of some tensors of `size` bytes together, as dshard makes it; what is given runs while it is under way.
-
-    Communicates:
-        When it runs: that gather. All ranks of the group must run it alike.
-    """
-    shards, _, bucket, _ = _tensors(group, size)
-    return partial(_gather, group, shards, bucket, BufferPool())
-
-
-def alone_s(run: Callable[[_Work], None], everyone: ShardGroup, num_rounds: int) -> float:
+def _alone_s(run: Callable[[_Work], None], everyone: ShardGroup, num_rounds: int) -> float:
     """Median of some runs that all ranks start together, after one that does not count."""
     times = []
     for _ in range(num_rounds + 1):
-        start_together(everyone)
+        _start_together(everyone)
         start = time.perf_counter()
         run(_nothing)
-        synchronize(everyone)
+        _synchronize(everyone)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 
@@ -440,7 +407,7 @@ def _beside_computation_s(run: Callable[[_Work], None], everyone: ShardGroup, nu
     together: list[float] = []
     for _ in range(num_rounds):
         for step, times in ((compute, alone), (partial(run, compute), together)):
-            start_together(everyone)
+            _start_together(everyone)
             start = time.perf_counter()
             for _ in range(_NUM_IN_A_ROW):
                 step()
@@ -448,17 +415,17 @@ def _beside_computation_s(run: Callable[[_Work], None], everyone: ShardGroup, nu
     return max(statistics.median(together) - num_steps * statistics.median(alone), _LEAST_S)
 
 
-def start_together(everyone: ShardGroup) -> None:
+def _start_together(everyone: ShardGroup) -> None:
     """Return on all ranks at about the same time, with nothing left to do on their devices.
 
     Communicates:
         An all-reduce of a number.
     """
     collectives.all_reduce([torch.zeros(1, device=everyone.device)], everyone, ReduceOp.MAX, label="links").wait()
-    synchronize(everyone)
+    _synchronize(everyone)
 
 
-def synchronize(group: ShardGroup) -> None:
+def _synchronize(group: ShardGroup) -> None:
     """Wait for what this rank's device has still to do."""
     if group.device_type == "cuda":
         torch.cuda.synchronize(group.device)

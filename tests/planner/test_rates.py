@@ -16,6 +16,7 @@ from dshard.planner import DEVICES, ModelCosts, ParamCosts, Training, UnitCosts,
 from dshard.planner.calibration import calibrated, errors_of, fitted, predicted_s
 from dshard.planner.flops import Op
 from dshard.planner.options import options_of
+from dshard.planner.profiles import work_of
 from dshard.planner.rates import OTHER_FAMILIES, PRIORS, Rates, published
 from dshard.planning.plan import Profile
 from dshard.policies import Strategy
@@ -89,7 +90,7 @@ def test_what_is_fitted_is_what_plan_and_simulate_predict(row, tmp_path):
 )
 def test_times_are_above_zero_and_more_work_takes_no_less(flops, more_flops, num_bytes, more, name, device):
     def seconds(flops, num_bytes):
-        return SHIPPED.seconds(DEVICES[device], [Op(name, flops, num_bytes, torch.float16)])
+        return work_of([Op(name, flops, num_bytes, torch.float16)], DEVICES[device], SHIPPED).total_s
 
     assert 0 < seconds(flops, num_bytes) <= seconds(flops + more_flops, num_bytes + more)
 
