@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import math
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dshard.cli.usage import UsageError
+from dshard.cli.usage import UsageError, made_by
 
 _SEQUENCE = 512  # of a configuration, unless its model knows fewer positions
 _ROTARY_BASE = 500_000.0
@@ -370,15 +369,8 @@ def _hugging_face(path: Path, batch: int, sequence: int | None) -> tuple[nn.Modu
 
 def _function(name: str) -> tuple[nn.Module, Any]:
     """What a function returns: a model and a sample input; it is called under meta."""
-    module, _, function = name.partition(":")
-    try:
-        build = getattr(importlib.import_module(module), function)
-        with torch.device("meta"):
-            made = build()
-    except Exception as error:
-        raise UsageError(
-            f"MODEL must be module:function, but {name} raises {type(error).__name__}: {error}."
-        ) from error
+    with torch.device("meta"):
+        made = made_by("MODEL", name)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise UsageError(
             f"MODEL must be a function that returns a model and a sample input, but {name} returns "

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dshard.cli.usage import UsageError, check_output, count, named
+from dshard.cli.usage import UsageError, check_output, count, made_by, named
 
 _VERIFY = """\
 Trains a model for some steps under every strategy, on 1, 2 and 4 ranks of this machine, and compares losses, gradients,
@@ -115,19 +113,8 @@ def make(name: str) -> Mapping[str, Any]:
     import torch
     from torch import nn
 
-    module, _, function = name.partition(":")
-    if not (module and function):
-        raise UsageError(
-            f"MODULE:FACTORY must be a module and a name in it, but it is {name!r}. Pass mymodule:factory."
-        )
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
-    try:
-        factory = getattr(importlib.import_module(module), function)
-        torch.manual_seed(0)
-        made = factory()
-    except Exception as error:
-        raise UsageError(f"MODULE:FACTORY {name} raises {type(error).__name__}: {error}.") from error
+    torch.manual_seed(0)
+    made = made_by("MODULE:FACTORY", name)
     if isinstance(made, tuple) and len(made) == 2:
         made = {"model": made[0], "sample": made[1]}
     if not (isinstance(made, Mapping) and isinstance(made.get("model"), nn.Module) and "sample" in made):

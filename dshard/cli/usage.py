@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from dshard.errors import DShardError
 
@@ -46,6 +49,27 @@ def check_output(option: str, path: Path | None, suffixes: tuple[str, ...] = ())
         raise UsageError(f"{option} must be a file in a folder that exists, but it is {path}. Make its folder first.")
     if path.suffix.lower() in PICTURES and importlib.util.find_spec("matplotlib") is None:
         raise UsageError(f"{option} needs matplotlib, but it is not installed. Run: pip install 'dshard[cli]'.")
+
+
+def made_by(argument: str, name: str) -> Any:
+    """What a function returns that is named as module:function; the module may be a file of the working folder.
+
+    Args:
+        argument: Of the command, for messages.
+        name: Of the function.
+
+    Raises:
+        UsageError: There is no such function, or it raises.
+    """
+    module, _, function = name.partition(":")
+    if not (module and function):
+        raise UsageError(f"{argument} must be a module and a name in it, but it is {name!r}. Pass mymodule:factory.")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
+    try:
+        return getattr(importlib.import_module(module), function)()
+    except Exception as error:
+        raise UsageError(f"{argument} {name} raises {type(error).__name__}: {error}.") from error
 
 
 @contextmanager
