@@ -226,7 +226,7 @@ TABLE = {  # "?": or None
     },
     "Rates": {
         "constants": "constants",
-        **dict.fromkeys(("misses", "source", "spread", "here"), "anything"),
+        **dict.fromkeys(("misses", "source", "spread"), "anything"),
     },
     "Rates.load": {"path": "path"},
     "Rates.save": {"path": "path"},
