@@ -76,7 +76,6 @@ def fastest(chain: Chain, limit_bytes: int, start: Ints, max_labels: int, progre
             proven = max(proven, min(least, found.dropped_bound))
             if found.chosen is not None:
                 best.repair(found.chosen)
-                best.improve()
                 violated = relaxation.violated(chain.rows.values(found.chosen))
             is_long = max_labels < 10 * _NARROW * chain.num_units
             if violated or not np.isfinite(found.dropped_bound):
@@ -134,21 +133,6 @@ class Best:
             if not changed:
                 return
             chosen[changed] = options[changed]
-
-    def improve(self) -> None:
-        """Give one unit after the other a faster option, as long as what results fits."""
-        is_better = self.chosen is not None
-        while is_better:
-            assert self.chosen is not None
-            start, cost, losses = self.chosen, self.cost, self.losses(self.chosen)
-            for place in np.argsort(losses, axis=None, kind="stable")[:64].tolist():
-                unit, option = divmod(place, losses.shape[1])
-                if losses[unit, option] >= -_BETTER * cost:
-                    break
-                changed = start.copy()
-                changed[unit] = option
-                self.offer(changed)
-            is_better = self.cost < cost
 
     def losses(self, chosen: Ints) -> Floats:
         """Seconds that a step gets longer if one unit takes another option; shape (units, S)."""
@@ -222,7 +206,6 @@ class Relaxation:
         shares, *_ = self._mixed(range(len(self.rows)))
         for k in np.flatnonzero(shares[1:]).tolist():
             self._best.repair(self._known[k][0])
-        self._best.improve()
 
     def isolate(self) -> None:
         """Find the best price of each row alone, where there are several."""
@@ -278,33 +261,18 @@ class Relaxation:
         return bound
 
     def tighten(self) -> None:
-        """Close options that only choices have which are no better than the best known, and round the caps down.
-
-        With the options that are left, the bytes of a row are a constant and multiples of some number; what the limit
-        has beyond those is of no use.
-        """
-        num_open, caps = self.chain.is_open.sum(), self.caps
-        vectors = self.vectors
-        bounds = self.chain.through(np.tensordot(vectors, self.terms, axes=1)) - (vectors @ caps)[:, None, None]
+        """Close options that only choices have which are no better than the best known."""
+        num_open, vectors = self.chain.is_open.sum(), self.vectors
+        bounds = self.chain.through(np.tensordot(vectors, self.terms, axes=1)) - (vectors @ self.caps)[:, None, None]
         self.chain.close(bounds.max(axis=0) >= self._best.cost * (1 - _BETTER))
         if not self.chain.is_open.any(axis=1).all():
             self.bound = self._best.cost
             return
-        self.caps = np.array([self._rounded_cap(k) for k in range(len(self.rows))])
         self._known = [known for known in self._known if np.isfinite(self.chain.cost(known[0]))]
         if not self._known:
             self._evaluate(self.prices)
-        if self.chain.is_open.sum() < 0.99 * num_open or (self.caps != caps).any():
+        if self.chain.is_open.sum() < 0.99 * num_open:
             self.ascend()
-
-    def _rounded_cap(self, k: int) -> float:
-        """What the units' bytes of row `k` can be at most, if they fit."""
-        terms, is_open = self.terms[k].astype(np.int64), self.chain.is_open
-        base = np.where(is_open, terms, np.iinfo(np.int64).max).min(axis=1)
-        step = int(np.gcd.reduce(np.where(is_open, terms - base[:, None], 0), axis=None))
-        total = int(base.sum())
-        over = int(self.caps[k]) - total
-        return float(total + over // step * step) if step > 1 and over >= 0 else float(self.caps[k])
 
 
 def mix(costs: Floats, over: Floats) -> tuple[Floats, Floats]:
