@@ -286,54 +286,32 @@ class Profile:
 
     def _bytes(self, batch: int, traced: Trace, kinds: Kinds) -> ModelCosts:
         """Costs of which bytes count alone."""
-        times = [UnitTimes(0.0, 0.0)] * len(self._parts)
-        found = costs_of(
-            traced,
-            self._model,
-            training=self._training,
-            times=times,
-            batch_size=batch,
-            tensor_parallel=self._num_cut,
-            dims=self._dims,
-        )
-        return self._with_kinds(found, kinds)
+        return self._costs_of(batch, traced, kinds, times=[UnitTimes(0.0, 0.0)] * len(self._parts))
 
     def _costs(self, batch: int, traced: Trace, kinds: Kinds) -> ModelCosts:
         """Costs of a step that was traced under one kind of activation checkpointing for each part."""
-        if self._device is None:
-            return self._with_kinds(self._measured(batch, traced, kinds), kinds)
-        found = costs_of(
-            traced,
-            self._model,
-            training=self._training,
-            device=self._device,
-            batch_size=batch,
-            rates=self._rates,
-            tensor_parallel=self._num_cut,
-            dims=self._dims,
-        )
-        return self._with_kinds(found, kinds)
-
-    def _with_kinds(self, costs: ModelCosts, kinds: Kinds) -> ModelCosts:
-        kind_of = {part.label: kind for part, kind in zip(self._parts, kinds, strict=True)}
-        return replace(costs, units=tuple(replace(unit, checkpointing=kind_of[unit.name]) for unit in costs.units))
-
-    def _measured(self, batch: int, traced: Trace, kinds: Kinds) -> ModelCosts:
-        """The same, of times of real steps on this machine."""
+        if self._device is not None:
+            return self._costs_of(batch, traced, kinds, device=self._device, rates=self._rates)
         steps = self._steps
-        found = costs_of(
-            traced,
-            self._model,
-            training=self._training,
-            times=steps.times(batch, kinds),
-            optimizer_s_per_byte=steps.optimizer_s_per_byte,
-            overhead=steps.overhead,
-            batch_size=batch,
-            tensor_parallel=self._num_cut,
-            dims=self._dims,
-        )
+        times = steps.times(batch, kinds)
+        per_byte, overhead = steps.optimizer_s_per_byte, steps.overhead
+        found = self._costs_of(batch, traced, kinds, times=times, optimizer_s_per_byte=per_byte, overhead=overhead)
         source = steps.source(batch, kinds)
         return replace(found, units=tuple(replace(unit, source=source) for unit in found.units), source=source)
+
+    def _costs_of(self, batch: int, traced: Trace, kinds: Kinds, **told: Any) -> ModelCosts:
+        """Costs of a traced step, of which a device or measured times tell seconds: see `costs_of`."""
+        found = costs_of(
+            traced,
+            self._model,
+            training=self._training,
+            batch_size=batch,
+            tensor_parallel=self._num_cut,
+            dims=self._dims,
+            **told,
+        )
+        kind_of = {part.label: kind for part, kind in zip(self._parts, kinds, strict=True)}
+        return replace(found, units=tuple(replace(unit, checkpointing=kind_of[unit.name]) for unit in found.units))
 
     @cached_property
     def _steps(self) -> MeasuredSteps:
