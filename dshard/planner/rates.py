@@ -157,12 +157,6 @@ class Rates:
         own = self.constants.get(name) or _of_other_family(self.values, name)
         return replace(spread, steps=widened(spread.steps, own.uncertainty))
 
-    def _lacks(self, device: Device) -> str:
-        family = family_of(device)
-        if f"product.{family}" in self.constants:
-            return ""
-        return f", none of them on {family}: calibrate with runs of yours"
-
     def seconds_per_byte(self, device: Device) -> float:
         """Of what an operation reads and writes."""
         return 1 / (device.memory_bytes_per_s * self.values["memory"])
@@ -175,37 +169,8 @@ class Rates:
         ranks_per_host: int | None = None,
         between_hosts: float | None = None,
     ) -> Cluster:
-        """Hosts of a device as `cluster_of` has them, with links as fast as the runs found them.
-
-        Args:
-            device: All ranks are alike.
-            num_ranks: All of them.
-            ranks_per_host: Of a host; None for the usual host, or for fewer where there are not as many.
-            between_hosts: Bytes per second of a whole host's network; None for the usual host's.
-        """
-        per_host = min(num_ranks, device.per_host) if ranks_per_host is None else ranks_per_host
-        near, far = device.within_host, device.between_hosts
-        hop_s = near.latency_s * self.values["hops"]
-        inside = Link(START_S + hop_s, 1 / (near.bytes_per_s * self.values["inside"]), hop_s)
-        across = None
-        if num_ranks > per_host:
-            rate = self.between(between_hosts or far.bytes_per_s, near.bytes_per_s, num_ranks // per_host)
-            hop_s = ring_hop_s(self.values, device, per_host)
-            link = Link(START_S + hop_s, 1 / rate, hop_s)
-            levels_s = 2 * far.latency_s * self.values["hops"] * log2(num_ranks // per_host)
-            tree = replace(link, alpha_s=START_S + levels_s, alpha_per_rank_s=0.0)
-            across = Links(link, link, tree)
-        return Cluster(
-            num_ranks=num_ranks,
-            ranks_per_host=per_host,
-            inside=Links.of(inside),
-            across=across,
-            memory_bytes=device.limit_bytes,
-            keeps_received_rows=False,
-            source=f"{device.source}; rates of {self.source}{self._lacks(device)}",
-            interference=self.values["interference"],
-            stragglers=self.stragglers(num_ranks),
-        )
+        """Hosts of a device as `cluster_of` has them, with links as fast as the runs found them."""
+        return cluster_of(device, num_ranks, ranks_per_host=ranks_per_host, between_hosts=between_hosts, profile=self)
 
     def stragglers(self, num_ranks: int) -> float:
         """By which part the slowest of so many devices takes longer."""
@@ -419,25 +384,39 @@ def cluster_of(
 def _described(
     device: Device, rates: Rates | None, num_ranks: int, per_host: int, between_hosts: float | None
 ) -> Cluster:
-    if rates is not None:
-        return rates.cluster(device, num_ranks, ranks_per_host=per_host, between_hosts=between_hosts)
-    near, far = device.within_host, device.between_hosts
+    near, network = device.within_host, between_hosts or device.between_hosts.bytes_per_s
+    reached, values = device.efficiency.network, {"hops": 1.0} if rates is None else rates.values
+    inside_s = values["hops"] * near.latency_s
+    inside = Links.of(_link(inside_s, near.bytes_per_s * values.get("inside", reached), device))
     across = None
     if num_ranks > per_host:
-        rate = min(between_hosts or far.bytes_per_s, near.bytes_per_s)
-        hop_s = (far.latency_s + (per_host - 1) * near.latency_s) / per_host  # a ring leaves a host once in a turn
-        across = _links(rate, hop_s, device)
+        num_hosts, hop_s = num_ranks // per_host, ring_hop_s(values, device, per_host)
+        if rates is None:
+            across = Links.of(_link(hop_s, min(network, near.bytes_per_s) * reached, device))
+        else:
+            ring = _link(hop_s, rates.between(network, near.bytes_per_s, num_hosts), device)
+            levels_s = 2 * device.between_hosts.latency_s * values["hops"] * log2(num_hosts)
+            across = Links(ring, ring, replace(ring, alpha_s=START_S + levels_s, alpha_per_rank_s=0.0))
+    of_rates = "" if rates is None else f"; rates of {rates.source}{_lacks(rates, device)}"
     return Cluster(
         num_ranks=num_ranks,
         ranks_per_host=per_host,
-        inside=_links(near.bytes_per_s, near.latency_s, device),
+        inside=inside,
         across=across,
         memory_bytes=device.limit_bytes,
         keeps_received_rows=False,
-        source=device.source,
+        source=f"{device.source}{of_rates}",
+        interference=0.0 if rates is None else rates.values["interference"],
+        stragglers=0.0 if rates is None else rates.stragglers(num_ranks),
     )
 
 
-def _links(bytes_per_s: float, latency_s: float, device: Device) -> Links:
-    seconds_per_byte = 1 / (bytes_per_s * device.efficiency.network)
-    return Links.of(Link(START_S + latency_s, seconds_per_byte, latency_s, source=device.source))
+def _link(hop_s: float, bytes_per_s: float, device: Device) -> Link:
+    return Link(START_S + hop_s, 1 / bytes_per_s, hop_s, source=device.source)
+
+
+def _lacks(rates: Rates, device: Device) -> str:
+    """Says that no run was on a device of this family, where none was."""
+    family = family_of(device)
+    is_known = f"product.{family}" in rates.constants
+    return "" if is_known else f", none of them on {family}: calibrate with runs of yours"
