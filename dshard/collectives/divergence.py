@@ -22,7 +22,7 @@ from torch import Tensor
 from dshard.collectives._c10d import ProcessGroup, kept_for
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.trace import record
-from dshard.collectives.watchdog import Caught, caught_by_some, watch_event
+from dshard.collectives.watchdog import Verdict, caught_by_some, watch_event
 from dshard.errors import DivergenceError, RankLostError
 
 # A checksum of kind and label, what shards were written with, exceptions, the kind, and the end of the label.
@@ -125,15 +125,15 @@ def check_headers(headers: Sequence[bytes], own: bytes, kind: Kind, label: str, 
     )
 
 
-def _raise_caught(label: str, caught: Caught | None, *, is_sure: bool) -> None:
+def _raise_caught(label: str, caught: Verdict | None, *, is_sure: bool) -> None:
     """Raise where an exception of some ranks is why ranks are apart; if that `is_sure`, also without their words."""
     if caught is None and not is_sure:
         return
-    what, ranks = ("the program has caught an exception on some ranks alone", ()) if caught is None else caught
+    caught = caught or Verdict((), "the program has caught an exception on some ranks alone")
     raise DivergenceError(
-        f"'{label}': all ranks must go through a step together, but {what}. Let what is raised on one rank alone end "
-        "the program, and start again from the last checkpoint (torchrun --max-restarts does).",
-        ranks,
+        f"'{label}': all ranks must go through a step together, but {caught.text}. Let what is raised on one rank "
+        "alone end the program, and start again from the last checkpoint (torchrun --max-restarts does).",
+        caught.ranks,
     )
 
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing import util as processes
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -212,7 +212,7 @@ class _State:
     waits: dict[Any, _Wait] = {}  # noqa: RUF012 -- by thread, or by group where the host does not wait itself
     last = "", 0.0  # the collective that was waited for last, and when that ended
     is_well = True  # whether it came
-    speaks_next: tuple[_Wait | None, float] = (None, 0.0)  # of which wait, and after how many seconds
+    speaks_next: tuple[_Wait | None, float, int] = (None, 0.0, 0)  # of which wait, when, and with answers to what
     thread: threading.Thread | None = None
     stop = threading.Event()
     making = ""  # what torch makes, and all ranks of a group must take part in
@@ -249,19 +249,20 @@ def _to_look_at(ranks: Sequence[int]) -> list[int]:
     return list(range(size)) if size <= _MANY_RANKS else list(ranks)
 
 
-# Exceptions that a program has caught on some ranks alone.
-
-
-class Caught(NamedTuple):
-    """Exceptions that the program has caught on some ranks and not on others.
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Who is to blame.
 
     Args:
-        text: Which, as a sentence without its end.
         ranks: Of the world.
+        text: What became of them, or what they did, as a sentence without its end.
     """
 
-    text: str
     ranks: tuple[int, ...]
+    text: str
+
+
+# Exceptions that a program has caught on some ranks alone.
 
 
 def note_step() -> None:
@@ -287,7 +288,7 @@ def note_caught(text: str, step: int) -> None:
         ends_within(_STORE_S, lambda: _State.board.post("caught", facts))
 
 
-def caught_by_some(group: ProcessGroup) -> Caught | None:
+def caught_by_some(group: ProcessGroup) -> Verdict | None:
     """The last exceptions of those ranks that have caught more than others; of the world, unless that is large.
 
     A rank may wait for one that waits for the one to blame, in another group.
@@ -301,23 +302,10 @@ def caught_by_some(group: ProcessGroup) -> Caught | None:
     if not blamed:
         return None
     texts = [f"rank {rank} {found[rank]['text']} in step {found[rank]['step']}" for rank in blamed[:4]]
-    return Caught(f"{'; '.join(texts)}, which its program has caught", blamed)
+    return Verdict(blamed, f"{'; '.join(texts)}, which its program has caught")
 
 
 # A collective has failed: who is to blame?
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Who is to blame.
-
-    Args:
-        ranks: Of the world.
-        text: What became of them, as a sentence without its end.
-    """
-
-    ranks: tuple[int, ...]
-    text: str
 
 
 def is_symptom(error: BaseException | None) -> bool:
@@ -333,7 +321,7 @@ def failure(label: str, error: BaseException, group: ProcessGroup) -> Divergence
     """
     verdict: Verdict | None = None
     places: dict[int, dict[str, str]] = {}
-    caught: Caught | None = None
+    caught: Verdict | None = None
     if dist.is_initialized() and is_symptom(error):
         ranks, _State.failed = dist.get_process_group_ranks(group), label
         try:
@@ -623,7 +611,7 @@ def _watch() -> None:
 
 
 def _look() -> None:
-    """Write to the store if this rank has waited, or has done nothing, for long; answer; name who is missing."""
+    """Name who is missing if this rank has waited for long; answer where it is; see who died."""
     now, board = time.monotonic(), _State.board
     for key, known in list(_State.waits.items()):
         is_old = now - known.since_s >= _patience(known)  # asking any sooner may disturb a graph that is captured
@@ -631,12 +619,8 @@ def _look() -> None:
             _State.waits.pop(key, None)
             _State.last = known.label, max(_State.last[1], known.since_s)
     wait = _longest_wait()
-    if wait is not None and now - wait.since_s >= _patience(wait):
-        board.post("stall", {"waits": wait.label})
+    if wait is not None:
         _speak(wait, now - wait.since_s)
-    else:
-        is_idle = wait is None and _State.last[0] and now - _State.last[1] >= _State.after_s
-        board.post("stall", _own_place() if is_idle else None)
     if now - (wait.since_s if wait is not None else _State.last[1]) < _IDLE_S:
         return
     if not _State.making:  # else it has answered ahead
@@ -671,22 +655,26 @@ def _own_place() -> dict[str, str]:
 
 
 def _speak(wait: _Wait, waited_s: float) -> None:
-    """Log who is missing, after some time, and whenever that has doubled."""
-    known, next_s = _State.speaks_next
-    next_s = next_s if wait is known else _patience(wait) + _GRACE_S
-    _State.speaks_next = wait, next_s
+    """Log who is missing, after some time, and whenever that has doubled: ask all where they are, and read on later."""
+    known, next_s, question = _State.speaks_next
+    if known is not wait:
+        next_s, question = _patience(wait), 0
     is_speaker = _c10d.size_of(wait.group) <= _MANY_SPEAKERS or _c10d.rank_in(wait.group) < _NUM_SPEAKERS
     if is_speaker and waited_s >= next_s:
-        _State.speaks_next = wait, 2 * waited_s
-        log.warning(_message(wait, waited_s))
+        if question:
+            log.warning(_message(wait, waited_s, question))
+            next_s, question = 2 * waited_s, 0
+        else:
+            next_s, question = waited_s + _GRACE_S, _State.board.ask()
+    _State.speaks_next = wait, next_s, question
 
 
-def _message(wait: _Wait, waited_s: float) -> str:
-    """Who is missing, and why that may be."""
+def _message(wait: _Wait, waited_s: float, question: int) -> str:
+    """Who is missing, and why that may be, by what the ranks have answered."""
     own = dist.get_rank()
     ranks = [rank for rank in dist.get_process_group_ranks(wait.group) if rank != own]
-    read = _State.board.read("stall", ranks)
-    found = {rank: read.get(rank) for rank in ranks}
+    answers = _State.board.answers(question, ranks)
+    found = {rank: answers.get(rank) for rank in ranks}
     away = {rank: facts for rank, facts in found.items() if facts is None or "waits" not in facts}
     text = f"rank {own} has waited for {waited_s:.0f} s (since {_clock(time.time() - waited_s)}) at the {wait.label}, "
     if not away:
