@@ -50,7 +50,7 @@ def _gather(group: ShardGroup, shards: list[torch.Tensor], bucket: BucketLayout,
 
 
 def _reduce(group: ShardGroup, grads: list[torch.Tensor], bucket: BucketLayout, pool: BufferPool) -> None:
-    reduction = ReduceBucket(ReducePlan.of(bucket, group), dtype=torch.float32, device=_CPU, label="unit", pool=pool)
+    reduction = ReduceBucket(ReducePlan(bucket, group), dtype=torch.float32, device=_CPU, label="unit", pool=pool)
     for i, grad in enumerate(grads):
         reduction.add(i, grad)
     reduction.launch(mean=True).wait()

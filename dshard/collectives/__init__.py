@@ -9,16 +9,16 @@ from dshard.collectives._c10d import (
     timeout_of,
     world_size,
 )
+from dshard.collectives.all_gather import Gathered, all_gather
+from dshard.collectives.all_reduce import RowReduction, all_reduce, all_reduce_row, all_to_all, broadcast
 from dshard.collectives.divergence import note_failure, num_failures, num_noted, num_started, settle, tag_of
 from dshard.collectives.exchange import shares_memory
 from dshard.collectives.flight import is_users
-from dshard.collectives.gather import Gathered, all_gather
 from dshard.collectives.group import Comms, Handle, ShardGroup, with_comms
 from dshard.collectives.host.full_values import HostCopy, HostValues, make_host_copy
 from dshard.collectives.memory import Buffer, BufferPool, is_storage_held
 from dshard.collectives.plan import GatherPlan, SendRow, shard_of
-from dshard.collectives.reduce import ReduceBucket, Reduced, ReducePlan, RowReduction, all_reduce_row
-from dshard.collectives.small import all_reduce, all_to_all, broadcast
+from dshard.collectives.reduce_scatter import ReduceBucket, Reduced, ReducePlan
 from dshard.collectives.streams import MadeIn, SideStream, Steps, stream_on
 from dshard.collectives.trace import CommRecord, CommTrace, phases_are
 from dshard.collectives.watchdog import note_caught, note_step

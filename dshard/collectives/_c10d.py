@@ -87,32 +87,17 @@ def backend_of(group: ProcessGroup, device: torch.device) -> str:
     return by_device.get(device.type, name)
 
 
-def rank_in(group: ProcessGroup) -> int:
-    """This process's rank within `group`."""
-    return int(dist.get_rank(group))
-
-
-def size_of(group: ProcessGroup) -> int:
-    """Number of ranks of `group`."""
-    return int(dist.get_world_size(group))
-
-
-def name_of(group: ProcessGroup) -> str:
-    """A name that tells the groups of this process apart."""
-    return str(group.group_name)
-
-
 def part_of_group(group: ProcessGroup, num_ranks: int) -> ProcessGroup:
     """The group of those `num_ranks` neighbours in `group` that this rank is one of; all of them must call this."""
     ranks = dist.get_process_group_ranks(group)
-    start = rank_in(group) // num_ranks * num_ranks
+    start = group.rank() // num_ranks * num_ranks
     return _new_group(group, ranks[start : start + num_ranks], "neighbours")
 
 
 def replicas_in_group(group: ProcessGroup, num_ranks: int) -> ProcessGroup:
     """The group of those ranks of `group` that stand where this one does among `num_ranks` neighbours."""
     ranks = dist.get_process_group_ranks(group)
-    return _new_group(group, ranks[rank_in(group) % num_ranks :: num_ranks], "replicas")
+    return _new_group(group, ranks[group.rank() % num_ranks :: num_ranks], "replicas")
 
 
 def twin_of_group(group: ProcessGroup) -> ProcessGroup:
@@ -129,7 +114,7 @@ def _new_group(parent: ProcessGroup, ranks: list[int], purpose: str) -> ProcessG
     Torch would derive the name from how many groups this process is in, but ranks may be in different numbers of them,
     and then wait for one another under different names.
     """
-    key = name_of(parent), purpose, ",".join(map(str, ranks))
+    key = parent.group_name, purpose, ",".join(map(str, ranks))
     _MADE[key] += 1
     text = "/".join(["dshard", *key, str(_MADE[key])])
     name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()

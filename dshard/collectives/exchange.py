@@ -14,25 +14,23 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup, Work
 from dshard.collectives.divergence import Kind, check_headers, count_start, header, num_failures, without_writes
-from dshard.collectives.group import ShardGroup
+from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.host.arena import Arena
-from dshard.collectives.host.rings import Listening, Offer, Sent, ThroughMemory, connect
+from dshard.collectives.host.rings import InRing, Offer, Sent, ThroughMemory, connect
 from dshard.collectives.memory import Buffer, BufferPool, Readers
-from dshard.collectives.trace import times_peers, waited_for_peer
-from dshard.collectives.watchdog import begin_wait, close_when_lost, end_wait, failure, finish_at_end, is_symptom
+from dshard.collectives.trace import waited_for_peer
+from dshard.collectives.watchdog import begin_wait, end_wait, failure, is_symptom, watch_channels
 from dshard.errors import ArgumentError, DivergenceError
 from dshard.layout import HEADER_BYTES, INLINE_BYTES
 
@@ -62,23 +60,22 @@ class _Message:
         group: The process group.
     """
 
-    __slots__ = ("_bytes", "_work", "header", "is_here", "offer")
+    __slots__ = ("_bytes", "_work")
+
+    is_here = False  # gloo does not say
 
     def __init__(self, peer: int, most_bytes: int, group: ProcessGroup) -> None:
         self._bytes = _Bytes(_VALUES_AT + most_bytes)
         self._work = _c10d.receive(torch.frombuffer(self._bytes, dtype=torch.uint8), peer, _c10d.HEADERS, group)
-        self.header, self.is_here = b"", False
-        self.offer: Offer | None = None  # once it is there, its values, unless they come as messages of their own
 
-    def wait(self, limit: timedelta | None = None) -> None:
-        """Wait for it."""
+    def wait(self, limit: timedelta | None = None) -> tuple[bytes, Offer | None]:
+        """Wait for it: the header, and its values, unless they come as messages of their own."""
         self._work.wait(*(() if limit is None else (limit,)))
-        self.header = bytes(self._bytes[:HEADER_BYTES])
-        if self.header == _LAST:
+        header = bytes(self._bytes[:HEADER_BYTES])
+        if header == _LAST:
             raise RuntimeError("connection closed by peer: it has lost another rank")
         channel, num_bytes = _SIZES.unpack_from(self._bytes, HEADER_BYTES)
-        if num_bytes:
-            self.offer = Offer(self._bytes, _VALUES_AT, num_bytes, channel, None)
+        return header, Offer(self._bytes, _VALUES_AT, num_bytes, channel, None) if num_bytes else None
 
 
 class ByMessages:
@@ -93,7 +90,7 @@ class ByMessages:
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self.pool = weakref.ref(group), BufferPool()
         self._last: list[tuple[Tensor, Work]] = []  # whose memory must stay
-        self.inline_bytes = min(INLINE_BYTES, _ROWS_BYTES // _c10d.size_of(group))
+        self.inline_bytes = min(INLINE_BYTES, _ROWS_BYTES // group.size())
 
     def _alive(self) -> ProcessGroup:
         group = self._group()
@@ -112,8 +109,8 @@ class ByMessages:
 
     def close(self) -> None:
         """Let every peer that waits for a header of this rank raise: none will come."""
-        for peer in range(_c10d.size_of(self._alive())):
-            if peer != _c10d.rank_in(self._alive()):
+        for peer in range(self._alive().size()):
+            if peer != self._alive().rank():
                 with contextlib.suppress(RuntimeError):  # of a peer that is gone
                     self._last.append(self.say(_LAST, peer, Sent()))
 
@@ -160,23 +157,6 @@ def _find(group: ShardGroup) -> Transport:
     return found or ByMessages(group.process_group)
 
 
-@dataclass(slots=True)
-class _Rows:
-    """What every peer is to send.
-
-    Args:
-        numel: Elements of each row.
-        dtype: Of the elements.
-        pool: Where memory comes from.
-        buffer: The memory, where rows are messages.
-    """
-
-    numel: int
-    dtype: torch.dtype
-    pool: BufferPool
-    buffer: Buffer | None = None
-
-
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
@@ -187,15 +167,6 @@ def _cut(memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     for tensor in like:
         found.append(memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         start += _aligned(tensor.nbytes)
-    return found
-
-
-def _same_places(memory: Tensor, like: Sequence[Tensor], own: Tensor) -> list[Tensor]:
-    """The parts of a peer's memory that lie where these tensors do in one's own."""
-    found = []
-    for tensor in like:
-        start = tensor.data_ptr() - own.data_ptr()
-        found.append(memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
     return found
 
 
@@ -217,8 +188,7 @@ class Channel:
         self.differing: Exchange | None = None  # at which they were, if no wait has raised that
         channels: list[Channel] = _c10d.kept_for(_c10d.world_of(group.process_group), "channels", list)
         channels.append(self)
-        finish_at_end(partial(_finish, channels))
-        close_when_lost(partial(_close, channels))
+        watch_channels(channels)
 
     def start(self, started: "Exchange", transport: Transport) -> None:
         """Say a header to the peers, and be ready for theirs."""
@@ -242,34 +212,22 @@ class Channel:
             for peer in list(first.coming):
                 began_s = time.perf_counter()
                 coming = first.coming[peer]
-                coming.wait(*(() if coming.is_here else _c10d.limit_of(group)))
-                first.note_header(peer, first.coming.pop(peer))
-                if times_peers():
-                    waited_for_peer(dist.get_global_rank(group, peer), time.perf_counter() - began_s)
+                heard, offer = coming.wait(*(() if coming.is_here else _c10d.limit_of(group)))
+                del first.coming[peer]
+                first.note_header(peer, heard, offer)
+                waited_for_peer(group, peer, time.perf_counter() - began_s)
             self._waiting.popleft()
             first.note_heard()
 
     def close(self) -> None:
-        """Say no more headers; peers that wait for one raise."""
+        """Let peers know that this rank, which has lost one of them, comes to no collective any more."""
         if self._process_group() is not None and self._transport is not None:
             self._transport.close()
 
     def finish(self) -> None:
-        """Wait for what has begun, whether anybody here wants it or not."""
+        """Wait for what has begun: it must arrive at peers that come later, as a reduction that nobody has read."""
         for started in list(self._waiting):
             started.leave()
-
-
-def _finish(channels: Sequence[Channel]) -> None:
-    """Have what this rank has begun arrive at peers that come to it later, as a reduction that nobody has read."""
-    for channel in channels:
-        channel.finish()
-
-
-def _close(channels: Sequence[Channel]) -> None:
-    """Let peers in all groups know that this rank, which has lost one of them, comes to no collective any more."""
-    for channel in channels:
-        channel.close()
 
 
 def channel_of(group: ShardGroup) -> Channel:
@@ -286,8 +244,8 @@ class Exchange:
     which both sides are ready must arrive before its memory goes, or gloo waits for ever; one for which the peer never
     gets ready may go at any time. The headers tell the two apart.
 
-    Through memory: the header says where this rank's values lie. Those that lie elsewhere are copied there first, so
-    that nobody waits for a peer to read them.
+    Through memory: all ranks have a buffer of one layout there. The header says where this rank's lies, and each takes
+    what is meant for it from the same place of the peers'.
 
     Args:
         group: Ranks that take part.
@@ -295,36 +253,50 @@ class Exchange:
         label: Of which unit.
         tag: A number that must be equal on all ranks.
         sizes: What else tells the messages apart: everything that their sizes depend on.
+        memory: In which all that is sent lies, if peers read it there; laid out alike on all ranks.
         takes_any_writes: Whether ranks that wrote otherwise to the shards are together all the same; `writes_differ`
             says whether there are.
     """
 
     def __init__(
-        self, group: ShardGroup, kind: Kind, label: str, tag: int, sizes: int, *, takes_any_writes: bool = False
+        self,
+        group: ShardGroup,
+        kind: Kind,
+        label: str,
+        tag: int,
+        sizes: int,
+        memory: Buffer | None = None,
+        *,
+        takes_any_writes: bool = False,
     ) -> None:
         self._group, self._kind, self._label = group, kind, label
         self.offers: dict[int, Offer] = {}
         self._works: list[tuple[int, Work]] = []
-        self._outward: dict[int, list[Tensor]] = {peer: [] for peer in group.peers}
-        self._inward: dict[int, list[Tensor]] = {peer: [] for peer in group.peers}
-        self._rows: _Rows | None = None
-        self._mirrored: Buffer | None = None
-        self._is_ended = False
+        peers = group.peers
+        self._outward: dict[int, list[Tensor]] = {peer: [] for peer in peers}
+        self._inward: dict[int, list[Tensor]] = {peer: [] for peer in peers}
+        self._places: dict[int, list[Tensor]] = {}  # of what comes, in `memory`
+        self._reads_rows = False  # where they are
+        self._rows: tuple[Buffer, BufferPool] | None = None  # that come as messages
+        self.sent: list[tuple[Tensor, Work]] = []  # by messages: the headers that were sent
+        self._is_ended = self.is_heard = False
         self._channel = channel_of(group)
         self._transport: Transport = self._try(lambda: transport_of(group))
         self._readers = Readers(self._transport.collect, self._transport.is_awaited)
+        self._memory = memory if memory is not None and memory.arena is not None else None
+        if self._memory is not None:
+            self._readers.held.append(self._memory)
+            self._memory.readers = self._readers
         count_start(group)
         self.own = header(kind, label, tag, num_failures(group))
         self._takes_any_writes = takes_any_writes
         known = without_writes(self.own) if takes_any_writes else self.own
         self._number = zlib.crc32(known, sizes & 0xFFFFFFFF) & 0x3FFFFFFF  # tells messages apart
-        self.sent: list[tuple[Tensor, Work]] = []  # by messages: the headers that were sent
         self.values: dict[int, Sent] = {}  # what goes with the header to each peer
         self.word = 0  # sent beside the header, through memory, where there are no values
         self.words: dict[int, int] = {}  # what each peer sent so
-        self.coming: dict[int, Listening | _Message] = {}  # headers that are awaited
+        self.coming: dict[int, InRing | _Message] = {}  # headers that are awaited
         self._heard: dict[int, bytes] = {}
-        self.is_heard = False
 
     def __del__(self) -> None:
         """What both sides are ready for must arrive; the channel keeps this until that is known."""
@@ -333,116 +305,100 @@ class Exchange:
                 self._end(takes=False)
         self.end_reading()
 
-    def send(self, tensor: Tensor, peer: int) -> None:
-        """Have a contiguous tensor sent, which must not change until the end."""
-        self._outward[peer].append(tensor)
-
-    def receive(self, tensor: Tensor, peer: int) -> None:
-        """Have a contiguous tensor filled with what `peer` sends, in the order of its sends."""
-        self._inward[peer].append(tensor)
-
-    def swap(self, into: Tensor, values: Tensor, peer: int) -> None:
-        """`receive` from a peer and `send` to it; what is empty does not travel."""
-        if into.numel():
-            self.receive(into, peer)
-        if values.numel():
-            self.send(values, peer)
-
-    def lies_in(self, buffer: Buffer, *, mirrored: bool = False) -> None:
-        """What is sent lies in a buffer, which its pool gets back when nobody reads it any more.
+    def swap(self, into: Tensor, values: Tensor, peer: int, place: Tensor | None = None) -> None:
+        """Send values to a peer, which must not change until the end, and have a tensor filled with those it sends.
 
         Args:
-            buffer: If it is shared memory, peers read it where it is.
-            mirrored: Whether all ranks have such a buffer, and each part is received to where it was sent from.
+            into: Contiguous. What is empty does not travel.
+            values: Contiguous; in shared memory, if they go through it.
+            peer: The rank, to which and from which several are in order.
+            place: Where those that come lie in memory that is laid out as the peer's; by default `into` itself.
         """
-        if buffer.arena is not None and buffer.arena is self._transport.arena:
-            self._readers.held.append(buffer)
-            buffer.readers = self._readers
-            self._mirrored = buffer if mirrored else None
+        if into.numel():
+            self._inward[peer].append(into)
+            self._places.setdefault(peer, []).append(into if place is None else place)
+        if values.numel():
+            self._outward[peer].append(values)
 
-    def expect(self, numel: int, dtype: torch.dtype, pool: BufferPool) -> None:
-        """Have every peer send a row of as many elements, and nothing else; `received` gives it."""
-        self._rows = _Rows(numel, dtype, pool)
-        if self._transport.arena is None and numel:
-            buffer = self._rows.buffer = pool.take(len(self._group.peers) * numel * dtype.itemsize, torch.device("cpu"))
-            rows = buffer.memory.view(dtype).view(-1, numel)
-            for peer, row in zip(self._group.peers, rows, strict=True):
-                self.receive(row, peer)
+    def swap_rows(self, rows: Sequence[Tensor], places: Sequence[Tensor], pool: BufferPool) -> None:
+        """Send each rank its row, and nothing else; `received` gives those of the peers for this rank.
+
+        Args:
+            rows: One per rank.
+            places: Of each rank's row for this one: where it lies in memory that is laid out as that rank's.
+            pool: Where memory comes from, if rows come as messages.
+        """
+        self._reads_rows = True
+        if self._transport.arena is not None:
+            self._places = {peer: [places[peer]] for peer in self._group.peers}
+            return
+        like, peers = places[self._group.rank], self._group.peers
+        buffer = pool.take(len(peers) * like.nbytes, torch.device("cpu"))
+        self._rows = buffer, pool
+        for peer, row in zip(peers, buffer.memory.view(like.dtype).view(len(peers), like.numel()), strict=True):
+            self.swap(row, rows[peer], peer)
 
     def received(self, peer: int) -> Tensor:
         """The row that a peer sent, once all were waited for; until `end_reading`, and not to be written to."""
-        assert self._rows is not None
         if self._transport.arena is None:
             return self._inward[peer][0]
-        return self.offers[peer].values().view(self._rows.dtype)
+        return self._at(self._places[peer][0], self.offers[peer].values())
+
+    def _at(self, place: Tensor, values: Tensor) -> Tensor:
+        """What lies in a peer's memory where this lies in one's own."""
+        assert self._memory is not None
+        start = place.data_ptr() - self._memory.memory.data_ptr()
+        return values[start : start + place.nbytes].view(place.dtype).view(place.shape)
 
     def end_reading(self) -> None:
-        """What was received is not needed any more."""
+        """What was received is not needed any more, nor referred to: pools take back what nobody refers to."""
         offers, self.offers = self.offers, {}
         for offer in offers.values():
             offer.release()
-        if self._rows is not None and self._rows.buffer is not None:
-            self._inward.clear()  # the pool takes back what nobody refers to
-            buffer, self._rows.buffer = self._rows.buffer, None
-            self._rows.pool.give(buffer)
+        self._inward.clear()
+        self._places.clear()
+        if self._rows is not None:
+            (buffer, pool), self._rows = self._rows, None
+            pool.give(buffer)
 
     def start(self) -> None:
         """Send what was given, and be ready for what the peers do."""
         self._transport.collect()
-        self._pack()
+        arena = self._transport.arena
+        if arena is None:
+            self._pack_few()
+        else:
+            self._readers.num_left = len(self._outward)
+            at = arena.offset_of(self._memory.memory) if self._memory is not None else None
+            num_bytes = self._memory.memory.nbytes if self._memory is not None else 0
+            offset = self.word if at is None else at
+            self.values = dict.fromkeys(self._outward, Sent(offset, num_bytes, self._number, self._readers.leave))
+            self._outward.clear()
         self._try(lambda: self._channel.start(self, self._transport))
         group = self._group.process_group
-        for peer in self._group.peers if self._transport.arena is None else ():
+        for peer, tensors in self._outward.items():
             for tensor in self._inward[peer] if not self._are_few(self._inward[peer]) else ():
                 self._works.append((peer, self._try(partial(_c10d.receive, tensor, peer, self._number, group))))
-            for tensor in self._outward[peer]:
+            for tensor in tensors:
                 self._works.append((peer, self._try(partial(_c10d.send, tensor, peer, self._number, group))))
 
     def _are_few(self, tensors: Sequence[Tensor]) -> bool:
         """Whether tensors travel in the message of their header."""
         return 0 < sum(_aligned(tensor.nbytes) for tensor in tensors) <= self._transport.inline_bytes
 
-    def _pack(self) -> None:
-        """Have values go with the header: where they lie in shared memory; in a message, few of them themselves.
-
-        They are one run of bytes for each peer, or for those that get the same.
-        """
+    def _pack_few(self) -> None:
+        """Have few values go in the message of their header: one run of bytes for all peers that get the same."""
         packed: dict[tuple[int, ...], Sent] = {}
-        arena = self._transport.arena
-        self._readers.num_left = len(self._outward)
         for peer, tensors in self._outward.items():
-            if arena is None and not self._are_few(tensors):
+            if not self._are_few(tensors):
                 continue
-            key = tuple(map(id, tensors)) if self._mirrored is None else ()
+            key = tuple(map(id, tensors))
             if key not in packed:
-                packed[key] = self._in_message(tensors) if arena is None else self._in_memory(tensors, arena)
+                inline = bytearray(sum(_aligned(tensor.nbytes) for tensor in tensors))
+                torch._foreach_copy_(_cut(torch.frombuffer(inline, dtype=torch.uint8), tensors), tensors)
+                packed[key] = Sent(0, len(inline), self._number, inline=inline)
             self.values[peer] = packed[key]
             self._outward[peer] = []
-
-    def _in_message(self, tensors: list[Tensor]) -> Sent:
-        """Values that go in the message of their header."""
-        inline = bytearray(sum(_aligned(tensor.nbytes) for tensor in tensors))
-        torch._foreach_copy_(_cut(torch.frombuffer(inline, dtype=torch.uint8), tensors), tensors)
-        return Sent(0, len(inline), self._number, inline=inline)
-
-    def _in_memory(self, tensors: list[Tensor], arena: Arena) -> Sent:
-        """Values that peers read in shared memory; what lies elsewhere is copied there."""
-        if self._mirrored is not None:
-            tensors = [self._mirrored.memory]
-        num_bytes = sum(_aligned(tensor.nbytes) for tensor in tensors)
-        known = arena.offset_of(tensors[0]) if len(tensors) == 1 and self._readers.held else None
-        if known is not None:
-            num_bytes = tensors[0].nbytes
-        elif num_bytes and not self.word:
-            pool = self._transport.pool
-            buffer = pool.take(num_bytes, torch.device("cpu"), arena)
-            torch._foreach_copy_(_cut(buffer.memory, tensors), tensors)
-            self._readers.afterwards(partial(pool.give, buffer))
-            known = arena.offset_of(buffer.memory)
-        else:
-            known, num_bytes = self.word, 0
-        assert known is not None
-        return Sent(known, num_bytes, self._number, self._readers.leave)
 
     def _try(self, start: Callable[[], T]) -> T:
         """Start something; gloo raises at once where the connection is gone."""
@@ -458,15 +414,13 @@ class Exchange:
         """Who takes part besides this rank."""
         return self._group.peers
 
-    def note_header(self, peer: int, coming: Listening | _Message) -> None:
+    def note_header(self, peer: int, heard: bytes, offer: Offer | None) -> None:
         """The header of a peer is here."""
-        self._heard[peer] = coming.header
-        if coming.offer is None:
-            return
-        if self._is_with(peer):
-            self.offers[peer] = coming.offer
-        else:
-            coming.offer.release()
+        self._heard[peer] = heard
+        if offer is not None and self._is_with(peer):
+            self.offers[peer] = offer
+        elif offer is not None:
+            offer.release()
 
     def note_heard(self) -> None:
         """All peers were heard: values of those that are at something else are not waited for."""
@@ -548,34 +502,67 @@ class Exchange:
         for peer, work in works:
             if peer in ready and peer not in differing:  # which sends something else
                 work.wait(*limit)
+        self._outward.clear()
         if differing:
             raise next(iter(differing.values()))
 
     def _take_in(self, peer: int) -> None:
         """Copy what a peer has put out or sent with its header, or see that it is what was expected."""
         offer, tensors = self.offers.get(peer), self._inward[peer]
-        stays = self._rows is not None and self._transport.arena is not None  # to be read where it is
-        if self._mirrored is not None:
-            expected = self._mirrored.memory.nbytes
-        elif self._rows is not None:
-            expected = self._rows.numel * self._rows.dtype.itemsize
-        else:
-            expected = sum(_aligned(tensor.nbytes) for tensor in tensors)
+        expected = sum(_aligned(tensor.nbytes) for tensor in tensors)
+        if self._memory is not None:
+            expected = self._memory.memory.nbytes
         if offer is None or offer.channel != self._number or _aligned(offer.num_bytes) != _aligned(expected):
             raise DivergenceError(
                 f"'{self._label}': all ranks must exchange values of the same shapes and dtypes, but rank {peer} sends "
                 f"{'others' if offer is None else f'{offer.num_bytes:,} bytes'}, and this one waits for {expected:,} "
                 "bytes. Make every rank build the same model."
             )
-        if not stays:
-            if tensors:
-                values = offer.values()
-                own = self._mirrored
-                sources = _cut(values, tensors) if own is None else _same_places(values, tensors, own.memory)
-                torch._foreach_copy_(tensors, sources)
-            self.words[peer] = offer.offset
-            del self.offers[peer]
-            offer.release()
+        if self._memory is not None and self._reads_rows:
+            return  # to be read where it is
+        if tensors:
+            values = offer.values()
+            is_there = self._memory is not None
+            sources = [self._at(place, values) for place in self._places[peer]] if is_there else _cut(values, tensors)
+            torch._foreach_copy_(tensors, sources)
+        self.words[peer] = offer.offset
+        del self.offers[peer]
+        offer.release()
+
+
+def gather_few(
+    values: Tensor, group: ShardGroup, use: Callable[[Tensor], T], *, kind: Kind, label: str, tag: int = 0, name: str
+) -> Handle[T]:
+    """Have each rank get the few values of every one, by messages or through memory.
+
+    Args:
+        values: Shape (numel,).
+        group: The ranks.
+        use: Makes the result of those of all ranks, shape (num_ranks, numel), which may not be kept.
+        kind: What is exchanged.
+        label: Of what, in the header.
+        tag: A number that must be equal on all ranks.
+        name: Of the collective, in the words of an error message.
+    """
+    transport = transport_of(group)
+    transport.collect()
+    buffer = transport.pool.take(group.num_ranks * values.nbytes, values.device, transport.arena)
+    rows = buffer.memory.view(values.dtype).view(group.num_ranks, values.numel())
+    rows[group.rank] = values
+    exchange = Exchange(group, kind, label, tag, values.nbytes, buffer)
+    for peer in group.peers:
+        exchange.swap(rows[peer], rows[group.rank], peer)
+    exchange.start()
+
+    def finish() -> T:
+        nonlocal rows
+        result = use(rows)
+        del rows
+        exchange.end_reading()
+        transport.pool.give(buffer)
+        return result
+
+    return Handle(name, [exchange], finish, group=group, leave=exchange.leave)
 
 
 def shares_memory(group: ShardGroup) -> bool:

@@ -98,9 +98,9 @@ class _Flight:
     def group(self, group: ProcessGroup) -> _Known:
         """What is known of a group."""
         known = self._groups.get(id(group))
-        if known is None or known.name != _c10d.name_of(group):
+        if known is None or known.name != group.group_name:
             ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
-            known = self._groups[id(group)] = _Known(_c10d.name_of(group), _as_ranges(ranks))
+            known = self._groups[id(group)] = _Known(group.group_name, _as_ranges(ranks))
         return known
 
 

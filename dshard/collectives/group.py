@@ -5,7 +5,7 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,39 +23,31 @@ T = TypeVar("T")
 _ON_EVERY_BACKEND = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-class Messages(Protocol):
-    """The messages of a collective between ranks, on gloo."""
-
-    def wait(self) -> None:
-        """Wait for all of them; raises where a rank is at something else."""
-
-    def leave(self) -> bool:
-        """Wait for all of them, if nobody may want them any more; gives whether all came."""
-
-
 class Handle(Generic[T]):
     """A collective in flight; `wait` ends it, once, and gives its result.
 
     Args:
         label: What it is for, in the words of an error message.
-        works: The backend's own handles, or messages between ranks.
+        works: The backend's own handles, or an exchange between ranks.
         finish: Called once after all of them ended; makes the result.
         group: The ranks that are waited for.
+        leave: Of an exchange: waits for it as what nobody may want any more, and gives whether all came.
     """
 
-    __slots__ = ("_error", "_finish", "_group", "_messages", "_place", "_result", "_works", "label")
+    __slots__ = ("_error", "_finish", "_group", "_leave", "_place", "_result", "_works", "label")
 
     def __init__(
         self,
         label: str,
-        works: Sequence[Work] | Messages,
+        works: Sequence[Work],
         finish: Callable[[], T],
         *,
         group: "ShardGroup | None" = None,
+        leave: Callable[[], bool] | None = None,
     ) -> None:
         self.label, self._group = label, group.process_group if group is not None else None
-        self._messages = None if isinstance(works, Sequence) else works
-        self._works: Sequence[Work] | None = works if isinstance(works, Sequence) else ()
+        self._works: Sequence[Work] | None = works
+        self._leave = leave
         self._finish: Callable[[], T] | None = finish
         self._result: T | None = None
         self._error: DivergenceError | None = None
@@ -64,9 +56,11 @@ class Handle(Generic[T]):
     def __del__(self) -> None:
         """End what was started: a collective that nobody waited for would pair with a later one of its peer.
 
-        Messages are kept by those that follow them, until they have arrived.
+        An exchange is kept by those that follow it, until its messages have arrived.
         """
-        if self._works and not sys.is_finalizing():  # a process that ends takes its messages along
+        if (
+            self._works and self._leave is None and not sys.is_finalizing()
+        ):  # a process that ends takes its messages along
             # The group may be gone by now, or torch.compile trace something.
             with contextlib.suppress(RuntimeError, DivergenceError), _disable_current_modes():
                 self._await()
@@ -101,22 +95,19 @@ class Handle(Generic[T]):
     def discard(self) -> T | None:
         """`wait` for what nobody wants any more; None, and no error, where the peers are elsewhere by now."""
         with contextlib.suppress(DivergenceError, RuntimeError):
-            if self._works is None or self._messages is None or self._messages.leave():
+            if self._works is None or self._leave is None or self._leave():
                 return self.wait()
-        self._works = None
+        self._works = self._leave = None
         return None
 
     def _await(self) -> None:
-        works, self._works = self._works or (), None
-        messages, self._messages = self._messages, None
-        if not works and messages is None:
+        works, self._works, self._leave = self._works, None, None
+        if not works:
             return
         waiting = start_wait()
         is_well = False
         begin_wait(self.label, self._group, self._place)
         try:
-            if messages is not None:
-                messages.wait()
             for work in works:
                 if work is not None:
                     work.wait()
@@ -132,6 +123,21 @@ def _with_index(device: torch.device) -> torch.device:
     if device.type in ("cpu", "meta") or device.index is not None:
         return device
     return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
+@dataclass(frozen=True, slots=True)
+class Comms:
+    """What takes the place of the backend's collectives; None for those.
+
+    Args:
+        all_gather: Called as torch's `AllGather` is: `(output, input, group, async_op)`, after `allocate(size, ...)`.
+        reduce_scatter: As torch's `ReduceScatter`: `(output, input, group, op, async_op)`.
+        separates: Whether reductions run in a process group of their own, beside gathers.
+    """
+
+    all_gather: Any = None
+    reduce_scatter: Any = None
+    separates: bool = False
 
 
 class ShardGroup:
@@ -150,12 +156,13 @@ class ShardGroup:
     def __init__(self, group: ProcessGroup, device: torch.device, replicas: "ShardGroup | None" = None) -> None:
         self.process_group = self.reduce_group = group  # the latter for reduce-scatters
         self.replicas = replicas
-        self.name = _c10d.name_of(group)
-        self.rank = _c10d.rank_in(group)
-        self.num_ranks = _c10d.size_of(group)
+        self.name: str = group.group_name
+        self.rank = group.rank()
+        self.num_ranks = group.size()
         self.device_type, self.device = device.type, _with_index(device)
         self.backend = _c10d.backend_of(group, device)
         self.is_direct = self.backend == "gloo"
+        self.comms = Comms()
         self.has_means = self.backend in _c10d.WITH_MEANS
         if self.num_ranks > 1:
             watch_end()  # ahead of the first message: whoever got it may have to find out what became of this rank
@@ -232,78 +239,28 @@ class ShardGroup:
         self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool
     ) -> tuple[Tensor, Buffer | None]:
         """Memory for the rows of an all-gather, shape (num_ranks, numel), and what is the pool's of it."""
+        if self.comms.all_gather is not None:
+            flat: Tensor = self.comms.all_gather.allocate((self.num_ranks * numel,), dtype=dtype, device=device)
+            return flat.view(self.num_ranks, numel), None
         buffer = pool.take(self.num_ranks * numel * dtype.itemsize, device)
         return buffer.memory.view(dtype).view(self.num_ranks, numel), buffer
 
     def all_gather(self, rows: Tensor, row: Tensor) -> list[Work]:
         """Start the backend's own all-gather of `row`, shape (row,), into `rows`, shape (num_ranks, row)."""
+        if self.comms.all_gather is not None:
+            return [self.comms.all_gather(rows.view(-1), row, self.process_group, async_op=True)]
         if rows.dtype not in _ON_EVERY_BACKEND:
             rows, row = rows.view(torch.uint8), row.view(torch.uint8)
         return [_c10d.all_gather_flat(rows.view(-1), row, self.process_group)]
 
     def reduce_scatter(self, rows: Tensor, out: Tensor, op: ReduceOp) -> list[Work]:
         """Start the backend's own reduce-scatter of `rows`, shape (num_ranks, row), into `out`, shape (row,)."""
+        comm = self.comms.reduce_scatter
+        if comm is not None:
+            memory: Tensor = comm.allocate((rows.numel(),), dtype=rows.dtype, device=rows.device)
+            return [comm(out, memory.copy_(rows.view(-1)), self.reduce_group, op.value, async_op=True)]
         wire_rows, wire_out = (torch.view_as_real(t) if t.is_complex() else t for t in (rows, out))
         return [_c10d.reduce_scatter_flat(wire_out.reshape(-1), wire_rows.reshape(-1), op, self.reduce_group)]
-
-    def all_to_all(self, out: Tensor, buffer: Tensor, out_sizes: list[int], sizes: list[int]) -> list[Work]:
-        """Start to send each rank its part of the flat `buffer`, and to receive those of all ranks into `out`."""
-        return [_c10d.all_to_all_flat(out, buffer, out_sizes, sizes, self.reduce_group)]
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp) -> list[Work]:
-        """Start the backend's own all-reduce, in place."""
-        return [_c10d.all_reduce_flat(tensor, op, self.process_group)]
-
-    def broadcast(self, tensor: Tensor, src: int) -> list[Work]:
-        """Start a broadcast from rank `src` of the group, in place."""
-        if self.num_ranks == 1:
-            return []
-        return [_c10d.broadcast_flat(tensor, src, self.process_group)]
-
-
-@dataclass(frozen=True, slots=True)
-class Comms:
-    """What takes the place of the backend's collectives; None for those.
-
-    Args:
-        all_gather: Called as torch's `AllGather` is: `(output, input, group, async_op)`, after `allocate(size, ...)`.
-        reduce_scatter: As torch's `ReduceScatter`: `(output, input, group, op, async_op)`.
-        separates: Whether reductions run in a process group of their own, beside gathers.
-    """
-
-    all_gather: Any = None
-    reduce_scatter: Any = None
-    separates: bool = False
-
-
-class _CustomGroup(ShardGroup):
-    """A ShardGroup with other collectives; flat ones, on every backend."""
-
-    def __init__(self, base: ShardGroup, comms: Comms, reduce_group: ProcessGroup) -> None:
-        super().__init__(base.process_group, torch.device(base.device_type), base.replicas)
-        self.is_direct = False
-        self._comms, self.reduce_group = comms, reduce_group
-
-    def rows_for_gather(
-        self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool
-    ) -> tuple[Tensor, Buffer | None]:
-        if self._comms.all_gather is None:
-            return super().rows_for_gather(numel, dtype, device, pool)
-        flat: Tensor = self._comms.all_gather.allocate((self.num_ranks * numel,), dtype=dtype, device=device)
-        return flat.view(self.num_ranks, numel), None
-
-    def all_gather(self, rows: Tensor, row: Tensor) -> list[Work]:
-        comm = self._comms.all_gather
-        if comm is None:
-            return super().all_gather(rows, row)
-        return [comm(rows.view(-1), row, self.process_group, async_op=True)]
-
-    def reduce_scatter(self, rows: Tensor, out: Tensor, op: ReduceOp) -> list[Work]:
-        comm = self._comms.reduce_scatter
-        if comm is None:
-            return super().reduce_scatter(rows, out, op)
-        memory: Tensor = comm.allocate((rows.numel(),), dtype=rows.dtype, device=rows.device)
-        return [comm(out, memory.copy_(rows.view(-1)), self.reduce_group, op.value, async_op=True)]
 
 
 def with_comms(group: ShardGroup, comms: Comms) -> ShardGroup:
@@ -314,8 +271,9 @@ def with_comms(group: ShardGroup, comms: Comms) -> ShardGroup:
     """
     if comms == Comms():
         return group
-    reduce_group = group.process_group
+    custom = copy.copy(group)
+    custom.comms, custom.is_direct = comms, False
     if comms.separates:
         with making("making of a group for reductions", group.process_group):
-            reduce_group = _c10d.twin_of_group(group.process_group)
-    return _CustomGroup(group, comms, reduce_group)
+            custom.reduce_group = _c10d.twin_of_group(group.process_group)
+    return custom

@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from dshard.collectives.host.arena import Arena
 
 _OWN_PAGES_BYTES = 1 << 20  # smaller buffers come from the heap
 _UNREAD_BYTES = 1 << 16  # that peers may have still to read without being waited for
-_PATIENCE_S = 0.25  # with peers that have still to read, ahead of taking new memory
-_PAUSES_S = 5e-5, 1e-3  # between two looks at them: the first one, and the longest
+PATIENCE_S = 0.25  # with peers that have still to read, ahead of taking new memory, or of writing elsewhere
+PAUSES_S = 5e-5, 1e-3  # between two looks at them: the first one, and the longest
 _USES_OF = Tensor._use_count  # type: ignore[attr-defined]
 
 
@@ -54,7 +53,7 @@ class Patience:
 
     def wait(self, is_over: Callable[[], bool], is_awaited: Callable[[], bool]) -> bool:
         """Wait for a while until something is over, or a peer awaits this rank; gives whether it is over."""
-        begin, pause_s = time.monotonic(), _PAUSES_S[0]
+        begin, pause_s = time.monotonic(), PAUSES_S[0]
         while not is_over():
             if is_awaited():
                 return is_over()
@@ -62,7 +61,7 @@ class Patience:
                 self.now_s /= 2
                 return is_over()
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSES_S[1])
+            pause_s = min(2 * pause_s, PAUSES_S[1])
         self.now_s = min(2 * self.now_s, self._limit_s)
         return True
 
@@ -75,30 +74,18 @@ class Readers:
         is_awaited: Whether one of them waits for this rank meanwhile.
     """
 
-    __slots__ = ("_then", "held", "is_awaited", "look", "num_left")
+    __slots__ = ("held", "is_awaited", "look", "num_left")
 
     def __init__(self, look: Callable[[], object], is_awaited: Callable[[], bool]) -> None:
         self.look, self.is_awaited = look, is_awaited
         self.num_left = 0
         self.held: list[Any] = []  # what they read
-        self._then: list[Callable[[], object]] = []
-
-    def afterwards(self, call: Callable[[], object]) -> None:
-        """Call something as soon as nobody reads any more."""
-        self._then.append(call)
-        self._call()
 
     def leave(self) -> None:
         """One of them has read."""
         self.num_left -= 1
-        self._call()
-
-    def _call(self) -> None:
         if self.num_left <= 0:
             self.held.clear()
-            then, self._then = self._then, []
-            for call in then:
-                call()
 
 
 class Buffer:
@@ -195,9 +182,8 @@ class BufferPool:
     def __init__(self) -> None:
         self._kept: list[Buffer] = []  # the longest unused first
         self.kept_bytes = 0  # that wait to be used again
-        self._lent: list[Buffer] = []  # to somebody who will not give them back
-        self._still_read: dict[Buffer, Readers] = {}  # that were given back, by peers
-        self._patience = Patience(_PATIENCE_S)
+        self._away: list[Buffer] = []  # that peers still read, or that are lent to somebody who gives nothing back
+        self._patience = Patience(PATIENCE_S)
         self._in_use = _InUse()
         self._peak_bytes = 0  # most in use at one time since the last `mark`
         self._last_peak_bytes = 0
@@ -231,9 +217,13 @@ class BufferPool:
         """Wait for a while until peers have read what was given back, but for a little."""
         self._await_readers(lambda: self._unread_bytes() > _UNREAD_BYTES)
 
+    @property
+    def _unread(self) -> list[Buffer]:
+        """Those that were given back and that peers have still to read."""
+        return [buffer for buffer in self._away if buffer.readers is not None]
+
     def _unread_bytes(self) -> int:
-        """Bytes that were given back and that peers have still to read."""
-        return sum(each.memory.numel() for each in self._still_read)
+        return sum(buffer.memory.numel() for buffer in self._unread)
 
     def _await_readers(self, is_needed: Callable[[], bool]) -> None:
         """Wait for peers to read, as long as what they read is needed; for a while.
@@ -242,12 +232,11 @@ class BufferPool:
         """
 
         def is_over() -> bool:
-            if self._still_read and is_needed():
-                for readers in list(self._still_read.values()):
-                    readers.look()
-            return not (self._still_read and is_needed())
+            if self._unread and is_needed():
+                self._collect()
+            return not (self._unread and is_needed())
 
-        self._patience.wait(is_over, lambda: any(readers.is_awaited() for readers in self._still_read.values()))
+        self._patience.wait(is_over, lambda: any(b.readers is not None and b.readers.is_awaited() for b in self._away))
 
     def _find(self, num_bytes: int, arena: Arena | None) -> Buffer | None:
         """The buffer of this size that was used last."""
@@ -259,13 +248,14 @@ class BufferPool:
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back, once no peer reads it; one whose memory somebody still refers to stays theirs."""
-        readers, buffer.readers = buffer.readers, None
-        if readers is not None and readers.num_left > 0:
-            readers.look()
+        readers = buffer.readers
+        if readers is not None:
             if readers.num_left > 0:
-                self._still_read[buffer] = readers
-                readers.afterwards(partial(self._take_back, buffer))
+                readers.look()
+            if readers.num_left > 0:
+                self._away.append(buffer)
                 return
+            buffer.readers = None
         memory = buffer.memory
         if memory.device.type != "cpu":
             return
@@ -276,30 +266,26 @@ class BufferPool:
         self.kept_bytes += memory.numel()
         self._trim()
 
-    def _take_back(self, buffer: Buffer) -> None:
-        """Peers have read what was given back before."""
-        del self._still_read[buffer]
-        self.give(buffer)
-
     def lend(self, buffer: Buffer) -> None:
         """Take a buffer back as soon as nobody refers to its memory any more; until then it counts as in use."""
         if buffer.memory.device.type == "cpu":
-            self._lent.append(buffer)
+            self._away.append(buffer)
 
     def _collect(self) -> None:
-        """Take lent buffers back that nobody refers to."""
-        if not self._lent:
+        """Take back what peers have read by now, and lent buffers that nobody refers to."""
+        if not self._away:
             return
-        lent, self._lent = self._lent, []
-        for buffer in lent:
-            if buffer.is_held():
-                self._lent.append(buffer)
+        away, self._away = self._away, []
+        for buffer in away:
+            if buffer.readers is None and buffer.is_held():
+                self._away.append(buffer)
             else:
                 self.give(buffer)
 
     def idle(self) -> list[Tensor]:
-        """The memory that is kept, and what was lent and is held no more."""
-        return [buffer.memory for buffer in (*self._kept, *(b for b in self._lent if not b.is_held()))]
+        """The memory that is kept, and what could be: was lent and is held no more, or was read."""
+        away = [b for b in self._away if not b.is_held() and (b.readers is None or b.readers.num_left <= 0)]
+        return [buffer.memory for buffer in (*self._kept, *away)]
 
     def mark(self) -> None:
         """A step begins: memory that neither it nor the last one needs is let go from now on."""

@@ -41,14 +41,13 @@ def _is_c_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
 class GatherPlan:
     """Where everything lies in the memory of a gathered bucket, and what travels how; equal ones are one object.
 
     A large tensor that is cut along dim 0 is *direct*: a rank's shard goes from its own memory to its place in the full
     tensor of a peer. All others are *packed* into one row per rank, and copied out of it.
 
-    Args:
+    Attributes:
         bucket: The tensors.
         strides: Strides, in elements, that the full tensors get.
         direct: Numbers of the tensors that get messages of their own.
@@ -66,21 +65,41 @@ class GatherPlan:
         local_numels: Elements of this rank's shards.
     """
 
-    bucket: BucketLayout
-    strides: tuple[tuple[int, ...], ...]
-    direct: tuple[int, ...]
-    packed: tuple[int, ...]
-    dtype: torch.dtype
-    row: BucketLayout
-    offsets: tuple[int, ...]
-    regions: tuple[int, ...]
-    row_numel: int
-    total_numel: int
-    key: int
-    real_numel: int
-    padding_numel: int
-    in_front: tuple[bool, ...]
-    local_numels: tuple[int, ...]
+    def __init__(
+        self,
+        bucket: BucketLayout,
+        strides: tuple[tuple[int, ...], ...],
+        dtype: torch.dtype,
+        group: ShardGroup,
+        min_direct_bytes: int,
+    ) -> None:
+        self.bucket, self.strides, self.dtype = bucket, strides, dtype
+        layouts = bucket.layouts
+        dense = [_is_c_contiguous(x.shape, stride) for x, stride in zip(layouts, strides, strict=True)]
+        self.direct = tuple(
+            i
+            for i, layout in enumerate(layouts)
+            if group.is_direct and layout.dim == 0 and dense[i] and layout.numel * dtype.itemsize >= min_direct_bytes
+        )
+        self.packed = tuple(i for i in range(len(layouts)) if i not in self.direct)
+        self.row = BucketLayout.of([layouts[i] for i in self.packed])
+        regions = []
+        for i, layout in enumerate(layouts):
+            in_slots = layout.dim == 0 and dense[i] and i in self.packed  # the padding of the last slots lies behind it
+            numel = layout.slot_numel * layout.num_ranks if in_slots else layout.numel
+            regions.append(math.ceil(numel / ALIGN_NUMEL) * ALIGN_NUMEL)
+        self.offsets = tuple(sum(regions[:i]) for i in range(len(regions)))
+        if group.is_direct:
+            regions.append(self.row.segment_numel * bucket.num_ranks)
+        self.regions, self.total_numel = tuple(regions), sum(regions)
+        self.in_front = tuple(layouts[i].dim == 0 and dense[i] for i in self.packed)
+        align = 1 if group.is_direct or self.is_in_rows else max(1, _ALIGN_BYTES // dtype.itemsize)
+        self.row_numel = math.ceil(self.row.segment_numel / align) * align
+        shapes = [(x.shape, x.dim, x.num_ranks) for x in layouts]
+        self.key = zlib.crc32(repr((shapes, self.direct, str(dtype))).encode())
+        self.real_numel = real_numel(layouts, group.rank)
+        self.padding_numel = self.row_numel - real_numel(self.row.layouts, group.rank)
+        self.local_numels = tuple(x.local_numel(group.rank) for x in layouts)
 
     @classmethod
     def of(
@@ -93,46 +112,12 @@ class GatherPlan:
         min_direct_bytes: int = MIN_DIRECT_BYTES,
     ) -> "GatherPlan":
         """Plan the gather of a bucket of `dtype` over `group`."""
-        dense = [_is_c_contiguous(x.shape, s) for x, s in zip(bucket.layouts, strides, strict=True)]
-        direct = tuple(
-            i
-            for i, layout in enumerate(bucket.layouts)
-            if group.is_direct and layout.dim == 0 and dense[i] and layout.numel * dtype.itemsize >= min_direct_bytes
-        )
-        packed = tuple(i for i in range(len(bucket.layouts)) if i not in direct)
-        row = BucketLayout.of([bucket.layouts[i] for i in packed])
-        regions = []
-        for i, layout in enumerate(bucket.layouts):
-            in_slots = layout.dim == 0 and dense[i] and i not in direct  # the padding of the last slots lies behind it
-            numel = layout.slot_numel * layout.num_ranks if in_slots else layout.numel
-            regions.append(math.ceil(numel / ALIGN_NUMEL) * ALIGN_NUMEL)
-        offsets = tuple(sum(regions[:i]) for i in range(len(regions)))
-        if group.is_direct:
-            regions.append(row.segment_numel * bucket.num_ranks)
-        in_front = tuple(bucket.layouts[i].dim == 0 and dense[i] for i in packed)
-        is_alone = len(bucket.layouts) == 1 and all(in_front)  # the rows are its memory
-        align = 1 if group.is_direct or is_alone else max(1, _ALIGN_BYTES // dtype.itemsize)
-        shapes = [(x.shape, x.dim, x.num_ranks) for x in bucket.layouts]
-        key = zlib.crc32(repr((shapes, direct, str(dtype))).encode())
-        plan = cls(
-            bucket,
-            tuple(map(tuple, strides)),
-            direct,
-            packed,
-            dtype,
-            row,
-            offsets,
-            tuple(regions),
-            math.ceil(row.segment_numel / align) * align,
-            sum(regions),
-            key,
-            real_numel(bucket.layouts, group.rank),
-            math.ceil(row.segment_numel / align) * align - real_numel(row.layouts, group.rank),
-            in_front,
-            tuple(x.local_numel(group.rank) for x in bucket.layouts),
-        )
-        known = _PLANS.setdefault(plan, weakref.ref(plan))()
-        return plan if known is None else known
+        as_tuples = tuple(map(tuple, strides))
+        key = bucket, as_tuples, dtype, group.rank, group.is_direct, min_direct_bytes
+        known = _PLANS.get(key)
+        if known is None:
+            known = _PLANS[key] = cls(bucket, as_tuples, dtype, group, min_direct_bytes)
+        return known
 
     @property
     def is_in_rows(self) -> bool:
@@ -171,7 +156,7 @@ class GatherPlan:
         return row[: self.row.segment_numel].split(self.row.slot_sizes)
 
 
-_PLANS: "weakref.WeakKeyDictionary[GatherPlan, weakref.ref[GatherPlan]]" = weakref.WeakKeyDictionary()
+_PLANS: "weakref.WeakValueDictionary[Any, GatherPlan]" = weakref.WeakValueDictionary()  # by what they are made of
 
 
 class SendRow:

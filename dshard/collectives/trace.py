@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 
 from dshard import arguments
 from dshard.collectives import flight
@@ -120,14 +121,10 @@ def start_wait() -> Wait | None:
     return Wait(_Open.traces) if _Open.traces else None
 
 
-def times_peers() -> bool:
-    """Whether it is of use to time the wait for each peer: no more than a look."""
-    return bool(_Open.traces)
-
-
-def waited_for_peer(rank: int, waited_s: float) -> None:
-    """Tell every open trace of a wait for the header of a rank of the world."""
+def waited_for_peer(group: ProcessGroup, peer: int, waited_s: float) -> None:
+    """Tell every open trace of a wait for the header of a rank of a group."""
     for trace in _Open.traces:
+        rank = dist.get_global_rank(group, peer)
         trace.peer_waits_s[rank] = trace.peer_waits_s.get(rank, 0.0) + waited_s
 
 

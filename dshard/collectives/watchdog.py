@@ -222,8 +222,7 @@ class _State:
     dead: "Verdict | None" = None  # that was logged
     pid = 0  # of the process that watches its end, and not of forks of it
     has_said = False  # whether it has written its end
-    finish: Callable[[], object] | None = None  # what this rank has begun
-    close: Callable[[], object] | None = None  # what peers wait for
+    channels: Sequence[Any] = ()  # of all process groups
 
 
 def _arrive() -> None:
@@ -335,8 +334,8 @@ def failure(label: str, error: BaseException, group: ProcessGroup) -> Divergence
     if verdict is not None:
         last, when = _State.done.get(id(group), ("", 0.0))
         seen = f"; the last that all took part in was the {last}, at {_clock(when)}" if last else ""
-        if _State.close is not None:
-            _State.close()
+        for channel in _State.channels:
+            channel.close()
         return RankLostError(
             f"{label}: all ranks must take part until the end, but {verdict.text}{seen}. The backend says: "
             f"{_words_of(error)}. Look at what {_names(verdict.ranks)} wrote, and start again from the last "
@@ -490,12 +489,12 @@ class _Case:
         held_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         holder = "the launcher of the first host" if held_by_launcher else "rank 0"
         away = [rank for rank in self._others() if not self._is_here(rank)]
-        store = f"the store of the process group, which {holder} holds,"
-        why = "has ended, its host is down, or the link"
-        if not away:
-            return Verdict((0,), f"{store} is out of reach: that process {why} to it is cut")
-        lost = f"{self._described(away)} {_be(away)} out of reach, and {store} too"
-        return Verdict(tuple(away), f"{lost}: what runs there {why} between is cut")
+        lost = f"{self._described(away)} and " if away else ""
+        return Verdict(
+            tuple(away) or (0,),
+            f"{lost}the store of the process group, which {holder} holds, {'are' if away else 'is'} out of reach: what "
+            "runs there has ended, its host is down, or the link to it is cut",
+        )
 
     def _described(self, ranks: Sequence[int]) -> str:
         parts = []
@@ -562,7 +561,7 @@ def end_wait(label: str, group: ProcessGroup | None, *, is_well: bool) -> None:
 
 def watch_event(label: str, group: ProcessGroup, event: Any) -> None:
     """Watch a wait of the device for the peers, which is over at an event; the host goes on."""
-    _State.waits[_c10d.name_of(group)] = _Wait(label, group, time.monotonic(), event.query)
+    _State.waits[group.group_name] = _Wait(label, group, time.monotonic(), event.query)
 
 
 @contextmanager
@@ -619,8 +618,10 @@ def _look() -> None:
             _State.waits.pop(key, None)
             _State.last = known.label, max(_State.last[1], known.since_s)
     wait = _longest_wait()
-    if wait is not None:
+    if wait is not None and now - wait.since_s >= _patience(wait):
         _speak(wait, now - wait.since_s)
+    else:
+        _State.speaks_next = None, 0.0, 0  # a wait keeps its process group, whose end peers may wait for
     if now - (wait.since_s if wait is not None else _State.last[1]) < _IDLE_S:
         return
     if not _State.making:  # else it has answered ahead
@@ -659,7 +660,7 @@ def _speak(wait: _Wait, waited_s: float) -> None:
     known, next_s, question = _State.speaks_next
     if known is not wait:
         next_s, question = _patience(wait), 0
-    is_speaker = _c10d.size_of(wait.group) <= _MANY_SPEAKERS or _c10d.rank_in(wait.group) < _NUM_SPEAKERS
+    is_speaker = wait.group.size() <= _MANY_SPEAKERS or wait.group.rank() < _NUM_SPEAKERS
     if is_speaker and waited_s >= next_s:
         if question:
             log.warning(_message(wait, waited_s, question))
@@ -713,14 +714,18 @@ def watch_end() -> None:
     atexit.register(_on_exit)
 
 
-def finish_at_end(call: Callable[[], object]) -> None:
-    """Have a process that ends do something first, for at most some seconds: what peers will wait for must arrive."""
-    _State.finish = call
+def watch_channels(channels: Sequence[Any]) -> None:
+    """Have the channels of all process groups come to their ends with this rank.
+
+    Ahead of the end of this process each one's `finish` is called, for at most some seconds: what peers will wait for
+    must arrive. `close` is called where this rank has lost a peer: others wait for this rank, which comes no more.
+    """
+    _State.channels = channels
 
 
-def close_when_lost(call: Callable[[], object]) -> None:
-    """Have a rank that has lost a peer do something first: others wait for this rank, which comes no more."""
-    _State.close = call
+def _finish_channels() -> None:
+    for channel in _State.channels:
+        channel.finish()
 
 
 def _on_exit() -> None:
@@ -731,8 +736,8 @@ def _on_exit() -> None:
     if error is not None and not isinstance(error, SystemExit):
         _say_raised(error)
     elif _State.pid == os.getpid() and not _State.has_said:
-        if _State.finish is not None:
-            ends_within(_FINISH_S, _State.finish)
+        if _State.channels:
+            ends_within(_FINISH_S, _finish_channels)
         _say("left", "its program has come to an end, or called sys.exit")
 
 

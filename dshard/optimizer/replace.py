@@ -435,7 +435,7 @@ def inherit(new: ShardedTensor, hooks: ParameterHooks, grad: Tensor | None, *, m
             node.register_hook(_Inherited(hooks.after_node, key))
     if grad is None:
         return
-    plan = ReducePlan.of(BucketLayout.of([new.shard_layout]), new.shard_group)
+    plan = ReducePlan(BucketLayout.of([new.shard_layout]), new.shard_group)
     device = new.offload.compute if new.offload is not None else new.device
     bucket = ReduceBucket(plan, dtype=grad.dtype, device=device, label=new.name)
     bucket.add(0, local_gradient(new, grad).to(device))

@@ -353,7 +353,7 @@ def _gather(group: ShardGroup, shards: list[Tensor], bucket: BucketLayout, pool:
 
 
 def _reduce(group: ShardGroup, grads: list[Tensor], bucket: BucketLayout, pool: BufferPool, meanwhile: _Work) -> None:
-    plan = ReducePlan.of(bucket, group)
+    plan = ReducePlan(bucket, group)
     reduction = ReduceBucket(plan, dtype=torch.float32, device=group.device, label="links", pool=pool)
     for i, grad in enumerate(grads):
         reduction.add(i, grad)

@@ -155,7 +155,7 @@ def _make_bucket(params: Sequence[ShardedTensor], slots: tuple[int, ...], kind: 
     layout = BucketLayout.of([part_layout(p, group.num_ranks) for p in members])
     plan = GatherPlan.of(layout, [gathered_stride(p.shard_layout, p.stride()) for p in members], kind.dtype, group)
     is_meta, is_cast = members[0].is_meta, kind.dtype != kind.own
-    return Bucket(slots, kind.dtype, is_cast, plan, ReducePlan.of(layout, group), group, is_meta, kind.offload)
+    return Bucket(slots, kind.dtype, is_cast, plan, ReducePlan(layout, group), group, is_meta, kind.offload)
 
 
 class LearnedCasts:

@@ -222,9 +222,7 @@ def be_elsewhere(what_of_rank, size_of_rank):
             all_gather([shard], plan, group, label=f"unit of {size}").wait()
         elif what == "reduce":
             layout = layout_of([Item((size,), 0)], group.num_ranks)
-            reduce = ReduceBucket(
-                ReducePlan.of(layout, group), dtype=torch.float32, device=CPU, label=f"unit of {size}"
-            )
+            reduce = ReduceBucket(ReducePlan(layout, group), dtype=torch.float32, device=CPU, label=f"unit of {size}")
             reduce.add(0, torch.ones(size))
             reduce.launch(mean=True).wait()
         else:
@@ -288,7 +286,7 @@ def check_reduce(bucket, dtype, counts_of_rank, mean):
     counts = counts_of_rank[rank]
     with uninitialized_is_nan(), CommTrace() as trace:
         reduce = ReduceBucket(
-            ReducePlan.of(layout_of(bucket, num_ranks), world_group()), dtype=dtype, device=CPU, label="unit"
+            ReducePlan(layout_of(bucket, num_ranks), world_group()), dtype=dtype, device=CPU, label="unit"
         )
         grads = grads_of(bucket, dtype, rank, counts)
         for i in reversed(range(len(bucket))):
@@ -341,7 +339,7 @@ def sum_of_ordered(values, dtype):
     """One element per rank's slot whose sum depends on the order in which ranks are added."""
     num_ranks = dist.get_world_size()
     layout = layout_of([Item((num_ranks,), 0)], num_ranks)
-    reduce = ReduceBucket(ReducePlan.of(layout, world_group()), dtype=dtype, device=CPU, label="unit")
+    reduce = ReduceBucket(ReducePlan(layout, world_group()), dtype=dtype, device=CPU, label="unit")
     reduce.add(0, torch.full((num_ranks,), values[dist.get_rank()], dtype=dtype))
     return reduce.launch(mean=False).wait().shards[0].item()
 
@@ -355,7 +353,7 @@ def test_neighbours_are_added_in_pairs_and_then_the_pairs(worlds: WorldPool):
 
 def discard_one():
     layout = layout_of([Item((3,), 0), Item((2,), 0)], dist.get_world_size())
-    reduce = ReduceBucket(ReducePlan.of(layout, world_group()), dtype=torch.float32, device=CPU, label="unit")
+    reduce = ReduceBucket(ReducePlan(layout, world_group()), dtype=torch.float32, device=CPU, label="unit")
     reduce.add(0, torch.full((3,), float("nan")))
     reduce.add(1, torch.ones(2))
     reduce.discard(0)
@@ -370,7 +368,7 @@ def test_a_discarded_gradient_counts_as_missing(worlds: WorldPool):
 def reduce_labelled(labels):
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     layout = layout_of([Item((4,), 0)], num_ranks)
-    reduce = ReduceBucket(ReducePlan.of(layout, world_group()), dtype=torch.float32, device=CPU, label=labels[rank])
+    reduce = ReduceBucket(ReducePlan(layout, world_group()), dtype=torch.float32, device=CPU, label=labels[rank])
     reduce.add(0, torch.ones(4))
     reduce.launch(mean=True).wait()
 
@@ -483,7 +481,7 @@ def test_byte_counts_and_shapes_hold_in_a_fake_world_of_any_size(rank, num_ranks
         assert [g.shape for g in got] == [f.shape for f in fulls]
         check_flat_gather_bytes(trace, bucket, torch.float32, rank, num_ranks)
         with CommTrace() as trace:
-            reduce = ReduceBucket(ReducePlan.of(layout, group), dtype=torch.float32, device=CPU, label="unit")
+            reduce = ReduceBucket(ReducePlan(layout, group), dtype=torch.float32, device=CPU, label="unit")
             for i, full in enumerate(fulls):
                 reduce.add(i, full)
             reduced = reduce.launch(mean=True).wait()

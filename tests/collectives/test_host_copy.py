@@ -49,7 +49,7 @@ def slowed(patch: pytest.MonkeyPatch, seed: int, patience_s: float) -> None:
 
     for name in STEPS:
         patch.setattr(HostCopy, name, stopping(getattr(HostCopy, name)))
-    patch.setattr(full_values, "_PATIENCE_S", patience_s)
+    patch.setattr(full_values, "PATIENCE_S", patience_s)
 
 
 def check_slowed(options: Any, actions: Any, seed: int, patience_s: float) -> str:

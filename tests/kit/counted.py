@@ -74,7 +74,10 @@ class CountedPeak(TorchDispatchMode):
 
     def _maps(self) -> set[int]:
         """The storages that map full values which a host has once."""
-        return {each.untyped_storage()._cdata for copies in self._host_copies for each in copies.memories()}
+        made = [each for copies in self._host_copies for each in copies._made]
+        tensors = [part for each in made for part in each._parts if part is not None]
+        tensors += [each._window.places.fulls[0] for each in made if each._window is not None]
+        return {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def sample(self) -> None:
         """Look whether there are more bytes than ever."""

@@ -87,7 +87,7 @@ def trained_peak(
         optimizer.zero_grad()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "_PATIENCE_S", 30.0)  # with peers that count, and so come late
+        patch.setattr(memory, "PATIENCE_S", 30.0)  # with peers that count, and so come late
         patch.setattr(memory, "_UNREAD_BYTES", 0)  # which the model leaves out, and is much of these small ones
         for _ in range(2):  # what comes next is known from the second one on
             step()

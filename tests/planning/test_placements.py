@@ -84,7 +84,7 @@ def followed(text: str | None, places: bool) -> tuple[list[float], int]:
         losses.append(loss.item())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "_PATIENCE_S", 30.0)
+        patch.setattr(memory, "PATIENCE_S", 30.0)
         patch.setattr(memory, "_UNREAD_BYTES", 0)
         for number in range(2):
             step(number)

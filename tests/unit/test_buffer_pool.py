@@ -198,9 +198,9 @@ def test_where_there_was_room_before_a_pool_does_not_wait_for_readers():
         pool.give(each)
     pool._kept.clear()  # to other devices, say
     buffer = given_back(pool, None)
-    assert pool._patience.now_s == memory._PATIENCE_S
+    assert pool._patience.now_s == memory.PATIENCE_S
     assert pool.take(4096, CPU) is not buffer
-    assert pool._patience.now_s == memory._PATIENCE_S
+    assert pool._patience.now_s == memory.PATIENCE_S
 
 
 @pytest.mark.parametrize("is_awaited", [True, False])
@@ -210,4 +210,4 @@ def test_a_peer_that_does_not_read_is_not_waited_for_without_end(is_awaited):
     other = pool.take(4096, CPU)
     assert other is not buffer
     assert pool.out_bytes == 2 * 4096
-    assert pool._patience.now_s == memory._PATIENCE_S / (1 if is_awaited else 2)
+    assert pool._patience.now_s == memory.PATIENCE_S / (1 if is_awaited else 2)

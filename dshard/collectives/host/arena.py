@@ -8,6 +8,7 @@ import ctypes
 import mmap
 import os
 import secrets
+import struct
 import threading
 import weakref
 from bisect import bisect
@@ -19,38 +20,60 @@ import torch
 from torch import Tensor
 
 PAGE = mmap.PAGESIZE
-NONCE_BYTES = 16  # at the beginning of a file
+Address = tuple[int, ...]  # of a file: its process, its handle there, its size, and a number that is written in it
+NO_ADDRESS: Address = (0, 0, 0, 0, 0)
+_NONCE = struct.Struct("<QQ")  # at the beginning of a file
 _ALIGN = 4096
 _LARGE_BYTES = 1 << 20  # freed blocks from this size on give their pages back
 _PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
-_LIBC = ctypes.CDLL(None, use_errno=True)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+LIBC = ctypes.CDLL(None, use_errno=True)
+if hasattr(LIBC, "mremap"):  # Linux, without which ranks exchange messages
+    LIBC.mmap.restype = LIBC.mremap.restype = ctypes.c_void_p
 
 
-def make_file(name: str, num_bytes: int) -> tuple[int, bytes]:
-    """Make a file of memory; gives its handle, and the number at its beginning that tells it from others."""
-    fd, nonce = os.memfd_create(name, os.MFD_CLOEXEC), secrets.token_bytes(NONCE_BYTES)
+def make_file(name: str, num_bytes: int) -> tuple[int, Address]:
+    """Make a file of memory; gives its handle, and where others find it."""
+    fd, nonce = os.memfd_create(name, os.MFD_CLOEXEC), (secrets.randbits(63), secrets.randbits(63))
     try:
         os.ftruncate(fd, num_bytes)
-        os.pwrite(fd, nonce, 0)
+        os.pwrite(fd, _NONCE.pack(*nonce), 0)
     except OSError:
         os.close(fd)
         raise
-    return fd, nonce
+    return fd, (os.getpid(), fd, num_bytes, *nonce)
 
 
-def open_file(pid: int, fd: int, nonce: bytes, num_bytes: int) -> int:
-    """Open the file of memory that another process has made; gives this process's handle.
+def open_file(address: Address, num_bytes: int) -> int:
+    """Open the file of memory of that size that another process has made; gives this process's handle.
 
     Raises:
         OSError: It cannot be opened.
-        ValueError: It is another file: the process runs where numbers of processes mean others.
+        ValueError: There is none, or it is another file: the process runs where numbers of processes mean others.
     """
+    pid, fd, _, *nonce = address
+    if not pid:
+        raise ValueError("it has none")
     path = f"/proc/{pid}/fd/{fd}"
     handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    if os.fstat(handle).st_size != num_bytes or os.pread(handle, NONCE_BYTES, 0) != nonce:
+    if os.fstat(handle).st_size != num_bytes or os.pread(handle, _NONCE.size, 0) != _NONCE.pack(*nonce):
         os.close(handle)
         raise ValueError(f"{path} is another file than was meant")
     return handle
+
+
+def map_memory(num_bytes: int, flags: int, fd: int = -1) -> int:
+    """Where memory was mapped; not by Python's own mmap, which keeps another handle of the file for each.
+
+    Raises:
+        OSError: It was not.
+    """
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = LIBC.mmap(None, ctypes.c_size_t(num_bytes), access, flags, fd, ctypes.c_long(0))
+    if address is None or address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{num_bytes:,} bytes of memory cannot be mapped: {os.strerror(number)}")
+    return int(address)
 
 
 class Mapped:
@@ -59,25 +82,27 @@ class Mapped:
     Args:
         fd: The file.
         num_bytes: Its size.
+        is_private: Whether what is written to the mapping is seen through it alone.
     """
 
-    def __init__(self, fd: int, num_bytes: int) -> None:
-        self.map = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
-        self.map.madvise(mmap.MADV_DONTFORK)  # a worker of a DataLoader has nothing to do with it
+    def __init__(self, fd: int, num_bytes: int, *, is_private: bool = False) -> None:
         self.num_bytes = num_bytes
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        self._bytes = np.frombuffer(self.map, dtype=np.uint8)
+        self.address = map_memory(num_bytes, mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED, fd)
+        memory = (ctypes.c_char * num_bytes).from_address(self.address)
+        place, size = ctypes.c_void_p(self.address), ctypes.c_size_t(num_bytes)
+        weakref.finalize(memory, LIBC.munmap, place, size).atexit = False
+        self._bytes = memoryview(memory).cast("B")
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
         """Some of it, as bytes."""
-        return memoryview(self.map)[offset : offset + num_bytes]
+        return self._bytes[offset : offset + num_bytes]
 
     def array(self, offset: int, num_bytes: int) -> np.ndarray:
         """Some of it, as an array of its own: what holds it keeps the mapping."""
-        return self._bytes[offset : offset + num_bytes]
+        return np.frombuffer(self._bytes, dtype=np.uint8, count=num_bytes, offset=offset)
 
     def tensor(self, offset: int, num_bytes: int) -> Tensor:
-        """Some of it, as a tensor: uint8, shape (bytes,)."""
+        """Some of it, as a tensor of its own memory: uint8, shape (bytes,)."""
         return torch.from_numpy(self.array(offset, num_bytes))
 
 
@@ -86,7 +111,7 @@ class Arena(Mapped):
 
     def __init__(self) -> None:
         num_bytes = os.sysconf("SC_PHYS_PAGES") * PAGE  # of addresses: pages come as they are written to
-        self.fd, self.nonce = make_file("dshard", num_bytes)
+        self.fd, self.file_address = make_file("dshard", num_bytes)
         super().__init__(self.fd, num_bytes)
         self.pid = os.getpid()
         self._lock = threading.Lock()
@@ -117,7 +142,7 @@ class Arena(Mapped):
         if os.getpid() != self.pid:
             return  # a forked process has let go of it
         if size >= _LARGE_BYTES:
-            _LIBC.fallocate(self.fd, _PUNCH, ctypes.c_long(offset), ctypes.c_long(size))
+            LIBC.fallocate(self.fd, _PUNCH, ctypes.c_long(offset), ctypes.c_long(size))
         self._given.append((offset, size))
 
     def _take_back(self) -> None:
@@ -143,7 +168,7 @@ class _Known:
     """What this process has mapped."""
 
     own: Arena | None = None
-    others: ClassVar["weakref.WeakValueDictionary[bytes, Mapped]"] = weakref.WeakValueDictionary()  # by their number
+    others: ClassVar["weakref.WeakValueDictionary[Address, Mapped]"] = weakref.WeakValueDictionary()
     lock = threading.Lock()
 
 
@@ -155,20 +180,15 @@ def own_arena() -> Arena:
         return _Known.own
 
 
-def map_others(pid: int, fd: int, nonce: bytes, num_bytes: int) -> Mapped:
-    """Map the arena of another process.
-
-    Raises:
-        OSError: It cannot be opened or mapped.
-        ValueError: It is another file: the process runs where numbers of processes mean others.
-    """
+def map_others(address: Address) -> Mapped:
+    """Map the arena of another process; raises as `open_file`, or an OSError where it cannot be mapped."""
     with _Known.lock:
-        known = _Known.others.get(nonce)
+        known = _Known.others.get(address)
         if known is None:
-            handle = open_file(pid, fd, nonce, num_bytes)
+            handle = open_file(address, address[2])
             try:
-                known = Mapped(handle, num_bytes)
+                known = Mapped(handle, address[2])
             finally:
                 os.close(handle)
-            _Known.others[nonce] = known
+            _Known.others[address] = known
         return known

@@ -19,18 +19,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dshard.collectives import _c10d
+from dshard.collectives.all_gather import Gathered, record_gather
 from dshard.collectives.divergence import Kind
-from dshard.collectives.exchange import Exchange, shares_memory, transport_of
-from dshard.collectives.gather import Gathered, record_gather
+from dshard.collectives.exchange import Exchange, gather_few, shares_memory, transport_of
 from dshard.collectives.group import Handle, ShardGroup
-from dshard.collectives.host.arena import make_file, open_file
+from dshard.collectives.host.arena import LIBC, NO_ADDRESS, Mapped, make_file, map_memory, open_file
 from dshard.collectives.host.rings import ThroughMemory, pump_all
-from dshard.collectives.memory import Buffer, Patience
+from dshard.collectives.memory import PATIENCE_S, PAUSES_S, Buffer, Patience
 from dshard.collectives.plan import GatherPlan, Places, shard_of
 from dshard.collectives.watchdog import failure
 
@@ -38,64 +37,23 @@ log = logging.getLogger("dshard")
 
 _PAGE = mmap.PAGESIZE
 _WORDS_AT, _CACHE_LINE = 64, 64  # where the words of the ranks begin; those of one rank begin a cache line of their own
-_PATIENCE_S = 0.25  # with peers that still read, ahead of writing elsewhere
-_PAUSES_S = 5e-5, 1e-3  # between two looks at them: the first one, and the longest
-_MAP_FAILED = ctypes.c_void_p(-1).value
 _MAYMOVE, _FIXED = 1, 2  # MREMAP_
 _MAKING, _MAPPING = 0x6D616400, 0x6D617000  # in the place of what stands for writes, ahead of the first gather
 _MOST_FILES = 0.5  # of those that a process may have open
-_LIBC = ctypes.CDLL(None, use_errno=True)
-if hasattr(_LIBC, "mremap"):  # Linux, without which ranks exchange messages
-    _LIBC.mmap.restype = _LIBC.mremap.restype = ctypes.c_void_p
 
 
-def _mapped(num_bytes: int, flags: int, fd: int = -1) -> int:
-    """Where memory was mapped; not by Python's own mmap, which keeps another handle of the file for each.
-
-    Raises:
-        OSError: It was not.
-    """
-    access = mmap.PROT_READ | mmap.PROT_WRITE
-    address = _LIBC.mmap(None, ctypes.c_size_t(num_bytes), access, flags, fd, ctypes.c_long(0))
-    if address is None or address == _MAP_FAILED:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{num_bytes:,} bytes of memory cannot be mapped: {os.strerror(number)}")
-    return int(address)
-
-
-class _Map:
-    """A mapping of a file of memory.
+def _part_from_file(mapped: Mapped, num_bytes: int) -> None:
+    """Put a private copy in the place of a mapping: who refers to it keeps the values of this moment.
 
     Args:
-        fd: The file.
-        num_bytes: Its size.
-        is_private: Whether what is written to the mapping is seen through it alone.
+        mapped: The mapping.
+        num_bytes: How many count, from the beginning.
     """
-
-    def __init__(self, fd: int, num_bytes: int, *, is_private: bool = False) -> None:
-        flags = mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED
-        self.address = _mapped(num_bytes, flags, fd)
-        self.bytes = (ctypes.c_char * num_bytes).from_address(self.address)
-        weakref.finalize(
-            self.bytes, _LIBC.munmap, ctypes.c_void_p(self.address), ctypes.c_size_t(num_bytes)
-        ).atexit = False
-
-    def tensor(self, offset: int, num_bytes: int) -> Tensor:
-        """Some of it, uint8 of shape (bytes,), as memory of its own: what holds it keeps the mapping."""
-        view = memoryview(self.bytes).cast("B")
-        return torch.from_numpy(np.frombuffer(view, dtype=np.uint8, count=num_bytes, offset=offset))
-
-    def part_from_file(self, num_bytes: int) -> None:
-        """Put a private copy in the place of the mapping: who refers to it keeps the values of this moment.
-
-        Args:
-            num_bytes: How many count, from the beginning.
-        """
-        size, copy = ctypes.c_size_t(num_bytes), _mapped(num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        ctypes.memmove(copy, self.address, num_bytes)
-        moved = _LIBC.mremap(ctypes.c_void_p(copy), size, size, _MAYMOVE | _FIXED, ctypes.c_void_p(self.address))
-        if moved != self.address:
-            raise OSError(ctypes.get_errno(), "mremap failed")
+    size, copy = ctypes.c_size_t(num_bytes), map_memory(num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    ctypes.memmove(copy, mapped.address, num_bytes)
+    moved = LIBC.mremap(ctypes.c_void_p(copy), size, size, _MAYMOVE | _FIXED, ctypes.c_void_p(mapped.address))
+    if moved != mapped.address:
+        raise OSError(ctypes.get_errno(), "mremap failed")
 
 
 class _Window:
@@ -109,7 +67,7 @@ class _Window:
     """
 
     def __init__(self, fd: int, num_bytes: int, plan: GatherPlan, start: int) -> None:
-        self._map, self._start = _Map(fd, num_bytes, is_private=True), start
+        self._map, self._start = Mapped(fd, num_bytes, is_private=True), start
         self._num_bytes = start + sum(plan.regions[: len(plan.bucket.layouts)]) * plan.dtype.itemsize
         self._buffer = Buffer(self._map.tensor(start, plan.total_numel * plan.dtype.itemsize))
         self.places: Places = self._buffer.cut(plan, partial(Places.of, plan))
@@ -121,7 +79,7 @@ class _Window:
     def close(self) -> bool:
         """Nobody is to read here any more; gives whether it is as it was, and may be read from again."""
         if self._buffer.is_held():
-            self._map.part_from_file(-(-self._num_bytes // _PAGE) * _PAGE)
+            _part_from_file(self._map, -(-self._num_bytes // _PAGE) * _PAGE)
             return False
         return self._versions == self._written()  # what was written to is no longer the file's
 
@@ -165,9 +123,9 @@ class HostCopy:
         self._transport = transport
         self._fd, self._num_bytes = fd, num_bytes
         weakref.finalize(self, os.close, fd).atexit = False  # ahead of all that may fail
-        self._shared = _Map(fd, num_bytes)
+        self._shared = Mapped(fd, num_bytes)
         self._start = _start_of(group.num_ranks)
-        self._words = memoryview(self._shared.bytes).cast("B")[: self._start].cast("I")
+        self._words = self._shared.view(0, self._start).cast("I")
         self._window: _Window | None = _Window(fd, num_bytes, plan, self._start)
         layouts, item = plan.bucket.layouts, plan.dtype.itemsize
         values = self._shared.tensor(self._start, plan.total_numel * item).view(plan.dtype)
@@ -182,7 +140,7 @@ class HostCopy:
         self._number = 0  # of the last gather
         self._heard = dict.fromkeys(group.peers, 0)  # the peers' numbers of it
         self._is_read = False  # whether this rank reads
-        self._patience = Patience(_PATIENCE_S)
+        self._patience = Patience(PATIENCE_S)
         self._unsure: list[int] = []  # places of shards that may have been written to without a trace in their versions
         self._storages: list[weakref.ref[Storage]] = []  # of the shards, by place
         self._occupants: dict[int, weakref.ref[Storage]] = {}  # by place, whose shard lies there
@@ -219,11 +177,6 @@ class HostCopy:
         """Whether a shard lies at its place here."""
         part = self._parts[index]
         return part is not None and part.data_ptr() == shard.data_ptr()
-
-    def memories(self) -> list[Tensor]:
-        """What maps all of the file; a page of it is the host's, not this rank's."""
-        windows = [self._window.places.fulls[0]] if self._window is not None else []
-        return [*windows, *(part for part in self._parts if part is not None)]
 
     def bytes_beside(self) -> int:
         """Bytes of this rank's part in which none of its shards lies."""
@@ -286,7 +239,7 @@ class HostCopy:
             except RuntimeError as error:
                 raise failure(f"the gather of '{label}'", error, self._group.process_group) from error
 
-        return Handle(f"all-gather of '{label}'", exchange, finish, group=self._group)
+        return Handle(f"all-gather of '{label}'", [exchange], finish, group=self._group, leave=exchange.leave)
 
     def memory_for(self, index: int, shard: Tensor) -> Tensor:
         """Memory for a shard that may lie here, with its values; this must be quiet.
@@ -361,15 +314,12 @@ class HostCopy:
         limit_s = limit.total_seconds() if limit is not None else math.inf
         at, begin, pause_s = self._word(peer, 0), time.monotonic(), 0.0
         while self._words[at] != number:
-            if self._transport.processes[peer].has_ended():
-                raise RuntimeError(
-                    f"connection closed by peer: process {self._transport.processes[peer].pid} has ended"
-                )
+            self._transport.check_alive(peer)
             if time.monotonic() - begin > limit_s:
                 raise RuntimeError(f"Timed out waiting {round(limit_s * 1000)}ms for its part of a gather")
             time.sleep(pause_s)
             pump_all()
-            pause_s = min(pause_s + _PAUSES_S[0], _PAUSES_S[1])
+            pause_s = min(pause_s + PAUSES_S[0], PAUSES_S[1])
 
     def end(self) -> None:
         """This rank reads no more; who keeps a full tensor all the same has it as it is now."""
@@ -465,10 +415,6 @@ class HostValues:
         """Bytes of this rank's parts in which no shard lies."""
         return sum(made.bytes_beside() for made in self._made)
 
-    def memories(self) -> list[Tensor]:
-        """What maps that memory whole."""
-        return [memory for made in self._made for memory in made.memories()]
-
 
 def make_host_copy(plan: GatherPlan, group: ShardGroup, *, label: str) -> HostCopy | None:
     """Memory for the full values of a bucket that all ranks of a group map; None, on all of them, where one cannot.
@@ -477,50 +423,35 @@ def make_host_copy(plan: GatherPlan, group: ShardGroup, *, label: str) -> HostCo
         DivergenceError: As a gather.
 
     Communicates:
-        A message of 32 bytes from the first rank to each other one, and one of 8 between each two.
+        Two messages between each two ranks, of 40 and of 8 bytes.
     """
     start = _start_of(group.num_ranks)
     num_bytes = -(-(start + plan.total_numel * plan.dtype.itemsize) // _PAGE) * _PAGE
-    fd, why = -1, ""
+    fd, why, address = -1, "", NO_ADDRESS
     made: HostCopy | None = None
-    hello = torch.zeros(4, dtype=torch.int64, device="cpu")
     if group.rank == 0:
         try:
-            fd, nonce = make_file("dshard full", num_bytes)
-            facts = torch.tensor([os.getpid(), _few(fd)], device="cpu")
-            hello = torch.cat([facts, torch.frombuffer(bytearray(nonce), dtype=torch.int64)])
+            fd, address = make_file("dshard full", num_bytes)
+            _few(fd)
         except OSError as error:
-            why = f"shared memory cannot be made ({error})"
-    swap = partial(_swap, plan=plan, group=group, label=label)
-    swap(_MAKING, hello if group.rank == 0 else None, {0: hello} if group.rank else {})
+            why, address = f"shared memory cannot be made ({error})", NO_ADDRESS
+
+    def of_all_ranks(numbers: Sequence[int], tag: int) -> list[list[int]]:
+        own, name = torch.tensor(numbers, device="cpu"), f"all-gather of '{label}'"
+        return gather_few(own, group, Tensor.tolist, kind=Kind.GATHER, label=label, tag=tag, name=name).wait()
+
+    address = tuple(of_all_ranks(address, _MAKING)[0])
     try:
-        pid, number, *_ = hello.tolist()
-        if not pid:
-            raise ValueError("it has none")
         if group.rank:
-            fd = _few(open_file(pid, number, bytes(hello[2:].view(torch.uint8).tolist()), num_bytes))
-        made = HostCopy(fd, num_bytes, plan, group)
+            fd = _few(open_file(address, num_bytes))
+        if not why:
+            made = HostCopy(fd, num_bytes, plan, group)
     except (OSError, ValueError) as error:
-        why = why or f"the memory of rank 0 cannot be mapped ({error})"
-    verdicts = {peer: torch.zeros(1, dtype=torch.int64, device="cpu") for peer in group.peers}
-    swap(_MAPPING, torch.tensor([int(not why)], device="cpu"), verdicts)
+        why = f"the memory of rank 0 cannot be mapped ({error})"
+    all_can = all(can for (can,) in of_all_ranks([int(not why)], _MAPPING))
     if why:
         log.warning(f"{label}: gathered by copies from other ranks' memory all the same: {why}.")
-    return made if all(bool(each.item()) for each in verdicts.values()) else None
-
-
-def _swap(
-    tag: int, sent: Tensor | None, into: dict[int, Tensor], *, plan: GatherPlan, group: ShardGroup, label: str
-) -> None:
-    """Send the peers a few numbers, and get those of some."""
-    exchange = Exchange(group, Kind.GATHER, label, tag, plan.key)
-    for peer in group.peers:
-        if sent is not None:
-            exchange.send(sent, peer)
-        if peer in into:
-            exchange.receive(into[peer], peer)
-    exchange.start()
-    Handle(f"all-gather of '{label}'", exchange, lambda: None, group=group).wait()
+    return made if all_can else None
 
 
 def _few(fd: int) -> int:

@@ -15,9 +15,9 @@ import struct
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup
-from dshard.collectives.host.arena import Arena, Mapped, map_others, own_arena
+from dshard.collectives.host.arena import LIBC, NO_ADDRESS, Arena, Mapped, map_others, own_arena
 from dshard.collectives.memory import BufferPool
 from dshard.layout import HEADER_BYTES
 
@@ -42,9 +42,6 @@ _SPINS = 40  # looks ahead of the kernel's wait: some microseconds, for a peer m
 
 class _Time(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def why_not() -> str:
@@ -81,7 +78,7 @@ class Word:
     def publish(self, value: int) -> None:
         """Set it, and wake all who wait."""
         self._view[0] = value & 0xFFFFFFFF
-        _LIBC.syscall(_FUTEX, ctypes.c_void_p(self._address), _WAKE, _ALL, None, None, 0)
+        LIBC.syscall(_FUTEX, ctypes.c_void_p(self._address), _WAKE, _ALL, None, None, 0)
 
     def wait_while(self, value: int, limit_s: float | None, check: Callable[[], None]) -> bool:
         """Wait until it is something else; gives whether it came to that within the limit.
@@ -98,7 +95,7 @@ class Word:
         until = None if limit_s is None else time.monotonic() + limit_s
         a_slice = _Time(0, int(_SLICE_S * 1e9))
         while self._view[0] == value:
-            _LIBC.syscall(_FUTEX, ctypes.c_void_p(self._address), _WAIT, value, ctypes.byref(a_slice), None, 0)
+            LIBC.syscall(_FUTEX, ctypes.c_void_p(self._address), _WAIT, value, ctypes.byref(a_slice), None, 0)
             if self._view[0] != value:
                 break
             check()
@@ -210,13 +207,13 @@ class Ring:
         self._tail = Word(self._view[:4], memory.address + offset)
         self._read = self._view[_READ].cast("I")
         self._waits_at = self._view[_WAITS_AT].cast("I")
-        self._count = 0  # of the records that this side has written, or awaits
+        self._count = 0  # of the records that this side has written, or read
 
     def _record(self, number: int) -> memoryview:
         start = _START + number % _NUM_RECORDS * _RECORD_BYTES
         return self._view[start : start + _RECORD_BYTES]
 
-    def _check(self) -> None:
+    def check_alive(self) -> None:
         """Raise where the other end is gone."""
         if self.peer.has_ended():
             raise RuntimeError(f"connection closed by peer: process {self.peer.pid} has ended")
@@ -263,7 +260,7 @@ class OutRing(Ring):
         until = None if limit_s is None else time.monotonic() + limit_s
         gc.collect()  # what nobody waits for any more may hold up the peer, which does the same
         while self._is_full():
-            self._check()
+            self.check_alive()
             if until is not None and time.monotonic() > until:
                 raise RuntimeError(f"{_timed_out(limit_s)} for process {self.peer.pid} to read what it was sent")
             time.sleep(_PAUSE_S)
@@ -312,76 +309,68 @@ class InRing(Ring):
 
     def __init__(self, memory: Mapped, offset: int, peer: Peer) -> None:
         super().__init__(memory, offset, peer)
-        self._num_read = 0
         self._lock = threading.Lock()  # another thread may wait in another group
+        self._records: deque[tuple[bytes, Offer]] = deque()  # that were read, and not taken yet
         _LISTENING.add(self)
-        self._records: dict[int, tuple[bytes, Offer]] = {}  # that were read, and not asked for yet
-
-    def listen(self) -> "Listening":
-        """Be ready for the next record."""
-        self._count += 1
-        return Listening(self, self._count)
 
     def pump(self) -> None:
         """Read what is there, so that the peer can go on."""
         with self._lock:
-            while not self._is_behind(self._num_read + 1):
-                record = self._record(self._num_read)
+            while self._has_more():
+                record = self._record(self._count)
                 offset, num_bytes, channel, flag = _OFFER.unpack_from(record, HEADER_BYTES)
                 done = self._flags[flag : flag + 1] if num_bytes else None
-                offer = Offer(self._memory, offset, num_bytes, channel, done)
-                self._num_read += 1
-                self._records[self._num_read] = bytes(record[:HEADER_BYTES]), offer
-                self._read[0] = self._num_read & 0xFFFFFFFF
+                self._records.append(
+                    (bytes(record[:HEADER_BYTES]), Offer(self._memory, offset, num_bytes, channel, done))
+                )
+                self._count += 1
+                self._read[0] = self._count & 0xFFFFFFFF
 
-    def has(self, number: int) -> bool:
-        """Whether a record is there that was not taken."""
+    def _has_more(self) -> bool:
+        return self._tail.value != self._count & 0xFFFFFFFF
+
+    @property
+    def is_here(self) -> bool:
+        """Whether `wait` need not wait."""
         self.pump()
-        return number in self._records
+        return bool(self._records)
 
-    def take(self, number: int, limit_s: float | None) -> tuple[bytes, Offer]:
-        """Wait for a record: a header, and where values lie.
+    def wait(self, limit: timedelta | None = None) -> tuple[bytes, Offer]:
+        """Wait for the next record, at most as long: a header, and where values lie.
 
         Raises:
             RuntimeError: The peer has ended or closed its end, or did not say anything in time.
         """
-        while number not in self._records:
+        limit_s = limit.total_seconds() if limit is not None else None
+        while not self._records:
             seen = self._tail.value
-            self.pump()
-            if number in self._records:
+            if self.is_here:
                 break
-            self._check_for(number)
-            if not self._wait(seen, limit_s, number):
+            self._check_more()
+            self._waits_at[0], self._view[_WAITS] = seen, 1  # lets the writer know
+            try:
+                has_come = self._tail.wait_while(seen, limit_s, self._look)
+            finally:
+                self._view[_WAITS] = 0
+            if not has_come:
                 raise RuntimeError(f"{_timed_out(limit_s)} for process {self.peer.pid}")
-        return self._records.pop(number)
-
-    def _wait(self, seen: int, limit_s: float | None, number: int) -> bool:
-        """Wait for more records than were seen, and let the writer know."""
-        self._waits_at[0], self._view[_WAITS] = seen, 1
-        try:
-            return self._tail.wait_while(seen, limit_s, partial(self._look, number))
-        finally:
-            self._view[_WAITS] = 0
+        return self._records.popleft()
 
     def close(self) -> None:
         """Nothing more will be read."""
         self._view[_ABANDONED] = 1
 
-    def _is_behind(self, number: int) -> bool:
-        """Whether a record is not there yet."""
-        return ((self._tail.value - number) & 0xFFFFFFFF) >= 1 << 31
+    def _look(self) -> None:
+        """`_check_more`, while waiting: peers may wait for room in other rings."""
+        pump_all()
+        self._check_more()
 
-    def _check_for(self, number: int) -> None:
-        """Raise where a record is not there, and will not come."""
+    def _check_more(self) -> None:
+        """Raise where nothing more will come."""
         is_closed, has_ended = self._view[_CLOSED], self.peer.has_ended()
-        if self._is_behind(number) and (is_closed or has_ended):
+        if (is_closed or has_ended) and not self.is_here:
             what = "has ended" if has_ended else "has closed the process group"
             raise RuntimeError(f"connection closed by peer: process {self.peer.pid} {what}")
-
-    def _look(self, number: int) -> None:
-        """`_check_for`, while waiting: peers may wait for room in other rings."""
-        pump_all()
-        self._check_for(number)
 
 
 _LISTENING: "weakref.WeakSet[InRing]" = weakref.WeakSet()
@@ -395,31 +384,6 @@ def pump_all() -> None:
 
 def _timed_out(limit_s: float | None) -> str:
     return f"Timed out waiting {round((limit_s or 0) * 1000)}ms"
-
-
-class Listening:
-    """A record that is to come.
-
-    Args:
-        ring: Where.
-        number: Its place there, from 1 on.
-    """
-
-    __slots__ = ("_number", "_ring", "header", "offer")
-
-    def __init__(self, ring: InRing, number: int) -> None:
-        self._ring, self._number = ring, number
-        self.header, self.offer = b"", None  # type: bytes, Offer | None
-
-    @property
-    def is_here(self) -> bool:
-        """Whether `wait` need not wait."""
-        return self.offer is not None or self._ring.has(self._number)
-
-    def wait(self, limit: timedelta | None = None) -> None:
-        """Wait for it, at most as long."""
-        limit_s = limit.total_seconds() if limit is not None else None
-        self.header, self.offer = self._ring.take(self._number, limit_s)
 
 
 class ThroughMemory:
@@ -443,9 +407,9 @@ class ThroughMemory:
         """Write a header for a peer."""
         self._rings[peer][0].write(header, values, limit_s=self._limit_s)
 
-    def listen(self, peer: int) -> Listening:
-        """Be ready for the next header of a peer."""
-        return self._rings[peer][1].listen()
+    def listen(self, peer: int) -> InRing:
+        """Where the next header of a peer comes."""
+        return self._rings[peer][1]
 
     def close(self) -> None:
         """Let every peer that waits for a header of this rank raise: none will come."""
@@ -461,10 +425,9 @@ class ThroughMemory:
         """Whether a peer waits for this rank; of those that have still to read values, or of all."""
         return any(out.is_awaited() for out, _ in self._rings.values() if not unread or out.is_unread())
 
-    @property
-    def processes(self) -> dict[int, Peer]:
-        """The processes of the peers, by rank."""
-        return {rank: out.peer for rank, (out, _) in self._rings.items()}
+    def check_alive(self, peer: int) -> None:
+        """Raise where the process of a peer is gone."""
+        self._rings[peer][0].check_alive()
 
 
 _GONE: list[OutRing] = []  # whose peers may still read what was said
@@ -490,9 +453,9 @@ def connect(group: ProcessGroup, device_type: str, *, level: int) -> ThroughMemo
         level: Of the logger's line that says why not.
 
     Communicates:
-        Two messages to each peer, of 56 and of 8 bytes.
+        Two messages to each peer, of 48 and of 8 bytes.
     """
-    peers = [peer for peer in range(_c10d.size_of(group)) if peer != _c10d.rank_in(group)]
+    peers = [peer for peer in range(group.size()) if peer != group.rank()]
     why = ("" if device_type == "cpu" else "its tensors are not on the CPU") or why_not()
     arena: Arena | None = None
     own: dict[int, tuple[Tensor, int]] = {}
@@ -502,7 +465,9 @@ def connect(group: ProcessGroup, device_type: str, *, level: int) -> ThroughMemo
             own = {peer: _fresh_ring(arena) for peer in peers}
         except (OSError, ValueError, MemoryError) as error:
             why, arena, own = f"shared memory cannot be made ({error})", None, {}
-    heard = _swap(group, {peer: _hello(arena, own[peer][1] if own else 0) for peer in peers}, _HELLO)
+    address = NO_ADDRESS if arena is None else arena.file_address
+    hellos = {peer: torch.tensor([*address, own[peer][1] if own else 0], device="cpu") for peer in peers}
+    heard = _swap(group, hellos, _HELLO)
     rings: dict[int, tuple[OutRing, InRing]] = {}
     if arena is not None:
         try:
@@ -514,7 +479,7 @@ def connect(group: ProcessGroup, device_type: str, *, level: int) -> ThroughMemo
     if arena is not None and not why and all(bool(each.item()) for each in verdicts.values()):
         return ThroughMemory(group, arena, rings)
     if why and device_type == "cpu":
-        log.log(level, f"The ranks of {_c10d.name_of(group)} exchange messages, not through shared memory: {why}.")
+        log.log(level, f"The ranks of {group.group_name} exchange messages, not through shared memory: {why}.")
     return None
 
 
@@ -525,22 +490,12 @@ def _fresh_ring(arena: Arena) -> tuple[Tensor, int]:
     return memory, offset
 
 
-def _hello(arena: Arena | None, ring: int) -> Tensor:
-    """Where a peer finds this rank's memory, and the ring to it."""
-    if arena is None:
-        return torch.zeros(7, dtype=torch.int64, device="cpu")
-    nonce = torch.frombuffer(bytearray(arena.nonce), dtype=torch.int64)
-    return torch.cat([torch.tensor([1, arena.pid, arena.fd, arena.num_bytes, ring], device="cpu"), nonce])
-
-
 def _rings_with(arena: Arena, own: tuple[Tensor, int], hello: Tensor) -> tuple[OutRing, InRing]:
     """The rings to a peer and from it."""
-    can, pid, fd, num_bytes, offset, *_ = hello.tolist()
-    if not can:
-        raise ValueError("it shares none")
-    nonce = bytes(hello[5:].view(torch.uint8).tolist())
-    theirs: Mapped = arena if nonce == arena.nonce else map_others(pid, fd, nonce, num_bytes)
-    peer = Peer(pid)
+    *numbers, offset = hello.tolist()
+    address = tuple(numbers)
+    theirs: Mapped = arena if address == arena.file_address else map_others(address)
+    peer = Peer(address[0])
     return OutRing(arena, own, peer), InRing(theirs, offset, peer)
 
 

@@ -1,8 +1,7 @@
 """Reducing buckets: full gradients of every rank become shards of their sum or mean."""
 
 import math
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,10 +9,10 @@ from torch import Tensor
 
 from dshard.collectives import divergence
 from dshard.collectives._c10d import ReduceOp, Work
+from dshard.collectives.all_reduce import sum_in_pairs
 from dshard.collectives.divergence import Kind
 from dshard.collectives.exchange import Exchange, shared_memory_of
 from dshard.collectives.group import Handle, ShardGroup
-from dshard.collectives.host.arena import Arena
 from dshard.collectives.memory import Buffer, BufferPool
 from dshard.collectives.plan import real_numel, shard_of
 from dshard.collectives.streams import follow, stream_on
@@ -22,11 +21,10 @@ from dshard.errors import StateError
 from dshard.layout import HEADER_BYTES, SMALL_GRAD_BYTES, BucketLayout, flags_numel
 
 
-@dataclass(frozen=True, slots=True)
 class ReducePlan:
     """Where the gradients of a bucket lie on the wire.
 
-    Args:
+    Attributes:
         bucket: Layout of the gradients.
         group: Ranks to reduce over.
         num_flags: Elements ahead of the gradients, one per tensor and padding.
@@ -38,32 +36,15 @@ class ReducePlan:
         real_numel: Elements that this rank sends to all peers together, without padding and flags.
     """
 
-    bucket: BucketLayout
-    group: ShardGroup
-    num_flags: int
-    sizes: tuple[int, ...]
-    row_numel: int
-    local_shapes: tuple[tuple[int, ...], ...]
-    local_numels: tuple[int, ...]
-    numels: tuple[int, ...]
-    real_numel: int
-
-    @classmethod
-    def of(cls, bucket: BucketLayout, group: ShardGroup) -> "ReducePlan":
-        """Plan the reduction of a bucket over `group`."""
-        num_flags = flags_numel(len(bucket.layouts))
-        shapes = tuple(layout.local_shape(group.rank) for layout in bucket.layouts)
-        return cls(
-            bucket,
-            group,
-            num_flags,
-            (num_flags, *bucket.slot_sizes),
-            num_flags + bucket.segment_numel,
-            shapes,
-            tuple(map(math.prod, shapes)),
-            tuple(layout.numel for layout in bucket.layouts),
-            sum(layout.numel for layout in bucket.layouts) - real_numel(bucket.layouts, group.rank),
-        )
+    def __init__(self, bucket: BucketLayout, group: ShardGroup) -> None:
+        self.bucket, self.group = bucket, group
+        self.num_flags = flags_numel(len(bucket.layouts))
+        self.sizes = (self.num_flags, *bucket.slot_sizes)
+        self.row_numel = self.num_flags + bucket.segment_numel
+        self.local_shapes = tuple(layout.local_shape(group.rank) for layout in bucket.layouts)
+        self.local_numels = tuple(map(math.prod, self.local_shapes))
+        self.numels = tuple(layout.numel for layout in bucket.layouts)
+        self.real_numel = sum(self.numels) - real_numel(bucket.layouts, group.rank)
 
 
 class _Waiting(NamedTuple):
@@ -94,24 +75,26 @@ class ReduceBucket:
         self, plan: ReducePlan, *, dtype: torch.dtype, device: torch.device, label: str, pool: BufferPool | None = None
     ) -> None:
         self._plan, self.group, self._label = plan, plan.group, label
-        self._pool = pool or BufferPool()
+        self._dtype, self._device, self._pool = dtype, device, pool or BufferPool()
         self._memory: Buffer | None = None
-        self._rows: Tensor | None = None
-        self._to_take: tuple[torch.dtype, torch.device] | None = dtype, device  # until the buffer is
+        self._rows: Tensor | None = None  # the send buffer, which lies there
+        self._has_left = False
         self._is_late = device.type != "cpu" and not self.group.is_direct and not dtype.is_complex
-        if not self._is_late:
-            self._take_now()
         self._slots: Sequence[Tensor] = ()  # of each tensor, shape (num_ranks, slot); made when first needed
         self._present = [False] * len(plan.numels)
         self._waiting: dict[int, _Waiting] = {}
-        self._device = device
         self._stream = stream_on(device)  # in which something was done with it last
+        if not self._is_late:
+            self._take_rows()
 
-    def _take_rows(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Memory for the gradients."""
-        num_ranks, row_numel = self.group.num_ranks, self._plan.row_numel
-        self._memory = self._pool.take(num_ranks * row_numel * dtype.itemsize, device, shared_memory_of(self.group))
-        self._rows = self._memory.memory.view(dtype).view(num_ranks, row_numel)
+    def _take_rows(self) -> Tensor:
+        """The send buffer, shape (num_ranks, row), which is taken if it was not."""
+        if self._rows is None:
+            num_ranks, row_numel = self.group.num_ranks, self._plan.row_numel
+            num_bytes = num_ranks * row_numel * self._dtype.itemsize
+            self._memory = self._pool.take(num_bytes, self._device, shared_memory_of(self.group))
+            self._rows = self._memory.memory.view(self._dtype).view(num_ranks, row_numel)
+        return self._rows
 
     def _come_along(self) -> None:
         """What follows is done in the stream that is current: behind what was done in others."""
@@ -120,14 +103,6 @@ class ReduceBucket:
             memory = [self._memory.memory] if self._memory is not None else []
             follow(stream, before, [*memory, *(waiting.grad for waiting in self._waiting.values())])
             self._stream = stream
-
-    def _take_now(self) -> Tensor:
-        """The send buffer, which is taken if it was not."""
-        wanted, self._to_take = self._to_take, None
-        if wanted is not None:
-            self._take_rows(*wanted)
-        assert self._rows is not None, "a bucket leaves once"
-        return self._rows
 
     @property
     def is_complete(self) -> bool:
@@ -151,8 +126,7 @@ class ReduceBucket:
             grad: Its gradient.
             may_wait: Whether nobody else writes to `grad`, so that a small one may be packed later.
         """
-        rows = self._rows
-        assert rows is not None or self._to_take is not None, "a gradient arrived after its bucket was reduced"
+        assert not self._has_left, "a gradient arrived after its bucket was reduced"
         if self._stream is not None:
             self._come_along()
         layout, numel = self._plan.bucket.layouts[index], self._plan.numels[index]
@@ -160,12 +134,8 @@ class ReduceBucket:
         self._present[index] = True
         is_dense = layout.dim == 0 and grad.is_contiguous()
         is_even = layout.slot_numel * layout.num_ranks == numel
-        waits = may_wait and is_dense and is_even and not accumulate
-        if self._is_late:
-            waits = waits and numel > 0
-        else:
-            assert rows is not None
-            waits = waits and grad.dtype == rows.dtype and numel * grad.itemsize <= SMALL_GRAD_BYTES
+        is_small = grad.dtype == self._dtype and numel * grad.itemsize <= SMALL_GRAD_BYTES
+        waits = may_wait and is_dense and is_even and not accumulate and (numel > 0 if self._is_late else is_small)
         if waits:
             # The gradient itself is kept: as long as somebody refers to it, autograd gives its memory to nobody else.
             self._waiting[index] = _Waiting(grad, grad.view(layout.num_ranks, layout.slot_numel), grad._version)
@@ -205,7 +175,7 @@ class ReduceBucket:
 
     def _all_slots(self) -> Sequence[Tensor]:
         if not self._slots:
-            self._slots = torch.split_with_sizes(self._take_now(), self._plan.sizes, dim=1)[1:]
+            self._slots = torch.split_with_sizes(self._take_rows(), self._plan.sizes, dim=1)[1:]
         return self._slots
 
     def _fill_rows(self, rows: Tensor) -> None:
@@ -244,7 +214,9 @@ class ReduceBucket:
         """
         if self._stream is not None:
             self._come_along()
-        rows = self._take_now()
+        assert not self._has_left, "a bucket leaves once"
+        self._has_left = True
+        rows = self._take_rows()
         self._fill_rows(rows)
         self._rows = None
         self._record(rows.element_size())
@@ -260,12 +232,8 @@ class ReduceBucket:
         """Every rank gets its row of all peers, and adds them in a fixed order."""
         group = self.group
         size = rows.shape[1]
-        exchange = Exchange(group, Kind.REDUCE, self._label, 0, size * rows.element_size())
-        exchange.expect(size, rows.dtype, self._pool)
-        if self._memory is not None:
-            exchange.lies_in(self._memory)
-        for peer in group.peers:
-            exchange.send(rows[peer], peer)
+        exchange = Exchange(group, Kind.REDUCE, self._label, 0, size * rows.element_size(), self._memory)
+        exchange.swap_rows(rows.unbind(), [rows[group.rank]] * group.num_ranks, self._pool)
         exchange.start()
         own = [rows[group.rank]]
         del rows
@@ -279,7 +247,8 @@ class ReduceBucket:
             self._give_back()
             return Reduced(row, self._plan)
 
-        return Handle(f"reduce-scatter of '{self._label}'", exchange, finish, group=group)
+        name = f"reduce-scatter of '{self._label}'"
+        return Handle(name, [exchange], finish, group=group, leave=exchange.leave)
 
     def _launch_flat(self, rows: Tensor, mean: bool) -> Handle["Reduced"]:
         """Reduce by the backend's own reduce-scatter."""
@@ -367,157 +336,3 @@ class Reduced:
     def anywhere(self, index: int) -> bool:
         """Whether any rank had a gradient of tensor `index`; waits for the device."""
         return bool(self._flags[index].real.item() > 0)
-
-
-_Steps = Generator[Handle[None], None, None]
-
-
-@dataclass(frozen=True, slots=True)
-class RowReduction:
-    """How rows are reduced over the ranks that hold the same shards.
-
-    Args:
-        mean: Divide by their number.
-        label: Of what unit.
-        tag: A number that must be equal on all of them; it stands for what the shards were written with.
-        pool: Where buffers come from and go to.
-        num_flags: Elements at the beginning of the row that are no values of the program; counted with headers.
-        on_other_writes: Called on all of them where ranks wrote otherwise to the shards, with those ranks; may raise.
-            Without it, and on a backend that is not direct, that is an error.
-    """
-
-    mean: bool
-    label: str
-    tag: int
-    pool: BufferPool
-    num_flags: int = 0
-    on_other_writes: Callable[[ShardGroup], None] | None = None
-
-
-def all_reduce_row(row: Tensor, replicas: ShardGroup, how: RowReduction) -> _Steps:
-    """Reduce a row over the ranks that hold the same shards, step by step, as `Steps` takes them.
-
-    On a direct backend each rank adds a part of the row, in a fixed order, and then sends it to the others: two steps.
-
-    Args:
-        row: One-dimensional, of one size on all ranks; overwritten. At the end it is equal on all of them.
-        replicas: Those ranks; if the row is replicated across several such groups, it is then reduced over these, too.
-        how: Says how.
-
-    Yields:
-        The handle of each step; waiting for it raises a DivergenceError if they are at different units, or `how.tag`
-        differs.
-
-    Communicates:
-        All-reduce of the row: `2 (R - 1) / R` of its bytes over `R` replicas.
-    """
-    yield from (_all_reduce_direct if replicas.is_direct else _all_reduce_flat)(row, replicas, how)
-    if replicas.replicas is not None:
-        yield from all_reduce_row(row, replicas.replicas, how)
-
-
-def _all_reduce_flat(row: Tensor, replicas: ShardGroup, how: RowReduction) -> _Steps:
-    """Reduce by the backend's own all-reduce."""
-    num_bytes, num_ranks = row.numel() * row.element_size(), replicas.num_ranks
-    sent, flags = 2 * num_bytes * (num_ranks - 1) // num_ranks, _bytes_of_flags(how.num_flags, row, replicas)
-    record("all_reduce", how.label, replicas, sent - flags, 0, flags)
-    divergence.note(replicas, Kind.REDUCE, how.label, how.tag)
-    native_mean = how.mean and replicas.has_means
-    works = replicas.all_reduce(row, ReduceOp.MEAN if native_mean else ReduceOp.SUM)
-    yield Handle(f"all-reduce of '{how.label}'", works, lambda: None, group=replicas)
-    if how.mean and not native_mean:
-        row.div_(num_ranks)
-
-
-def _all_reduce_direct(row: Tensor, replicas: ShardGroup, how: RowReduction) -> _Steps:
-    """Each rank adds its part straight from what the peers sent, or from their memory; then the parts are swapped."""
-    arena, memory = shared_memory_of(replicas), None
-    size = math.ceil(row.numel() / replicas.num_ranks)
-    parts = _split(row, size, replicas.num_ranks)
-    own, outs = parts[replicas.rank], {peer: parts[peer] for peer in replicas.peers}
-    if arena is not None:  # peers read from copies, each of which stays until they have: first of their parts
-        memory = _copy(outs, how.pool, arena)
-    sent = sum(parts[peer].numel() + own.numel() for peer in replicas.peers) * row.element_size()
-    flags = _bytes_of_flags(how.num_flags, row, replicas)
-    record("all_reduce", how.label, replicas, sent - flags, 0, flags + 2 * HEADER_BYTES * len(replicas.peers))
-
-    is_lenient = how.on_other_writes is not None
-    scatter = Exchange(replicas, Kind.REDUCE, how.label, how.tag, row.nbytes, takes_any_writes=is_lenient)
-    scatter.expect(own.numel(), row.dtype, how.pool)
-    if memory is not None:
-        scatter.lies_in(memory)
-    for peer in replicas.peers:
-        if outs[peer].numel():
-            scatter.send(outs[peer], peer)
-    scatter.start()
-    outs.clear()
-    yield _handle(scatter, how.label, replicas)
-    if own.numel():
-        received = [own if rank == replicas.rank else scatter.received(rank) for rank in range(replicas.num_ranks)]
-        own.copy_(sum_in_pairs(received, mean=how.mean))
-        del received
-    scatter.end_reading()
-    writes_differ = scatter.writes_differ
-    del scatter
-    if writes_differ and how.on_other_writes is not None:
-        how.on_other_writes(replicas)
-    sums = {replicas.rank: own}
-    gather = Exchange(replicas, Kind.GATHER, how.label, how.tag, row.nbytes, takes_any_writes=is_lenient)
-    if memory is not None and arena is not None:
-        how.pool.give(memory)
-        memory = _copy(sums, how.pool, arena)  # then of this rank's
-        gather.lies_in(memory)
-    for peer in replicas.peers:
-        gather.swap(parts[peer], sums[replicas.rank], peer)
-    gather.start()
-    del sums
-    yield _handle(gather, how.label, replicas)
-    if memory is not None:
-        how.pool.give(memory)
-
-
-def _copy(parts: dict[int, Tensor], pool: BufferPool, arena: Arena) -> Buffer:
-    """Put copies in an arena, one behind the other, in the place of some tensors of one dtype."""
-    buffer = pool.take(sum(part.nbytes for part in parts.values()), torch.device("cpu"), arena)
-    start = 0
-    for key, part in parts.items():
-        parts[key] = buffer.memory[start : start + part.nbytes].view(part.dtype).copy_(part)
-        start += part.nbytes
-    return buffer
-
-
-def _split(row: Tensor, size: int, num_ranks: int) -> list[Tensor]:
-    """A part of each rank; the last ones may be shorter."""
-    return [row[rank * size : (rank + 1) * size] for rank in range(num_ranks)]
-
-
-def _bytes_of_flags(num_flags: int, row: Tensor, replicas: ShardGroup) -> int:
-    """What a rank sends of them, taken as even."""
-    return 2 * num_flags * row.element_size() * (replicas.num_ranks - 1) // replicas.num_ranks
-
-
-def _handle(exchange: Exchange, label: str, group: ShardGroup) -> Handle[None]:
-    return Handle(f"all-reduce of '{label}'", exchange, lambda: None, group=group)
-
-
-def sum_in_pairs(parts: list[Tensor], *, mean: bool) -> Tensor:
-    """Add one row of each rank, neighbours in pairs, then pairs of pairs; 16-bit floats are added in fp32.
-
-    In that order the sums of `k` neighbours each, added up, give the same bits as all ranks at once, where `k` is a
-    power of two: whatever is sharded over how many ranks, and replicated across.
-    """
-    dtype = parts[0].dtype
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    total = _sum_of_pairs(parts, wide)
-    if mean:
-        total.div_(len(parts))
-    return total.to(dtype)
-
-
-def _sum_of_pairs(parts: list[Tensor], wide: torch.dtype) -> Tensor:
-    """The sum of at least two rows, in new memory."""
-    if len(parts) == 2:
-        return torch.add(parts[0].to(wide), parts[1])
-    num_left = 1 << (len(parts) - 1).bit_length() - 1  # the largest power of two below
-    left, right = parts[:num_left], parts[num_left:]
-    return _sum_of_pairs(left, wide).add_(right[0] if len(right) == 1 else _sum_of_pairs(right, wide))

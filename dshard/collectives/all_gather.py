@@ -115,12 +115,11 @@ def _gather_direct(
     values, rows = places.values, places.rows
     assert values is not None
     assert rows is not None
-    exchange = Exchange(group, Kind.GATHER, label, tag, plan.key)
+    exchange = Exchange(group, Kind.GATHER, label, tag, plan.key, memory)
     plan.pack(shards, rows[group.rank])
     own = [shards[i].reshape(-1) for i in plan.direct]  # dense, so this copies nothing but shards of unusual strides
     if own:
         torch._foreach_copy_([_part(values, plan, i, group.rank) for i in plan.direct], own)
-    exchange.lies_in(memory, mirrored=True)
     packed = rows[group.rank]
     for peer in group.peers:
         if plan.packed:
@@ -133,7 +132,7 @@ def _gather_direct(
         _unpack(rows, places, plan)
         return Gathered(places.fulls, memory)
 
-    return Handle(f"all-gather of '{label}'", exchange, finish, group=group)
+    return Handle(f"all-gather of '{label}'", [exchange], finish, group=group, leave=exchange.leave)
 
 
 def _part(values: Tensor, plan: GatherPlan, index: int, rank: int) -> Tensor:
