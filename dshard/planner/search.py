@@ -76,6 +76,7 @@ def fastest(chain: Chain, limit_bytes: int, start: Ints, max_labels: int, progre
             proven = max(proven, min(least, found.dropped_bound))
             if found.chosen is not None:
                 best.repair(found.chosen)
+                best.improve()
                 violated = relaxation.violated(chain.rows.values(found.chosen))
             is_long = max_labels < 10 * _NARROW * chain.num_units
             if violated or not np.isfinite(found.dropped_bound):
@@ -133,6 +134,21 @@ class Best:
             if not changed:
                 return
             chosen[changed] = options[changed]
+
+    def improve(self) -> None:
+        """Give one unit after the other a faster option, as long as what results fits."""
+        is_better = self.chosen is not None
+        while is_better:
+            assert self.chosen is not None
+            start, cost, losses = self.chosen, self.cost, self.losses(self.chosen)
+            for place in np.argsort(losses, axis=None, kind="stable")[:64].tolist():
+                unit, option = divmod(place, losses.shape[1])
+                if losses[unit, option] >= -_BETTER * cost:
+                    break
+                changed = start.copy()
+                changed[unit] = option
+                self.offer(changed)
+            is_better = self.cost < cost
 
     def losses(self, chosen: Ints) -> Floats:
         """Seconds that a step gets longer if one unit takes another option; shape (units, S)."""
@@ -206,6 +222,7 @@ class Relaxation:
         shares, *_ = self._mixed(range(len(self.rows)))
         for k in np.flatnonzero(shares[1:]).tolist():
             self._best.repair(self._known[k][0])
+        self._best.improve()
 
     def isolate(self) -> None:
         """Find the best price of each row alone, where there are several."""
