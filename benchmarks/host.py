@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.measure import Summary, timed
 from benchmarks.memory import footprint
-from benchmarks.models import KINDS, Size, overheads, step_of
+from benchmarks.models import BF16, KINDS, Size, overheads, step_of
 from benchmarks.output import Output, bars_of, table, timing_table
 from dshard.testing import fake_world
 
@@ -31,10 +32,12 @@ def _size(layers: int, width: int) -> Size:
     return Size(layers=layers, width=width, vocab=256, heads=4)
 
 
-def _timed(kinds: Sequence[str], size: Size, num_ranks: int, num_rounds: int) -> dict[str, Summary]:
+def _timed(
+    kinds: Sequence[str], size: Size, num_ranks: int, num_rounds: int, policy: MixedPrecisionPolicy | None = None
+) -> dict[str, Summary]:
     """Steps of some kinds, interleaved, on rank 0 of a fake world."""
     with fake_world(0, num_ranks):
-        variants = {kind: step_of(kind, size, 1, _TOKENS) for kind in kinds}
+        variants = {kind: step_of(kind, size, 1, _TOKENS, policy) for kind in kinds}
         rows = timed(variants, num_rounds=num_rounds, num_warmups=2 if size.layers <= 500 else 1)
     for row in rows.values():
         row.pop("exposed_ms", None)  # nothing travels, so there is nothing to wait for
@@ -44,13 +47,21 @@ def _timed(kinds: Sequence[str], size: Size, num_ranks: int, num_rounds: int) ->
 def run(output: Output, *, ranks: int = 8, rounds: int = 20, layers: int = 24, width: int = 64) -> None:
     """What a step costs the host: tiny layers, nothing on the wire."""
     torch.set_num_threads(1)
-    rows = _timed([kind for kind in KINDS if kind != "DDP"], _size(layers, width), ranks, rounds)
-    case = f"{layers} layers, {ranks} ranks"
-    print(f"{case}, fake group\n{timing_table(rows)}")
-    for suffix, share in overheads(rows).items():
-        print(f"overhead over unsharded{suffix}: {share:.2f} of FSDP2's")
-    panel = bars_of("a step with nothing on the wire", {case: rows}, "median_ms")
-    output.write("host_fake", {"header": output.header(backend="fake"), "rows": {case: rows}}, [panel])
+    cases: Results = {}
+    size = _size(layers, width)
+    for name, sized, policy in (
+        ("fp32", size, None),
+        ("bf16", size, BF16),
+        ("bf16, checkpointing", replace(size, checkpointing=True), BF16),
+    ):
+        rows = _timed([kind for kind in KINDS if kind != "DDP"], sized, ranks, rounds, policy)
+        case = f"{layers} layers, {ranks} ranks, {name}"
+        cases[case] = rows
+        print(f"{case}, fake group\n{timing_table(rows)}")
+        for suffix, share in overheads(rows).items():
+            print(f"overhead over unsharded{suffix}: {share:.2f} of FSDP2's")
+    panel = bars_of("a step with nothing on the wire", cases, "median_ms")
+    output.write("host_fake", {"header": output.header(backend="fake"), "rows": cases}, [panel])
 
 
 def _by_ranks(world_sizes: Sequence[int], num_rounds: int, size: Size) -> Results:

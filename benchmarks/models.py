@@ -348,9 +348,9 @@ FAMILY: dict[str, Workload] = {
 }
 
 
-def step_of(kind: str, size: Size, batch: int, tokens: int) -> Step:
+def step_of(kind: str, size: Size, batch: int, tokens: int, policy: MixedPrecisionPolicy | None = None) -> Step:
     """An AdamW step of a freshly built GPT on CPU."""
-    return Workload(step=partial(_train, batch=batch, tokens=tokens)).step_of(kind, size)
+    return Workload(step=partial(_train, batch=batch, tokens=tokens), policy=policy).step_of(kind, size)
 
 
 def overheads(rows: dict[str, Summary]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from dshard.interpreter import first_argument_of_forward
 from dshard.tensor import ShardedTensor
 from dshard.tensor.storage import ShardStorage
 
+GRAD: Any = Tensor.grad  # descriptor
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
@@ -109,7 +110,8 @@ def standing_for(grad: ShardedTensor, dtype: torch.dtype, *, is_seen: bool) -> S
 
 def keep_own_dtype(param: Any) -> None:
     """A parameter's `.grad` in the parameter's dtype, after autograd has put one there."""
-    grad = param.grad
+    with torch._C.DisableTorchFunctionSubclass():
+        grad: Any = GRAD.__get__(param)
     if isinstance(grad, ShardedTensor) and grad.storage_dtype != param.storage_dtype:
         known = grad.stands_for
         if known is not None and known.shard_storage is grad.shard_storage:
@@ -222,6 +224,11 @@ def runs_again_for_saved() -> bool:
     """Whether a region runs again, in backward, of a checkpoint that is not reentrant: for what it had saved."""
     pack = _hooks._top_saved_tensors_default_hooks(True)  # noqa: FBT003 - it takes no name
     return pack is not None and getattr(pack[0], "__module__", "") == _OF_CHECKPOINT
+
+
+def runs_again() -> bool:
+    """Whether a checkpointed region runs again, as far as is known of code in backward that autograd records."""
+    return runs_again_for_saved() or isinstance(torch._C._current_autograd_node(), BackwardCFunction)
 
 
 def note_function(ctx: Any, forwards: _Forwards, *, ran_in_forward: bool) -> bool:

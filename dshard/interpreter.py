@@ -39,8 +39,17 @@ def _of_one_name() -> int:
 _BY_ASKING = 0
 _BY_ASKING = _of_one_name() - 1  # versions of Python differ in whether a call's arguments count
 
+
+def _seen_of_one_name() -> int:
+    thing = object()
+    return sys.getrefcount(thing)
+
+
+_BY_LOOKING = _seen_of_one_name() - 1
+
 _REFS_OF_HOOK = 3  # to a gradient in its hook: autograd's tuple of arguments, the call of the partial, the hook's name
 _USES_OF_HOOK = 2  # in C++: autograd's and Python's
+_REFS_OF_BACKWARD = 5  # to a gradient in a backward: the tuples of three calls, and names of two functions
 
 
 def is_alone_in_hook(grad: Tensor) -> bool:
@@ -48,7 +57,22 @@ def is_alone_in_hook(grad: Tensor) -> bool:
 
     Nobody else can write to it then, before it is packed.
     """
-    return num_references(grad) <= _REFS_OF_HOOK + 1 + _kept_by_callers() and grad._use_count() <= _USES_OF_HOOK  # type: ignore[attr-defined]
+    if grad._use_count() > _USES_OF_HOOK:  # type: ignore[attr-defined]
+        return False
+    num_more = sys.getrefcount(grad) - _REFS_OF_HOOK - 1 - _BY_LOOKING
+    return num_more <= 0 or num_more <= _kept_by_callers()
+
+
+def is_alone_in_backward(grads: tuple[Tensor | None, ...], index: int) -> bool:
+    """Whether nobody but autograd and the running backward of a function refers to one of the gradients given to it.
+
+    Args:
+        grads: All that the function was given, which it passes to its caller, and that one to this.
+        index: Of the gradient.
+    """
+    grad = grads[index]
+    assert grad is not None
+    return sys.getrefcount(grad) <= _REFS_OF_BACKWARD + 1 + _BY_LOOKING and grad._use_count() <= 1  # type: ignore[attr-defined]
 
 
 def is_referred_to(tensor: Tensor, num_known: int) -> bool:

@@ -134,7 +134,7 @@ class ReduceBucket:
         self._present[index] = True
         is_dense = layout.dim == 0 and grad.is_contiguous()
         is_even = layout.slot_numel * layout.num_ranks == numel
-        is_small = grad.dtype == self._dtype and numel * grad.itemsize <= SMALL_GRAD_BYTES
+        is_small = 0 < numel * grad.itemsize <= SMALL_GRAD_BYTES
         waits = may_wait and is_dense and is_even and not accumulate and (numel > 0 if self._is_late else is_small)
         if waits:
             # The gradient itself is kept: as long as somebody refers to it, autograd gives its memory to nobody else.
@@ -183,12 +183,13 @@ class ReduceBucket:
         if len(self._waiting) == len(self._present):
             grads = [self._values(i) for i in range(len(self._present))]
             flags = grads[0].new_ones((rows.shape[0], self._plan.num_flags))
-            if not self._is_late:
-                torch.cat([flags, *grads], dim=1, out=rows)
-                self._waiting.clear()
-                return
             if all(grad.dtype == flags.dtype for grad in grads):
-                torch._chunk_cat([flags, *grads], dim=0, num_chunks=rows.shape[0], out=rows)
+                if self._is_late:
+                    torch._chunk_cat([flags, *grads], dim=0, num_chunks=rows.shape[0], out=rows)
+                elif flags.dtype == rows.dtype:
+                    torch.cat([flags, *grads], dim=1, out=rows)
+                else:
+                    rows.copy_(torch.cat([flags, *grads], dim=1))  # on CPU quicker than to convert each
                 self._waiting.clear()
                 return
         self._pack_waiting()

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from operator import attrgetter
@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dshard import collectives
-from dshard.autograd import in_backward, keep_own_dtype, outside_autograd
+from dshard.autograd import GRAD, in_backward, keep_own_dtype, outside_autograd
 from dshard.collectives import ReduceOp, num_noted, settle
 from dshard.errors import DivergenceError, UnsupportedOpError
 from dshard.gradients.iteration import Iteration
 from dshard.gradients.reducer import Needs, Reducer, UnitGradients
-from dshard.interpreter import is_alone_in_hook
+from dshard.gradients.reduction import will_accumulate
+from dshard.interpreter import is_alone_in_backward, is_alone_in_hook
 from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import TPShardLayout
 from dshard.tensor.sharded_tensor import REQUIRES_GRAD
@@ -133,7 +134,9 @@ class Backward:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_nested)
         context.backward_task = task
 
-    def receive(self, unit: Unit, slot: int, grad: Tensor, *, may_wait: bool = False) -> ShardedTensor:
+    def receive(
+        self, unit: Unit, slot: int, grad: Tensor, *, may_wait: bool = False, is_given: bool = False
+    ) -> ShardedTensor:
         """Take the full gradient of a parameter; gives the reduced one, which may still be in flight.
 
         Args:
@@ -141,6 +144,7 @@ class Backward:
             slot: Its number there.
             grad: The gradient.
             may_wait: Whether nobody else can write to `grad`, so that it may be packed later.
+            is_given: Whether the reduced one is for `.grad`, in the parameter's dtype, whatever that of `grad`.
         """
         own, check = self.reducer.units.get(unit), self.reducer.check
         if own is None:
@@ -150,7 +154,43 @@ class Backward:
             self._on_first(unit)
         if check is not None:
             check.note(unit.params[slot].name, grad)
-        return own.receive(slot, grad, may_wait=may_wait)
+        return own.receive(slot, grad, may_wait=may_wait, is_given=is_given)
+
+    def receive_together(
+        self, unit: Unit, slots: Sequence[int], grads: tuple[Tensor | None, ...], edges: Sequence[tuple[Any, int]]
+    ) -> list[Any]:
+        """Take the full gradients of a unit; gives what autograd is to hand on to each parameter.
+
+        That is nothing where `.grad` has it by now; and the gradient as it is where somebody is to see it on its way.
+
+        Args:
+            unit: The unit.
+            slots: Numbers of its parameters.
+            grads: Of each, the gradient that a function's backward was given.
+            edges: Of each, the place in the graph where it is accumulated.
+        """
+        self.notice()
+        left: list[Any] = []
+        for index, slot in enumerate(slots):
+            grad, param = grads[index], unit.params[slot]
+            if grad is None or not self._takes_at_once(param, grad, edges[index][0]):
+                left.append(grad)
+                continue
+            is_alone = is_alone_in_backward(grads, index)
+            reduced = self.receive(unit, slot, grad, may_wait=is_alone, is_given=True)
+            is_first = GRAD.__get__(param) is None
+            if is_first and len(param._post_accumulate_grad_hooks or ()) == (param.wire_precision is not None):
+                GRAD.__set__(param, reduced)
+                left.append(None)
+            else:
+                left.append(reduced)
+        return left
+
+    @staticmethod
+    def _takes_at_once(param: ShardedTensor, grad: Tensor, node: Any) -> bool:
+        """Whether nobody but `.grad` is to have a gradient, so that it need not be handed on to be reduced."""
+        is_ordinary = grad.layout == torch.strided and bool(REQUIRES_GRAD.__get__(param))
+        return is_ordinary and len(param._backward_hooks or ()) == 1 and will_accumulate(node)
 
     def _on_first(self, unit: Unit) -> None:
         """Gather a unit of which the first gradient has arrived, if other ranks may need it; or note that they did."""
@@ -187,6 +227,7 @@ class Backward:
     def _leave(self) -> None:
         """No backward runs any more."""
         self._context.backward_task = -1
+        self._context.forwards.await_backward(is_awaited=False)
         self._context.eviction.forget_backward()
         self.watches.forget()
 
@@ -216,6 +257,8 @@ class Backward:
             raise
         finally:
             context.eviction.end_backward()
+            for unit in units:
+                unit.num_unshards = 0
 
     def forget_failed(self) -> None:
         """Forget a backward that has not come to its end."""

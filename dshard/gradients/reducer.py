@@ -269,12 +269,12 @@ class UnitGradients:
         if unit.settings.strategy == "zero1" and unit.settings.requires_sync:
             self.deferral.note_backward(is_first=all(p.grad is None for p in unit.params))
 
-    def receive(self, slot: int, grad: Tensor, *, may_wait: bool) -> ShardedTensor:
+    def receive(self, slot: int, grad: Tensor, *, may_wait: bool, is_given: bool) -> ShardedTensor:
         """Take the full gradient of a parameter; gives the reduced one, which may still be in flight."""
         unit, reduction = self.unit, self._filling.get(slot)
         if reduction is None or not unit.settings.requires_sync or not reduction.awaits(slot):
             reduction = self._reduction_for(slot)
-        out = reduction.receive(unit.params[slot], grad, may_wait=may_wait)
+        out = reduction.receive(unit.params[slot], grad, may_wait=may_wait, is_given=is_given)
         self._arrived.add(slot)
         if len(self._arrived) == len(unit.params) and unit not in unit.model.regions.units:  # a frozen one may be used
             unit.model.eviction.after_backward(unit)

@@ -4,7 +4,7 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -112,8 +112,11 @@ class GradReduction:
         """Whether it ends by a collective of its own, over replicas or a hook's, which all ranks must start alike."""
         return not self.owes and (self.group.replicas is not None or self._hook is not None)
 
-    def receive(self, param: ShardedTensor, grad: Tensor, *, may_wait: bool) -> ShardedTensor:
-        """Take a full gradient of this rank and give the reduced one, which is not there yet."""
+    def receive(self, param: ShardedTensor, grad: Tensor, *, may_wait: bool, is_given: bool) -> ShardedTensor:
+        """Take a full gradient of this rank and give the reduced one, which is not there yet.
+
+        The arguments are those of `Backward.receive`.
+        """
         slot = param.gather_slot
         index = self._slots.index(slot)
         bucket = self._bucket
@@ -131,7 +134,7 @@ class GradReduction:
         out = param.awaiting(storage)
         if is_added:
             out.is_added_up = True
-        if grad.dtype == self._dtype:
+        if is_given or grad.dtype == self._dtype:
             return out
         return standing_for(out, grad.dtype, is_seen=len(param._backward_hooks or ()) > 1 or not accumulates(param))
 
@@ -384,8 +387,28 @@ def reduce_steps(
 
 def accumulates(param: ShardedTensor) -> bool:
     """Whether the backward that is running ends in `param.grad`, rather than in a result of `autograd.grad`."""
+    with torch.enable_grad():
+        (node, _), *_ = _Edge.apply(param).grad_fn.next_functions
+    return will_accumulate(node)
+
+
+def will_accumulate(node: Any) -> bool:
+    """As `accumulates`, given the node of autograd's at which the parameter's gradient arrives."""
     try:
-        node = torch.autograd.graph.get_gradient_edge(param).node
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch's answer for a leaf under autograd.grad
         return False
+
+
+class _Edge(torch.autograd.Function):
+    """Gives a parameter's place in the graph, in half of the time of a view of it, and whatever a use of it means."""
+
+    nothing: ClassVar[Tensor] = torch.empty(0, device="cpu")
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor) -> Tensor:
+        return _Edge.nothing.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise AssertionError("nothing depends on it")

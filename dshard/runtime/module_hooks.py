@@ -20,6 +20,7 @@ from dshard.errors import UnsupportedOpError
 from dshard.gradients.backward import hook_gradient
 from dshard.policies import Precision, PrecisionRules
 from dshard.runtime.runtime import Runtime
+from dshard.runtime.unsharding import UnshardedParameter, Unshardings
 from dshard.tensor import ShardedTensor
 from dshard.tensor.sharded_tensor import is_in_mixed_forward, note_forward_in_graph
 from dshard.tensor.storage import rejoin_source
@@ -162,9 +163,10 @@ def _check_statistics_of(module: nn.Module) -> None:
 def _check_statistics(module: nn.Module, args: Any) -> None:
     """Raise where a norm computes in another dtype than that of its running statistics."""
     weight, mean = module.weight, module.running_mean
-    if not isinstance(weight, ShardedTensor) or not isinstance(mean, Tensor) or weight.dtype == mean.dtype:
+    param = weight.sharded if isinstance(weight, UnshardedParameter) else weight
+    if not isinstance(param, ShardedTensor) or not isinstance(mean, Tensor) or weight.dtype == mean.dtype:
         return
-    name = weight.name.removesuffix(".weight")
+    name = param.name.removesuffix(".weight")
     raise UnsupportedOpError(
         f"{name}: a {type(module).__name__} computes in the dtype of its running statistics, but mp_policy computes "
         f"with its weight in {weight.dtype}, and these are {mean.dtype}. Leave it out by a pattern, as in "
@@ -274,6 +276,9 @@ class _Depend(torch.autograd.Function):
 
 
 _frames = torch._C._dynamo.eval_frame
+_AS_OBJECTS: Any = (
+    torch._C.DisableTorchFunctionSubclass
+)  # parameters, which the hooks ask for much, and compute nothing
 _HOOK_ID = -1  # torch counts from 0
 FORWARD_METHODS = "_dshard_forward_methods"  # names of those that `as_forward` was called for
 
@@ -359,7 +364,8 @@ def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any
         return _in_graph(module, args, kwargs)
     callback = _frames.set_eval_frame(None)
     try:
-        return _enter(module, args, kwargs)
+        with _AS_OBJECTS():
+            return _enter(module, args, kwargs)
     finally:
         _frames.set_eval_frame(callback)
 
@@ -386,6 +392,11 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         runtime.enter_forward(unit)
         if runtime.backward.watches.watch(unit, module, (args, kwargs)):
             unit.model.regions.note_gradient()
+    if units:
+        unshardings = units[0].model.get(Unshardings)
+        unshardings.begin(module)
+        for unit in units:
+            unshardings.of(unit, module).open()
     return (args, kwargs) if is_changed else None
 
 
@@ -413,7 +424,8 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
         return _cast_result(module, output)
     callback = _frames.set_eval_frame(None)
     try:
-        return _exit(module, output)
+        with _AS_OBJECTS():
+            return _exit(module, output)
     finally:
         _frames.set_eval_frame(callback)
 
@@ -428,6 +440,10 @@ def _exit(module: nn.Module, output: Any) -> Any:
     """A forward of a module ended, by a result or an exception."""
     units = _units_at(module)
     if units:
+        unshardings = units[0].model.get(Unshardings)
+        for unit in units:
+            unshardings.of(unit, module).close()
+        unshardings.end(module)
         units[0].model.forwards.note_running(-1)
     for unit in units:
         unit.model.get(Runtime).exit_forward(unit, module)

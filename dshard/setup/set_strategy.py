@@ -15,7 +15,8 @@ from dshard.gradients.backward import Backward
 from dshard.gradients.reducer import Reducer
 from dshard.optimizer.replace import Move, move_states, note_moves, place_of, relocate
 from dshard.policies import StrategyRules, read_strategies
-from dshard.runtime.runtime import LateParameters, context_of
+from dshard.runtime.late import LateParameters
+from dshard.runtime.runtime import context_of
 from dshard.slices import check_sliced, is_sliced, set_slices
 from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import tp_layout_of

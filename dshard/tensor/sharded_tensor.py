@@ -137,6 +137,7 @@ class ShardedBase(DTensor):
     swapped_source: tuple[GatherSource, int] | None = None  # where it belongs if a swap puts it in its origin's place
     is_added_up: bool = False  # as a gradient: already part of the buffer that `.grad` awaits
     grad_hook_handle: Any = None
+    spec_in_dtype: Any = None  # its description, and that with the dtype that was asked for last
     stands_for: Any = None  # of a gradient that names another dtype, the one with the right name
     wire_precision: Precision | None = None  # of a parameter, in which dtypes it travels
     _kind: Any = None  # of a class made for precedence, the one that it stands for
@@ -525,10 +526,24 @@ class ShardedTensor(ShardedBase):
             prototype = empty_of(dtype or meta.dtype, device)
         else:
             dtype = storage.resolve().dtype
-        if dtype not in (None, meta.dtype) or stride not in (None, meta.stride):
+        if stride not in (None, meta.stride):
             new_meta = TensorMeta(meta.shape, stride or meta.stride, dtype or meta.dtype)
             spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=new_meta)
+        elif dtype not in (None, meta.dtype):
+            assert dtype is not None
+            spec = self._spec_of(dtype)
         return self.kin.wrap(storage, spec, self.shard_group, name=self.given_name, prototype=prototype)
+
+    def _spec_of(self, dtype: torch.dtype) -> DTensorSpec:
+        """Its description with another dtype, which is made once: gradients under mixed precision take it each step."""
+        known_for, spec = self.spec_in_dtype or (None, None)
+        if spec is None or known_for is not self._spec or spec.tensor_meta.dtype != dtype:
+            meta = self._spec.tensor_meta
+            assert meta is not None
+            other = TensorMeta(meta.shape, meta.stride, dtype)
+            spec = DTensorSpec(self._spec.mesh, self._spec.placements, tensor_meta=other)
+            self.spec_in_dtype = self._spec, spec
+        return spec
 
     def derived(self, shard: Tensor) -> "ShardedTensor":
         """A cast or copy of this tensor: its gathers go through this one's unit while neither is written to."""
@@ -779,6 +794,10 @@ def _num_kept(func: Callable[..., Any]) -> int | None:
 def _in_compute_dtype(value: Any) -> Any:
     """An argument with what parameters are in the forward that is running in their place."""
     if isinstance(value, MixedShardedTensor):
+        source = value.own_source if value._view is None else None
+        again = source.unsharded_again(value.gather_slot) if source is not None else None
+        if again is not None:
+            return again
         return torch.ops.aten.alias.default(value) if value.compute_dtype() is not None else value
     if isinstance(value, (list, tuple)) and any(isinstance(v, MixedShardedTensor) for v in value):
         return type(value)([_in_compute_dtype(v) for v in value])

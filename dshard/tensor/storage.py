@@ -372,6 +372,9 @@ class GatherSource(Protocol):
     def computes(self, slot: int, use: Use | None = None) -> bool:
         """Whether a use of a parameter here means its value in the compute dtype."""
 
+    def unsharded_again(self, slot: int) -> Tensor | None:
+        """What a parameter is in a part of a forward, in which it was a full tensor, that runs again; else None."""
+
     def pinned(self, slot: int) -> Tensor | None:
         """The full value of a parameter, if an open `gathered` scope holds it."""
 

@@ -172,6 +172,9 @@ class TracedSource:
         """Whether a use means its value in another dtype: never."""
         return False
 
+    def unsharded_again(self, slot: int) -> None:
+        """No part of a graph runs again by itself."""
+
     def pinned(self, slot: int) -> Tensor | None:
         """None: no scope holds it."""
         return None

@@ -294,6 +294,11 @@ class Schedule(Generic[U]):
         self._position = None if position is None else position + 1
         return () if position is None else self._coming(known, position + 1)
 
+    def expects(self, unit: U) -> bool:
+        """Whether the last phase of this kind says that `unit` is touched next."""
+        known = self._known.get(self._phase, ()) if self._phase is not None else ()
+        return self._position is not None and self._position < len(known) and known[self._position] is unit
+
     def _coming(self, known: Sequence[U], start: int) -> Sequence[U]:
         """The next ones of a record that need anything."""
         found: list[U] = []
@@ -595,6 +600,7 @@ class Forwards:
         self.regions = Regions()
         self.is_autocasting = False  # the one that started or ended last
         self._num_told = 0  # of them, to parameters under mixed precision
+        self._awaits_backward = False  # in which parts of a forward may run again
         self._is_mixed = False
         self._is_plain: bool | None = None  # whether no value depends on where it is used; as soon as it is asked for
         self._device_type = "cpu"
@@ -619,7 +625,7 @@ class Forwards:
             self._is_mixed = any(unit.is_mixed for unit in units)
             self._is_plain = all(unit.is_plain for unit in units)
             self._device_type = next((p.shard_group.device_type for unit in units for p in unit.params), "cpu")
-        told = num_running if self._is_mixed else 0
+        told = num_running + self._awaits_backward if self._is_mixed else 0
         if num_running and not self.num_running and not self._is_plain:
             self.regions.begin()
         elif not num_running:
@@ -630,6 +636,12 @@ class Forwards:
         self.num_running = num_running
         # Asked here, for within the operations that it casts for, autocast says that it is off.
         self.is_autocasting = self.num_running > 0 and torch.is_autocast_enabled(self._device_type)
+
+    def await_backward(self, *, is_awaited: bool) -> None:
+        """A backward is to come, in which parts of a forward may run again under mixed precision; or it has ended."""
+        if is_awaited != self._awaits_backward:
+            self._awaits_backward = is_awaited
+            self.set_running(self.num_running)
 
 
 class ModelContext:
@@ -652,6 +664,7 @@ class ModelContext:
         self.split: Callable[[], None] | None = None  # forms units at the first use, of what the root's call took
         self.announce: Callable[[Phase], None] | None = None  # called ahead of each phase
         self.on_backward: Callable[[], object] = lambda: None  # called where a backward is found to use a unit
+        self.unshard_again: Callable[[Unit, int], Tensor | None] = lambda unit, slot: None  # for a recomputation
         self.on_outside: Callable[[], object] = lambda: None  # called where a gradient is read, or a unit gathered
         self.services: dict[type, Any] = {}  # by their class, as `get` makes them
         self._copy_streams: dict[tuple[Offload, bool], CopyStream] = {}

@@ -1,9 +1,10 @@
 """Gathered copies of the parameters of a unit: when they are there, fresh, awaited, copied to and from a host."""
 
 import enum
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
@@ -188,8 +189,32 @@ def opened(side: SideStream, bucket: Bucket) -> Iterator[bool]:
         yield True
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class FullTensors:
+    """Full tensors that lie in one memory.
+
+    Args:
+        starts: Their offsets, in order.
+        fulls: They.
+        params: Of which parameters.
+    """
+
+    starts: list[int] = field(default_factory=list)
+    fulls: list[Tensor] = field(default_factory=list)
+    params: list[Any] = field(default_factory=list)
+
+
+# By the identity of the storage; of units that are gathered, in this process.
+FULL_TENSORS: "weakref.WeakValueDictionary[int, FullTensors]" = weakref.WeakValueDictionary()
+
 _SHARD_OF = attrgetter("shard_storage.tensor")
 _VERSION_OF = attrgetter("_version")
+
+
+def _offset_of(pair: tuple[Tensor, Any]) -> int:
+    return int(pair[0].storage_offset())
+
+
 _MAX_VIEWS = 64  # of gathered copies that are remembered
 
 
@@ -209,6 +234,7 @@ class Copies:
         "_arrivals",
         "_beside",
         "_extensions",
+        "_found",
         "_full_views",
         "_fulls",
         "_in_flight",
@@ -239,6 +265,7 @@ class Copies:
         self._fulls: list[Tensor] | None = None
         self._full_views: dict[Any, Tensor] = {}  # of the gathered copies
         self.memories: list[Buffer] = []  # what the gathered copies lie in
+        self._found: dict[int, FullTensors] = {}  # they, by the identity of their storages
         self._in_flight: Sequence[tuple[tuple[int, ...], Handle[Gathered]]] = ()
         self._arrivals: list[Any] = []  # of shards that are copied from their home to where they are gathered
         self._parts: tuple[list[Tensor], list[Bucket]] | None = None  # in their place, until they are gathered again
@@ -321,6 +348,43 @@ class Copies:
             assert self._fulls is not None
             known = self._full_views[key] = viewed(self._fulls[slot], view.steps)
         return known
+
+    @property
+    def are_touched(self) -> bool:
+        """Whether they are there and were used in this phase, so that another use changes nothing."""
+        return self._fulls is not None and self._touched_in == self.unit.model.schedule.serial
+
+    def fulls(self) -> list[Tensor]:
+        """All parameters as operands, to be found by their memory; gathers the unit if there is no fresh copy.
+
+        Communicates:
+            As `full`.
+        """
+        self.full(0)
+        assert self._fulls is not None
+        if not self._found and not self.unit.is_whole:
+            self._note_memory(self._fulls)
+        return self._fulls
+
+    def _note_memory(self, fulls: Sequence[Tensor]) -> None:
+        """Have full tensors found by their memory."""
+        for full, param in sorted(zip(fulls, self.unit.params, strict=True), key=_offset_of):
+            storage = full.untyped_storage()._cdata
+            found = self._found.get(storage)
+            if found is None:
+                found = self._found[storage] = FULL_TENSORS[storage] = FullTensors()
+            found.starts.append(int(full.storage_offset()))
+            found.fulls.append(full)
+            found.params.append(param)
+
+    def at_hand_in_backward(self, slot: int) -> Tensor | None:
+        """Parameter `slot`, if the backward that runs has gathered and used them before."""
+        model = self.unit.model
+        is_known = self._fulls is not None and self._touched_in == model.schedule.serial
+        if not is_known or self._made_in.stream is not None or torch._C._current_graph_task_id() != model.backward_task:
+            return None
+        assert self._fulls is not None
+        return self._fulls[slot]
 
     def at_hand(self, slot: int) -> Tensor | None:
         """Parameter `slot`, if a fresh copy is there or under way; no use that the schedule notes."""
@@ -556,6 +620,8 @@ class Copies:
 
     def _let_go(self) -> None:
         """Hand back the memory of the full values."""
+        while self._found:
+            FULL_TENSORS.pop(self._found.popitem()[0], None)
         self._fulls = None
         self._full_views.clear()
         memories, self.memories = self.memories, []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dshard.autograd import in_backward, note_exact_use, ran_in_forward
+from dshard.autograd import in_backward, note_exact_use, ran_in_forward, runs_again
 from dshard.collectives import ShardGroup
 from dshard.errors import UnsupportedOpError
 from dshard.policies import reshard_choice
@@ -68,6 +68,9 @@ class Unit:
         self.num_active = 0  # forwards of its modules that are running
         self.num_pins = 0  # open `gathered` scopes
         self.is_requested = False  # by `unshard`, to stay until it was used
+        self.unshardings: dict[nn.Module, Any] = {}  # the forwards of its modules, as the runtime knows them
+        self.num_unshards = 0  # in forwards since the last backward ended, that autograd recorded
+        self.was_unsharded = False  # under mixed precision, in a forward: what is computed again of it is, too
         self.first_slice: Any = None  # of its parameter, which may be gathered ahead
         self.slice_bytes = 0  # of slices of its parameter that are gathered or under way
         self.sliced_in = -1  # autograd's number of the backward that last computed a gradient of it in slices
@@ -176,6 +179,11 @@ class Unit:
         full = self.copies.full(slot)
         return full if full.dtype == dtype else self.exact.full(slot)  # autocast casts the unit's parameters elsewhere
 
+    def full_in_backward(self, slot: int, dtype: torch.dtype) -> Tensor:
+        """As `full_of_dtype`, of what a forward had used; writes since this backward gathered it count no more."""
+        full = self.copies.at_hand_in_backward(slot)
+        return full if full is not None and full.dtype == dtype else self.full_of_dtype(slot, dtype)
+
     def full_in(self, slot: int, dtype: torch.dtype, use: Use | None = None) -> Tensor:
         """The full value of parameter `slot` in a given dtype, converted from the one that it is kept in."""
         if self.extensions is not None and slot in self.extensions.slots:
@@ -205,7 +213,7 @@ class Unit:
     def compute_dtype(self, slot: int) -> torch.dtype | None:
         """The dtype of parameter `slot` in the forward that is running, if one is; else None."""
         if not self.model.forwards.num_running:
-            return None
+            return self.copies.dtypes[slot] if self._is_recomputed else None
         self.model.forwards.regions.note_use(self.model.forwards)
         return self.copies.dtypes[slot]
 
@@ -223,6 +231,8 @@ class Unit:
             self.model.forwards.regions.note_use(self.model.forwards)
             param.is_used_in_functions |= not torch.is_grad_enabled()
             return True
+        if self._is_recomputed:
+            return True
         if not in_backward():
             if torch.is_grad_enabled():
                 param.is_used_exactly = True
@@ -237,6 +247,15 @@ class Unit:
         if others and compute != param.storage_dtype:
             return any(x.dtype == compute for x in others)
         return param.is_used_in_functions and not param.is_used_exactly
+
+    def unsharded_again(self, slot: int) -> Tensor | None:
+        """The full tensor of parameter `slot`, recorded by autograd, where a part of a forward runs again."""
+        return self.model.unshard_again(self, slot) if self._is_recomputed else None
+
+    @property
+    def _is_recomputed(self) -> bool:
+        """Whether a part of a forward in which it was unsharded runs again, in backward, without that module's call."""
+        return self.was_unsharded and in_backward() and torch.is_grad_enabled() and runs_again()
 
     def pinned(self, slot: int) -> Tensor | None:
         """The gathered copy of parameter `slot` if an open scope holds it."""

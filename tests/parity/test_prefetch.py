@@ -66,7 +66,7 @@ def started_ahead(depth: int) -> list[list[str]]:
             seen[-1].append(unit.label)
 
     for block in model.blocks:
-        block.register_forward_pre_hook(note)
+        block.register_forward_pre_hook(note, prepend=True)
     for step in range(3):
         seen.append([])
         loss_of(model, step).backward()

@@ -379,7 +379,7 @@ def under_way_at_the_start(strategy: str) -> list[list[bool]]:
             (unit,) = layer._dshard_units
             seen.append(unit.copies.are_there and unit.copies.are_fresh())
 
-        handles = [layer.register_forward_pre_hook(look) for layer in model]
+        handles = [layer.register_forward_pre_hook(look, prepend=True) for layer in model]
         model(rows(step)).square().sum().backward()
         for handle in handles:
             handle.remove()

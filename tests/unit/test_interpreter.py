@@ -43,6 +43,52 @@ def test_a_gradient_that_autograd_alone_holds_is_told_from_others():
     assert found == [True]
 
 
+class Handing(torch.autograd.Function):
+    """Looks at the gradients in its backward as the engine does: two calls further on."""
+
+    @staticmethod
+    def forward(ctx: Any, found: list[bool], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.found = found
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *handed_on(ctx.found, grads)
+
+
+def handed_on(found: list[bool], grads: tuple[Tensor, ...]) -> list[Tensor]:
+    left = []
+    for index in range(len(grads)):
+        grad = grads[index]
+        left.append(grad)
+        left.pop()
+        found.append(interpreter.is_alone_in_backward(grads, index))
+    return list(grads)
+
+
+def handing(found: list[bool]) -> tuple[Tensor, Tensor]:
+    params = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    first, second = Handing.apply(found, *params)
+    return first, second
+
+
+def test_gradients_of_a_functions_backward_that_autograd_alone_holds_are_told_from_others():
+    found: list[bool] = []
+    first, second = handing(found)
+    (first * 2 + second * 3).sum().backward()
+    assert found == [True, True]
+    found.clear()
+    first, second = handing(found)
+    (first + second).mul(2).sum().backward()  # one tensor for both
+    assert found == [False, False]
+    found.clear()
+    held: list[Tensor] = []
+    first, second = handing(found)
+    first.register_hook(held.append)
+    (first * 2 + second * 3).sum().backward()
+    assert found == [False, True]
+
+
 @pytest.mark.parametrize("how", ["a list", "an earlier hook", "the caller", "another node"])
 def test_a_gradient_that_somebody_else_holds_is_not_alone(how):
     found: list[bool] = []

@@ -1,0 +1,510 @@
+"""A module's forward with full tensors in the places of its parameters: one autograd node per unit, no dispatch.
+
+A parameter that is used means its full value anywhere: `ShardedTensor` gathers at each use. Within the forward of its
+own module, whose start and end are known, that is done once for all uses: the unit's full tensors stand in
+`module._parameters` until the forward ends. Gradients come back through the one node to the sharded parameters, where
+those of uses elsewhere come, too.
+
+Autograd saves views of full tensors. It is given their place in the unit instead, by hooks that the root's forward
+puts below all others, and gets them again, gathered, in backward: so nothing but the unit itself holds its memory.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dshard.autograd import in_backward
+from dshard.errors import StateError
+from dshard.gradients.backward import Backward
+from dshard.runtime.late import num_registrations
+from dshard.tensor import ShardedTensor
+from dshard.tensor.meshes import TPShardLayout
+from dshard.tensor.sharded_tensor import MixedShardedTensor
+from dshard.units.context import ModelContext
+from dshard.units.copies import FULL_TENSORS, FullTensors
+from dshard.units.unit import Unit
+
+_hooks = torch._C._autograd
+_VERSION_OF = attrgetter("_version")
+_KINDS = (ShardedTensor, MixedShardedTensor)  # whose full tensors are plain, and where their shards are
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_CHECKPOINT = "torch.utils.checkpoint"
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class UnshardedParameter(nn.Parameter):
+    """The full tensor of a sharded parameter, in its place in `module._parameters` while the module's forward runs.
+
+    Operations on it are torch's own, at their speed. What a program asks of the parameter and not of its values is
+    answered by the sharded one: its gradient, hooks on it, `to_local()`, and attributes that somebody gave it.
+
+    Attributes:
+        sharded: The parameter.
+    """
+
+    __slotnames__: ClassVar[list[str]] = []
+    sharded: Any
+
+    @classmethod
+    def of(cls, full: Tensor, sharded: Any) -> "UnshardedParameter":
+        """One that shares memory, and the counter of writes, with a full tensor.
+
+        Args:
+            full: Gathered.
+            sharded: The parameter.
+        """
+        out: UnshardedParameter = torch.Tensor._make_subclass(cls, full)
+        out.__dict__["sharded"] = sharded
+        return out
+
+    @property
+    def data(self) -> Tensor:
+        """The same memory outside of autograd; writes to it count, so that they reach the shards."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise StateError(
+            f"{self.sharded.name}: .data of a parameter can be replaced outside of its module's forward, where the "
+            "parameter is sharded, but this is within it. Do so ahead of the forward; or write to it, by "
+            "parameter.data.copy_(...)."
+        )
+
+    @property
+    def grad(self) -> Any:
+        """That of the sharded parameter."""
+        return self.sharded.grad
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        self.sharded.grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Of the sharded parameter, from the next forward on."""
+        self.sharded.requires_grad_(requires_grad)
+        return self
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """On the gradient of the sharded parameter, which is reduced."""
+        return self.sharded.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """As of the sharded parameter."""
+        return self.sharded.register_post_accumulate_grad_hook(hook)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The value, as a plain tensor. Communicates nothing.
+
+        Args:
+            grad_placements: Accepted for DTensor's sake; has no meaning here.
+        """
+        return self.view_as(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__dict__["sharded"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.sharded.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.sharded.__reduce_ex__(protocol)
+
+
+class _Unshard(torch.autograd.Function):
+    """From the sharded parameters of a unit to their full tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, slots: Sequence[int] | None, fulls: Sequence[Tensor], *params: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.unit, ctx.slots = unit, slots
+        return tuple(map(UnshardedParameter.of, fulls, params))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """Has the full gradients of this rank reduced; where some may come from other uses, each parameter's hook."""
+        unit: Unit = ctx.unit
+        is_ordinary = not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if not is_ordinary or ctx.slots is None or unit.num_unshards > 1 or unit.settings.num_slices > 1:
+            return None, None, None, *grads
+        backward: Backward = unit.model.get(Backward)
+        with torch._C.DisableTorchFunctionSubclass():  # parameters are asked for much, and nothing is computed
+            return None, None, None, *backward.receive_together(unit, ctx.slots, grads, ctx.next_functions)
+
+
+class _Place(NamedTuple):
+    """Where a module holds a parameter of the unit.
+
+    Args:
+        parameters: `module._parameters`.
+        name: There.
+        slot: Of the parameter in the unit.
+    """
+
+    parameters: dict[str, Any]
+    name: str
+    slot: int
+
+
+class Unsharding:
+    """The forwards of one module over the parameters of one unit.
+
+    Args:
+        unit: The unit.
+        module: One of its modules.
+    """
+
+    def __init__(self, unit: Unit, module: nn.Module) -> None:
+        self._unit, self._module = unit, module
+        self._params: list[Any] = []  # for which the places were looked up
+        self._num_registrations = -1
+        self._places: list[_Place] = []
+        self._in_place: list[UnshardedParameter | None] = []  # for each place; while a forward runs
+        self._fulls: list[Tensor] = []
+        self._versions: list[int] = []
+        self._depth = 0
+        self._was_open = False  # in the last forward that was no recomputation
+
+    def open(self) -> None:
+        """The forward starts: put full tensors in place, if they are what comes next."""
+        self._depth += 1
+        if self._depth > 1:
+            copies = self._unit.copies
+            if self._in_place and not (copies.are_touched and copies.are_fresh()):
+                raise StateError(
+                    f"{self._unit.label}: a forward was interrupted, and has left full tensors of an earlier step in "
+                    "the place of parameters. Call reset_iter_state() on the model, on all ranks."
+                )
+            return
+        is_open = self._is_due()
+        if is_open:
+            with _beside_modes():
+                self._put()
+        if not in_backward():
+            self._was_open = is_open
+
+    def _is_due(self) -> bool:
+        """Whether the forward uses the unit now, as far as is known, and in the ordinary way."""
+        unit, model = self._unit, self._unit.model
+        if unit.num_pins or unit.extensions is not None or unit.settings.num_slices > 1 or unit.casts_are_learned:
+            return False
+        if model.forwards.is_autocasting or unit in model.regions.units or model.regions.open_label is not None:
+            return False
+        if peek_interpreter_stack() is not None or torch._C._get_dispatch_mode(_FAKE) is not None:
+            return False
+        self._find_places()
+        if not self._places:
+            return False
+        if in_backward():
+            return self._was_open
+        if torch.is_grad_enabled() and not model.get(Unshardings).saves_places:
+            return False
+        return unit.copies.are_touched or model.schedule.expects(unit)
+
+    def _find_places(self) -> None:
+        """Look up where the module and those in it hold the unit's parameters, once for each change of these."""
+        unit = self._unit
+        if self._num_registrations == num_registrations() and self._params is unit.params:
+            return
+        self._num_registrations, self._params = num_registrations(), unit.params
+        self._places = []
+        kinds_match = all(type(param) in _KINDS and param.offload is None for param in unit.params)
+        if not kinds_match or any(isinstance(param.shard_layout, TPShardLayout) for param in unit.params):
+            return
+        slots = {id(param): slot for slot, param in enumerate(unit.params)}
+        for module in self._module.modules():
+            # An embedding that writes to its weight, on the rows that any rank looks up; a module that keeps a list.
+            if getattr(module, "max_norm", None) is not None or isinstance(module, nn.RNNBase):
+                continue
+            for name, param in module._parameters.items():
+                if id(param) in slots:
+                    self._places.append(_Place(module._parameters, name, slots[id(param)]))
+
+    def _put(self) -> None:
+        """Gather, and put full tensors in the place of the sharded parameters."""
+        unit = self._unit
+        if unit.is_mixed:
+            unit.was_unsharded = True
+            unit.model.forwards.regions.note_use(unit.model.forwards)
+        fulls = self._fulls = unit.copies.fulls()
+        params = unit.params
+        made: dict[int, UnshardedParameter] = {}
+        if not torch.is_inference_mode_enabled():
+            trainable = unit.trainable
+            if trainable:
+                unit.num_unshards += torch.is_grad_enabled() and not in_backward()
+                with torch.enable_grad():
+                    given = _Unshard.apply(
+                        unit, trainable, [fulls[slot] for slot in trainable], *[params[slot] for slot in trainable]
+                    )
+                made = dict(zip(trainable, given, strict=True))
+        self._in_place = []
+        for parameters, name, slot in self._places:
+            if parameters.get(name) is not params[slot]:  # torch.func.functional_call has put another one there
+                self._in_place.append(None)
+                continue
+            full = made.get(slot)
+            if full is None:
+                full = made[slot] = UnshardedParameter.of(fulls[slot], params[slot])
+            parameters[name] = full
+            self._in_place.append(full)
+        self._versions = list(map(_VERSION_OF, fulls))
+
+    def close(self) -> None:
+        """The forward ended, by a result or an exception: put the sharded parameters back."""
+        self._depth = max(0, self._depth - 1)
+        if self._depth or not self._in_place:
+            return
+        params, in_place, self._in_place = self._unit.params, self._in_place, []
+        for (parameters, name, slot), full in zip(self._places, in_place, strict=True):
+            if full is not None and parameters.get(name) is full:
+                parameters[name] = params[slot]
+        fulls, self._fulls = self._fulls, []
+        if list(map(_VERSION_OF, fulls)) != self._versions:
+            self._write_back(fulls)
+
+    def reset(self) -> None:
+        """No forward runs any more: one that was interrupted has left its full tensors in place."""
+        self._depth = 1
+        self.close()
+
+    def _write_back(self, fulls: Sequence[Tensor]) -> None:
+        """Have writes to full tensors reach the shards."""
+        unit = self._unit
+        for slot, (full, version) in enumerate(zip(fulls, self._versions, strict=True)):
+            if full._version == version:
+                continue
+            param = unit.params[slot]
+            if full.dtype != param.storage_dtype or unit.copies.are_once_per_host:
+                why = (
+                    "other ranks read the same memory" if full.dtype == param.storage_dtype else "it is a rounded copy"
+                )
+                raise StateError(
+                    f"{param.name}: a write to a parameter within its module's forward must reach the shards, but what "
+                    f"was written to is the full tensor there, and {why}. Write ahead of the forward or after it."
+                )
+            with torch.no_grad():
+                param.copy_(full)
+
+
+class Unshardings:
+    """Those of a model; while its root's forward runs, autograd saves places in units rather than their memory.
+
+    Args:
+        context: Of the model.
+    """
+
+    def __init__(self, context: ModelContext) -> None:
+        self.saves_places = False
+        self._context = context
+        self._num_roots = 0  # forwards of the root that run
+        context.unshard_again = _unshard_again
+
+    def of(self, unit: Unit, module: nn.Module) -> Unsharding:
+        """That of a module and a unit."""
+        known: Unsharding | None = unit.unshardings.get(module)
+        if known is None:
+            known = unit.unshardings[module] = Unsharding(unit, module)
+        return known
+
+    def begin(self, module: nn.Module) -> None:
+        """A module's forward starts."""
+        if module is not self._context.root:
+            return
+        self._num_roots += 1
+        if self._num_roots > 1 or not torch.is_grad_enabled() or in_backward() or peek_interpreter_stack() is not None:
+            return
+        below = _hooks._top_saved_tensors_default_hooks(True)  # noqa: FBT003 - it takes no name
+        if below is not None and getattr(below[0], "__module__", "") == _CHECKPOINT:
+            return  # which counts what is saved, then and when it computes it again
+        _hooks._push_saved_tensors_default_hooks(*(_hooks_over(below) if below is not None else _HOOKS))
+        _Transforms.begin()
+        self.saves_places = True
+
+    def end(self, module: nn.Module) -> None:
+        """It ended."""
+        if module is not self._context.root:
+            return
+        self._num_roots = max(0, self._num_roots - 1)
+        if not self._num_roots:
+            self._take_off()
+
+    def _take_off(self) -> None:
+        if self.saves_places:
+            self.saves_places = False
+            _Transforms.end()
+            self._context.forwards.await_backward(is_awaited=any(unit.was_unsharded for unit in self._context.units))
+            _hooks._pop_saved_tensors_default_hooks()
+
+    def reset(self) -> None:
+        """No forward runs any more, whatever the last one has left behind."""
+        self._num_roots = 0
+        self._take_off()
+        for known in [known for unit in self._context.units for known in unit.unshardings.values()]:
+            known.reset()
+
+
+def _unshard_again(unit: Unit, slot: int) -> Tensor:
+    """The full tensor of one parameter, for one use of it in a part of a forward that runs again."""
+    with _beside_modes():
+        fulls = unit.copies.fulls()
+        full: Tensor = _Unshard.apply(unit, None, [fulls[slot]], unit.params[slot])[0]
+    return full
+
+
+class _Saved(NamedTuple):
+    """A view of a full tensor, as autograd keeps it.
+
+    Args:
+        param: The sharded parameter.
+        num_writes: To its shard, so far.
+        dtype: Of the full tensor.
+        view: Its size, stride, and offset from the start of the full tensor; None for the full tensor as it is.
+    """
+
+    param: Any
+    num_writes: int
+    dtype: torch.dtype
+    view: tuple[torch.Size, tuple[int, ...], int] | None
+
+
+class _Kept(NamedTuple):
+    """Any other tensor. Where there are hooks, autograd leaves it to them to notice that it was written to.
+
+    Args:
+        tensor: The tensor.
+        version: Counts the writes to it, so far.
+    """
+
+    tensor: Tensor
+    version: int
+
+
+_Hook = Callable[[Any], Any]
+
+
+def _hooks_over(below: tuple[_Hook, _Hook] | None) -> tuple[_Hook, _Hook]:
+    """Hooks that save places in units, and all else as the hooks below them do."""
+    pack_below, unpack_below = below or (_keep, None)
+
+    def pack(tensor: Tensor) -> Any:
+        place = FULL_TENSORS.get(tensor.untyped_storage()._cdata)
+        if place is not None and (saved := _saved(tensor, place)) is not None:
+            return saved
+        return pack_below(tensor)
+
+    pack.is_own = True  # type: ignore[attr-defined]
+
+    def unpack(saved: Any) -> Any:
+        if type(saved) is _Kept:
+            if saved.tensor._version != saved.version:
+                raise RuntimeError(_CHANGED.format(*_described(saved)))
+            return saved.tensor
+        if type(saved) is _Saved:
+            return _restored(saved)
+        assert unpack_below is not None
+        return unpack_below(saved)
+
+    return pack, unpack
+
+
+def _keep(tensor: Tensor) -> _Kept:
+    return _Kept(tensor, tensor._version)
+
+
+_HOOKS = _hooks_over(None)
+
+
+class _Transforms:
+    """Lets transforms of `torch.func` run within a forward: they refuse to begin where autograd has hooks.
+
+    They ask by `torch.autograd.graph.disable_saved_tensors_hooks`. While a root's forward runs, another function is in
+    its place, which takes the hooks above off for as long as the transform runs. What it saves is kept as it is.
+    """
+
+    num_open: ClassVar[int] = 0
+    torchs: ClassVar[Any] = torch.autograd.graph.disable_saved_tensors_hooks
+
+    @classmethod
+    def begin(cls) -> None:
+        """Hooks were put on."""
+        cls.num_open += 1
+        if cls.num_open == 1:
+            cls.torchs = torch.autograd.graph.disable_saved_tensors_hooks
+            torch.autograd.graph.disable_saved_tensors_hooks = _without_own_hooks
+
+    @classmethod
+    def end(cls) -> None:
+        """They were taken off."""
+        cls.num_open -= 1
+        if not cls.num_open:
+            torch.autograd.graph.disable_saved_tensors_hooks = cls.torchs
+
+
+@contextmanager
+def _without_own_hooks(error_message: str) -> Iterator[None]:
+    taken = []
+    while (top := _hooks._top_saved_tensors_default_hooks(True)) is not None and hasattr(top[0], "is_own"):  # noqa: FBT003
+        taken.append(top)
+        _hooks._pop_saved_tensors_default_hooks()
+    try:
+        with _Transforms.torchs(error_message):
+            yield
+    finally:
+        for pair in reversed(taken):
+            _hooks._push_saved_tensors_default_hooks(*pair)
+
+
+_CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: [{} {}] is at "
+    "version {}; expected version {} instead. Hint: enable anomaly detection to find the operation that failed to "
+    "compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+)  # as autograd says it
+
+
+def _described(kept: _Kept) -> tuple[str, list[int], int, int]:
+    tensor = kept.tensor
+    return tensor.type(), list(tensor.shape), tensor._version, kept.version
+
+
+def _saved(tensor: Tensor, place: FullTensors) -> _Saved | None:
+    """What stands for a tensor in the memory of a unit's full tensors; None for what is no view of one of them."""
+    offset = int(tensor.storage_offset())
+    index = bisect_right(place.starts, offset) - 1
+    full, param = place.fulls[index], place.params[index]
+    if tensor.dtype != full.dtype or offset >= place.starts[index] + full.numel():
+        return None
+    size, stride = tensor.shape, tensor.stride()
+    start = offset - place.starts[index]
+    is_whole = not start and size == full.shape and stride == full.stride()
+    return _Saved(param, param.shard_storage.num_writes, full.dtype, None if is_whole else (size, stride, start))
+
+
+def _restored(saved: _Saved) -> Tensor:
+    """The tensor that was saved, of what is gathered in backward."""
+    param, num_writes, dtype, view = saved
+    if param.shard_storage.num_writes != num_writes:
+        raise RuntimeError(
+            f"{param.name}: one of the variables needed for gradient computation has been modified by an inplace "
+            "operation: this parameter was written to between its use in forward and the backward. Write to it after "
+            "the backward."
+        )
+    with _beside_modes():
+        full: Tensor = param.gather_source.full_in_backward(param.gather_slot, dtype)
+        if view is None:
+            return full
+        size, stride, start = view
+        return full.as_strided(size, stride, full.storage_offset() + start)
+
+
+def _beside_modes() -> AbstractContextManager[Any]:
+    """No dispatch mode of the program sees what is done: a checkpoint's counts operations, to find them again."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING

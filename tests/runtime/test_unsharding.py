@@ -1,0 +1,411 @@
+"""Within a module's forward its parameters are full tensors: what programs do there, and what autograd keeps of it."""
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+import dshard
+from dshard.runtime.unsharding import UnshardedParameter
+from dshard.tensor import ShardedTensor
+from dshard.testing import World, WorldPool
+from dshard.units.copies import FULL_TENSORS
+
+WIDTH = 8
+HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+class Block(nn.Module):
+    """A block that does something to itself in its forward, if it is told what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(WIDTH, 2 * WIDTH), nn.LayerNorm(2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.action: Callable[[Block], Any] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.action is not None:
+            self.action(self)
+        return x + self.down(torch.tanh(self.norm(self.up(x))))
+
+
+def build(num_blocks: int = 3) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(num_blocks)), nn.Linear(WIDTH, WIDTH))
+
+
+def sharded(model: Any, **options: Any) -> Any:
+    for block in model:
+        dshard.fully_shard(block, **options)
+    return dshard.fully_shard(model, **options)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(
+    model: Any, steps: range, ranks: list[int], forward: Callable[[Any, Tensor], Tensor] | None = None
+) -> list[Any]:
+    """The weights after some steps of SGD over the mean of the ranks' losses."""
+    run = forward or (lambda model, x: model(x))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in steps:
+        losses = [run(model, batch(step, rank)).square().mean() for rank in ranks]
+        (sum(losses[1:], losses[0]) / len(losses)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def values(model: Any) -> list[Tensor]:
+    params: list[Any] = list(model.parameters())
+    return [(p.full_tensor() if isinstance(p, ShardedTensor) else p).detach().clone() for p in params]
+
+
+def is_as_plain(forward: Callable[[Any, Tensor], Tensor] | None = None, **options: Any) -> bool:
+    """Whether the sharded model trains to the plain one's weights; the order of use is known from the second step."""
+    model, plain = sharded(build(), **options), build()
+    ranks = list(range(dist.get_world_size()))
+    own = train(model, range(4), [dist.get_rank()], forward)
+    others = train(plain, range(4), ranks, forward)
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(own, others, strict=True))
+
+
+# That the forward is one: nothing of it is dispatched in Python.
+
+
+def dispatched_in_a_step(options: dict[str, Any]) -> list[int]:
+    """Operations on sharded tensors in the forward and backward of each of three steps."""
+    model = sharded(build(), **options)
+    found = []
+    run = ShardedTensor._dispatch
+    counts = [0]
+
+    def counting(*args: Any) -> Any:
+        counts[0] += 1
+        return run(*args)
+
+    ShardedTensor._dispatch = staticmethod(counting)
+    try:
+        for step in range(3):
+            counts[0] = 0
+            model(batch(step, dist.get_rank())).square().mean().backward()
+            found.append(counts[0])
+            model.zero_grad()
+    finally:
+        ShardedTensor._dispatch = run
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["full", "keep", "zero1", "zero2", "ddp"])
+@pytest.mark.parametrize("mp_policy", [None, HALF], ids=["fp32", "bf16"])
+def test_from_the_second_step_on_no_operation_of_a_step_is_dispatched_in_python(worlds: WorldPool, strategy, mp_policy):
+    options: dict[str, Any] = {"strategy": strategy, **({"mp_policy": mp_policy} if mp_policy else {})}
+    for first, *others in worlds.run(2, dispatched_in_a_step, options):
+        assert first > 0
+        assert others == [0, 0]
+
+
+# What a program sees.
+
+
+def seen_in_forward() -> list[bool]:
+    model = sharded(build())
+    model(batch(0, 0)).sum().backward()
+    block, found = model[1], list[bool]()
+    block.up.weight.note = "of the program"
+    before = dict(block.named_parameters())
+    grads = {name: param.grad for name, param in before.items()}
+    hooked: list[Tensor] = []
+
+    def look(block: Block) -> None:
+        weight = block.up.weight
+        found.extend(
+            [
+                type(weight) is UnshardedParameter and isinstance(weight, nn.Parameter),
+                tuple(weight.shape) == (2 * WIDTH, WIDTH) and weight.requires_grad,
+                weight.grad is grads["up.weight"],
+                weight.note == "of the program",
+                torch.equal(weight.to_local(), before["up.weight"].to_local()),
+                torch.equal(weight.full_tensor(), weight) and dict(block.named_parameters())["up.weight"] is weight,
+            ]
+        )
+        weight.register_hook(hooked.append)
+
+    block.action = look
+    model(batch(1, dist.get_rank())).sum().backward()
+    after = dict(block.named_parameters())
+    found.append(all(after[name] is param for name, param in before.items()))
+    found.append(len(hooked) == 1 and isinstance(hooked[0], ShardedTensor))  # reduced, as outside of a forward
+    known = [param.gather_source.model for place in FULL_TENSORS.values() for param in place.params]
+    found.append(model._context() not in known)  # else of models of earlier tests
+    return found
+
+
+def test_a_full_tensor_answers_for_the_parameter_and_is_gone_after_the_forward(worlds: WorldPool):
+    for found in worlds.run(2, seen_in_forward):
+        assert found == [True] * 9
+
+
+def left_by_an_exception(kind: type[BaseException]) -> list[bool]:
+    model = sharded(build())
+    train(model, range(2), [dist.get_rank()])
+
+    def fail(block: Block) -> None:
+        raise kind("bad batch")
+
+    model[1].action = fail
+    with pytest.raises(kind):
+        model(batch(2, 0))
+    model[1].action = None
+    if kind is KeyboardInterrupt:
+        with torch.no_grad():
+            model[1].up.weight.sharded.mul_(1.0)
+        with pytest.raises(dshard.StateError, match="reset_iter_state"):
+            model(batch(2, 0))
+        model.reset_iter_state()
+    all_sharded = all(isinstance(param, ShardedTensor) for param in model.parameters())
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    train(model, range(2, 4), [dist.get_rank()])
+    return [all_sharded, hooks is None]
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_an_exception_leaves_no_full_tensor_and_no_hook_behind(kind):
+    with World(2) as world:
+        assert world.run(left_by_an_exception, kind) == [[True, True]] * 2
+
+
+# What a program does.
+
+
+def in_functional_call(model: Any, x: Tensor) -> Tensor:
+    """Around all, and in the middle of a forward, with weights that are computed."""
+    scaled = {name: 2.0 * param for name, param in model[1].named_parameters()}
+    return functional_call(model, {f"1.{name}": value for name, value in scaled.items()}, (x,))
+
+
+class Generated(nn.Module):
+    """Calls a part of itself with weights that it makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = {name: param * self.scale for name, param in self.part.named_parameters()}
+        return self.part(x) + functional_call(self.part, made, (x,))
+
+
+def generates_as_plain() -> bool:
+    torch.manual_seed(0)
+    model, plain = (nn.Sequential(Generated(), Generated()) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    ranks = list(range(dist.get_world_size()))
+    own = train(sharded(model), range(4), [dist.get_rank()])
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(own, train(plain, range(4), ranks), strict=True))
+
+
+def test_functional_call_within_a_forward_uses_what_it_is_given(worlds: WorldPool):
+    assert worlds.run(2, generates_as_plain) == [True] * 2
+
+
+class Transforming(nn.Module):
+    """Differentiates a part of itself, and maps it over the batch, by transforms of `torch.func`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda y: torch.tanh(self.part(y)).sum())(x)
+        return self.part(x) + slope + torch.func.vmap(self.part)(x)
+
+
+def transforms_as_plain() -> bool:
+    torch.manual_seed(0)
+    model, plain = (nn.Sequential(Transforming(), Transforming()) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    disable = torch.autograd.graph.disable_saved_tensors_hooks
+    own = train(sharded(model), range(4), [dist.get_rank()])
+    assert torch.autograd.graph.disable_saved_tensors_hooks is disable
+    others = train(plain, range(4), list(range(dist.get_world_size())))
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(own, others, strict=True))
+
+
+def test_transforms_run_within_a_forward(worlds: WorldPool):
+    assert worlds.run(2, transforms_as_plain) == [True] * 2
+
+
+def test_an_activation_that_is_written_to_is_told_as_autograd_tells_it(worlds: WorldPool):
+    for text in worlds.run(2, written_activation):
+        assert "one of the variables needed for gradient computation has been modified by an inplace operation" in text
+        assert "[torch.FloatTensor [3, 8]] is at version 1; expected version 0 instead" in text
+
+
+def written_activation() -> str:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.part(x).sigmoid()
+            out = y * 1.0
+            y.mul_(2.0)  # which the sigmoid's backward needs
+            return out
+
+    model = sharded(nn.Sequential(Writes(), nn.Linear(WIDTH, WIDTH)))
+    try:
+        model(batch(0, 0)).sum().backward()
+    except RuntimeError as error:
+        model.reset_iter_state()
+        return str(error)
+    return "nothing"
+
+
+def twice_through(model: Any, x: Tensor) -> Tensor:
+    return model(model(x))
+
+
+def beside_its_forward(model: Any, x: Tensor) -> Tensor:
+    weight = model[1].up.weight
+    return model(x) + nn.functional.linear(x, weight[:WIDTH]) * weight.square().mean()
+
+
+def saved_on_cpu(model: Any, x: Tensor) -> Tensor:
+    with save_on_cpu():
+        return model(x)
+
+
+def all_recomputed(model: Any, x: Tensor) -> Tensor:
+    return checkpoint(model, x, use_reentrant=False)
+
+
+def parts_recomputed(model: Any, x: Tensor) -> Tensor:
+    for i, block in enumerate(model):
+        x = checkpoint(block, x.requires_grad_() if x.is_leaf else x, use_reentrant=i == 1)
+    return x
+
+
+def with_a_penalty(model: Any, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    return out + slope.square().mean()
+
+
+def without_the_first(model: Any, x: Tensor) -> Tensor:
+    for param in model[0].parameters():
+        param.requires_grad_(False)
+    return model(x)
+
+
+FORWARDS = [
+    *(in_functional_call, twice_through, beside_its_forward, saved_on_cpu, all_recomputed, parts_recomputed),
+    *(with_a_penalty, without_the_first),
+]
+
+
+@pytest.mark.parametrize("strategy", ["full", "zero2"])
+@pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.__name__)
+def test_training_equals_that_of_the_plain_model(worlds: WorldPool, forward, strategy):
+    assert worlds.run(2, is_as_plain, forward, strategy=strategy) == [True] * 2
+
+
+# Writes.
+
+
+def clamped(how: str) -> Callable[[Block], None]:
+    def write(block: Block) -> None:
+        if how == "data":
+            block.up.weight.data.mul_(0.5)
+        elif how == "no_grad":
+            with torch.no_grad():
+                block.up.weight.mul_(0.5)
+        else:
+            block.up.weight.data = torch.zeros(2 * WIDTH, WIDTH)
+
+    return write
+
+
+def written_in_forward(how: str, options: dict[str, Any], transport: str) -> Any:
+    os.environ["DSHARD_TRANSPORT"] = transport
+    model = sharded(build(), **options)
+    train(model, range(2), [dist.get_rank()])
+    before = model[1].up.weight.full_tensor().detach().clone()
+    model[1].action = clamped(how)
+    try:
+        model(batch(2, 0))
+    except dshard.StateError as error:
+        return str(error)
+    return torch.allclose(model[1].up.weight.full_tensor(), before * 0.5)
+
+
+@pytest.mark.parametrize("how", ["data", "no_grad"])
+def test_a_write_in_forward_reaches_the_shards(how):
+    with World(2) as world:
+        assert world.run(written_in_forward, how, {}, "messages") == [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "transport", "why"),
+    [
+        ("data", {"mp_policy": HALF}, "messages", "1.up.weight: .* it is a rounded copy"),
+        ("data", {}, "memory", "1.up.weight: .* other ranks read the same memory"),
+        ("replaced", {}, "messages", "1.up.weight: .data of a parameter can be replaced outside"),
+    ],
+)
+def test_a_write_in_forward_that_cannot_reach_them_raises(how, options, transport, why):
+    with World(2) as world:
+        for text in world.run(written_in_forward, how, options, transport):
+            assert isinstance(text, str), text
+            assert re.search(why, text), text
+
+
+def written_before_backward() -> str:
+    model = sharded(build())
+    train(model, range(2), [dist.get_rank()])
+    loss = model(batch(2, 0)).sum()
+    with torch.no_grad():
+        model[1].down.weight.mul_(2.0)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        model.reset_iter_state()
+        return str(error)
+    return "nothing"
+
+
+def test_a_weight_that_is_written_between_forward_and_backward_is_named(worlds: WorldPool):
+    for text in worlds.run(2, written_before_backward):
+        assert text.startswith("1.down.weight: ")
+        assert "has been modified by an inplace operation" in text
+
+
+def kept_past_the_forward() -> bool:
+    """A full tensor that a program keeps stays what it is, whatever comes after."""
+    model = sharded(build())
+    train(model, range(2), [dist.get_rank()])
+    kept: list[Tensor] = []
+    model[1].action = lambda block: kept.append(block.up.weight.detach())
+    model(batch(2, 0)).sum().backward()
+    model[1].action = None
+    before = kept[0].clone()
+    train(model, range(2, 5), [dist.get_rank()])
+    return torch.equal(kept[0], before)
+
+
+def test_a_full_tensor_that_is_kept_stays_what_it_is(worlds: WorldPool):
+    assert worlds.run(2, kept_past_the_forward) == [True] * 2
