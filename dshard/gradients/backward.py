@@ -178,12 +178,12 @@ class Backward:
                 continue
             is_alone = is_alone_in_backward(grads, index)
             reduced = self.receive(unit, slot, grad, may_wait=is_alone, is_given=True)
-            is_first = GRAD.__get__(param) is None
-            if is_first and len(param._post_accumulate_grad_hooks or ()) == (param.wire_precision is not None):
+            known = GRAD.__get__(param)
+            if known is None:
                 GRAD.__set__(param, reduced)
-                left.append(None)
-            else:
-                left.append(reduced)
+            else:  # not by autograd, which would add a full gradient of another use to it first
+                known.add_(reduced)
+            left.append(None)
         return left
 
     @staticmethod
@@ -258,7 +258,7 @@ class Backward:
         finally:
             context.eviction.end_backward()
             for unit in units:
-                unit.num_unshards = 0
+                unit.num_unshards, unit.is_used_beside = 0, False
 
     def forget_failed(self) -> None:
         """Forget a backward that has not come to its end."""

@@ -133,7 +133,8 @@ class _Unshard(torch.autograd.Function):
         """Has the full gradients of this rank reduced; where some may come from other uses, each parameter's hook."""
         unit: Unit = ctx.unit
         is_ordinary = not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        if not is_ordinary or ctx.slots is None or unit.num_unshards > 1 or unit.settings.num_slices > 1:
+        is_all = unit.num_unshards <= 1 and not unit.is_used_beside and ctx.slots is not None
+        if not (is_ordinary and is_all) or unit.settings.num_slices > 1:
             return None, None, None, *grads
         backward: Backward = unit.model.get(Backward)
         with torch._C.DisableTorchFunctionSubclass():  # parameters are asked for much, and nothing is computed

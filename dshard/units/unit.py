@@ -70,6 +70,7 @@ class Unit:
         self.is_requested = False  # by `unshard`, to stay until it was used
         self.unshardings: dict[nn.Module, Any] = {}  # the forwards of its modules, as the runtime knows them
         self.num_unshards = 0  # in forwards since the last backward ended, that autograd recorded
+        self.is_used_beside = False  # by an operation on a sharded parameter, since then, that it may have recorded
         self.was_unsharded = False  # under mixed precision, in a forward: what is computed again of it is, too
         self.first_slice: Any = None  # of its parameter, which may be gathered ahead
         self.slice_bytes = 0  # of slices of its parameter that are gathered or under way
@@ -145,6 +146,8 @@ class Unit:
         Communicates:
             At most one all-gather per bucket, if there is no fresh copy.
         """
+        if not self.is_used_beside and torch.is_grad_enabled() and not in_backward():
+            self.is_used_beside = True
         if self.is_plain:
             return self.copies.full(slot, view, use)
         if self._learned is not None:
