@@ -365,13 +365,13 @@ def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any
     callback = _frames.set_eval_frame(None)
     try:
         with _AS_OBJECTS():
-            return _enter(module, args, kwargs)
+            return _enter(module, args, kwargs, is_eager=callback is None)
     finally:
         _frames.set_eval_frame(callback)
 
 
-def _enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """A forward of a module starts."""
+def _enter(module: nn.Module, args: Any, kwargs: Any, *, is_eager: bool) -> tuple[Any, Any] | None:
+    """A forward of a module starts; `is_eager` unless dynamo makes graphs of the frames that it calls."""
     units = _units_at(module)
     if units:
         model = units[0].model
@@ -396,7 +396,7 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         unshardings = units[0].model.get(Unshardings)
         unshardings.begin(module)
         for unit in units:
-            unshardings.of(unit, module).open()
+            unshardings.of(unit, module).open(is_eager=is_eager)
     return (args, kwargs) if is_changed else None
 
 

@@ -174,8 +174,11 @@ class Unsharding:
         self._depth = 0
         self._was_open = False  # in the last forward that was no recomputation
 
-    def open(self) -> None:
-        """The forward starts: put full tensors in place, if they are what comes next."""
+    def open(self, *, is_eager: bool) -> None:
+        """The forward starts: put full tensors in place, if they are what comes next.
+
+        Where dynamo makes graphs of a forward, they take shards, and gather: what runs again takes them, too.
+        """
         self._depth += 1
         if self._depth > 1:
             copies = self._unit.copies
@@ -185,7 +188,7 @@ class Unsharding:
                     "the place of parameters. Call reset_iter_state() on the model, on all ranks."
                 )
             return
-        is_open = self._is_due()
+        is_open = is_eager and self._is_due()
         if is_open:
             with _beside_modes():
                 self._put()
