@@ -324,6 +324,32 @@ def test_training_equals_that_of_the_plain_model(worlds: WorldPool, forward, str
     assert worlds.run(2, is_as_plain, forward, strategy=strategy) == [True] * 2
 
 
+def accumulate(model: Any, ranks: list[int], *, syncs_each: bool) -> list[Tensor]:
+    """The weights after steps of two micro-batches, the second one with a penalty on the weights themselves."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        for micro in range(2):
+            if isinstance(model, dshard.FSDPModule):
+                model.set_requires_gradient_sync(syncs_each or micro == 1)
+            losses = [model(batch(10 * step + micro, rank)).square().mean() for rank in ranks]
+            penalty = sum(param.square().sum() for param in model.parameters()) if micro else 0.0
+            (sum(losses[1:], losses[0]) / len(losses) + 0.01 * penalty).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def accumulates_as_plain(syncs_each: bool) -> bool:
+    own = accumulate(sharded(build()), [dist.get_rank()], syncs_each=syncs_each)
+    others = accumulate(build(), list(range(dist.get_world_size())), syncs_each=syncs_each)
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(own, others, strict=True))
+
+
+@pytest.mark.parametrize("syncs_each", [False, True])
+def test_gradients_of_a_forward_and_of_other_uses_add_up_over_micro_batches(worlds: WorldPool, syncs_each):
+    assert worlds.run(2, accumulates_as_plain, syncs_each) == [True] * 2
+
+
 # Writes.
 
 
