@@ -426,6 +426,12 @@ def users_hooks(param: ShardedTensor) -> tuple[list[Any], list[Any]]:
     return others, [hook for hook in known_after.values() if hook is not keep_own_dtype]
 
 
+def has_hooks(param: ShardedTensor) -> bool:
+    """Whether a program has hooks of its own on the gradient of a parameter, or on its accumulation."""
+    own_after = param.wire_precision is not None
+    return len(param._backward_hooks or ()) > 1 or len(param._post_accumulate_grad_hooks or ()) > own_after
+
+
 def hook_gradient(param: ShardedTensor) -> None:
     """Have the gradients of a parameter reduced, from the first time that it takes any."""
     if param.requires_grad and param.is_leaf and param.grad_hook_handle is None:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dshard.autograd import in_backward
 from dshard.errors import StateError
-from dshard.gradients.backward import Backward
+from dshard.gradients.backward import Backward, has_hooks
 from dshard.runtime.late import num_registrations
 from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import TPShardLayout
@@ -224,7 +224,12 @@ class Unsharding:
         if not kinds_match or any(isinstance(param.shard_layout, TPShardLayout) for param in unit.params):
             return
         slots = {id(param): slot for slot, param in enumerate(unit.params)}
+        # What was compiled takes shards, and gathers in its graphs: one graph for all steps.
+        tops = (each for each in self._module.modules() if each._compiled_call_impl or "_orig_mod" in each._modules)
+        compiled = {inner for top in tops for inner in top.modules()}
         for module in self._module.modules():
+            if module in compiled:
+                continue
             # An embedding that writes to its weight, on the rows that any rank looks up; a module that keeps a list.
             if getattr(module, "max_norm", None) is not None or isinstance(module, nn.RNNBase):
                 continue
@@ -240,16 +245,7 @@ class Unsharding:
             unit.model.forwards.regions.note_use(unit.model.forwards)
         fulls = self._fulls = unit.copies.fulls()
         params = unit.params
-        made: dict[int, UnshardedParameter] = {}
-        if not torch.is_inference_mode_enabled():
-            trainable = unit.trainable
-            if trainable:
-                unit.num_unshards += torch.is_grad_enabled() and not in_backward()
-                with torch.enable_grad():
-                    given = _Unshard.apply(
-                        unit, trainable, [fulls[slot] for slot in trainable], *[params[slot] for slot in trainable]
-                    )
-                made = dict(zip(trainable, given, strict=True))
+        made = {} if torch.is_inference_mode_enabled() else self._recorded(fulls)
         self._in_place = []
         for parameters, name, slot in self._places:
             if parameters.get(name) is not params[slot]:  # torch.func.functional_call has put another one there
@@ -261,6 +257,25 @@ class Unsharding:
             parameters[name] = full
             self._in_place.append(full)
         self._versions = list(map(_VERSION_OF, fulls))
+
+    def _recorded(self, fulls: Sequence[Tensor]) -> dict[int, UnshardedParameter]:
+        """The full tensors of trainable parameters, through one autograd node for those without hooks of the program.
+
+        A hook is called where the parameter was used, and a node runs where any of its results was.
+        """
+        unit, params = self._unit, self._unit.params
+        trainable = unit.trainable
+        watched = [slot for slot in trainable if has_hooks(params[slot])]
+        slots = [slot for slot in trainable if slot not in watched] if watched else trainable
+        made: dict[int, UnshardedParameter] = {}
+        unit.num_unshards += torch.is_grad_enabled() and not in_backward()
+        with torch.enable_grad():
+            if slots:
+                given = _Unshard.apply(unit, slots, [fulls[slot] for slot in slots], *[params[slot] for slot in slots])
+                made = dict(zip(slots, given, strict=True))
+            for slot in watched:
+                (made[slot],) = _Unshard.apply(unit, None, [fulls[slot]], params[slot])
+        return made
 
     def close(self) -> None:
         """The forward ended, by a result or an exception: put the sharded parameters back."""

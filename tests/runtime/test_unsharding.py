@@ -324,6 +324,32 @@ def test_training_equals_that_of_the_plain_model(worlds: WorldPool, forward, str
     assert worlds.run(2, is_as_plain, forward, strategy=strategy) == [True] * 2
 
 
+def hooked_where_unused() -> list[list[str]]:
+    """Which hooks ran in a step that leaves a layer of a unit out."""
+    model = sharded(build())
+    ran: list[str] = []
+    for name, param in model[1].named_parameters():
+        param.register_hook(lambda grad, name=name: ran.append(f"{name} {grad is not None}"))
+        param.register_post_accumulate_grad_hook(lambda _, name=name: ran.append(f"{name} after"))
+    found = []
+    for step in range(3):
+        ran.clear()
+        if step == 2:
+            model[1].forward = lambda x: model[1].up(x)[:, :WIDTH]
+        model(batch(step, dist.get_rank())).sum().backward()
+        found.append(sorted(ran))
+        model.zero_grad()
+    return found
+
+
+def test_hooks_run_for_the_parameters_that_were_used_and_no_others(worlds: WorldPool):
+    names = ["down.weight", "norm.bias", "norm.weight", "up.bias", "up.weight"]
+    every = sorted(f"{name} {what}" for name in names for what in ("True", "after"))
+    used = [text for text in every if text.startswith("up.")]
+    for found in worlds.run(2, hooked_where_unused):
+        assert found == [every, every, used]
+
+
 def accumulate(model: Any, ranks: list[int], *, syncs_each: bool) -> list[Tensor]:
     """The weights after steps of two micro-batches, the second one with a penalty on the weights themselves."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
