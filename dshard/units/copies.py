@@ -362,7 +362,7 @@ class Copies:
         """
         self.full(0)
         assert self._fulls is not None
-        if not self._found and (self.unit.is_mixed or not self.unit.is_whole):  # else they are the shards
+        if not self._found:
             self._note_memory(self._fulls)
         return self._fulls
 
