@@ -130,12 +130,13 @@ def test_plan_writes_five_limits_beside_single_strategies(bench):
     assert "plans by limit, 2 gloo ranks" in printed
 
 
-def test_host_writes_its_case(bench):
+def test_host_writes_its_cases(bench):
     result, _ = bench("host", *TINY, "--rounds", 2, file="host_fake")
-    assert set(result["rows"]) == {"1 layers, 8 ranks"}
-    (rows,) = result["rows"].values()
-    assert set(rows) == KINDS - {"DDP"}
-    assert all(set(row) == TIMES for row in rows.values())
+    settings = ("fp32", "bf16", "bf16, checkpointing")
+    assert list(result["rows"]) == [f"1 layers, 8 ranks, {setting}" for setting in settings]
+    for rows in result["rows"].values():
+        assert set(rows) == KINDS - {"DDP"}
+        assert all(set(row) == TIMES for row in rows.values())
 
 
 def test_collectives_writes_both_ways_of_each(bench):
