@@ -125,7 +125,7 @@ def pooled(model: nn.Module) -> dict[str, int]:
         "pools": len(pools),
         "bytes kept": sum(pool.kept_bytes for pool in pools),
         "bytes out": own.pool.out_bytes,
-        "lent": len(own.pool._lent),
+        "lent": sum(buffer.readers is None for buffer in own.pool._away),
         "gathered bytes": own.gathered_bytes,
         "units alive": len(Unit.alive),
         "pins": sum(unit.num_pins + unit.num_active for unit in own.units),

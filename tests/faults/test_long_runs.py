@@ -200,7 +200,10 @@ def leak_everything(folder):
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait, daemon=True)
     thread.start()
-    kept = [torch.zeros(1 << 10), (path / "left").open("w"), run.model._context().pool.take(64, torch.device("cpu"))]
+    pool = run.model._context().pool
+    lent = pool.take(64, torch.device("cpu"))
+    pool.lend(lent)
+    kept = [torch.zeros(1 << 10), (path / "left").open("w"), lent.memory[:1], pool.take(64, torch.device("cpu"))]
     handle = run.model.head.register_forward_hook(lambda *_: None)
     leave = before_steps(lambda _: None)
     meshes._WITHIN["leaked"] = None
@@ -220,6 +223,7 @@ def test_each_kind_of_leak_would_be_seen(worlds: WorldPool, tmp_path):
     kinds = {"tensor bytes", "threads", "file handles", "files", "hooks of modules", "hooks ahead of steps"}
     kinds |= {
         "pool bytes out",
+        "pool lent",
         "in dshard.tensor.meshes._WITHIN",
         "type threading.Thread",
         "type builtins.function",
