@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = args.run(args)
     except (UsageError, DShardError, OSError) as error:
-        text = " ".join(str(error).split()).removeprefix(f"{args.command}: ")  # errors of dshard.plan begin so
+        text = " ".join(str(error).split()).removeprefix("plan: ")  # errors of dshard.plan begin so
         print(f"dshard {args.command}: {text}", file=sys.stderr)
         return 2
     return code

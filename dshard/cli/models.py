@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dshard.cli.usage import UsageError, made_by
+from dshard.cli.usage import UsageError, found_by
 
 _SEQUENCE = 512  # of a configuration, unless its model knows fewer positions
 _ROTARY_BASE = 500_000.0
@@ -369,8 +369,9 @@ def _hugging_face(path: Path, batch: int, sequence: int | None) -> tuple[nn.Modu
 
 def _function(name: str) -> tuple[nn.Module, Any]:
     """What a function returns: a model and a sample input; it is called under meta."""
+    build = found_by("MODEL", name)
     with torch.device("meta"):
-        made = made_by("MODEL", name)
+        made = build()
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise UsageError(
             f"MODEL must be a function that returns a model and a sample input, but {name} returns "

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import filter as filter_names
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -370,7 +370,7 @@ def cut_layers(model: nn.Module, num_ranks: int) -> Iterator[None]:
             "a model that has one."
         )
     modules = [name for name, _ in model.named_modules()]
-    ways = {pattern: way for pattern, way in asked.items() if filter_names(modules, pattern)}
+    ways = {pattern: way for pattern, way in asked.items() if any(_is_named(name, pattern) for name in modules)}
     unknown = sorted(set(ways.values()) - known.keys())
     if unknown or not ways:
         what = f"it has {', '.join(unknown)}" if unknown else "it names no module of the model"
@@ -379,3 +379,9 @@ def cut_layers(model: nn.Module, num_ranks: int) -> Iterator[None]:
         mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("tp",))
         parallelize_module(model, mesh, {pattern: known[way]() for pattern, way in ways.items()})
         yield
+
+
+def _is_named(name: str, pattern: str) -> bool:
+    """Whether `parallelize_module` finds a module by a pattern: part by part, so that a ``*`` spans no dot."""
+    parts, asked = name.split("."), pattern.split(".")
+    return bool(name) == bool(pattern) and len(parts) == len(asked) and all(map(fnmatchcase, parts, asked))

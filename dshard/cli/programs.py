@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dshard.cli.usage import UsageError, check_output, count, made_by, named
+from dshard.cli.usage import UsageError, check_output, count, found_by, named
 
 _VERIFY = """\
 Trains a model for some steps under every strategy, on 1, 2 and 4 ranks of this machine, and compares losses, gradients,
@@ -113,8 +113,10 @@ def make(name: str) -> Mapping[str, Any]:
     import torch
     from torch import nn
 
-    torch.manual_seed(0)
-    made = made_by("MODULE:FACTORY", name)
+    torch.manual_seed(0)  # for what the module draws when it is imported: every rank imports it by itself
+    build = found_by("MODULE:FACTORY", name)
+    torch.manual_seed(0)  # again, since a module that was imported before draws nothing
+    made = build()
     if isinstance(made, tuple) and len(made) == 2:
         made = {"model": made[0], "sample": made[1]}
     if not (isinstance(made, Mapping) and isinstance(made.get("model"), nn.Module) and "sample" in made):

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,23 +51,41 @@ def check_output(option: str, path: Path | None, suffixes: tuple[str, ...] = ())
         raise UsageError(f"{option} needs matplotlib, but it is not installed. Run: pip install 'dshard[cli]'.")
 
 
-def made_by(argument: str, name: str) -> Any:
-    """What a function returns that is named as module:function; the module may be a file of the working folder.
+def found_by(argument: str, name: str) -> Callable[[], Any]:
+    """Import a function that is named as module:function; the module may be a file of the working folder.
+
+    The import and the call are apart, for what holds for the call alone: a seed, a default device.
 
     Args:
         argument: Of the command, for messages.
         name: Of the function.
 
+    Returns:
+        Calls the function. An exception of it becomes a UsageError.
+
     Raises:
-        UsageError: There is no such function, or it raises.
+        UsageError: There is no such function, or its module raises.
     """
     module, _, function = name.partition(":")
     if not (module and function):
         raise UsageError(f"{argument} must be a module and a name in it, but it is {name!r}. Pass mymodule:factory.")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
+    with _raising(argument, name):
+        found = getattr(importlib.import_module(module), function)
+
+    def call() -> Any:
+        with _raising(argument, name):
+            return found()
+
+    return call
+
+
+@contextmanager
+def _raising(argument: str, name: str) -> Iterator[None]:
+    """Say of an exception of the block that a function which the user named has raised it."""
     try:
-        return getattr(importlib.import_module(module), function)()
+        yield
     except Exception as error:
         raise UsageError(f"{argument} {name} raises {type(error).__name__}: {error}.") from error
 

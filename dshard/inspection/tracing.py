@@ -57,7 +57,8 @@ class Event:
         unit: Label of the unit; of reductions also the divisor of the sum, where the program chose one.
         phase: "forward", "eval" (a forward without gradients), "backward", or "" between them.
         run: Number of the phase: events of one forward, or of one backward, share it.
-        op: Operation that asked for it, as "aten.mm.default"; "" for none, as in `unshard()`.
+        op: Operation that asked for it, as "aten.mm.default"; "" where none did: as a module's forward begins, in
+            backward for what such a forward saved, in `unshard()`.
         line: Line of the program, as file:line; within a backward the line that called it.
         is_ahead: Whether the unit was prefetched.
         at_s: When it began, in seconds since the trace did.

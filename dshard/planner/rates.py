@@ -161,17 +161,6 @@ class Rates:
         """Of what an operation reads and writes."""
         return 1 / (device.memory_bytes_per_s * self.values["memory"])
 
-    def cluster(
-        self,
-        device: Device,
-        num_ranks: int,
-        *,
-        ranks_per_host: int | None = None,
-        between_hosts: float | None = None,
-    ) -> Cluster:
-        """Hosts of a device as `cluster_of` has them, with links as fast as the runs found them."""
-        return cluster_of(device, num_ranks, ranks_per_host=ranks_per_host, between_hosts=between_hosts, profile=self)
-
     def stragglers(self, num_ranks: int) -> float:
         """By which part the slowest of so many devices takes longer."""
         return self.values["stragglers"] * log2(num_ranks)

@@ -299,8 +299,15 @@ class Profile:
         source = steps.source(batch, kinds)
         return replace(found, units=tuple(replace(unit, source=source) for unit in found.units), source=source)
 
-    def _costs_of(self, batch: int, traced: Trace, kinds: Kinds, **told: Any) -> ModelCosts:
-        """Costs of a traced step, of which a device or measured times tell seconds: see `costs_of`."""
+    def _costs_of(self, batch: int, traced: Trace, kinds: Kinds, **seconds_of: Any) -> ModelCosts:
+        """Costs of a traced step.
+
+        Args:
+            batch: Samples on each rank.
+            traced: The step.
+            kinds: The activation checkpointing of each part.
+            seconds_of: Arguments of `costs_of` that give seconds: a device and rates, or measured times.
+        """
         found = costs_of(
             traced,
             self._model,
@@ -308,7 +315,7 @@ class Profile:
             batch_size=batch,
             tensor_parallel=self._num_cut,
             dims=self._dims,
-            **told,
+            **seconds_of,
         )
         kind_of = {part.label: kind for part, kind in zip(self._parts, kinds, strict=True)}
         return replace(found, units=tuple(replace(unit, checkpointing=kind_of[unit.name]) for unit in found.units))

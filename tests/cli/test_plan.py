@@ -129,6 +129,36 @@ def test_a_function_and_a_configuration_of_hugging_face_are_models_too(printed, 
     assert "parameters" in printed("simulate", "t5.json", "--world", 2, "--device", "h200", "--sequence", 16)
 
 
+COMPUTES_AT_IMPORT = """\
+import torch
+from torch import nn
+
+SCALE = torch.ones(3).sum().item()
+TABLE = torch.arange(64.0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        assert self.layer.weight.is_meta and not TABLE.is_meta
+
+    def forward(self, x):
+        return self.layer(x * TABLE) * SCALE
+
+
+def factory():
+    return Net(), torch.ones(4, 64)
+"""
+
+
+def test_a_module_that_reads_values_when_it_is_imported_has_models_to_plan_for(printed, tmp_path, monkeypatch):
+    (tmp_path / "computes_at_import.py").write_text(COMPUTES_AT_IMPORT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = printed("plan", "computes_at_import:factory", "--world", 2, "--device", "h200")
+    assert text.startswith("computes_at_import:factory: 4,160 parameters")
+
+
 def test_checkpointed_blocks_take_less_memory_and_more_operations(printed):
     plain, again = (
         printed("simulate", "gpt-nano", "--device", "h200", "--world", 2, "--batch", 32, *more).splitlines()[2].split()
@@ -307,10 +337,12 @@ def test_the_sequence_of_a_function_is_refused(refused):
 
 
 def test_what_fits_nowhere_is_refused_with_the_units_that_cause_it(refused):
-    message = refused("plan", "gpt2", "--device", "titan-rtx", "--dtype", "float16", "--world", 8, "--memory", "200MB")
+    options = ("gpt2", "--device", "titan-rtx", "--dtype", "float16", "--world", 8, "--memory", "200MB")
+    message = refused("plan", *options)
     assert message.startswith("the peak must fit into 200000000 bytes, but")  # the command's name comes once
     assert "too many" in message
     assert "in the forward of blocks.11..norm; most of it is of " in message
+    assert refused("simulate", *options, "--strategy", "plan") == message
     assert "--strategy plan" in refused("simulate", *TINY, "--world", 8, "--batch", "auto")
     assert "--out must be a file in a folder that exists" in refused(
         "plan", *TINY, "--world", 8, "--out", "no/plan.json"

@@ -1,6 +1,7 @@
 """``dshard trace`` as a user calls it."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import dshard
 from dshard.cli import main
+from dshard.cli.programs import make
 from tests.cli.launch import code_of
 
 
@@ -75,3 +77,29 @@ def test_units_bytes_and_gathers_of_a_step_are_printed_and_written(capsys, tmp_p
 def test_bad_usage_is_one_line_and_exit_code_2(capsys, words, said):
     assert code_of(*words) == 2
     assert said in capsys.readouterr().err
+
+
+DRAWS_AT_IMPORT = """\
+import torch
+from torch import nn
+
+TABLE = torch.randn(8, 8)
+
+
+def factory():
+    layer = nn.Linear(8, 8)
+    layer.register_buffer("table", TABLE)
+    return layer, torch.ones(2, 8)
+"""
+
+
+def test_a_factory_gives_the_same_weights_each_time_whatever_its_module_draws_when_imported(tmp_path, monkeypatch):
+    (tmp_path / "draws_at_import.py").write_text(DRAWS_AT_IMPORT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    first, second = (make("draws_at_import:factory")["model"].state_dict() for _ in range(2))
+    monkeypatch.delitem(sys.modules, "draws_at_import")  # as on another rank
+    torch.manual_seed(1)
+    third = make("draws_at_import:factory")["model"].state_dict()
+    for name, value in first.items():
+        assert torch.equal(second[name], value), name
+        assert torch.equal(third[name], value), name

@@ -10,7 +10,7 @@ import torch
 from dshard.cli.models import GPT, GPTConfig
 from dshard.errors import PlanError
 from dshard.planner import DEVICES, Cluster, Link, Links, Measured, ModelCosts, ParamCosts, Plan, Training, UnitCosts
-from dshard.planner.rates import Interval, Rates, around_one, published, variance_of, widened
+from dshard.planner.rates import Interval, Rates, around_one, cluster_of, published, variance_of, widened
 from dshard.planning.plan import Profile
 from dshard.policies import Strategy
 from tests.planner.test_rates import SHIPPED
@@ -58,7 +58,7 @@ def test_a_plan_by_a_profile_has_its_interval():
     sample, device = torch.zeros(32, 512, dtype=torch.int64), DEVICES["a100-80g"]
     training = Training(torch.bfloat16, torch.bfloat16)
     profile = Profile(model, sample, device=device, training=training, rates=SHIPPED)
-    found = profile.plan(SHIPPED.cluster(device, 64), strategies=("full", "hybrid(8)"))
+    found = profile.plan(cluster_of(device, 64, profile=SHIPPED), strategies=("full", "hybrid(8)"))
     assert found.spread == SHIPPED.spread.steps
     assert found.step_interval_s.low < found.step_s < found.step_interval_s.high
     assert found.replanned(Measured(found.step_s * 2)).spread is None

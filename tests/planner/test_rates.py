@@ -17,7 +17,7 @@ from dshard.planner.calibration import calibrated, errors_of, fitted, predicted_
 from dshard.planner.flops import Op
 from dshard.planner.options import options_of
 from dshard.planner.profiles import work_of
-from dshard.planner.rates import OTHER_FAMILIES, PRIORS, Rates, published
+from dshard.planner.rates import OTHER_FAMILIES, PRIORS, Rates, cluster_of, published
 from dshard.planning.plan import Profile
 from dshard.policies import Strategy
 
@@ -69,7 +69,9 @@ def simulated(row, run):
     )
     sample = torch.empty(row["micro_batch"], row["seq"], dtype=torch.int64, device="meta")
     profile = Profile(model, sample, device=run.device, training=training, loss_of=loss_of, rates=SHIPPED)
-    cluster = SHIPPED.cluster(run.device, run.num_ranks, ranks_per_host=run.ranks_per_host, between_hosts=run.network)
+    cluster = cluster_of(
+        run.device, run.num_ranks, ranks_per_host=run.ranks_per_host, between_hosts=run.network, profile=SHIPPED
+    )
     name = "hybrid(8)" if run.sharding == "hybrid" else run.sharding
     return profile.given(cluster, name)
 
@@ -100,7 +102,9 @@ def test_computation_beside_collectives_loses_a_part_of_their_time(strategy):
     model = ModelCosts((unit_of(), unit_of()), num_backwards=3)
     (quiet, *_), (busy, *_) = (
         options_of(
-            model, [strategy] * 2, dataclasses.replace(SHIPPED.cluster(A100, 16), interference=part, stragglers=0.0)
+            model,
+            [strategy] * 2,
+            dataclasses.replace(cluster_of(A100, 16, profile=SHIPPED), interference=part, stragglers=0.0),
         )
         for part in (0.0, 0.25)
     )
@@ -114,7 +118,7 @@ def test_computation_beside_collectives_loses_a_part_of_their_time(strategy):
 def test_of_more_devices_the_slowest_is_slower_and_computes_alone_as_fast_as_one():
     model = ModelCosts((unit_of(),))
     for num_ranks in (1, 8, 1024):
-        cluster = dataclasses.replace(SHIPPED.cluster(A100, num_ranks), interference=0.0)
+        cluster = dataclasses.replace(cluster_of(A100, num_ranks, profile=SHIPPED), interference=0.0)
         (option,) = options_of(model, ["ddp"], cluster)
         slowest = 1 + SHIPPED.values["stragglers"] * math.log2(num_ranks)
         assert option.forward_s == pytest.approx(slowest)
@@ -123,7 +127,7 @@ def test_of_more_devices_the_slowest_is_slower_and_computes_alone_as_fast_as_one
 
 @given(num_hosts=st.integers(2, 300), more=st.integers(0, 300), num_bytes=st.floats(1e3, 1e11))
 def test_among_more_hosts_nothing_is_faster(num_hosts, more, num_bytes):
-    few, many = (SHIPPED.cluster(A100, 8 * hosts) for hosts in (num_hosts, num_hosts + more))
+    few, many = (cluster_of(A100, 8 * hosts, profile=SHIPPED) for hosts in (num_hosts, num_hosts + more))
     for name in ("all_gather_s", "reduce_scatter_s"):
         assert getattr(few, name)(num_bytes, few.num_ranks) <= getattr(many, name)(num_bytes, many.num_ranks)
     assert few.all_reduce_s(num_bytes) <= many.all_reduce_s(num_bytes)
@@ -141,7 +145,7 @@ def test_the_solver_finds_the_shortest_step_with_a_profile_too(drawn, num_hosts,
         UnitCosts(f"u{i}", (ParamCosts(f"p{i}", 1024, numel, gather_itemsize=2, grad_itemsize=2),), time_s, 2 * time_s)
         for i, (time_s, numel) in enumerate(drawn)
     )
-    model, cluster = ModelCosts(units, num_backwards=num_backwards), SHIPPED.cluster(H100, 8 * num_hosts)
+    model, cluster = ModelCosts(units, num_backwards=num_backwards), cluster_of(H100, 8 * num_hosts, profile=SHIPPED)
     known = tuple(map(Strategy.of, ("ddp", "zero2", "full")))
     choices = list(itertools.product(known, repeat=len(units)))
     peaks = [peak_bytes(model, each, cluster) for each in choices]
@@ -234,8 +238,8 @@ def test_predictions_for_a_family_without_runs_are_less_certain_until_there_are_
     unseen = SHIPPED.spread_on(device)
     assert unseen.steps.low < shipped.steps.low < shipped.steps.high < unseen.steps.high
     assert unseen.steps.high / unseen.steps.low < 2.5
-    assert "none of them on mi300x: calibrate" in SHIPPED.cluster(device, 8).source
-    assert "none of them" not in SHIPPED.cluster(A100, 8).source
+    assert "none of them on mi300x: calibrate" in cluster_of(device, 8, profile=SHIPPED).source
+    assert "none of them" not in cluster_of(A100, 8, profile=SHIPPED).source
     rows = [{**ROW, "gpu": "mi300x", "d_model": 2048, "heads": 16, "seq": 1024, "micro_batch": n} for n in (2, 4, 8)]
     truth = {**SHIPPED.values, "product.mi300x": 0.6, "attention.mi300x": 0.25}
     made = read_runs(table_of(rows, tmp_path / "runs.tsv"))
@@ -244,7 +248,7 @@ def test_predictions_for_a_family_without_runs_are_less_certain_until_there_are_
     assert found.of_family("product", device) == pytest.approx(0.6, rel=0.1)
     assert found.of_family("product", A100) == pytest.approx(SHIPPED.of_family("product", A100), rel=1e-6)
     assert found.spread_on(device).steps.high < unseen.steps.high
-    assert "none of them" not in found.cluster(device, 8).source
+    assert "none of them" not in cluster_of(device, 8, profile=found).source
     found.save(tmp_path / "mine.json")
     assert Rates.load(tmp_path / "mine.json") == found
     with pytest.raises(PlanError, match=r"'product.abacus' is missing or unknown"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -24,6 +24,7 @@ import dshard
 from dshard.cli import main
 from dshard.cli.models import Llama, LlamaConfig
 from dshard.cli.planning import cut_layers
+from dshard.cli.usage import UsageError
 from dshard.planner import Cluster, Link, Links, Plan, Training, Work, cluster_of
 from dshard.planner.flops import Op
 from dshard.planner.profiles import work_of
@@ -357,3 +358,26 @@ def test_the_command_cuts_layers_of_models_that_say_how(capsys, tmp_path):
     assert Plan.load(tmp_path / "plan.json").cluster.tensor_parallel == 8
     assert main(["plan", "gpt2", *given, "--tensor-parallel", "8"]) == 2
     assert "says how its layers are cut" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pattern", ["*.up", "0.*.up", "*up"])
+def test_a_pattern_that_cuts_nothing_is_refused(pattern):
+    model = nn.Sequential(nn.Sequential(build()))
+    model.tp_plan = {pattern: "colwise"}
+    with pytest.raises(UsageError, match="but it names no module of the model"), cut_layers(model, 2):
+        raise AssertionError(pattern)
+
+
+def test_a_pattern_matches_names_part_by_part():
+    """As `parallelize_module` takes it, so that each `*` is one part of a name."""
+    model = build()
+    model.tp_plan = {"*.up": "colwise", "0.[d]own": "rowwise", "*up": "no way that is known"}
+    with cut_layers(model, 2):
+        kept = {
+            name: p.to_local().numel() / p.numel() for name, p in model.named_parameters() if isinstance(p, DTensor)
+        }
+    assert {name for name in kept if ".up." in name} == {
+        f"{i}.up.{p}" for i in range(NUM_BLOCKS) for p in ("weight", "bias")
+    }
+    assert kept["0.down.weight"] == kept["3.up.weight"] == 1 / 2
+    assert "1.down.weight" not in kept
