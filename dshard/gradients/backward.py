@@ -426,10 +426,11 @@ def users_hooks(param: ShardedTensor) -> tuple[list[Any], list[Any]]:
     return others, [hook for hook in known_after.values() if hook is not keep_own_dtype]
 
 
-def has_hooks(param: ShardedTensor) -> bool:
-    """Whether a program has hooks of its own on the gradient of a parameter, or on its accumulation."""
+def may_be_hooked(param: ShardedTensor) -> bool:
+    """Whether a program may have hooks of its own on the gradient of a parameter, its accumulation, or its node."""
     own_after = param.wire_precision is not None
-    return len(param._backward_hooks or ()) > 1 or len(param._post_accumulate_grad_hooks or ()) > own_after
+    num_after = len(param._post_accumulate_grad_hooks or ())
+    return param.is_node_known or len(param._backward_hooks or ()) > 1 or num_after > own_after
 
 
 def hook_gradient(param: ShardedTensor) -> None:

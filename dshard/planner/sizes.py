@@ -98,7 +98,7 @@ class Reduction:
     Args:
         sent: Send buffer: a row of flags and padded shards per rank; under ddp one of all, that becomes the gradients.
         small: Gradients as autograd gives them that wait until the reduction leaves.
-        large: The others; those of a unit come all at once.
+        large: The largest other one.
         in_flight: Send buffer, and what is received.
         sums: Rows that are added up when all is received.
         num_split: Parameters that are split, and take a gradient.
@@ -170,7 +170,7 @@ class Reduction:
         return cls(
             sent=within * row,
             small=sum(size for size in sizes if size <= SMALL_GRAD_BYTES),
-            large=sum(size for size in sizes if size > SMALL_GRAD_BYTES),
+            large=max((size for size in sizes if size > SMALL_GRAD_BYTES), default=0),
             in_flight=within * row + received,
             sums=sums,
             num_split=len(split),

@@ -20,7 +20,8 @@ from dshard.errors import UnsupportedOpError
 from dshard.gradients.backward import hook_gradient
 from dshard.policies import Precision, PrecisionRules
 from dshard.runtime.runtime import Runtime
-from dshard.runtime.unsharding import UnshardedParameter, Unshardings
+from dshard.runtime.unsharded import UnshardedParameter
+from dshard.runtime.unsharding import Unshardings
 from dshard.tensor import ShardedTensor
 from dshard.tensor.sharded_tensor import is_in_mixed_forward, note_forward_in_graph
 from dshard.tensor.storage import rejoin_source
@@ -441,12 +442,14 @@ def _exit(module: nn.Module, output: Any) -> Any:
     units = _units_at(module)
     if units:
         unshardings = units[0].model.get(Unshardings)
-        for unit in units:
-            unshardings.of(unit, module).close()
-        unshardings.end(module)
-        units[0].model.forwards.note_running(-1)
-    for unit in units:
-        unit.model.get(Runtime).exit_forward(unit, module)
+        try:
+            for unit in units:
+                unshardings.of(unit, module).close()
+        finally:
+            unshardings.end(module)
+            units[0].model.forwards.note_running(-1)
+            for unit in units:
+                unit.model.get(Runtime).exit_forward(unit, module)
     result = _cast_result(module, output)
     if not units or units[0].model.forwards.num_running:
         return result

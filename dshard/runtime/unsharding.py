@@ -10,7 +10,7 @@ puts below all others, and gets them again, gathered, in backward: so nothing bu
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
@@ -22,8 +22,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dshard.autograd import in_backward
 from dshard.errors import StateError
-from dshard.gradients.backward import Backward, has_hooks
+from dshard.gradients.backward import Backward, may_be_hooked
+from dshard.layout import SMALL_GRAD_BYTES
 from dshard.runtime.late import num_registrations
+from dshard.runtime.unsharded import UnshardedParameter
 from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import TPShardLayout
 from dshard.tensor.sharded_tensor import MixedShardedTensor
@@ -33,90 +35,12 @@ from dshard.units.unit import Unit
 
 _hooks = torch._C._autograd
 _VERSION_OF = attrgetter("_version")
+_STORAGE_OF = attrgetter("shard_storage")
 _KINDS = (ShardedTensor, MixedShardedTensor)  # whose full tensors are plain, and where their shards are
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _CHECKPOINT = "torch.utils.checkpoint"
+_FIRST = 2**64 - 2  # behind the accumulation of gradients alone
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-
-
-class UnshardedParameter(nn.Parameter):
-    """The full tensor of a sharded parameter, in its place in `module._parameters` while the module's forward runs.
-
-    Operations on it are torch's own, at their speed. What a program asks of the parameter and not of its values is
-    answered by the sharded one: its gradient, hooks on it, `to_local()`, and attributes that somebody gave it.
-
-    Attributes:
-        sharded: The parameter.
-    """
-
-    __slotnames__: ClassVar[list[str]] = []
-    sharded: Any
-
-    @classmethod
-    def of(cls, full: Tensor, sharded: Any) -> "UnshardedParameter":
-        """One that shares memory, and the counter of writes, with a full tensor.
-
-        Args:
-            full: Gathered.
-            sharded: The parameter.
-        """
-        out: UnshardedParameter = torch.Tensor._make_subclass(cls, full)
-        out.__dict__["sharded"] = sharded
-        return out
-
-    @property
-    def data(self) -> Tensor:
-        """The same memory outside of autograd; writes to it count, so that they reach the shards."""
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        raise StateError(
-            f"{self.sharded.name}: .data of a parameter can be replaced outside of its module's forward, where the "
-            "parameter is sharded, but this is within it. Do so ahead of the forward; or write to it, by "
-            "parameter.data.copy_(...)."
-        )
-
-    @property
-    def grad(self) -> Any:
-        """That of the sharded parameter."""
-        return self.sharded.grad
-
-    @grad.setter
-    def grad(self, value: Any) -> None:
-        self.sharded.grad = value
-
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Of the sharded parameter, from the next forward on."""
-        self.sharded.requires_grad_(requires_grad)
-        return self
-
-    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """On the gradient of the sharded parameter, which is reduced."""
-        return self.sharded.register_hook(hook)
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """As of the sharded parameter."""
-        return self.sharded.register_post_accumulate_grad_hook(hook)
-
-    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The value, as a plain tensor. Communicates nothing.
-
-        Args:
-            grad_placements: Accepted for DTensor's sake; has no meaning here.
-        """
-        return self.view_as(self)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.__dict__["sharded"], name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.sharded.__deepcopy__(memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.sharded.__reduce_ex__(protocol)
 
 
 class _Unshard(torch.autograd.Function):
@@ -158,6 +82,9 @@ class _Place(NamedTuple):
 class Unsharding:
     """The forwards of one module over the parameters of one unit.
 
+    The first one, in which uses gather, shows whether the module writes to its parameters in each forward, as masked
+    convolutions and spectral norms do. Then it goes on so: such writes are of shards.
+
     Args:
         unit: The unit.
         module: One of its modules.
@@ -168,9 +95,11 @@ class Unsharding:
         self._params: list[Any] = []  # for which the places were looked up
         self._num_registrations = -1
         self._places: list[_Place] = []
-        self._in_place: list[UnshardedParameter | None] = []  # for each place; while a forward runs
+        self._in_place: list[tuple[_Place, UnshardedParameter]] = []  # while a forward runs
         self._fulls: list[Tensor] = []
         self._versions: list[int] = []
+        self._before: list[tuple[Any, int]] = []  # storages, and writes to them, when a forward over shards began
+        self._writes = False  # in forwards, to parameters
         self._depth = 0
         self._was_open = False  # in the last forward that was no recomputation
 
@@ -192,13 +121,21 @@ class Unsharding:
         if is_open:
             with _beside_modes():
                 self._put()
+        elif not self._writes:
+            self._before = [(storage, storage.num_writes) for storage in map(_STORAGE_OF, self._unit.params)]
         if not in_backward():
             self._was_open = is_open
 
     def _is_due(self) -> bool:
         """Whether the forward uses the unit now, as far as is known, and in the ordinary way."""
         unit, model = self._unit, self._unit.model
-        if unit.num_pins or unit.extensions is not None or unit.settings.num_slices > 1 or unit.casts_are_learned:
+        if (
+            self._writes
+            or unit.num_pins
+            or unit.extensions is not None
+            or unit.settings.num_slices > 1
+            or unit.casts_are_learned
+        ):
             return False
         if model.forwards.is_autocasting or unit in model.regions.units or model.regions.open_label is not None:
             return False
@@ -246,72 +183,86 @@ class Unsharding:
         fulls = self._fulls = unit.copies.fulls()
         params = unit.params
         made = {} if torch.is_inference_mode_enabled() else self._recorded(fulls)
-        self._in_place = []
-        for parameters, name, slot in self._places:
+        for place in self._places:
+            parameters, name, slot = place
             if parameters.get(name) is not params[slot]:  # torch.func.functional_call has put another one there
-                self._in_place.append(None)
                 continue
             full = made.get(slot)
             if full is None:
                 full = made[slot] = UnshardedParameter.of(fulls[slot], params[slot])
             parameters[name] = full
-            self._in_place.append(full)
+            self._in_place.append((place, full))
         self._versions = list(map(_VERSION_OF, fulls))
 
     def _recorded(self, fulls: Sequence[Tensor]) -> dict[int, UnshardedParameter]:
-        """The full tensors of trainable parameters, through one autograd node for those without hooks of the program.
+        """The full tensors of trainable parameters, most of them through one autograd node.
 
-        A hook is called where the parameter was used, and a node runs where any of its results was.
+        By themselves are those with hooks of the program, for a node runs where any of its results was used; and, where
+        large gradients are packed as they come rather than kept until all are there, those that have large ones.
         """
         unit, params = self._unit, self._unit.params
-        trainable = unit.trainable
-        watched = [slot for slot in trainable if has_hooks(params[slot])]
-        slots = [slot for slot in trainable if slot not in watched] if watched else trainable
+        together: list[int] = []
+        apart: list[int] = []
+        watched: list[int] = []
+        for slot in unit.trainable:
+            is_large = not unit.has_streams and fulls[slot].nbytes > SMALL_GRAD_BYTES
+            (watched if may_be_hooked(params[slot]) else apart if is_large else together).append(slot)
         made: dict[int, UnshardedParameter] = {}
         unit.num_unshards += torch.is_grad_enabled() and not in_backward()
         with torch.enable_grad():
-            if slots:
-                given = _Unshard.apply(unit, slots, [fulls[slot] for slot in slots], *[params[slot] for slot in slots])
-                made = dict(zip(slots, given, strict=True))
-            for slot in watched:
+            for slot in watched:  # first, so that its gradient comes last: a hook that reads it has the unit's leave
                 (made[slot],) = _Unshard.apply(unit, None, [fulls[slot]], params[slot])
+            for slots in (together, *([slot] for slot in apart)):
+                if slots:
+                    own = [params[slot] for slot in slots]
+                    given = _Unshard.apply(unit, slots, [fulls[slot] for slot in slots], *own)
+                    made.update(zip(slots, given, strict=True))
+            for slot in apart:
+                _run_early(made[slot].grad_fn)
         return made
 
     def close(self) -> None:
         """The forward ended, by a result or an exception: put the sharded parameters back."""
         self._depth = max(0, self._depth - 1)
-        if self._depth or not self._in_place:
+        if self._depth:
             return
-        params, in_place, self._in_place = self._unit.params, self._in_place, []
-        for (parameters, name, slot), full in zip(self._places, in_place, strict=True):
-            if full is not None and parameters.get(name) is full:
+        params = self._unit.params
+        if self._before:
+            before, self._before = self._before, []
+            now = [(storage, storage.num_writes) for storage in map(_STORAGE_OF, params)]
+            self._writes = any(a is not b or i != j for (a, i), (b, j) in zip(before, now, strict=False))
+        in_place, self._in_place = self._in_place, []
+        written: dict[int, UnshardedParameter] = {}
+        for (parameters, name, slot), full in in_place:
+            if parameters.get(name) is full:
                 parameters[name] = params[slot]
-        fulls, self._fulls = self._fulls, []
-        if list(map(_VERSION_OF, fulls)) != self._versions:
-            self._write_back(fulls)
+            if full._version != self._versions[slot]:
+                written[slot] = full
+        self._fulls = []
+        if written:
+            self._writes = True
+            self._write_back(written)
 
     def reset(self) -> None:
         """No forward runs any more: one that was interrupted has left its full tensors in place."""
         self._depth = 1
         self.close()
 
-    def _write_back(self, fulls: Sequence[Tensor]) -> None:
+    def _write_back(self, written: Mapping[int, UnshardedParameter]) -> None:
         """Have writes to full tensors reach the shards."""
         unit = self._unit
-        for slot, (full, version) in enumerate(zip(fulls, self._versions, strict=True)):
-            if full._version == version:
-                continue
+        for slot, full in written.items():
             param = unit.params[slot]
-            if full.dtype != param.storage_dtype or unit.copies.are_once_per_host:
-                why = (
-                    "other ranks read the same memory" if full.dtype == param.storage_dtype else "it is a rounded copy"
-                )
+            is_exact = full.dtype == param.storage_dtype
+            if not is_exact or (unit.copies.are_once_per_host and not full.has_own_memory):
+                why = "other ranks read the same memory" if is_exact else "it is a rounded copy"
                 raise StateError(
-                    f"{param.name}: a write to a parameter within its module's forward must reach the shards, but what "
-                    f"was written to is the full tensor there, and {why}. Write ahead of the forward or after it."
+                    f"{param.name}: a write to a parameter within its module's forward must reach the shards, but this "
+                    f"one, the first there, was to the full tensor, and {why}. Write ahead of the forward or after it; "
+                    "or in each forward from the first one on."
                 )
             with torch.no_grad():
-                param.copy_(full)
+                param.copy_(full.detach())
 
 
 class Unshardings:
@@ -435,8 +386,19 @@ def _hooks_over(below: tuple[_Hook, _Hook] | None) -> tuple[_Hook, _Hook]:
     return pack, unpack
 
 
+def _run_early(node: Any) -> None:
+    """Have autograd run a node as soon as its gradients are there, ahead of all that was recorded later.
+
+    torch calls that its sequence number, of which the highest goes first. Without it nothing but memory is lost.
+    """
+    if hasattr(node, "_set_sequence_nr"):
+        node._set_sequence_nr(_FIRST)
+
+
 def _keep(tensor: Tensor) -> _Kept:
-    return _Kept(tensor, tensor._version)
+    """Keep a tensor; without its history, for a result that an operation saves would keep the operation alive."""
+    is_plain = tensor.requires_grad and not isinstance(tensor, ShardedTensor)  # whose views are no results
+    return _Kept(tensor.detach() if is_plain else tensor, tensor._version)
 
 
 _HOOKS = _hooks_over(None)
@@ -500,6 +462,8 @@ def _saved(tensor: Tensor, place: FullTensors) -> _Saved | None:
     index = bisect_right(place.starts, offset) - 1
     full, param = place.fulls[index], place.params[index]
     if tensor.dtype != full.dtype or offset >= place.starts[index] + full.numel():
+        return None
+    if full._version != place.versions[index]:  # a forward has written to it: the shards may get other values yet
         return None
     size, stride = tensor.shape, tensor.stride()
     start = offset - place.starts[index]

@@ -233,6 +233,8 @@ def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if func is aten._conj.default or func is aten._neg_view.default:
         _Lazy.is_made = True
     view = source._view
+    if view is None and not source.is_node_known and torch.is_grad_enabled():
+        _note_node(source)
     computes = source.computes() if view is None and source.has_compute_dtype else view is not None and view.computes
     key: tuple[Any, ...] = ((computes,) if view is None else view.key, id(func))
     if len(args) > 1 or kwargs:
@@ -252,6 +254,16 @@ def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         steps, spec = known
         return source.lazy_view(steps, spec, key, computes=computes)
     return [source.lazy_view(steps, spec, (*key, i), computes=computes) for i, (steps, spec) in enumerate(known)]
+
+
+def _note_node(source: ShardedTensor) -> None:
+    """Note that a program may hold autograd's node of a parameter: it takes a view of it, outside of any forward.
+
+    It may hook the node, as `p.expand_as(p).grad_fn.next_functions[0][0].register_hook(...)` does, and nothing tells.
+    """
+    unit = source.gather_source
+    if unit is not None and not unit.is_running and source.requires_grad and torch._C._current_graph_task_id() == -1:
+        source.is_node_known = True
 
 
 def described(source: ShardedTensor, dtype: torch.dtype, step: ViewStep, lie: Placement | None = None) -> Any:

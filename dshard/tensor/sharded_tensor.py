@@ -146,6 +146,7 @@ class ShardedBase(DTensor):
     plain: Any = None  # the plain parameter that has replaced it
     has_compute_dtype: bool = False
     is_used_in_functions: bool = False  # in a forward, without autograd: in that of a custom function, maybe
+    is_node_known: bool = False  # autograd's, at which its gradient arrives: to a program, maybe
     is_used_exactly: bool = False  # outside of any forward, with autograd
 
     @classmethod
@@ -455,6 +456,7 @@ class ShardedBase(DTensor):
         return f"{DTensor._stable_hash_for_caching(self)} {facts}"
 
 
+_ALIASES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 _DATA: Any = torch.Tensor.data  # descriptors
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
@@ -588,12 +590,16 @@ class ShardedTensor(ShardedBase):
                 f"got {tuple(value.shape)}{' for a view' if self._view is not None else ''}. Use copy_() on what it "
                 "views."
             )
+        if self._is_own_data(value):
+            return  # of `parameter.data *= mask`, which has written to the shards by now
         new: Any = value
         if not takes_any_shape and (not is_sharded or new.shard_layout != self.shard_layout):
             full = (new.materialize() if isinstance(value, ShardedTensor) else value).detach()
             layout = replace(self.shard_layout, shape=tuple(full.shape)) if is_resized else self.shard_layout
             with torch.inference_mode(mode=False):  # whose tensors have no version
                 own = part_of(full, layout, self.shard_group.rank).clone()
+                if full.dtype == self.compute_dtype():  # in a forward; elsewhere, and for optimizers, it stays as it is
+                    own = own.to(self.storage_dtype)
                 storage = ShardStorage(own, layout, is_shared=is_stepping())
                 new = self.like(storage)
                 if is_resized:  # an embedding of more tokens, say
@@ -606,6 +612,12 @@ class ShardedTensor(ShardedBase):
         new.shard_storage.is_shared |= self.shard_storage.is_shared
         _DATA.__set__(self, new)
         self.shard_storage, self._spec, self.origin, self.known_views = new.shard_storage, new._spec, None, None
+
+    def _is_own_data(self, value: Tensor) -> bool:
+        """Whether a tensor is what `data` gives: an alias over the same shard, in a forward in the compute dtype."""
+        if not isinstance(value, ShardedTensor) or value.base.shard_storage is not self.shard_storage:
+            return False
+        return all(step.func in _ALIASES for step in value.view_steps)
 
     def requires_grad_(self, requires_grad: bool = True) -> "ShardedTensor":
         """As of any tensor; from then on the gradients of a leaf are reduced."""

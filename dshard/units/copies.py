@@ -196,11 +196,13 @@ class FullTensors:
     Args:
         starts: Their offsets, in order.
         fulls: They.
+        versions: Writes to each, when it was noted.
         params: Of which parameters.
     """
 
     starts: list[int] = field(default_factory=list)
     fulls: list[Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     params: list[Any] = field(default_factory=list)
 
 
@@ -375,6 +377,7 @@ class Copies:
                 found = self._found[storage] = FULL_TENSORS[storage] = FullTensors()
             found.starts.append(int(full.storage_offset()))
             found.fulls.append(full)
+            found.versions.append(full._version)
             found.params.append(param)
 
     def at_hand_in_backward(self, slot: int) -> Tensor | None:

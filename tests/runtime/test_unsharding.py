@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import dshard
-from dshard.runtime.unsharding import UnshardedParameter
+from dshard.runtime.unsharded import UnshardedParameter
 from dshard.tensor import ShardedTensor
 from dshard.testing import World, WorldPool
 from dshard.units.copies import FULL_TENSORS
@@ -350,6 +351,55 @@ def test_hooks_run_for_the_parameters_that_were_used_and_no_others(worlds: World
         assert found == [every, every, used]
 
 
+def hooked_nodes() -> list[list[str]]:
+    """Which hooks ran on the nodes at which gradients arrive, and whether they were given one; a step uses a part."""
+    model = sharded(build())
+    ran: list[str] = []
+    nodes = []  # autograd lets go of what nobody holds
+    for name, param in model[1].named_parameters():
+        node = param.expand_as(param).grad_fn.next_functions[0][0]
+        node.register_prehook(lambda grads, name=name: ran.append(f"{name} {grads[0] is not None}"))
+        node.register_hook(lambda *_, name=name, param=param: ran.append(f"{name} then {param.grad is not None}"))
+        nodes.append(node)
+    found = []
+    for step in range(3):
+        ran.clear()
+        if step == 2:
+            model[1].forward = lambda x: model[1].up(x)[:, :WIDTH]
+        model(batch(step, dist.get_rank())).sum().backward()
+        found.append(sorted(ran))
+        model.zero_grad()
+    return found
+
+
+def test_hooks_on_the_nodes_of_parameters_run_for_those_that_were_used(worlds: WorldPool):
+    names = ["down.weight", "norm.bias", "norm.weight", "up.bias", "up.weight"]
+    every = sorted(f"{name} {what}" for name in names for what in ("True", "then True"))
+    used = [text for text in every if text.startswith("up.")]
+    for found in worlds.run(2, hooked_nodes):
+        assert found == [every, every, used]
+
+
+def left_of_a_forward() -> list[bool]:
+    """Whether what a forward computed is alive, once its result was dropped without a backward."""
+    model = sharded(build())
+    kept: list[StorageWeakRef] = []
+    for module in model.modules():
+        if not list(module.children()):
+            module.register_forward_hook(lambda _, __, out: kept.append(StorageWeakRef(out.untyped_storage())))
+    found = []
+    for step in range(3):
+        kept.clear()
+        out = torch.sigmoid(model(batch(step, dist.get_rank()))).exp()  # which save their results
+        del out
+        found.append(any(not storage.expired() for storage in kept))
+    return found
+
+
+def test_a_forward_whose_result_is_dropped_leaves_nothing(worlds: WorldPool):
+    assert worlds.run(2, left_of_a_forward) == [[False] * 3] * 2
+
+
 def accumulate(model: Any, ranks: list[int], *, syncs_each: bool) -> list[Tensor]:
     """The weights after steps of two micro-batches, the second one with a penalty on the weights themselves."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -386,8 +436,10 @@ def clamped(how: str) -> Callable[[Block], None]:
         elif how == "no_grad":
             with torch.no_grad():
                 block.up.weight.mul_(0.5)
+        elif how == "masked":
+            block.up.weight.data *= 0.5
         else:
-            block.up.weight.data = torch.zeros(2 * WIDTH, WIDTH)
+            block.up.weight.data = block.up.weight.detach() * 0.5
 
     return write
 
@@ -405,18 +457,23 @@ def written_in_forward(how: str, options: dict[str, Any], transport: str) -> Any
     return torch.allclose(model[1].up.weight.full_tensor(), before * 0.5)
 
 
-@pytest.mark.parametrize("how", ["data", "no_grad"])
-def test_a_write_in_forward_reaches_the_shards(how):
+@pytest.mark.parametrize(
+    ("how", "transport"),
+    [
+        *((how, way) for how in ("data", "masked", "replaced") for way in ("memory", "messages")),
+        ("no_grad", "messages"),
+    ],
+)
+def test_a_write_in_forward_reaches_the_shards(how, transport):
     with World(2) as world:
-        assert world.run(written_in_forward, how, {}, "messages") == [True] * 2
+        assert world.run(written_in_forward, how, {}, transport) == [True] * 2
 
 
 @pytest.mark.parametrize(
     ("how", "options", "transport", "why"),
     [
         ("data", {"mp_policy": HALF}, "messages", "1.up.weight: .* it is a rounded copy"),
-        ("data", {}, "memory", "1.up.weight: .* other ranks read the same memory"),
-        ("replaced", {}, "messages", "1.up.weight: .data of a parameter can be replaced outside"),
+        ("no_grad", {}, "memory", "1.up.weight: .* other ranks read the same memory"),
     ],
 )
 def test_a_write_in_forward_that_cannot_reach_them_raises(how, options, transport, why):
@@ -424,6 +481,117 @@ def test_a_write_in_forward_that_cannot_reach_them_raises(how, options, transpor
         for text in world.run(written_in_forward, how, options, transport):
             assert isinstance(text, str), text
             assert re.search(why, text), text
+
+
+class Masked(nn.Linear):
+    """Zeroes a part of its weight in each forward, as an autoregressive convolution does."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.ones(WIDTH, WIDTH).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data *= self.mask
+        return super().forward(x)
+
+
+class Renormed(nn.Linear):
+    """Bounds the rows of its weight in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.5)
+        return super().forward(x)
+
+
+class Spectral(nn.Linear):
+    """Divides its weight by its largest singular value, of which it keeps the vectors in parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.u, self.v = (nn.Parameter(torch.randn(WIDTH), requires_grad=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, u, v = self.weight, self.u, self.v
+        v.data = nn.functional.normalize(weight.data.t().mv(u.data), dim=0)
+        u.data = nn.functional.normalize(weight.data.mv(v.data), dim=0)
+        return nn.functional.linear(x, weight / u.dot(weight.mv(v)), self.bias)
+
+
+def same_batch(model: Any) -> list[Tensor]:
+    """The weights after steps on a batch that all ranks have: a forward more would write once more."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        model(batch(step, 0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def writes_as_plain(kind: type[nn.Module], options: dict[str, Any], transport: str, tolerance: float) -> bool:
+    os.environ["DSHARD_TRANSPORT"] = transport
+    torch.manual_seed(0)
+    model, plain = (nn.Sequential(kind(), nn.Tanh(), kind()) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    for part in (model[0], model[2]):
+        dshard.fully_shard(part, **options)
+    own, others = same_batch(dshard.fully_shard(model, **options)), same_batch(plain)
+    return all(torch.allclose(a, b, rtol=0, atol=tolerance) for a, b in zip(own, others, strict=True))
+
+
+@pytest.mark.parametrize("transport", ["memory", "messages"])
+@pytest.mark.parametrize(("options", "tolerance"), [({}, 1e-7), ({"mp_policy": HALF}, 5e-3)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", [Masked, Renormed, Spectral])
+def test_a_module_that_writes_to_its_parameters_in_each_forward_trains_as_the_plain_one(
+    kind, options, tolerance, transport
+):
+    with World(2) as world:
+        assert world.run(writes_as_plain, kind, options, transport, tolerance) == [True] * 2
+
+
+class Tying(nn.Module):
+    """Ties its weights in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.head.weight = self.embed.weight
+        return self.head(self.embed(x.abs().long().clamp(max=WIDTH - 1)))
+
+
+def ties_as_plain() -> list[bool]:
+    torch.manual_seed(0)
+    model, plain = Tying(), Tying()
+    plain.load_state_dict(model.state_dict())
+    own, others = same_batch(dshard.fully_shard(model)), same_batch(plain)
+    same = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(own, others, strict=True))
+    return [same, model.head.weight is model.embed.weight, isinstance(model.head.weight, ShardedTensor)]
+
+
+def test_a_full_tensor_that_a_forward_registers_is_the_parameter(worlds: WorldPool):
+    assert worlds.run(2, ties_as_plain) == [[True] * 3] * 2
+
+
+def frozen_in_forward() -> list[bool]:
+    model = sharded(build())
+    train(model, range(2), [dist.get_rank()])
+
+    def freeze(block: Block) -> None:
+        block.up.weight.requires_grad = False
+
+    model[1].action = freeze
+    model(batch(2, 0)).sum().backward()
+    model.zero_grad()
+    model(batch(3, 0)).sum().backward()
+    return [model[1].up.weight.requires_grad, model[1].up.weight.grad is None, model[1].up.bias.grad is None]
+
+
+def test_requires_grad_that_is_set_in_a_forward_is_the_parameters(worlds: WorldPool):
+    assert worlds.run(2, frozen_in_forward) == [[False, True, False]] * 2
 
 
 def written_before_backward() -> str:
