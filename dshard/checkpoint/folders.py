@@ -1,8 +1,8 @@
 """Folders of checkpoints: create, publish, find and remove them.
 
 A folder that is being written has a hidden name of its own, and a file in it that its writer keeps locked: network file
-systems lock files between hosts, and folders on one host alone. What has such a name and an unlocked file is what a
-killed save left; the next save beside it removes it.
+systems lock files between hosts, and folders on one host alone. What has such a name, and no file in it that is locked,
+is what a killed save left; the next save beside it removes it.
 """
 
 import errno
@@ -98,7 +98,7 @@ def find(path: Path) -> tuple[Path, Manifest, list[str]]:
         except CheckpointError as error:
             skipped.append((_changed(child), str(error)))
     if not found:
-        raise CheckpointError(f"{path}: {_NONE} that can be used: {skipped[0][1]}. Check the path.")
+        raise CheckpointError(f"{path}: {_NONE} that can be used: {skipped[0][1].rstrip('.')}. Check the path.")
     _, newest, manifest = max(found, key=lambda each: each[:2])
     return newest, manifest, [why for changed, why in skipped if changed >= _changed(newest)]
 
@@ -213,7 +213,8 @@ class Draft:
                 return False
             raise
         sync_folder(self.target.parent)
-        (self.target / _LOCK).unlink(missing_ok=True)
+        with suppress(OSError):  # the checkpoint is there, and the next save or `remove` takes the file along
+            (self.target / _LOCK).unlink()
         return True
 
     def _replace(self, before: Manifest, *, is_alone: bool) -> None:
@@ -236,7 +237,8 @@ class Draft:
         sync_folder(self.target)
         outdated = {child.name for child in self.target.iterdir() if _IN_PLACE.fullmatch(child.name)}
         for name in {*before.names, *(outdated if is_alone else ())} - set(names):
-            (self.target / name).unlink(missing_ok=True)
+            with suppress(OSError):  # the new checkpoint is there, and the next save removes what stays
+                (self.target / name).unlink()
 
     def close(self) -> None:
         """Remove the folder unless it was published."""
@@ -267,9 +269,23 @@ def _remove_leftovers(parent: Path) -> None:
                 _remove_own(folder)
                 continue
             with suppress(OSError):
-                folder.rmdir()  # a save that was killed between its first two operations left it empty
-            with suppress(OSError):
-                flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                with closing(os.open(folder / _LOCK, flags)) as opened:
-                    if try_lock(opened):  # its writer does not live any more
-                        _remove_own(folder)
+                _remove_leftover(folder)
+
+
+def _remove_leftover(folder: Path) -> None:
+    """Remove the hidden folder of a save unless its writer lives.
+
+    Raises:
+        OSError: What is called as the lock is no file, or cannot be locked.
+    """
+    try:
+        opened = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        with suppress(OSError):
+            folder.rmdir()  # a save that was killed between its first two operations left it empty
+        if not os.path.lexists(folder / _LOCK):  # else a save has begun there; this one gave up while a rank wrote
+            _remove_own(folder)
+        return
+    with closing(opened):
+        if try_lock(opened):  # its writer does not live any more
+            _remove_own(folder)

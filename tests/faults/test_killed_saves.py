@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dshard
-from dshard.checkpoint import files, load, save
+from dshard.checkpoint import files, folders, load, save
 from dshard.testing import WorldPool
 from tests.checkpoint.checkpoints import everything
 
@@ -224,6 +224,63 @@ def failing(root: Path, bad_rank: int) -> int:
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_a_full_disk_on_one_rank_is_told_on_all_and_leaves_nothing(worlds: WorldPool, tmp_path, bad_rank):
     assert min(worlds.run(2, failing, tmp_path, bad_rank, timeout_s=100)) > 5
+
+
+def written_to_while_removed(root: Path, name: str) -> tuple[list[str], list[str]]:
+    """What is left where another rank writes to a draft that is given up, and what of it after the next save."""
+    draft = folders.Draft(root / "a")
+    (draft.folder / "part-00000.json").write_text("{}")
+    own = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "part-00000.json":  # of files that were listed
+            (path.parent / name).write_text("x")
+        own(path, missing_ok=missing_ok)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        draft.close()
+    left = [child.name for child in draft.folder.iterdir()]
+    save(root / "a", *model_of(1))
+    return left, [child.name for child in root.iterdir() if child.name != "a"]
+
+
+def test_a_draft_that_a_rank_writes_to_while_it_is_removed_goes_with_the_next_save(worlds: WorldPool, tmp_path):
+    shard = "shard-00001-of-00002.01234567.safetensors"
+    assert worlds.run(1, written_to_while_removed, tmp_path, shard) == [([shard], [])]
+
+
+def test_a_draft_with_a_file_of_the_users_stays_with_that_file(worlds: WorldPool, tmp_path):
+    ((left, stayed),) = worlds.run(1, written_to_while_removed, tmp_path, "notes.txt")
+    assert left == ["notes.txt"]
+    assert [child.name for child in (tmp_path / stayed[0]).iterdir()] == ["notes.txt"]
+
+
+def with_failing_removals(root: Path) -> None:
+    """Nothing of what stands in the folder can be removed once the new checkpoint is in it."""
+    target = root / "a"
+    old, new = model_of(1), model_of(2)
+    own = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.parent == target:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        own(path, missing_ok=missing_ok)
+
+    for made in (old, new):  # onto nothing, and onto a checkpoint
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "unlink", unlink)
+            save(target, *made)
+        twin = model_of(3)
+        load(target, *twin)
+        assert everything(*twin) == everything(*made)
+    assert len(list(target.iterdir())) == 4  # a lock, and a shard of the old one
+    save(target, *new)
+    assert len(list(target.iterdir())) == 2
+
+
+def test_what_cannot_be_removed_behind_a_published_checkpoint_is_no_error(worlds: WorldPool, tmp_path):
+    worlds.run(1, with_failing_removals, tmp_path)
 
 
 def racing(root: Path) -> None:
