@@ -81,5 +81,7 @@ def _only_text(group: ShardGroup, text: bytes) -> bytes:
 
 
 def _text(error: Exception, what: str) -> str:
-    way = "the path, its permissions and the space left" if isinstance(error, OSError) else "its traceback on that rank"
-    return f"{what}, but {type(error).__name__}: {error}. Check {way}."
+    way = "Look at the traceback of the rank that raised it"
+    if isinstance(error, OSError):
+        way = "Check the path, its permissions and the space left"
+    return f"{what}, but {type(error).__name__}: {str(error).rstrip('.')}. {way}."

@@ -177,7 +177,7 @@ class PendingSave:
             return self.path
         self._is_agreed = True
         try:
-            together(self._group, self.settle, f"{self.path}: writing the checkpoint failed")
+            together(self._group, self.settle, f"{self.path}: every rank must write its part of the checkpoint")
         except CheckpointError as error:
             self._error = error
             raise

@@ -268,12 +268,15 @@ class Contents:
 
 
 def _sums_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a checksum of each of some small tensors; all go to the host in one copy."""
+    """Return a checksum of each of some small tensors; those of a device go to the host in one copy."""
     with torch.no_grad():
         plain = [bytes_of(t.full_tensor() if isinstance(t, DTensor) else t.detach()) for t in tensors]
-        away = [raw for raw in plain if raw.device.type != "cpu"]
-        copied = iter(torch.cat(away).cpu().split(list(map(len, away))) if away else ())
-        return [zlib.crc32(memory_of(raw if raw.device.type == "cpu" else next(copied))) for raw in plain]
+        for device in {raw.device for raw in plain if raw.device.type != "cpu"}:
+            away = [i for i, raw in enumerate(plain) if raw.device == device]
+            copied = torch.cat([plain[i] for i in away]).cpu().split([len(plain[i]) for i in away])
+            for i, raw in zip(away, copied, strict=True):
+                plain[i] = raw
+        return [zlib.crc32(memory_of(raw)) for raw in plain]
 
 
 def random_states(group: ShardGroup) -> dict[str, Any]:
@@ -327,6 +330,19 @@ def check_kept(who: str, model: nn.Module, state: Mapping[str, Any]) -> None:
                 f"'{name}' is made anew by each call, so that values cannot be put back into it. Register it as a "
                 "buffer, or give it by get_extra_state."
             )
+
+
+def refuse_plain_meta(name: str, tensor: Tensor) -> None:
+    """Raise for a parameter to which a load gives no memory.
+
+    Raises:
+        CheckpointError: It is plain and on the meta device, where values that are written are lost.
+    """
+    if tensor.is_meta and isinstance(tensor, nn.Parameter) and not isinstance(tensor, ShardedTensor):
+        raise CheckpointError(
+            f"{name}: loading gives memory to sharded parameters, but this one is plain and on the meta device. Move "
+            "it with to_empty first."
+        )
 
 
 def _memory(value: Any) -> int:

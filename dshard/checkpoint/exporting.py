@@ -139,8 +139,9 @@ def merge(
 
     What `save_safetensors` would have written is written, by the same one step, from the files alone; every byte is
     compared with its sum, and parity stands in for a file that is lost. One tensor is in memory at a time. Of buffers
-    that differ between ranks those of the first are taken. Extra state of modules is left out; `config.json` and the
-    tokenizer are not in a checkpoint.
+    that differ between ranks those of the first are taken. Extra state of modules (`get_extra_state`) is left out, also
+    where it is a tensor, which `save_safetensors` writes: `load_safetensors` reads the result into such a model with
+    `strict=False` alone. `config.json` and the tokenizer are not in a checkpoint.
 
     Args:
         checkpoint: Folder that `save` made, or a folder of such, of which the newest complete one is taken.

@@ -1,6 +1,5 @@
 """Load a checkpoint: every rank reads and compares all that it needs before any rank changes anything."""
 
-import copy
 import logging
 import os
 import random
@@ -26,7 +25,7 @@ from dshard.checkpoint.asynchronous import pending_save
 from dshard.checkpoint.files import Box
 from dshard.checkpoint.folders import find
 from dshard.checkpoint.manifest import Manifest, StoredTensor, read_manifest
-from dshard.checkpoint.reading import Reader, Source, put, write_values
+from dshard.checkpoint.reading import Reader, Source, put, set_extra_states, write_values
 from dshard.checkpoint.saving import lineage_of
 from dshard.checkpoint.values import same_kind
 from dshard.collectives import ReduceOp, ShardGroup
@@ -62,7 +61,9 @@ def load(
 
     Raises:
         CheckpointError: No checkpoint there, a damaged one, or one of another model or optimizer; names the file, the
-            tensor and both values. On every rank alike; nothing was changed.
+            tensor and both values. Or a module raised in `set_extra_state`. On every rank alike; nothing was changed.
+        StateError: Something refers to a parameter on the meta device, which cannot get memory then. On the other
+            ranks it is a CheckpointError; nothing was changed.
         DivergenceError: The ranks pass different optimizers, or one of them none. On every rank alike; nothing was
             changed.
 
@@ -146,14 +147,16 @@ def _finish(job: _Load, model: nn.Module, optimizer: Any, group: ShardGroup) -> 
     """Write the values that were read into the model and its optimizers.
 
     Raises:
-        CheckpointError: A module raised in `set_extra_state`. On every rank alike; nothing was changed.
+        CheckpointError: A module raised in `set_extra_state`, or a tensor cannot get memory. On every rank alike;
+            nothing was changed.
+        StateError: As `load`.
 
     Communicates:
-        Two all-reduces of 8 bytes.
+        Two all-reduces of 8 bytes, and one where there is extra state.
     """
-    _set_extra_states(group, job)
     with outside_autograd():
-        put(model, job.read, group.device_type)
+        who = "checkpoint.load"
+        put(model, job.read, group, partial(set_extra_states, group, job.extra_states, who), who)
         for commit in job.commits:
             commit()
     _count_alike(model, optimizer, group)
@@ -186,6 +189,7 @@ def _prepare_model(source: Source, model: nn.Module, job: _Load) -> None:
         )
     names: dict[int, str] = {}  # of tied tensors the first
     for name, tensor in tensors.items():
+        contents.refuse_plain_meta(name, tensor)
         values = source.read(f"model.{name}", contents.box_of(tensor), contents.dtype_of(tensor))
         first = names.setdefault(id(tensor), name)
         if first == name:
@@ -207,24 +211,6 @@ def _prepare_extra_state(source: Source, model: nn.Module, names: set[str], job:
         )
     for name, value in saved.items():
         job.extra_states.append((model.get_submodule(name.rpartition(".")[0]), source.decoded(value)))
-
-
-def _set_extra_states(group: ShardGroup, job: _Load) -> None:
-    """Set the extra states of modules; if one of them raises on any rank, set all old ones again."""
-    before: list[tuple[nn.Module, Any]] = []
-
-    def change() -> None:
-        for module, value in job.extra_states:
-            before.append((module, copy.deepcopy(module.get_extra_state())))
-            module.set_extra_state(value)
-
-    if job.facts["extra_state"]:
-        try:
-            together(group, change, "checkpoint.load: set_extra_state of a module failed")
-        except CheckpointError:
-            for module, value in reversed(before):
-                module.set_extra_state(value)
-            raise
 
 
 def _prepare_own(source: Source, job: _Load) -> None:

@@ -22,7 +22,7 @@ from dshard.errors import CheckpointError
 MANIFEST = "dshard.json"
 COPY_NAME = re.compile(r"dshard-[0-9a-f]{8}\.json")
 OWN = "own"  # name of what a rank saves for itself: random states, and facts that differ between ranks
-_FORMAT = 3
+_FORMAT = 4
 _OWN = re.compile(r"rank-\d+/")  # what `own_name` puts ahead of a name
 
 

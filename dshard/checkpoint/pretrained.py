@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +19,10 @@ from dshard.agreement import check_same
 from dshard.arguments import call_given
 from dshard.autograd import outside_autograd
 from dshard.checkpoint.agreement import group_of, together
-from dshard.checkpoint.contents import box_of, check_kept, is_extra
+from dshard.checkpoint.contents import box_of, check_kept, is_extra, refuse_plain_meta
 from dshard.checkpoint.disk import check_regular, open_regular
 from dshard.checkpoint.files import DTYPES, Box
-from dshard.checkpoint.reading import put
+from dshard.checkpoint.reading import put, set_extra_states
 from dshard.errors import CheckpointError
 from dshard.tensor import ShardedTensor
 
@@ -81,12 +82,14 @@ def load_safetensors(
 
     Raises:
         CheckpointError: No such file, a damaged one, one that changed while it was read, or one of another model; names
-            the tensors. On every rank alike, before anything is changed.
+            the tensors. Or a module raised in `set_extra_state`. On every rank alike; nothing was changed.
+        StateError: Something refers to a parameter on the meta device, which cannot get memory then. On the other
+            ranks it is a CheckpointError; nothing was changed.
         DivergenceError: The ranks would load different tensors, as by another `rename`. On every rank alike, before
             anything is changed.
 
     Communicates:
-        Two all-reduces of 8 bytes and one of 48, and no values.
+        Three all-reduces of 8 bytes and one of 48, one of 8 more where there is extra state, and no values.
     """
     group = group_of(arguments.module("load_safetensors", "module", module))
     what = f"{path_or_dir}: loading needs safetensors files that can be read"
@@ -113,12 +116,20 @@ def load_safetensors(
     keys = together(group, match, what)
     goes_to = [f"'{entry.name}' to '{name}'" for name, entry in entries.items()]
     check_same("load_safetensors", {"rename": goes_to, "strict": repr(bool(strict))}, group)
-    staged = together(group, lambda: _read_all(Path(path_or_dir), versions, entries, state), what)
-    extra_states = {name: staged.pop(name) for name in list(staged) if is_extra(name)}
+
+    def read() -> tuple[dict[str, Tensor], list[tuple[nn.Module, Tensor]]]:
+        staged = _read_all(Path(path_or_dir), versions, entries, state)
+        extra_states = [
+            (module.get_submodule(name.rpartition(".")[0]), staged.pop(name).to(state[name].dtype))
+            for name in list(staged)
+            if is_extra(name)
+        ]
+        return staged, extra_states
+
+    staged, extra_states = together(group, read, what)
     with outside_autograd():
-        put(module, staged, group.device_type)
-        for name, values in extra_states.items():  # a module's own function, which may raise, comes last
-            module.get_submodule(name.rpartition(".")[0]).set_extra_state(values)
+        who = "load_safetensors"
+        put(module, staged, group, partial(set_extra_states, group, extra_states, who), who)
     return keys
 
 
@@ -167,10 +178,10 @@ def _found_at(path: Path) -> tuple[dict[Path, tuple[int, ...]], dict[str, _Entry
             where.setdefault(entry.name, []).append(name)
     for name, held_by in where.items():
         if held_by != [weight_map.get(name, held_by[0])]:
+            found_in, named = " and in ".join(held_by) or "none of them", weight_map.get(name, "none")
             raise CheckpointError(
                 f"{file}: every tensor must be in one file, the one that the index names, but {_shown(name)} is in "
-                f"{' and in '.join(held_by) or 'none of them'}, and the index names {weight_map.get(name)}. The files "
-                "are of several models; use others."
+                f"{found_in}, and the index names {named}. The files are of several models; use others."
             )
     return versions, found
 
@@ -307,11 +318,7 @@ def _refuse_unwritable(entries: Mapping[str, _Entry], state: Mapping[str, Any]) 
     for name in entries:
         value = state[name]
         is_sharded = isinstance(value, ShardedTensor)
-        if value.is_meta and isinstance(value, nn.Parameter) and not is_sharded:
-            raise CheckpointError(
-                f"{name}: loading gives memory to sharded parameters, but this one is plain and on the meta device. "
-                "Move it with to_empty first."
-            )
+        refuse_plain_meta(name, value)
         if value.is_view if is_sharded else torch._debug_has_internal_overlap(value) == 1:
             raise CheckpointError(
                 f"{name}: loading writes to tensors that own their memory, but this one is a view. Load it under the "

@@ -3,10 +3,11 @@
 A rank reads the blocks in which the boxes lie that it wants, into memory of its own, and compares them there.
 """
 
+import copy
 import json
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dshard.checkpoint import disk
+from dshard.checkpoint.agreement import together
 from dshard.checkpoint.files import BLOCK_BYTES, NAMES, Box, StoredFile, memory_of, sum_of
 from dshard.checkpoint.manifest import OWN, Manifest, StoredTensor, own_name
 from dshard.checkpoint.parity import Read
 from dshard.checkpoint.values import decode
 from dshard.collectives import ShardGroup
 from dshard.errors import CheckpointError
-from dshard.optimizer.replace import allocate, convert
+from dshard.optimizer.replace import allocate, convert, forget_flat_weights
 from dshard.tensor import ShardedTensor
 from dshard.tensor.subclass_shards import subclass_gathers
 
@@ -285,25 +287,78 @@ def write_values(tensor: Tensor, values: Tensor) -> None:
         tensor.copy_(values)
 
 
-def put(model: nn.Module, read: dict[str, Tensor], device_type: str) -> None:
+def put(model: nn.Module, read: dict[str, Tensor], group: ShardGroup, prepare: Callable[[], None], what: str) -> None:
     """Write values that were read into a model's tensors, and let go of each.
 
     Args:
         model: A sharded module; what is on the meta device gets memory first.
         read: This rank's part of each tensor, by its name in the state dict.
-        device_type: Of the ranks that share the model.
+        group: The ranks that share the model.
+        prepare: Called before any value is written; raises on every rank alike, having changed nothing.
+        what: Begins the message of an error.
 
     Raises:
-        StateError: A parameter on the meta device cannot get memory. Nothing was changed.
+        CheckpointError: A tensor on the meta device cannot get memory on some rank. On every rank alike; nothing was
+            changed.
+        StateError: The same, on a rank where something refers to a parameter there.
+
+    Communicates:
+        An all-reduce of 8 bytes, and what `prepare` does.
     """
-    on_meta = [param for param in model.parameters() if isinstance(param, ShardedTensor) and param.is_meta]
+    params = [param for param in model.parameters() if isinstance(param, ShardedTensor) and param.is_meta]
+    buffers = {name: b for name, b in model.named_buffers(remove_duplicate=False) if b.is_meta}
+    devices = dict.fromkeys(read, torch.device(group.device_type))
     try:
-        allocate(model, dict.fromkeys(read, torch.device(device_type)))
+        together(group, lambda: allocate(model, devices), f"{what}: a model on the meta device needs memory")
+        prepare()
     except BaseException:
-        for param in on_meta:
-            if not param.is_meta:
-                convert(param, partial(torch.empty_like, device="meta"))
+        _take_memory_back(model, params, buffers)
         raise
     state = model.state_dict(keep_vars=True)
     for name in list(read):
         write_values(state[name], read.pop(name))
+
+
+def _take_memory_back(model: nn.Module, params: Sequence[ShardedTensor], buffers: Mapping[str, Tensor]) -> None:
+    """Move parameters to the meta device again, and put the buffers that were there back in their places."""
+    recurrent = forget_flat_weights(model)
+    for param in params:
+        if not param.is_meta:
+            convert(param, partial(torch.empty_like, device="meta"))
+    for name, buffer in buffers.items():
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner)._buffers[attribute] = buffer
+    for rnn in recurrent:
+        rnn._init_flat_weights()
+
+
+def set_extra_states(group: ShardGroup, pairs: Sequence[tuple[nn.Module, Any]], what: str) -> None:
+    """Set the extra states of modules; if one of them raises on any rank, set all old ones again.
+
+    Args:
+        group: The ranks that share the modules, each with as many.
+        pairs: Modules, with what their `set_extra_state` is to get.
+        what: Begins the message of an error.
+
+    Raises:
+        CheckpointError: A module raised. On every rank alike.
+
+    Communicates:
+        An all-reduce of 8 bytes, if there are any.
+    """
+    before: list[tuple[nn.Module, Any]] = []
+
+    def change() -> None:
+        for module, value in pairs:
+            before.append((module, copy.deepcopy(module.get_extra_state())))
+            module.set_extra_state(value)
+
+    if not pairs:
+        return
+    try:
+        together(group, change, f"{what}: set_extra_state must take what was saved")
+    except BaseException:
+        for module, value in reversed(before):
+            with suppress(Exception):  # one that refuses whatever it is given has kept what it had
+                module.set_extra_state(value)
+        raise

@@ -1,8 +1,9 @@
 """Save a model and its optimizers: every rank writes its shards, and the folder is published as a whole.
 
-The ranks agree first on what is saved and where. From then on there are files alone: every rank writes its shards into
-a hidden folder, and beside them what it has written; the first rank waits for all, puts the manifest together, and the
-folder in its place. So the same code runs in a thread of its own while training goes on.
+The ranks agree first on what is saved and where. Then every rank writes its shards into a hidden folder, and beside
+them what it has written; of that the first rank puts the manifest together, and the folder in its place. After each of
+these parts the ranks agree on how it went. Not so in an asynchronous save, whose parts run in a thread while training
+goes on: there the first rank waits for the files of the others, and nothing is communicated.
 """
 
 import json
@@ -87,13 +88,13 @@ def save(
 
     Communicates:
         Some all-reduces of a few bytes, one of 16 bytes for each buffer and number of an optimizer, and one of 2 KiB;
-        no values.
+        no values but those of views, and of DTensors that fully_shard did not take, which are gathered.
     """
     group = group_of(arguments.module("checkpoint.save", "model", model))
-    what = f"{directory}: preparing to save failed"
+    what = f"{directory}: saving needs a place that can be written"
     given: dict[str, Any] = {"step": step, "keep": keep, "asynchronous": asynchronous, "parity": parity}
 
-    def prepare() -> Contents:
+    def prepare() -> tuple[Path, Contents]:
         if (earlier := pending_save(group)) is not None:
             earlier.settle()
         who, rows = "checkpoint.save", "0, or 1 for one XOR row per group of files"
@@ -105,10 +106,9 @@ def save(
         given["parity"] = arguments.number(who, "parity", parity, lambda x: x in (0, 1), rows, "Pass 0 or 1.")
         if given["parity"] and group.world_size < 2:
             raise CheckpointError("checkpoint.save: parity needs files of other ranks, but there is one. Leave it out.")
-        return Contents(model, optimizers_by_prefix(optimizer), extra)
+        return Path(directory).absolute(), Contents(model, optimizers_by_prefix(optimizer), extra)
 
-    contents = together(group, prepare, what)
-    target = Path(directory).absolute()
+    target, contents = together(group, prepare, what)
     facts = {"directory": str(target), **{name: repr(value) for name, value in given.items()}}
     check_same("checkpoint.save", {**facts, **contents.listed()}, group)
     draft = together(group, lambda: Draft(target) if group.world_rank == 0 else None, what)
@@ -135,7 +135,7 @@ def save(
     pieces = _pieces_of(contents, group, alike, is_copied=given["asynchronous"])
     if given["asynchronous"]:
         return PendingSave(target, group, lambda: job.run_alone(pieces))
-    job.run_together(pieces, group, f"{target}: writing the checkpoint failed")
+    job.run_together(pieces, group, f"{target}: every rank must write its part of the checkpoint")
     return None
 
 
@@ -192,7 +192,7 @@ def lineage_of(model: nn.Module) -> Lineage:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The part of a save that writes files and communicates nothing, so that it can run in a thread.
+    """The part of a save that writes files: without communication, but for `run_together`, so that a thread can run it.
 
     Args:
         rank: This one.
@@ -230,9 +230,13 @@ class Job:
 
         Raises:
             CheckpointError: A rank cannot do its part. On every rank alike.
+
+        Communicates:
+            An all-reduce of 8 bytes for each part.
         """
+        rows = (self.write_row,) if self.has_parity else ()
         try:
-            for part in (partial(self.write, pieces), self.write_row, self.publish):
+            for part in (partial(self.write, pieces), *rows, self.publish):
                 together(group, part, what)
         finally:
             self.close()
@@ -249,7 +253,8 @@ class Job:
         try:
             try:
                 self.write(pieces)
-                self.write_row()
+                if self.has_parity:
+                    self.write_row()
             except Exception as error:
                 with suppress(OSError):
                     self._write_error(error)
@@ -296,13 +301,11 @@ class Job:
             os.close(os.open(self._part(self.rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL))  # fits on a full disk
 
     def write_row(self) -> None:
-        """With parity, write this rank's row from the files of the other ranks.
+        """Write this rank's row of parity from the files of the other ranks.
 
         Raises:
             CheckpointError, OSError: A part is missing, or the row cannot be written.
         """
-        if not self.has_parity:
-            return
         members = group_around(self.rank, self.num_ranks)
         files = [StoredFile.from_json(self._part_of(rank)) for rank in members]
         with ExitStack() as stack:

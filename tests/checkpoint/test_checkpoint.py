@@ -1,9 +1,12 @@
 """What was saved is what is loaded, bit for bit, at any number of ranks and under any strategy."""
 
+import json
 import math
 import os
 import re
 import warnings
+import weakref
+import zlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dshard
-from dshard.checkpoint import load, save
+from dshard.checkpoint import contents, load, save
 from dshard.checkpoint.files import BLOCK_BYTES
+from dshard.tensor.views import bytes_of
 from dshard.testing import WorldPool
 from dshard.testing.strategies import world_sizes
 from tests.checkpoint.checkpoints import (
@@ -228,6 +232,182 @@ def with_refusing_module(path: Path) -> str:
 def test_a_module_that_refuses_its_extra_state_leaves_everything_as_it_was(worlds: WorldPool, tmp_path):
     for text in worlds.run(2, with_refusing_module, tmp_path / "s"):
         assert "ValueError: refused" in text
+
+
+class Parts(nn.Module):
+    """A recurrent module, buffers, and a tensor as extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.norm = nn.LSTM(3, 4), nn.BatchNorm1d(4)
+        self.average, self.refuses = torch.full((2,), 5.0, device="cpu"), False
+
+    def get_extra_state(self) -> Tensor:
+        return self.average.clone()
+
+    def set_extra_state(self, state: Tensor) -> None:
+        if self.refuses:
+            raise ValueError("refused")
+        self.average = state
+
+
+READS: dict[str, tuple[Any, Any]] = {
+    "load": (save, load),
+    "load_safetensors": (
+        lambda path, model: dshard.save_safetensors(model, path),
+        lambda path, model: dshard.load_safetensors(model, path),
+    ),
+}
+
+
+def with_one_rank_failing(path: Path, how: str, what: str, device: str) -> str:
+    write, read = READS[how]
+    torch.manual_seed(0)
+    saved = dshard.fully_shard(Parts())
+    write(path, saved)
+    with torch.device(device):
+        model = dshard.fully_shard(Parts())
+    model.average.zero_()
+
+    def now() -> Any:
+        if device == "cpu":
+            return everything(model)
+        return [t.is_meta for t in (*model.parameters(), *model.buffers())], model.average.tolist()
+
+    before, held = now(), None
+    if dist.get_rank() == 1:
+        model.refuses = what == "set_extra_state"
+        held = weakref.ref(model.norm.weight) if what == "memory" else None
+    with pytest.raises(dshard.DShardError) as caught:
+        read(path, model)
+    assert now() == before
+    model.refuses = False
+    del held
+    read(path, model)
+    assert everything(model) == everything(saved)
+    x = torch.ones(2, 1, 3)
+    assert torch.equal(model.rnn(x)[0], saved.rnn(x)[0])
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("how", READS)
+@pytest.mark.parametrize(
+    ("what", "device"), [("set_extra_state", "cpu"), ("set_extra_state", "meta"), ("memory", "meta")]
+)
+def test_what_fails_on_one_rank_alone_is_told_on_all_and_leaves_everything_as_it_was(
+    worlds: WorldPool, tmp_path, how, what, device
+):
+    texts = worlds.run(2, with_one_rank_failing, tmp_path / "s", how, what, device)
+    told = "ValueError: refused" if what == "set_extra_state" else "norm.weight: a parameter can move to another device"
+    assert all(told in text for text in texts)
+    assert texts[0].startswith("CheckpointError: ")
+    assert texts[0].endswith("(Rank 1.)")
+
+
+def with_a_plain_parameter_on_meta(path: Path) -> str:
+    plain = nn.Linear(4, 4)
+    save(path, dshard.fully_shard(plain, ignored_params={plain.weight}))
+    empty = nn.Linear(4, 4, device="meta")
+    dshard.fully_shard(empty, ignored_params={empty.weight})
+    with pytest.raises(dshard.CheckpointError) as caught:
+        load(path, empty)
+    assert empty.bias.is_meta
+    return str(caught.value)
+
+
+def test_a_plain_parameter_on_meta_is_refused_by_name(worlds: WorldPool, tmp_path):
+    for text in worlds.run(2, with_a_plain_parameter_on_meta, tmp_path / "s"):
+        assert text.startswith("weight: loading gives memory to sharded parameters, but this one is plain")
+
+
+def without_a_working_directory(folder: Path) -> str:
+    model, kept = dshard.fully_shard(nn.Linear(4, 4)), Path.cwd()
+    here = folder / f"{dist.get_rank()}"
+    here.mkdir()
+    os.chdir(here)
+    try:
+        if dist.get_rank() == 1:
+            here.rmdir()
+        with pytest.raises(dshard.CheckpointError) as caught:
+            save("s", model)
+    finally:
+        os.chdir(kept)
+    return str(caught.value)
+
+
+def test_a_rank_whose_working_directory_is_gone_is_told_on_all(worlds: WorldPool, tmp_path):
+    for text in worlds.run(2, without_a_working_directory, tmp_path):
+        assert text.startswith("s: saving needs a place that can be written, but FileNotFoundError: ")
+
+
+def folder_of_damaged_ones(folder: Path) -> str:
+    model = dshard.fully_shard(nn.Linear(4, 4))
+    save(folder / "a", model)
+    (folder / "a" / "dshard.json").write_text("{}")
+    with pytest.raises(dshard.CheckpointError) as caught:
+        load(folder, model)
+    return str(caught.value)
+
+
+def test_where_no_checkpoint_can_be_used_the_error_says_why(worlds: WorldPool, tmp_path):
+    (text,) = worlds.run(1, folder_of_damaged_ones, tmp_path)
+    assert text.endswith("The checkpoint is damaged; use another. Check the path.")
+
+
+def with_the_format_of_an_older_version(path: Path) -> str:
+    model = dshard.fully_shard(nn.Linear(4, 4))
+    save(path, model)
+    body = json.loads((path / "dshard.json").read_text())
+    del body["versions"]
+    (path / "dshard.json").write_text(json.dumps({**body, "format": 3, "torch": "2.9", "dshard": "0.1"}))
+    with pytest.raises(dshard.CheckpointError) as caught:
+        load(path, model)
+    return str(caught.value)
+
+
+def test_the_format_of_an_older_version_is_refused_with_its_name(worlds: WorldPool, tmp_path):
+    (text,) = worlds.run(1, with_the_format_of_an_older_version, tmp_path / "s")
+    assert "the format must be 4, but it is 3, written by torch 2.9, dshard 0.1. Load it with that version" in text
+
+
+def calls_of_a_save(folder: Path, parity: int) -> int:
+    model = dshard.fully_shard(nn.Linear(4, 4))
+    with dshard.CommTrace() as trace:
+        save(folder / "s", model, parity=parity)
+    return trace.calls()
+
+
+def test_ranks_agree_on_rows_of_parity_where_there_are_some(worlds: WorldPool, tmp_path):
+    without, with_rows = (worlds.run(2, calls_of_a_save, tmp_path, parity) for parity in (0, 1))
+    assert with_rows == [calls + 1 for calls in without]
+
+
+class Elsewhere(Tensor):
+    """Says that it is on some device, and as torch does refuses to be joined with one that is on another."""
+
+    device: Any = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.cat and len({t.device for t in args[0]}) > 1:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+            return found.as_subclass(Tensor) if isinstance(found, Tensor) else found
+
+
+def test_buffers_of_several_devices_are_summed(monkeypatch):
+    def moved(values: Tensor) -> Tensor:
+        raw = bytes_of(values)
+        if values[0] == 2:
+            return raw
+        raw = raw.as_subclass(Elsewhere)
+        raw.device = torch.device("cuda", int(values[0]))
+        return raw
+
+    given = [torch.full((size,), float(number)) for number, size in [(0, 3), (1, 5), (0, 2), (2, 4), (1, 1)]]
+    monkeypatch.setattr(contents, "bytes_of", moved)
+    assert contents._sums_of(given) == [zlib.crc32(each.numpy().tobytes()) for each in given]
 
 
 class Packing(nn.Linear):

@@ -84,7 +84,7 @@ def load_bag(cases: list[TensorCase], folder: str, on_meta: bool) -> None:
     with dshard.CommTrace() as trace:
         keys = dshard.load_safetensors(bag, folder)
     assert keys == ([], [])
-    assert trace.payload_bytes <= (2 * 8 + 48) * (dist.get_world_size() - 1)
+    assert trace.payload_bytes <= (3 * 8 + 48) * (dist.get_world_size() - 1)
     for i, case in enumerate(cases):
         full = random_bits(case)
         param, buffer = getattr(bag, f"p{i}"), getattr(bag, f"b{i}")
@@ -488,6 +488,12 @@ def test_damaged_files_are_refused_before_anything_is_read(worlds: WorldPool, tm
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
     expect_load_error(worlds, [tmp_path / "d"], "FileNotFoundError")
+    for name in ("one", "two"):
+        safetensors_torch.save_file({"a": torch.zeros(1), name: torch.zeros(1)}, tmp_path / "d" / f"{name}.safetensors")
+    index = {"weight_map": {"one": "one.safetensors", "two": "two.safetensors"}}
+    (tmp_path / "d" / "model.safetensors.index.json").write_text(json.dumps(index))
+    pattern = "but 'a' is in one.safetensors and in two.safetensors, and the index names none. The files are of several"
+    expect_load_error(worlds, [tmp_path / "d"], pattern)
 
 
 def test_files_whose_values_start_anywhere_are_read(worlds: WorldPool, tmp_path):
@@ -763,17 +769,18 @@ class Averaging(nn.Linear):
         self.average = state
 
 
-def extra_state_loaded(folder: Path) -> list[float]:
+def extra_state_loaded(folder: Path, dtype: torch.dtype | None) -> tuple[torch.dtype, list[float]]:
     torch.manual_seed(0)
     model = dshard.fully_shard(nn.Sequential(Averaging()))
-    dshard.save_safetensors(model, folder)
+    dshard.save_safetensors(model, folder, dtype=dtype)
     model[0].average = torch.zeros(2)
     dshard.load_safetensors(model, folder)
-    return model[0].average.tolist()
+    return model[0].average.dtype, model[0].average.tolist()
 
 
-def test_extra_state_that_is_a_tensor_goes_round(worlds: WorldPool, tmp_path):
-    assert worlds.run(2, extra_state_loaded, tmp_path) == [[5.0, 5.0]] * 2
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_extra_state_that_is_a_tensor_goes_round_in_its_own_dtype(worlds: WorldPool, tmp_path, dtype):
+    assert worlds.run(2, extra_state_loaded, tmp_path, dtype) == [(torch.float32, [5.0, 5.0])] * 2
 
 
 def save_steps(folder: Path) -> None:
