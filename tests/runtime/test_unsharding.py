@@ -483,6 +483,30 @@ def test_a_write_in_forward_that_cannot_reach_them_raises(how, options, transpor
             assert re.search(why, text), text
 
 
+def written_late(options: dict[str, Any], transport: str) -> list[str]:
+    """What comes of three forwards that write, after two that have not."""
+    os.environ["DSHARD_TRANSPORT"] = transport
+    model = sharded(build(), **options)
+    train(model, range(2), [dist.get_rank()])
+    model[1].action, found = clamped("no_grad"), []
+    for step in range(2, 5):
+        before = model[1].up.weight.full_tensor().detach().clone()
+        try:
+            model(batch(step, 0))
+        except dshard.StateError:
+            found.append("raised")
+            model.reset_iter_state()
+            continue
+        found.append("written" if torch.equal(model[1].up.weight.full_tensor(), before * 0.5) else "lost")
+    return found
+
+
+@pytest.mark.parametrize(("options", "transport"), [({"mp_policy": HALF}, "messages"), ({}, "memory")])
+def test_a_module_that_begins_to_write_raises_once_and_writes_to_shards_from_then_on(options, transport):
+    with World(2) as world:
+        assert world.run(written_late, options, transport) == [["raised", "written", "written"]] * 2
+
+
 class Masked(nn.Linear):
     """Zeroes a part of its weight in each forward, as an autoregressive convolution does."""
 
