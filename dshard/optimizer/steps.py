@@ -116,7 +116,10 @@ def _swap(optimizer: Optimizer, groups: list[list[Tensor]], swapped: list[Sharde
     """Give an optimizer groups and states of shards; the hash of a tensor is its id, so ids serve as keys here."""
     of_param = dict(zip(map(id, swapped), shards, strict=True))
     values = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
-    storages = [value.shard_storage for value in values if type(value) in SHARDED]
+    sharded = [value for value in values if type(value) in SHARDED]
+    for value in sharded:
+        value.origin = None  # of a state that was cast as it was loaded: the step writes to it, and may not count that
+    storages = [value.shard_storage for value in sharded]
     resolved = iter([storage.tensor if not storage.is_pending else storage.resolve() for storage in storages])
     seen = [next(resolved) if type(value) in SHARDED else value for value in values]
     rest = iter(seen)

@@ -79,6 +79,8 @@ BLOCKS = {"units": "blocks", "reshard": None, "dim": 1, "optimizer": "fused", "d
 
 @pytest.mark.slow
 @example(2, BLOCKS, [("hook", 2), ("micro_step", 0), ("clip", False, 2.0)])  # found: strides that a fused step ignores
+# found: a state that is cast as it is loaded, and then written by a fused step
+@example(1, BLOCKS | {"dim": 0}, [("micro_step", 0), ("step",), ("cast", torch.float32)])
 @settings(max_examples=150)
 @given(num_ranks=world_sizes(max_size=3), options=SETTINGS, actions=st.lists(ACTIONS, min_size=2, max_size=14))
 def test_any_program_does_to_a_sharded_model_what_it_does_to_a_plain_twin(
