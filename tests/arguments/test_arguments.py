@@ -73,7 +73,6 @@ FREE = {  # public names without a row, and why
                 "of_family",
                 "spread_on",
                 "seconds_per_byte",
-                "cluster",
                 "between",
                 "copies_s",
                 "stragglers",
