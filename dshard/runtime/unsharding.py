@@ -47,10 +47,10 @@ class _Unshard(torch.autograd.Function):
     """From the sharded parameters of a unit to their full tensors."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, slots: Sequence[int] | None, fulls: Sequence[Tensor], *params: Any) -> Any:
+    def forward(ctx: Any, unit: Unit, slots: Sequence[int] | None, kind: "_Kind", fulls: Any, *params: Any) -> Any:
         ctx.set_materialize_grads(False)
         ctx.unit, ctx.slots = unit, slots
-        return tuple(map(UnshardedParameter.of, fulls, params))
+        return tuple(map(kind, fulls, params))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -59,10 +59,20 @@ class _Unshard(torch.autograd.Function):
         is_ordinary = not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         is_all = unit.num_unshards <= 1 and not unit.is_used_beside and ctx.slots is not None
         if not (is_ordinary and is_all) or unit.settings.num_slices > 1:
-            return None, None, None, *grads
+            return None, None, None, None, *grads
         backward: Backward = unit.model.get(Backward)
         with torch._C.DisableTorchFunctionSubclass():  # parameters are asked for much, and nothing is computed
-            return None, None, None, *backward.receive_together(unit, ctx.slots, grads, ctx.next_functions)
+            return None, None, None, None, *backward.receive_together(unit, ctx.slots, grads, ctx.next_functions)
+
+
+_Kind = Callable[[Tensor, Any], Any]  # makes what stands in a parameter's place, of its full tensor and itself
+
+
+def _for_graphs(full: Tensor, param: Any) -> Tensor:
+    """What stands there where dynamo makes graphs: a plain tensor, to `isinstance` a parameter."""
+    out: Any = full.detach()
+    out._is_param = True
+    return out
 
 
 class _Place(NamedTuple):
@@ -95,18 +105,24 @@ class Unsharding:
         self._params: list[Any] = []  # for which the places were looked up
         self._num_registrations = -1
         self._places: list[_Place] = []
-        self._in_place: list[tuple[_Place, UnshardedParameter]] = []  # while a forward runs
+        self._has_graphs = False  # one of the modules whose parameters these are is compiled
+        self._is_leaf = False  # no module within has a unit of its own
+        self._in_place: list[tuple[_Place, Any]] = []  # while a forward runs
         self._fulls: list[Tensor] = []
         self._versions: list[int] = []
         self._before: list[tuple[Any, int]] = []  # storages, and writes to them, when a forward over shards began
         self._writes = False  # in forwards, to parameters
+        self._is_compiled = False  # graphs compute the forward that runs, or the last one that was open
+        self._sums: list[Tensor] = []  # of full tensors, ahead of the first such forward
         self._depth = 0
         self._was_open = False  # in the last forward that was no recomputation
 
     def open(self, *, is_eager: bool) -> None:
         """The forward starts: put full tensors in place, if they are what comes next.
 
-        Where dynamo makes graphs of a forward, they take shards, and gather: what runs again takes them, too.
+        Where dynamo makes graphs of it, these take full tensors from the first forward on, so that there is one graph
+        for all steps; but where parts of it have units of their own, whose hooks run in no graph: then they take
+        shards, and gather.
         """
         self._depth += 1
         if self._depth > 1:
@@ -117,16 +133,21 @@ class Unsharding:
                     "the place of parameters. Call reset_iter_state() on the model, on all ranks."
                 )
             return
-        is_open = is_eager and self._is_due()
+        self._find_places()
+        is_compiled = self._is_leaf and (self._has_graphs or not is_eager)
+        is_open = (is_eager or is_compiled) and self._is_due(is_compiled=is_compiled)
         if is_open:
             with _beside_modes():
-                self._put()
+                self._put(_for_graphs if is_compiled else UnshardedParameter.of)
+                if is_compiled and not self._is_compiled:
+                    self._sums = list(map(_sum_of_bits, self._fulls))
+            self._is_compiled = is_compiled
         elif not self._writes:
             self._before = [(storage, storage.num_writes) for storage in map(_STORAGE_OF, self._unit.params)]
         if not in_backward():
             self._was_open = is_open
 
-    def _is_due(self) -> bool:
+    def _is_due(self, *, is_compiled: bool) -> bool:
         """Whether the forward uses the unit now, as far as is known, and in the ordinary way."""
         unit, model = self._unit, self._unit.model
         if (
@@ -141,14 +162,13 @@ class Unsharding:
             return False
         if peek_interpreter_stack() is not None or torch._C._get_dispatch_mode(_FAKE) is not None:
             return False
-        self._find_places()
         if not self._places:
             return False
         if in_backward():
             return self._was_open
         if torch.is_grad_enabled() and not model.get(Unshardings).saves_places:
             return False
-        return unit.copies.are_touched or model.schedule.expects(unit)
+        return is_compiled or unit.copies.are_touched or model.schedule.expects(unit)
 
     def _find_places(self) -> None:
         """Look up where the module and those in it hold the unit's parameters, once for each change of these."""
@@ -161,11 +181,13 @@ class Unsharding:
         if not kinds_match or any(isinstance(param.shard_layout, TPShardLayout) for param in unit.params):
             return
         slots = {id(param): slot for slot, param in enumerate(unit.params)}
-        # What was compiled takes shards, and gathers in its graphs: one graph for all steps.
-        tops = (each for each in self._module.modules() if each._compiled_call_impl or "_orig_mod" in each._modules)
+        modules = list(self._module.modules())
+        tops = (each for each in modules if each._compiled_call_impl or "_orig_mod" in each._modules)
         compiled = {inner for top in tops for inner in top.modules()}
-        for module in self._module.modules():
-            if module in compiled:
+        self._has_graphs = bool(compiled)
+        self._is_leaf = not any("_dshard_units" in each.__dict__ for each in modules if each is not self._module)
+        for module in modules:
+            if module in compiled and not self._is_leaf:
                 continue
             # An embedding that writes to its weight, on the rows that any rank looks up; a module that keeps a list.
             if getattr(module, "max_norm", None) is not None or isinstance(module, nn.RNNBase):
@@ -174,7 +196,7 @@ class Unsharding:
                 if id(param) in slots:
                     self._places.append(_Place(module._parameters, name, slots[id(param)]))
 
-    def _put(self) -> None:
+    def _put(self, kind: _Kind) -> None:
         """Gather, and put full tensors in the place of the sharded parameters."""
         unit = self._unit
         if unit.is_mixed:
@@ -182,19 +204,19 @@ class Unsharding:
             unit.model.forwards.regions.note_use(unit.model.forwards)
         fulls = self._fulls = unit.copies.fulls()
         params = unit.params
-        made = {} if torch.is_inference_mode_enabled() else self._recorded(fulls)
+        made = {} if torch.is_inference_mode_enabled() else self._recorded(kind, fulls)
         for place in self._places:
             parameters, name, slot = place
             if parameters.get(name) is not params[slot]:  # torch.func.functional_call has put another one there
                 continue
             full = made.get(slot)
             if full is None:
-                full = made[slot] = UnshardedParameter.of(fulls[slot], params[slot])
+                full = made[slot] = kind(fulls[slot], params[slot])
             parameters[name] = full
             self._in_place.append((place, full))
         self._versions = list(map(_VERSION_OF, fulls))
 
-    def _recorded(self, fulls: Sequence[Tensor]) -> dict[int, UnshardedParameter]:
+    def _recorded(self, kind: _Kind, fulls: Sequence[Tensor]) -> dict[int, Any]:
         """The full tensors of trainable parameters, most of them through one autograd node.
 
         By themselves are those with hooks of the program, for a node runs where any of its results was used; and, where
@@ -207,15 +229,15 @@ class Unsharding:
         for slot in unit.trainable:
             is_large = not unit.has_streams and fulls[slot].nbytes > SMALL_GRAD_BYTES
             (watched if may_be_hooked(params[slot]) else apart if is_large else together).append(slot)
-        made: dict[int, UnshardedParameter] = {}
+        made: dict[int, Any] = {}
         unit.num_unshards += torch.is_grad_enabled() and not in_backward()
         with torch.enable_grad():
             for slot in watched:  # first, so that its gradient comes last: a hook that reads it has the unit's leave
-                (made[slot],) = _Unshard.apply(unit, None, [fulls[slot]], params[slot])
+                (made[slot],) = _Unshard.apply(unit, None, kind, [fulls[slot]], params[slot])
             for slots in (together, *([slot] for slot in apart)):
                 if slots:
                     own = [params[slot] for slot in slots]
-                    given = _Unshard.apply(unit, slots, [fulls[slot] for slot in slots], *own)
+                    given = _Unshard.apply(unit, slots, kind, [fulls[slot] for slot in slots], *own)
                     made.update(zip(slots, given, strict=True))
             for slot in apart:
                 _run_early(made[slot].grad_fn)
@@ -232,29 +254,44 @@ class Unsharding:
             now = [(storage, storage.num_writes) for storage in map(_STORAGE_OF, params)]
             self._writes = any(a is not b or i != j for (a, i), (b, j) in zip(before, now, strict=False))
         in_place, self._in_place = self._in_place, []
-        written: dict[int, UnshardedParameter] = {}
+        written: dict[int, Any] = {}
         for (parameters, name, slot), full in in_place:
             if parameters.get(name) is full:
                 parameters[name] = params[slot]
             if full._version != self._versions[slot]:
                 written[slot] = full
+        slots = [*written, *self._slots_of_other_bits()] if self._is_compiled else ()
+        if slots:
+            raise StateError(
+                f"{params[slots[0]].name}: a module that is compiled must not write to its parameters in its forward, "
+                "for graphs take full tensors, but this one does. Leave it uncompiled."
+            )
         self._fulls = []
         if written:
             self._writes = True
             self._write_back(written)
+
+    def _slots_of_other_bits(self) -> list[int]:
+        """The full tensors that the first forward of graphs has written to, for they may hide that from counters."""
+        before, self._sums = self._sums, []
+        if not before:
+            return []
+        differs = torch.stack([a != _sum_of_bits(full) for a, full in zip(before, self._fulls, strict=True)])
+        return [slot for slot, is_other in enumerate(differs.tolist()) if is_other]
 
     def reset(self) -> None:
         """No forward runs any more: one that was interrupted has left its full tensors in place."""
         self._depth = 1
         self.close()
 
-    def _write_back(self, written: Mapping[int, UnshardedParameter]) -> None:
+    def _write_back(self, written: Mapping[int, Any]) -> None:
         """Have writes to full tensors reach the shards."""
         unit = self._unit
         for slot, full in written.items():
             param = unit.params[slot]
             is_exact = full.dtype == param.storage_dtype
-            if not is_exact or (unit.copies.are_once_per_host and not full.has_own_memory):
+            has_own_memory = getattr(full, "has_own_memory", False)
+            if not is_exact or (unit.copies.are_once_per_host and not has_own_memory):
                 why = "other ranks read the same memory" if is_exact else "it is a rounded copy"
                 raise StateError(
                     f"{param.name}: a write to a parameter within its module's forward must reach the shards, but this "
@@ -263,6 +300,13 @@ class Unsharding:
                 )
             with torch.no_grad():
                 param.copy_(full.detach())
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """One number that nearly any write to a tensor changes."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.itemsize)
+    values = tensor.detach() if bits is None else tensor.detach().view(bits)
+    return values.sum()
 
 
 class Unshardings:
@@ -326,7 +370,7 @@ def _unshard_again(unit: Unit, slot: int) -> Tensor:
     """The full tensor of one parameter, for one use of it in a part of a forward that runs again."""
     with _beside_modes():
         fulls = unit.copies.fulls()
-        full: Tensor = _Unshard.apply(unit, None, [fulls[slot]], unit.params[slot])[0]
+        full: Tensor = _Unshard.apply(unit, None, UnshardedParameter.of, [fulls[slot]], unit.params[slot])[0]
     return full
 
 

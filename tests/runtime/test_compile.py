@@ -361,17 +361,87 @@ MODELS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
 def model_beside_eager(name: str) -> list[str]:
     fresh()
     options, change = MODELS[name]
-    nets = [change(make(**options)) for _ in range(3)]
+    nets = [change(make(**options)) for _ in range(4)]
     nets[1].compile(**COMPILED)
-    calls = [nets[0], nets[1], torch.compile(nets[2], **COMPILED)]
+    for layer in nets[3].layers:
+        layer.compile(**COMPILED)
+    calls = [nets[0], nets[1], torch.compile(nets[2], **COMPILED), nets[3]]
     losses = [train(call, net, 2)[0] for call, net in zip(calls, nets, strict=True)]
-    assert losses[0] == losses[1] == losses[2], losses
-    return differences(nets[0], nets[1]) + differences(nets[0], nets[2])
+    assert losses[0] == losses[1] == losses[2] == losses[3], losses
+    return [name for net in nets[1:] for name in differences(nets[0], net)]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_model_trains_as_in_eager(worlds: WorldPool, name):
     assert worlds.run(2, model_beside_eager, name, timeout_s=TIMEOUT_S) == [[], []]
+
+
+def taken_by_graphs(order: str) -> list[list[str]]:
+    """The kinds of what the graph of a block takes in, for each time that it is made, in training and evaluation."""
+    fresh()
+    found: list[list[str]] = []
+
+    def backend(graph: Any, given: list[Any]) -> Any:
+        found.append([type(x).__name__ for x in given if getattr(x, "dim", int)() and x.shape[-1] != 6])
+        return torch._dynamo.backends.debugging.aot_eager(graph, given)
+
+    net = make()
+    for i, layer in enumerate(net.layers):
+        if order == "wrapped":
+            net.layers[i] = dshard.fully_shard(torch.compile(layer, backend=backend, fullgraph=True), mp_policy=BF16)
+        else:
+            dshard.fully_shard(layer, mp_policy=BF16).compile(backend=backend, fullgraph=True)
+    dshard.fully_shard(net, mp_policy=BF16)
+    train(net, net, 3)
+    with torch.no_grad():
+        net(batch(0))
+        net(batch(1))
+    return found
+
+
+@pytest.mark.parametrize("order", ["wrapped", "in place"])
+def test_graphs_of_a_block_take_full_tensors_from_the_first_step_on(worlds: WorldPool, order):
+    for found in worlds.run(2, taken_by_graphs, order, timeout_s=TIMEOUT_S):
+        assert len(found) == 2  # with gradients and without
+        assert all("ShardedTensor" not in kind for kinds in found for kind in kinds), found
+        assert all(len(kinds) > 4 for kinds in found)
+
+
+class Writing(nn.Linear):
+    """Writes to a parameter in its forward, in one way or another."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "no_grad":
+            with torch.no_grad():
+                self.bias.mul_(0.5)
+        elif self.how == "data":
+            self.bias.data.mul_(0.5)
+        else:
+            self.bias.data = self.bias.data * 0.5
+        return super().forward(x)
+
+
+def written_in_a_graph(how: str) -> str:
+    fresh()
+    net = nn.Sequential(Writing(how), nn.Tanh())
+    net[0].compile(backend="aot_eager")
+    dshard.fully_shard(net[0])
+    dshard.fully_shard(net)
+    try:
+        net(inputs()).sum().backward()
+    except dshard.StateError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("how", ["no_grad", "data", "set data"])
+def test_a_compiled_module_that_writes_to_its_parameters_is_told(worlds: WorldPool, how):
+    for text in worlds.run(2, written_in_a_graph, how, timeout_s=TIMEOUT_S):
+        assert text.startswith("0.bias: a module that is compiled must not write to its parameters"), text
 
 
 def accumulated(options: dict[str, Any], *, is_compiled: bool, syncs: bool) -> list[Tensor]:
