@@ -10,8 +10,8 @@ from dshard.collectives._c10d import (
     world_size,
 )
 from dshard.collectives.all_gather import Gathered, all_gather
-from dshard.collectives.all_reduce import RowReduction, all_reduce, all_reduce_row, all_to_all, broadcast
-from dshard.collectives.divergence import note_failure, num_failures, num_noted, num_started, settle, tag_of
+from dshard.collectives.all_reduce import RowReduction, all_reduce, all_reduce_row, broadcast
+from dshard.collectives.divergence import note_failure, num_all_failures, num_noted, num_started, settle, tag_of
 from dshard.collectives.exchange import shares_memory
 from dshard.collectives.flight import is_users
 from dshard.collectives.group import Comms, Handle, ShardGroup, with_comms
@@ -47,7 +47,6 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_reduce_row",
-    "all_to_all",
     "broadcast",
     "default_backend",
     "group_named",
@@ -58,7 +57,7 @@ __all__ = [
     "note_caught",
     "note_failure",
     "note_step",
-    "num_failures",
+    "num_all_failures",
     "num_noted",
     "num_started",
     "phases_are",

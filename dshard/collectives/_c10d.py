@@ -63,6 +63,11 @@ def kept_for(group: ProcessGroup, key: Hashable, make: Callable[[], T]) -> T:
     return found
 
 
+def kept_for_all(key: Hashable) -> list[Any]:
+    """What `key` names among the things of each process group that there is, where it was made."""
+    return [kept[key] for _, kept in list(_KEPT.values()) if key in kept]
+
+
 def is_initialized() -> bool:
     """Whether a default process group exists."""
     return bool(dist.is_available() and dist.is_initialized())
@@ -198,13 +203,6 @@ def reduce_scatter_flat(out: Tensor, buffer: Tensor, op: ReduceOp, group: Proces
 def all_reduce_flat(tensor: Tensor, op: ReduceOp, group: ProcessGroup) -> Work:
     """Start the backend's own all-reduce of `tensor`, in place."""
     return dist.all_reduce(tensor, op=op.value, group=group, async_op=True)
-
-
-def all_to_all_flat(
-    out: Tensor, sent: Tensor, out_sizes: list[int], sent_sizes: list[int], group: ProcessGroup
-) -> Work:
-    """Start the backend's own all-to-all: each rank gets its part of everybody's `sent`, in rank order."""
-    return dist.all_to_all_single(out, sent, out_sizes, sent_sizes, group=group, async_op=True)
 
 
 def broadcast_flat(tensor: Tensor, src: int, group: ProcessGroup) -> Work:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dshard.collectives._c10d import ProcessGroup, kept_for
+from dshard.collectives._c10d import ProcessGroup, kept_for, kept_for_all
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.trace import record
 from dshard.collectives.watchdog import Verdict, caught_by_some, watch_event
@@ -205,6 +205,11 @@ def note_failure(groups: Iterable[ShardGroup]) -> None:
 def num_failures(group: ShardGroup) -> int:
     """How many exceptions have ended forwards and backwards of models in a process group, on this rank."""
     return _failures_in(group.process_group)[0]
+
+
+def num_all_failures() -> int:
+    """As `num_failures`, summed over all process groups that there are."""
+    return sum(count for (count,) in kept_for_all("failures"))
 
 
 def _failures_in(process_group: ProcessGroup) -> list[int]:

@@ -26,12 +26,12 @@ from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup, Work
 from dshard.collectives.divergence import Kind, check_headers, count_start, header, num_failures, without_writes
 from dshard.collectives.group import Handle, ShardGroup
-from dshard.collectives.host.arena import Arena
+from dshard.collectives.host.arena import Arena, own_pid
 from dshard.collectives.host.rings import InRing, Offer, Sent, ThroughMemory, connect
 from dshard.collectives.memory import Buffer, BufferPool, Readers
 from dshard.collectives.trace import waited_for_peer
 from dshard.collectives.watchdog import begin_wait, end_wait, failure, is_symptom, watch_channels
-from dshard.errors import ArgumentError, DivergenceError
+from dshard.errors import ArgumentError, DivergenceError, StateError
 from dshard.layout import HEADER_BYTES, INLINE_BYTES
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ _VARIABLE = "DSHARD_TRANSPORT"
 _ALIGN_BYTES = 16  # of each tensor among those that lie one behind the other
 _SIZES = struct.Struct("<II")  # behind the header of a message: a number of its values, and how many bytes there are
 _VALUES_AT = HEADER_BYTES + 16
-_LAST = bytes(HEADER_BYTES)  # a header behind which none will follow: this rank has lost a peer
+_LAST = bytes(HEADER_BYTES)  # what a rank that has lost a peer sends instead of its next header, and then nothing more
 _ROWS_BYTES = 1 << 20  # for one message of each peer
 
 
@@ -88,8 +88,9 @@ class ByMessages:
     arena: Arena | None = None
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group, self.pool = weakref.ref(group), BufferPool()
-        self._last: list[tuple[Tensor, Work]] = []  # whose memory must stay
+        self._group, self.pool, self.pid = weakref.ref(group), BufferPool(), own_pid()
+        # Headers that `close` has sent; gloo reads their memory until they have arrived.
+        self._last: list[tuple[Tensor, Work]] = []
         self.inline_bytes = min(INLINE_BYTES, _ROWS_BYTES // group.size())
 
     def _alive(self) -> ProcessGroup:
@@ -130,11 +131,19 @@ def transport_of(group: ShardGroup) -> Transport:
 
     Raises:
         RuntimeError: As gloo does where a peer does not come.
+        StateError: This process was forked from the one that made it.
 
     Communicates:
         The first time, two messages to each peer.
     """
-    return _c10d.kept_for(group.process_group, "transport", lambda: _find(group))
+    found = _c10d.kept_for(group.process_group, "transport", lambda: _find(group))
+    if found.pid != own_pid():
+        raise StateError(
+            f"process group {group.process_group.group_name}: collectives must run in the process that joined it, "
+            f"which is process {found.pid}, but this is process {own_pid()}, forked from that one. Give forked "
+            "processes plain tensors, such as param.full_tensor(), made ahead of the fork."
+        )
+    return found
 
 
 def _find(group: ShardGroup) -> Transport:
@@ -183,15 +192,25 @@ class Channel:
     def __init__(self, group: ShardGroup) -> None:
         self._process_group = weakref.ref(group.process_group)
         self._transport: Transport | None = None  # once something was said
+        self._is_closed = False  # whether this rank has lost a peer, here or elsewhere
         self._waiting: deque[Exchange] = deque()  # whose headers were not read, in order
         self.is_apart = False  # whether ranks were found to be at different things, at some time
         self.differing: Exchange | None = None  # at which they were, if no wait has raised that
-        channels: list[Channel] = _c10d.kept_for(_c10d.world_of(group.process_group), "channels", list)
-        channels.append(self)
+        # Held weakly: a process group that is destroyed takes its channel along, with memory and handles of peers.
+        channels: weakref.WeakSet[Channel] = _c10d.kept_for(
+            _c10d.world_of(group.process_group), "channels", weakref.WeakSet
+        )
+        channels.add(self)
         watch_channels(channels)
 
     def start(self, started: "Exchange", transport: Transport) -> None:
-        """Say a header to the peers, and be ready for theirs."""
+        """Say a header to the peers, and be ready for theirs.
+
+        Raises:
+            RuntimeError: As gloo does where a peer is gone; or this rank was told to `close`.
+        """
+        if self._is_closed:
+            raise RuntimeError("connection closed: this rank has lost a peer, here or in another process group")
         self._transport = transport
         self._waiting.append(started)
         for peer in started.peers:
@@ -220,8 +239,9 @@ class Channel:
             first.note_heard()
 
     def close(self) -> None:
-        """Let peers know that this rank, which has lost one of them, comes to no collective any more."""
-        if self._process_group() is not None and self._transport is not None:
+        """Let peers know that this rank, which has lost one of them, comes to no collective any more; once."""
+        if self._process_group() is not None and self._transport is not None and not self._is_closed:
+            self._is_closed = True
             self._transport.close()
 
     def finish(self) -> None:
@@ -310,7 +330,8 @@ class Exchange:
 
         Args:
             into: Contiguous. What is empty does not travel.
-            values: Contiguous; in shared memory, if they go through it.
+            values: Contiguous. Through memory they are not looked at: peers read `memory`, where they must be by
+                `start`.
             peer: The rank, to which and from which several are in order.
             place: Where those that come lie in memory that is laid out as the peer's; by default `into` itself.
         """
@@ -324,7 +345,7 @@ class Exchange:
         """Send each rank its row, and nothing else; `received` gives those of the peers for this rank.
 
         Args:
-            rows: One per rank.
+            rows: One per rank. Through memory they are not looked at: peers read theirs in `memory`.
             places: Of each rank's row for this one: where it lies in memory that is laid out as that rank's.
             pool: Where memory comes from, if rows come as messages.
         """

@@ -217,13 +217,12 @@ class BufferPool:
         """Wait for a while until peers have read what was given back, but for a little."""
         self._await_readers(lambda: self._unread_bytes() > _UNREAD_BYTES)
 
-    @property
-    def _unread(self) -> list[Buffer]:
-        """Those that were given back and that peers have still to read."""
-        return [buffer for buffer in self._away if buffer.readers is not None]
+    def _has_unread(self) -> bool:
+        """Whether peers have still to read some of what was given back."""
+        return any(buffer.readers is not None for buffer in self._away)
 
     def _unread_bytes(self) -> int:
-        return sum(buffer.memory.numel() for buffer in self._unread)
+        return sum(buffer.memory.numel() for buffer in self._away if buffer.readers is not None)
 
     def _await_readers(self, is_needed: Callable[[], bool]) -> None:
         """Wait for peers to read, as long as what they read is needed; for a while.
@@ -232,9 +231,9 @@ class BufferPool:
         """
 
         def is_over() -> bool:
-            if self._unread and is_needed():
+            if self._has_unread() and is_needed():
                 self._collect()
-            return not (self._unread and is_needed())
+            return not (self._has_unread() and is_needed())
 
         self._patience.wait(is_over, lambda: any(b.readers is not None and b.readers.is_awaited() for b in self._away))
 
@@ -276,8 +275,13 @@ class BufferPool:
         if not self._away:
             return
         away, self._away = self._away, []
+        looked = set()  # each look is at all that was sent by one transport
         for buffer in away:
-            if buffer.readers is None and buffer.is_held():
+            readers = buffer.readers
+            if readers is not None and readers.num_left > 0 and readers.look not in looked:
+                looked.add(readers.look)
+                readers.look()
+            if buffer.is_held() if readers is None else readers.num_left > 0:
                 self._away.append(buffer)
             else:
                 self.give(buffer)

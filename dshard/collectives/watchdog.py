@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing import util as processes
@@ -222,7 +222,7 @@ class _State:
     dead: "Verdict | None" = None  # that was logged
     pid = 0  # of the process that watches its end, and not of forks of it
     has_said = False  # whether it has written its end
-    channels: Sequence[Any] = ()  # of all process groups
+    channels: Collection[Any] = ()  # of all process groups
 
 
 def _arrive() -> None:
@@ -230,7 +230,7 @@ def _arrive() -> None:
     board = _State.board
     if board.open():
         _State.own, _State.processes, _State.done, _State.knows_all = RankProcess.own(), {}, {}, False
-        _State.num_caught = 0
+        _State.num_caught = _State.answered = 0
         board.post("process", asdict(_State.own))
     elif board.is_open and dist.is_initialized():
         missing = [rank for rank in _to_look_at([]) if rank not in _State.processes]
@@ -279,7 +279,7 @@ def note_caught(text: str, step: int) -> None:
     Communicates:
         Through the store, for at most 1.5 seconds.
     """
-    if not _State.is_well:  # the exception says what a peer did
+    if not _State.is_well or _State.pid != os.getpid():  # it says what a peer did, or is a forked process's own
         return
     _State.num_caught += 1
     if _State.board.is_open:
@@ -300,7 +300,7 @@ def caught_by_some(group: ProcessGroup) -> Verdict | None:
     blamed = tuple(rank for rank in ranks if nums[rank] > min(nums.values()) and rank not in uncaught)
     if not blamed:
         return None
-    texts = [f"rank {rank} {found[rank]['text']} in step {found[rank]['step']}" for rank in blamed[:4]]
+    texts = [f"in step {found[rank]['step']} rank {rank} {found[rank]['text']}" for rank in blamed[:4]]
     return Verdict(blamed, f"{'; '.join(texts)}, which its program has caught")
 
 
@@ -330,11 +330,11 @@ def failure(label: str, error: BaseException, group: ProcessGroup) -> Divergence
         caught = caught_by_some(group)
         away = {rank: place for rank, place in places.items() if "waits" not in place}
         places = away or {rank: place for rank, place in places.items() if rank in ranks}
-    also = f" R{caught.text[1:]}." if caught is not None else ""
+    also = f" {_capitalized(caught.text)}." if caught is not None else ""
     if verdict is not None:
         last, when = _State.done.get(id(group), ("", 0.0))
         seen = f"; the last that all took part in was the {last}, at {_clock(when)}" if last else ""
-        for channel in _State.channels:
+        for channel in list(_State.channels):
             channel.close()
         return RankLostError(
             f"{label}: all ranks must take part until the end, but {verdict.text}{seen}. The backend says: "
@@ -342,7 +342,7 @@ def failure(label: str, error: BaseException, group: ProcessGroup) -> Divergence
             f"checkpoint (torchrun --max-restarts does).{also}",
             verdict.ranks,
         )
-    elsewhere = "".join(f" R{_whereabouts(rank, place)[1:]}." for rank, place in list(places.items())[:4])
+    elsewhere = "".join(f" {_capitalized(_whereabouts(rank, place))}." for rank, place in list(places.items())[:4])
     return DivergenceError(
         f"{label}: all ranks must take part in the same collectives in the same order, but waiting for the peers "
         f"failed: {_words_of(error)}.{elsewhere}{also} Look at what the other ranks ran: an exception there, fewer "
@@ -513,6 +513,11 @@ def _by_word(ends: Sequence[End]) -> Verdict | None:
     return None
 
 
+def _capitalized(text: str) -> str:
+    """The beginning of a sentence."""
+    return text[0].upper() + text[1:]
+
+
 def _clock(when: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(when))
 
@@ -650,7 +655,8 @@ def _own_place() -> dict[str, str]:
     """Where this rank is, for the others."""
     wait = _longest_wait()
     if _State.failed or wait is not None:
-        return {"waits": f"{_State.failed}, which failed" if wait is None or _State.failed else wait.label}
+        place = f"{_State.failed}, which failed" if wait is None or _State.failed else wait.label
+        return {"waits": place.removeprefix("the ")}
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     return {"did": _State.last[0], "line": users_line(main)}
 
@@ -685,7 +691,7 @@ def _message(wait: _Wait, waited_s: float, question: int) -> str:
             f"{text}but all other ranks of it wait, too: {'; '.join(elsewhere[:4]) or 'for the same'}. Ranks that wait "
             "at different places have taken different branches; else the network between them is at fault."
         )
-    shown = "; ".join(f"R{_whereabouts(rank, facts)[1:]}" for rank, facts in list(away.items())[:4])
+    shown = "; ".join(_capitalized(_whereabouts(rank, facts)) for rank, facts in list(away.items())[:4])
     more = f"; and {len(away) - 4} more" if len(away) > 4 else ""
     return (
         f"{text}for {_names(list(away))}. {shown}{more}. All ranks must take part: a rank that has fewer batches than "
@@ -714,7 +720,7 @@ def watch_end() -> None:
     atexit.register(_on_exit)
 
 
-def watch_channels(channels: Sequence[Any]) -> None:
+def watch_channels(channels: Collection[Any]) -> None:
     """Have the channels of all process groups come to their ends with this rank.
 
     Ahead of the end of this process each one's `finish` is called, for at most some seconds: what peers will wait for
@@ -724,8 +730,9 @@ def watch_channels(channels: Sequence[Any]) -> None:
 
 
 def _finish_channels() -> None:
-    for channel in _State.channels:
-        channel.finish()
+    for channel in list(_State.channels):
+        with suppress(RuntimeError, ValueError, OSError):  # of peers that are gone: others wait for the next one
+            channel.finish()
 
 
 def _on_exit() -> None:

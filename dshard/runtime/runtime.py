@@ -142,7 +142,7 @@ class Runtime:
 
     def reset(self) -> None:
         """Free all copies after an exception, and drop gradients that are under way."""
-        self._iteration.fail("had an exception, after which it called reset_iter_state,")
+        self._iteration.fail("had an exception, after which it called reset_iter_state")
         self.backward.reset()
         self.context.forwards.set_running(0)
         self.context.get(Unshardings).reset()

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from dshard import arguments
-from dshard.collectives import ReduceOp, ShardGroup, all_reduce, num_failures
+from dshard.collectives import ReduceOp, ShardGroup, all_reduce, num_all_failures
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class _Reply:
         error: Name of the exception's type.
         message: Text of the exception, or how the rank failed to answer.
         traceback: Where it was raised; of a silent rank the stacks of its threads, if it could still write them.
-        num_failures: Exceptions that have ended steps of models on the rank so far.
+        num_failures: Exceptions that have ended steps of models on the rank so far, summed over its process groups.
     """
 
     rank: int
@@ -444,9 +444,8 @@ def _make_call(rank: int, request: bytes) -> bytes:
             present[:] = filters
             torch.manual_seed(0)
             result = fn(*args, **kwargs)
-        group = dist.group.WORLD
-        failures = 0 if group is None else num_failures(ShardGroup(group, torch.device("cpu")))
-        return pickle.dumps(_Reply(rank, "returned", payload=pickle.dumps(result), num_failures=failures))
+        reply = _Reply(rank, "returned", payload=pickle.dumps(result), num_failures=num_all_failures())
+        return pickle.dumps(reply)
     except BaseException as error:
         where = traceback.format_exc()
         return pickle.dumps(_Reply(rank, "raised", error=type(error).__name__, message=str(error), traceback=where))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dshard
+from dshard.collectives import watchdog
 from dshard.collectives.host import full_values
 from dshard.collectives.host.full_values import HostCopy
 from dshard.collectives.host.rings import why_not
@@ -311,8 +312,11 @@ def test_who_reads_first_waits_for_a_part_that_is_late(worlds: WorldPool):
     assert worlds.run(2, read_beside_a_late_part) == [True, True]
 
 
-def stuck_while_late(limit_s: float) -> str:
-    """Rank 1 tells that its part is late, and then does nothing until rank 0 has given it up; what that one says."""
+def stuck_while_late(limit_s: float, closes: bool) -> str:
+    """Rank 1 tells that its part is late, and then does nothing until rank 0 has given it up; what that one says.
+
+    Or it `closes` first, as a rank does that has lost a peer in another process group.
+    """
     group = dist.new_group(timeout=timedelta(seconds=limit_s))
     store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
     given_up = f"{group.group_name} was given up"
@@ -321,6 +325,8 @@ def stuck_while_late(limit_s: float) -> str:
     said, read = "", HostCopy.read
 
     def stuck(self: HostCopy, told: Any) -> Any:
+        for channel in list(watchdog._State.channels) if closes else ():
+            channel.close()
         with suppress(dist.DistError):  # of a rank 0 that does not give it up
             store.wait([given_up], timedelta(seconds=3 * limit_s))
         return read(self, told)
@@ -342,7 +348,12 @@ def stuck_while_late(limit_s: float) -> str:
 
 def test_a_part_that_never_comes_is_waited_for_as_long_as_the_group_says():
     with World(2) as world:  # of its own, for its ranks have lost each other
-        assert "Timed out waiting 2000ms for its part of a gather" in world.run(stuck_while_late, 2.0)[0]
+        assert "Timed out waiting 2000ms for its part of a gather" in world.run(stuck_while_late, 2.0, False)[0]
+
+
+def test_a_part_that_never_comes_is_not_waited_for_where_its_rank_has_lost_another_one():
+    with World(2) as world:
+        assert "has closed the process group, or has lost another rank" in world.run(stuck_while_late, 30.0, True)[0]
 
 
 class Two(nn.Module):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,6 +149,29 @@ def test_the_first_that_raised_is_to_blame_and_not_those_that_failed_for_want_of
     assert found is not None
     assert found.ranks == (1,)
     assert "raised ValueError: a bad batch" in found.text
+
+
+def test_a_channel_whose_peers_are_gone_keeps_none_from_finishing(monkeypatch):
+    finished: list[int] = []
+
+    def finish(number: int) -> None:
+        if number == 0:
+            raise RuntimeError("Connection closed by peer")
+        finished.append(number)
+
+    monkeypatch.setattr(watchdog._State, "channels", [SimpleNamespace(finish=partial(finish, n)) for n in range(3)])
+    watchdog._finish_channels()
+    assert finished == [1, 2]
+
+
+def test_questions_of_another_store_are_answered_from_the_first_one_on(monkeypatch):
+    board = SimpleNamespace(open=lambda: True, post=lambda *_: None)
+    for name, value in {"board": board, "answered": 7, "num_caught": 7}.items():
+        monkeypatch.setattr(watchdog._State, name, value)
+    for name in ("own", "processes", "done", "knows_all"):
+        monkeypatch.setattr(watchdog._State, name, getattr(watchdog._State, name))
+    watchdog._arrive()
+    assert watchdog._State.answered == watchdog._State.num_caught == 0
 
 
 def test_what_takes_longer_than_a_store_may_is_given_up():

@@ -4,9 +4,12 @@ import gc
 import json
 import os
 import random
+import select
 import signal
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dshard
 from dshard import collectives
-from dshard.collectives import ReduceOp, ShardGroup, exchange
+from dshard.collectives import ReduceOp, ShardGroup, exchange, watchdog
 from dshard.collectives.exchange import ByMessages, ThroughMemory, transport_of
 from dshard.collectives.host import rings
 from dshard.collectives.host.arena import Arena
@@ -226,6 +229,137 @@ def test_a_forked_process_takes_nothing_back(worlds: WorldPool):
     assert worlds.run(2, forks) == [[True, True, True]] * 2
 
 
+def forks_and_collects() -> tuple[str, bool, bool]:
+    """What a fork raises that looks at what peers have read, and whether this rank knows it before and after that."""
+    group = fresh_group("memory")
+    transport: Any = transport_of(group)
+    (out, _), *_ = transport._rings.values()
+    handle = collectives.all_reduce([torch.ones(1)], group, ReduceOp.SUM, label="a sum")
+    if dist.get_rank() == 0:  # it is through before rank 1 has read
+        handle.wait()
+    dist.barrier()
+    handle.wait()
+    dist.barrier()
+    is_known = not out.is_unread()
+    told = told_by_a_fork(transport.collect)
+    transport.collect()
+    return told, is_known, not out.is_unread()
+
+
+def test_a_forked_process_takes_no_note_that_a_peer_has_read(worlds: WorldPool):
+    assert worlds.run(2, forks_and_collects)[0] == ("nothing", False, True)
+
+
+def told_by_a_fork(act: Callable[[], object]) -> str:
+    """What a forked process raises."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        text = "nothing"
+        try:
+            act()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(write, text.encode())
+        os._exit(0)
+    os.close(write)
+    try:
+        has_ended = bool(select.select([read], [], [], 10.0)[0])  # of a timeout of 20
+        return os.read(read, 10_000).decode() if has_ended else "nothing: it hangs"
+    finally:
+        os.close(read)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def forks_and_communicates(way: str) -> tuple[str, list[float]]:
+    """What a fork of rank 0 is told at a sum, and the next sums of the ranks."""
+    group, rank = fresh_group(way), dist.get_rank()
+
+    def start(value: float) -> Any:
+        return collectives.all_reduce([torch.full((1,), value)], group, ReduceOp.SUM, label="a sum")
+
+    start(1.0).wait()
+    dist.barrier()
+    told = told_by_a_fork(lambda: start(100.0)) if rank == 0 else ""
+    dist.barrier()
+    return told, [start(float(number)).wait()[0].item() for number in range(3)]
+
+
+@pytest.mark.parametrize("way", ["memory", "messages"])
+def test_a_forked_process_that_starts_a_collective_raises_and_changes_none_of_its_parent(worlds: WorldPool, way):
+    (told, sums), (_, other_sums) = worlds.run(2, forks_and_communicates, way)
+    assert sums == other_sums == [0.0, 2.0, 4.0]
+    assert "StateError: process group " in told
+    assert "must run in the process that joined it" in told
+    assert "param.full_tensor(), made ahead of the fork" in told
+
+
+def forks_and_uses(way: str, use: str) -> tuple[str, bool]:
+    """What a fork of rank 0 is told that uses a sharded model, and whether the ranks train on."""
+    model: Any = nn.Sequential(*(dshard.fully_shard(nn.Linear(64, 64)) for _ in range(2)))
+    dshard.fully_shard(model)
+
+    def loss() -> Tensor:
+        total: Tensor = model(torch.ones(2, 64)).sum()
+        total.backward()
+        return total
+
+    first = loss()
+    assert type(transport_of(model[0].weight.shard_group)) is (ThroughMemory if way == "memory" else ByMessages)
+    dist.barrier()
+    uses = {"reads": lambda: model[0].weight.sum(), "runs": lambda: model(torch.ones(2, 64))}
+    told = told_by_a_fork(uses[use]) if dist.get_rank() == 0 else ""
+    dist.barrier()
+    blamed = watchdog.caught_by_some(model[0].weight.shard_group.process_group)
+    return told, blamed is None and torch.equal(loss(), first)
+
+
+@pytest.mark.parametrize("use", ["reads", "runs"])
+@pytest.mark.parametrize("way", ["memory", "messages"])
+def test_a_forked_process_that_uses_a_sharded_model_raises_and_does_not_wait(worlds, messaging, way, use):
+    (told, trains_on), (_, peer_trains_on) = (worlds if way == "memory" else messaging).run(2, forks_and_uses, way, use)
+    assert trains_on
+    assert peer_trains_on
+    assert "StateError: process group " in told
+
+
+def num_pidfds() -> int:
+    """How many processes this one watches."""
+    found = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            found += "pidfd" in str(fd.readlink())
+        except OSError:  # that of the look itself
+            continue
+    return found
+
+
+def makes_and_destroys(num_groups: int) -> tuple[int, int]:
+    """Transports of destroyed process groups that are kept, and handles of peers' processes."""
+    kept, num_before = [], num_pidfds()
+    for _ in range(num_groups):
+        group = fresh_group("memory")
+        collectives.all_reduce([torch.ones(1)], group, ReduceOp.SUM, label="a sum").wait()
+        kept.append(weakref.ref(transport_of(group)))
+        dist.barrier()
+        dist.destroy_process_group(group.process_group)
+        del group
+        gc.collect()
+    until = time.monotonic() + 20  # the watchdog may just be looking at the last one
+    while any(ref() is not None for ref in kept) and time.monotonic() < until:
+        time.sleep(0.05)
+        gc.collect()
+    return sum(ref() is not None for ref in kept), num_pidfds() - num_before
+
+
+def test_a_destroyed_process_group_keeps_neither_memory_nor_handles():
+    with World(2) as world:
+        for num_transports, num_handles in world.run(makes_and_destroys, 5):
+            assert num_transports == 0
+            assert num_handles <= 1  # of the last one, whose peer may still read
+
+
 @given(ops=st.lists(st.tuples(st.booleans(), st.integers(0, 3_000_000)), max_size=40))
 def test_blocks_of_an_arena_never_overlap_and_all_of_it_comes_back(ops):
     arena = Arena()
@@ -378,6 +512,10 @@ def lost_next_door(way: str, folder: Path) -> None:
         written.write_text(str(error))
         written.rename(Path(folder, str(rank)))
     if rank == 1:
+        try:  # at once, though rank 2 may be there: without a wait
+            collectives.all_reduce([torch.ones(1)], mine[-1][1], ReduceOp.SUM, label="pair 1")
+        except dshard.RankLostError as error:
+            Path(folder, "1 again").write_text(str(error))
         until = time.monotonic() + 40
         while not Path(folder, "2").exists() and time.monotonic() < until:
             time.sleep(0.05)
@@ -389,8 +527,8 @@ def test_a_rank_that_catches_the_loss_of_a_peer_keeps_nobody_waiting(way, tmp_pa
     with World(3, group_timeout_s=60.0, grace_s=50.0) as world, pytest.raises(AssertionError):
         world.run(lost_next_door, way, tmp_path)
     assert Path(tmp_path, "2 while 1 lived").read_text() == "True"
-    for rank in (1, 2):
-        assert "rank 0 (pid" in Path(tmp_path, str(rank)).read_text()
+    for told in ("1", "1 again", "2"):
+        assert "rank 0 (pid" in Path(tmp_path, told).read_text()
 
 
 def closes(way: str) -> list[str]:

@@ -82,7 +82,7 @@ def test_all_ranks_raise_and_name_the_rank_that_caught_an_exception_alone_and_th
     cause = {"forward": "BatchError: bad batch", "backward": "an exception in its backward"}[place]
     if place == "forward":
         assert found[1][0] == cause
-    named = rf"rank 1 raised {cause} in step 3, which its program has caught"
+    named = rf"in step 3 rank 1 raised {cause}, which its program has caught"
     for rank, texts in enumerate(found):
         assert len(texts) == 1 + (rank == 1), found
         assert texts[-1].startswith("DivergenceError: '"), found
@@ -126,7 +126,7 @@ def test_a_rank_that_goes_on_to_a_second_model_of_the_same_names_never_meets_the
     assert failed[:-2] == outputs * 2
     assert failed[-2] == "BatchError: bad batch"
     for text in (peer[-1], failed[-1]):
-        assert "rank 1 raised BatchError: bad batch in step 3, which its program has caught" in text
+        assert "in step 3 rank 1 raised BatchError: bad batch, which its program has caught" in text
 
 
 @pytest.mark.parametrize("strategy", ["full", "split(2)"])
@@ -148,7 +148,7 @@ def test_replicas_of_such_a_rank_raise_in_time_and_name_it(place):
     # something else; to whoever looks later they are lost, "as rank 2 found". Both name the rank that is to blame.
     for texts in found:
         assert re.search(
-            r"(Divergence|RankLost)Error: .*[Rr]ank 1 raised .* in step 3, which its program has caught", texts[-1]
+            r"(Divergence|RankLost)Error: .*[Ii]n step 3 rank 1 raised .*, which its program has caught", texts[-1]
         ), found
 
 

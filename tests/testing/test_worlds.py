@@ -3,13 +3,17 @@
 import os
 import time
 import warnings
+from contextlib import suppress
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+import dshard
 from dshard.testing import RemoteRankError, World, WorldPool, expect_error
 from dshard.testing.strategies import TensorCase, tensor_cases
 
@@ -139,6 +143,25 @@ def test_a_rank_that_died_between_calls_is_reported(worlds: WorldPool):
     os.kill(pid, 9)
     with pytest.raises(RemoteRankError, match="rank 1 of 2 died with exit code -9"):
         worlds.run(2, process_id)
+
+
+class Failing(nn.Module):
+    def forward(self, x):
+        raise ValueError("wrong on purpose")
+
+
+def catch_on(rank):
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    model = dshard.fully_shard(nn.Sequential(Failing(), nn.Linear(2, 2)), mesh=mesh)
+    if dist.get_rank() == rank:
+        with suppress(ValueError):
+            model(torch.ones(2, 2))
+    return os.getpid()
+
+
+def test_ranks_are_new_after_one_alone_has_caught_an_exception_in_any_process_group(worlds: WorldPool):
+    before = worlds.run(2, catch_on, 1)
+    assert not set(worlds.run(2, process_id)) & set(before)
 
 
 def test_what_cannot_be_sent_is_a_type_error(worlds: WorldPool):

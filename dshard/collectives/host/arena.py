@@ -53,7 +53,7 @@ def open_file(address: Address, num_bytes: int) -> int:
     """
     pid, fd, _, *nonce = address
     if not pid:
-        raise ValueError("it has none")
+        raise ValueError("it shares none")
     path = f"/proc/{pid}/fd/{fd}"
     handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     if os.fstat(handle).st_size != num_bytes or os.pread(handle, _NONCE.size, 0) != _NONCE.pack(*nonce):
@@ -102,8 +102,29 @@ class Mapped:
         return np.frombuffer(self._bytes, dtype=np.uint8, count=num_bytes, offset=offset)
 
     def tensor(self, offset: int, num_bytes: int) -> Tensor:
-        """Some of it, as a tensor of its own memory: uint8, shape (bytes,)."""
+        """Some of it, as a tensor with a storage of its own: uint8, shape (bytes,)."""
         return torch.from_numpy(self.array(offset, num_bytes))
+
+
+class _Known:
+    """What this process has mapped, and its number."""
+
+    pid = os.getpid()
+    own: "Arena | None" = None
+    others: ClassVar["weakref.WeakValueDictionary[Address, Mapped]"] = weakref.WeakValueDictionary()
+    lock = threading.Lock()
+
+
+def _renew_pid() -> None:
+    _Known.pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_renew_pid)
+
+
+def own_pid() -> int:
+    """`os.getpid()` without a system call: each collective asks several times whether this is a forked process."""
+    return _Known.pid
 
 
 class Arena(Mapped):
@@ -113,7 +134,7 @@ class Arena(Mapped):
         num_bytes = os.sysconf("SC_PHYS_PAGES") * PAGE  # of addresses: pages come as they are written to
         self.fd, self.file_address = make_file("dshard", num_bytes)
         super().__init__(self.fd, num_bytes)
-        self.pid = os.getpid()
+        self.pid = own_pid()
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(PAGE, num_bytes - PAGE)]  # offset and size, in order
         self._given: deque[tuple[int, int]] = deque()  # and not free yet
@@ -139,7 +160,7 @@ class Arena(Mapped):
 
     def _give(self, offset: int, size: int) -> None:
         """Take a block back that nobody refers to any more; called wherever that was, even within `take`."""
-        if os.getpid() != self.pid:
+        if own_pid() != self.pid:
             return  # a forked process has let go of it
         if size >= _LARGE_BYTES:
             LIBC.fallocate(self.fd, _PUNCH, ctypes.c_long(offset), ctypes.c_long(size))
@@ -164,18 +185,10 @@ class Arena(Mapped):
         return offset if 0 <= offset < self.num_bytes else None
 
 
-class _Known:
-    """What this process has mapped."""
-
-    own: Arena | None = None
-    others: ClassVar["weakref.WeakValueDictionary[Address, Mapped]"] = weakref.WeakValueDictionary()
-    lock = threading.Lock()
-
-
 def own_arena() -> Arena:
     """That of this process, made at its first use; a forked process has one of its own."""
     with _Known.lock:
-        if _Known.own is None or _Known.own.pid != os.getpid():
+        if _Known.own is None or _Known.own.pid != own_pid():
             _Known.own = Arena()
         return _Known.own
 

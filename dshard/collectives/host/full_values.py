@@ -27,7 +27,7 @@ from dshard.collectives.all_gather import Gathered, record_gather
 from dshard.collectives.divergence import Kind
 from dshard.collectives.exchange import Exchange, gather_few, shares_memory, transport_of
 from dshard.collectives.group import Handle, ShardGroup
-from dshard.collectives.host.arena import LIBC, NO_ADDRESS, Mapped, make_file, map_memory, open_file
+from dshard.collectives.host.arena import LIBC, NO_ADDRESS, Mapped, make_file, map_memory, open_file, own_pid
 from dshard.collectives.host.rings import ThroughMemory, pump_all
 from dshard.collectives.memory import PATIENCE_S, PAUSES_S, Buffer, Patience
 from dshard.collectives.plan import GatherPlan, Places, shard_of
@@ -117,7 +117,7 @@ class HostCopy:
     """
 
     def __init__(self, fd: int, num_bytes: int, plan: GatherPlan, group: ShardGroup) -> None:
-        self.plan, self._group, self._pid = plan, group, os.getpid()
+        self.plan, self._group, self._pid = plan, group, own_pid()
         transport = transport_of(group)
         assert isinstance(transport, ThroughMemory), "ranks that share memory reach each other through it"
         self._transport = transport
@@ -150,7 +150,7 @@ class HostCopy:
 
     def is_quiet(self) -> bool:
         """Whether nobody reads, nor will before this rank begins the next gather: then its part may be written to."""
-        if self._is_read or os.getpid() != self._pid:  # a forked process writes to memory of its own
+        if self._is_read or own_pid() != self._pid:  # a forked process writes to memory of its own
             return False
         own, number = 1 + self._group.rank, self._number & 0xFFFFFFFF
         return all(self._words[self._word(peer, own)] == number for peer in self._group.peers)
@@ -160,7 +160,7 @@ class HostCopy:
 
         A peer may be at something else, or wait for this rank: then it is not waited for.
         """
-        if self._is_read or os.getpid() != self._pid:
+        if self._is_read or own_pid() != self._pid:
             return False
         return self._patience.wait(self.is_quiet, lambda: self._transport.is_awaited(unread=False))
 
@@ -314,7 +314,9 @@ class HostCopy:
         limit_s = limit.total_seconds() if limit is not None else math.inf
         at, begin, pause_s = self._word(peer, 0), time.monotonic(), 0.0
         while self._words[at] != number:
-            self._transport.check_alive(peer)
+            why = self._transport.why_ended(peer)
+            if why and self._words[at] != number:  # nor was it put in place ahead of that
+                raise RuntimeError(why)
             if time.monotonic() - begin > limit_s:
                 raise RuntimeError(f"Timed out waiting {round(limit_s * 1000)}ms for its part of a gather")
             time.sleep(pause_s)
@@ -324,7 +326,7 @@ class HostCopy:
     def end(self) -> None:
         """This rank reads no more; who keeps a full tensor all the same has it as it is now."""
         self._late = {}
-        if os.getpid() != self._pid or not self._is_read:
+        if own_pid() != self._pid or not self._is_read:
             return
         if self._window is not None and not self._window.close():
             self._window = None

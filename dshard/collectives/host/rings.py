@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup
-from dshard.collectives.host.arena import LIBC, NO_ADDRESS, Arena, Mapped, map_others, own_arena
+from dshard.collectives.host.arena import LIBC, NO_ADDRESS, Arena, Mapped, map_others, own_arena, own_pid
 from dshard.collectives.memory import BufferPool
 from dshard.layout import HEADER_BYTES
 
@@ -161,7 +161,7 @@ class Offer:
     def __init__(self, memory: _Memory, offset: int, num_bytes: int, channel: int, done: memoryview | None) -> None:
         self._memory, self.offset, self.num_bytes, self.channel = memory, offset, num_bytes, channel
         self._done = done
-        self._pid = os.getpid()
+        self._pid = own_pid()
 
     def values(self) -> Tensor:
         """The bytes, uint8; to be read, and not to be kept."""
@@ -169,7 +169,8 @@ class Offer:
 
     def release(self) -> None:
         """They have been read, or nobody wants them."""
-        if self._done is not None and os.getpid() == self._pid:  # else of a forked process, which has no such memory
+        # A forked process shares that memory, and must not speak for this one.
+        if self._done is not None and own_pid() == self._pid:
             self._done[0], self._done = 1, None
 
 
@@ -234,6 +235,7 @@ class OutRing(Ring):
         self._unread: dict[int, Callable[[], object] | None] = {}  # by flag
         self._free: list[int] = []  # flags that were used, and are not now
         self._num_used = 0  # at some time, from the first one on
+        self._pid = own_pid()
 
     def write(self, header: bytes, values: Sent, *, limit_s: float | None) -> None:
         """Say something, and where its values lie, if it has some; wait for room for at most `limit_s` seconds."""
@@ -268,7 +270,9 @@ class OutRing(Ring):
             self.collect()
 
     def collect(self) -> None:
-        """Take back what the peer has read, in whatever order it did."""
+        """Take back what the peer has read, in whatever order it did; nothing in a forked process."""
+        if own_pid() != self._pid:
+            return
         flags = bytes(self._flags[: self._num_used])
         at = flags.find(1)
         while at >= 0:
@@ -367,10 +371,17 @@ class InRing(Ring):
 
     def _check_more(self) -> None:
         """Raise where nothing more will come."""
+        why = self.why_ended()
+        if why and not self.is_here:
+            raise RuntimeError(why)
+
+    def why_ended(self) -> str:
+        """Why the other end says no more than it has said; empty while it may."""
         is_closed, has_ended = self._view[_CLOSED], self.peer.has_ended()
-        if (is_closed or has_ended) and not self.is_here:
-            what = "has ended" if has_ended else "has closed the process group"
-            raise RuntimeError(f"connection closed by peer: process {self.peer.pid} {what}")
+        if not (is_closed or has_ended):
+            return ""
+        what = "has ended" if has_ended else "has closed the process group, or has lost another rank"
+        return f"connection closed by peer: process {self.peer.pid} {what}"
 
 
 _LISTENING: "weakref.WeakSet[InRing]" = weakref.WeakSet()
@@ -399,9 +410,10 @@ class ThroughMemory:
 
     def __init__(self, group: ProcessGroup, arena: Arena, rings: dict[int, tuple[OutRing, InRing]]) -> None:
         self.arena, self.pool, self._rings = arena, BufferPool(), rings
+        self.pid = own_pid()
         limit = _c10d.timeout_of(group)
         self._limit_s = limit.total_seconds() if limit is not None else None
-        weakref.finalize(group, _close, os.getpid(), list(rings.values())).atexit = False
+        weakref.finalize(group, _close, own_pid(), list(rings.values())).atexit = False
 
     def say(self, header: bytes, peer: int, values: Sent) -> None:
         """Write a header for a peer."""
@@ -425,9 +437,9 @@ class ThroughMemory:
         """Whether a peer waits for this rank; of those that have still to read values, or of all."""
         return any(out.is_awaited() for out, _ in self._rings.values() if not unread or out.is_unread())
 
-    def check_alive(self, peer: int) -> None:
-        """Raise where the process of a peer is gone."""
-        self._rings[peer][0].check_alive()
+    def why_ended(self, peer: int) -> str:
+        """Why a peer comes to no more collectives; empty while it may."""
+        return self._rings[peer][1].why_ended()
 
 
 _GONE: list[OutRing] = []  # whose peers may still read what was said
@@ -435,10 +447,11 @@ _GONE: list[OutRing] = []  # whose peers may still read what was said
 
 def _close(pid: int, rings: Sequence[tuple[OutRing, InRing]]) -> None:
     """The process group is gone; in a forked process that means nothing."""
-    if os.getpid() != pid:
+    if own_pid() != pid:
         return
     _GONE[:] = [ring for ring in _GONE if not ring.is_abandoned()]
     for out, back in rings:
+        out.collect()  # what peers have read need not stay with it
         out.close()
         back.close()
         _GONE.append(out)
