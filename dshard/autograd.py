@@ -112,14 +112,15 @@ def keep_own_dtype(param: Any) -> None:
     """A parameter's `.grad` in the parameter's dtype, after autograd has put one there."""
     with torch._C.DisableTorchFunctionSubclass():
         grad: Any = GRAD.__get__(param)
-    if isinstance(grad, ShardedTensor) and grad.storage_dtype != param.storage_dtype:
+        if not isinstance(grad, ShardedTensor) or grad.storage_dtype == param.storage_dtype:
+            return
         known = grad.stands_for
         if known is not None and known.shard_storage is grad.shard_storage:
             param.grad = known
-        else:
-            with torch.no_grad():
-                param.grad = grad.like(grad.shard_storage.resolve().to(param.storage_dtype))
-                param.grad.shard_storage.is_shared = True
+            return
+    with torch.no_grad():
+        param.grad = grad.like(grad.shard_storage.resolve().to(param.storage_dtype))
+        param.grad.shard_storage.is_shared = True
 
 
 _hooks = torch._C._autograd

@@ -162,7 +162,7 @@ def _make(unit: Unit, dtype: torch.dtype) -> list[Slice]:
         plan = GatherPlan.of(layout, [(max(1, param.shape[1]), 1)], dtype, group)
         label, is_cast = f"{unit.label}, slice {number} of {len(parts)}", dtype != param.storage_dtype
         reduce_plan = ReducePlan(layout, group)
-        slices.append(Slice((0,), dtype, is_cast, plan, reduce_plan, group, param.is_meta, None, rows, label))
+        slices.append(Slice((0,), {0: 0}, dtype, is_cast, plan, reduce_plan, group, param.is_meta, None, rows, label))
     return slices
 
 

@@ -33,6 +33,7 @@ class ReducePlan:
         local_shapes: Of this rank's shards.
         local_numels: Elements of this rank's shards.
         numels: Elements of the full gradients.
+        are_even: Of each gradient, whether it has elements, and every rank gets as many.
         real_numel: Elements that this rank sends to all peers together, without padding and flags.
     """
 
@@ -44,6 +45,7 @@ class ReducePlan:
         self.local_shapes = tuple(layout.local_shape(group.rank) for layout in bucket.layouts)
         self.local_numels = tuple(map(math.prod, self.local_shapes))
         self.numels = tuple(layout.numel for layout in bucket.layouts)
+        self.are_even = tuple(0 < each.numel == each.slot_numel * each.num_ranks for each in bucket.layouts)
         self.real_numel = sum(self.numels) - real_numel(bucket.layouts, group.rank)
 
 
@@ -133,10 +135,8 @@ class ReduceBucket:
         accumulate = self._present[index]
         self._present[index] = True
         is_dense = layout.dim == 0 and grad.is_contiguous()
-        is_even = layout.slot_numel * layout.num_ranks == numel
-        is_small = 0 < numel * grad.itemsize <= SMALL_GRAD_BYTES
-        waits = may_wait and is_dense and is_even and not accumulate and (numel > 0 if self._is_late else is_small)
-        if waits:
+        may_wait = may_wait and is_dense and not accumulate and self._plan.are_even[index]
+        if may_wait and (self._is_late or numel * grad.itemsize <= SMALL_GRAD_BYTES):
             # The gradient itself is kept: as long as somebody refers to it, autograd gives its memory to nobody else.
             self._waiting[index] = _Waiting(grad, grad.view(layout.num_ranks, layout.slot_numel), grad._version)
             return

@@ -146,15 +146,18 @@ class Backward:
             may_wait: Whether nobody else can write to `grad`, so that it may be packed later.
             is_given: Whether the reduced one is for `.grad`, in the parameter's dtype, whatever that of `grad`.
         """
-        own, check = self.reducer.units.get(unit), self.reducer.check
-        if own is None:
-            own = self.reducer.units[unit] = UnitGradients(unit, self.reducer)
+        own = self._begun(unit)
+        if self.reducer.check is not None:
+            self.reducer.check.note(unit.params[slot].name, grad)
+        return own.receive(slot, grad, may_wait=may_wait, is_given=is_given)
+
+    def _begun(self, unit: Unit) -> UnitGradients:
+        """The gradients of a unit of which one has arrived."""
+        own = self.reducer.of(unit)
         if not own.is_begun:
             own.begin()
             self._on_first(unit)
-        if check is not None:
-            check.note(unit.params[slot].name, grad)
-        return own.receive(slot, grad, may_wait=may_wait, is_given=is_given)
+        return own
 
     def receive_together(
         self, unit: Unit, slots: Sequence[int], grads: tuple[Tensor | None, ...], edges: Sequence[tuple[Any, int]]
@@ -170,14 +173,17 @@ class Backward:
             edges: Of each, the place in the graph where it is accumulated.
         """
         self.notice()
+        params, check, own = unit.params, self.reducer.check, None
         left: list[Any] = []
         for index, slot in enumerate(slots):
-            grad, param = grads[index], unit.params[slot]
+            grad, param = grads[index], params[slot]
             if grad is None or not self._takes_at_once(param, grad, edges[index][0]):
                 left.append(grad)
                 continue
-            is_alone = is_alone_in_backward(grads, index)
-            reduced = self.receive(unit, slot, grad, may_wait=is_alone, is_given=True)
+            if check is not None:
+                check.note(param.name, grad)
+            own = own or self._begun(unit)
+            reduced = own.receive(slot, grad, may_wait=is_alone_in_backward(grads, index), is_given=True)
             known = GRAD.__get__(param)
             if known is None:
                 GRAD.__set__(param, reduced)

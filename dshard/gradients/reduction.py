@@ -63,7 +63,7 @@ class GradReduction:
     """
 
     def __init__(self, owner: "weakref.ref[_Owner]", bucket: Bucket, unit: Unit) -> None:
-        self.owner, self._slots = owner, bucket.slots
+        self.owner, self._slots, self._index_of = owner, bucket.slots, bucket.index_of
         self._hook = unit.settings.reduce_hook
         divisor = unit.settings.divisor
         self._mean, self._divisor = unit.settings.averages and divisor is None, divisor
@@ -117,22 +117,17 @@ class GradReduction:
 
         The arguments are those of `Backward.receive`.
         """
-        slot = param.gather_slot
-        index = self._slots.index(slot)
-        bucket = self._bucket
+        slot, bucket = param.gather_slot, self._bucket
         if bucket is None:
             self.rest()
             bucket = self._bucket = self._new_bucket()
         known = self._storages.get(slot)
-        storage = known() if known is not None else None
-        is_added = storage is not None
-        if storage is None:
-            if known is not None:  # nobody took the gradient that is there
-                self._forget(slot)
-            storage = self._make_storage(param)
-        bucket.add(index, grad, may_wait=may_wait)
-        out = param.awaiting(storage)
-        if is_added:
+        before = known() if known is not None else None
+        if known is not None and before is None:  # nobody took the gradient that is there
+            self._forget(slot)
+        bucket.add(self._index_of[slot], grad, may_wait=may_wait)
+        out = param.awaiting(before or self._make_storage(param))
+        if before is not None:
             out.is_added_up = True
         if is_given or grad.dtype == self._dtype:
             return out
@@ -170,9 +165,9 @@ class GradReduction:
     def _forget(self, slot: int) -> None:
         del self._storages[slot]
         if self._bucket is not None:
-            self._bucket.discard(self._slots.index(slot))
+            self._bucket.discard(self._index_of[slot])
         if self._reduced is not None:
-            self._reduced.forget(self._slots.index(slot))
+            self._reduced.forget(self._index_of[slot])
 
     def take_back(self) -> None:
         """Have the parameters have no gradients where those are what it was to reduce."""
@@ -283,7 +278,7 @@ class GradReduction:
         for slot, ref in self._storages.items():
             storage = ref()
             if storage is not None:
-                storage.deliver(reduced.shards[self._slots.index(slot)])
+                storage.deliver(reduced.shards[self._index_of[slot]])
 
     def await_missing(self) -> None:
         """Have gradients that are there await what other ranks may add up unreduced, of parameters unused on this one.

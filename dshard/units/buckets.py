@@ -1,7 +1,7 @@
 """The parameters of a unit, sorted by what can travel in one buffer, and the memory in which shards lie for that."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +28,7 @@ class Bucket:
 
     Args:
         slots: Their numbers in the unit.
+        index_of: For each of these, its place among them.
         dtype: In which they travel.
         is_cast: Whether that is another one than theirs.
         plan: How they are gathered.
@@ -38,6 +39,7 @@ class Bucket:
     """
 
     slots: tuple[int, ...]
+    index_of: Mapping[int, int]
     dtype: torch.dtype
     is_cast: bool
     plan: GatherPlan
@@ -155,7 +157,8 @@ def _make_bucket(params: Sequence[ShardedTensor], slots: tuple[int, ...], kind: 
     layout = BucketLayout.of([part_layout(p, group.num_ranks) for p in members])
     plan = GatherPlan.of(layout, [gathered_stride(p.shard_layout, p.stride()) for p in members], kind.dtype, group)
     is_meta, is_cast = members[0].is_meta, kind.dtype != kind.own
-    return Bucket(slots, kind.dtype, is_cast, plan, ReducePlan(layout, group), group, is_meta, kind.offload)
+    index_of = {slot: index for index, slot in enumerate(slots)}
+    return Bucket(slots, index_of, kind.dtype, is_cast, plan, ReducePlan(layout, group), group, is_meta, kind.offload)
 
 
 class LearnedCasts:

@@ -138,7 +138,8 @@ class Unit:
     @property
     def trainable(self) -> list[int]:
         """Numbers of the parameters that take a gradient."""
-        return [slot for slot, takes in enumerate(map(REQUIRES_GRAD.__get__, self.params)) if takes]
+        with torch._C.DisableTorchFunctionSubclass():  # else each is asked in Python while a forward may run again
+            return [slot for slot, takes in enumerate(map(REQUIRES_GRAD.__get__, self.params)) if takes]
 
     def full(self, slot: int, view: View | None = None, use: Use | None = None) -> Tensor:
         """Parameter `slot`, or a view of it, as an operand: in the dtype, and on the device, that it has there.
