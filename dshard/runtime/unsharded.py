@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-_DATA: Any = torch.Tensor.data  # descriptors
-_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad  # the descriptor
 
 
 class UnshardedParameter(nn.Parameter):
@@ -18,12 +17,10 @@ class UnshardedParameter(nn.Parameter):
 
     Attributes:
         sharded: The parameter.
-        has_own_memory: Whether it has left the unit's, for somebody was given `.data` to write to.
     """
 
     __slotnames__: ClassVar[list[str]] = []
     sharded: Any
-    has_own_memory: bool = False
 
     @classmethod
     def of(cls, full: Tensor, sharded: Any) -> "UnshardedParameter":
@@ -39,17 +36,13 @@ class UnshardedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """The values outside of autograd, in memory of this rank's own from now on; writes reach the shards."""
-        if not self.has_own_memory:
-            _DATA.__set__(self, self.detach().clone())
-            self.has_own_memory = True
+        """The values outside of autograd, in the same memory; writes are counted, so that they reach the shards."""
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        own = self.data
-        if value.data_ptr() != own.data_ptr() or value.shape != own.shape:  # else of `parameter.data *= mask`
-            own.copy_(value)
+        if value.data_ptr() != self.data_ptr() or value.shape != self.shape:  # else of `parameter.data *= mask`
+            self.detach().copy_(value)
 
     @property
     def grad(self) -> Any:

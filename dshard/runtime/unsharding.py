@@ -290,8 +290,7 @@ class Unsharding:
         for slot, full in written.items():
             param = unit.params[slot]
             is_exact = full.dtype == param.storage_dtype
-            has_own_memory = getattr(full, "has_own_memory", False)
-            if not is_exact or (unit.copies.are_once_per_host and not has_own_memory):
+            if not is_exact or unit.copies.are_once_per_host:
                 why = "other ranks read the same memory" if is_exact else "it is a rounded copy"
                 raise StateError(
                     f"{param.name}: a write to a parameter within its module's forward must reach the shards, but this "

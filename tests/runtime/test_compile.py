@@ -407,6 +407,50 @@ def test_graphs_of_a_block_take_full_tensors_from_the_first_step_on(worlds: Worl
         assert all(len(kinds) > 4 for kinds in found)
 
 
+class Gated(nn.Linear):
+    """An eager module that gives its parameters to a function that is compiled."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.function(x, self.weight, self.bias)
+
+
+def gated(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return (x @ weight.t() + bias).tanh() * bias
+
+
+def given_to_functions(options: dict[str, Any]) -> tuple[bool, int]:
+    fresh()
+    losses = []
+    for function in (gated, torch.compile(gated, **COMPILED)):
+        torch.manual_seed(0)
+        net = nn.Sequential(Gated(function), Gated(function))
+        for part in net:
+            dshard.fully_shard(part, **options)
+        dshard.fully_shard(net, **options)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        losses.append([])
+        for _ in range(5):
+            loss = net(inputs()).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    return losses[0] == losses[1], num_graphs()
+
+
+@pytest.mark.parametrize("options", [{}, {"mp_policy": BF16_FP32}], ids=["as kept", "bf16"])
+def test_an_eager_forward_may_give_its_parameters_to_a_compiled_function(worlds: WorldPool, options):
+    for is_same, graphs in worlds.run(2, given_to_functions, options, timeout_s=TIMEOUT_S):
+        assert is_same
+        assert (
+            graphs == 4
+        )  # of shards in the first step and of full tensors, of each with an input that is trained or not
+
+
 class Writing(nn.Linear):
     """Writes to a parameter in its forward, in one way or another."""
 
