@@ -105,7 +105,7 @@ class Unsharding:
         self._params: list[Any] = []  # for which the places were looked up
         self._num_registrations = -1
         self._places: list[_Place] = []
-        self._has_graphs = False  # one of the modules whose parameters these are is compiled
+        self._is_wrapper = "_orig_mod" in module._modules  # it is what torch.compile gives
         self._is_leaf = False  # no module within has a unit of its own
         self._in_place: list[tuple[_Place, Any]] = []  # while a forward runs
         self._fulls: list[Tensor] = []
@@ -134,7 +134,7 @@ class Unsharding:
                 )
             return
         self._find_places()
-        is_compiled = self._is_leaf and (self._has_graphs or not is_eager)
+        is_compiled = self._is_leaf and (self._is_wrapper or not is_eager)
         is_open = (is_eager or is_compiled) and self._is_due(is_compiled=is_compiled)
         if is_open:
             with _beside_modes():
@@ -184,10 +184,11 @@ class Unsharding:
         modules = list(self._module.modules())
         tops = (each for each in modules if each._compiled_call_impl or "_orig_mod" in each._modules)
         compiled = {inner for top in tops for inner in top.modules()}
-        self._has_graphs = bool(compiled)
         self._is_leaf = not any("_dshard_units" in each.__dict__ for each in modules if each is not self._module)
+        # Within others, a checkpoint may run what was compiled again, without hooks: it takes shards then and now.
+        is_own = self._is_leaf and self._module in compiled
         for module in modules:
-            if module in compiled and not self._is_leaf:
+            if module in compiled and not is_own:
                 continue
             # An embedding that writes to its weight, on the rows that any rank looks up; a module that keeps a list.
             if getattr(module, "max_norm", None) is not None or isinstance(module, nn.RNNBase):
