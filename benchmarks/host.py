@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.measure import Summary, timed
 from benchmarks.memory import footprint
-from benchmarks.models import BF16, KINDS, Size, overheads, step_of
+from benchmarks.models import BF16, COMPILED, KINDS, Size, compiling_here, overheads, step_of
 from benchmarks.output import Output, bars_of, table, timing_table
 from dshard.testing import fake_world
 
@@ -49,12 +49,16 @@ def run(output: Output, *, ranks: int = 8, rounds: int = 20, layers: int = 24, w
     torch.set_num_threads(1)
     cases: Results = {}
     size = _size(layers, width)
-    for name, sized, policy in (
-        ("fp32", size, None),
-        ("bf16", size, BF16),
-        ("bf16, checkpointing", replace(size, checkpointing=True), BF16),
+    for name, sized, policy, how in (
+        ("fp32", size, None, ""),
+        ("bf16", size, BF16, ""),
+        ("bf16, checkpointing", replace(size, checkpointing=True), BF16, ""),
+        ("bf16, blocks compiled", size, BF16, COMPILED),
     ):
-        rows = _timed([kind for kind in KINDS if kind != "DDP"], sized, ranks, rounds, policy)
+        kinds = [kind + how for kind in KINDS if kind != "DDP"]
+        with compiling_here():
+            found = _timed(kinds, sized, ranks, rounds, policy)
+        rows = {kind.removesuffix(how): row for kind, row in found.items()}
         case = f"{layers} layers, {ranks} ranks, {name}"
         cases[case] = rows
         print(f"{case}, fake group\n{timing_table(rows)}")

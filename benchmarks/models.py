@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -351,6 +352,14 @@ FAMILY: dict[str, Workload] = {
 def step_of(kind: str, size: Size, batch: int, tokens: int, policy: MixedPrecisionPolicy | None = None) -> Step:
     """An AdamW step of a freshly built GPT on CPU."""
     return Workload(step=partial(_train, batch=batch, tokens=tokens), policy=policy).step_of(kind, size)
+
+
+def compiling_here() -> AbstractContextManager[object]:
+    """Inductor compiles in this process: ranks are many already, and idle workers would be timed, too."""
+    import torch._inductor.config as settings
+
+    patched: AbstractContextManager[object] = settings.patch({"compile_threads": 1})
+    return patched
 
 
 def overheads(rows: dict[str, Summary]) -> dict[str, float]:

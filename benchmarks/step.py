@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from benchmarks.measure import Summary, on_ranks, timed
-from benchmarks.models import COMPILED, FAMILY, KINDS, MESSAGES, ROOT_ALONE, STEPS, Size, overheads
+from benchmarks.models import COMPILED, FAMILY, KINDS, MESSAGES, ROOT_ALONE, STEPS, Size, compiling_here, overheads
 from benchmarks.output import Output, bars_of, timing_table
 
 _COMPILED_ROWS = ("batch 4 x 128 tokens", "batch 4 x 128 tokens, bf16")
@@ -26,9 +26,7 @@ def _measure(row: str, size: Size, num_rounds: int) -> dict[str, Summary]:
 
 def _measure_compiled(row: str, size: Size, num_rounds: int) -> dict[str, Summary]:
     """Time one kind of work on this rank, with compiled blocks and without."""
-    import torch._inductor.config as settings
-
-    with settings.patch({"compile_threads": 1}):  # in this process: the ranks are many already
+    with compiling_here():
         variants = {
             kind: STEPS[row].step_of(kind, size)
             for library in ("unsharded", "FSDP2", "dshard")

@@ -132,7 +132,7 @@ def test_plan_writes_five_limits_beside_single_strategies(bench):
 
 def test_host_writes_its_cases(bench):
     result, _ = bench("host", *TINY, "--rounds", 2, file="host_fake")
-    settings = ("fp32", "bf16", "bf16, checkpointing")
+    settings = ("fp32", "bf16", "bf16, checkpointing", "bf16, blocks compiled")
     assert list(result["rows"]) == [f"1 layers, 8 ranks, {setting}" for setting in settings]
     for rows in result["rows"].values():
         assert set(rows) == KINDS - {"DDP"}
