@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -21,7 +22,7 @@ from dshard.gradients.backward import hook_gradient
 from dshard.policies import Precision, PrecisionRules
 from dshard.runtime.runtime import Runtime
 from dshard.runtime.unsharded import UnshardedParameter
-from dshard.runtime.unsharding import Unshardings
+from dshard.runtime.unsharding import Unsharding, Unshardings
 from dshard.tensor import ShardedTensor
 from dshard.tensor.sharded_tensor import is_in_mixed_forward, note_forward_in_graph
 from dshard.tensor.storage import rejoin_source
@@ -281,6 +282,7 @@ _AS_OBJECTS: Any = (
     torch._C.DisableTorchFunctionSubclass
 )  # parameters, which the hooks ask for much, and compute nothing
 _HOOK_ID = -1  # torch counts from 0
+_AROUND = "_dshard_around"  # the module of a unit within which a checkpointed one lies
 FORWARD_METHODS = "_dshard_forward_methods"  # names of those that `as_forward` was called for
 
 
@@ -312,10 +314,28 @@ def watch(module: nn.Module) -> None:
         module._forward_pre_hooks_with_kwargs[_HOOK_ID] = True
         module._forward_hooks[_HOOK_ID] = _after_forward
         module._forward_hooks_always_called[_HOOK_ID] = True
+        _watch_regions(module)
+
+
+def _watch_regions(module: nn.Module) -> None:
+    """Have what checkpoints within a module run again find its parameters as they were in forward."""
+    for wrapper in module.modules():
+        if isinstance(wrapper, CheckpointWrapper):
+            region: Any = wrapper._checkpoint_wrapped_module
+            if not region.__dict__.keys() & {"_dshard_units", _AROUND}:
+                region.__dict__[_AROUND] = module
+                region._forward_pre_hooks[_HOOK_ID] = _before_again
+                region._forward_hooks[_HOOK_ID] = _after_again
+                region._forward_hooks_always_called[_HOOK_ID] = True
 
 
 def unwatch(module: nn.Module) -> None:
     """Have the forwards of a module noticed no more."""
+    for region in module.modules():
+        if region.__dict__.get(_AROUND) is module:
+            del region.__dict__[_AROUND]
+            for hooks in (region._forward_pre_hooks, region._forward_hooks, region._forward_hooks_always_called):
+                hooks.pop(_HOOK_ID, None)
     if module.__dict__.pop("_dshard_units", None) is not None:
         module.__dict__.pop("_dshard_formed", None)
         for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs):
@@ -431,7 +451,37 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
         _frames.set_eval_frame(callback)
 
 
-for _hook in (_before_forward, _after_forward):
+def _unshardings_around(region: nn.Module) -> list[tuple[Unsharding, Unsharding]]:
+    """Of a region that runs again, and of the module around it; none of what is compiled, which takes shards there."""
+    if torch.compiler.is_compiling() or not in_backward():
+        return []
+    if region._compiled_call_impl or "_orig_mod" in region._modules:
+        return []
+    around = region.__dict__[_AROUND]
+    found = []
+    for unit in around.__dict__.get("_dshard_units", ()):
+        unshardings = unit.model.get(Unshardings)
+        found.append((unshardings.of(unit, region), unshardings.of(unit, around)))
+    return found
+
+
+def _before_again(region: nn.Module, args: Any) -> None:
+    for own, around in _unshardings_around(region):
+        callback = _frames.set_eval_frame(None)
+        try:
+            with _AS_OBJECTS():
+                own.open_again(around, is_eager=callback is None)
+        finally:
+            _frames.set_eval_frame(callback)
+
+
+def _after_again(region: nn.Module, args: Any, output: Any) -> None:
+    for own, _ in _unshardings_around(region):
+        with _AS_OBJECTS():
+            own.close()
+
+
+for _hook in (_before_forward, _after_forward, _before_again, _after_again):
     _frames.set_code_exec_strategy(
         _hook.__code__, _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
     )

@@ -147,6 +147,17 @@ class Unsharding:
         if not in_backward():
             self._was_open = is_open
 
+    def open_again(self, around: "Unsharding", *, is_eager: bool) -> None:
+        """A checkpointed region runs again in backward: put full tensors in place if the forward around it had them.
+
+        Args:
+            around: Of the module within which the region lies, whose own hooks do not run again.
+            is_eager: As for `open`.
+        """
+        if not around._depth:
+            self._was_open = around._was_open
+            self.open(is_eager=is_eager)
+
     def _is_due(self, *, is_compiled: bool) -> bool:
         """Whether the forward uses the unit now, as far as is known, and in the ordinary way."""
         unit, model = self._unit, self._unit.model

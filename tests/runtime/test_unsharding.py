@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -424,6 +425,55 @@ def accumulates_as_plain(syncs_each: bool) -> bool:
 @pytest.mark.parametrize("syncs_each", [False, True])
 def test_gradients_of_a_forward_and_of_other_uses_add_up_over_micro_batches(worlds: WorldPool, syncs_each):
     assert worlds.run(2, accumulates_as_plain, syncs_each) == [True] * 2
+
+
+class Noted(nn.Linear):
+    """Notes what its weight is in each run of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.kinds: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kinds.append(type(self.weight).__name__)
+        return super().forward(x).tanh()
+
+
+def runs_again_within(use_reentrant: bool, options: dict[str, Any]) -> tuple[bool, list[str], bool]:
+    """A model whose units hold checkpointed modules, beside one whose checkpoints are around them."""
+    impl = CheckpointImpl.REENTRANT if use_reentrant else CheckpointImpl.NO_REENTRANT
+    losses, regions = [], []
+    for is_within in (True, False):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(Noted(), Noted())
+        for i in range(2):
+            if is_within:
+                model[i] = dshard.fully_shard(checkpoint_wrapper(model[i], impl), **options)
+            else:
+                model[i] = checkpoint_wrapper(dshard.fully_shard(model[i], **options), impl)
+            regions.append(model[i]._checkpoint_wrapped_module)
+        dshard.fully_shard(model, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses.append([])
+        for step in range(4):
+            loss = model(batch(step, dist.get_rank()).requires_grad_()).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    del model
+    plain = dshard.to_plain(dshard.fully_shard(checkpoint_wrapper(Noted(), impl)))
+    hooks = [each._forward_pre_hooks or each._forward_hooks for each in plain.modules()]
+    return losses[0] == losses[1], regions[0].kinds, not any(hooks)
+
+
+@pytest.mark.parametrize("options", [{}, {"mp_policy": HALF}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_a_checkpoint_within_a_unit_runs_again_finds_full_tensors(worlds: WorldPool, use_reentrant, options):
+    for same, kinds, is_left_plain in worlds.run(2, runs_again_within, use_reentrant, options):
+        assert same
+        assert kinds[2:] == ["UnshardedParameter"] * 6  # in the first step, uses gather
+        assert is_left_plain
 
 
 # Writes.
