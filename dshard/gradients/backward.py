@@ -187,6 +187,8 @@ class Backward:
             known = GRAD.__get__(param)
             if known is None:
                 GRAD.__set__(param, reduced)
+            elif reduced.is_added_up and type(known) is type(reduced) and known.shard_storage is reduced.shard_storage:
+                torch.autograd.graph.increment_version(known)  # it was added to the buffer that `.grad` awaits
             else:  # not by autograd, which would add a full gradient of another use to it first
                 known.add_(reduced)
             left.append(None)

@@ -273,20 +273,21 @@ class UnitGradients:
         """Take the full gradient of a parameter; gives the reduced one, which may still be in flight."""
         unit, reduction = self.unit, self._filling.get(slot)
         if reduction is None or not unit.settings.requires_sync or not reduction.awaits(slot):
-            reduction = self._reduction_for(slot)
+            reduction = self._reduction_for(slot, is_given=is_given)
         out = reduction.receive(unit.params[slot], grad, may_wait=may_wait, is_given=is_given)
         self._arrived.add(slot)
         if len(self._arrived) == len(unit.params) and unit not in unit.model.regions.units:  # a frozen one may be used
             unit.model.eviction.after_backward(unit)
         return out
 
-    def _reduction_for(self, slot: int) -> GradReduction:
-        """The open reduction that a gradient belongs to, or a new one."""
+    def _reduction_for(self, slot: int, *, is_given: bool) -> GradReduction:
+        """The open reduction that a gradient belongs to, or a new one; `is_given` if it is known to be for `.grad`."""
         param, settings, bucket = self.unit.params[slot], self.unit.settings, self._bucket_of[slot]
         key = ReductionKey(bucket.slots, is_captured=False)
         known = self.open.get(key)
         is_old = known is not None and (known.holds(slot) or known.owes)
-        if (is_old or not settings.requires_sync or not settings.requires_all_reduce) and not accumulates(param):
+        may_be_captured = not is_given and (is_old or not settings.requires_sync or not settings.requires_all_reduce)
+        if may_be_captured and not accumulates(param):
             key = ReductionKey(bucket.slots, is_captured=True)
             known = self.open.get(key)
         is_apart = key.is_captured or param.grad is None or len(param._backward_hooks or ()) > 1
