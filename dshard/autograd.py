@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
+from dshard.compiling import skipped
 from dshard.errors import StateError
 from dshard.interpreter import first_argument_of_forward
 from dshard.tensor import ShardedTensor
@@ -108,6 +109,7 @@ def standing_for(grad: ShardedTensor, dtype: torch.dtype, *, is_seen: bool) -> S
     return out
 
 
+@skipped
 def keep_own_dtype(param: Any) -> None:
     """A parameter's `.grad` in the parameter's dtype, after autograd has put one there."""
     with torch._C.DisableTorchFunctionSubclass():

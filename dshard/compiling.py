@@ -11,6 +11,18 @@ _frames = torch._C._dynamo.eval_frame
 _SKIPPED = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
 
 
+_ALL_SKIPPED = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+
+
+def skipped(function: F) -> F:
+    """Have dynamo leave a function alone, and all that it calls: one that autograd calls in a backward.
+
+    That may run within a function that is compiled: the graph breaks there, and frames below are looked at.
+    """
+    _frames.set_code_exec_strategy(function.__code__, _ALL_SKIPPED)
+    return function
+
+
 def is_between_graphs() -> bool:
     """Whether what runs is part of something that torch.compile was called for: what it gives may go into a graph."""
     return Pause.depth > 0 or _frames.get_eval_frame_callback() not in (None, False)

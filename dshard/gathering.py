@@ -16,6 +16,7 @@ from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import DivergenceError, DShardError, StateError
 from dshard.runtime.module import FSDPModule
 from dshard.runtime.runtime import own_units
+from dshard.runtime.unsharded import UnshardedParameter
 from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import groups_of, joined_group, tp_layout_of, whole
 from dshard.tensor.storage import ShardStorage
@@ -449,15 +450,29 @@ def _target(target: Any) -> nn.Module | ShardedTensor | tuple[ShardedTensor, ...
     """The argument `target`; several parameters as a tuple."""
     if isinstance(target, (nn.Module, ShardedTensor)):
         return target
+    if isinstance(target, (Tensor, list, tuple)):
+        _refuse_within_forward(target)
     allowed = "a module that fully_shard was called on, one of its parameters, or a list of them"
     return arguments.several(
         "gathered", "target", target, lambda each: isinstance(each, ShardedTensor), allowed, "Pass the model.", least=1
     )
 
 
+def _refuse_within_forward(target: Any) -> None:
+    """Raise where one of some parameters is in its module's forward, and so is no sharded one."""
+    values = target.parameters() if isinstance(target, nn.Module) else target
+    for each in values if not isinstance(values, Tensor) else [values]:
+        if isinstance(each, UnshardedParameter):
+            raise StateError(
+                f"gathered: parameters must not be within their module's forward, but {each.sharded.name} is, where it "
+                "is its full tensor already. Use it as it is; write to it ahead of the forward, or after it."
+            )
+
+
 def _sharded_params(target: Any, *, recurse: bool) -> dict[str, ShardedTensor]:
     """Name to parameter; each parameter once."""
     if isinstance(target, nn.Module):
+        _refuse_within_forward(target)
         params: dict[str, ShardedTensor] = {
             name: p for name, p in target.named_parameters() if isinstance(p, ShardedTensor)
         }

@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 from dshard import collectives
 from dshard.autograd import GRAD, in_backward, keep_own_dtype, outside_autograd
 from dshard.collectives import ReduceOp, num_noted, settle
+from dshard.compiling import skipped
 from dshard.errors import DivergenceError, UnsupportedOpError
 from dshard.gradients.iteration import Iteration
 from dshard.gradients.reducer import Needs, Reducer, UnitGradients
-from dshard.gradients.reduction import will_accumulate
+from dshard.gradients.reduction import accumulates, will_accumulate
 from dshard.interpreter import is_alone_in_backward, is_alone_in_hook
 from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import TPShardLayout
@@ -73,6 +74,7 @@ class InputWatches:
         self._num_watched.clear()
         self._unwatched.clear()
 
+    @skipped
     def _passed(self, unit: Unit, is_first: bool, grad: Tensor) -> None:
         """The backward has passed a forward of one of a unit's modules; `is_first` for the first of them."""
         left = self._num_watched[unit] = self._num_watched.get(unit, 0) - 1
@@ -224,6 +226,7 @@ class Backward:
         if not is_unwatched:
             self.reducer.reduce(unit)
 
+    @skipped
     def _end_nested(self) -> None:
         """A backward within another one ends: that of a region that is checkpointed reentrantly, most likely."""
         nested, self._nested = sorted(self._nested, key=attrgetter("number")), set()
@@ -320,6 +323,7 @@ class Backward:
         self.reducer.reset()
 
 
+@skipped
 def _on_gone(backward: "weakref.ref[Backward]", _: object) -> None:
     """Autograd has let go of what it was to call at the end of a backward."""
     known = backward()
@@ -333,6 +337,7 @@ class _End:
     def __init__(self, backward: Backward, task: int) -> None:
         self._backward, self.task = backward, task
 
+    @skipped
     def __call__(self) -> None:
         self._backward.end()
 
@@ -366,6 +371,7 @@ def _plain(grad: Tensor) -> Tensor:
     return grad.materialize() if isinstance(grad, ShardedTensor) else grad
 
 
+@skipped
 def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
     """The hook of every sharded parameter: full gradient of this rank in, reduced gradient out."""
     if grad is None:
@@ -377,6 +383,8 @@ def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
     unit = param.gather_source
     if not REQUIRES_GRAD.__get__(param):
         return grad  # frozen since the forward: autograd drops it
+    if unit.is_running and not accumulates(param):
+        return _plain(grad)  # to a forward that asks by `autograd.grad`: of this rank, as of a full tensor
     if grad.layout != torch.strided:
         raise UnsupportedOpError(
             f"{param.name}: gradients of sharded parameters must be dense, but this one has layout {grad.layout}. "

@@ -21,6 +21,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dshard.autograd import in_backward
+from dshard.compiling import skipped
 from dshard.errors import StateError
 from dshard.gradients.backward import Backward, may_be_hooked
 from dshard.layout import SMALL_GRAD_BYTES
@@ -53,6 +54,7 @@ class _Unshard(torch.autograd.Function):
         return tuple(map(kind, fulls, params))
 
     @staticmethod
+    @skipped
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Has the full gradients of this rank reduced; where some may come from other uses, each parameter's hook."""
         unit: Unit = ctx.unit
@@ -420,6 +422,7 @@ def _hooks_over(below: tuple[_Hook, _Hook] | None) -> tuple[_Hook, _Hook]:
     """Hooks that save places in units, and all else as the hooks below them do."""
     pack_below, unpack_below = below or (_keep, None)
 
+    @skipped
     def pack(tensor: Tensor) -> Any:
         place = FULL_TENSORS.get(tensor.untyped_storage()._cdata)
         if place is not None and (saved := _saved(tensor, place)) is not None:
@@ -428,6 +431,7 @@ def _hooks_over(below: tuple[_Hook, _Hook] | None) -> tuple[_Hook, _Hook]:
 
     pack.is_own = True  # type: ignore[attr-defined]
 
+    @skipped
     def unpack(saved: Any) -> Any:
         if type(saved) is _Kept:
             if saved.tensor._version != saved.version:

@@ -48,7 +48,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "collectives": ("errors", "arguments", "layout", "policies"),
     "tensor": ("errors", "interpreter", "compiling", "arguments", "layout", "policies", "collectives"),
     "agreement": ("errors", "collectives", "tensor"),
-    "autograd": ("errors", "interpreter", "tensor"),
+    "autograd": ("errors", "interpreter", "compiling", "tensor"),
     "units": (*_LOW, "autograd"),
     "gradients": (*_LOW, "agreement", "autograd", "units"),
     "optimizer": (*_LOW, "autograd", "units", "gradients"),

@@ -451,6 +451,33 @@ def test_an_eager_forward_may_give_its_parameters_to_a_compiled_function(worlds:
         )  # of shards in the first step and of full tensors, of each with an input that is trained or not
 
 
+def step_with_its_backward() -> tuple[list[float], list[float]]:
+    """The losses of steps whose forward and backward are in one function, in eager and compiled."""
+    fresh()
+    losses: list[list[float]] = []
+    for is_compiled in (False, True):
+        net = shard(make())
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(tokens: Tensor, net: Any = net) -> Tensor:
+            loss = loss_of(net, tokens)
+            loss.backward()
+            return loss
+
+        run = torch.compile(step, backend="aot_eager") if is_compiled else step
+        losses.append([])
+        for number in range(3):
+            losses[-1].append(run(batch(number)).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses[0], losses[1]
+
+
+def test_a_backward_within_a_compiled_function_is_not_looked_at_by_dynamo(worlds: WorldPool):
+    for eager, compiled in worlds.run(2, step_with_its_backward, timeout_s=TIMEOUT_S):
+        assert eager == compiled
+
+
 class Writing(nn.Linear):
     """Writes to a parameter in its forward, in one way or another."""
 

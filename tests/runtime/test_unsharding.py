@@ -476,6 +476,57 @@ def test_what_a_checkpoint_within_a_unit_runs_again_finds_full_tensors(worlds: W
         assert is_left_plain
 
 
+def gathered_in_forward() -> list[str]:
+    model = sharded(build())
+    found = []
+    for target in (lambda block: block, lambda block: block.up.weight, lambda block: [block.up.weight]):
+
+        def gather(block: Block, target: Callable[[Block], Any] = target) -> None:
+            with dshard.gathered(target(block)):
+                pass
+
+        model[1].action = lambda block: None
+        train(model, range(2), [dist.get_rank()])  # after an exception the first step gathers at uses again
+        model[1].action = gather
+        try:
+            model(batch(2, 0))
+        except dshard.StateError as error:
+            found.append(str(error))
+    return found
+
+
+def test_to_gather_within_a_forward_says_that_the_full_tensor_is_there(worlds: WorldPool):
+    for found in worlds.run(2, gathered_in_forward):
+        assert len(found) == 3
+        assert all(re.search(r"1\.\w+\.weight is, where it is its full tensor already", text) for text in found), found
+
+
+class Asking(nn.Linear):
+    """Asks for a gradient of its weight within its forward."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.are_own: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        (grad,) = torch.autograd.grad(y.square().sum(), self.weight, retain_graph=True)
+        expected = 2 * y.detach().t() @ x.detach()
+        self.are_own.append(not isinstance(grad, ShardedTensor) and torch.allclose(grad, expected, atol=1e-5))
+        return y
+
+
+def asked_within_forwards() -> list[bool]:
+    model = nn.Sequential(Asking(), nn.Tanh())
+    dshard.fully_shard(model[0])
+    train(dshard.fully_shard(model), range(3), [dist.get_rank()])
+    return model[0].are_own
+
+
+def test_a_gradient_that_a_forward_asks_for_is_this_ranks_own_in_all_steps(worlds: WorldPool):
+    assert worlds.run(2, asked_within_forwards) == [[True] * 3] * 2
+
+
 # Writes.
 
 
