@@ -275,12 +275,12 @@ class Unsharding:
             if full._version != self._versions[slot]:
                 written[slot] = full
         slots = [*written, *self._slots_of_other_bits()] if self._is_compiled else ()
+        self._fulls = []
         if slots:
             raise StateError(
                 f"{params[slots[0]].name}: a module that is compiled must not write to its parameters in its forward, "
                 "for graphs take full tensors, but this one does. Leave it uncompiled."
             )
-        self._fulls = []
         if written:
             self._writes = True
             self._write_back(written)

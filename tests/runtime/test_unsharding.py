@@ -326,13 +326,8 @@ def test_training_equals_that_of_the_plain_model(worlds: WorldPool, forward, str
     assert worlds.run(2, is_as_plain, forward, strategy=strategy) == [True] * 2
 
 
-def hooked_where_unused() -> list[list[str]]:
-    """Which hooks ran in a step that leaves a layer of a unit out."""
-    model = sharded(build())
-    ran: list[str] = []
-    for name, param in model[1].named_parameters():
-        param.register_hook(lambda grad, name=name: ran.append(f"{name} {grad is not None}"))
-        param.register_post_accumulate_grad_hook(lambda _, name=name: ran.append(f"{name} after"))
+def ran_in_steps(model: Any, ran: list[str]) -> list[list[str]]:
+    """What hooks have noted in each of three steps, of which the last one leaves a layer of a unit out."""
     found = []
     for step in range(3):
         ran.clear()
@@ -342,6 +337,16 @@ def hooked_where_unused() -> list[list[str]]:
         found.append(sorted(ran))
         model.zero_grad()
     return found
+
+
+def hooked_where_unused() -> list[list[str]]:
+    """Which hooks of parameters ran, and whether they were given a gradient."""
+    model = sharded(build())
+    ran: list[str] = []
+    for name, param in model[1].named_parameters():
+        param.register_hook(lambda grad, name=name: ran.append(f"{name} {grad is not None}"))
+        param.register_post_accumulate_grad_hook(lambda _, name=name: ran.append(f"{name} after"))
+    return ran_in_steps(model, ran)
 
 
 def test_hooks_run_for_the_parameters_that_were_used_and_no_others(worlds: WorldPool):
@@ -353,7 +358,7 @@ def test_hooks_run_for_the_parameters_that_were_used_and_no_others(worlds: World
 
 
 def hooked_nodes() -> list[list[str]]:
-    """Which hooks ran on the nodes at which gradients arrive, and whether they were given one; a step uses a part."""
+    """Which hooks ran on the nodes at which gradients arrive, and whether they were given one."""
     model = sharded(build())
     ran: list[str] = []
     nodes = []  # autograd lets go of what nobody holds
@@ -362,15 +367,7 @@ def hooked_nodes() -> list[list[str]]:
         node.register_prehook(lambda grads, name=name: ran.append(f"{name} {grads[0] is not None}"))
         node.register_hook(lambda *_, name=name, param=param: ran.append(f"{name} then {param.grad is not None}"))
         nodes.append(node)
-    found = []
-    for step in range(3):
-        ran.clear()
-        if step == 2:
-            model[1].forward = lambda x: model[1].up(x)[:, :WIDTH]
-        model(batch(step, dist.get_rank())).sum().backward()
-        found.append(sorted(ran))
-        model.zero_grad()
-    return found
+    return ran_in_steps(model, ran)
 
 
 def test_hooks_on_the_nodes_of_parameters_run_for_those_that_were_used(worlds: WorldPool):
