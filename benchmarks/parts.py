@@ -52,7 +52,7 @@ def _gather(group: ShardGroup, shards: list[torch.Tensor], bucket: BucketLayout,
 def _reduce(group: ShardGroup, grads: list[torch.Tensor], bucket: BucketLayout, pool: BufferPool) -> None:
     reduction = ReduceBucket(ReducePlan(bucket, group), dtype=torch.float32, device=_CPU, label="unit", pool=pool)
     for i, grad in enumerate(grads):
-        reduction.add(i, grad)
+        reduction.add([i], [grad])
     reduction.launch(mean=True).wait()
 
 

@@ -78,10 +78,12 @@ class outside_autograd:  # noqa: N801 - a context manager, named as torch names 
             self._inference = torch.inference_mode(mode=False)
             self._inference.__enter__()
         self._was_enabled = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # noqa: FBT003 - it takes no name
+        if self._was_enabled:
+            torch._C._set_grad_enabled(False)  # noqa: FBT003 - it takes no name
 
     def __exit__(self, *raised: object) -> None:
-        torch._C._set_grad_enabled(self._was_enabled)
+        if self._was_enabled:
+            torch._C._set_grad_enabled(True)  # noqa: FBT003
         if self._inference is not None:
             self._inference.__exit__(*raised)
         if self._transforms is not None:

@@ -49,7 +49,8 @@ _BY_LOOKING = _seen_of_one_name() - 1
 
 _REFS_OF_HOOK = 3  # to a gradient in its hook: autograd's tuple of arguments, the call of the partial, the hook's name
 _USES_OF_HOOK = 2  # in C++: autograd's and Python's
-_REFS_OF_BACKWARD = 5  # to a gradient in a backward: the tuples of three calls, and names of two functions
+_REFS_OF_BACKWARD = 5  # to a gradient in a backward: the tuples of four calls, and the name in the loop over it
+_uses_of = Tensor._use_count  # type: ignore[attr-defined]
 
 
 def is_alone_in_hook(grad: Tensor) -> bool:
@@ -63,16 +64,15 @@ def is_alone_in_hook(grad: Tensor) -> bool:
     return num_more <= 0 or num_more <= _kept_by_callers()
 
 
-def is_alone_in_backward(grads: tuple[Tensor | None, ...], index: int) -> bool:
-    """Whether nobody but autograd and the running backward of a function refers to one of the gradients given to it.
+def alone_in_backward(grads: tuple[Tensor | None, ...]) -> list[bool]:
+    """Of each gradient given to a function's backward, whether nobody but autograd and that call refers to it.
 
     Args:
-        grads: All that the function was given, which it passes to its caller, and that one to this.
-        index: Of the gradient.
+        grads: The tuple that the function was given, which it passes to its caller, and that one to this. Neither has
+            another name for one of them.
     """
-    grad = grads[index]
-    assert grad is not None
-    return sys.getrefcount(grad) <= _REFS_OF_BACKWARD + 1 + _BY_LOOKING and grad._use_count() <= 1  # type: ignore[attr-defined]
+    most = _REFS_OF_BACKWARD + _BY_LOOKING
+    return [grad is not None and sys.getrefcount(grad) <= most and _uses_of(grad) <= 1 for grad in grads]
 
 
 def is_referred_to(tensor: Tensor, num_known: int) -> bool:

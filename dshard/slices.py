@@ -334,7 +334,7 @@ class SliceReduction:
             label = label_with_divisor(part.label, self._divisor)
             plan = part.reduce_plan
             bucket = ReduceBucket(plan, dtype=self._dtype, device=grad.device, label=label, pool=self._pool)
-            bucket.add(0, grad)
+            bucket.add([0], [grad])
             all_reduce = None
             if self._replicas is not None:
                 how = RowReduction(self._mean, label, self._tag, self._pool, plan.num_flags)

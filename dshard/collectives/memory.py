@@ -198,11 +198,12 @@ class BufferPool:
         if device.type != "cpu":
             return _fresh(num_bytes, device)
         self._collect()
-        self._peak_bytes = max(self._peak_bytes, self.out_bytes - self._unread_bytes() + num_bytes)
+        unread_bytes = self._unread_bytes() if self._away else 0
+        self._peak_bytes = max(self._peak_bytes, self.out_bytes - unread_bytes + num_bytes)
         if arena is not None:
             self.settle()
         buffer = self._find(num_bytes, arena)
-        if buffer is None and arena is None:
+        if buffer is None and arena is None and self._away:
             self._await_readers(lambda: self.out_bytes + num_bytes > max(self._peak_bytes, self._last_peak_bytes))
             buffer = self._find(num_bytes, arena)
         if buffer is None:

@@ -1,8 +1,7 @@
 """Reducing buckets: full gradients of every rank become shards of their sum or mean."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ class ReducePlan:
         local_shapes: Of this rank's shards.
         local_numels: Elements of this rank's shards.
         numels: Elements of the full gradients.
-        are_even: Of each gradient, whether it has elements, and every rank gets as many.
+        may_wait: Of each gradient, whether it can be packed by `_chunk_cat`: it is cut along dim 0, and has elements.
         real_numel: Elements that this rank sends to all peers together, without padding and flags.
     """
 
@@ -45,16 +44,8 @@ class ReducePlan:
         self.local_shapes = tuple(layout.local_shape(group.rank) for layout in bucket.layouts)
         self.local_numels = tuple(map(math.prod, self.local_shapes))
         self.numels = tuple(layout.numel for layout in bucket.layouts)
-        self.are_even = tuple(0 < each.numel == each.slot_numel * each.num_ranks for each in bucket.layouts)
+        self.may_wait = tuple(each.dim == 0 and each.numel > 0 for each in bucket.layouts)
         self.real_numel = sum(self.numels) - real_numel(bucket.layouts, group.rank)
-
-
-class _Waiting(NamedTuple):
-    """A small gradient that is not packed yet, in the shape of its slots, and how often it had been written to."""
-
-    grad: Tensor
-    values: Tensor
-    version: int
 
 
 class ReduceBucket:
@@ -84,7 +75,7 @@ class ReduceBucket:
         self._is_late = device.type != "cpu" and not self.group.is_direct and not dtype.is_complex
         self._slots: Sequence[Tensor] = ()  # of each tensor, shape (num_ranks, slot); made when first needed
         self._present = [False] * len(plan.numels)
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, tuple[Tensor, int]] = {}  # gradients not packed yet, and how often each was written to
         self._stream = stream_on(device)  # in which something was done with it last
         if not self._is_late:
             self._take_rows()
@@ -103,7 +94,7 @@ class ReduceBucket:
         stream, before = stream_on(self._device), self._stream
         if stream != before:
             memory = [self._memory.memory] if self._memory is not None else []
-            follow(stream, before, [*memory, *(waiting.grad for waiting in self._waiting.values())])
+            follow(stream, before, [*memory, *(grad for grad, _ in self._waiting.values())])
             self._stream = stream
 
     @property
@@ -120,58 +111,70 @@ class ReduceBucket:
         self._present[index] = False
         self._waiting.pop(index, None)
 
-    def add(self, index: int, grad: Tensor, *, may_wait: bool = False) -> None:
-        """Pack the full gradient of tensor `index`, on top of one that is there.
+    def add(self, indices: Sequence[int], grads: Sequence[Tensor], *, may_wait: Sequence[bool] | None = None) -> None:
+        """Pack full gradients, each on top of one that is there.
 
         Args:
-            index: Of the tensor.
-            grad: Its gradient.
-            may_wait: Whether nobody else writes to `grad`, so that a small one may be packed later.
+            indices: Of the tensors, each once.
+            grads: Their gradients.
+            may_wait: Of each, whether nobody else writes to it, so that it may be packed later; by default not.
         """
         assert not self._has_left, "a gradient arrived after its bucket was reduced"
         if self._stream is not None:
             self._come_along()
-        layout, numel = self._plan.bucket.layouts[index], self._plan.numels[index]
-        accumulate = self._present[index]
-        self._present[index] = True
-        is_dense = layout.dim == 0 and grad.is_contiguous()
-        may_wait = may_wait and is_dense and not accumulate and self._plan.are_even[index]
-        if may_wait and (self._is_late or numel * grad.itemsize <= SMALL_GRAD_BYTES):
-            # The gradient itself is kept: as long as somebody refers to it, autograd gives its memory to nobody else.
-            self._waiting[index] = _Waiting(grad, grad.view(layout.num_ranks, layout.slot_numel), grad._version)
-            return
-        if index in self._waiting:
-            self._pack_waiting()
-        slots = self._all_slots()[index]
-        if is_dense:
+        plan, present, waiting, is_late = self._plan, self._present, self._waiting, self._is_late
+        more: list[tuple[Tensor, Tensor]] = []
+        now: list[tuple[Tensor, Tensor]] = []
+        for index, grad, may in zip(indices, grads, may_wait or (False,) * len(grads), strict=True):
+            if present[index]:
+                if index in waiting:
+                    self._pack_waiting()
+                more += self._pieces(index, grad)
+                continue
+            present[index] = True
+            is_packed_later = may and plan.may_wait[index] and grad.is_contiguous()
+            if is_packed_later and (is_late or grad.nbytes <= SMALL_GRAD_BYTES):
+                # It is kept: as long as somebody refers to it, autograd gives its memory to nobody else.
+                waiting[index] = grad, grad._version
+            else:
+                now += self._pieces(index, grad)
+        _copy(now)
+        if more:
+            slots, values = zip(*more, strict=True)
+            torch._foreach_add_(slots, values)
+
+    def _pieces(self, index: int, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The parts of a gradient, each behind its place in the rows."""
+        layout, slots = self._plan.bucket.layouts[index], self._all_slots()[index]
+        if layout.dim == 0 and grad.is_contiguous():
             # Slots of whole shards at once, then the one that is smaller; whatever the number of ranks.
             num_whole = grad.numel() // max(layout.slot_numel, 1)
             size = num_whole * layout.slot_numel
             flat = grad.view(-1)
-            _put(slots[:num_whole], flat[:size].view(num_whole, layout.slot_numel), accumulate)
+            if size:
+                yield slots[:num_whole], flat[:size].view(num_whole, layout.slot_numel)
             if size < flat.numel():
-                _put(slots[num_whole, : flat.numel() - size], flat[size:], accumulate)
+                yield slots[num_whole, : flat.numel() - size], flat[size:]
             return
         for rank in range(layout.num_ranks):
             shard = shard_of(grad, layout, rank)
-            _put(slots[rank, : shard.numel()].view(shard.shape), shard, accumulate)
+            if shard.numel():
+                yield slots[rank, : shard.numel()].view(shard.shape), shard
 
     def _pack_waiting(self) -> None:
         """Copy the small gradients that have arrived to their slots."""
-        if self._waiting:
-            slots = self._all_slots()
-            torch._foreach_copy_([slots[i] for i in self._waiting], [self._values(i) for i in self._waiting])
-            self._waiting.clear()
+        self._check_waiting()
+        _copy([piece for index, (grad, _) in self._waiting.items() for piece in self._pieces(index, grad)])
+        self._waiting.clear()
 
-    def _values(self, index: int) -> Tensor:
-        """A gradient that waited, if it is still what arrived."""
-        grad, values, version = self._waiting[index]
-        if grad._version != version:
-            raise StateError(
-                f"'{self._label}': a gradient must stay as it is once a backward function has returned it, but that of "
-                f"parameter {index} (shape {tuple(grad.shape)}) was written to afterwards. Return a copy of it."
-            )
-        return values
+    def _check_waiting(self) -> None:
+        """Raise where a gradient that waited is not what arrived."""
+        for index, (grad, version) in self._waiting.items():
+            if grad._version != version:
+                raise StateError(
+                    f"'{self._label}': a gradient must stay as it is once a backward function has returned it, but "
+                    f"that of parameter {index} (shape {tuple(grad.shape)}) was written to afterwards. Return a copy."
+                )
 
     def _all_slots(self) -> Sequence[Tensor]:
         if not self._slots:
@@ -181,15 +184,16 @@ class ReduceBucket:
     def _fill_rows(self, rows: Tensor) -> None:
         """Pack what waits, zeros for what is missing, and the flags."""
         if len(self._waiting) == len(self._present):
-            grads = [self._values(i) for i in range(len(self._present))]
-            flags = grads[0].new_ones((rows.shape[0], self._plan.num_flags))
-            if all(grad.dtype == flags.dtype for grad in grads):
-                if self._is_late:
-                    torch._chunk_cat([flags, *grads], dim=0, num_chunks=rows.shape[0], out=rows)
-                elif flags.dtype == rows.dtype:
-                    torch.cat([flags, *grads], dim=1, out=rows)
+            self._check_waiting()
+            num_ranks = rows.shape[0]
+            grads = [self._waiting[index][0] for index in range(len(self._present))]
+            dtype = grads[0].dtype
+            if len({grad.dtype for grad in grads}) == 1:
+                parts = [grads[0].new_ones((num_ranks, self._plan.num_flags)), *grads]
+                if self._is_late or dtype == rows.dtype:
+                    torch._chunk_cat(parts, 0, num_ranks, out=rows)
                 else:
-                    rows.copy_(torch.cat([flags, *grads], dim=1))  # on CPU quicker than to convert each
+                    rows.copy_(torch._chunk_cat(parts, 0, num_ranks))  # on CPU quicker than to convert each
                 self._waiting.clear()
                 return
         self._pack_waiting()
@@ -292,9 +296,11 @@ class ReduceBucket:
             self._pool.give(memory)
 
 
-def _put(slot: Tensor, values: Tensor, accumulate: bool) -> None:
-    if values.numel():
-        slot.add_(values) if accumulate else slot.copy_(values)
+def _copy(pieces: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy values to their places, all at once."""
+    if pieces:
+        places, values = zip(*pieces, strict=True)
+        torch._foreach_copy_(places, values)
 
 
 class Reduced:

@@ -18,9 +18,9 @@ from dshard.collectives import ReduceOp, num_noted, settle
 from dshard.compiling import skipped
 from dshard.errors import DivergenceError, UnsupportedOpError
 from dshard.gradients.iteration import Iteration
-from dshard.gradients.reducer import Needs, Reducer, UnitGradients
-from dshard.gradients.reduction import accumulates, will_accumulate
-from dshard.interpreter import is_alone_in_backward, is_alone_in_hook
+from dshard.gradients.reducer import Needs, Reducer
+from dshard.gradients.reduction import accumulates, which_accumulate
+from dshard.interpreter import alone_in_backward, is_alone_in_hook
 from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import TPShardLayout
 from dshard.tensor.sharded_tensor import REQUIRES_GRAD
@@ -136,9 +136,7 @@ class Backward:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_nested)
         context.backward_task = task
 
-    def receive(
-        self, unit: Unit, slot: int, grad: Tensor, *, may_wait: bool = False, is_given: bool = False
-    ) -> ShardedTensor:
+    def receive(self, unit: Unit, slot: int, grad: Tensor, *, may_wait: bool = False) -> ShardedTensor:
         """Take the full gradient of a parameter; gives the reduced one, which may still be in flight.
 
         Args:
@@ -146,20 +144,29 @@ class Backward:
             slot: Its number there.
             grad: The gradient.
             may_wait: Whether nobody else can write to `grad`, so that it may be packed later.
-            is_given: Whether the reduced one is for `.grad`, in the parameter's dtype, whatever that of `grad`.
         """
-        own = self._begun(unit)
-        if self.reducer.check is not None:
-            self.reducer.check.note(unit.params[slot].name, grad)
-        return own.receive(slot, grad, may_wait=may_wait, is_given=is_given)
+        return self._receive(unit, [slot], [grad], [may_wait], is_given=False)[0]
 
-    def _begun(self, unit: Unit) -> UnitGradients:
-        """The gradients of a unit of which one has arrived."""
+    def _receive(
+        self, unit: Unit, slots: Sequence[int], grads: Sequence[Tensor], may_wait: Sequence[bool], *, is_given: bool
+    ) -> list[ShardedTensor]:
+        """Take full gradients of a unit.
+
+        Args:
+            unit: The unit.
+            slots: Numbers of its parameters.
+            grads: Of each, the gradient.
+            may_wait: Of each, as `receive` takes it.
+            is_given: Whether the reduced ones are for `.grad`, in the parameters' dtypes, whatever those of `grads`.
+        """
         own = self.reducer.of(unit)
         if not own.is_begun:
             own.begin()
             self._on_first(unit)
-        return own
+        if self.reducer.check is not None:
+            for slot, grad in zip(slots, grads, strict=True):
+                self.reducer.check.note(unit.params[slot].name, grad)
+        return own.receive(slots, grads, may_wait, is_given=is_given)
 
     def receive_together(
         self, unit: Unit, slots: Sequence[int], grads: tuple[Tensor | None, ...], edges: Sequence[tuple[Any, int]]
@@ -175,17 +182,20 @@ class Backward:
             edges: Of each, the place in the graph where it is accumulated.
         """
         self.notice()
-        params, check, own = unit.params, self.reducer.check, None
-        left: list[Any] = []
-        for index, slot in enumerate(slots):
-            grad, param = grads[index], params[slot]
-            if grad is None or not self._takes_at_once(param, grad, edges[index][0]):
-                left.append(grad)
-                continue
-            if check is not None:
-                check.note(param.name, grad)
-            own = own or self._begun(unit)
-            reduced = own.receive(slot, grad, may_wait=is_alone_in_backward(grads, index), is_given=True)
+        are_alone = alone_in_backward(grads)  # ahead of other references
+        params, left = unit.params, list[Any](grads)
+        accumulate = which_accumulate([node for node, _ in edges])
+        taken = [
+            index
+            for index, grad in enumerate(grads)
+            if grad is not None and accumulate[index] and self._takes_at_once(params[slots[index]], grad)
+        ]
+        if not taken:
+            return left
+        own_slots, own_grads = [slots[index] for index in taken], [left[index] for index in taken]
+        given = self._receive(unit, own_slots, own_grads, [are_alone[index] for index in taken], is_given=True)
+        for index, slot, reduced in zip(taken, own_slots, given, strict=True):
+            param, left[index] = params[slot], None
             known = GRAD.__get__(param)
             if known is None:
                 GRAD.__set__(param, reduced)
@@ -193,14 +203,14 @@ class Backward:
                 torch.autograd.graph.increment_version(known)  # it was added to the buffer that `.grad` awaits
             else:  # not by autograd, which would add a full gradient of another use to it first
                 known.add_(reduced)
-            left.append(None)
         return left
 
     @staticmethod
-    def _takes_at_once(param: ShardedTensor, grad: Tensor, node: Any) -> bool:
+    def _takes_at_once(param: ShardedTensor, grad: Tensor) -> bool:
         """Whether nobody but `.grad` is to have a gradient, so that it need not be handed on to be reduced."""
-        is_ordinary = grad.layout == torch.strided and bool(REQUIRES_GRAD.__get__(param))
-        return is_ordinary and len(param._backward_hooks or ()) == 1 and will_accumulate(node)
+        hooks = param._backward_hooks
+        is_ordinary = grad.layout is torch.strided and REQUIRES_GRAD.__get__(param)
+        return is_ordinary and hooks is not None and len(hooks) == 1
 
     def _on_first(self, unit: Unit) -> None:
         """Gather a unit of which the first gradient has arrived, if other ranks may need it; or note that they did."""
@@ -444,9 +454,10 @@ def users_hooks(param: ShardedTensor) -> tuple[list[Any], list[Any]]:
 
 def may_be_hooked(param: ShardedTensor) -> bool:
     """Whether a program may have hooks of its own on the gradient of a parameter, its accumulation, or its node."""
-    own_after = param.wire_precision is not None
-    num_after = len(param._post_accumulate_grad_hooks or ())
-    return param.is_node_known or len(param._backward_hooks or ()) > 1 or num_after > own_after
+    hooks, hooks_after = param._backward_hooks, param._post_accumulate_grad_hooks
+    if param.is_node_known or (hooks is not None and len(hooks) > 1):
+        return True
+    return hooks_after is not None and len(hooks_after) > (param.wire_precision is not None)
 
 
 def hook_gradient(param: ShardedTensor) -> None:

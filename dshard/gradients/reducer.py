@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dshard import collectives
 from dshard.agreement import NOTHING, of_all_ranks
-from dshard.autograd import outside_autograd
+from dshard.autograd import GRAD, outside_autograd
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import DivergenceError, StateError
 from dshard.gradients.reduction import GradReduction, accumulates
@@ -252,7 +252,7 @@ class UnitGradients:
         self.deferral = Deferral()  # of "zero1"
         self.is_begun = False  # a gradient has arrived in the backward that is running
         self._arrived: set[int] = set()  # in it
-        self._buckets: list[Bucket] = []  # in it, of the parameters that take a gradient
+        self._buckets: list[Bucket] = []  # in it or the last one, of the parameters that take a gradient
         self._bucket_of: dict[int, Bucket] = {}
         self._filling: dict[int, GradReduction] = {}  # for each parameter, what took the last gradient of its bucket
         self._early: set[ReductionKey] = set()  # that left ahead of the rest, for they were read
@@ -264,21 +264,53 @@ class UnitGradients:
         """The first gradient in a backward has arrived."""
         unit = self.unit
         self.is_begun = True
-        self._buckets = unit.buckets(unit.trainable, unit.reduce_dtypes)
-        self._bucket_of = {slot: bucket for bucket in self._buckets for slot in bucket.slots}
+        buckets = self._all_buckets()
+        if buckets is not self._buckets:
+            self._buckets = buckets
+            self._bucket_of = {slot: bucket for bucket in buckets for slot in bucket.slots}
         if unit.settings.strategy == "zero1" and unit.settings.requires_sync:
             self.deferral.note_backward(is_first=all(p.grad is None for p in unit.params))
 
-    def receive(self, slot: int, grad: Tensor, *, may_wait: bool, is_given: bool) -> ShardedTensor:
-        """Take the full gradient of a parameter; gives the reduced one, which may still be in flight."""
-        unit, reduction = self.unit, self._filling.get(slot)
-        if reduction is None or not unit.settings.requires_sync or not reduction.awaits(slot):
-            reduction = self._reduction_for(slot, is_given=is_given)
-        out = reduction.receive(unit.params[slot], grad, may_wait=may_wait, is_given=is_given)
-        self._arrived.add(slot)
+    def receive(
+        self, slots: Sequence[int], grads: Sequence[Tensor], may_wait: Sequence[bool], *, is_given: bool
+    ) -> list[ShardedTensor]:
+        """Take full gradients of parameters; gives the reduced ones, which may still be in flight."""
+        unit, given = self.unit, list[ShardedTensor]()
+        params = [unit.params[slot] for slot in slots]
+        start, current = 0, None  # the first that no reduction has taken yet, and the one that is to take it
+        others: Container[int] = ()  # that it takes, too
+
+        def hand_over(stop: int) -> None:
+            if current is not None and start < stop:
+                part = slice(start, stop)
+                given.extend(current.receive(params[part], grads[part], may_wait[part], is_given=is_given))
+
+        for index, slot in enumerate(slots):
+            if slot in others:
+                continue
+            reduction = self._filling.get(slot)
+            if reduction is not None and self._takes(reduction, slot, is_given=is_given):
+                if reduction is current:
+                    continue
+                hand_over(index)
+            else:
+                hand_over(index)  # ahead of what may have an earlier one leave
+                reduction = self._reduction_for(slot, is_given=is_given)
+            start, current, others = index, reduction, reduction.takes_any
+        hand_over(len(slots))
+        self._arrived.update(slots)
         if len(self._arrived) == len(unit.params) and unit not in unit.model.regions.units:  # a frozen one may be used
             unit.model.eviction.after_backward(unit)
-        return out
+        return given
+
+    def _takes(self, reduction: GradReduction, slot: int, *, is_given: bool) -> bool:
+        """Whether the reduction that took the last gradient of a bucket is the one for another one of it."""
+        if reduction.awaits(slot):
+            return is_given or self.unit.settings.requires_sync
+        if not is_given or not reduction.is_filling:
+            return False
+        param = self.unit.params[slot]
+        return GRAD.__get__(param) is not None and len(param._backward_hooks or ()) == 1
 
     def _reduction_for(self, slot: int, *, is_given: bool) -> GradReduction:
         """The open reduction that a gradient belongs to, or a new one; `is_given` if it is known to be for `.grad`."""
@@ -442,7 +474,6 @@ class UnitGradients:
         """The backward has ended: nothing more arrives in it."""
         if self.is_begun:
             self.is_begun = False
-            self._buckets, self._bucket_of = [], {}
             self._arrived.clear()
             self._filling.clear()
 

@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -25,7 +25,7 @@ from dshard.collectives import (
 )
 from dshard.errors import DivergenceError
 from dshard.tensor import ShardedTensor
-from dshard.tensor.storage import ShardStorage
+from dshard.tensor.storage import ShardStorage, signatures_of
 from dshard.tensor.subclass_shards import exact_values
 from dshard.units.buckets import Bucket
 from dshard.units.unit import Unit
@@ -98,6 +98,11 @@ class GradReduction:
         return self._bucket is not None
 
     @property
+    def takes_any(self) -> Container[int]:
+        """Numbers of parameters of which it takes the next gradients, whatever they are: all, ahead of the first."""
+        return self._index_of if self._bucket is not None and not self._storages else ()
+
+    @property
     def is_complete(self) -> bool:
         """Whether this rank has had a gradient of every parameter."""
         return len(self._storages) == len(self._slots)
@@ -112,26 +117,37 @@ class GradReduction:
         """Whether it ends by a collective of its own, over replicas or a hook's, which all ranks must start alike."""
         return not self.owes and (self.group.replicas is not None or self._hook is not None)
 
-    def receive(self, param: ShardedTensor, grad: Tensor, *, may_wait: bool, is_given: bool) -> ShardedTensor:
-        """Take a full gradient of this rank and give the reduced one, which is not there yet.
+    def receive(
+        self, params: Sequence[ShardedTensor], grads: Sequence[Tensor], may_wait: Sequence[bool], *, is_given: bool
+    ) -> list[ShardedTensor]:
+        """Take full gradients of this rank and give the reduced ones, which are not there yet.
 
         The arguments are those of `Backward.receive`.
         """
-        slot, bucket = param.gather_slot, self._bucket
+        bucket, storages = self._bucket, self._storages
         if bucket is None:
             self.rest()
             bucket = self._bucket = self._new_bucket()
-        known = self._storages.get(slot)
-        before = known() if known is not None else None
-        if known is not None and before is None:  # nobody took the gradient that is there
-            self._forget(slot)
-        bucket.add(self._index_of[slot], grad, may_wait=may_wait)
-        out = param.awaiting(before or self._make_storage(param))
-        if before is not None:
-            out.is_added_up = True
-        if is_given or grad.dtype == self._dtype:
-            return out
-        return standing_for(out, grad.dtype, is_seen=len(param._backward_hooks or ()) > 1 or not accumulates(param))
+        given = []
+        for param in params:
+            slot = param.gather_slot
+            before = storages[slot]() if slot in storages else None
+            if before is None and slot in storages:  # nobody took the gradient that is there
+                self._forget(slot)
+            out = param.awaiting(before or self._make_storage(param))
+            if before is not None:
+                out.is_added_up = True
+            given.append(out)
+        bucket.add([self._index_of[param.gather_slot] for param in params], grads, may_wait=may_wait)
+        if is_given:
+            return given
+        return [self._as_asked(*each) for each in zip(params, grads, given, strict=True)]
+
+    def _as_asked(self, param: ShardedTensor, grad: Tensor, reduced: ShardedTensor) -> ShardedTensor:
+        """A reduced gradient in the dtype of the one that arrived."""
+        if grad.dtype == self._dtype:
+            return reduced
+        return standing_for(reduced, grad.dtype, is_seen=len(param._backward_hooks or ()) > 1 or not accumulates(param))
 
     def _make_storage(self, param: ShardedTensor) -> ShardStorage:
         """What the reduced gradient of a parameter will be in."""
@@ -199,7 +215,7 @@ class GradReduction:
 
     def _signature(self) -> int:
         """The tag of an all-reduce over replicas, which also hold the same shards."""
-        return tag_of(tuple(param.shard_storage.signature for param in self._params()))
+        return tag_of(signatures_of(param.shard_storage for param in self._params()))
 
     def _all_reduce(self, replicas: ShardGroup) -> Callable[[Tensor], _Started]:
         """How a row is reduced over the replicas."""
@@ -393,6 +409,14 @@ def will_accumulate(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch's answer for a leaf under autograd.grad
         return False
+
+
+def which_accumulate(nodes: Sequence[Any]) -> list[bool]:
+    """Of each node, `will_accumulate`."""
+    try:
+        return list(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:
+        return list(map(will_accumulate, nodes))
 
 
 class _Edge(torch.autograd.Function):

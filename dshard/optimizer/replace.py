@@ -438,7 +438,7 @@ def inherit(new: ShardedTensor, hooks: ParameterHooks, grad: Tensor | None, *, m
     plan = ReducePlan(BucketLayout.of([new.shard_layout]), new.shard_group)
     device = new.offload.compute if new.offload is not None else new.device
     bucket = ReduceBucket(plan, dtype=grad.dtype, device=device, label=new.name)
-    bucket.add(0, local_gradient(new, grad).to(device))
+    bucket.add([0], [local_gradient(new, grad).to(device)])
     shard = bucket.launch(mean=mean).wait().shards[0].to(new.device)
     new.grad = new.like(ShardStorage(shard, new.shard_layout, is_shared=True))
 

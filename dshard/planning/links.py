@@ -356,7 +356,7 @@ def _reduce(group: ShardGroup, grads: list[Tensor], bucket: BucketLayout, pool: 
     plan = ReducePlan(bucket, group)
     reduction = ReduceBucket(plan, dtype=torch.float32, device=group.device, label="links", pool=pool)
     for i, grad in enumerate(grads):
-        reduction.add(i, grad)
+        reduction.add([i], [grad])
     handle = reduction.launch(mean=True)
     meanwhile()
     handle.wait()

@@ -9,6 +9,7 @@ Autograd saves views of full tensors. It is given their place in the unit instea
 puts below all others, and gets them again, gathered, in backward: so nothing but the unit itself holds its memory.
 """
 
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -52,6 +53,11 @@ class _Unshard(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.unit, ctx.slots = unit, slots
         return tuple(map(kind, fulls, params))
+
+    @classmethod
+    def of(cls, unit: Unit, slots: Sequence[int] | None, kind: "_Kind", fulls: Any, params: Sequence[Any]) -> Any:
+        """`apply` outside of the transforms of `torch.func`, for which torch's own looks at each argument."""
+        return super(torch.autograd.Function, cls).apply(unit, slots, kind, fulls, *params)  # type: ignore[misc]
 
     @staticmethod
     @skipped
@@ -240,18 +246,19 @@ class Unsharding:
         together: list[int] = []
         apart: list[int] = []
         watched: list[int] = []
+        most = SMALL_GRAD_BYTES if not unit.has_streams else sys.maxsize
         for slot in unit.trainable:
-            is_large = not unit.has_streams and fulls[slot].nbytes > SMALL_GRAD_BYTES
+            is_large = fulls[slot].nbytes > most
             (watched if may_be_hooked(params[slot]) else apart if is_large else together).append(slot)
         made: dict[int, Any] = {}
         unit.num_unshards += torch.is_grad_enabled() and not in_backward()
         with torch.enable_grad():
             for slot in watched:  # first, so that its gradient comes last: a hook that reads it has the unit's leave
-                (made[slot],) = _Unshard.apply(unit, None, kind, [fulls[slot]], params[slot])
+                (made[slot],) = _Unshard.of(unit, None, kind, [fulls[slot]], [params[slot]])
             for slots in (together, *([slot] for slot in apart)):
                 if slots:
                     own = [params[slot] for slot in slots]
-                    given = _Unshard.apply(unit, slots, kind, [fulls[slot] for slot in slots], *own)
+                    given = _Unshard.of(unit, slots, kind, [fulls[slot] for slot in slots], own)
                     made.update(zip(slots, given, strict=True))
             for slot in apart:
                 _run_early(made[slot].grad_fn)
@@ -383,7 +390,7 @@ def _unshard_again(unit: Unit, slot: int) -> Tensor:
     """The full tensor of one parameter, for one use of it in a part of a forward that runs again."""
     with _beside_modes():
         fulls = unit.copies.fulls()
-        full: Tensor = _Unshard.apply(unit, None, UnshardedParameter.of, [fulls[slot]], unit.params[slot])[0]
+        full: Tensor = _Unshard.of(unit, None, UnshardedParameter.of, [fulls[slot]], [unit.params[slot]])[0]
     return full
 
 
@@ -415,6 +422,7 @@ class _Kept(NamedTuple):
     version: int
 
 
+_new: Any = tuple.__new__  # of what is made at each tensor that autograd saves: a NamedTuple's own takes twice as long
 _Hook = Callable[[Any], Any]
 
 
@@ -424,10 +432,10 @@ def _hooks_over(below: tuple[_Hook, _Hook] | None) -> tuple[_Hook, _Hook]:
 
     @skipped
     def pack(tensor: Tensor) -> Any:
-        place = FULL_TENSORS.get(tensor.untyped_storage()._cdata)
-        if place is not None and (saved := _saved(tensor, place)) is not None:
-            return saved
-        return pack_below(tensor)
+        known = FULL_TENSORS.get(tensor.untyped_storage()._cdata)
+        place = known() if known is not None else None
+        saved = _saved(tensor, place) if place is not None else None
+        return pack_below(tensor) if saved is None else saved
 
     pack.is_own = True  # type: ignore[attr-defined]
 
@@ -457,7 +465,7 @@ def _run_early(node: Any) -> None:
 def _keep(tensor: Tensor) -> _Kept:
     """Keep a tensor; without its history, for a result that an operation saves would keep the operation alive."""
     is_plain = tensor.requires_grad and not isinstance(tensor, ShardedTensor)  # whose views are no results
-    return _Kept(tensor.detach() if is_plain else tensor, tensor._version)
+    return _new(_Kept, (tensor.detach() if is_plain else tensor, tensor._version))
 
 
 _HOOKS = _hooks_over(None)
@@ -527,7 +535,8 @@ def _saved(tensor: Tensor, place: FullTensors) -> _Saved | None:
     size, stride = tensor.shape, tensor.stride()
     start = offset - place.starts[index]
     is_whole = not start and size == full.shape and stride == full.stride()
-    return _Saved(param, param.shard_storage.num_writes, full.dtype, None if is_whole else (size, stride, start))
+    view = None if is_whole else (size, stride, start)
+    return _new(_Saved, (param, param.shard_storage.num_writes, full.dtype, view))
 
 
 def _restored(saved: _Saved) -> Tensor:
@@ -539,12 +548,18 @@ def _restored(saved: _Saved) -> Tensor:
             "operation: this parameter was written to between its use in forward and the backward. Write to it after "
             "the backward."
         )
-    with _beside_modes():
-        full: Tensor = param.gather_source.full_in_backward(param.gather_slot, dtype)
-        if view is None:
-            return full
-        size, stride, start = view
-        return full.as_strided(size, stride, full.storage_offset() + start)
+    if torch._C._len_torch_dispatch_stack():
+        with _disable_current_modes():  # a checkpoint's counts operations, to find them again
+            return _view_in_backward(param, dtype, view)
+    return _view_in_backward(param, dtype, view)
+
+
+def _view_in_backward(param: Any, dtype: torch.dtype, view: tuple[Any, Any, int] | None) -> Tensor:
+    full: Tensor = param.gather_source.full_in_backward(param.gather_slot, dtype)
+    if view is None:
+        return full
+    size, stride, start = view
+    return full.as_strided(size, stride, full.storage_offset() + start)
 
 
 def _beside_modes() -> AbstractContextManager[Any]:

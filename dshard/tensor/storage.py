@@ -337,6 +337,16 @@ class ShardStorage:
         self._awaited = (*self._awaited, other)
 
 
+def shards_of(storages: Iterable[ShardStorage]) -> list[Tensor]:
+    """The shards of some storages, after waiting for what they await."""
+    return [each.resolve() if each._pending is not None or each.tensor is None else each.tensor for each in storages]
+
+
+def signatures_of(storages: Iterable[ShardStorage]) -> tuple[tuple[int, int], ...]:
+    """The signatures of some storages."""
+    return tuple([(each.tag, each.num_writes) for each in storages])
+
+
 @dataclass(slots=True, eq=False)
 class Use:
     """The use of full values by one operation. Nobody writes to a shard while its operands are gathered.

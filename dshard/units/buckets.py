@@ -201,20 +201,19 @@ class SendRows:
         self._params = params
         self._known: dict[tuple[int, ...], tuple[Bucket, SendRow]] = {}  # of each bucket, by its slots
 
-    def of(self, buckets: Sequence[Bucket]) -> list[Tensor | None]:
-        """A row for each bucket; shards are moved there. Those made for other buckets are let go of.
+    def of(self, buckets: Sequence[Bucket], storages: Sequence[ShardStorage]) -> list[Tensor | None]:
+        """A row for each bucket; shards, one in each of `storages`, are moved there. Those for others are let go of.
 
         None where they travel in another dtype, where the backend takes them from where they are, and where somebody
         holds one of them (`to_local()`). Shards that are copied to another device first travel there in a row always.
         """
         for slots in [slots for slots, (bucket, _) in self._known.items() if bucket not in buckets]:
             del self._known[slots]  # shards that still lie in it keep its memory
-        return [self._row_of(bucket) for bucket in buckets]
+        return [self._row_of(bucket, [storages[slot] for slot in bucket.slots]) for bucket in buckets]
 
-    def _row_of(self, bucket: Bucket) -> Tensor | None:
+    def _row_of(self, bucket: Bucket, storages: Sequence[ShardStorage]) -> Tensor | None:
         if bucket.offload is None and not bucket.is_sent_as_it_is:
             return None
-        storages = [self._params[slot].shard_storage for slot in bucket.slots]
         _, known = self._known.get(bucket.slots, (None, None))
         if known is not None and known.holds([storage.tensor for storage in storages]):
             return known.row

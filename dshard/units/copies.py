@@ -4,7 +4,7 @@ import enum
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from dshard.collectives import Buffer, Gathered, GatherPlan, Handle, HostCopy, H
 from dshard.errors import StateError
 from dshard.policies import Offload
 from dshard.tensor.meshes import TPShardLayout, tp_operand, viewed
-from dshard.tensor.storage import Use
+from dshard.tensor.storage import Use, shards_of, signatures_of
 from dshard.tensor.tp_params import local_of
 from dshard.tensor.views import View
 from dshard.units.buckets import Bucket, SendRows, is_whole, part_layout
@@ -200,21 +200,26 @@ class FullTensors:
         params: Of which parameters.
     """
 
-    starts: list[int] = field(default_factory=list)
-    fulls: list[Tensor] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    params: list[Any] = field(default_factory=list)
+    starts: list[int]
+    fulls: list[Tensor]
+    versions: list[int]
+    params: list[Any]
 
 
-# By the identity of the storage; of units that are gathered, in this process.
-FULL_TENSORS: "weakref.WeakValueDictionary[int, FullTensors]" = weakref.WeakValueDictionary()
+# By the identity of the storage; of units that are gathered, in this process. No WeakValueDictionary, for most of what
+# autograd saves is not in it, and that is slow to say so.
+FULL_TENSORS: "dict[int, weakref.ref[FullTensors]]" = {}
 
+_STORAGE_OF = attrgetter("shard_storage")
 _SHARD_OF = attrgetter("shard_storage.tensor")
 _VERSION_OF = attrgetter("_version")
+_IS_META = attrgetter("is_meta")
 
 
-def _offset_of(pair: tuple[Tensor, Any]) -> int:
-    return int(pair[0].storage_offset())
+def _forget(storage: int, gone: "weakref.ref[FullTensors]", known: dict[int, Any] = FULL_TENSORS) -> None:
+    """Forget full tensors that are no more; names of this module may be gone by then."""
+    if known.get(storage) is gone:
+        del known[storage]
 
 
 _MAX_VIEWS = 64  # of gathered copies that are remembered
@@ -233,6 +238,7 @@ class Copies:
     """
 
     __slots__ = (
+        "_are_in_one",
         "_arrivals",
         "_beside",
         "_extensions",
@@ -267,6 +273,7 @@ class Copies:
         self._fulls: list[Tensor] | None = None
         self._full_views: dict[Any, Tensor] = {}  # of the gathered copies
         self.memories: list[Buffer] = []  # what the gathered copies lie in
+        self._are_in_one = False  # they lie in one memory, in their order
         self._found: dict[int, FullTensors] = {}  # they, by the identity of their storages
         self._in_flight: Sequence[tuple[tuple[int, ...], Handle[Gathered]]] = ()
         self._arrivals: list[Any] = []  # of shards that are copied from their home to where they are gathered
@@ -370,15 +377,19 @@ class Copies:
 
     def _note_memory(self, fulls: Sequence[Tensor]) -> None:
         """Have full tensors found by their memory."""
-        for full, param in sorted(zip(fulls, self.unit.params, strict=True), key=_offset_of):
-            storage = full.untyped_storage()._cdata
-            found = self._found.get(storage)
-            if found is None:
-                found = self._found[storage] = FULL_TENSORS[storage] = FullTensors()
-            found.starts.append(int(full.storage_offset()))
-            found.fulls.append(full)
-            found.versions.append(full._version)
-            found.params.append(param)
+        starts = [int(full.storage_offset()) for full in fulls]
+        by_storage: dict[int, list[int]] = {}
+        if self._are_in_one:
+            by_storage[fulls[0].untyped_storage()._cdata] = list(range(len(fulls)))
+        else:
+            for slot in sorted(range(len(fulls)), key=starts.__getitem__):
+                by_storage.setdefault(fulls[slot].untyped_storage()._cdata, []).append(slot)
+        for storage, slots in by_storage.items():
+            own = [fulls[slot] for slot in slots]
+            params = [self.unit.params[slot] for slot in slots]
+            found = FullTensors([starts[slot] for slot in slots], own, list(map(_VERSION_OF, own)), params)
+            self._found[storage] = found
+            FULL_TENSORS[storage] = weakref.ref(found, partial(_forget, storage))
 
     def at_hand_in_backward(self, slot: int) -> Tensor | None:
         """Parameter `slot`, if the backward that runs has gathered and used them before."""
@@ -434,22 +445,25 @@ class Copies:
             if self.residency is Residency.IN_PARTS:
                 self._gather_parts()
             return
-        self.unit.model.regions.check_gather(self.unit)
-        self.discard()
+        unit, model = self.unit, self.unit.model
+        model.regions.check_gather(unit)
+        if self.residency is not Residency.SHARDED:
+            self.discard()
         if self.is_primary:
-            self.dtypes = self.unit.dtypes_to_gather()
-        params, buckets = self.unit.params, self.buckets
+            self.dtypes = unit.dtypes_to_gather()
+        buckets = self.buckets
         if names := self.on_meta():
             refuse_meta(names)
-        self.unit.model.eviction.note_gather(self.unit)
+        model.eviction.note_gather(unit)
         self._touched_in = -1
         in_flight: list[tuple[tuple[int, ...], Handle[Gathered]]] = []
-        with outside_autograd(), profiled("gather", self.unit.label, self.unit.model.token):
-            rows = self._rows.of(buckets) if self.is_primary else [None] * len(buckets)
+        with outside_autograd(), profiled("gather", unit.label, model.token):
+            storages = list(map(_STORAGE_OF, unit.params))
+            rows = self._rows.of(buckets, storages) if self.is_primary else [None] * len(buckets)
             once = self._once_per_host(buckets)
-            self._shards = [p.shard_storage.resolve() for p in params]
+            self._shards = shards_of(storages)
             self._versions = list(map(_VERSION_OF, self._shards))
-            extensions = self.unit.extensions if self._extensions is None else None
+            extensions = unit.extensions if self._extensions is None else None
             shards = extensions.exact(self._shards) if extensions is not None else self._shards
             side = self._beside.begin(self._shards, self.wait) if self._beside is not None else None
             for bucket, row, on_host in zip(buckets, rows, once, strict=True):
@@ -462,14 +476,14 @@ class Copies:
                 if bucket.offload is None:
                     in_flight.append((bucket.slots, self._start(bucket, parts, side, row=row)))
                     continue
-                stream = self.unit.model.copy_stream(bucket.offload, inward=True)
+                stream = model.copy_stream(bucket.offload, inward=True)
                 with stream.open():
                     staged = stream.copy_in(parts, row, bucket.plan)
                     self._arrivals.append(staged.arrival)
                     row = staged.row if bucket.is_sent_as_it_is else None
                     in_flight.append((bucket.slots, self._start(bucket, staged.shards, None, row=row)))
             if self._extensions is not None:
-                in_flight += self._extensions.start(self.unit.model.pool)
+                in_flight += self._extensions.start(model.pool)
         self._in_flight = in_flight
         self._become(Residency.IN_FLIGHT)
         if self.host_values is not None and self.host_values.are_late:
@@ -477,7 +491,7 @@ class Copies:
 
     def _once_per_host(self, buckets: Sequence[Bucket]) -> list[HostCopy | None]:
         """The memory of each bucket whose full values all ranks of this host read in one place."""
-        if self.host_values is None:
+        if self.host_values is None or not any(bucket.group.is_direct for bucket in buckets):
             return [None] * len(buckets)
         self.host_values.keep(buckets)
         unit, found = self.unit, list[HostCopy | None]()
@@ -506,8 +520,8 @@ class Copies:
 
     def _tag(self, bucket: Bucket) -> int:
         """Stands for what the shards of a bucket were written with."""
-        writes = tuple(self.unit.params[slot].shard_storage.signature for slot in bucket.slots)
-        return collectives.tag_of(writes)
+        params = self.unit.params
+        return collectives.tag_of(signatures_of([params[slot].shard_storage for slot in bucket.slots]))
 
     def keep_parts(self, num_ranks: int) -> None:
         """Let go of them but for a part, of which as many neighbouring ranks hold all: enough for the next gather."""
@@ -553,6 +567,8 @@ class Copies:
 
     def on_meta(self) -> list[str]:
         """Names of parameters that have no memory yet."""
+        if not any(map(_IS_META, self.unit.params)):
+            return []
         slots = [slot for bucket in self.buckets if bucket.is_meta for slot in bucket.slots]
         apart = self._extensions.slots if self._extensions is not None else ()
         slots += [slot for slot in apart if self.unit.params[slot].is_meta]
@@ -574,6 +590,7 @@ class Copies:
                         fulls[slot] = full
                     if gathered.memory is not None:
                         self.memories.append(gathered.memory)
+            self._are_in_one = len(in_flight) == len(self.memories) == 1
         except BaseException:
             self._parts = None
             self._become(Residency.SHARDED)

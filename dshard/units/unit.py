@@ -288,7 +288,7 @@ class Unit:
         """Drop the gathered copies, unless a `gathered` scope holds them."""
         if self.first_slice is not None:
             self.first_slice.drop()
-        if self.num_pins or all(copies.residency is Residency.SHARDED for copies in (self.copies, self.exact)):
+        if self.num_pins or self.copies.residency is self.exact.residency is Residency.SHARDED:
             return
         self.copies.discard()
         if self.exact is not self.copies:

@@ -132,8 +132,9 @@ def test_plan_writes_five_limits_beside_single_strategies(bench):
 
 def test_host_writes_its_cases(bench):
     result, _ = bench("host", *TINY, "--rounds", 2, file="host_fake")
-    settings = ("fp32", "bf16", "bf16, checkpointing", "bf16, blocks compiled")
-    assert list(result["rows"]) == [f"1 layers, 8 ranks, {setting}" for setting in settings]
+    settings = ["GPT, fp32", "GPT, bf16", "GPT, bf16, checkpointing", "GPT, bf16, blocks compiled", "conv net, fp32"]
+    settings += ["experts, fp32", "experts, bf16", "HF Llama, fp32", "HF Llama, bf16"]
+    assert list(result["rows"]) == [f"{setting}, 1 layers, 8 ranks" for setting in settings]
     for rows in result["rows"].values():
         assert set(rows) == KINDS - {"DDP"}
         assert all(set(row) == TIMES for row in rows.values())

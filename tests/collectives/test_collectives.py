@@ -223,7 +223,7 @@ def be_elsewhere(what_of_rank, size_of_rank):
         elif what == "reduce":
             layout = layout_of([Item((size,), 0)], group.num_ranks)
             reduce = ReduceBucket(ReducePlan(layout, group), dtype=torch.float32, device=CPU, label=f"unit of {size}")
-            reduce.add(0, torch.ones(size))
+            reduce.add([0], [torch.ones(size)])
             reduce.launch(mean=True).wait()
         else:
             all_reduce([torch.ones(size)], group, ReduceOp.SUM, label=f"norm of {size}").wait()
@@ -293,7 +293,7 @@ def check_reduce(bucket, dtype, counts_of_rank, mean):
             assert not reduce.has(i)
             for grad in grads[i]:
                 before = grad.clone()
-                reduce.add(i, grad)
+                reduce.add([i], [grad])
                 same_bits(grad, before)
             assert reduce.has(i) == (counts[i] > 0)
         assert reduce.is_complete == all(counts)
@@ -340,7 +340,7 @@ def sum_of_ordered(values, dtype):
     num_ranks = dist.get_world_size()
     layout = layout_of([Item((num_ranks,), 0)], num_ranks)
     reduce = ReduceBucket(ReducePlan(layout, world_group()), dtype=dtype, device=CPU, label="unit")
-    reduce.add(0, torch.full((num_ranks,), values[dist.get_rank()], dtype=dtype))
+    reduce.add([0], [torch.full((num_ranks,), values[dist.get_rank()], dtype=dtype)])
     return reduce.launch(mean=False).wait().shards[0].item()
 
 
@@ -354,8 +354,8 @@ def test_neighbours_are_added_in_pairs_and_then_the_pairs(worlds: WorldPool):
 def discard_one():
     layout = layout_of([Item((3,), 0), Item((2,), 0)], dist.get_world_size())
     reduce = ReduceBucket(ReducePlan(layout, world_group()), dtype=torch.float32, device=CPU, label="unit")
-    reduce.add(0, torch.full((3,), float("nan")))
-    reduce.add(1, torch.ones(2))
+    reduce.add([0], [torch.full((3,), float("nan"))])
+    reduce.add([1], [torch.ones(2)])
     reduce.discard(0)
     reduced = reduce.launch(mean=False).wait()
     return reduced.anywhere(0), reduced.anywhere(1), [s.isnan().any().item() for s in reduced.shards]
@@ -369,7 +369,7 @@ def reduce_labelled(labels):
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     layout = layout_of([Item((4,), 0)], num_ranks)
     reduce = ReduceBucket(ReducePlan(layout, world_group()), dtype=torch.float32, device=CPU, label=labels[rank])
-    reduce.add(0, torch.ones(4))
+    reduce.add([0], [torch.ones(4)])
     reduce.launch(mean=True).wait()
 
 
@@ -483,7 +483,7 @@ def test_byte_counts_and_shapes_hold_in_a_fake_world_of_any_size(rank, num_ranks
         with CommTrace() as trace:
             reduce = ReduceBucket(ReducePlan(layout, group), dtype=torch.float32, device=CPU, label="unit")
             for i, full in enumerate(fulls):
-                reduce.add(i, full)
+                reduce.add([i], [full])
             reduced = reduce.launch(mean=True).wait()
         assert [tuple(s.shape) for s in reduced.shards] == [x.local_shape(rank) for x in layout.layouts]
         check_reduce_bytes(trace, bucket, torch.float32, rank, num_ranks, header_bytes=0)

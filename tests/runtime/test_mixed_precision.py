@@ -283,9 +283,9 @@ def dtypes_of_arrival() -> set[torch.dtype]:
     seen: set[torch.dtype] = set()
     add = ReduceBucket.add
 
-    def watched(self: Any, index: int, grad: Tensor, **kwargs: Any) -> None:
-        seen.add(grad.dtype)
-        add(self, index, grad, **kwargs)
+    def watched(self: Any, indices: list[int], grads: list[Tensor], **kwargs: Any) -> None:
+        seen.update(grad.dtype for grad in grads)
+        add(self, indices, grads, **kwargs)
 
     net = shard(make("tied"), IN_FP32)
     ReduceBucket.add = watched  # type: ignore[method-assign]

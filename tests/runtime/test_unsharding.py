@@ -150,7 +150,8 @@ def seen_in_forward() -> list[bool]:
     after = dict(block.named_parameters())
     found.append(all(after[name] is param for name, param in before.items()))
     found.append(len(hooked) == 1 and isinstance(hooked[0], ShardedTensor))  # reduced, as outside of a forward
-    known = [param.gather_source.model for place in FULL_TENSORS.values() for param in place.params]
+    places = [place for place in (ref() for ref in FULL_TENSORS.values()) if place is not None]
+    known = [param.gather_source.model for place in places for param in place.params]
     found.append(model._context() not in known)  # else of models of earlier tests
     return found
 

@@ -57,12 +57,7 @@ class Handing(torch.autograd.Function):
 
 
 def handed_on(found: list[bool], grads: tuple[Tensor, ...]) -> list[Tensor]:
-    left = []
-    for index in range(len(grads)):
-        grad = grads[index]
-        left.append(grad)
-        left.pop()
-        found.append(interpreter.is_alone_in_backward(grads, index))
+    found += interpreter.alone_in_backward(grads)
     return list(grads)
 
 
