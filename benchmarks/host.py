@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.measure import Summary, timed
 from benchmarks.memory import footprint
-from benchmarks.models import BF16, COMPILED, KINDS, Size, compiling_here, overheads, step_of
+from benchmarks.models import BF16, COMPILED, KINDS, ON_THE_HOST, STEPS, Size, Workload, compiling_here, overheads
 from benchmarks.output import Output, bars_of, table, timing_table
 from dshard.testing import fake_world
 
 _SCALED = ("FSDP2", "dshard")
 _TOKENS = 16
+_ONE_BATCH = STEPS[f"batch 1 x {_TOKENS} tokens"]
 _RANKS_BY_UNITS = 8
 _UNITS_PER_CASE = 3000  # rounds are so few that about so many units' steps are timed
 _COLUMNS = {"median_ms": ("ms", 1.0), "shard_bytes": ("shards MB", 1e-6)} | {
@@ -32,12 +33,10 @@ def _size(layers: int, width: int) -> Size:
     return Size(layers=layers, width=width, vocab=256, heads=4)
 
 
-def _timed(
-    kinds: Sequence[str], size: Size, num_ranks: int, num_rounds: int, policy: MixedPrecisionPolicy | None = None
-) -> dict[str, Summary]:
+def _timed(kinds: Sequence[str], size: Size, num_ranks: int, num_rounds: int, workload: Workload) -> dict[str, Summary]:
     """Steps of some kinds, interleaved, on rank 0 of a fake world."""
     with fake_world(0, num_ranks):
-        variants = {kind: step_of(kind, size, 1, _TOKENS, policy) for kind in kinds}
+        variants = {kind: workload.step_of(kind, size) for kind in kinds}
         rows = timed(variants, num_rounds=num_rounds, num_warmups=2 if size.layers <= 500 else 1)
     for row in rows.values():
         row.pop("exposed_ms", None)  # nothing travels, so there is nothing to wait for
@@ -49,21 +48,29 @@ def run(output: Output, *, ranks: int = 8, rounds: int = 20, layers: int = 24, w
     torch.set_num_threads(1)
     cases: Results = {}
     size = _size(layers, width)
-    for name, sized, policy, how in (
-        ("fp32", size, None, ""),
-        ("bf16", size, BF16, ""),
-        ("bf16, checkpointing", replace(size, checkpointing=True), BF16, ""),
-        ("bf16, blocks compiled", size, BF16, COMPILED),
-    ):
+    gpt, half = ON_THE_HOST["GPT"], size.layers // 2  # of the other models, whose layers hold more
+    rows_of: list[tuple[str, Size, Workload, str]] = [
+        ("GPT, fp32", size, gpt, ""),
+        ("GPT, bf16", size, replace(gpt, policy=BF16), ""),
+        ("GPT, bf16, checkpointing", replace(size, checkpointing=True), replace(gpt, policy=BF16), ""),
+        ("GPT, bf16, blocks compiled", size, replace(gpt, policy=BF16), COMPILED),
+    ]
+    for name, workload in ON_THE_HOST.items():
+        if name != "GPT" and not (name == "HF Llama" and find_spec("transformers") is None):
+            smaller = replace(size, layers=max(1, half))
+            rows_of += [(f"{name}, fp32", smaller, workload, "")]
+            if name != "conv net":  # whose batch norms take no mixed dtypes
+                rows_of += [(f"{name}, bf16", smaller, replace(workload, policy=BF16), "")]
+    for name, sized, workload, how in rows_of:
         kinds = [kind + how for kind in KINDS if kind != "DDP"]
         with compiling_here():
-            found = _timed(kinds, sized, ranks, rounds, policy)
+            found = _timed(kinds, sized, ranks, rounds, workload)
         rows = {kind.removesuffix(how): row for kind, row in found.items()}
-        case = f"{layers} layers, {ranks} ranks, {name}"
+        case = f"{name}, {sized.layers} layers, {ranks} ranks"
         cases[case] = rows
         print(f"{case}, fake group\n{timing_table(rows)}")
         for suffix, share in overheads(rows).items():
-            print(f"overhead over unsharded{suffix}: {share:.2f} of FSDP2's")
+            print(f"overhead over unsharded{suffix}: {share:.2f} of FSDP2's", flush=True)
     panel = bars_of("a step with nothing on the wire", cases, "median_ms")
     output.write("host_fake", {"header": output.header(backend="fake"), "rows": cases}, [panel])
 
@@ -71,7 +78,7 @@ def run(output: Output, *, ranks: int = 8, rounds: int = 20, layers: int = 24, w
 def _by_ranks(world_sizes: Sequence[int], num_rounds: int, size: Size) -> Results:
     results: Results = {}
     for num_ranks in world_sizes:
-        rows = results[str(num_ranks)] = _timed(_SCALED, size, num_ranks, num_rounds)
+        rows = results[str(num_ranks)] = _timed(_SCALED, size, num_ranks, num_rounds, _ONE_BATCH)
         with fake_world(0, num_ranks):
             for kind, row in rows.items():
                 row.update(footprint(kind, size, _TOKENS))
@@ -84,7 +91,7 @@ def _by_units(unit_counts: Sequence[int], num_rounds: int, size: Size) -> Result
     for num_units in unit_counts:
         sized = replace(size, layers=num_units)
         rounds = max(2, min(num_rounds, _UNITS_PER_CASE // num_units))
-        rows = results[str(num_units)] = _timed(_SCALED, sized, _RANKS_BY_UNITS, rounds)
+        rows = results[str(num_units)] = _timed(_SCALED, sized, _RANKS_BY_UNITS, rounds, _ONE_BATCH)
         print(f"{num_units:>6} units" + _line(rows), flush=True)
     return results
 

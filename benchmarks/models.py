@@ -81,6 +81,109 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
+class ConvBlock(nn.Module):
+    """Two convolutions with batch norms around a residual; (batch, width, height, width) in and out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add what the convolutions find."""
+        return x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+
+
+class ConvNet(nn.Module):
+    """Images (batch, 3, height, width) to logits (batch, vocab)."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, size.width // 4, 3, padding=1)
+        self.blocks = nn.ModuleList(ConvBlock(size.width // 4) for _ in range(size.layers))
+        self.head = nn.Linear(size.width // 4, size.vocab)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of the class of each image."""
+        x = self.stem(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+class ExpertsBlock(nn.Module):
+    """Experts behind a norm, each of which sees all tokens; (batch, tokens, width) in and out."""
+
+    def __init__(self, width: int, num_experts: int = 4) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(width), nn.Linear(width, num_experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            for _ in range(num_experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add what the experts say, weighted by the gate."""
+        y = self.norm(x)
+        weights = self.gate(y).softmax(-1).unbind(-1)
+        said = [expert(y) * weight[..., None] for expert, weight in zip(self.experts, weights, strict=True)]
+        return x + torch.stack(said).sum(0)
+
+
+class Experts(nn.Module):
+    """Token ids (batch, tokens) to logits (batch, tokens, vocab), by layers of experts."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(size.vocab, size.width)
+        self.layers = nn.ModuleList(ExpertsBlock(size.width) for _ in range(size.layers))
+        self.head = nn.Linear(size.width, size.vocab, bias=False)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The units, innermost first: each expert, and what is left of each layer."""
+        experts = [expert for layer in self.layers for expert in layer.get_submodule("experts").children()]
+        return [*experts, *self.layers]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of the next token at every position."""
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class HFLlama(nn.Module):
+    """transformers' Llama; token ids (batch, tokens) to logits (batch, tokens, vocab)."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        from transformers import LlamaConfig as Config
+        from transformers import LlamaForCausalLM
+
+        self.inner = LlamaForCausalLM(
+            Config(
+                vocab_size=size.vocab,
+                hidden_size=size.width,
+                intermediate_size=2 * size.width,
+                num_hidden_layers=size.layers,
+                num_attention_heads=size.heads,
+                num_key_value_heads=size.heads // 2,
+                use_cache=False,
+            )
+        )
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The units."""
+        return list(self.inner.model.layers)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of the next token at every position."""
+        logits: Tensor = self.inner(input_ids=ids).logits
+        return logits
+
+
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
     """Size of a `Llama`; the defaults make 1.1 billion parameters.
@@ -209,7 +312,7 @@ def messaging_mesh() -> DeviceMesh:
 def shard(
     kind: str, model: nn.Module, device: torch.device, *, policy: MixedPrecisionPolicy | None = None
 ) -> nn.Module:
-    """Shard a model whose blocks are in ``model.blocks``; kinds without a library are left alone.
+    """Shard a model whose blocks, innermost first, are in ``model.blocks``; kinds without a library are left alone.
 
     Args:
         kind: One of `KINDS`, or `ROOT_ALONE`, with `MESSAGES` or `COMPILED` at the end if wanted.
@@ -228,8 +331,8 @@ def shard(
     if kind == ROOT_ALONE:
         return library(model, **options)
     options["reshard_after_forward"] = "no reshard" not in kind
-    assert isinstance(model.blocks, nn.ModuleList)
-    for block in model.blocks:
+    blocks: Any = model.blocks
+    for block in blocks:
         library(block, **options)
     return library(model, **options)
 
@@ -246,12 +349,29 @@ def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tenso
     return step
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-4)
+def _optimizer(model: nn.Module, *, fused: bool | None = None) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-4, fused=fused)
 
 
-def _train(model: nn.Module, size: Size, *, batch: int = 4, tokens: int = 128) -> Callable[[], None]:
-    return training_step(model, _optimizer(model), torch.randint(0, size.vocab, (batch, tokens + 1)))
+def _train(
+    model: nn.Module, size: Size, *, batch: int = 4, tokens: int = 128, fused: bool | None = None
+) -> Callable[[], None]:
+    ids = torch.randint(0, size.vocab, (batch, tokens + 1))
+    return training_step(model, _optimizer(model, fused=fused), ids)
+
+
+def _classify(model: nn.Module, size: Size) -> Callable[[], None]:
+    """A step on two images of 8 x 8."""
+    optimizer = _optimizer(model, fused=True)
+    dtype = next(model.parameters()).dtype
+    images, classes = torch.randn(2, 3, 8, 8, dtype=dtype), torch.randint(0, size.vocab, (2,))
+
+    def step() -> None:
+        F.cross_entropy(model(images), classes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def _accumulate(model: Any, size: Size) -> Callable[[], None]:
@@ -346,6 +466,15 @@ FAMILY: dict[str, Workload] = {
     "frozen but for norms": Workload(_frozen),
     "150 tiny blocks": Workload(_tiny_units, partial(_train, batch=1, tokens=4)),
     "decoding": Workload(step=_decode),
+}
+
+
+_TINY_STEP = partial(_train, batch=1, tokens=16, fused=True)
+ON_THE_HOST: dict[str, Workload] = {  # by a fused optimizer, for by others FSDP2's steps cost the host as much again
+    "GPT": Workload(step=_TINY_STEP),
+    "conv net": Workload(ConvNet, _classify),
+    "experts": Workload(Experts, _TINY_STEP),
+    "HF Llama": Workload(HFLlama, _TINY_STEP),
 }
 
 
