@@ -163,8 +163,7 @@ def _fresh(num_bytes: int, device: torch.device, arena: Arena | None = None) -> 
 
 def _as_uninitialized(buffer: Buffer) -> Buffer:
     """Any content, or what `torch.empty` fills with in deterministic mode: NaN in every float format."""
-    fills = torch._C._get_deterministic_fill_uninitialized_memory()
-    if fills and torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled() and torch._C._get_deterministic_fill_uninitialized_memory():
         buffer.memory.fill_(0xFF)
     return buffer
 
@@ -203,7 +202,7 @@ class BufferPool:
         if arena is not None:
             self.settle()
         buffer = self._find(num_bytes, arena)
-        if buffer is None and arena is None and self._away:
+        if buffer is None and arena is None:
             self._await_readers(lambda: self.out_bytes + num_bytes > max(self._peak_bytes, self._last_peak_bytes))
             buffer = self._find(num_bytes, arena)
         if buffer is None:

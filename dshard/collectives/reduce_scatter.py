@@ -1,6 +1,7 @@
 """Reducing buckets: full gradients of every rank become shards of their sum or mean."""
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -31,6 +32,7 @@ class ReducePlan:
         row_numel: Elements of a row.
         local_shapes: Of this rank's shards.
         local_numels: Elements of this rank's shards.
+        are_filled: Of each of this rank's shards, whether it takes its slot up.
         numels: Elements of the full gradients.
         may_wait: Of each gradient, whether it can be packed by `_chunk_cat`: it is cut along dim 0, and has elements.
         real_numel: Elements that this rank sends to all peers together, without padding and flags.
@@ -43,6 +45,7 @@ class ReducePlan:
         self.row_numel = self.num_flags + bucket.segment_numel
         self.local_shapes = tuple(layout.local_shape(group.rank) for layout in bucket.layouts)
         self.local_numels = tuple(map(math.prod, self.local_shapes))
+        self.are_filled = tuple(map(operator.eq, bucket.slot_sizes, self.local_numels))
         self.numels = tuple(layout.numel for layout in bucket.layouts)
         self.may_wait = tuple(each.dim == 0 and each.numel > 0 for each in bucket.layouts)
         self.real_numel = sum(self.numels) - real_numel(bucket.layouts, group.rank)
@@ -317,8 +320,10 @@ class Reduced:
         self.row, self._plan = row, plan  # in the dtype of the reduction, until `convert`
         self._flags, *slots = torch.unsafe_split_with_sizes(row, plan.sizes)
         self.shards: list[Tensor] = []  # one per tensor: views of it, unless they were converted
-        for slot, numel, shape in zip(slots, plan.local_numels, plan.local_shapes, strict=True):
-            part = slot if slot.shape[0] == numel else slot[:numel]
+        for slot, numel, is_filled, shape in zip(
+            slots, plan.local_numels, plan.are_filled, plan.local_shapes, strict=True
+        ):
+            part = slot if is_filled else slot[:numel]
             self.shards.append(part if len(shape) == 1 else part.view(shape))
 
     def add(self, other: "Reduced") -> None:

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from operator import attrgetter
@@ -88,10 +88,19 @@ def _first_with_gradient(value: Any) -> Tensor | None:
     """The first tensor in some arguments, however nested, that takes a gradient."""
     if isinstance(value, Tensor):
         return value if value.requires_grad else None
-    if is_dataclass(value) and not isinstance(value, type):
-        value = vars(value) if hasattr(value, "__dict__") else {}
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return next((found for item in items if (found := _first_with_gradient(item)) is not None), None)
+    if isinstance(value, (list, tuple)):
+        items: Iterable[Any] = value
+    elif isinstance(value, Mapping):
+        items = value.values()
+    elif is_dataclass(value) and not isinstance(value, type):
+        items = vars(value).values() if hasattr(value, "__dict__") else ()
+    else:
+        return None
+    for item in items:
+        found = _first_with_gradient(item)
+        if found is not None:
+            return found
+    return None
 
 
 class Backward:

@@ -71,19 +71,17 @@ class GradReduction:
         self._plan, self._pool, offload = bucket.reduce_plan, unit.model.pool, bucket.offload
         device = offload.compute if offload is not None else first.device
         self._copy_stream = unit.model.copy_stream(offload, inward=False) if offload is not None else None
+        self._label = label_with_divisor(unit.label, divisor)
         self._new_bucket: Callable[[], ReduceBucket] = partial(
             ReduceBucket,
             self._plan,
             dtype=bucket.dtype,
             device=device,
-            label=label_with_divisor(unit.label, divisor),
+            label=self._label,
             pool=self._pool,
         )
         self._bucket: ReduceBucket | None = self._new_bucket()  # that fills
-        self._dtype, self._label = (
-            first.storage_dtype,
-            label_with_divisor(unit.label, divisor),
-        )  # of what `.grad` will hold
+        self._dtype = first.storage_dtype  # of what `.grad` will hold
         self._storages: dict[int, weakref.ref[ShardStorage]] = {}
         self._steps: Steps[Reduced] | None = None  # that have started
         self._reduced: Reduced | None = None  # this rank's part of the result, or of what owes its all-reduce

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad  # the descriptor
+_make_subclass: Any = torch.Tensor._make_subclass
 
 
 class UnshardedParameter(nn.Parameter):
@@ -30,7 +31,7 @@ class UnshardedParameter(nn.Parameter):
             full: Gathered.
             sharded: The parameter.
         """
-        out: UnshardedParameter = torch.Tensor._make_subclass(cls, full)
+        out: UnshardedParameter = _make_subclass(cls, full)
         out.__dict__["sharded"] = sharded
         return out
 

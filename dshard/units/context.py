@@ -407,7 +407,7 @@ class Eviction:
             self.make_way(unit)
             if self._frozen is not None and self._frozen is not unit:
                 self.after_backward(self._frozen)
-            self._frozen = None if unit.trainable else unit
+            self._frozen = unit if unit.is_frozen else None
             return
         self.make_way(unit)
         if not unit.num_active and not unit.is_requested:

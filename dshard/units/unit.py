@@ -141,6 +141,12 @@ class Unit:
         with torch._C.DisableTorchFunctionSubclass():  # else each is asked in Python while a forward may run again
             return [slot for slot, takes in enumerate(map(REQUIRES_GRAD.__get__, self.params)) if takes]
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether none of the parameters takes a gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return not any(map(REQUIRES_GRAD.__get__, self.params))
+
     def full(self, slot: int, view: View | None = None, use: Use | None = None) -> Tensor:
         """Parameter `slot`, or a view of it, as an operand: in the dtype, and on the device, that it has there.
 
