@@ -3,9 +3,9 @@
 import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
@@ -14,6 +14,7 @@ from dshard.arguments import call_given
 from dshard.errors import StateError, UnsupportedOpError
 from dshard.runtime.module import FSDPModule
 from dshard.tensor import ShardedTensor
+from dshard.units.context import UnitSettings
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 WRAPPED = "_checkpoint_wrapped_module"  # what torch's checkpoint_wrapper calls the module inside
@@ -24,37 +25,41 @@ _DUST = 64  # what is smaller than a unit of small parts by this does not count 
 _SLACK = 32  # two neighbours may grow by one part in so many: a norm or a bias
 
 
-_P = TypeVar("_P", bound=Tensor)
-
-
 @dataclass(frozen=True, slots=True)
-class FoundUnit(Generic[_P]):
-    """A unit to be, of parameters that are sharded already, or not yet.
+class UnitSpec:
+    """A unit to be.
 
     Args:
-        label: Name of its first module, or that of the first and last.
-        modules: Modules in whose forward it is in use.
-        params: Its parameters.
+        label: Its name, for messages: that of its first module, or those of the first and last.
+        modules: In whose forward it is in use.
+        params: Its parameters, plain ones or sharded already.
+        settings: What is chosen for it.
     """
 
     label: str
     modules: tuple[nn.Module, ...]
-    params: tuple[_P, ...]
+    params: tuple[Any, ...]
+    settings: UnitSettings = field(default_factory=UnitSettings)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its full parameters."""
         return sum(p.numel() * p.element_size() for p in self.params)
 
-    def joined(self, other: "FoundUnit[_P]") -> "FoundUnit[_P]":
+    def joined(self, other: "UnitSpec") -> "UnitSpec":
         """Both as one."""
         label = f"{self.label.partition('..')[0]}..{other.label.rpartition('..')[2]}"
-        return FoundUnit(label, self.modules + other.modules, self.params + other.params)
+        return UnitSpec(label, self.modules + other.modules, self.params + other.params)
+
+    def __repr__(self) -> str:
+        numel = sum(param.numel() for param in self.params)
+        chosen = {name: getattr(self.settings, name) for name in self.settings.changed}
+        return f"UnitSpec({self.label!r}, {len(self.params)} parameters of {numel:,} elements, {chosen})"
 
 
 def find_units(
-    root: nn.Module, params: Sequence[_P], name: str, *, least_bytes: int | None = None
-) -> list[FoundUnit[_P]]:
+    root: nn.Module, params: Sequence[Tensor], name: str, *, least_bytes: int | None = None
+) -> list[UnitSpec]:
     """Cut the parameters of a model into units, by its structure and sizes alone, so that all ranks find the same.
 
     1. Into parts, in the order in which modules are registered: the elements of the outermost lists, and outside of
@@ -84,7 +89,7 @@ def find_units(
         plans = []
     taken = {id(p) for plan in plans for p in plan.params}
     rest = tuple(p for p in params if id(p) not in taken)
-    return [*plans, FoundUnit(name, (root,), rest)] if rest else plans
+    return [*plans, UnitSpec(name, (root,), rest)] if rest else plans
 
 
 def _largest_block(root: nn.Module, wanted: Container[int]) -> int:
@@ -132,7 +137,7 @@ def _parts(module: nn.Module, prefix: str, wanted: Container[int], limit: int) -
             yield from _parts(child, f"{prefix}{name}.", wanted, limit)
 
 
-def _with_own_params(root: nn.Module, parts: Mapping[nn.Module, str], wanted: Mapping[int, _P]) -> list[FoundUnit[_P]]:
+def _with_own_params(root: nn.Module, parts: Mapping[nn.Module, str], wanted: Mapping[int, Tensor]) -> list[UnitSpec]:
     """Each part with the parameters that nothing outside of it holds; those that have any."""
     inside = {id(m) for part in parts for m in part.modules()}
     holders = [*(part.parameters() for part in parts)]
@@ -142,7 +147,7 @@ def _with_own_params(root: nn.Module, parts: Mapping[nn.Module, str], wanted: Ma
     for part, label in parts.items():
         mine = [wanted[id(p)] for p in part.parameters() if id(p) in wanted and uses[id(p)] == 1]
         if mine:
-            plans.append(FoundUnit(label, (part,), tuple(mine)))
+            plans.append(UnitSpec(label, (part,), tuple(mine)))
     return plans
 
 
@@ -150,14 +155,14 @@ def _num_bytes(module: nn.Module, wanted: Container[int]) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters() if id(p) in wanted)
 
 
-def _merge(parts: Sequence[FoundUnit[_P]], enough: int) -> list[FoundUnit[_P]]:
+def _merge(parts: Sequence[UnitSpec], enough: int) -> list[UnitSpec]:
     """Put neighbours together until a unit is worth a collective: has `enough` bytes."""
     sizes = [part.num_bytes for part in parts]
     dust = enough // _DUST  # a norm: that one lies between two blocks makes them no less neighbours
     large = [size for size in sizes if size >= dust]
     room = max([2 * enough, *sizes, *(a + b for a, b in pairwise(large))])
     room += room // _SLACK
-    plans: list[FoundUnit[_P]] = []
+    plans: list[UnitSpec] = []
     filled: list[int] = []
     for i, (part, size) in enumerate(zip(parts, sizes, strict=True)):
         before = next((f for f in reversed(filled[:-1]) if f >= dust), 0)

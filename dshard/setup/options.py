@@ -12,7 +12,7 @@ from dshard import arguments
 from dshard.errors import StateError
 from dshard.policies import Offload, StrategyRules, read_bytes, read_reshard, read_strategies
 from dshard.runtime.module import FSDPModule
-from dshard.setup.auto_units import FoundUnit
+from dshard.setup.auto_units import UnitSpec
 from dshard.setup.specs import device_of
 from dshard.units.placing import PlacementFn, replicated
 
@@ -115,7 +115,7 @@ class Followed:
     strategies: StrategyRules
     plan: "Plan | None" = None
     choices: Sequence[str] = ()
-    units: tuple[FoundUnit[nn.Parameter], ...] = ()
+    units: tuple[UnitSpec, ...] = ()
     away: frozenset[str] | None = None
 
 

@@ -26,7 +26,7 @@ from dshard.policies import Precision, PrecisionRules, Strategy, StrategyRules
 from dshard.runtime import Runtime
 from dshard.runtime.module import FSDPModule
 from dshard.runtime.runtime import runtime_of
-from dshard.setup.auto_units import FoundUnit
+from dshard.setup.auto_units import UnitSpec
 from dshard.setup.options import Followed
 from dshard.units.placing import Place
 
@@ -152,9 +152,7 @@ def _checkpointed(model: nn.Module, plan: Any) -> dict[str, list[nn.Module]]:
             f"fully_shard: a plan's checkpointing must be one of {', '.join(MODES)} for each of its {len(units)} "
             f"units, but it has {len(modes)} modes{'' if wrong is None else f', and one is {wrong!r}'}. Plan again."
         )
-    runs: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        runs.setdefault(_plain_module(name), module)
+    runs = _by_plain_name(model)
     found: dict[str, dict[nn.Module, None]] = {}
     for mode, unit in zip(modes, units, strict=False):
         if mode != "none" and any(not _plain_module(name) for name in unit.modules):
@@ -177,7 +175,7 @@ def _is_strategy(text: Any) -> bool:
 
 def _units_of(
     plan: Plan, modules: Sequence[nn.Module], found: Sequence[tuple[str, nn.Parameter]], mesh_shape: tuple[int, ...]
-) -> list[FoundUnit[nn.Parameter]]:
+) -> list[UnitSpec]:
     """The units of a plan in a model that is to be sharded, but for that of the root."""
     if len(modules) != 1 or plan.cluster.num_ranks not in (prod(mesh_shape), mesh_shape[-1]):  # those that share alone
         raise PlanError(
@@ -185,9 +183,7 @@ def _units_of(
             f"these are {len(modules)} modules on {prod(mesh_shape)} ranks. Plan again."
         )
     params = {plain_name(name): param for name, param in found}
-    runs: dict[str, nn.Module] = {}
-    for name, module in modules[0].named_modules():
-        runs.setdefault(_plain_module(name), module)
+    runs = _by_plain_name(modules[0])
     is_cut = plan.model.tensor_parallel > 1  # else it is for the model as it was before its layers were cut
     shapes = {name: shape_of(param) if is_cut else tuple(param.shape) for name, param in params.items()}
     costs = [param for unit in plan.model.units for param in unit.params]
@@ -202,7 +198,7 @@ def _units_of(
             "again, with this model."
         )
     units = [
-        FoundUnit(
+        UnitSpec(
             unit.name,
             tuple(runs[_plain_module(name)] for name in unit.modules),
             tuple(params[plain_name(name)] for name in unit.param_names),
@@ -226,12 +222,20 @@ def _length(shape: tuple[int, ...], dim: int) -> int:
     return (shape or (1,))[dim] if dim < max(1, len(shape)) else -1
 
 
+def _by_plain_name(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model; of wrappers of one the outermost."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        found.setdefault(_plain_module(name), module)
+    return found
+
+
 def _plain_module(name: str) -> str:
     """The name of a module without wrappers; that of the model is empty."""
     return plain_name(f"{name}.")[:-1]
 
 
-def _holds_its_own(unit: FoundUnit[nn.Parameter]) -> bool:
+def _holds_its_own(unit: UnitSpec) -> bool:
     """Whether all parameters of a unit lie in its modules."""
     held = {id(param) for module in unit.modules for param in module.parameters()}
     return all(id(param) in held for param in unit.params)

@@ -48,7 +48,11 @@ def regroup(tops: Sequence[nn.Module], context: ModelContext, bases: Mapping[int
             for settings, unit in zip(parts, [u for u in family if u.params], strict=True):
                 unit.settings = settings  # and what it implies, as it restarts
         elif parts:
-            changed[family[0]] = [_unit_like(family[0], params, settings) for settings, params in parts.items()]
+            first = family[0]
+            changed[first] = [
+                Unit(params, first.modules, label=first.label, model=first.model, settings=settings)
+                for settings, params in parts.items()
+            ]
             changed.update({unit: [] for unit in family[1:]})
     if changed:
         for module in dict.fromkeys(module for top in tops for module in top.modules()):
@@ -69,11 +73,6 @@ def _parts(family: Sequence[Unit], bases: Mapping[int, str]) -> dict[UnitSetting
             base = bases.get(id(param))
             parts.setdefault(unit.settings.under(base) if base is not None else unit.settings, []).append(param)
     return parts
-
-
-def _unit_like(old: Unit, params: list[ShardedTensor], settings: UnitSettings) -> Unit:
-    """A unit of other parameters, but of the same modules."""
-    return Unit(params, old.modules, label=old.label, model=old.model, settings=settings)
 
 
 def _replaced(units: Sequence[Unit], changed: Mapping[Unit, Sequence[Unit]]) -> list[Unit]:
@@ -138,7 +137,8 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
         unit.reshard()
     context.pool.clear()  # for copies of other sizes
     for param in places:
-        param.base_place = param.base_place or _pair(place_of(param))
+        now = place_of(param)
+        param.base_place = param.base_place or (now.mesh, now.dim)
     relocate([Move(param, place) for param, place in places.items()])
     relocate([Move(p.grad, place) for p, place in places.items() if isinstance(p.grad, ShardedTensor)])
     note_moves()
@@ -153,10 +153,6 @@ def set_strategy(module: nn.Module, strategy: Any, *, optimizer: Optimizer | Seq
 def _sharded(module: nn.Module) -> list[tuple[str, ShardedTensor]]:
     found: list[tuple[str, Any]] = list(module.named_parameters())
     return [(name, param) for name, param in found if isinstance(param, ShardedTensor)]
-
-
-def _pair(place: Place) -> tuple[Any, int | None]:
-    return place.mesh, place.dim
 
 
 def context_at_rest(who: str, module: Any) -> ModelContext:

@@ -21,7 +21,7 @@ from dshard.policies import Precision, PrecisionRules, Strategy, StrategyRules
 from dshard.runtime.module import answer_as_fsdp2, say_managed, sharded_class
 from dshard.runtime.module_hooks import attach, watch
 from dshard.runtime.runtime import Runtime, units_of
-from dshard.setup.auto_units import ENOUGH_BYTES, find_units
+from dshard.setup.auto_units import ENOUGH_BYTES, UnitSpec, find_units
 from dshard.tensor import MixedShardedTensor, OffloadedShardedTensor, ShardedTensor
 from dshard.tensor.meshes import TPLayout, group_of, tp_layout_of
 from dshard.tensor.storage import rejoin_source
@@ -57,41 +57,11 @@ class ParamSpec:
         """Number of slices in which it is gathered."""
         return self.strategy.num_slices if self.strategy is not None else 1
 
-    def check(self) -> None:
-        """Raise if it is to be offloaded and says itself how it is gathered."""
-        if subclass_gathers(self.param) and self.precision is not None and self.precision.offload is not None:
-            raise UnsupportedOpError(
-                f"{self.name}: a tensor subclass with fsdp_pre_all_gather is gathered from where its shards are kept, "
-                "but offload_policy keeps them elsewhere. Leave out offload_policy for the module that holds it."
-            )
-
     def __repr__(self) -> str:
         cut = "whole" if self.base.dim is None else f"Shard({self.base.dim})"
         parts = [f"{tuple(self.param.shape)}", cut, f"over {self.base.num_ranks}"]
         parts += [str(each) for each in (self.strategy, self.precision) if each is not None]
         return f"{self.name}: {', '.join(parts)}"
-
-
-@dataclass(frozen=True, slots=True)
-class UnitSpec:
-    """A unit to be.
-
-    Args:
-        label: Its name, for messages.
-        modules: In whose forward it is in use.
-        params: Its parameters, plain ones or sharded already.
-        settings: What is chosen for it.
-    """
-
-    label: str
-    modules: tuple[nn.Module, ...]
-    params: tuple[Tensor, ...]
-    settings: UnitSettings
-
-    def __repr__(self) -> str:
-        numel = sum(param.numel() for param in self.params)
-        chosen = {name: getattr(self.settings, name) for name in self.settings.changed}
-        return f"UnitSpec({self.label!r}, {len(self.params)} parameters of {numel:,} elements, {chosen})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +105,12 @@ class Resolver:
         specs = []
         for (name, param), base in zip(found, places_of(found, self.mesh, self.shard_placement_fn), strict=True):
             precision = _precision_of(self.precision, name, param)
-            spec = ParamSpec(name, param, base, self.strategies.strategy_of(name), precision)
-            spec.check()
-            specs.append(spec)
+            if subclass_gathers(param) and precision is not None and precision.offload is not None:
+                raise UnsupportedOpError(
+                    f"{name}: a tensor subclass with fsdp_pre_all_gather is gathered from where its shards are kept, "
+                    "but offload_policy keeps them elsewhere. Leave out offload_policy for the module that holds it."
+                )
+            specs.append(ParamSpec(name, param, base, self.strategies.strategy_of(name), precision))
         return specs
 
     def units(
@@ -164,10 +137,6 @@ class Resolver:
             parts.setdefault(settings, []).append(spec.param)
         parts = parts or {UnitSettings(averages=self.averages, reshard_after_forward=reshard): []}
         return [UnitSpec(label, tuple(modules), tuple(own), settings) for settings, own in parts.items()]
-
-    def under(self, strategies: StrategyRules) -> "Resolver":
-        """The same, where strategies were set since."""
-        return replace(self, strategies=strategies.over(self.strategies))
 
 
 def _precision_of(rules: PrecisionRules, name: str, param: nn.Parameter) -> Precision | None:
@@ -363,10 +332,6 @@ def move_buffers(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
                     module._buffers[name] = buffer.to(device)
 
 
-_Named = list[tuple[str, Tensor]]
-_Found = tuple[str, nn.Parameter]
-
-
 def compare_parameters(
     modules: Sequence[nn.Module],
     specs: Sequence[ParamSpec],
@@ -393,13 +358,12 @@ def compare_parameters(
         For each other mesh and each dim of a DTensor's an all-reduce of 16 bytes; for each mesh one of 16 bytes per
         parameter, or a broadcast of the weights.
     """
-    found = [(spec.name, spec.param) for spec in specs]
-    parts: dict[str, tuple[ShardGroup, _Named]] = {group.full_name: (group, [])}
-    for (name, param), place in zip(found, places, strict=True):
+    parts: dict[str, tuple[ShardGroup, list[tuple[str, Tensor]]]] = {group.full_name: (group, [])}
+    for spec, place in zip(specs, places, strict=True):
         own = group_of(place.mesh)
-        parts.setdefault(own.full_name, (own, []))[1].append((name, _compared(param)))
-    for inner, axis, own in _inner_axes(modules, found, places):
-        alike = [(name, _compared(p)) for name, p in found if _is_replicated(p, inner, axis)]
+        parts.setdefault(own.full_name, (own, []))[1].append((spec.name, _compared(spec.param)))
+    for inner, axis, own in _inner_axes(modules, specs, places):
+        alike = [(spec.name, _compared(spec.param)) for spec in specs if _is_replicated(spec.param, inner, axis)]
         parts[f"replicated over {own.full_name}"] = own, alike
     for own, tensors in parts.values():
         if own is not group:
@@ -414,8 +378,7 @@ def groups_cut_over(
     modules: Sequence[nn.Module], specs: Sequence[ParamSpec], places: Sequence[Place]
 ) -> list[ShardGroup]:
     """The ranks over which layers of some modules are cut, along each dim of their meshes."""
-    axes = _inner_axes(modules, [(spec.name, spec.param) for spec in specs], places)
-    return list({own.full_name: own for _, _, own in axes}.values())
+    return list({own.full_name: own for _, _, own in _inner_axes(modules, specs, places)}.values())
 
 
 def _compared(param: Tensor) -> Tensor:
@@ -424,19 +387,14 @@ def _compared(param: Tensor) -> Tensor:
 
 
 def _inner_axes(
-    modules: Sequence[nn.Module], found: Sequence[_Found], places: Sequence[Place]
+    modules: Sequence[nn.Module], specs: Sequence[ParamSpec], places: Sequence[Place]
 ) -> Iterator[tuple[TPLayout, int, ShardGroup]]:
-    """Each dim of such meshes that is no dim of data parallelism, and the ranks along it."""
-    for inner in _inner_meshes(modules, found, places):
-        axes = [dim for dim in range(inner.mesh.ndim) if dim not in inner.data_dims]
-        for axis, (_, own) in zip(axes, inner.axes, strict=True):
-            yield inner, axis, own
+    """Each dim, besides data parallelism's, of the meshes over which DTensors of some modules lie, and its ranks.
 
-
-def _inner_meshes(modules: Sequence[nn.Module], found: Sequence[_Found], places: Sequence[Place]) -> list[TPLayout]:
-    """One description for each mesh over which DTensors of some modules lie, sharded by now or not."""
+    The DTensors are sharded by now or not; of those that lie over one mesh the first stands for all.
+    """
     inners: dict[object, TPLayout] = {}
-    meshes = {id(p): place.mesh for (_, p), place in zip(found, places, strict=True)}
+    meshes = {id(spec.param): place.mesh for spec, place in zip(specs, places, strict=True)}
     for param in [p for module in modules for p in module.parameters()]:
         inner = None
         if isinstance(param, ShardedTensor):
@@ -445,7 +403,10 @@ def _inner_meshes(modules: Sequence[nn.Module], found: Sequence[_Found], places:
             inner = TPLayout(param.device_mesh, tuple(param.placements), tuple(param.shape), meshes[id(param)])
         if inner is not None:
             inners.setdefault(inner.mesh, inner)
-    return list(inners.values())
+    for inner in inners.values():
+        axes = [dim for dim in range(inner.mesh.ndim) if dim not in inner.data_dims]
+        for axis, (_, own) in zip(axes, inner.axes, strict=True):
+            yield inner, axis, own
 
 
 def _is_replicated(param: Tensor, inner: TPLayout, axis: int) -> bool:
@@ -558,7 +519,7 @@ def take_in(resolver: Resolver, context: ModelContext, found: Sequence[tuple[str
     """
     root = context.root
     assert root is not None
-    resolver = resolver.under(context.settings.strategies)
+    resolver = replace(resolver, strategies=context.settings.strategies.over(resolver.strategies))  # set since
     specs = resolver.params(found)
     check_same(f"a forward of {type(root).__name__}", {"added parameters": described(specs)}, resolver.group)
     places = settle(specs)
@@ -605,5 +566,5 @@ def _split(context: ModelContext, root: nn.Module, unit: Unit, least_bytes: int 
     unit.reshard()
     context.units.remove(unit)
     root.__dict__["_dshard_units"].remove(unit)
-    specs = [UnitSpec(plan.label, plan.modules, plan.params, unit.settings) for plan in plans]
+    specs = [replace(plan, settings=unit.settings) for plan in plans]
     root.__dict__.setdefault("_dshard_formed", []).extend(install(specs, context.get(Runtime), {}))
