@@ -203,13 +203,10 @@ class ShardedBase(DTensor):
 
     def awaiting(self, storage: ShardStorage) -> "ShardedTensor":
         """A tensor of this one's layout around a shard that is in flight, as a gradient is."""
-        spec = self._spec
-        meta = spec.tensor_meta
+        meta = self._spec.tensor_meta
         assert meta is not None
-        out: ShardedTensor = _NEW(self.kin, empty_of(meta.dtype, self.storage_device), spec, requires_grad=False)
-        out._spec, out.shard_storage = spec, storage
-        out.shard_group, out.given_name = self.shard_group, self.given_name
-        return out
+        prototype = empty_of(meta.dtype, self.storage_device)
+        return self.kin.wrap(storage, self._spec, self.shard_group, name=self.given_name, prototype=prototype)
 
     def view_spec(self, meta: ViewMeta, lie: Placement | None = None) -> DTensorSpec:
         """DTensor's description of a view, which lies so along each dim of the mesh; by default it is replicated."""
