@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.calibration.t5 import t5_11b
-from dshard.cli.models import PRESETS, meta_model
+from dshard.cli.models import preset
 from dshard.planner import DEVICES, EFFICIENCY, Plan, Training, cluster_of
 from dshard.planning.plan import Profile
 from dshard.testing.verifying.programs import checkpoint_blocks
@@ -111,7 +111,8 @@ def rows_of() -> list[Found]:
         device = DEVICES[row.device]
         key = (row.preset, row.device, row.sequence, row.dtype, row.batch)
         if key not in profiles:
-            model = t5_11b() if row.preset == "t5-11b" else meta_model(PRESETS[row.preset], row.sequence)
+            with torch.device("meta"):
+                model = t5_11b() if row.preset == "t5-11b" else preset(row.preset, row.sequence)
             checkpoint_blocks(model)
             sample = torch.empty(row.batch, row.sequence, dtype=torch.int64, device="meta")
             dtype = getattr(torch, row.dtype)

@@ -7,39 +7,29 @@ import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dshard.arguments import nearest
 from dshard.cli.models import GPT, GPTConfig, Llama, LlamaConfig
-from dshard.cli.planning import rates_of
-from dshard.cli.usage import UsageError, check_output
+from dshard.cli.usage import UsageError, add_command, check_output, named
+from dshard.errors import DShardError
+from dshard.planner import DEVICES, Device, Misses, Rates
+from dshard.planner.calibration import Run, calibrated, errors_of, misses_of, recomputed, terms_of
+from dshard.planner.devices import find_device
+from dshard.planner.rates import IN_TEN, find_rates
+from dshard.planner.traces import Trace
+from dshard.planner.tracing import trace
+from dshard.planning.plan import parts_of
+from dshard.testing.verifying.programs import checkpoint_blocks
 
-if TYPE_CHECKING:
-    from dshard.planner import Misses, Rates
-    from dshard.planner.calibration import Run
-    from dshard.planner.traces import Trace
-
-_DESCRIPTION = """\
-Fits the constants of predicted times to measured runs, and writes a profile for dshard plan and simulate --profile.
-  dshard calibrate runs.tsv --out profile.json
-RUNS is a table of tab-separated values with a header, one run of FSDP a row. Columns that each run needs: gpu (a name
-that --device takes), n_gpus, layers, d_model, heads, vocab, seq, micro_batch, and tokens_s_gpu or step_s. Others, with
-what they are where they are empty: sharding (full; keep, hybrid), grad_accum (1), gpus_per_node and
-internode_gbps_per_node (what is usual for the gpu), mlp (gelu; swiglu, which takes kv_heads and ffn), tied (0; 1),
-precision (bf16; bf16 pure, bf16 fp32 reduce), compile (0; 1), act_ckpt (none; full, op, every 2), id, source.
-Columns for the reader alone: ref, framework, model, tflops_gpu_published, mfu_pct_published, hfu_pct_published,
-peak_mem_gib, mem_kind, notes.
-What few rows say nothing about stays as it is in the shipped profile.
-"""
 _NEEDED = ("gpu", "n_gpus", "layers", "d_model", "heads", "vocab", "seq", "micro_batch")
 _COUNTS = (*_NEEDED[1:], "grad_accum", "gpus_per_node", "kv_heads", "ffn")
-_USUAL = {"sharding": "full", "grad_accum": "1", "mlp": "gelu", "tied": "0", "precision": "bf16", "compile": "0"}
-_USUAL |= {"act_ckpt": "none", "source": "given"}
-_WORDS = {
+_WORDS = {  # columns that hold one of some words, of which the first is usual
     "sharding": ("full", "keep", "hybrid"),
     "mlp": ("gelu", "swiglu"),
     "tied": ("0", "1"),
@@ -47,6 +37,7 @@ _WORDS = {
     "compile": ("0", "1"),
     "act_ckpt": ("none", "full", "op", *(f"every {number}" for number in range(2, 10))),
 }
+_USUAL = {"grad_accum": "1", "source": "given", **{name: words[0] for name, words in _WORDS.items()}}
 _READ = (*_NEEDED, *_COUNTS, *_USUAL, "tokens_s_gpu", "step_s", "internode_gbps_per_node", "id")
 _NOTES = (  # what a table of published runs says beside what is predicted
     *("ref", "framework", "model", "tflops_gpu_published", "mfu_pct_published", "hfu_pct_published", "peak_mem_gib"),
@@ -57,34 +48,33 @@ _LAYERS = 5  # that are traced: the one in the middle stands for all that are no
 
 def add_parsers(commands: Any) -> None:
     """Adds this subcommand to the parser of ``dshard``."""
-    parser = commands.add_parser(
-        "calibrate",
-        help="fit predicted times to measured runs",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, run_calibrate)
     parser.add_argument("runs", metavar="RUNS", type=Path, help="a table of measured runs")
     parser.add_argument(
         "--profile", type=Path, metavar="FILE", default=Path("published"), help="to start from (the shipped one)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the profile as JSON")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Fits, and prints the constants and how far predictions are off.
+def run_calibrate(args: argparse.Namespace) -> int:
+    """Fit predicted times to measured runs.
 
-    Raises:
-        UsageError: on bad input.
-
-    Communicates: nothing.
+    Fits the constants of predicted times, and writes a profile for dshard plan and simulate --profile.
+      dshard calibrate runs.tsv --out profile.json
+    RUNS is a table of tab-separated values with a header, one run of FSDP a row. Columns that each run needs: gpu (a
+    name that --device takes), n_gpus, layers, d_model, heads, vocab, seq, micro_batch, and tokens_s_gpu or step_s.
+    Others, with what they are where they are empty: sharding (full; keep, hybrid), grad_accum (1), gpus_per_node and
+    internode_gbps_per_node (what is usual for the gpu), mlp (gelu; swiglu, which takes kv_heads and ffn), tied (0; 1),
+    precision (bf16; bf16 pure, bf16 fp32 reduce), compile (0; 1), act_ckpt (none; full, op, every 2), id, source.
+    Columns for the reader alone: ref, framework, model, tflops_gpu_published, mfu_pct_published, hfu_pct_published,
+    peak_mem_gib, mem_kind, notes.
+    What few rows say nothing about stays as it is in the shipped profile.
     """
-    from dshard.planner.calibration import calibrated, errors_of, misses_of
-    from dshard.planner.rates import IN_TEN
-
     check_output("--out", args.out)
-    known, runs = rates_of(args.profile), read_runs(args.runs)
+    with named("--profile"):
+        known = find_rates("calibrate", args.profile)
     assert known is not None
+    runs = read_runs(args.runs)
     found = calibrated(runs, known, f"{len(runs)} runs of {args.runs.name}")
     print(f"{len(runs)} runs")
     print("\n".join(constants_table(found)))
@@ -118,8 +108,6 @@ def read_runs(path: Path) -> tuple[Run, ...]:
     Raises:
         UsageError: it cannot be read, lacks a column that is needed, or a row says what cannot be predicted.
     """
-    from dshard.errors import DShardError
-
     try:
         with path.open(encoding="utf-8", newline="") as file:
             table = csv.DictReader(file, delimiter="\t")
@@ -156,8 +144,6 @@ def _checked(row: Mapping[str, str | None]) -> dict[str, str]:
     Raises:
         ValueError: it says what is not known here.
     """
-    from dshard.planner.devices import find_device
-
     if None in row:  # where csv puts what is beyond the header
         raise ValueError("the row has more cells than the header")
     found = _USUAL | {name: value.strip() for name, value in row.items() if value and value.strip()}
@@ -170,15 +156,11 @@ def _checked(row: Mapping[str, str | None]) -> dict[str, str]:
     for name, words in _WORDS.items():
         if found[name] not in words:
             raise ValueError(f"{name} is none of {', '.join(words)}: {found[name]}")
-    device, ranks, heads = (
-        find_device("dshard calibrate", "gpu", found["gpu"]),
-        int(found["n_gpus"]),
-        int(found["heads"]),
-    )
+    device: Device = find_device("calibrate", "gpu", found["gpu"])
+    device.check(torch.bfloat16)
+    ranks, heads = int(found["n_gpus"]), int(found["heads"])
     per_host = min(ranks, int(found.get("gpus_per_node", device.per_host)))
     kv_heads, ffn = int(found.get("kv_heads", heads)), int(found.get("ffn", 4 * int(found["d_model"])))
-    if "bfloat16" not in device.flops_per_s:
-        raise ValueError(f"{device.name} does not compute in bf16")
     if ranks % per_host or int(found["d_model"]) % heads or heads % kv_heads:
         raise ValueError("n_gpus is no multiple of gpus_per_node, or d_model of heads, or heads of kv_heads")
     if found["mlp"] == "gelu" and (kv_heads != heads or ffn != 4 * int(found["d_model"])):
@@ -197,11 +179,6 @@ class _Traced:
 
 def _run(row: dict[str, str], name: str, traced: dict[tuple[str, ...], _Traced]) -> Run:
     """A row's run. Models are traced once for each batch."""
-    import numpy as np
-
-    from dshard.planner import DEVICES
-    from dshard.planner.calibration import Run, recomputed, terms_of
-
     device, num_ranks, per_host = DEVICES[row["gpu"]], int(row["n_gpus"]), int(row["gpus_per_node"])
     names = ("d_model", "heads", "kv_heads", "ffn", "mlp", "vocab", "tied", "seq", "layers", "micro_batch")
     key = (*(row[each] for each in names), str(row["act_ckpt"] == "full"))
@@ -209,6 +186,7 @@ def _run(row: dict[str, str], name: str, traced: dict[tuple[str, ...], _Traced])
         traced[key] = _trace(row)
     found = traced[key]
     stored = 2 if row["precision"] == "bf16 pure" and num_ranks == 1 else 4
+    num_sharing = per_host if row["sharding"] == "hybrid" else num_ranks
     reduced = 4 if row["precision"] == "bf16 fp32 reduce" else 2
     numels, memory = np.repeat(np.array(found.numels, dtype=float), found.repeats), device.memory_bytes_per_s
     uses = [float(part not in found.trace.unused_in_backward) for part in found.trace.order]
@@ -236,20 +214,12 @@ def _run(row: dict[str, str], name: str, traced: dict[tuple[str, ...], _Traced])
         gather_bytes=2 * numels,
         grad_bytes=reduced * numels,
         uses_backward=np.repeat(np.array(uses), found.repeats),
-        optimizer_s=float(numels.sum())
-        / (per_host if row["sharding"] == "hybrid" else num_ranks)
-        * 7
-        * stored
-        / memory,
+        optimizer_s=float(numels.sum()) / num_sharing * 7 * stored / memory,
     )
 
 
 def _trace(row: Mapping[str, str]) -> _Traced:
     """Traces a model of a few layers, each unit of which stands for itself, and one block for the rest."""
-    from dshard.planner.tracing import trace
-    from dshard.planning.plan import parts_of
-    from dshard.testing.verifying.programs import checkpoint_blocks
-
     layers = int(row["layers"])
     model = model_of(row, min(layers, _LAYERS))
     if row["act_ckpt"] == "full":

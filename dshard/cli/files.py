@@ -6,58 +6,31 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dshard.cli.usage import UsageError, count, named
-
-_CHECK = """\
-Reads every byte of a checkpoint, or of all in a folder, and compares it with what was saved. No ranks are needed.
-  dshard check runs/train/1
-  dshard check runs/train/1/step-000100 --repair
-"""
-_MERGE = """\
-Writes the model of a checkpoint as model.safetensors, or as several files and an index, which from_pretrained and
-safetensors.torch.load_file read. No ranks and no model are needed, and one tensor is in memory at a time.
-  dshard merge runs/train/1 merged
-"""
-_EXPLAIN_HANG = """\
-Reads each rank's record of its last collectives, while the job hangs or after its end, and says who waits for whom,
-where, since when, and at which collective ranks diverged. No ranks are needed.
-  DSHARD_FLIGHT_RECORD=flight torchrun --nproc-per-node 4 train.py
-  dshard explain-hang flight
-
-The files of several hosts go into one folder.
-"""
+from dshard.cli.usage import UsageError, add_command, count, named
 
 
 def add_parsers(commands: Any) -> None:
     """Add the commands to the parser of ``dshard``."""
-    raw = argparse.RawDescriptionHelpFormatter
-    check = commands.add_parser(
-        "check", help="verify checkpoints, and repair them from parity", description=_CHECK, formatter_class=raw
-    )
+    check = add_command(commands, run_check)
     check.add_argument("folder", metavar="DIR", type=Path, help="of a checkpoint, or of several")
     check.add_argument("--repair", action="store_true", help="rewrite missing or damaged files from parity")
-    check.set_defaults(run=run_check)
-    merge = commands.add_parser(
-        "merge", help="write a checkpoint's model for from_pretrained", description=_MERGE, formatter_class=raw
-    )
+    merge = add_command(commands, run_merge)
     merge.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="or a folder of several: the newest")
     merge.add_argument("out", metavar="OUT", type=Path, help="a folder, or a file that ends in .safetensors")
     merge.add_argument(
         "--max-shard-bytes", type=count, default=5_000_000_000, metavar="N", help="most bytes of one file (%(default)s)"
     )
-    merge.set_defaults(run=run_merge)
-    explain = commands.add_parser(
-        "explain-hang", help="which rank waits for which, and where", description=_EXPLAIN_HANG, formatter_class=raw
-    )
+    explain = add_command(commands, run_explain_hang)
     explain.add_argument("folder", metavar="DIR", type=Path, help="that DSHARD_FLIGHT_RECORD named")
-    explain.set_defaults(run=run_explain_hang)
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Check, and print a line for each checkpoint.
+    """Verify checkpoints, and repair them from parity.
 
-    Returns:
-        1 where something is damaged.
+    Reads every byte of a checkpoint, or of all in a folder, and compares it with what was saved. Exits with code 1
+    where something is damaged. No ranks are needed.
+      dshard check runs/train/1
+      dshard check runs/train/1/step-000100 --repair
     """
     from dshard.checkpoint import check, repair
 
@@ -80,7 +53,12 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def run_merge(args: argparse.Namespace) -> int:
-    """Write the files."""
+    """Write a checkpoint's model for from_pretrained.
+
+    Writes the model of a checkpoint as model.safetensors, or as several files and an index, which from_pretrained and
+    safetensors.torch.load_file read. No ranks and no model are needed, and one tensor is in memory at a time.
+      dshard merge runs/train/1 merged
+    """
     from dshard.checkpoint import merge
 
     with named("CHECKPOINT to OUT"):
@@ -90,7 +68,15 @@ def run_merge(args: argparse.Namespace) -> int:
 
 
 def run_explain_hang(args: argparse.Namespace) -> int:
-    """Print what the records say."""
+    """Say which rank waits for which, and where.
+
+    Reads each rank's record of its last collectives, while the job hangs or after its end, and says who waits for whom,
+    where, since when, and at which collective ranks diverged. No ranks are needed.
+      DSHARD_FLIGHT_RECORD=flight torchrun --nproc-per-node 4 train.py
+      dshard explain-hang flight
+
+    The files of several hosts go into one folder.
+    """
     from dshard.inspection.hangs import explain_hang, read_records
 
     with named("DIR"):

@@ -8,31 +8,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dshard.cli.models import Sampled, build_model
-from dshard.cli.usage import PICTURES, UsageError, check_output, count, named
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-if TYPE_CHECKING:
-    from torch import nn
+from dshard import arguments
+from dshard.cli.models import build_model
+from dshard.cli.usage import PICTURES, UsageError, add_command, check_output, count, named
+from dshard.planner import Cluster, Device, Plan, Rates, Training, cluster_of
+from dshard.planner.devices import find_device
+from dshard.planner.rates import IN_TEN, find_rates
+from dshard.planner.tables import aligned
+from dshard.planner.texts import bytes_text, parse_bytes
+from dshard.planning.plan import Profile
+from dshard.planning.recomputing import ANY
+from dshard.policies import Strategy
+from dshard.testing import fake_world
 
-    from dshard.planner import Cluster, Device, Plan
-    from dshard.planner.rates import Rates
-    from dshard.planning.plan import Profile
-
-_PLAN = """\
-Chooses a strategy for each unit of a model, so that a step is shortest and fits into memory, and prints the proof.
-  dshard plan gpt2-xl --world 8 --device a100-40g --memory 38GiB --batch auto
-  dshard plan path/to/config.json --world 64 --device h100-80g --out plan.json
-MODEL is a preset (an unknown name lists them), a config.json of Hugging Face, or module:function, which returns a
-model and a sample input. No weights, no devices and no network are needed.
-"""
-_SIMULATE = """\
-Predicts step time, TFLOP/s and peak memory per rank, and the communication that nothing hides.
-  dshard simulate gpt3-175b --checkpoint --world 128 512 4096 --device a100-80g
-  dshard simulate gpt2 --world 8 64 --device h100-80g --strategy ddp full plan --plot timeline.png
-MODEL is as for dshard plan. No weights, no devices and no network are needed.
-"""
 _PLANNED = "plan"  # in the place of a strategy
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _STATE_BYTES = {"adamw": (8, 4), "momentum": (4, 0), "sgd": (0, 0)}  # per element: kept, and during a step
@@ -40,32 +36,23 @@ _STATE_BYTES = {"adamw": (8, 4), "momentum": (4, 0), "sgd": (0, 0)}  # per eleme
 
 def add_parsers(commands: Any) -> None:
     """Add both commands to the parser of ``dshard``."""
-    raw = argparse.RawDescriptionHelpFormatter
-    plan = commands.add_parser(
-        "plan", help="choose a strategy for each unit of a model", description=_PLAN, formatter_class=raw
-    )
-    plan.add_argument("model", metavar="MODEL")
+    plan = add_command(commands, run_plan)
     plan.add_argument("--world", type=count, required=True, metavar="RANKS", help="number of ranks")
     plan.add_argument("--strategy", nargs="+", help="that a unit may have, such as full 'hybrid(8)' (all)")
     plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON, for fully_shard(plan=)")
-    plan.add_argument("--plot", type=Path, metavar="FILE", help="draw the simulated step (.png, .svg, .pdf)")
     _add_options(plan)
-    plan.set_defaults(run=run_plan)
-    simulate = commands.add_parser(
-        "simulate", help="predict a step on devices that are not here", description=_SIMULATE, formatter_class=raw
-    )
-    simulate.add_argument("model", metavar="MODEL")
+    simulate = add_command(commands, run_simulate)
     simulate.add_argument("--world", type=count, nargs="+", required=True, metavar="RANKS", help="numbers of ranks")
     simulate.add_argument(
         "--strategy", nargs="+", default=["full"], help="of all units; plan for the best mix (%(default)s)"
     )
-    simulate.add_argument("--plot", type=Path, metavar="FILE", help="draw the first row's step (.png, .svg, .pdf)")
     _add_options(simulate)
-    simulate.set_defaults(run=run_simulate)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that both commands have."""
+    """Add what both commands have."""
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the (first) simulated step (.png, .svg, .pdf)")
     model = parser.add_argument_group("model and training")
     model.add_argument("--batch", type=_batch, help="samples per rank, or auto (1; of module:function, its sample's)")
     model.add_argument("--sequence", type=count, metavar="TOKENS", help="per sample (the model's usual length)")
@@ -96,10 +83,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         )
     model.add_argument("--optimizer", choices=tuple(_STATE_BYTES), default="adamw", help="(%(default)s)")
     model.add_argument(
-        "--margin",
-        type=float,
-        metavar="PERCENT",
-        help="by which a simpler plan may be slower; 0 for the fastest (3)",
+        "--margin", type=float, metavar="PERCENT", help="by which a simpler plan may be slower; 0 for the fastest (3)"
     )
     devices = parser.add_argument_group("devices")
     devices.add_argument("--device", required=True, help="such as a100-40g; an unknown name lists all")
@@ -128,30 +112,23 @@ class Target:
     """A model and the devices that it is planned for; the number of ranks is still open.
 
     Attributes:
-        sampled: The model and a sample of its input.
-        profile: Its costs on the device.
+        heading: The model, its size and the device.
+        profile: The model's costs on the device.
         device: The device.
         rates: Of --profile.
         limit_bytes: Memory of each rank.
         args: The command line.
     """
 
-    sampled: Sampled
+    heading: str
     profile: Profile
     device: Device
     rates: Rates | None
     limit_bytes: int
     args: argparse.Namespace
 
-    @property
-    def heading(self) -> str:
-        """The model, its size and the device."""
-        return f"{self.sampled.name}: {self.sampled.num_params:,} parameters, {self.device.name}"
-
     def cluster(self, num_ranks: int) -> Cluster:
         """So many ranks on the usual hosts, or on those that were asked for."""
-        from dshard.planner import cluster_of
-
         args = self.args
         usual = args.ranks_per_host or self.device.per_host
         if num_ranks > usual and num_ranks % usual:
@@ -168,11 +145,10 @@ class Target:
             tensor_parallel=args.tensor_parallel,
         )
 
-    def given(self, num_ranks: int, strategy: str, batch: int | None) -> Plan:
+    def given(self, num_ranks: int, strategy: str) -> Plan:
         """A plan that gives all units one strategy, whether it fits or not."""
-        from dshard.policies import Strategy
-
-        return self.profile.given(self.cluster(num_ranks), Strategy.of(strategy), batch)
+        batch = self.args.batch
+        return self.profile.given(self.cluster(num_ranks), strategy, batch if isinstance(batch, int) else None)
 
     def planned(self, num_ranks: int, strategies: list[str] | None) -> Plan:
         """The best plan on so many ranks."""
@@ -190,13 +166,6 @@ class Target:
 @contextmanager
 def _target(args: argparse.Namespace) -> Iterator[Target]:
     """Check the options, build the model without memory, and trace a step; the model's layers are cut in the block."""
-    import torch
-
-    from dshard.planner import Training
-    from dshard.planner.devices import find_device
-    from dshard.planner.texts import parse_bytes
-    from dshard.planning.plan import Profile
-
     if args.compile and args.profile is None:
         raise UsageError(
             "--compile needs --profile, which says how many bytes fused kernels save, but it is not given. Pass "
@@ -207,22 +176,22 @@ def _target(args: argparse.Namespace) -> Iterator[Target]:
             "--checkpoint has all blocks of the model compute again, and --checkpointing leaves that to the plan, but "
             "both are given. Pass one of them."
         )
-    if args.between_hosts is not None and not 0 < args.between_hosts < float("inf"):
-        raise UsageError(f"--between-hosts must be a finite number above 0, but it is {args.between_hosts}.")
-    if args.margin is not None and not 0 <= args.margin < float("inf"):
-        raise UsageError(f"--margin must be a finite number of percents, 0 or more, but it is {args.margin}.")
-    rates = rates_of(args.profile)
-    with named("--device"):
-        device: Device = find_device("dshard", "--device", args.device)
-    if args.dtype not in device.flops_per_s:
-        known = ", ".join(device.flops_per_s)
-        raise UsageError(f"--dtype must be one that {device.name} computes in ({known}), but it is {args.dtype}.")
-    with named("--memory"):
-        limit = device.limit_bytes if args.memory is None else parse_bytes("dshard", "--memory", args.memory)
+    if ANY in args.checkpointing and len(args.checkpointing) > 1:
+        raise UsageError(f"--checkpointing must be {ANY} alone, or other kinds, but it is {args.checkpointing}.")
+    if args.between_hosts is not None:
+        arguments.above_0("plan", "--between-hosts", args.between_hosts)
+    if args.margin is not None:
+        arguments.from_0("plan", "--margin", args.margin, "a finite number of percents, 0 or more")
+    with named("--profile"):
+        rates = find_rates("plan", args.profile)
+    device: Device = find_device("plan", "--device", args.device)
+    dtype = getattr(torch, args.dtype)
+    with named("--dtype"):
+        device.check(dtype)
+    limit = device.limit_bytes if args.memory is None else parse_bytes("plan", "--memory", args.memory)
     batch = args.batch if isinstance(args.batch, int) else None
     sampled = build_model(args.model, batch=batch, sequence=args.sequence, is_checkpointed=args.checkpoint)
-    sampled.model.to(getattr(torch, args.master))
-    dtype = getattr(torch, args.dtype)
+    model = sampled.model.to(getattr(torch, args.master))
     training = Training(
         dtype,
         dtype if args.reduce_dtype is None else getattr(torch, args.reduce_dtype),
@@ -230,43 +199,21 @@ def _target(args: argparse.Namespace) -> Iterator[Target]:
         tokens_per_sample=sampled.num_tokens,
         is_compiled=args.compile,
     )
-    with cut_layers(sampled.model, args.tensor_parallel):
+    heading = f"{args.model}: {sum(p.numel() for p in model.parameters()):,} parameters, {device.name}"
+    with cut_layers(model, args.tensor_parallel):
         profile = Profile(
-            sampled.model,
+            model,
             sampled.sample,
             device=device,
             training=training,
             rates=rates,
-            checkpointing=_kinds(args.checkpointing),
+            checkpointing=ANY if ANY in args.checkpointing else args.checkpointing,
             offload=args.offload,
         )
-        yield Target(sampled, profile, device, rates, limit, args)
-
-
-def _kinds(given: list[str]) -> tuple[str, ...]:
-    """Kinds of activation checkpointing, of --checkpointing."""
-    from dshard.planning.recomputing import ANY, kinds_of
-
-    if ANY in given and len(given) > 1:
-        raise UsageError(f"--checkpointing must be {ANY} alone, or other kinds, but it is {' '.join(given)}.")
-    return kinds_of(ANY if ANY in given else given)
-
-
-def rates_of(path: Path | None) -> Rates | None:
-    """The profile in a file, or the one that is shipped.
-
-    Raises:
-        UsageError: It cannot be read.
-    """
-    from dshard.planner.rates import find_rates
-
-    with named("--profile"):
-        return find_rates("dshard", path)
+        yield Target(heading, profile, device, rates, limit, args)
 
 
 def _check_strategies(names: list[str] | None, worlds: list[int]) -> None:
-    from dshard.policies import Strategy
-
     with named("--strategy"):
         for name in names or ():
             for world in worlds:
@@ -274,7 +221,14 @@ def _check_strategies(names: list[str] | None, worlds: list[int]) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Plan, and print the table."""
+    """Choose a strategy for each unit of a model.
+
+    A step is to be shortest and to fit into memory; prints the plan, and the proof that none is faster.
+      dshard plan gpt2-xl --world 8 --device a100-40g --memory 38GiB --batch auto
+      dshard plan path/to/config.json --world 64 --device h100-80g --out plan.json
+    MODEL is a preset (an unknown name lists them), a config.json of Hugging Face, or module:function, which returns a
+    model and a sample input. No weights, no devices and no network are needed.
+    """
     _check_strategies(args.strategy, [args.world])
     check_output("--plot", args.plot, PICTURES)
     check_output("--out", args.out)
@@ -291,7 +245,13 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def run_simulate(args: argparse.Namespace) -> int:
-    """Simulate, and print a row for each number of ranks and strategy."""
+    """Predict a step on devices that are not here.
+
+    Prints step time, TFLOP/s and peak memory per rank, and the communication that nothing hides.
+      dshard simulate gpt3-175b --checkpoint --world 128 512 4096 --device a100-80g
+      dshard simulate gpt2 --world 8 64 --device h100-80g --strategy ddp full plan --plot timeline.png
+    MODEL is as for dshard plan. No weights, no devices and no network are needed.
+    """
     for option, value in (("--batch", args.batch), ("--offload", args.offload)):
         if value == "auto" and args.strategy != [_PLANNED]:
             raise UsageError(f"{option} auto needs a plan, but --strategy names others. Pass --strategy plan.")
@@ -299,12 +259,10 @@ def run_simulate(args: argparse.Namespace) -> int:
     check_output("--plot", args.plot, PICTURES)
     found: dict[tuple[int, str], Plan] = {}
     with _target(args) as target:
-        batch = args.batch if isinstance(args.batch, int) else None
         for world in args.world:
             for name in args.strategy:
                 is_planned = name == _PLANNED
-                plan = target.planned(world, None) if is_planned else target.given(world, name, batch)
-                found[world, name] = plan
+                found[world, name] = target.planned(world, None) if is_planned else target.given(world, name)
     print(f"{target.heading}\n{_table(found, target.limit_bytes, args.memory_of)}")
     if args.plot is not None:
         next(iter(found.values())).plot(args.plot)
@@ -314,10 +272,6 @@ def run_simulate(args: argparse.Namespace) -> int:
 
 def _table(found: dict[tuple[int, str], Plan], limit_bytes: int, memory_of: str) -> str:
     """One row per simulated step; it fits where the bytes that `memory_of` names are within the limit."""
-    from dshard.planner.rates import IN_TEN
-    from dshard.planner.tables import aligned
-    from dshard.planner.texts import bytes_text
-
     known = any(plan.step_interval_s for plan in found.values())
     head = ("exposed", "TFLOP/s per rank", "samples/s", "peak", "fits")
     rows = [("ranks", "strategy", "batch", "step", *[f"{IN_TEN} in 10"] * known, *head)]
@@ -339,6 +293,15 @@ def _table(found: dict[tuple[int, str], Plan], limit_bytes: int, memory_of: str)
     return "\n".join(aligned(rows, to_left=()))
 
 
+_WAYS: Mapping[str, Callable[[], Any]] = {  # of Hugging Face's `tp_plan`, which names modules by patterns
+    "colwise": ColwiseParallel,
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": RowwiseParallel,
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+}
+
+
 @contextmanager
 def cut_layers(model: nn.Module, num_ranks: int) -> Iterator[None]:
     """Cut the layers that a model's ``tp_plan`` names over some ranks, of which this process plays the first.
@@ -346,22 +309,9 @@ def cut_layers(model: nn.Module, num_ranks: int) -> Iterator[None]:
     Raises:
         UsageError: The model has no such plan, or one with ways of cutting that are not known here.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    from dshard.testing import fake_world
-
     if num_ranks == 1:
         yield
         return
-    known: Mapping[str, Callable[[], Any]] = {  # of Hugging Face's `tp_plan`, which names modules by patterns
-        "colwise": ColwiseParallel,
-        "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
-        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-        "rowwise": RowwiseParallel,
-        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
-    }
     asked: Any = getattr(model, "tp_plan", None)
     if not isinstance(asked, Mapping) or not asked:
         raise UsageError(
@@ -371,13 +321,13 @@ def cut_layers(model: nn.Module, num_ranks: int) -> Iterator[None]:
         )
     modules = [name for name, _ in model.named_modules()]
     ways = {pattern: way for pattern, way in asked.items() if any(_is_named(name, pattern) for name in modules)}
-    unknown = sorted(set(ways.values()) - known.keys())
+    unknown = sorted(set(ways.values()) - _WAYS.keys())
     if unknown or not ways:
         what = f"it has {', '.join(unknown)}" if unknown else "it names no module of the model"
-        raise UsageError(f"--tensor-parallel needs a tp_plan of {', '.join(known)}, but {what}. Leave it out.")
+        raise UsageError(f"--tensor-parallel needs a tp_plan of {', '.join(_WAYS)}, but {what}. Leave it out.")
     with fake_world(0, num_ranks):
         mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("tp",))
-        parallelize_module(model, mesh, {pattern: known[way]() for pattern, way in ways.items()})
+        parallelize_module(model, mesh, {pattern: _WAYS[way]() for pattern, way in ways.items()})
         yield
 
 

@@ -1,19 +1,24 @@
-"""Bad input of a command, and checks that several commands share."""
+"""What commands share: how one is added, checks of its options, and the error that bad input ends with."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from dshard.errors import DShardError
 
 PICTURES = (".png", ".svg", ".pdf")
+FUNCTIONS = ("step", "oracle_step", "loss", "optimizer", "shard")  # of a factory, as options of `verify_sharding`
 
 
 class UsageError(Exception):
@@ -22,6 +27,19 @@ class UsageError(Exception):
     Args:
         message: ``{rule}, but {actual values}. {what to do}.``
     """
+
+
+def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    """Add the command of a function ``run_NAME``, whose docstring is the help page, and return its parser."""
+    page = inspect.getdoc(run) or ""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        run.__name__.removeprefix("run_").replace("_", "-"),
+        help=page.partition("\n")[0],
+        description=page,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
 
 
 def count(text: str) -> int:
@@ -51,43 +69,46 @@ def check_output(option: str, path: Path | None, suffixes: tuple[str, ...] = ())
         raise UsageError(f"{option} needs matplotlib, but it is not installed. Run: pip install 'dshard[cli]'.")
 
 
-def found_by(argument: str, name: str) -> Callable[[], Any]:
-    """Import a function that is named as module:function; the module may be a file of the working folder.
-
-    The import and the call are apart, for what holds for the call alone: a seed, a default device.
+def make(argument: str, name: str, *, on_meta: bool = False) -> Mapping[str, Any]:
+    """Import and call a factory, named as module:function; the module may be a file of the working folder.
 
     Args:
         argument: Of the command, for messages.
         name: Of the function.
+        on_meta: Whether tensors that the call makes have no memory; those that the import makes have.
 
     Returns:
-        Calls the function. An exception of it becomes a UsageError.
+        What the function returns, as a dict: "model", "sample", and any of `FUNCTIONS`.
 
     Raises:
-        UsageError: There is no such function, or its module raises.
+        UsageError: There is no such function, it or its module raises, or it returns something else.
     """
     module, _, function = name.partition(":")
     if not (module and function):
         raise UsageError(f"{argument} must be a module and a name in it, but it is {name!r}. Pass mymodule:factory.")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
-    with _raising(argument, name):
-        found = getattr(importlib.import_module(module), function)
-
-    def call() -> Any:
-        with _raising(argument, name):
-            return found()
-
-    return call
-
-
-@contextmanager
-def _raising(argument: str, name: str) -> Iterator[None]:
-    """Say of an exception of the block that a function which the user named has raised it."""
     try:
-        yield
+        torch.manual_seed(0)  # for what the module draws when it is imported: every rank imports it by itself
+        factory = getattr(importlib.import_module(module), function)
+        torch.manual_seed(0)  # again, since a module that was imported before draws nothing
+        with torch.device("meta") if on_meta else nullcontext():
+            made = factory()
     except Exception as error:
         raise UsageError(f"{argument} {name} raises {type(error).__name__}: {error}.") from error
+    if isinstance(made, tuple) and len(made) == 2:
+        made = {"model": made[0], "sample": made[1]}
+    if not (isinstance(made, Mapping) and isinstance(made.get("model"), nn.Module) and "sample" in made):
+        raise UsageError(
+            f"{argument} must return a model and a sample input, but {name} returns {type(made).__name__}. Return "
+            "(model, sample), or a dict of them."
+        )
+    if unknown := [key for key in made if key not in ("model", "sample", *FUNCTIONS)]:
+        raise UsageError(
+            f"{argument} must return a dict of model, sample, {', '.join(FUNCTIONS)}, but {name} returns "
+            f"{unknown[0]!r}. Leave it out."
+        )
+    return made
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def test_what_is_no_table_or_profile_is_refused(tmp_path, capsys):
     ("more", "why"),
     [
         ({"gpu": "a100_80gb"}, "gpu must be one of a100-40g, "),
-        ({"gpu": "v100-32g"}, "v100-32g does not compute in bf16"),
+        ({"gpu": "v100-32g"}, "v100-32g: must be asked for one of its dtypes (float16, float32), but it is bfloat16"),
         ({"layers": "few"}, "layers is no whole number above 0: few"),
         ({"layers": 0}, "layers is no whole number above 0: 0"),
         ({"micro_batch": ""}, "micro_batch is missing"),

@@ -9,7 +9,7 @@ from torch import nn
 
 import dshard
 from dshard.cli import main
-from dshard.cli.programs import make
+from dshard.cli.usage import make
 from tests.cli.launch import code_of
 
 
@@ -96,10 +96,10 @@ def factory():
 def test_a_factory_gives_the_same_weights_each_time_whatever_its_module_draws_when_imported(tmp_path, monkeypatch):
     (tmp_path / "draws_at_import.py").write_text(DRAWS_AT_IMPORT)
     monkeypatch.syspath_prepend(str(tmp_path))
-    first, second = (make("draws_at_import:factory")["model"].state_dict() for _ in range(2))
+    first, second = (make("MODULE:FACTORY", "draws_at_import:factory")["model"].state_dict() for _ in range(2))
     monkeypatch.delitem(sys.modules, "draws_at_import")  # as on another rank
     torch.manual_seed(1)
-    third = make("draws_at_import:factory")["model"].state_dict()
+    third = make("MODULE:FACTORY", "draws_at_import:factory")["model"].state_dict()
     for name, value in first.items():
         assert torch.equal(second[name], value), name
         assert torch.equal(third[name], value), name
