@@ -21,7 +21,7 @@ from dshard.errors import DShardError
 from dshard.planner import DEVICES, Device, Misses, Rates
 from dshard.planner.calibration import Run, calibrated, errors_of, misses_of, recomputed, terms_of
 from dshard.planner.devices import find_device
-from dshard.planner.rates import IN_TEN, find_rates
+from dshard.planner.rates import IN_TEN, find_rates, published
 from dshard.planner.traces import Trace
 from dshard.planner.tracing import trace
 from dshard.planning.plan import parts_of
@@ -50,9 +50,7 @@ def add_parsers(commands: Any) -> None:
     """Adds this subcommand to the parser of ``dshard``."""
     parser = add_command(commands, run_calibrate)
     parser.add_argument("runs", metavar="RUNS", type=Path, help="a table of measured runs")
-    parser.add_argument(
-        "--profile", type=Path, metavar="FILE", default=Path("published"), help="to start from (the shipped one)"
-    )
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="to start from (the shipped one)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the profile as JSON")
 
 
@@ -72,8 +70,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     """
     check_output("--out", args.out)
     with named("--profile"):
-        known = find_rates("calibrate", args.profile)
-    assert known is not None
+        known = find_rates("calibrate", args.profile) or published()
     runs = read_runs(args.runs)
     found = calibrated(runs, known, f"{len(runs)} runs of {args.runs.name}")
     print(f"{len(runs)} runs")
