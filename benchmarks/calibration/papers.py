@@ -20,7 +20,7 @@ from benchmarks.calibration.t5 import t5_11b
 from dshard.cli.models import preset
 from dshard.planner import DEVICES, EFFICIENCY, Plan, Training, cluster_of
 from dshard.planning.plan import Profile
-from dshard.testing.verifying.programs import checkpoint_blocks
+from dshard.testing.training import checkpoint_blocks
 
 _PAPER = "Zhao et al., PyTorch FSDP, VLDB 2023, 5.4"
 _BLOG = "PyTorch blog, 14 March 2022"

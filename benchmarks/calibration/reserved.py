@@ -28,7 +28,7 @@ import dshard
 from dshard.cli.models import GPT, GPTConfig
 from dshard.planner import Training, cluster_of
 from dshard.testing import fake_world
-from dshard.testing.verifying.programs import checkpoint_blocks
+from dshard.testing.training import checkpoint_blocks
 
 RANKS, VOCAB, STEPS = 8, 32000, 4
 SIZES = {  # layers, width, heads, samples, tokens, whether blocks are computed again

@@ -25,7 +25,7 @@ from dshard.planner.rates import IN_TEN, find_rates, published
 from dshard.planner.traces import Trace
 from dshard.planner.tracing import trace
 from dshard.planning.plan import parts_of
-from dshard.testing.verifying.programs import checkpoint_blocks
+from dshard.testing.training import checkpoint_blocks
 
 _NEEDED = ("gpu", "n_gpus", "layers", "d_model", "heads", "vocab", "seq", "micro_batch")
 _COUNTS = (*_NEEDED[1:], "grad_accum", "gpus_per_node", "kv_heads", "ffn")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dshard.cli.usage import UsageError, make
-from dshard.testing.verifying.programs import checkpoint_blocks
+from dshard.testing.training import checkpoint_blocks
 
 _SEQUENCE = 512  # of a configuration, unless its model knows fewer positions
 _ROTARY_BASE = 500_000.0

@@ -15,8 +15,8 @@ from dshard.cli.usage import FUNCTIONS, UsageError, add_command, check_output, c
 from dshard.inspection.tracing import export
 from dshard.policies import Strategy
 from dshard.testing import RemoteRankError, World, verify_sharding
-from dshard.testing.verifying.invariants import DEFAULT_SETTINGS
-from dshard.testing.verifying.programs import SETTINGS, Program, Setting, adamw, call
+from dshard.testing.training import SETTINGS, Program, Setting, adamw, call
+from dshard.testing.verifying import DEFAULT_SETTINGS
 
 _FACTORY = "MODULE:FACTORY"
 

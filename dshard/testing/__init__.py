@@ -5,8 +5,8 @@
 """
 
 from dshard.testing.fake import fake_world as fake_world
-from dshard.testing.verifying.invariants import assert_sharding_invariants as assert_sharding_invariants
-from dshard.testing.verifying.invariants import verify_sharding as verify_sharding
+from dshard.testing.verifying import assert_sharding_invariants as assert_sharding_invariants
+from dshard.testing.verifying import verify_sharding as verify_sharding
 from dshard.testing.worlds import RemoteRankError as RemoteRankError
 from dshard.testing.worlds import World as World
 from dshard.testing.worlds import WorldPool as WorldPool

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -147,15 +148,10 @@ def layouts(
         min_dims: Of the shape.
         max_dims: Of the shape.
     """
-
-    def is_wanted(case: LayoutCase) -> bool:
-        return uneven is None or case.is_even != uneven
-
-    def layouts_of(shape: tuple[int, ...]) -> st.SearchStrategy[LayoutCase]:
-        return dims(shape).map(lambda dim: LayoutCase(shape, dim, num_ranks))
-
-    found = shapes(min_dims=max(min_dims, int(bool(uneven))), max_dims=max_dims).flatmap(layouts_of)
-    return draw(found.filter(is_wanted))
+    shape = draw(shapes(min_dims=max(min_dims, int(bool(uneven))), max_dims=max_dims))
+    case = LayoutCase(shape, draw(dims(shape)), num_ranks)
+    assume(uneven is None or case.is_even != uneven)
+    return case
 
 
 def meshes(num_ranks: int) -> st.SearchStrategy[MeshCase]:

@@ -13,7 +13,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -24,7 +23,7 @@ from importlib.machinery import PathFinder
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -87,6 +86,14 @@ class RemoteRankError(AssertionError):
         self.remote_traceback = remote_traceback
 
 
+class _Rank(NamedTuple):
+    """A rank as its parent sees it: its process, the pipe of calls and replies, and that of its threads' stacks."""
+
+    process: BaseProcess
+    pipe: Connection
+    stacks: Connection
+
+
 class World:
     """N ranks in processes of their own, joined by a gloo process group; started at the first call.
 
@@ -110,37 +117,34 @@ class World:
         self.num_ranks: int = arguments.count("World", "num_ranks", num_ranks)
         self.group_timeout_s: float = arguments.above_0("World", "group_timeout_s", group_timeout_s)
         self.grace_s: float = arguments.from_0("World", "grace_s", grace_s)
-        self._processes: list[BaseProcess] = []
-        self._pipes: list[Connection] = []
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._ranks: list[_Rank] = []
         self._store: dist.TCPStore | None = None
 
     @property
     def is_running(self) -> bool:
         """Whether the ranks are up; if not, the next call starts them."""
-        return bool(self._processes)
+        return bool(self._ranks)
 
     def start(self) -> None:
         """Start the ranks, if they are not up, and wait until they have joined the process group."""
-        if self._processes:
+        if self._ranks:
             return
         context = mp.get_context("forkserver")
         modules = [*_PRELOAD, *_own_package(), *(name for name in _OF_TESTS if name in sys.modules)]
         context.set_forkserver_preload(modules)
-        self._scratch = tempfile.TemporaryDirectory(prefix="dshard-world-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.num_ranks):
-            ours, theirs = context.Pipe()
+            (pipe, its_pipe), (stacks, its_stacks) = context.Pipe(), context.Pipe(duplex=False)
             process = context.Process(
                 target=_serve,
-                args=(rank, self.num_ranks, self._store.port, self.group_timeout_s, theirs, self._stack_file(rank)),
+                args=(rank, self.num_ranks, self._store.port, self.group_timeout_s, its_pipe, its_stacks),
                 name=f"dshard-rank-{rank}-of-{self.num_ranks}",
                 daemon=True,
             )
             process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+            its_pipe.close()
+            its_stacks.close()
+            self._ranks.append(_Rank(process, pipe, stacks))
         replies = self._collect(_START_TIMEOUT_S, self.grace_s)
         if any(reply.outcome != "returned" for reply in replies):
             self._fail("start", replies)
@@ -177,16 +181,13 @@ class World:
 
     def close(self) -> None:
         """Kill the ranks at once; a later call starts new ones."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-            process.close()
-        for pipe in self._pipes:
-            pipe.close()
-        if self._scratch is not None:
-            self._scratch.cleanup()
-        self._processes, self._pipes, self._scratch, self._store = [], [], None, None
+        for rank in self._ranks:
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.join()
+            for each in rank:
+                each.close()
+        self._ranks, self._store = [], None
 
     def __enter__(self) -> Self:
         self.start()
@@ -194,10 +195,6 @@ class World:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-    def _stack_file(self, rank: int) -> str:
-        assert self._scratch is not None
-        return str(Path(self._scratch.name, f"rank{rank}.stack"))
 
     def _call(
         self,
@@ -211,8 +208,8 @@ class World:
         request = _pack_call(fn, args, kwargs)
         self.start()
         try:
-            for pipe in self._pipes:
-                pipe.send_bytes(request)
+            for rank in self._ranks:
+                rank.pipe.send_bytes(request)
         except OSError:
             pass  # a rank died since the last call: `_receive` finds it by the end of its pipe
         try:
@@ -223,7 +220,7 @@ class World:
 
     def _collect(self, timeout_s: float, grace_s: float) -> list[_Reply]:
         """Wait for one reply per rank, on all at once, and after the first failure for `grace_s` more."""
-        pending = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        pending = {rank.pipe: number for number, rank in enumerate(self._ranks)}
         deadline = time.monotonic() + timeout_s
         reason = f"did not answer within {timeout_s:g} s"
         replies: list[_Reply] = []
@@ -241,7 +238,7 @@ class World:
         try:
             reply: _Reply = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
-            process = self._processes[rank]
+            process = self._ranks[rank].process
             process.join(10.0)  # the fork server reports the exit code, once it is scheduled itself
             return _Reply(rank, "silent", message=f"died with exit code {process.exitcode}")
         return reply
@@ -249,13 +246,10 @@ class World:
     def _stacks(self, ranks: Sequence[int], reason: str) -> list[_Reply]:
         """Ask ranks that do not answer for the stacks of their threads."""
         for rank in ranks:
-            pid = self._processes[rank].pid
-            if pid is not None and hasattr(signal, "SIGUSR1"):
-                os.kill(pid, signal.SIGUSR1)  # the rank's faulthandler writes its stacks to the file
-        if ranks:
-            time.sleep(0.2)
-        paths = [Path(self._stack_file(rank)) for rank in ranks]
-        texts = [path.read_text() if path.exists() else "" for path in paths]
+            pid = self._ranks[rank].process.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGUSR1)  # the rank's faulthandler writes its stacks to the pipe
+        texts = [_text_of(self._ranks[rank].stacks) for rank in ranks]
         return [_Reply(rank, "silent", message=reason, traceback=text) for rank, text in zip(ranks, texts, strict=True)]
 
     def _fail(self, what: str, replies: Sequence[_Reply]) -> NoReturn:
@@ -369,6 +363,14 @@ def _meet() -> None:
         all_reduce([torch.zeros(1, device="cpu")], group, ReduceOp.SUM, label="end of expect_error").wait()
 
 
+def _text_of(pipe: Connection) -> str:
+    """What comes through a pipe as bare text, until nothing more comes."""
+    text = b""
+    while pipe.poll(0.2) and (chunk := os.read(pipe.fileno(), 1 << 16)):
+        text += chunk
+    return text.decode(errors="replace")
+
+
 def _check_call(who: str, fn: Any, timeout_s: Any) -> None:
     arguments.expect(callable(fn), who, "fn", fn, "a function", "Pass a function of a module.")
     arguments.above_0(who, "timeout_s", timeout_s)
@@ -409,26 +411,24 @@ def _pack_call(fn: Callable[..., object], args: tuple[object, ...], kwargs: dict
 # --- on the rank ---
 
 
-def _serve(rank: int, num_ranks: int, port: int, group_timeout_s: float, pipe: Connection, stack_file: str) -> None:
+def _serve(rank: int, num_ranks: int, port: int, group_timeout_s: float, pipe: Connection, stacks: Connection) -> None:
     """Join the process group, then serve calls until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
     torch.set_num_threads(1)
     gc.freeze()  # a collection over all that was imported takes 0.1 s each time, and copies its pages for each rank
-    with open(stack_file, "w") as stacks:
-        if hasattr(faulthandler, "register"):
-            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        try:
-            store = dist.TCPStore("127.0.0.1", port, is_master=False)
-            timeout = timedelta(seconds=group_timeout_s)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
-            pipe.send_bytes(pickle.dumps(_Reply(rank, "returned")))
-            while True:
-                pipe.send_bytes(_make_call(rank, pipe.recv_bytes()))
-        except (EOFError, OSError):
-            pass  # the parent closed the pipe, or is gone
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        timeout = timedelta(seconds=group_timeout_s)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+        pipe.send_bytes(pickle.dumps(_Reply(rank, "returned")))
+        while True:
+            pipe.send_bytes(_make_call(rank, pipe.recv_bytes()))
+    except (EOFError, OSError):
+        pass  # the parent closed the pipe, or is gone
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _make_call(rank: int, request: bytes) -> bytes:

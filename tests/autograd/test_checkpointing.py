@@ -22,7 +22,7 @@ from dshard.errors import StateError
 from dshard.planner.tracing import trace
 from dshard.policies import Offload
 from dshard.testing import WorldPool
-from dshard.testing.verifying.programs import checkpoint_blocks
+from dshard.testing.training import checkpoint_blocks
 from tests.kit.counted import counted_peak
 from tests.planner.models import parts_of
 from tests.twins import close, full, mean

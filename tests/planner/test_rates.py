@@ -57,7 +57,7 @@ def table_of(rows, path):
 
 def simulated(row, run):
     """The same run as plan and simulate see it: all layers, traced, under one strategy."""
-    from dshard.testing.verifying.programs import checkpoint_blocks
+    from dshard.testing.training import checkpoint_blocks
 
     text = {"mlp": "gelu", "tied": "0", **{name: str(value) for name, value in row.items()}}
     model = model_of(text, int(row["layers"]))

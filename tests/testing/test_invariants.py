@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from dshard.cli import main
 from dshard.testing import assert_sharding_invariants, verify_sharding
-from dshard.testing.verifying.invariants import first_difference, oracle_of
-from dshard.testing.verifying.programs import SETTINGS
-from dshard.testing.verifying.runs import Key, Record
+from dshard.testing.training import SETTINGS, Key, Record
+from dshard.testing.verifying import first_difference, oracle_of
 from tests.meta.source import ROOT
 from tests.models import LanguageModel, ResidualMlp, mlp
 

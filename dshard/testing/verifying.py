@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from dshard.errors import ArgumentError
-from dshard.testing.verifying.programs import SETTINGS, Program, Step, adamw
-from dshard.testing.verifying.runs import Key, Record, Run, train_plain, train_sharded
+from dshard.testing.training import SETTINGS, Key, Program, Record, Run, Step, adamw, train_plain, train_sharded
 from dshard.testing.worlds import RemoteRankError, WorldPool
 
 DEFAULT_SETTINGS = tuple(name for name in SETTINGS if name != "bf16")
@@ -70,23 +69,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """The plain model's record, and the largest error that is allowed of each quantity."""
+    """The plain model's quantities, and the largest error that is allowed of each."""
 
-    record: Record
+    seen: Mapping[Key, Tensor]
     allowed: Mapping[Key, float]
-
-    def expected(self, key: Key, rank: int) -> Tensor | None:
-        """The plain model's value of a quantity of a rank; None where it has none."""
-        return self.record.seen.get(key.with_rank(rank), self.record.seen.get(key.with_rank(-1)))
-
-    def is_right(self, key: Key, rank: int, found: Tensor) -> bool:
-        """Whether a value is as near as is allowed."""
-        expected = self.expected(key, rank)
-        return expected is not None and _error(found, expected) <= self.allowance(key, rank)
-
-    def allowance(self, key: Key, rank: int) -> float:
-        """The largest error of a quantity of a rank."""
-        return self.allowed.get(key.with_rank(rank), self.allowed.get(key.with_rank(-1), 0.0))
 
 
 def oracle_of(base: Record, nudged: Sequence[Record], eps: float | None) -> Oracle:
@@ -110,7 +96,7 @@ def oracle_of(base: Record, nudged: Sequence[Record], eps: float | None) -> Orac
         allowed[key] = max(
             [_SAFETY * each for each in moved] + [_FLOOR * (eps or torch.finfo(value.dtype).eps) * largest]
         )
-    return Oracle(base, allowed)
+    return Oracle(base.seen, allowed)
 
 
 def first_difference(setting: str, records: Sequence[Record], oracle: Oracle) -> Difference | None:
@@ -121,11 +107,11 @@ def first_difference(setting: str, records: Sequence[Record], oracle: Oracle) ->
     order = [[*record.seen, *keys].index(keys[0]) if keys else inf for record, keys in zip(records, wrong, strict=True)]
     rank = order.index(min(order))
     key, record = wrong[rank][0], records[rank]
-    right_ranks = [r for r, keys in enumerate(wrong) if not {key, key.with_rank(r)} & set(keys)]
-    expected, found = oracle.expected(key, rank), record.seen.get(key)
+    right_ranks = [r for r, keys in enumerate(wrong) if not {key, Key(*key[:-1], r)} & set(keys)]
+    expected, found = oracle.seen.get(key), record.seen.get(key)
     shown = "nothing" if expected is None else _shown(expected)
     if expected is not None and found is not None:
-        shown += f"; off by {_error(found, expected):.3g}, allowed {oracle.allowance(key, rank):.3g}"
+        shown += f"; off by {_error(found, expected):.3g}, allowed {oracle.allowed[key]:.3g}"
     return Difference(
         setting,
         len(records),
@@ -142,13 +128,12 @@ def first_difference(setting: str, records: Sequence[Record], oracle: Oracle) ->
 
 
 def _wrong(record: Record, rank: int, oracle: Oracle) -> Iterator[Key]:
-    # A user's step gives the plain model the rows of all ranks at once: its buffers are not those of one rank.
-    of_rank = (*_OUTPUTS, "buffer")
-    for key, found in record.seen.items():
-        if not oracle.is_right(key, rank, found) and not (key.kind in of_rank and oracle.expected(key, rank) is None):
-            yield key
-    for key in oracle.record.seen:
-        if key.kind not in of_rank and not {key, key.with_rank(rank)} & record.seen.keys() and key.rank in (-1, rank):
+    """Quantities of a rank that are not the plain model's, or that one side alone has."""
+    for key in dict.fromkeys([*record.seen, *(key for key in oracle.seen if key.rank in (-1, rank))]):
+        if key in record.seen and key in oracle.seen:
+            if _error(record.seen[key], oracle.seen[key]) > oracle.allowed[key]:
+                yield key
+        elif key.kind not in (*_OUTPUTS, "buffer"):  # which modules that `shard` puts in the place of others have
             yield key
 
 
@@ -184,17 +169,17 @@ def _shown(value: Tensor) -> str:
 
 def _whose(key: Key, records: Sequence[Record], oracle: Oracle) -> str:
     """Name the ranks whose shards alone are wrong; "" where those of all ranks are."""
-    expected = oracle.expected(key, 0)
+    expected = oracle.seen.get(key)
     if expected is None or not all(key in record.shards for record in records):
         return ""
     errors = [_error(each.seen[key][each.shards[key]], expected[each.shards[key]]) for each in records]
-    wrong = [str(rank) for rank, error in enumerate(errors) if error > oracle.allowance(key, rank)]
+    wrong = [str(rank) for rank, error in enumerate(errors) if error > oracle.allowed[key]]
     return f"It is wrong in the shards of rank {', '.join(wrong)} alone. " if 0 < len(wrong) < len(records) else ""
 
 
 def _hint(key: Key, records: Sequence[Record], rank: int, right_ranks: Sequence[int], oracle: Oracle) -> str:
     """Words for the known classes of errors."""
-    if oracle.expected(key, rank) is None or key not in records[rank].seen:
+    if key not in oracle.seen or key not in records[rank].seen:
         return "It is on one side alone: was a module or parameter put in the place of another, untied, or frozen?"
     if key.rank >= 0 and right_ranks:
         agreeing = ", ".join(map(str, right_ranks))
@@ -205,21 +190,19 @@ def _hint(key: Key, records: Sequence[Record], rank: int, right_ranks: Sequence[
             "such as a copy of a weight that is kept (`.data`, `.detach()`, NumPy)."
         )
     if key.kind in ("gradient", "gradient of output"):
-        return _gradient_hint(records[rank], rank, oracle)
-    start = oracle.record.seen.get(Key("initial value", 0, key.name, 0, -1))
+        return _gradient_hint(records[rank], oracle)
+    start = oracle.seen.get(Key("initial value", 0, key.name, 0, -1))
     if key.kind == "parameter" and start is not None and _error(records[rank].seen[key], start) == 0.0:
         return "It has not moved: no optimizer has it, or has another object in its place."
     return _HINTS.get(key.kind, "")
 
 
-def _gradient_hint(record: Record, rank: int, oracle: Oracle) -> str:
+def _gradient_hint(record: Record, oracle: Oracle) -> str:
     """Whether one factor explains all gradients of a rank."""
     pairs = [
         (_real(found).flatten(), _real(expected).flatten())
         for key, found in record.seen.items()
-        if key.kind == "gradient"
-        and (expected := oracle.expected(key, rank)) is not None
-        and expected.shape == found.shape
+        if key.kind == "gradient" and (expected := oracle.seen.get(key)) is not None and expected.shape == found.shape
     ]
     if not pairs:
         return "No gradient arrived."
@@ -352,21 +335,12 @@ def verify_sharding(
         A row for each setting and world.
 
     Raises:
-        ArgumentError: A number is below 1, or there is no such setting.
+        ArgumentError: A number is below 1, there is no such setting, or `oracle_step` is given without `step`.
         RemoteRankError: The plain model cannot be trained.
 
     Communicates:
         Nothing here; on the ranks what training does.
     """
-    program = Program(*(model_factory, sample_input, loss, step, oracle_step, optimizer, shard, steps, dtype))
-    _check(settings, worlds, steps)
-    with ExitStack() as stack:
-        pool = pool if pool is not None else stack.enter_context(WorldPool(group_timeout_s=60.0))
-        verifier = _Verifier(program, pool)
-        return Verification([verifier.row(name, num_ranks) for num_ranks in worlds for name in settings])
-
-
-def _check(settings: Sequence[str], worlds: Sequence[int], steps: int) -> None:
     if unknown := [name for name in settings if name not in SETTINGS]:
         raise ArgumentError(
             f"verify_sharding: settings must be of {', '.join(SETTINGS)}, but {unknown[0]!r} is none. Name others."
@@ -376,6 +350,13 @@ def _check(settings: Sequence[str], worlds: Sequence[int], steps: int) -> None:
             f"verify_sharding: worlds, settings and steps must be one or more, but they are {list(worlds)}, "
             f"{list(settings)} and {steps}. Pass worlds=(1, 2) and steps=3."
         )
+    if oracle_step is not None and step is None:
+        raise ArgumentError("verify_sharding: oracle_step stands for step, but step is None. Pass step, too.")
+    program = Program(*(model_factory, sample_input, loss, step, oracle_step, optimizer, shard, steps, dtype))
+    with ExitStack() as stack:
+        pool = pool if pool is not None else stack.enter_context(WorldPool(group_timeout_s=60.0))
+        verifier = _Verifier(program, pool)
+        return Verification([verifier.row(name, num_ranks) for num_ranks in worlds for name in settings])
 
 
 class _Verifier:
