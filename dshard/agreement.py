@@ -25,8 +25,7 @@ def check_same_structure(tensors: Sequence[tuple[str, Tensor]], group: ShardGrou
         An all-reduce of 16 bytes.
     """
     text = ";".join(f"{name}:{tuple(t.shape)}:{t.dtype}:{t.requires_grad}" for name, t in tensors)
-    crc = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64, device=group.device_type)
-    if not agree(crc, group, "structure check")[0]:
+    if not _are_same([text], group, "structure check")[0]:
         raise DivergenceError(
             "fully_shard: all ranks must pass the same parameters, but names, shapes, dtypes or requires_grad differ "
             f"between ranks (this rank has {len(tensors)} parameters). Build the same model on every rank."
@@ -202,10 +201,10 @@ def _compare(who: str, facts: Mapping[str, Fact], group: ShardGroup) -> None:
     raise DivergenceError(f"{who}: all ranks must {must} the same {name}, but {what} is {values}. {remedy}")
 
 
-def _are_same(texts: Sequence[str], group: ShardGroup) -> list[bool]:
+def _are_same(texts: Sequence[str], group: ShardGroup, label: str = "comparison of what the ranks pass") -> list[bool]:
     """Which of as many texts on each rank are equal on all ranks."""
     crcs = torch.tensor([zlib.crc32(text.encode()) for text in texts], dtype=torch.int64, device=group.device_type)
-    found: list[bool] = agree(crcs, group, "comparison of what the ranks pass").tolist()
+    found: list[bool] = agree(crcs, group, label).tolist()
     return found
 
 

@@ -19,7 +19,6 @@ from dshard.tensor.meshes import distinct_groups, groups_of
 from dshard.tensor.operands import AgreedTensor
 
 _WHO = "clip_grad_norm_"
-_Cut = tuple[list[ShardGroup], list[Tensor]]  # shards, and the groups that they lie on
 
 
 @outside_of_graphs
@@ -142,7 +141,7 @@ def _total_norm(grads: Sequence[Tensor], order: float, told: str) -> Tensor:
     """
     device = grads[0].device
     whole: list[Tensor] = []
-    cut: dict[tuple[int, ...], _Cut] = {}
+    cut: dict[tuple[int, ...], tuple[list[ShardGroup], list[Tensor]]] = {}  # shards, and the groups that they lie on
     for grad in grads:
         if not isinstance(grad, ShardedTensor):
             whole.append(grad.full_tensor() if isinstance(grad, DTensor) else grad)
@@ -152,7 +151,15 @@ def _total_norm(grads: Sequence[Tensor], order: float, told: str) -> Tensor:
             key = tuple(id(group.process_group) for group in groups)
             cut.setdefault(key, (groups, []))[1].append(grad.shard_storage.resolve())
     alike = _Agreement(told)
-    norm = _rounded(whole, list(cut.values()), order, alike, device)
+    parts = [_part(whole, order, device)]
+    for groups, shards in cut.values():
+        op = ReduceOp.MAX if order == float("inf") else ReduceOp.SUM
+        part = _part(shards, order, torch.device(groups[0].device_type))
+        for group in groups:
+            part = alike.all_reduce(part, group, op)
+        parts.append(part.to(device))
+    together = torch.stack(parts)
+    norm = together.amax() if order == float("inf") else together.sum().pow(1.0 / order)  # in fp64
     alike.compare(grads)
     if len(cut) > 1:
         every = {id(group.process_group): group for groups, _ in cut.values() for group in groups}
@@ -161,21 +168,6 @@ def _total_norm(grads: Sequence[Tensor], order: float, told: str) -> Tensor:
     norm = norm.to(torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32)
     mesh = next((grad.device_mesh for grad in grads if isinstance(grad, DTensor)), None)
     return AgreedTensor.of(norm, mesh) if mesh is not None else norm
-
-
-def _rounded(
-    whole: list[Tensor], cut: Sequence[_Cut], order: float, alike: "_Agreement", device: torch.device
-) -> Tensor:
-    """The norm in fp64."""
-    parts = [_part(whole, order, device)]
-    for groups, shards in cut:
-        op = ReduceOp.MAX if order == float("inf") else ReduceOp.SUM
-        part = _part(shards, order, torch.device(groups[0].device_type))
-        for group in groups:
-            part = alike.all_reduce(part, group, op)
-        parts.append(part.to(device))
-    together = torch.stack(parts)
-    return together.amax() if order == float("inf") else together.sum().pow(1.0 / order)
 
 
 class _Agreement:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,68 +71,46 @@ def refuse_meta(who: str, tensors: Sequence[tuple[str, Tensor]]) -> None:
 _UNTOUCHED, _WRITTEN, _WRITTEN_TWICE, _REPLACED = range(4)
 
 
-@dataclass(frozen=True, slots=True)
 class _Draft:
     """One value that is yielded, as it was when it was taken.
 
     Args:
         param: The parameter.
-        name: For messages.
-        storage: The memory of what would take over a write; None for a gradient that is not there.
-        version: Of that.
-        copy: What the user writes to; None where this rank yields none.
-        owner: The value whose `.grad` the copy is, for a gradient.
-        content: Checksum of the copy.
-        is_grad: Whether the value is the parameter's gradient, rather than its own.
+        name: Of the parameter.
+        full: Its full value that this rank yields; None where it yields none.
+        is_grad: Whether this is the draft of the gradient, which is the full value's `.grad`.
     """
 
-    param: ShardedTensor
-    name: str
-    storage: ShardStorage | None
-    version: int
-    copy: Tensor | None
-    owner: Tensor | None
-    content: int
-    is_grad: bool
-
-    @classmethod
-    def of_value(cls, param: ShardedTensor, name: str, copy: Tensor | None) -> "_Draft":
-        """The draft of a parameter's value."""
-        storage = param.shard_storage
-        return cls(param, name, storage, storage.version, copy, None, _content(copy), is_grad=False)
-
-    @classmethod
-    def of_gradient(cls, param: ShardedTensor, name: str, owner: Tensor | None) -> "_Draft":
-        """The draft of a parameter's gradient."""
-        copy, storage = None if owner is None else owner.grad, None
-        if isinstance(param.grad, ShardedTensor):
-            storage = param.grad.shard_storage
-        version = 0 if storage is None else storage.version
-        return cls(param, f"{name}.grad", storage, version, copy, owner, _content(copy), is_grad=True)
-
-    @property
-    def param_name(self) -> str:
-        """Name of the parameter, also for a gradient."""
-        return self.name.removesuffix(".grad") if self.is_grad else self.name
+    def __init__(self, param: ShardedTensor, name: str, full: Tensor | None, *, is_grad: bool = False) -> None:
+        self.param_name, self.name = name, f"{name}.grad" if is_grad else name
+        self._param, self._full, self._is_grad = param, full, is_grad
+        self.copy = self._yielded()
+        self._checksum, self._place = _content(self.copy), self._place_now()
 
     @property
     def target(self) -> ShardedTensor | None:
         """What takes over a write; a gradient may have become another tensor since."""
-        target: Any = self.param.grad if self.is_grad else self.param
+        target: Any = self._param.grad if self._is_grad else self._param
         return target if isinstance(target, ShardedTensor) else None
 
     def state(self) -> tuple[int, int]:
         """What happened to it, and the checksum of the copy as it is now."""
-        if self.owner is not None and self.owner.grad is not self.copy:
+        if self._yielded() is not self.copy:
             return _REPLACED, 0
         content = _content(self.copy)
-        if content == self.content:
+        if content == self._checksum:
             return _UNTOUCHED, content
-        target = self.target
-        has_moved = (
-            target is None or target.shard_storage is not self.storage or target.shard_storage.version != self.version
-        )
+        place = self._place_now()
+        has_moved = place is None or place != self._place
         return _WRITTEN_TWICE if has_moved else _WRITTEN, content
+
+    def _yielded(self) -> Tensor | None:
+        return self._full.grad if self._is_grad and self._full is not None else self._full
+
+    def _place_now(self) -> tuple[ShardStorage, int] | None:
+        """The memory that takes over a write, and its version."""
+        target = self.target
+        return None if target is None else (target.shard_storage, target.shard_storage.version)
 
 
 def _content(copy: Tensor | None) -> int:
@@ -170,17 +147,17 @@ class Drafts:
         with outside_autograd():
             fulls = self._copies()
             drafts = self._drafts(fulls) if self._keeps else []
-        versions = {name: (t, t._version) for name, t in _with_gradients(fulls).items()}
+        if not self._keeps:
+            with _refusing_writes(_with_gradients(fulls)):
+                yield fulls
+            return
         try:
             yield fulls
         except Exception as error:
-            if self._keeps and not isinstance(error, DivergenceError):
+            if not isinstance(error, DivergenceError):
                 with suppress(DShardError), outside_autograd():  # the error that is on its way says more
                     self._agree(drafts, has_failed=True)
             raise
-        if not self._keeps:
-            refuse_writes(versions)
-            return
         with outside_autograd():
             self._take_over(self._agree(drafts, has_failed=False))
 
@@ -210,19 +187,16 @@ class Drafts:
 
     def _copied(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copies of those values that this rank yields."""
-        mine = {name: full for name, full in values.items() if self._yields(self._groups[name])}
+        mine = {n: full for n, full in values.items() if not self._rank0_only or self._groups[n].world_rank == 0}
         return {name: full.to("cpu", copy=True) if self._on_cpu else full.clone() for name, full in mine.items()}
-
-    def _yields(self, group: ShardGroup) -> bool:
-        return group.world_rank == 0 or not self._rank0_only
 
     def _drafts(self, fulls: Mapping[str, Tensor]) -> list[_Draft]:
         """What was taken: of each parameter its value, then its gradient; as many on every rank."""
         drafts = []
         for name, param in self._params.items():
-            drafts.append(_Draft.of_value(param, name, fulls.get(name)))
+            drafts.append(_Draft(param, name, fulls.get(name)))
             if self._with_grads:
-                drafts.append(_Draft.of_gradient(param, name, fulls.get(name)))
+                drafts.append(_Draft(param, name, fulls.get(name), is_grad=True))
         return drafts
 
     def _agree(self, drafts: list[_Draft], *, has_failed: bool) -> list[_Draft]:
@@ -316,10 +290,13 @@ def full_gradient(param: ShardedTensor) -> Tensor | None:
     return full
 
 
-def refuse_writes(yielded: Mapping[str, tuple[Tensor, int]]) -> None:
-    """Raise if one of some values has another version than the one that is given: a write to it is lost."""
-    for name, (value, version) in yielded.items():
-        if value._version != version:
+@contextmanager
+def _refusing_writes(yielded: Mapping[str, Tensor]) -> Iterator[None]:
+    """Raise at the end if one of some values was written to in the block: that write is lost."""
+    versions = {name: value._version for name, value in yielded.items()}
+    yield
+    for name, value in yielded.items():
+        if value._version != versions[name]:
             raise StateError(
                 f"{name}: what gathered() yields must not be written to, but it was; that write is lost. Write to the "
                 "parameter itself, as in module.weight.zero_(), or pass writeback=True."
@@ -424,14 +401,11 @@ def _held(params: dict[str, ShardedTensor], *, with_grads: bool) -> Iterator[dic
             for name, full in fulls.items() if with_grads else ():
                 grad = full_gradient(params[name])
                 full.grad = grad if grad is None else grad.to(full.device)
-        alone = {
-            name for name, p in params.items() if joined_group(p).world_size == 1 and p.offload is None
-        }  # the shard
-        watched = {name: full for name, full in fulls.items() if name not in alone}
-        watched |= {f"{name}.grad": full.grad for name, full in fulls.items() if full.grad is not None}
-        versions = {name: full._version for name, full in watched.items()}
-        yield fulls
-        refuse_writes({name: (full, versions[name]) for name, full in watched.items()})
+        # The full value of a parameter that one rank has alone is the shard: a write to it is kept.
+        alone = {name for name, p in params.items() if joined_group(p).world_size == 1 and p.offload is None}
+        watched = {name: full for name, full in _with_gradients(fulls).items() if name not in alone}
+        with _refusing_writes(watched):
+            yield fulls
     finally:
         for unit in units:
             unit.num_pins -= 1

@@ -321,17 +321,6 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
-    """What holds for parameters whose names match a pattern."""
-
-    pattern: str
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    output_dtype: torch.dtype | None
-    casts_inputs: bool
-
-
-@dataclass(frozen=True, slots=True)
 class PrecisionRules:
     """Which dtypes hold for which parameters: the first pattern that a name matches decides.
 
@@ -341,7 +330,7 @@ class PrecisionRules:
         away: Names of the parameters of which that is so; None for all.
     """
 
-    rules: tuple[_Rule, ...] = ()
+    rules: tuple[tuple[str, MixedPrecisionPolicy], ...] = ()
     offload: Offload | None = None
     away: frozenset[str] | None = None
 
@@ -350,30 +339,29 @@ class PrecisionRules:
         """The rules of `mp_policy=`: a policy, a dtype, or one of each for patterns of names."""
         if mp_policy is None:
             return cls(offload=offload)
-        if not isinstance(mp_policy, Mapping):
-            return cls((_rule("*", mp_policy),), offload)
-        return cls(tuple(_rule(pattern, policy) for pattern, policy in mp_policy.items()), offload)
+        policies = mp_policy if isinstance(mp_policy, Mapping) else {"*": mp_policy}
+        return cls(tuple((pattern, _as_policy(each)) for pattern, each in policies.items()), offload)
 
     def precision_of(self, name: str, dtype: torch.dtype) -> Precision | None:
         """The way of a parameter of this name and dtype; None where it is an ordinary one."""
-        rule, offload = self._rule_for(name), self.offload if self.away is None or name in self.away else None
-        if rule is None or not dtype.is_floating_point:
+        policy, offload = self._policy_for(name), self.offload if self.away is None or name in self.away else None
+        if policy is None or not dtype.is_floating_point:
             return Precision(offload=offload) if offload is not None else None
-        asked = rule.param_dtype, rule.reduce_dtype or rule.param_dtype
-        found = Precision(output=rule.output_dtype, casts_inputs=rule.casts_inputs, offload=offload, asked=asked)
-        return found.for_dtype(dtype)
+        return Precision(
+            output=policy.output_dtype,
+            casts_inputs=policy.cast_forward_inputs,
+            offload=offload,
+            asked=(policy.param_dtype, policy.reduce_dtype or policy.param_dtype),
+        ).for_dtype(dtype)
 
     def precision_of_subclass(self, name: str, dtype: torch.dtype) -> Precision:
         """The precision of a tensor subclass that says itself how it is gathered; its compute dtype is always named."""
-        rule, found = self._rule_for(name), self.precision_of(name, dtype) or Precision()
-        policy = MixedPrecisionPolicy()
-        if rule is not None:
-            policy = MixedPrecisionPolicy(rule.param_dtype, rule.reduce_dtype, rule.output_dtype, rule.casts_inputs)
-        return replace(found, policy=policy).for_dtype(dtype)
+        policy, found = self._policy_for(name), self.precision_of(name, dtype) or Precision()
+        return replace(found, policy=policy or MixedPrecisionPolicy()).for_dtype(dtype)
 
     def names(self, name: str) -> bool:
         """Whether a rule names this parameter by its whole name, rather than by a pattern."""
-        return any(rule.pattern == name for rule in self.rules)
+        return any(pattern == name for pattern, _ in self.rules)
 
     def check_names(self, who: str, names: Iterable[str]) -> None:
         """Raise if a rule's pattern, other than "*", matches the name of no parameter.
@@ -383,24 +371,23 @@ class PrecisionRules:
         Raises:
             StateError: Names the pattern and some parameters. On every rank alike.
         """
-        _check_patterns(who, "mp_policy", [rule.pattern for rule in self.rules], names)
+        _check_patterns(who, "mp_policy", [pattern for pattern, _ in self.rules], names)
 
-    def _rule_for(self, name: str) -> _Rule | None:
-        return next((rule for rule in self.rules if fnmatchcase(name, rule.pattern)), None)
+    def _policy_for(self, name: str) -> MixedPrecisionPolicy | None:
+        return next((policy for pattern, policy in self.rules if fnmatchcase(name, pattern)), None)
 
     @property
-    def of_the_rest(self) -> _Rule | None:
-        """The rule that holds for what no other pattern names, if there is one."""
-        return next((rule for rule in self.rules if rule.pattern == "*"), None)
+    def of_the_rest(self) -> MixedPrecisionPolicy | None:
+        """The policy of what no other pattern names, if there is one."""
+        return dict(self.rules).get("*")
 
 
-def _rule(pattern: str, policy: Any) -> _Rule:
+def _as_policy(policy: Any) -> MixedPrecisionPolicy:
+    """A policy of torch's FSDP2, from any object with its fields, or from a dtype to compute in."""
     if policy is None or isinstance(policy, torch.dtype):
-        rule = _Rule(pattern, policy, None, None, casts_inputs=True)
-    else:
-        casts = getattr(policy, "cast_forward_inputs", True)
-        rule = _Rule(pattern, policy.param_dtype, policy.reduce_dtype, policy.output_dtype, casts_inputs=casts)
-    return rule
+        return MixedPrecisionPolicy(policy)
+    casts = getattr(policy, "cast_forward_inputs", True)
+    return MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, policy.output_dtype, casts)
 
 
 def read_reshard(who: str, value: Any, *, or_none: bool = False) -> Any:

@@ -30,7 +30,7 @@ from dshard.collectives import (
     tag_of,
     with_comms,
 )
-from dshard.errors import StateError, UnsupportedOpError
+from dshard.errors import UnsupportedOpError
 from dshard.gradients.backward import Backward
 from dshard.gradients.reducer import Reducer
 from dshard.gradients.reduction import label_with_divisor, reduce_steps
@@ -625,62 +625,43 @@ def _more_than_plain(weight: Tensor, dim: int | None, offload: Offload | None) -
     return None if dim == 0 else "whole on every rank" if dim is None else f"cut along dim {dim}"
 
 
-def slice_weight(modules: Sequence[nn.Module], weight: ShardedTensor, num_slices: int) -> Unit:
-    """Gather and use the weight of a layer in slices from now on, between two steps.
-
-    It leaves the unit that it was in and becomes one of its own; its value, gradient and optimizer state stay what they
-    are.
-
-    Args:
-        modules: The roots below which it is looked for.
-        weight: A parameter of theirs, sharded.
-        num_slices: At least 1; a shard of fewer rows is cut into its rows.
-
-    Returns:
-        Its unit, whose `num_slices` may be changed later.
-
-    Raises:
-        UnsupportedOpError: As `check_sliced`.
-        StateError: It belongs to no model that `fully_shard` made. On every rank alike.
-
-    Communicates:
-        Nothing, unless gradients of its unit have not been reduced yet.
-    """
-    holders = check_sliced(modules, weight.name, weight, dim=weight.shard_layout.dim)
-    old = weight.gather_source
-    if not isinstance(old, Unit):
-        raise StateError(f"{weight.name}: only a parameter of a sharded model can be sliced. Call fully_shard first.")
-    is_apart = old.params == [weight] and old.modules == holders
-    unit = old if is_apart else _unit_of_its_own(modules, old, weight, holders)
-    for module in holders:
-        module.__dict__["forward"] = SlicedForward(module)
-    unit.change(num_slices=num_slices)
-    unit.set_reshard_after_forward(True)
-    return unit
-
-
 def set_slices(modules: Sequence[nn.Module], wanted: Mapping[ShardedTensor, int]) -> None:
     """Have parameters gathered in as many slices each, 1 for whole, between two steps; the rest stays as it is.
 
+    A weight that is sliced leaves the unit that it was in and becomes one of its own, whose `num_slices` may be changed
+    later; its value, gradient and optimizer state stay what they are.
+
     Args:
         modules: The roots below which the layers are looked for.
-        wanted: Parameters of theirs. Those of fewer than two dims, norms and biases, are gathered whole.
+        wanted: Parameters of theirs, sharded. Those of fewer than two dims, norms and biases, are gathered whole; a
+            shard of fewer rows than slices is cut into its rows.
 
     Raises:
         UnsupportedOpError: As `check_sliced`, ahead of any change.
 
     Communicates:
-        As `slice_weight`.
+        Nothing, unless gradients of their units have not been reduced yet.
     """
-    sliced = {param: num_slices for param, num_slices in wanted.items() if is_sliced(param, num_slices)}
-    for param in sliced:
-        check_sliced(modules, param.name, param, dim=param.shard_layout.dim)
-    for param in wanted:
+    holders = {
+        param: check_sliced(modules, param.name, param, dim=param.shard_layout.dim)
+        for param, num_slices in wanted.items()
+        if is_sliced(param, num_slices)
+    }
+    for param, num_slices in wanted.items():
         unit = param.gather_source
-        if param in sliced:
-            slice_weight(modules, param, sliced[param])
+        if param in holders:
+            assert isinstance(unit, Unit)
+            if unit.params != [param] or unit.modules != holders[param]:
+                unit = _unit_of_its_own(modules, unit, param, holders[param])
+            for module in holders[param]:
+                module.__dict__["forward"] = SlicedForward(module)
+            unit.change(num_slices=num_slices)
+            unit.set_reshard_after_forward(True)
         elif isinstance(unit, Unit) and unit.settings.num_slices > 1:
-            gather_whole(unit)
+            unit.change(num_slices=1)
+            for module in unit.modules:
+                if isinstance(module.__dict__.get("forward"), SlicedForward):
+                    del module.__dict__["forward"]
 
 
 def is_sliced(param: Tensor, num_slices: int) -> bool:
@@ -707,11 +688,3 @@ def _unit_of_its_own(modules: Sequence[nn.Module], old: Unit, weight: ShardedTen
         if old in owner.__dict__["_dshard_units"] or old in owner.__dict__.get("_dshard_formed", ()):
             owner.__dict__.setdefault("_dshard_formed", []).append(unit)
     return unit
-
-
-def gather_whole(unit: Unit) -> None:
-    """Gather the weight of a unit that was sliced at once from now on, between two steps. Communicates nothing."""
-    unit.change(num_slices=1)
-    for module in unit.modules:
-        if isinstance(module.__dict__.get("forward"), SlicedForward):
-            del module.__dict__["forward"]

@@ -145,12 +145,12 @@ def cast_at(modules: Sequence[nn.Module], rules: PrecisionRules, watch: Callable
     """
     rest = rules.of_the_rest
     if rest is not None:
-        casts = Casts(rest.param_dtype if rest.casts_inputs else None, rest.output_dtype)
+        casts = Casts(rest.param_dtype if rest.cast_forward_inputs else None, rest.output_dtype)
         for module in modules if casts != Casts(None, None) else ():
             module.__dict__[_ATTRIBUTE] = casts
     for module in modules if rules.rules else ():
         _check_statistics_of(module)
-    if any(rule is not rest for rule in rules.rules):
+    if any(pattern != "*" for pattern, _ in rules.rules):
         for module in modules:
             _cast_parts(module, rest.param_dtype if rest is not None else None, watch)
 

@@ -26,7 +26,7 @@ import dshard
 from benchmarks.memory import gathered_peak
 from dshard.collectives import Buffer, BufferPool, memory
 from dshard.collectives.host.arena import Arena
-from dshard.slices import slice_weight
+from dshard.slices import set_slices
 from dshard.testing import WorldPool, expect_error
 from tests.collectives.test_native_backends import native
 from tests.parity.test_memory import Allocations
@@ -70,7 +70,8 @@ def run_layer(case: Case) -> list[Tensor | None]:
     """Result, and gradients of the input and parameters, of a layer whose weight is sliced."""
     with native() if case.is_native else nullcontext():
         layer = dshard.fully_shard(case.layer())
-    assert slice_weight([layer], layer.weight, case.num_slices) is layer.weight.gather_source
+    set_slices([layer], {layer.weight: case.num_slices})
+    assert layer.weight.gather_source.settings.num_slices == case.num_slices
     x = case.given_to(dist.get_rank())
     out = layer(x)
     with torch.no_grad():
@@ -363,7 +364,7 @@ def peaks(kind: str, num_slices: int) -> tuple[int, int, int]:
         layer, x = nn.Embedding(VOCAB, WIDTH), torch.arange(TOKENS)
     dshard.fully_shard(layer)
     if num_slices > 1:
-        slice_weight([layer], layer.weight, num_slices)
+        set_slices([layer], {layer.weight: num_slices})
     with gathered_peak() as counted:
         with counting(layer.weight.to_local()) as forward:
             out = layer(x)
@@ -429,7 +430,7 @@ class Under(TorchDispatchMode):
 
 def started() -> list[tuple[int, int]]:
     layer: Any = dshard.fully_shard(nn.Linear(4, 12, bias=False))
-    slice_weight([layer], layer.weight, 3)
+    set_slices([layer], {layer.weight: 3})
     x = torch.ones(2, 4, requires_grad=True)
     with dshard.CommTrace() as trace, Under(trace) as under:
         layer(x).sum().backward()
@@ -478,7 +479,7 @@ def test_the_first_slice_of_the_next_layer_is_gathered_ahead_and_again_after_a_w
 
 def last_gradient_is_pending() -> list[bool]:
     layer: Any = dshard.fully_shard(nn.Linear(4, 12, bias=False))
-    slice_weight([layer], layer.weight, 3)
+    set_slices([layer], {layer.weight: 3})
     layer(torch.ones(2, 4)).sum().backward()
     pending = layer.weight.grad.shard_storage.is_pending
     return [pending, bool(layer.weight.grad.full_tensor().eq(2).all()), layer.weight.grad.shard_storage.is_pending]
@@ -715,7 +716,7 @@ def sliced_with_gradients_on_their_way(drops: bool) -> list[Tensor]:
             if drops:
                 model.zero_grad()
             if is_sliced:
-                slice_weight([model], model.head.weight, 3)
+                set_slices([model], {model.head.weight: 3})
         model_loss(model, 1, dist.get_rank()).backward()
         found.append(torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]))
     return found
@@ -756,7 +757,7 @@ def test_a_compiled_model_computes_its_slices_between_graphs(worlds: WorldPool):
 def on_one_rank() -> None:
     layer: Any = dshard.fully_shard(nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(2)]))
     for part in layer:
-        slice_weight([layer], part.weight, 2)
+        set_slices([layer], {part.weight: 2})
     layer[dist.get_rank()](torch.ones(2, 4))
 
 
