@@ -31,7 +31,7 @@ from dshard.planner import (
     step_time,
 )
 from dshard.planner.chain import Chain
-from dshard.planner.smallest import smallest_peak
+from dshard.planner.search import smallest_peak
 from dshard.planning.plan import Profile
 from dshard.policies import Strategy
 

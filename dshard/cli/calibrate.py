@@ -21,7 +21,7 @@ from dshard.cli.usage import UsageError, check_output
 if TYPE_CHECKING:
     from dshard.planner import Misses, Rates
     from dshard.planner.calibration import Run
-    from dshard.planner.traces import Trace
+    from dshard.planner.tracing import Trace
 
 _DESCRIPTION = """\
 Fits the constants of predicted times to measured runs, and writes a profile for dshard plan and simulate --profile.

@@ -315,8 +315,7 @@ def run_simulate(args: argparse.Namespace) -> int:
 def _table(found: dict[tuple[int, str], Plan], limit_bytes: int, memory_of: str) -> str:
     """One row per simulated step; it fits where the bytes that `memory_of` names are within the limit."""
     from dshard.planner.rates import IN_TEN
-    from dshard.planner.tables import aligned
-    from dshard.planner.texts import bytes_text
+    from dshard.planner.texts import aligned, bytes_text
 
     known = any(plan.step_interval_s for plan in found.values())
     head = ("exposed", "TFLOP/s per rank", "samples/s", "peak", "fits")

@@ -22,7 +22,7 @@ from dshard.planner.rates import (
     variance_of,
     with_families,
 )
-from dshard.planner.traces import Trace
+from dshard.planner.tracing import Trace
 
 Floats = npt.NDArray[np.float64]
 

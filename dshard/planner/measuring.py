@@ -19,7 +19,7 @@ from dshard.errors import PlanError
 from dshard.planner.profiles import UnitTimes
 from dshard.planner.steps import run_step, swapped, tensors
 from dshard.planner.texts import bytes_text, seconds_text
-from dshard.planner.traces import Part
+from dshard.planner.tracing import Part
 
 _MIN_S, _MAX_STEPS = 1.5, 100
 _NUM_TOGETHER = 12  # steps that all ranks take

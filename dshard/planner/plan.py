@@ -10,16 +10,25 @@ from typing import Any
 
 from dshard import arguments
 from dshard.errors import PlanError
-from dshard.planner.costs import CHECKPOINTING, Cluster, ModelCosts
+from dshard.planner.costs import CHECKPOINTING, Cluster, ModelCosts, scaled
 from dshard.planner.files import of_record, read_text, to_record, write_text
 from dshard.planner.measuring import Comparison, Measured
 from dshard.planner.memory import MemoryForecast, PeakParts, forecast, parts_of_peak, peak_bytes
 from dshard.planner.options import check_costs
 from dshard.planner.profiles import home_bytes
 from dshard.planner.rates import Interval, interval_text
-from dshard.planner.smallest import few_rows_text
 from dshard.planner.solver import MEASURED, Certificate, Solution, solve, within_limit
-from dshard.planner.tables import Choice, choice_table, home_text, mix_text, named, peak_text, ranks_text, unit_table
+from dshard.planner.tables import (
+    Choice,
+    choice_table,
+    few_rows_text,
+    home_text,
+    mix_text,
+    named,
+    peak_text,
+    ranks_text,
+    unit_table,
+)
 from dshard.planner.texts import bytes_text, number_text, parse_bytes, seconds_text
 from dshard.planner.timeline import Timeline, bound_text, simulate, step_time, terms_of
 from dshard.policies import Strategy, read_per_unit
@@ -314,9 +323,9 @@ class Plan:
         factor = measured.step_s / step_time(self.model, self.strategies, self.cluster)
         more = max(0, (measured.peak_bytes or 0) - self.peak_bytes)
         model = replace(
-            self.model.scaled(factor), buffer_bytes=self.model.buffer_bytes + more, source="replanned, measured"
+            scaled(self.model, factor), buffer_bytes=self.model.buffer_bytes + more, source="replanned, measured"
         )
-        cluster = self.cluster.scaled(factor)
+        cluster = scaled(self.cluster, factor)
         limit = limit or self.certificate.limit_bytes
         margin = min(MEASURED, self.certificate.margin)
 

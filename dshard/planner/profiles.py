@@ -14,10 +14,10 @@ from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, ModelCosts, ParamCosts, UnitCosts, Work
 from dshard.planner.devices import Device
 from dshard.planner.flops import Op
+from dshard.planner.options import sharing
 from dshard.planner.rates import Rates, cluster_of, family_of, kind_of
-from dshard.planner.sizes import sharing
 from dshard.planner.steps import is_cut, pieces_of, shape_of
-from dshard.planner.traces import Trace
+from dshard.planner.tracing import Trace
 from dshard.policies import Strategy
 
 

@@ -1,4 +1,4 @@
-"""The fastest choice under a memory limit, and a proof that no other is faster.
+"""The fastest choice under a memory limit, and a proof that no other is faster; and the one with the smallest peak.
 
 Memory rows are put into the objective with a price per byte (Lagrange). What is left is a shortest path through the
 chain: its length bounds every choice that fits from below, whatever the prices. The best prices come from a small
@@ -6,14 +6,14 @@ linear program over the paths so far. They close most options; an exact search a
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from dshard.planner.chain import Chain, Floats
 from dshard.planner.memory import Ints
-from dshard.planner.progress import SILENT, Progress
+from dshard.planner.texts import SILENT, Progress
 
 _BETTER = 1e-12  # relative: a choice that is better by less is no better
 _NARROW = 100  # labels per unit of the first search, which looks for a good choice
@@ -21,6 +21,7 @@ _CLOSE = 5e-4  # a relative gap that a wide search of a long chain would rarely 
 _MOST_IN_ROWS = 6000  # labels per unit where several rows tell them apart, for each is compared with each
 _EARLY, _EARLY_LABELS = 8, 4000  # so many units may have more labels: what they do decides which row is the highest
 _MAX_ROWS = 12  # that the relaxation looks for itself
+_MOST_BETWEEN = 20_000  # labels of all units and searches that look for the smallest peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,6 @@ def fastest(chain: Chain, limit_bytes: int, start: Ints, max_labels: int, progre
             proven = max(proven, min(least, found.dropped_bound))
             if found.chosen is not None:
                 best.repair(found.chosen)
-                best.improve()
                 violated = relaxation.violated(chain.rows.values(found.chosen))
             is_long = max_labels < 10 * _NARROW * chain.num_units
             if violated or not np.isfinite(found.dropped_bound):
@@ -134,21 +134,6 @@ class Best:
             if not changed:
                 return
             chosen[changed] = options[changed]
-
-    def improve(self) -> None:
-        """Give one unit after the other a faster option, as long as what results fits."""
-        is_better = self.chosen is not None
-        while is_better:
-            assert self.chosen is not None
-            start, cost, losses = self.chosen, self.cost, self.losses(self.chosen)
-            for place in np.argsort(losses, axis=None, kind="stable")[:64].tolist():
-                unit, option = divmod(place, losses.shape[1])
-                if losses[unit, option] >= -_BETTER * cost:
-                    break
-                changed = start.copy()
-                changed[unit] = option
-                self.offer(changed)
-            is_better = self.cost < cost
 
     def losses(self, chosen: Ints) -> Floats:
         """Seconds that a step gets longer if one unit takes another option; shape (units, S)."""
@@ -222,7 +207,6 @@ class Relaxation:
         shares, *_ = self._mixed(range(len(self.rows)))
         for k in np.flatnonzero(shares[1:]).tolist():
             self._best.repair(self._known[k][0])
-        self._best.improve()
 
     def isolate(self) -> None:
         """Find the best price of each row alone, where there are several."""
@@ -504,3 +488,112 @@ def _pareto(values: Floats) -> npt.NDArray[np.bool_]:
             beats &= rival[:, None] <= own
         kept[start : start + size] = ~beats.any(axis=0)
     return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Smallest:
+    """The choice with the smallest peak that was found.
+
+    Args:
+        chosen: The option of each unit.
+        peak_bytes: Its peak.
+        least_bytes: No choice has a smaller one.
+    """
+
+    chosen: Ints
+    peak_bytes: int
+    least_bytes: int
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is the smallest there is."""
+        return self.peak_bytes == self.least_bytes
+
+
+def smallest_peak(chain: Chain, *, enough_bytes: int = 0, is_exact: bool = False) -> Smallest:
+    """Find a choice whose peak is as small as possible, and a bound on all of them.
+
+    Args:
+        chain: Of the model.
+        enough_bytes: A peak that is no larger need not be made smaller.
+        is_exact: Whether to search between the bounds, where they differ.
+    """
+    floor = chain.rows.least(chain.is_open)
+    terms = np.where(chain.is_open, chain.rows.terms(int(floor.argmax())), np.iinfo(np.int64).max)
+    chosen = terms.argmin(axis=1)
+    best = Smallest(chosen, chain.peak_bytes(chosen), int(floor.max()))
+    if best.is_exact or best.peak_bytes <= enough_bytes:
+        return best
+    best = _leveled(chain, best, enough_bytes)
+    return _between(chain, best) if is_exact and not best.is_exact else best
+
+
+def _leveled(chain: Chain, best: Smallest, enough_bytes: int) -> Smallest:
+    """Change one unit after the other so that the highest rows, which join as they turn up, become lower together.
+
+    A row counts by an exponential of its bytes. It starts flat, so that all high rows count, and becomes steeper,
+    until it is nearly their maximum. Whatever each row counts, the choice with the least weighted bytes is a bound.
+    """
+    chosen, rows = best.chosen.copy(), list[int]()
+    terms, scale = np.zeros((chain.num_units, chain.num_options, 0)), 0.05 * best.peak_bytes
+    closed = np.where(chain.is_open, 0.0, np.inf)
+    for _ in range(60):
+        values = chain.rows.values(chosen)
+        if values.max() < best.peak_bytes:
+            best = replace(best, chosen=chosen.copy(), peak_bytes=int(values.max()))
+        if best.is_exact or best.peak_bytes <= enough_bytes:
+            break
+        row, is_new = int(values.argmax()), int(values.argmax()) not in rows
+        if is_new:
+            rows.append(row)
+            terms = np.concatenate([terms, chain.rows.terms(row)[:, :, None].astype(np.float64)], axis=2)
+        loads, is_same = values[rows].astype(np.float64), not is_new
+        for unit in range(chain.num_units):
+            others = loads - terms[unit, chosen[unit]]
+            option = int((_worth(others + terms[unit], scale) + closed[unit]).argmin())
+            if option != chosen[unit]:
+                loads, is_same = others + terms[unit, option], False
+                chosen[unit] = option
+        weights = np.exp((loads - loads.max()) / scale)
+        weights /= weights.sum()
+        cheapest = (terms @ weights + closed).min(axis=1).sum() + chain.rows.constant[rows] @ weights
+        best = replace(best, least_bytes=max(best.least_bytes, int(np.ceil(cheapest * (1 - 1e-12)))))
+        if is_same:
+            if scale <= 1e-4 * best.peak_bytes:
+                break
+            scale *= 0.7
+    return best
+
+
+def _worth(loads: Floats, scale: float) -> Floats:
+    """The logarithm of what rows of so many bytes count together; shape (options)."""
+    most = loads.max(axis=1)
+    found: Floats = most + scale * np.log(np.exp((loads - most[:, None]) / scale).sum(axis=1))
+    return found
+
+
+def _between(chain: Chain, best: Smallest) -> Smallest:
+    """Halve what lies between the bounds: does any choice fit into the middle?"""
+    free = replace(chain, costs=np.where(np.isfinite(chain.costs), 0.0, np.inf))
+    rows, num_labels = list[int](), 0
+    while not best.is_exact and num_labels < _MOST_BETWEEN:
+        limit_bytes = (best.least_bytes + best.peak_bytes) // 2
+        relaxation = Relaxation(free, limit_bytes, Best(free, limit_bytes))
+        for row in rows:
+            relaxation.add(row)
+        while num_labels < _MOST_BETWEEN:
+            found = search(relaxation, np.inf, max(10, _MOST_BETWEEN // chain.num_units))
+            num_labels += found.num_labels + 1
+            if found.chosen is None:
+                if np.isfinite(found.dropped_bound):
+                    return best
+                best = replace(best, least_bytes=limit_bytes + 1)
+                break
+            values = chain.rows.values(found.chosen)
+            if values.max() < best.peak_bytes:
+                best = replace(best, chosen=found.chosen, peak_bytes=int(values.max()))
+            if values.max() <= limit_bytes:
+                break
+            rows.append(int(values.argmax()))
+            relaxation.add(rows[-1])
+    return best

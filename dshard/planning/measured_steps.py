@@ -15,9 +15,9 @@ from dshard.collectives import ReduceOp, ShardGroup, all_reduce
 from dshard.errors import PlanError
 from dshard.planner.measuring import measure, optimizer_seconds_per_byte
 from dshard.planner.profiles import Overhead, UnitTimes
-from dshard.planner.progress import Progress
 from dshard.planner.steps import resized
-from dshard.planner.traces import Part
+from dshard.planner.texts import Progress
+from dshard.planner.tracing import Part
 from dshard.planning import recomputing
 from dshard.planning.recomputing import Kinds
 from dshard.runtime.module import FSDPModule

@@ -19,7 +19,6 @@ from dshard.planner.memory import peak_bytes
 from dshard.planner.options import CLUSTER_WAY
 from dshard.planner.plan import Plan
 from dshard.planner.profiles import Training, UnitTimes, check_offload, costs_of, with_offload
-from dshard.planner.progress import SILENT, Progress, Stretch, Throttled
 from dshard.planner.rates import Rates, check_profile, find_rates
 from dshard.planner.solver import (
     DATASHEET,
@@ -33,9 +32,8 @@ from dshard.planner.solver import (
     within_limit,
 )
 from dshard.planner.steps import resized, tensors
-from dshard.planner.texts import parse_bytes
-from dshard.planner.traces import Part, Trace
-from dshard.planner.tracing import trace
+from dshard.planner.texts import SILENT, Progress, Stretch, Throttled, parse_bytes
+from dshard.planner.tracing import Part, Trace, trace
 from dshard.planning import recomputing
 from dshard.planning.measured_steps import MeasuredSteps
 from dshard.planning.meshes import PlannedMesh, check_tensor_parallel, mesh_cut_over, num_cut_over, strategies_for
