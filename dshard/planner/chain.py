@@ -16,6 +16,7 @@ from dshard.policies import Strategy
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
+Options = npt.NDArray[np.void]  # see `table_of`
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,9 @@ class Chain:
         rows = MemoryRows.of_table(model, table)
         is_open = _worth_having(table, rows, again=again)[kinds]
         numbers = np.flatnonzero(is_open.any(axis=0))
-        times = _Times(table[:, numbers], kinds)
-        before, after = times.classes(("gather_backward_s",)), times.classes(_SENT if again else _SENT[:2])
-        costs = times.costs(before, after, model.num_backwards, overlaps=cluster.overlaps)
+        times = table[:, numbers][kinds]
+        before, after = _classes(times, ("gather_backward_s",)), _classes(times, _SENT if again else _SENT[:2])
+        costs = _costs(times, before, after, model.num_backwards, overlaps=cluster.overlaps)
         costs += np.where(is_open[:, numbers], 0.0, np.inf)[:, None, :, None]
         return cls(costs, rows.of_units(kinds, numbers), is_open[:, numbers], numbers, before, after)
 
@@ -165,11 +166,11 @@ def _content(unit: UnitCosts) -> tuple[object, ...]:
     return _UNIT(unit), *map(_PARAM, unit.params), *map(_content, unit.alternatives)
 
 
-def _worth_having(table: Floats, rows: MemoryRows, *, again: bool) -> Bools:
+def _worth_having(table: Options, rows: MemoryRows, *, again: bool) -> Bools:
     """For each option of each unit, whether no other option is at least as good in every row and every time."""
     names = [name for name in Option._fields if name.endswith("_s")]
     names = [name for name in names if again or name not in ("gather_again_s", "reduce_early_s")]
-    times = table[:, :, [Option._fields.index(name) for name in names]].transpose(2, 1, 0)
+    times = [table[name].T for name in names]
     parts = rows.phases.reshape(-1, *rows.phases.shape[2:]).transpose(0, 2, 1).astype(np.float64)
     unlike = {each.tobytes(): each for each in (*parts, *times)}  # many are the same
     terms = np.array(list(unlike.values()))  # (rows and times, options, units)
@@ -185,52 +186,33 @@ def _worth_having(table: Floats, rows: MemoryRows, *, again: bool) -> Bools:
 _SENT = ("gather_s", "reduce_s", "gather_again_s", "reduce_early_s")  # the latter two by all but one micro-batch
 
 
-class _Times:
-    """Seconds of options.
+def _classes(times: Options, names: Sequence[str]) -> Ints:
+    """Number the options so that two with the same values of some fields in every unit share a number."""
+    values = np.concatenate([times[name] for name in names])
+    return np.unique(values, axis=1, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
-    Args:
-        table: Options of units that differ, as `table_of` gives them.
-        kinds: For each unit of the model, which of these it is.
-    """
 
-    def __init__(self, table: Floats, kinds: Sequence[int]) -> None:
-        self._table, self._kinds = table, kinds
-
-    def of(self, name: str) -> Floats:
-        """One field of all options; shape (units, S)."""
-        found: Floats = self._table[:, :, Option._fields.index(name)][self._kinds]
-        return found
-
-    def classes(self, names: Sequence[str]) -> Ints:
-        """Number the options so that two with the same values of some fields in every unit share a number."""
-        values = np.concatenate([self.of(name) for name in names])
-        return np.unique(values, axis=1, return_inverse=True)[1].reshape(-1).astype(np.int64)
-
-    def costs(self, before: Ints, after: Ints, num_backwards: int, *, overlaps: bool) -> Floats:
-        """Seconds of each unit for each triple of a class, an option and a class; see `timeline.step_time`."""
-        num, again = len(self._kinds), num_backwards - 1
-        together: Any = np.maximum if overlaps else np.add
-        forward, forward_comm = self.of("forward_s")[:, None, :, None], self.of("forward_comm_s")[:, None, :, None]
-        backward, backward_comm = self.of("backward_s")[:, None, :, None], self.of("backward_comm_s")[:, None, :, None]
-        gather_backward = self.of("gather_backward_s")
-        ahead = _shifted(gather_backward[:-1, _firsts(before)], first=True)[:, :, None, None]
-        behind = _firsts(after)
-
-        costs = np.zeros((num, int(before.max()) + 1, len(before), int(after.max()) + 1))
-        for gather, reduce, weight in (
-            (self.of("gather_s"), self.of("reduce_s"), 1),
-            (self.of("gather_again_s"), self.of("reduce_early_s"), again),
-        ):
-            if not weight:
-                continue
-            next_gather, next_reduce = (
-                _shifted(each[1:, behind], first=False)[:, None, None, :] for each in (gather, reduce)
-            )
-            costs += weight * together(forward, forward_comm + next_gather)
-            costs += weight * together(backward, next_reduce + backward_comm + ahead)
-            costs[0] += weight * (gather[0] + reduce[0])[None, :, None]
-        costs[-1] += num_backwards * gather_backward[-1][None, :, None]
-        return costs + self.of("optimizer_s")[:, None, :, None]
+def _costs(times: Options, before: Ints, after: Ints, num_backwards: int, *, overlaps: bool) -> Floats:
+    """Seconds of each unit for each triple of a class, an option and a class; see `timeline.step_time`."""
+    together: Any = np.maximum if overlaps else np.add
+    names = ("forward_s", "forward_comm_s", "backward_s", "backward_comm_s")
+    forward, forward_comm, backward, backward_comm = (times[name][:, None, :, None] for name in names)
+    gather_backward = times["gather_backward_s"]
+    ahead = _shifted(gather_backward[:-1, _firsts(before)], first=True)[:, :, None, None]
+    behind = _firsts(after)
+    costs = np.zeros((len(times), int(before.max()) + 1, len(before), int(after.max()) + 1))
+    kinds = (("gather_s", "reduce_s", 1), ("gather_again_s", "reduce_early_s", num_backwards - 1))
+    for gather, reduce, weight in (
+        (times[gather], times[reduce], weight) for gather, reduce, weight in kinds if weight
+    ):
+        next_gather, next_reduce = (
+            _shifted(each[1:, behind], first=False)[:, None, None, :] for each in (gather, reduce)
+        )
+        costs += weight * together(forward, forward_comm + next_gather)
+        costs += weight * together(backward, next_reduce + backward_comm + ahead)
+        costs[0] += weight * (gather[0] + reduce[0])[None, :, None]
+    costs[-1] += num_backwards * gather_backward[-1][None, :, None]
+    return costs + times["optimizer_s"][:, None, :, None]
 
 
 def _firsts(classes: Ints) -> Ints:

@@ -74,11 +74,11 @@ class MemoryRows:
         return cls.of_table(model, table_of(options))
 
     @classmethod
-    def of_table(cls, model: ModelCosts, table: npt.NDArray[np.float64]) -> "MemoryRows":
-        """The same of their fields: see `table_of`."""
+    def of_table(cls, model: ModelCosts, table: npt.NDArray[np.void]) -> "MemoryRows":
+        """The same of a table: see `table_of`."""
 
         def field(name: str) -> Ints:
-            return table[:, :, Option._fields.index(name)].astype(np.int64)
+            return table[name].astype(np.int64)
 
         held, late = field("held_bytes"), field("grad_bytes")
         if model.num_backwards > 1:  # those of earlier micro-batches are there from the start

@@ -85,9 +85,9 @@ def only(**given: int) -> Option:
     return Option(**(dict.fromkeys(Option._fields, 0) | given))
 
 
-def table_of(options: Sequence[Sequence[Option]]) -> npt.NDArray[np.float64]:
-    """All fields of the options of some units, each of as many; shape (units, options, fields)."""
-    return np.array(options, dtype=np.float64)
+def table_of(options: Sequence[Sequence[Option]]) -> npt.NDArray[np.void]:
+    """The options of some units, each of as many, as an array with fields of their names; shape (units, options)."""
+    return np.array(options, dtype=[(name, np.float64) for name in Option._fields])
 
 
 def check_costs(who: str, model: ModelCosts, cluster: Cluster) -> None:

@@ -151,14 +151,6 @@ class Plan:
         return self.cluster.memory_bytes if self.certificate is None else self.certificate.limit_bytes
 
     @property
-    def _left_bytes(self) -> int:
-        return 0 if self.certificate is None else self.certificate.left_bytes
-
-    @property
-    def _memory_of(self) -> str:
-        return "live" if self.certificate is None else self.certificate.memory_of
-
-    @property
     def checkpointing(self) -> tuple[str, ...]:
         """Which activations each unit computes again, by name (none, selective or full)."""
         return tuple(unit.checkpointing for unit in self.model.units)
@@ -194,7 +186,7 @@ class Plan:
 
     def explain(self) -> str:
         """Tables: each unit, or run of units that are alike; the totals; and the plan beside every single strategy."""
-        cluster, model = self.cluster, self.model
+        cluster, model, proof, limit = self.cluster, self.model, self.certificate, self._limit_bytes
         rates = f"{number_text(self.samples_per_s)} samples/s"
         rates += f"; {number_text(self.tokens_per_s)} tokens/s" if self.tokens_per_s is not None else ""
         rates += f"; {number_text(self.tflops)} TFLOP/s per rank" if self.flops else ""
@@ -204,10 +196,11 @@ class Plan:
             for kind in model.kinds
             for strategy in known
         }
-        if self.certificate is not None:
-            fastest = model.under(self.certificate.fastest_kinds), self.certificate.fastest
+        if proof is not None:
+            fastest = model.under(proof.fastest_kinds), proof.fastest
             if fastest not in ((model, self.strategies), *others.values()):
                 others[f"fastest: {mix_text(*fastest)}"] = fastest
+        left, memory_of = (0, "live") if proof is None else (proof.left_bytes, proof.memory_of)
         lines = [
             *unit_table(model.units, self.strategies),
             "",
@@ -215,18 +208,17 @@ class Plan:
             f"step: {self._step_text}, of which {seconds_text(self.exposed_s)} waits for communication",
             *bound_text(self.time_by_term),
             f"rate: {rates}",
-            f"peak: {bytes_text(self.peak_bytes)}"
-            + (f" of {bytes_text(self._limit_bytes)}" if self._limit_bytes else ""),
+            f"peak: {bytes_text(self.peak_bytes)}" + (f" of {bytes_text(limit)}" if limit else ""),
             *peak_text(self.memory_at_peak, model.units),
             *home_text(model.units, self.home_bytes, cluster),
             *few_rows_text(model.units, self.strategies, cluster.num_ranks, self.peak_bytes),
-            *([] if cluster.keeps_received_rows else self.memory_seen.lines(self._limit_bytes, self._memory_of)),
+            *([] if cluster.keeps_received_rows else self.memory_seen.lines(limit, memory_of)),
             "",
-            *choice_table((model, self.strategies), cluster, others, self._limit_bytes - self._left_bytes),
+            *choice_table((model, self.strategies), cluster, others, limit - left),
             "",
         ]
-        if self.certificate is not None:
-            lines.append(f"certificate: {self.certificate}")
+        if proof is not None:
+            lines.append(f"certificate: {proof}")
         return "\n".join([*lines, f"costs: {model.source}", f"links: {cluster.source}"])
 
     def plot(self, path: str | Path) -> None:

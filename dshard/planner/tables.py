@@ -11,11 +11,11 @@ import numpy as np
 from dshard.errors import PlanError
 from dshard.planner.chain import Chain
 from dshard.planner.costs import Cluster, ModelCosts, ParamCosts, UnitCosts, UnitKind
-from dshard.planner.memory import PeakParts, peak_bytes
-from dshard.planner.options import options_of, sharing
+from dshard.planner.memory import PeakParts
+from dshard.planner.options import sharing
 from dshard.planner.search import smallest_peak
 from dshard.planner.texts import aligned, bytes_text, number_text, seconds_text, wrapped
-from dshard.planner.timeline import step_time
+from dshard.planner.timeline import simulate
 from dshard.policies import Strategy
 
 Choice = tuple[ModelCosts, Sequence[Strategy]]
@@ -79,12 +79,8 @@ class _Outcome:
     @classmethod
     def of(cls, choice: Choice, cluster: Cluster) -> "_Outcome":
         """The row of one choice."""
-        model, strategies = choice
-        options = options_of(model, strategies, cluster)
-        compute_s = model.num_backwards * sum(o.forward_s + o.backward_s for o in options)
-        step_s = step_time(model, strategies, cluster)
-        waits_s = step_s - compute_s - sum(o.optimizer_s for o in options)
-        return cls(step_s, max(0.0, waits_s), peak_bytes(model, strategies, cluster))
+        found = simulate(*choice, cluster)
+        return cls(found.step_s, max(0.0, found.exposed_s), found.peak_bytes)
 
 
 def ranks_text(cluster: Cluster) -> str:

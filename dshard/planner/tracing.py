@@ -5,7 +5,6 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, groupby
@@ -20,25 +19,10 @@ from torch.utils._pytree import tree_map_only
 
 from dshard.errors import ArgumentError, DShardError, StateError
 from dshard.planner.flops import Op, cost_of, grouped_like
-from dshard.planner.steps import is_cut, pieces_of, run_step, swapped, tensors
+from dshard.planner.steps import Part, following, is_cut, parts_by_module, pieces_of, run_step, swapped, tensors
 from dshard.planner.texts import SILENT, Progress
 
 _ASKS, _CALLS = "torch.distributed.tensor._sharding_prop", "torch.nn.modules.module"
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Modules that are gathered together: a unit of the plan to be.
-
-    Args:
-        label: Name of it.
-        modules: In whose forward it is in use; those of several parts may hold one another.
-        params: Full names of its parameters.
-    """
-
-    label: str
-    modules: tuple[nn.Module, ...]
-    params: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +150,7 @@ def trace(
     with FakeTensorMode(allow_non_fake_inputs=True), swapped(model, fake) as fakes:
         recorder.watch({name: fakes[id(value)] for name, value in state.items()})
         sample = tree_map_only(Tensor, fake, sample_input)
-        with recorder.hooks(), recorder:
+        with following(recorder.part_of, recorder.enter, recorder.leave), recorder:
             try:
                 run_step(model, sample, loss_of, recorder.begin_backward)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -304,8 +288,9 @@ class _Recorder(TorchDispatchMode):
         self._refs: list[Any] = []
         self._known: dict[int, int | None] = {}  # storages of parameters and buffers, and the part of each
         self._used_in_backward: set[int] = set()  # parts of whose parameters backward used some
-        self._part_of = {module: i for i, part in enumerate(parts) for module in part.modules}
-        self._first_part_of_root = self._part_of.pop(model, None) if len(parts) > 1 else None
+        self.part_of = parts_by_module(model, parts)
+        of_root = [i for i, part in enumerate(parts) if model in part.modules and len(parts) > 1]
+        self._part_of_root = of_root[-1] if of_root else None
         self._part_of_param = {name: i for i, part in enumerate(parts) for name in part.params}
         self._part_of_variable: dict[int, int] = {}
         self._part_of_storage: dict[int, int] = {}  # of parameters that the root itself holds
@@ -321,7 +306,7 @@ class _Recorder(TorchDispatchMode):
             part = self._part_of_param.get(name)
             for piece in pieces_of(value):
                 self._known[id(piece.untyped_storage())] = part
-                if part is not None and part == self._first_part_of_root:
+                if part is not None and part == self._part_of_root:
                     self._part_of_storage[id(piece.untyped_storage())] = part
             if part is not None and value.requires_grad:
                 self._part_of_variable[id(value)] = part
@@ -333,29 +318,16 @@ class _Recorder(TorchDispatchMode):
             if life is not None:
                 life.is_gradient = True
 
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Follow which module runs."""
-        handles = []
-        for module in self._part_of:
-            handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def enter(self, part: int) -> None:
+        """The forward of a part's module begins."""
+        self._stack.append(part)
+        self._note_change(part)
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        if torch._C._current_autograd_node() is None:  # blocks that run again in backward belong to their node
-            self._stack.append(self._part_of[module])
+    def leave(self, *_: Any) -> None:
+        """The forward of such a module ends."""
+        self._last = self._stack.pop()
+        if self._stack:
             self._note_change(self._stack[-1])
-
-    def _leave(self, *_: Any) -> None:
-        if torch._C._current_autograd_node() is None:
-            self._last = self._stack.pop()
-            if self._stack:
-                self._note_change(self._stack[-1])
 
     def _note_change(self, part: int) -> None:
         self._touched.setdefault(part)

@@ -23,6 +23,7 @@ from dshard.errors import PlanError
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.planner import Cluster, Link, Links
 from dshard.planner.files import read_text, write_text
+from dshard.planner.measuring import synchronize, timed_s
 from dshard.tensor.meshes import default_mesh, group_of, mesh_within
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "in_place")
@@ -382,10 +383,7 @@ def _alone_s(run: Callable[[_Work], None], everyone: ShardGroup, num_rounds: int
     times = []
     for _ in range(num_rounds + 1):
         _start_together(everyone)
-        start = time.perf_counter()
-        run(_nothing)
-        _synchronize(everyone)
-        times.append(time.perf_counter() - start)
+        times.append(timed_s(partial(run, _nothing), everyone.device))
     return statistics.median(times[1:])
 
 
@@ -422,10 +420,4 @@ def _start_together(everyone: ShardGroup) -> None:
         An all-reduce of a number.
     """
     collectives.all_reduce([torch.zeros(1, device=everyone.device)], everyone, ReduceOp.MAX, label="links").wait()
-    _synchronize(everyone)
-
-
-def _synchronize(group: ShardGroup) -> None:
-    """Wait for what this rank's device has still to do."""
-    if group.device_type == "cuda":
-        torch.cuda.synchronize(group.device)
+    synchronize(everyone.device)

@@ -9,7 +9,8 @@ from torch.profiler import profile
 from dshard.errors import ArgumentError, StateError
 from dshard.planner.devices import DEVICES
 from dshard.planner.measuring import measure
-from dshard.planner.tracing import Part, trace
+from dshard.planner.steps import Part
+from dshard.planner.tracing import trace
 from tests.planner.models import CASES, CONFIG, gpt, parts_of
 
 LOSS_BYTES = 4
