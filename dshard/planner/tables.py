@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from dshard.errors import PlanError
-from dshard.planner.chain import Chain
 from dshard.planner.costs import Cluster, ModelCosts, ParamCosts, UnitCosts, UnitKind
 from dshard.planner.memory import PeakParts
 from dshard.planner.options import sharing
-from dshard.planner.search import smallest_peak
+from dshard.planner.search import Chain, smallest_peak
 from dshard.planner.texts import aligned, bytes_text, number_text, seconds_text, wrapped
 from dshard.planner.timeline import simulate
 from dshard.policies import Strategy

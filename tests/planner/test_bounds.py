@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dshard.planner.chain import Chain
-from dshard.planner.search import Best, mix
+from dshard.planner.search import Best, Chain, mix
 from dshard.policies import Strategy
 from tests.planner.cases import STRATEGIES, clusters, models, units_with_alternatives
 
