@@ -412,18 +412,16 @@ class Cluster:
 
     def all_gather_s(self, full_bytes: float, within: int) -> float:
         """All-gather of a tensor of `full_bytes` among `within` neighbouring ranks, in all such groups at a time."""
-        links, sharing = self._among_shards(within)
-        return links.all_gather.time_s(full_bytes, within, num_sharing=sharing)
+        return self._among_shards(within).all_gather.time_s(full_bytes, within)
 
     def in_place_s(self, full_bytes: float, within: int) -> float:
         """All-gather of what neighbouring ranks that share memory have once; without that, as any."""
-        in_place = self._among_shards(within)[0].in_place
+        in_place = self._among_shards(within).in_place
         return self.all_gather_s(full_bytes, within) if in_place is None else in_place.time_s(full_bytes, within)
 
     def reduce_scatter_s(self, full_bytes: float, within: int) -> float:
         """Reduce-scatter of a tensor of `full_bytes` among `within` neighbouring ranks."""
-        links, sharing = self._among_shards(within)
-        return links.reduce_scatter.time_s(full_bytes, within, num_sharing=sharing)
+        return self._among_shards(within).reduce_scatter.time_s(full_bytes, within)
 
     def all_reduce_s(self, full_bytes: float, within: int = 1) -> float:
         """All-reduce of `full_bytes` over the replicas of a shard: every `within`-th rank."""
@@ -436,18 +434,15 @@ class Cluster:
 
     def shares_memory(self, within: int) -> bool:
         """Whether `within` neighbouring ranks, of which there are several, read one another's memory."""
-        return within > 1 and self._among_shards(within)[0].in_place is not None
+        return within > 1 and self._among_shards(within).in_place is not None
 
     def replicas_share_memory(self, within: int) -> bool:
         """The same of ranks that hold one shard of `within`."""
         return within < self.num_ranks and self._among_replicas(within)[0].in_place is not None
 
-    def _among_shards(self, within: int) -> tuple[Links, int]:
-        if within in self.shards:
-            return self.shards[within], 1
-        if self.is_inside(within) or self.across is None:
-            return self.inside, 1
-        return self.across, 1
+    def _among_shards(self, within: int) -> Links:
+        across = None if self.is_inside(within) else self.across
+        return self.shards.get(within) or across or self.inside
 
     def _among_replicas(self, within: int) -> tuple[Links, int]:
         if within in self.replicas:

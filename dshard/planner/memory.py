@@ -41,7 +41,7 @@ def peak_bytes(model: ModelCosts, strategies: Sequence[Strategy | str], cluster:
 def moments(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster) -> list[Moment]:
     """All moments of a step, in order of time."""
     strategies = read_step("moments", model, strategies, cluster)
-    rows = MemoryRows.of(model, [[option] for option in options_of(model, strategies, cluster)])
+    rows = MemoryRows.of(model, table_of([[option] for option in options_of(model, strategies, cluster)]))
     values = rows.values(np.zeros(len(model.units), dtype=np.int64))
     return [Moment(*rows.name(row), int(values[row])) for row in rows.in_time()]
 
@@ -69,13 +69,8 @@ class MemoryRows:
     phases: Ints
 
     @classmethod
-    def of(cls, model: ModelCosts, options: Sequence[Sequence[Option]]) -> "MemoryRows":
-        """Rows for units of which each has some options, all of them as many."""
-        return cls.of_table(model, table_of(options))
-
-    @classmethod
-    def of_table(cls, model: ModelCosts, table: npt.NDArray[np.void]) -> "MemoryRows":
-        """The same of a table: see `table_of`."""
+    def of(cls, model: ModelCosts, table: npt.NDArray[np.void]) -> "MemoryRows":
+        """Rows for units of which each has some options: see `table_of`."""
 
         def field(name: str) -> Ints:
             return table[name].astype(np.int64)
@@ -181,11 +176,11 @@ class PeakParts:
 def parts_of_peak(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster) -> PeakParts:
     """The peak of a step, by what its bytes are; of several moments with as many the first phase's."""
     options, zeros = options_of(model, strategies, cluster), np.zeros(len(model.units), dtype=np.int64)
-    rows = MemoryRows.of(model, [[option] for option in options])
+    rows = MemoryRows.of(model, table_of([[option] for option in options]))
     row = int(rows.values(zeros).argmax())
 
     def at_peak(parts: Sequence[Option]) -> int:
-        return int(MemoryRows.of(model, [[part] for part in parts]).values(zeros)[row])
+        return int(MemoryRows.of(model, table_of([[part] for part in parts])).values(zeros)[row])
 
     bare = options_of(_changed(model, _no_activations), strategies, cluster)
     stateless = options_of(_changed(model, _no_activations, _no_states), strategies, cluster)

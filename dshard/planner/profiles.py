@@ -120,7 +120,8 @@ def costs_of(
         times = [UnitTimes(forward.total_s, backward.total_s) for forward, backward in works]
         reached = device.memory_bytes_per_s * device.efficiency.memory
         optimizer_s_per_byte = 1 / reached if rates is None else rates.seconds_per_byte(device)
-    units, params, names = [], _params_of(model, training, dims), _names_of(model)
+    units, params = [], _params_of(model, training, dims)
+    names = {module: name for name, module in model.named_modules()}
     for i, memory in zip(trace.order, _memory_of(trace), strict=True):
         own = [params[name] for name in trace.parts[i].params]
         num_trained = sum(1 for p in own if p.grad_itemsize)
@@ -241,10 +242,6 @@ def _memory_of(trace: Trace) -> list[_Memory]:
         found.append(_Memory(level - before, more, again, max(late_bytes, before) - level))
         before = level
     return found
-
-
-def _names_of(model: nn.Module) -> dict[nn.Module, str]:
-    return {module: name for name, module in model.named_modules()}
 
 
 def _params_of(model: nn.Module, training: Training, dims: Mapping[str, int]) -> dict[str, ParamCosts]:

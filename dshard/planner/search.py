@@ -76,7 +76,7 @@ class Chain:
             kinds.append(known[key])
         again = model.num_backwards > 1
         table = table_of(distinct)
-        rows = MemoryRows.of_table(model, table)
+        rows = MemoryRows.of(model, table)
         is_open = _worth_having(table, rows, again=again)[kinds]
         numbers = np.flatnonzero(is_open.any(axis=0))
         times = table[:, numbers][kinds]

@@ -4,7 +4,7 @@ import bisect
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, groupby
@@ -145,7 +145,7 @@ def trace(
     if not any(p.requires_grad for p in model.parameters()):
         raise StateError("plan: the model must have parameters to train, but it has none. Pass a model that has.")
     recorder = _Recorder(model, parts, progress)
-    state = dict(_state_of(model))
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
     fake = partial(_fake, dtype=dtype)
     with FakeTensorMode(allow_non_fake_inputs=True), swapped(model, fake) as fakes:
         recorder.watch({name: fakes[id(value)] for name, value in state.items()})
@@ -171,11 +171,6 @@ def trace(
         pieces = (piece for each in tensors(sample) for piece in pieces_of(each))
         inputs = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in pieces}
     return recorder.trace(sum(inputs.values()))
-
-
-def _state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _fake(value: Tensor, dtype: torch.dtype | None) -> Tensor:
