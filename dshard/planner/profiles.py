@@ -91,6 +91,8 @@ def costs_of(
     rates: Rates | None = None,
     tensor_parallel: int = 1,
     dims: Mapping[str, int] = MappingProxyType({}),
+    kinds: Sequence[str] = (),
+    source: str = "measured",
 ) -> ModelCosts:
     """Costs of a model's step, units in the order in which forward uses them.
 
@@ -109,6 +111,8 @@ def costs_of(
         rates: Which parts of the device's figures are reached; None for those of its efficiency.
         tensor_parallel: Ranks over which layers of the model, and so of the trace, are cut.
         dims: Along which parameters are sharded, by name: dim 0 where it says nothing.
+        kinds: Activation checkpointing of each part; without it, none.
+        source: Of times that are given.
 
     Raises:
         PlanError: Neither a device nor times are given.
@@ -138,8 +142,9 @@ def costs_of(
             optimizer_start_s=overhead.optimizer_s * num_trained,
             slice_overhead_s=device.efficiency.kernel_s if device is not None else 2e-5,
             is_used_in_backward=i not in trace.unused_in_backward,
-            source="measured" if device is None else f"traced, {device.name}",
+            source=source if device is None else f"traced, {device.name}",
             modules=tuple(names[module] for module in trace.parts[i].modules),
+            checkpointing=kinds[i] if kinds else "none",
             work=tuple(replace(half, copies_s=took_s) for half, took_s in zip(works[i], copies, strict=True))
             if works
             else (),

@@ -274,33 +274,28 @@ class Profile:
         """Costs of a step that was traced under one kind of activation checkpointing for each part."""
         if self._device is not None:
             return self._costs_of(batch, traced, kinds, device=self._device, rates=self._rates)
-        steps = self._steps
-        times = steps.times(batch, kinds)
-        per_byte, overhead = steps.optimizer_s_per_byte, steps.overhead
-        found = self._costs_of(batch, traced, kinds, times=times, optimizer_s_per_byte=per_byte, overhead=overhead)
-        source = steps.source(batch, kinds)
-        return replace(found, units=tuple(replace(unit, source=source) for unit in found.units), source=source)
+        return self._costs_of(
+            batch,
+            traced,
+            kinds,
+            times=self._steps.times(batch, kinds),
+            optimizer_s_per_byte=self._steps.optimizer_s_per_byte,
+            overhead=self._steps.overhead,
+            source=self._steps.source(batch, kinds),
+        )
 
     def _costs_of(self, batch: int, traced: Trace, kinds: Kinds, **seconds_of: Any) -> ModelCosts:
-        """Costs of a traced step.
-
-        Args:
-            batch: Samples on each rank.
-            traced: The step.
-            kinds: The activation checkpointing of each part.
-            seconds_of: Arguments of `costs_of` that give seconds: a device and rates, or measured times.
-        """
-        found = costs_of(
+        """Costs of a traced step; what gives seconds, a device and rates or measured times, is as for `costs_of`."""
+        return costs_of(
             traced,
             self._model,
             training=self._training,
             batch_size=batch,
             tensor_parallel=self._num_cut,
             dims=self._dims,
+            kinds=kinds,
             **seconds_of,
         )
-        kind_of = {part.label: kind for part, kind in zip(self._parts, kinds, strict=True)}
-        return replace(found, units=tuple(replace(unit, checkpointing=kind_of[unit.name]) for unit in found.units))
 
     @cached_property
     def _steps(self) -> MeasuredSteps:
