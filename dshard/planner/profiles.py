@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dshard import arguments
 from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, ModelCosts, ParamCosts, UnitCosts, Work
-from dshard.planner.devices import Device
+from dshard.planner.devices import Device, bounds_s
 from dshard.planner.flops import Op
 from dshard.planner.options import sharing
 from dshard.planner.rates import Rates, cluster_of, family_of, kind_of
@@ -298,7 +298,7 @@ def work_of(
             found["cut"] += 0.0 if cut is None else _sent_s(op, cut)
         elif rates is None:
             found["starts"] += device.efficiency.kernel_s
-            arithmetic_s, traffic_s = device.bounds_s(op)
+            arithmetic_s, traffic_s = bounds_s(device, op)
             found[kind if arithmetic_s > traffic_s else "other"] += max(arithmetic_s, traffic_s)
         else:
             if kind != "other":
