@@ -30,8 +30,7 @@ from dshard.planner import (
     solve_batch,
     step_time,
 )
-from dshard.planner.chain import Chain
-from dshard.planner.smallest import smallest_peak
+from dshard.planner.search import Chain, smallest_peak
 from dshard.planning.plan import Profile
 from dshard.policies import Strategy
 

@@ -22,8 +22,7 @@ from dshard.planner import DEVICES, Device, Misses, Rates
 from dshard.planner.calibration import Run, calibrated, errors_of, misses_of, recomputed, terms_of
 from dshard.planner.devices import find_device
 from dshard.planner.rates import IN_TEN, find_rates, published
-from dshard.planner.traces import Trace
-from dshard.planner.tracing import trace
+from dshard.planner.tracing import Trace, trace
 from dshard.planning.plan import parts_of
 from dshard.testing.training import checkpoint_blocks
 

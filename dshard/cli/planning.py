@@ -22,8 +22,7 @@ from dshard.cli.usage import PICTURES, UsageError, add_command, check_output, co
 from dshard.planner import Cluster, Device, Plan, Rates, Training, cluster_of
 from dshard.planner.devices import find_device
 from dshard.planner.rates import IN_TEN, find_rates
-from dshard.planner.tables import aligned
-from dshard.planner.texts import bytes_text, parse_bytes
+from dshard.planner.texts import aligned, bytes_text, parse_bytes
 from dshard.planning.plan import Profile
 from dshard.planning.recomputing import ANY
 from dshard.policies import Strategy

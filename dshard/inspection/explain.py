@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_iter
 
 from dshard import arguments
 from dshard.errors import StateError
-from dshard.planner.tables import aligned
-from dshard.planner.texts import bytes_text
+from dshard.planner.texts import aligned, bytes_text
 from dshard.runtime.module import FSDPModule
 from dshard.runtime.runtime import context_of, runtime_of
 from dshard.setup.planned import PlanReport

@@ -18,11 +18,12 @@ from dshard.planner.rates import (
     around_one,
     kind_of,
     of_family,
+    rate_between_hosts,
     ring_hop_s,
     variance_of,
     with_families,
 )
-from dshard.planner.traces import Trace
+from dshard.planner.tracing import Trace
 
 Floats = npt.NDArray[np.float64]
 
@@ -171,11 +172,10 @@ def _compute_s(run: Run, terms: Terms, values: Mapping[str, float]) -> Floats:
 def collectives_s(run: Run, values: Mapping[str, float]) -> tuple[Floats, Floats]:
     """Gathers and reductions of each unit."""
     within, near = run.within, run.device.within_host
-    inside = near.bytes_per_s * values["inside"]
-    contended = run.network * values["between"] * (run.num_hosts / 2) ** -values["contention"]
-    rate, hop_s = inside, near.latency_s * values["hops"]
+    far = rate_between_hosts(values, run.network, near.bytes_per_s, run.num_hosts)
+    rate, hop_s = near.bytes_per_s * values["inside"], near.latency_s * values["hops"]
     if within > run.ranks_per_host:
-        rate, hop_s = min(contended, inside), ring_hop_s(values, run.device, run.ranks_per_host)
+        rate, hop_s = far, ring_hop_s(values, run.device, run.ranks_per_host)
 
     def of(num_bytes: Floats) -> Floats:
         wire = num_bytes * (within - 1) / within
@@ -186,7 +186,7 @@ def collectives_s(run: Run, values: Mapping[str, float]) -> tuple[Floats, Floats
     if replicas > 1:
         wire = 2 * run.grad_bytes / within * (replicas - 1) / replicas * min(within, run.ranks_per_host)
         start_s = START_S + 2 * values["hops"] * run.device.between_hosts.latency_s * log2(run.num_hosts)
-        reduce_s = reduce_s + np.where(run.grad_bytes > 0, start_s + wire / min(contended, inside), 0.0)
+        reduce_s = reduce_s + np.where(run.grad_bytes > 0, start_s + wire / far, 0.0)
     return of(run.gather_bytes), reduce_s
 
 

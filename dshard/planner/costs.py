@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from dshard import arguments
 from dshard.errors import ArgumentError, PlanError
 
 CHECKPOINTING = ("none", "selective", "full")  # activation checkpointing, by what is computed again
+_T = TypeVar("_T")
 COUNTER_BYTES = 4  # of steps, which an optimizer with states keeps per parameter
 
 
@@ -285,16 +286,6 @@ class ModelCosts:
         each = (kinds,) * len(self.units) if isinstance(kinds, UnitKind) else kinds
         return replace(self, units=tuple(unit.under(kind) for unit, kind in zip(self.units, each, strict=True)))
 
-    def scaled(self, factor: float) -> "ModelCosts":
-        """The model, of which all that units take is so many times as long."""
-        names = ("forward_s", "backward_s", "optimizer_s", "optimizer_start_s", "slice_overhead_s", "home_s_per_byte")
-
-        def scaled(unit: UnitCosts) -> UnitCosts:
-            times = {name: getattr(unit, name) * factor for name in names}
-            return replace(unit, alternatives=tuple(map(scaled, unit.alternatives)), **times)
-
-        return replace(self, units=tuple(map(scaled, self.units)))
-
     @cached_property
     def kinds(self) -> tuple[UnitKind, ...]:
         """All kinds of activation checkpointing that some unit may have, in each place where one may be kept."""
@@ -339,11 +330,6 @@ class Link:
         wire_bytes = num_rounds * full_bytes * (num_ranks - 1) / num_ranks * num_sharing
         return self.alpha_s + self.alpha_per_rank_s * (num_ranks - 2) + wire_bytes * self.seconds_per_byte
 
-    def scaled(self, factor: float) -> "Link":
-        """The link, over which all takes so many times as long."""
-        names = ("alpha_s", "seconds_per_byte", "alpha_per_rank_s")
-        return replace(self, **{name: getattr(self, name) * factor for name in names})
-
 
 @dataclass(frozen=True, slots=True)
 class Links:
@@ -370,12 +356,6 @@ class Links:
     def of(cls, link: Link, *, in_place: Link | None = None) -> "Links":
         """The same figures for all three; an all-reduce sends twice the bytes."""
         return cls(link, link, link, in_place)
-
-    def scaled(self, factor: float) -> "Links":
-        """The links, over which all takes so many times as long."""
-        in_place = None if self.in_place is None else self.in_place.scaled(factor)
-        gather, reduction = self.all_gather.scaled(factor), self.reduce_scatter.scaled(factor)
-        return Links(gather, reduction, self.all_reduce.scaled(factor), in_place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,18 +412,16 @@ class Cluster:
 
     def all_gather_s(self, full_bytes: float, within: int) -> float:
         """All-gather of a tensor of `full_bytes` among `within` neighbouring ranks, in all such groups at a time."""
-        links, sharing = self._among_shards(within)
-        return links.all_gather.time_s(full_bytes, within, num_sharing=sharing)
+        return self._among_shards(within).all_gather.time_s(full_bytes, within)
 
     def in_place_s(self, full_bytes: float, within: int) -> float:
         """All-gather of what neighbouring ranks that share memory have once; without that, as any."""
-        in_place = self._among_shards(within)[0].in_place
+        in_place = self._among_shards(within).in_place
         return self.all_gather_s(full_bytes, within) if in_place is None else in_place.time_s(full_bytes, within)
 
     def reduce_scatter_s(self, full_bytes: float, within: int) -> float:
         """Reduce-scatter of a tensor of `full_bytes` among `within` neighbouring ranks."""
-        links, sharing = self._among_shards(within)
-        return links.reduce_scatter.time_s(full_bytes, within, num_sharing=sharing)
+        return self._among_shards(within).reduce_scatter.time_s(full_bytes, within)
 
     def all_reduce_s(self, full_bytes: float, within: int = 1) -> float:
         """All-reduce of `full_bytes` over the replicas of a shard: every `within`-th rank."""
@@ -456,28 +434,15 @@ class Cluster:
 
     def shares_memory(self, within: int) -> bool:
         """Whether `within` neighbouring ranks, of which there are several, read one another's memory."""
-        return within > 1 and self._among_shards(within)[0].in_place is not None
+        return within > 1 and self._among_shards(within).in_place is not None
 
     def replicas_share_memory(self, within: int) -> bool:
         """The same of ranks that hold one shard of `within`."""
         return within < self.num_ranks and self._among_replicas(within)[0].in_place is not None
 
-    def scaled(self, factor: float) -> "Cluster":
-        """The cluster, of which all collectives take so many times as long."""
-        return replace(
-            self,
-            inside=self.inside.scaled(factor),
-            across=None if self.across is None else self.across.scaled(factor),
-            shards={within: links.scaled(factor) for within, links in self.shards.items()},
-            replicas={within: links.scaled(factor) for within, links in self.replicas.items()},
-        )
-
-    def _among_shards(self, within: int) -> tuple[Links, int]:
-        if within in self.shards:
-            return self.shards[within], 1
-        if self.is_inside(within) or self.across is None:
-            return self.inside, 1
-        return self.across, 1
+    def _among_shards(self, within: int) -> Links:
+        across = None if self.is_inside(within) else self.across
+        return self.shards.get(within) or across or self.inside
 
     def _among_replicas(self, within: int) -> tuple[Links, int]:
         if within in self.replicas:
@@ -485,6 +450,20 @@ class Cluster:
         if self.num_ranks <= self.ranks_per_host or self.across is None:
             return self.inside, 1
         return self.across, min(within, self.ranks_per_host)
+
+
+def scaled(costs: _T, factor: float) -> _T:
+    """Costs, and all that they hold, of which everything takes so many times as long."""
+    found: Any = costs
+    if is_dataclass(found) and not isinstance(found, type):
+        values = {each.name: getattr(found, each.name) for each in fields(found)}
+        takes = [name for name in values if name.endswith(("_s", "per_byte"))]
+        found = replace(found, **scaled(values, factor) | {name: values[name] * factor for name in takes})
+    elif isinstance(found, Mapping):
+        found = {key: scaled(value, factor) for key, value in found.items()}
+    elif isinstance(found, tuple):
+        found = tuple(scaled(value, factor) for value in found)
+    return cast(_T, found)
 
 
 def ceil_div(value: int, divisor: int) -> int:

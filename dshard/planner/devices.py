@@ -127,12 +127,14 @@ class Device:
 
     def seconds(self, ops: Iterable[Op]) -> float:
         """Time of some operations one after another: each is bound by its arithmetic or by its memory traffic."""
-        return sum(map(self._seconds_of, ops))
+        return sum(max(bounds_s(self, op)) + self.efficiency.kernel_s for op in ops)
 
-    def _seconds_of(self, op: Op) -> float:
-        reached = self.efficiency
-        moving = op.num_bytes / (self.memory_bytes_per_s * reached.memory)
-        return max(moving, op.flops / (self.peak(op.dtype) * reached.compute)) + reached.kernel_s
+
+def bounds_s(device: Device, op: Op) -> tuple[float, float]:
+    """Times of the arithmetic of an operation on a device, and of its memory traffic."""
+    reached = device.efficiency
+    traffic_s = op.num_bytes / (device.memory_bytes_per_s * reached.memory)
+    return op.flops / (device.peak(op.dtype) * reached.compute), traffic_s
 
 
 def _is_rate(value: Any) -> bool:

@@ -29,24 +29,21 @@ def read_text(path: Path, what: str = "a plan", way_out: str = _WAY_OUT) -> str:
     Raises:
         PlanError: It is not there, cannot be read, or is no text.
     """
+    wrong = f"{path}: must be {what} as JSON, but"
     try:
         opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe that nobody writes to would wait
         with open(opened, encoding="utf-8") as file:
             if not stat.S_ISREG(os.fstat(opened).st_mode):
-                raise PlanError(f"{path}: must be {what} as JSON, but it is no regular file. {way_out}")
+                raise PlanError(f"{wrong} it is no regular file. {way_out}")
             return file.read()
     except FileNotFoundError:
-        raise PlanError(
-            f"{path}: must be {what} as JSON, but there is no such file. Pass a path that exists."
-        ) from None
+        raise PlanError(f"{wrong} there is no such file. Pass a path that exists.") from None
+    except OSError as error:
+        raise PlanError(f"{wrong} it cannot be read: {error.strerror}. {way_out}") from error
     except PlanError:
         raise
-    except OSError as error:
-        raise PlanError(
-            f"{path}: must be {what} as JSON, but it cannot be read: {error.strerror}. {way_out}"
-        ) from error
     except ValueError as error:
-        raise PlanError(f"{path}: must be {what} as JSON, but it is no text ({error}). {way_out}") from error
+        raise PlanError(f"{wrong} it is no text ({error}). {way_out}") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,6 +1,6 @@
 """Floating-point operations and bytes of one operation of torch, from the shapes that it was given."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from dshard.planner.steps import tensors
 
 aten = torch.ops.aten
 _FUNCTIONAL = "_c10d_functional"
@@ -123,7 +124,7 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: An
     packet = func.overloadpacket
     if packet in _FREE or _is_view(func) or str(packet) == f"{_FUNCTIONAL}.wait_tensor":
         return None
-    read, written = list(_tensors((args, dict(kwargs)))), list(_tensors(out))
+    read, written = list(tensors((args, dict(kwargs)))), list(tensors(out))
     if not written:
         return None
     formula = flop_registry.get(packet)
@@ -144,10 +145,6 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: An
 def _is_view(func: Any) -> bool:
     infos = [each.alias_info for each in func._schema.returns]
     return bool(infos) and all(info is not None and not info.is_write for info in infos)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (each for each in tree_iter(tree) if isinstance(each, Tensor))
 
 
 def _num_bytes(tensor: Tensor) -> int:

@@ -5,7 +5,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,9 +16,8 @@ from torch import Tensor, nn
 from dshard import arguments
 from dshard.errors import PlanError
 from dshard.planner.profiles import UnitTimes
-from dshard.planner.steps import run_step, swapped, tensors
+from dshard.planner.steps import Part, following, parts_by_module, run_step, swapped, tensors
 from dshard.planner.texts import bytes_text, seconds_text
-from dshard.planner.traces import Part
 
 _MIN_S, _MAX_STEPS = 1.5, 100
 _NUM_TOGETHER = 12  # steps that all ranks take
@@ -113,7 +111,7 @@ def measure(
         num_steps, min_s = max(num_steps, _NUM_TOGETHER), 0.0
     clock = _Clock(model, parts)
     samples: list[dict[bool, list[float]]] = []
-    with clock.hooks():
+    with following(parts_by_module(model, parts), clock.enter, clock.leave):
         for _ in _spread(num_steps, min_s):
             with swapped(model, partial(_copy, dtype=dtype)):
                 clock.start()
@@ -137,13 +135,7 @@ def optimizer_seconds_per_byte(device: torch.device) -> float:
     for parameter in parameters:
         parameter.grad = parameter.detach().flip(0)
     optimizer = torch.optim.AdamW(parameters)
-    times = []
-    for _ in _spread(5, _MIN_S / 3):
-        _synchronize(device)
-        start = time.perf_counter()
-        optimizer.step()
-        _synchronize(device)
-        times.append(time.perf_counter() - start)
+    times = [timed_s(optimizer.step, device) for _ in _spread(5, _MIN_S / 3)]
     return statistics.median(times[1:]) / (_ADAMW_BYTES * _NUMEL * _NUM_PARAMS)
 
 
@@ -178,13 +170,7 @@ def measure_step(step: Callable[[], object], device: torch.device | str = "cpu",
     arguments.expect(is_device, who, "device", device, "a torch.device or its text", "Pass 'cpu'.")
     num_steps = arguments.count(who, "num_steps", num_steps)
     device = torch.device(device)
-    times = []
-    for _ in range(num_steps + 1):
-        _synchronize(device)
-        start = time.perf_counter()
-        step()
-        _synchronize(device)
-        times.append(time.perf_counter() - start)
+    times = [timed_s(step, device) for _ in range(num_steps + 1)]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         step()
@@ -242,9 +228,23 @@ def _copy(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     return cast.requires_grad_(value.requires_grad)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for what a device has still to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _now_s(device: torch.device) -> float:
+    """The time at which a device has nothing left to do."""
+    synchronize(device)
+    return time.perf_counter()
+
+
+def timed_s(step: Callable[[], object], device: torch.device) -> float:
+    """Seconds that a step takes on a device."""
+    start = _now_s(device)
+    step()
+    return _now_s(device) - start
 
 
 class _Clock:
@@ -252,59 +252,35 @@ class _Clock:
 
     def __init__(self, model: nn.Module, parts: Sequence[Part]) -> None:
         self._device = next(model.parameters()).device
-        self._part_of = {module: i for i, part in enumerate(parts) for module in part.modules}
-        if len(parts) > 1:
-            self._part_of.pop(model, None)
-        self._num_parts = len(parts)
+        self._num_parts, self._first = len(parts), next(iter(parts_by_module(model, parts).values()), 0)
         self.start()
 
     def start(self) -> None:
         """Count from zero."""
         self.seconds = {half: [0.0] * self._num_parts for half in (False, True)}
         self._is_backward = False
-        self._current = next(iter(self._part_of.values()), 0)
-        _synchronize(self._device)
-        self._since = time.perf_counter()
+        self._current, self._since = self._first, _now_s(self._device)
 
     def stop(self) -> None:
         """What ran until now belongs to the current part."""
-        self._turn_to(self._current)
+        self.enter(self._current)
 
     def begin_backward(self) -> None:
         """What comes now is backward; the loss belongs to the part that ran last."""
-        self._turn_to(self._current)
+        self.enter(self._current)
         self._is_backward = True
 
-    def _turn_to(self, part: int) -> None:
-        _synchronize(self._device)
-        now = time.perf_counter()
+    def enter(self, part: int) -> None:
+        """What runs now belongs to a part."""
+        now = _now_s(self._device)
         self.seconds[self._is_backward][self._current] += now - self._since
         self._current, self._since = part, now
 
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Follow which part runs."""
-        handles = []
-        for module in self._part_of:
-            handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
-            handles.append(module.register_forward_hook(self._leave))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        if torch._C._current_autograd_node() is None:
-            self._turn_to(self._part_of[module])
-
-    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
-        if torch._C._current_autograd_node() is not None:
-            return
-        part = self._part_of[module]
+    def leave(self, part: int, output: Any) -> None:
+        """A part's forward has ended: its backward lasts from when there is a gradient of its output."""
 
         def enter_backward(_: Tensor) -> None:
-            self._turn_to(part)
+            self.enter(part)
 
         for each in tensors(output):
             if each.requires_grad:

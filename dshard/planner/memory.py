@@ -1,15 +1,14 @@
 """Peak memory of a step: the most that lives at one moment, what it is, and what users of CUDA see of it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
-from dshard.planner.costs import COUNTER_BYTES, Cluster, ModelCosts, UnitCosts
-from dshard.planner.options import Option, only, options_of, read_step, table_of
-from dshard.planner.sizes import sharing
+from dshard.planner.costs import Cluster, ModelCosts, UnitCosts
+from dshard.planner.options import Option, only, options_of, read_step, sharing, table_of
 from dshard.planner.texts import bytes_text
 from dshard.policies import Strategy
 
@@ -42,7 +41,7 @@ def peak_bytes(model: ModelCosts, strategies: Sequence[Strategy | str], cluster:
 def moments(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cluster) -> list[Moment]:
     """All moments of a step, in order of time."""
     strategies = read_step("moments", model, strategies, cluster)
-    rows = MemoryRows.of(model, [[option] for option in options_of(model, strategies, cluster)])
+    rows = MemoryRows.of(model, table_of([[option] for option in options_of(model, strategies, cluster)]))
     values = rows.values(np.zeros(len(model.units), dtype=np.int64))
     return [Moment(*rows.name(row), int(values[row])) for row in rows.in_time()]
 
@@ -70,32 +69,24 @@ class MemoryRows:
     phases: Ints
 
     @classmethod
-    def of(cls, model: ModelCosts, options: Sequence[Sequence[Option]]) -> "MemoryRows":
-        """Rows for units of which each has some options, all of them as many."""
-        return cls.of_table(model, table_of(options))
-
-    @classmethod
-    def of_table(cls, model: ModelCosts, table: npt.NDArray[np.float64]) -> "MemoryRows":
-        """The same of their fields: see `table_of`."""
+    def of(cls, model: ModelCosts, table: npt.NDArray[np.void]) -> "MemoryRows":
+        """Rows for units of which each has some options: see `table_of`."""
 
         def field(name: str) -> Ints:
-            return table[:, :, Option._fields.index(name)].astype(np.int64)
+            return table[name].astype(np.int64)
 
-        held, late = field("held_bytes"), field("grad_bytes") + field("waiting_bytes")
+        held, late = field("held_bytes"), field("grad_bytes")
         if model.num_backwards > 1:  # those of earlier micro-batches are there from the start
             held, late = held + late, np.zeros_like(late)
         alive, done = held + field("activation_bytes"), held + late
         kept = alive + field("kept_bytes")
         ahead = kept + field("backward_ahead_bytes")
-        using = alive + field("forward_transient_bytes") + field("forward_use_bytes")
-        forward = *(kept,) * 4, using, held + field("forward_ahead_bytes"), *(held,) * 3
-        using = alive + field("backward_transient_bytes") + field("backward_use_bytes")
+        forward = *(kept,) * 4, alive + field("forward_use_bytes"), held + field("forward_ahead_bytes"), *(held,) * 3
         swapped = done + field("late_replicas_bytes")
         flying = held + field("in_flight_bytes"), done + field("replicas_bytes"), swapped
-        backward = *(kept,) * 3, ahead, using, *flying, done
-        computed = alive + field("gradients_transient_bytes")
-        gradients = *backward[:4], computed + field("filling_bytes"), *backward[5:]
-        slicing = computed + field("slicing_bytes"), held + field("whole_in_flight_bytes")
+        backward = *(kept,) * 3, ahead, alive + field("backward_use_bytes"), *flying, done
+        gradients = *backward[:4], alive + field("filling_bytes"), *backward[5:]
+        slicing = alive + field("slicing_bytes"), held + field("whole_in_flight_bytes")
         slices = *backward[:4], *slicing, *backward[6:]
         ending = alive + field("sent_bytes"), held + field("ending_bytes")
         reduce = *(kept,) * 2, ahead, *ending, swapped, *(done,) * 3
@@ -184,67 +175,54 @@ class PeakParts:
 
 def parts_of_peak(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cluster) -> PeakParts:
     """The peak of a step, by what its bytes are; of several moments with as many the first phase's."""
-    options = options_of(model, strategies, cluster)
-    zeros = np.zeros(len(options), dtype=np.int64)
-    rows = MemoryRows.of(model, [[option] for option in options])
-    values = rows.values(zeros)
-    row = int(values.argmax())
+    options, zeros = options_of(model, strategies, cluster), np.zeros(len(model.units), dtype=np.int64)
+    rows = MemoryRows.of(model, table_of([[option] for option in options]))
+    row = int(rows.values(zeros).argmax())
 
-    def bytes_of(parts: list[Option]) -> int:
-        return int(MemoryRows.of(model, [[part] for part in parts]).values(zeros)[row] - rows.constant[row])
+    def at_peak(parts: Sequence[Option]) -> int:
+        return int(MemoryRows.of(model, table_of([[part] for part in parts])).values(zeros)[row])
 
-    units = list(zip(model.units, strategies, options, strict=True))
-    stored = [_shards(unit, strategy, cluster) for unit, strategy, _ in units]
-    constant = int(rows.constant[row])
+    bare = options_of(_changed(model, _no_activations), strategies, cluster)
+    stateless = options_of(_changed(model, _no_activations, _no_states), strategies, cluster)
+    total, without = at_peak(options), at_peak(bare)
+    shards = [_shards(unit, own, cluster) for unit, own in zip(model.units, strategies, strict=True)]
+    gradients = [_gradients(option, split) for option, (_, split) in zip(bare, shards, strict=True)]
     found = {
-        "parameters": bytes_of([only(held_bytes=own.params) for own in stored]),
-        "gradients": bytes_of(
-            [_gradients(option, own.split_grads) for option, own in zip(options, stored, strict=True)]
-        ),
-        "optimizer": bytes_of(
-            [
-                only(held_bytes=own.states, step_bytes=option.step_bytes, largest_step_bytes=option.largest_step_bytes)
-                for option, own in zip(options, stored, strict=True)
-            ]
-        ),
+        "parameters": sum(held for held, _ in shards),
+        "gradients": at_peak(gradients) - model.buffer_bytes,
+        "optimizer": without - at_peak(stateless),
     }
-    activations = bytes_of([_activations(option) for option in options])
-    found["copies and communication"] = int(values[row]) - constant - sum(found.values()) - activations
-    found["activations"] = activations
-    found["buffers and inputs"] = model.buffer_bytes
+    found["copies and communication"] = without - model.buffer_bytes - sum(found.values())
+    found |= {"activations": total - without, "buffers and inputs": model.buffer_bytes}
     return PeakParts(*rows.name(row), found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shards:
-    """Bytes of a unit that a rank holds all the time, and reduced gradients of its parameters that are split."""
-
-    params: int
-    states: int
-    split_grads: int
+def _changed(model: ModelCosts, *changes: Callable[[UnitCosts], UnitCosts]) -> ModelCosts:
+    units = model.units
+    for change in changes:
+        units = tuple(map(change, units))
+    return replace(model, units=units)
 
 
-def _shards(unit: UnitCosts, strategy: Strategy, cluster: Cluster) -> _Shards:
+def _no_activations(unit: UnitCosts) -> UnitCosts:
+    return replace(
+        unit, activation_bytes=0, forward_transient_bytes=0, backward_transient_bytes=0, gradients_transient_bytes=0
+    )
+
+
+def _no_states(unit: UnitCosts) -> UnitCosts:
+    params = (replace(param, state_bytes_per_element=0, step_bytes_per_element=0) for param in unit.params)
+    return replace(unit, params=tuple(params))
+
+
+def _shards(unit: UnitCosts, strategy: Strategy, cluster: Cluster) -> tuple[int, int]:
+    """Bytes of parameters that a rank holds all the time, and of reduced gradients of those that are split."""
     if unit.is_offloaded:
-        return _Shards(params=0, states=0, split_grads=0)
+        return 0, 0
     within = sharing(strategy, cluster.num_ranks)
-    numels = [(param, param.shard_numel(within)) for param in unit.params]
-    split = [(p, n) for p, n in numels if strategy.num_slices > 1 and p.can_split and p.grad_itemsize]
-    return _Shards(
-        params=sum(n * p.stored_itemsize for p, n in numels),
-        states=sum(n * p.state_bytes_per_element + COUNTER_BYTES * (p.state_bytes_per_element > 0) for p, n in numels),
-        split_grads=sum(n * p.stored_itemsize for p, n in split),
-    )
-
-
-def _activations(option: Option) -> Option:
-    """The part of an option's bytes that activations take."""
-    return only(
-        activation_bytes=option.activation_bytes,
-        forward_transient_bytes=option.forward_transient_bytes,
-        backward_transient_bytes=option.backward_transient_bytes,
-        gradients_transient_bytes=option.gradients_transient_bytes,
-    )
+    held = [(param, param.shard_numel(within) * param.stored_itemsize) for param in unit.params]
+    split = sum(n for p, n in held if strategy.num_slices > 1 and p.can_split and p.grad_itemsize)
+    return sum(n for _, n in held), split
 
 
 def _gradients(option: Option, split: int) -> Option:
@@ -252,7 +230,6 @@ def _gradients(option: Option, split: int) -> Option:
     beside = option.backward_use_bytes + option.sent_bytes  # copies in use, and the send buffer with what is split
     return only(
         grad_bytes=option.grad_bytes,
-        waiting_bytes=option.waiting_bytes,
         filling_bytes=max(0, option.filling_bytes - beside) + split,
         slicing_bytes=max(0, option.slicing_bytes - beside) + split,
         sent_bytes=split,

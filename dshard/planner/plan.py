@@ -10,16 +10,25 @@ from typing import Any
 
 from dshard import arguments
 from dshard.errors import PlanError
-from dshard.planner.costs import CHECKPOINTING, Cluster, ModelCosts
+from dshard.planner.costs import CHECKPOINTING, Cluster, ModelCosts, scaled
 from dshard.planner.files import of_record, read_text, to_record, write_text
 from dshard.planner.measuring import Comparison, Measured
 from dshard.planner.memory import MemoryForecast, PeakParts, forecast, parts_of_peak, peak_bytes
 from dshard.planner.options import check_costs
 from dshard.planner.profiles import home_bytes
 from dshard.planner.rates import Interval, interval_text
-from dshard.planner.smallest import few_rows_text
 from dshard.planner.solver import MEASURED, Certificate, Solution, solve, within_limit
-from dshard.planner.tables import Choice, choice_table, home_text, mix_text, named, peak_text, ranks_text, unit_table
+from dshard.planner.tables import (
+    Choice,
+    choice_table,
+    few_rows_text,
+    home_text,
+    mix_text,
+    named,
+    peak_text,
+    ranks_text,
+    unit_table,
+)
 from dshard.planner.texts import bytes_text, number_text, parse_bytes, seconds_text
 from dshard.planner.timeline import Timeline, bound_text, simulate, step_time, terms_of
 from dshard.policies import Strategy, read_per_unit
@@ -142,14 +151,6 @@ class Plan:
         return self.cluster.memory_bytes if self.certificate is None else self.certificate.limit_bytes
 
     @property
-    def _left_bytes(self) -> int:
-        return 0 if self.certificate is None else self.certificate.left_bytes
-
-    @property
-    def _memory_of(self) -> str:
-        return "live" if self.certificate is None else self.certificate.memory_of
-
-    @property
     def checkpointing(self) -> tuple[str, ...]:
         """Which activations each unit computes again, by name (none, selective or full)."""
         return tuple(unit.checkpointing for unit in self.model.units)
@@ -185,7 +186,7 @@ class Plan:
 
     def explain(self) -> str:
         """Tables: each unit, or run of units that are alike; the totals; and the plan beside every single strategy."""
-        cluster, model = self.cluster, self.model
+        cluster, model, proof, limit = self.cluster, self.model, self.certificate, self._limit_bytes
         rates = f"{number_text(self.samples_per_s)} samples/s"
         rates += f"; {number_text(self.tokens_per_s)} tokens/s" if self.tokens_per_s is not None else ""
         rates += f"; {number_text(self.tflops)} TFLOP/s per rank" if self.flops else ""
@@ -195,10 +196,11 @@ class Plan:
             for kind in model.kinds
             for strategy in known
         }
-        if self.certificate is not None:
-            fastest = model.under(self.certificate.fastest_kinds), self.certificate.fastest
+        if proof is not None:
+            fastest = model.under(proof.fastest_kinds), proof.fastest
             if fastest not in ((model, self.strategies), *others.values()):
                 others[f"fastest: {mix_text(*fastest)}"] = fastest
+        left, memory_of = (0, "live") if proof is None else (proof.left_bytes, proof.memory_of)
         lines = [
             *unit_table(model.units, self.strategies),
             "",
@@ -206,18 +208,17 @@ class Plan:
             f"step: {self._step_text}, of which {seconds_text(self.exposed_s)} waits for communication",
             *bound_text(self.time_by_term),
             f"rate: {rates}",
-            f"peak: {bytes_text(self.peak_bytes)}"
-            + (f" of {bytes_text(self._limit_bytes)}" if self._limit_bytes else ""),
+            f"peak: {bytes_text(self.peak_bytes)}" + (f" of {bytes_text(limit)}" if limit else ""),
             *peak_text(self.memory_at_peak, model.units),
             *home_text(model.units, self.home_bytes, cluster),
             *few_rows_text(model.units, self.strategies, cluster.num_ranks, self.peak_bytes),
-            *([] if cluster.keeps_received_rows else self.memory_seen.lines(self._limit_bytes, self._memory_of)),
+            *([] if cluster.keeps_received_rows else self.memory_seen.lines(limit, memory_of)),
             "",
-            *choice_table((model, self.strategies), cluster, others, self._limit_bytes - self._left_bytes),
+            *choice_table((model, self.strategies), cluster, others, limit - left),
             "",
         ]
-        if self.certificate is not None:
-            lines.append(f"certificate: {self.certificate}")
+        if proof is not None:
+            lines.append(f"certificate: {proof}")
         return "\n".join([*lines, f"costs: {model.source}", f"links: {cluster.source}"])
 
     def plot(self, path: str | Path) -> None:
@@ -314,9 +315,9 @@ class Plan:
         factor = measured.step_s / step_time(self.model, self.strategies, self.cluster)
         more = max(0, (measured.peak_bytes or 0) - self.peak_bytes)
         model = replace(
-            self.model.scaled(factor), buffer_bytes=self.model.buffer_bytes + more, source="replanned, measured"
+            scaled(self.model, factor), buffer_bytes=self.model.buffer_bytes + more, source="replanned, measured"
         )
-        cluster = self.cluster.scaled(factor)
+        cluster = scaled(self.cluster, factor)
         limit = limit or self.certificate.limit_bytes
         margin = min(MEASURED, self.certificate.margin)
 

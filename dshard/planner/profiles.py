@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from math import prod
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +14,12 @@ from torch import Tensor, nn
 from dshard import arguments
 from dshard.errors import PlanError
 from dshard.planner.costs import Cluster, ModelCosts, ParamCosts, UnitCosts, Work
-from dshard.planner.devices import Device
+from dshard.planner.devices import Device, bounds_s
 from dshard.planner.flops import Op
+from dshard.planner.options import sharing
 from dshard.planner.rates import Rates, cluster_of, family_of, kind_of
-from dshard.planner.sizes import sharing
 from dshard.planner.steps import is_cut, pieces_of, shape_of
-from dshard.planner.traces import Trace
+from dshard.planner.tracing import Trace
 from dshard.policies import Strategy
 
 
@@ -54,8 +56,7 @@ class Training:
         arguments.fields(self, arguments.count, "tokens_per_sample", least=0)
 
 
-@dataclass(frozen=True, slots=True)
-class UnitTimes:
+class UnitTimes(NamedTuple):
     """Times of one unit, in seconds."""
 
     forward_s: float
@@ -90,6 +91,8 @@ def costs_of(
     rates: Rates | None = None,
     tensor_parallel: int = 1,
     dims: Mapping[str, int] = MappingProxyType({}),
+    kinds: Sequence[str] = (),
+    source: str = "measured",
 ) -> ModelCosts:
     """Costs of a model's step, units in the order in which forward uses them.
 
@@ -108,13 +111,21 @@ def costs_of(
         rates: Which parts of the device's figures are reached; None for those of its efficiency.
         tensor_parallel: Ranks over which layers of the model, and so of the trace, are cut.
         dims: Along which parameters are sharded, by name: dim 0 where it says nothing.
+        kinds: Activation checkpointing of each part; without it, none.
+        source: Of times that are given.
 
     Raises:
         PlanError: Neither a device nor times are given.
     """
-    given = _Told(times or (), optimizer_s_per_byte)
-    told = given if times is not None else _Told.of(trace, device, rates, training, tensor_parallel)
-    units, params, names = [], _params_of(model, training, dims), _names_of(model)
+    works = list[tuple[Work, Work]]()
+    if times is None:
+        device = _telling(device, rates, training, tensor_parallel)
+        works = _works_of(trace, device, rates, training, tensor_parallel)
+        times = [UnitTimes(forward.total_s, backward.total_s) for forward, backward in works]
+        reached = device.memory_bytes_per_s * device.efficiency.memory
+        optimizer_s_per_byte = 1 / reached if rates is None else rates.seconds_per_byte(device)
+    units, params = [], _params_of(model, training, dims)
+    names = {module: name for name, module in model.named_modules()}
     for i, memory in zip(trace.order, _memory_of(trace), strict=True):
         own = [params[name] for name in trace.parts[i].params]
         num_trained = sum(1 for p in own if p.grad_itemsize)
@@ -122,8 +133,8 @@ def costs_of(
         unit = UnitCosts(
             name=trace.parts[i].label,
             params=tuple(own),
-            forward_s=told.times[i].forward_s + overhead.forward_s * len(own) + copies.forward_s,
-            backward_s=told.times[i].backward_s + overhead.backward_s * num_trained + copies.backward_s,
+            forward_s=times[i].forward_s + overhead.forward_s * len(own) + copies.forward_s,
+            backward_s=times[i].backward_s + overhead.backward_s * num_trained + copies.backward_s,
             activation_bytes=memory.kept,
             forward_transient_bytes=memory.forward,
             backward_transient_bytes=memory.backward,
@@ -131,11 +142,14 @@ def costs_of(
             optimizer_start_s=overhead.optimizer_s * num_trained,
             slice_overhead_s=device.efficiency.kernel_s if device is not None else 2e-5,
             is_used_in_backward=i not in trace.unused_in_backward,
-            source="measured" if device is None else f"traced, {device.name}",
+            source=source if device is None else f"traced, {device.name}",
             modules=tuple(names[module] for module in trace.parts[i].modules),
-            work=told.work(i, copies),
+            checkpointing=kinds[i] if kinds else "none",
+            work=tuple(replace(half, copies_s=took_s) for half, took_s in zip(works[i], copies, strict=True))
+            if works
+            else (),
         )
-        units.append(replace(unit, optimizer_s=unit.touched_bytes * told.optimizer_s_per_byte))
+        units.append(replace(unit, optimizer_s=unit.touched_bytes * optimizer_s_per_byte))
     return ModelCosts(
         units=tuple(units),
         batch_size=batch_size * training.num_backwards,
@@ -148,60 +162,37 @@ def costs_of(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """Times of each part, and of a byte that an optimizer's step reads or writes.
+def _telling(device: Device | None, rates: Rates | None, training: Training, num_cut: int) -> Device:
+    """The device that tells times.
 
-    Attributes:
-        works: of forward and backward of each part, where a device tells them.
+    Raises:
+        PlanError: There is none, or no profile that knows of compiled models; or such a model cannot be compiled.
     """
+    if device is None:
+        raise PlanError("plan: must know a device, or measured times, but has neither. Pass device='a100-80g'.")
+    if training.is_compiled and num_cut > 1:
+        raise PlanError(
+            "plan: is_compiled and a model whose layers are cut do not go together, for torch.compile takes no "
+            "such parameters of a sharded model. Leave one of them out."
+        )
+    if training.is_compiled and rates is None:
+        raise PlanError(
+            "plan: is_compiled needs a profile, which says how many bytes fused kernels save, but there is none. "
+            "Pass profile='published', or --profile published."
+        )
+    return device
 
-    times: Sequence[UnitTimes]
-    optimizer_s_per_byte: float
-    works: Sequence[tuple[Work, Work]] = ()
 
-    @classmethod
-    def of(
-        cls,
-        trace: Trace,
-        device: Device | None,
-        rates: Rates | None,
-        training: Training,
-        num_cut: int,
-    ) -> "_Told":
-        """What a device tells.
-
-        Raises:
-            PlanError: There is none, or no profile that knows of compiled models; or such a model cannot be compiled.
-        """
-        if device is None:
-            raise PlanError("plan: must know a device, or measured times, but has neither. Pass device='a100-80g'.")
-        if training.is_compiled and num_cut > 1:
-            raise PlanError(
-                "plan: is_compiled and a model whose layers are cut do not go together, for torch.compile takes no "
-                "such parameters of a sharded model. Leave one of them out."
-            )
-        if training.is_compiled and rates is None:
-            raise PlanError(
-                "plan: is_compiled needs a profile, which says how many bytes fused kernels save, but there is none. "
-                "Pass profile='published', or --profile published."
-            )
-        ops: list[tuple[list[Op], list[Op]]] = [([], []) for _ in trace.parts]
-        for phase in trace.phases:
-            ops[phase.part][phase.is_backward].extend(phase.ops)
-        fused, cut = training.is_compiled, None if num_cut == 1 else cluster_of(device, num_cut, profile=rates)
-        halves = [[work_of(half, device, rates, is_compiled=fused, cut=cut) for half in both] for both in ops]
-        times = [UnitTimes(forward.total_s, backward.total_s) for forward, backward in halves]
-        reached = device.memory_bytes_per_s * device.efficiency.memory
-        of_byte = 1 / reached if rates is None else rates.seconds_per_byte(device)
-        return cls(times, of_byte, [(forward, backward) for forward, backward in halves])
-
-    def work(self, part: int, copies: UnitTimes) -> tuple[Work, ...]:
-        """Forward and backward of a part, with the copies for its collectives."""
-        if not self.works:
-            return ()
-        forward, backward = self.works[part]
-        return replace(forward, copies_s=copies.forward_s), replace(backward, copies_s=copies.backward_s)
+def _works_of(
+    trace: Trace, device: Device, rates: Rates | None, training: Training, num_cut: int
+) -> list[tuple[Work, Work]]:
+    """The forward and the backward of each part, as a device tells."""
+    ops: list[tuple[list[Op], list[Op]]] = [([], []) for _ in trace.parts]
+    for phase in trace.phases:
+        ops[phase.part][phase.is_backward].extend(phase.ops)
+    cut = None if num_cut == 1 else cluster_of(device, num_cut, profile=rates)
+    told = partial(work_of, device=device, rates=rates, is_compiled=training.is_compiled, cut=cut)
+    return [(told(forward), told(backward)) for forward, backward in ops]
 
 
 def _buffer_bytes(model: nn.Module) -> int:
@@ -258,10 +249,6 @@ def _memory_of(trace: Trace) -> list[_Memory]:
     return found
 
 
-def _names_of(model: nn.Module) -> dict[nn.Module, str]:
-    return {module: name for name, module in model.named_modules()}
-
-
 def _params_of(model: nn.Module, training: Training, dims: Mapping[str, int]) -> dict[str, ParamCosts]:
     splittable = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding))}
     return {
@@ -311,9 +298,8 @@ def work_of(
             found["cut"] += 0.0 if cut is None else _sent_s(op, cut)
         elif rates is None:
             found["starts"] += device.efficiency.kernel_s
-            took_s = device.seconds((op,)) - device.efficiency.kernel_s
-            is_arithmetic = op.flops and took_s > device.seconds((replace(op, flops=0),)) - device.efficiency.kernel_s
-            found[kind if is_arithmetic else "other"] += took_s
+            arithmetic_s, traffic_s = bounds_s(device, op)
+            found[kind if arithmetic_s > traffic_s else "other"] += max(arithmetic_s, traffic_s)
         else:
             if kind != "other":
                 found[kind] += op.flops / (device.peak(op.dtype) * rates.of_family(kind, device))

@@ -165,12 +165,6 @@ class Rates:
         """By which part the slowest of so many devices takes longer."""
         return self.values["stragglers"] * log2(num_ranks)
 
-    def between(self, network: float, near: float, num_hosts: int) -> float:
-        """Bytes per second from host to host: fewer, the more hosts there are; never more than within a host."""
-        values = self.values
-        rate = network * values["between"] * (num_hosts / 2) ** -values["contention"]
-        return min(rate, near * values["inside"])
-
     def copies_s(self, device: Device, num_bytes: float) -> float:
         """Time of the copies into and out of a buffer of a collective, on the stream that computes."""
         return num_bytes * self.values["copies"] * self.seconds_per_byte(device)
@@ -252,6 +246,11 @@ def _of_other_family(values: Mapping[str, float], name: str) -> Constant:
 def _is_of_family(name: str) -> bool:
     kind, _, family = name.partition(".")
     return kind in ("product", "attention") and family in map(family_of, DEVICES.values())
+
+
+def rate_between_hosts(values: Mapping[str, float], network: float, near: float, num_hosts: int) -> float:
+    """Bytes per second from host to host: fewer, the more hosts there are; never more than within a host."""
+    return min(network * values["between"] * (num_hosts / 2) ** -values["contention"], near * values["inside"])
 
 
 def ring_hop_s(values: Mapping[str, float], device: Device, per_host: int) -> float:
@@ -383,7 +382,7 @@ def _described(
         if rates is None:
             across = Links.of(_link(hop_s, min(network, near.bytes_per_s) * reached, device))
         else:
-            ring = _link(hop_s, rates.between(network, near.bytes_per_s, num_hosts), device)
+            ring = _link(hop_s, rate_between_hosts(values, network, near.bytes_per_s, num_hosts), device)
             levels_s = 2 * device.between_hosts.latency_s * values["hops"] * log2(num_hosts)
             across = Links(ring, ring, replace(ring, alpha_s=START_S + levels_s, alpha_per_rank_s=0.0))
     of_rates = "" if rates is None else f"; rates of {rates.source}{_lacks(rates, device)}"

@@ -9,14 +9,12 @@ import numpy as np
 
 from dshard import arguments
 from dshard.errors import PlanError
-from dshard.planner.chain import Chain
 from dshard.planner.costs import Cluster, ModelCosts, UnitCosts, UnitKind
 from dshard.planner.memory import RESERVED, peak_bytes
 from dshard.planner.options import CLUSTER_WAY, check_costs
-from dshard.planner.progress import SILENT, Progress, Stretch
-from dshard.planner.search import fastest
-from dshard.planner.smallest import does_not_fit, smallest_peak
-from dshard.planner.texts import bytes_text, seconds_text
+from dshard.planner.search import Chain, fastest, smallest_peak
+from dshard.planner.tables import does_not_fit
+from dshard.planner.texts import SILENT, Progress, Stretch, bytes_text, seconds_text
 from dshard.planner.timeline import step_time
 from dshard.policies import Strategy, read_candidates
 

@@ -1,7 +1,8 @@
 """A forward and backward of any model: its arguments, its loss, and the order of both halves."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,21 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from dshard.arguments import call_given
 from dshard.errors import ArgumentError, StateError
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Modules that are gathered together: a unit of the plan to be.
+
+    Args:
+        label: Name of it.
+        modules: In whose forward it is in use; those of several parts may hold one another.
+        params: Full names of its parameters.
+    """
+
+    label: str
+    modules: tuple[nn.Module, ...]
+    params: tuple[str, ...]
 
 
 @contextmanager
@@ -42,6 +58,40 @@ def swapped(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[di
     finally:
         for slot, name, value in kept:
             slot[name] = value
+
+
+def parts_by_module(model: nn.Module, parts: Sequence[Part]) -> dict[nn.Module, int]:
+    """Of each module whose forward is followed, the number of its part; the model itself stands for no part but all."""
+    found = {module: i for i, part in enumerate(parts) for module in part.modules}
+    if len(parts) > 1:
+        found.pop(model, None)
+    return found
+
+
+@contextmanager
+def following(
+    part_of: Mapping[nn.Module, int], enter: Callable[[int], None], leave: Callable[[int, Any], None]
+) -> Iterator[None]:
+    """Call a function before each forward of a part's modules within the block, and one after it with its output.
+
+    Not for blocks that run again in backward: those belong to their node of autograd.
+    """
+
+    def before(module: nn.Module, _: Any) -> None:
+        if torch._C._current_autograd_node() is None:
+            enter(part_of[module])
+
+    def after(module: nn.Module, _: Any, output: Any) -> None:
+        if torch._C._current_autograd_node() is None:
+            leave(part_of[module], output)
+
+    handles = [module.register_forward_pre_hook(before, prepend=True) for module in part_of]
+    handles += [module.register_forward_hook(after, always_call=True) for module in part_of]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def run_step(

@@ -1,4 +1,4 @@
-"""A plan as text: its units, and itself beside every single strategy."""
+"""A plan as text: its units, itself beside every single strategy, and why nothing fits."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,17 +6,21 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from dshard.planner.costs import Cluster, ModelCosts, UnitCosts, UnitKind
-from dshard.planner.memory import PeakParts, peak_bytes
-from dshard.planner.options import options_of
-from dshard.planner.texts import bytes_text, number_text, seconds_text
-from dshard.planner.timeline import step_time
+import numpy as np
+
+from dshard.errors import PlanError
+from dshard.planner.costs import Cluster, ModelCosts, ParamCosts, UnitCosts, UnitKind
+from dshard.planner.memory import PeakParts
+from dshard.planner.options import sharing
+from dshard.planner.search import Chain, smallest_peak
+from dshard.planner.texts import aligned, bytes_text, number_text, seconds_text, wrapped
+from dshard.planner.timeline import simulate
 from dshard.policies import Strategy
 
 Choice = tuple[ModelCosts, Sequence[Strategy]]
 _MAX_RUNS = 40  # of units that are told one by one
 _MAX_NAME = 48
-_MAX_WIDTH = 110
+_MUCH = 0.05  # of a peak, or of the elements of some units
 
 
 def unit_table(units: Sequence[UnitCosts], strategies: Sequence[Strategy]) -> list[str]:
@@ -74,12 +78,8 @@ class _Outcome:
     @classmethod
     def of(cls, choice: Choice, cluster: Cluster) -> "_Outcome":
         """The row of one choice."""
-        model, strategies = choice
-        options = options_of(model, strategies, cluster)
-        compute_s = model.num_backwards * sum(o.forward_s + o.backward_s for o in options)
-        step_s = step_time(model, strategies, cluster)
-        waits_s = step_s - compute_s - sum(o.optimizer_s for o in options)
-        return cls(step_s, max(0.0, waits_s), peak_bytes(model, strategies, cluster))
+        found = simulate(*choice, cluster)
+        return cls(found.step_s, max(0.0, found.exposed_s), found.peak_bytes)
 
 
 def ranks_text(cluster: Cluster) -> str:
@@ -132,18 +132,9 @@ def choice_table(chosen: Choice, cluster: Cluster, others: Mapping[str, Choice],
 
 
 def peak_text(parts: PeakParts, units: Sequence[UnitCosts]) -> list[str]:
-    """The moment of the peak, and what it holds, on as few lines as it takes."""
-    lines = [f"  in the {parts.phase} of {_short(units[parts.unit].name)}:"]
-    for name, num in parts.by_category.items():
-        entry = f"{name} {bytes_text(num)}"
-        if not num:
-            continue
-        if len(lines[-1]) + len(entry) > _MAX_WIDTH:
-            lines[-1] += ","
-            lines.append(f"  {entry}")
-        else:
-            lines[-1] += f"{' ' if lines[-1].endswith(':') else ', '}{entry}"
-    return lines
+    """The moment of the peak, and what it holds."""
+    entries = (f"{name} {bytes_text(num)}" for name, num in parts.by_category.items() if num)
+    return wrapped(f"  in the {parts.phase} of {_short(units[parts.unit].name)}:", entries)
 
 
 def home_text(units: Sequence[UnitCosts], num_bytes: int, cluster: Cluster) -> list[str]:
@@ -187,12 +178,66 @@ def _short(name: str) -> str:
     return name if len(name) <= _MAX_NAME else f"{name[:half]}...{name[-half:]}"
 
 
-def aligned(rows: Sequence[Sequence[str]], *, to_left: Sequence[int]) -> list[str]:
-    """Rows as lines, whose columns are to the right but for some."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = zip(row, widths, strict=True)
-        justified = [c.ljust(width) if i in to_left else c.rjust(width) for i, (c, width) in enumerate(cells)]
-        lines.append("  ".join(justified).rstrip())
-    return lines
+def does_not_fit(
+    model: ModelCosts, chain: Chain, known: Sequence[Strategy], limit_bytes: int, num_ranks: int
+) -> PlanError:
+    """Say by how many bytes nothing fits, at which moment, and which units hold most then."""
+    smallest = smallest_peak(chain, is_exact=True)
+    row = int(chain.rows.values(smallest.chosen).argmax())
+    phase, unit = chain.rows.name(row)
+    terms = chain.rows.terms(row)[np.arange(chain.num_units), smallest.chosen]
+    largest = np.argsort(-terms, kind="stable")[:3]
+    kinds, places = np.divmod(chain.numbers[smallest.chosen], len(known))
+    choices = [named(known[place], model.kinds[kind]) for kind, place in zip(kinds, places, strict=True)]
+    held = ", ".join(f"{model.units[i].name} ({terms[i]} bytes, {choices[i]})" for i in largest)
+    when = f"{phase} of {model.units[unit].name}"
+    found = "there is" if smallest.is_exact else "that was found"
+    others = [*_longer_dim([model.units[i] for i in largest], known, num_ranks), "a smaller batch", "more ranks"]
+    others += [] if any(kind.checkpointing != "none" for kind in model.kinds) else ["activation checkpointing"]
+    others += ["split(q)"] if all(each.num_slices == 1 for each in known) else []
+    others += [] if any(kind.is_offloaded for kind in model.kinds) else ["offload"]
+    return PlanError(
+        f"plan: the peak must fit into {limit_bytes} bytes, but the smallest {found} takes "
+        f"{smallest.peak_bytes} bytes, {smallest.peak_bytes - limit_bytes} too many, in the {when}; most of it is of "
+        f"{held}. Use {', '.join(others)}, or units of fewer parameters."
+    )
+
+
+def _longer_dim(units: Sequence[UnitCosts], strategies: Sequence[Strategy], num_ranks: int) -> list[str]:
+    """Advise to shard along a longer dim, where much of some units is cut along one of fewer elements than ranks."""
+    within = max(sharing(strategy, num_ranks) for strategy in strategies)
+    found = [param for unit in units for param in _of_few_rows(unit, within)]
+    if sum(param.numel for param in found) <= _MUCH * sum(unit.numel for unit in units):
+        return []
+    param = max(found, key=lambda each: each.numel)
+    return [
+        f"a shard_placement_fn that returns Shard of a longer dim ({param.name} is cut along one of {param.length})"
+    ]
+
+
+def few_rows_text(units: Sequence[UnitCosts], strategies: Sequence[Strategy], num_ranks: int, peak: int) -> list[str]:
+    """Say what parameters cost that are cut along a dim of fewer elements than ranks, and the way out.
+
+    Some ranks then hold nothing of them, and others more than their part; nothing where that is little of the peak.
+    """
+    found, more = list[ParamCosts](), 0.0
+    for unit, strategy in zip(units, strategies, strict=True):
+        within = sharing(strategy, num_ranks)
+        for param in () if unit.is_offloaded else _of_few_rows(unit, within):
+            grad = param.stored_itemsize if param.grad_itemsize else 0
+            each = param.stored_itemsize + grad + param.state_bytes_per_element
+            more += (param.shard_numel(within) - param.numel / within) * each
+            found.append(param)
+    if not found or more < _MUCH * peak:
+        return []
+    param = max(found, key=lambda each: each.numel)
+    others = f" (and {len(found) - 1} more along one of fewer elements than ranks)" if len(found) > 1 else ""
+    return [
+        f"  {param.name} is cut along a dim of {param.length}{others}: the largest shards are about",
+        f"  {bytes_text(round(more))} larger than even ones; pass plan and fully_shard a shard_placement_fn that "
+        "returns Shard of a longer one",
+    ]
+
+
+def _of_few_rows(unit: UnitCosts, within: int) -> list[ParamCosts]:
+    return [param for param in unit.params if 1 < param.length < within]

@@ -1,9 +1,13 @@
-"""Bytes and seconds as people read and write them."""
+"""What people read: bytes and seconds, tables and lines, and what planning is at."""
 
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Protocol
 
 from dshard import arguments
 from dshard.policies import read_bytes
+
+_MAX_WIDTH = 110
 
 
 def seconds_text(value: float) -> str:
@@ -37,3 +41,87 @@ def parse_bytes(who: str, name: str, value: int | str | None, *, or_none: bool =
     allowed = "a number of bytes above 0, or text such as '38GiB'"
     arguments.expect(bool(number), who, name, value, allowed, "Pass '38GiB'.", or_none=or_none)
     return number
+
+
+def wrapped(start: str, entries: Iterable[str]) -> list[str]:
+    """A line that starts so, and entries with commas between them, on as few lines as it takes."""
+    lines = [start]
+    for i, entry in enumerate(entries):
+        lines[-1] += "," if i else ""
+        if len(lines[-1]) + len(entry) > _MAX_WIDTH:
+            lines.append(f"  {entry}")
+        else:
+            lines[-1] += f" {entry}"
+    return lines
+
+
+def aligned(rows: Sequence[Sequence[str]], *, to_left: Sequence[int]) -> list[str]:
+    """Rows as lines, whose columns are to the right but for some."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        justified = [c.ljust(width) if i in to_left else c.rjust(width) for i, (c, width) in enumerate(cells)]
+        lines.append("  ".join(justified).rstrip())
+    return lines
+
+
+class Progress(Protocol):
+    """Hears what planning is at."""
+
+    def at(self, what: str, share: float | None = None) -> None:
+        """It is at `what`, of which a share between 0 and 1 is done, if that is known."""
+
+
+class _Silent:
+    """Passes nothing on."""
+
+    def at(self, what: str, share: float | None = None) -> None:
+        """Nobody hears it."""
+
+
+SILENT: Final[Progress] = _Silent()
+
+
+class Stretch:
+    """A part of what somebody else waits for.
+
+    Args:
+        whole: Hears of it.
+        what: It is, put ahead of all that it says.
+        start: The share of the whole that is done when it starts.
+        stop: The same when it ends.
+    """
+
+    def __init__(self, whole: Progress, what: str, start: float, stop: float) -> None:
+        self._whole, self._what = whole, what
+        self._start, self._stop = start, stop
+
+    def at(self, what: str, share: float | None = None) -> None:
+        """As `Progress.at`."""
+        self._whole.at(f"{self._what}{what}", self._start + (share or 0.0) * (self._stop - self._start))
+
+
+class Throttled:
+    """Passes a line on when some seconds have gone by since the last, or since the start.
+
+    Args:
+        say: Takes the line.
+        every_s: Seconds from one to the next.
+        clock: Tells seconds.
+    """
+
+    def __init__(
+        self, say: Callable[[str], object], *, every_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._say, self._every_s, self._clock = say, every_s, clock
+        self._start_s = self._last_s = clock()
+
+    def at(self, what: str, share: float | None = None) -> None:
+        """As `Progress.at`."""
+        now_s = self._clock()
+        if now_s - self._last_s < self._every_s:
+            return
+        self._last_s = now_s
+        done = "" if share is None else f"{share:.0%}, "
+        self._say(f"{what} ({done}{now_s - self._start_s:.0f} s)")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from dshard.planner.costs import Cluster, Link, Links, ModelCosts, UnitCosts
 from dshard.planner.memory import moments
 from dshard.planner.options import Option, options_of, read_step
+from dshard.planner.texts import wrapped
 from dshard.policies import Strategy
 
 _OF_WORK = {
@@ -20,7 +21,7 @@ _OF_WORK = {
 _COMPUTED, _SLICES, _OPTIMIZER = "computation", "slices", "optimizer"
 SLOWEST, BESIDE = "the slowest of the devices", "computing beside collectives"
 _WAITS = {"gather": "gathers", "reduce": "reductions", "slices": "slices"}
-_MAX_WIDTH, _ROUNDING, _NO_TIME = 110, 1e-12, 1e-30
+_ROUNDING, _NO_TIME = 1e-12, 1e-30
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,15 +219,8 @@ def bound_text(terms: Mapping[str, float]) -> list[str]:
     if not step_s:
         return []
     (largest, most), *rest = sorted(terms.items(), key=lambda item: -item[1])
-    lines = [f"the step is bound by {largest}: {most / step_s:.1%} of it"]
-    for i, (term, seconds) in enumerate(rest):
-        entry = f"{term} {seconds / step_s:.1%}"
-        lines[-1] += "," if i else ";"
-        if len(lines[-1]) + len(entry) > _MAX_WIDTH:
-            lines.append(f"  {entry}")
-        else:
-            lines[-1] += f" {entry}"
-    return lines
+    start = f"the step is bound by {largest}: {most / step_s:.1%} of it{';' if rest else ''}"
+    return wrapped(start, (f"{term} {seconds / step_s:.1%}" for term, seconds in rest))
 
 
 def _computed(unit: UnitCosts, option: Option, stragglers: float) -> Iterator[tuple[str, float]]:

@@ -1,12 +1,13 @@
 """What a model's step costs, told from one step on fake tensors: operations, bytes and what stays alive, per unit."""
 
 import bisect
+import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, groupby
 from types import FrameType
 from typing import Any
 
@@ -18,11 +19,102 @@ from torch.utils._pytree import tree_map_only
 
 from dshard.errors import ArgumentError, DShardError, StateError
 from dshard.planner.flops import Op, cost_of, grouped_like
-from dshard.planner.progress import SILENT, Progress
-from dshard.planner.steps import is_cut, pieces_of, run_step, swapped, tensors
-from dshard.planner.traces import Event, Life, Part, Trace, phases_of
+from dshard.planner.steps import Part, following, is_cut, parts_by_module, pieces_of, run_step, swapped, tensors
+from dshard.planner.texts import SILENT, Progress
 
 _ASKS, _CALLS = "torch.distributed.tensor._sharding_prop", "torch.nn.modules.module"
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of a step in which one part runs.
+
+    Args:
+        part: Its place among the parts.
+        is_backward: Which half of the step.
+        ops: What it runs, in order.
+        early_bytes: The most that was alive of what is no parameter, buffer, input or parameter's gradient, until it
+            computes its first gradient of a parameter.
+        late_bytes: The same from then on; None if it computes none.
+        end_bytes: What of these is alive when it ends.
+    """
+
+    part: int
+    is_backward: bool
+    ops: tuple[Op, ...]
+    early_bytes: int
+    late_bytes: int | None
+    end_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive in it of what is no parameter, buffer, input or parameter's gradient."""
+        return max(self.early_bytes, self.late_bytes or 0)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations."""
+        return sum(op.flops for op in self.ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A step as it ran.
+
+    Args:
+        parts: As they were given.
+        order: Their places, in the order in which forward used them first.
+        phases: What ran, in order.
+        input_bytes: Of the sample input.
+        unused_in_backward: Parts whose parameters backward does not use.
+    """
+
+    parts: tuple[Part, ...]
+    order: tuple[int, ...]
+    phases: tuple[Phase, ...]
+    input_bytes: int
+    unused_in_backward: frozenset[int] = frozenset()
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the step, recomputation included."""
+        return sum(phase.flops for phase in self.phases)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive of what is no parameter, buffer, input or parameter's gradient."""
+        return max((phase.peak_bytes for phase in self.phases), default=0)
+
+    def between(self, other: "Trace", share: float) -> "Trace | None":
+        """The step between this one and one of another batch size, `share` of the way; None if they ran differently.
+
+        Operations and bytes grow linearly with the batch, and a maximum of such is never above the line between two.
+        """
+        if len(self.phases) != len(other.phases) or self.order != other.order:
+            return None
+        phases = []
+        for one, two in zip(self.phases, other.phases, strict=True):
+            names = [[(op.name, op.dtype) for op in phase.ops] for phase in (one, two)]
+            if (one.part, one.is_backward) != (two.part, two.is_backward) or names[0] != names[1]:
+                return None
+            if (one.late_bytes is None) != (two.late_bytes is None):
+                return None
+            ops = tuple(
+                replace(a, flops=_between(a.flops, b.flops, share), num_bytes=_between(a.num_bytes, b.num_bytes, share))
+                for a, b in zip(one.ops, two.ops, strict=True)
+            )
+            early, end = (
+                _between(getattr(one, name), getattr(two, name), share) for name in ("early_bytes", "end_bytes")
+            )
+            late = None if one.late_bytes is None else _between(one.late_bytes, two.late_bytes or 0, share)
+            phases.append(Phase(one.part, one.is_backward, ops, early, late, end))
+        input_bytes = _between(self.input_bytes, other.input_bytes, share)
+        return replace(self, phases=tuple(phases), input_bytes=input_bytes)
+
+
+def _between(start: int, stop: int, share: float) -> int:
+    """Rounded up."""
+    return start + math.ceil((stop - start) * share)
 
 
 def trace(
@@ -53,12 +145,12 @@ def trace(
     if not any(p.requires_grad for p in model.parameters()):
         raise StateError("plan: the model must have parameters to train, but it has none. Pass a model that has.")
     recorder = _Recorder(model, parts, progress)
-    state = dict(_state_of(model))
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
     fake = partial(_fake, dtype=dtype)
     with FakeTensorMode(allow_non_fake_inputs=True), swapped(model, fake) as fakes:
         recorder.watch({name: fakes[id(value)] for name, value in state.items()})
         sample = tree_map_only(Tensor, fake, sample_input)
-        with recorder.hooks(), recorder:
+        with following(recorder.part_of, recorder.enter, recorder.leave), recorder:
             try:
                 run_step(model, sample, loss_of, recorder.begin_backward)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -79,11 +171,6 @@ def trace(
         pieces = (piece for each in tensors(sample) for piece in pieces_of(each))
         inputs = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in pieces}
     return recorder.trace(sum(inputs.values()))
-
-
-def _state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _fake(value: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -117,13 +204,70 @@ def _like(value: Tensor, made: Tensor) -> Tensor:
     return made.requires_grad_(value.requires_grad)
 
 
-@dataclass(slots=True)
-class _Noted:
-    """An operation; its part is None ahead of the first part."""
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """An operation.
+
+    Args:
+        part: That it belongs to; None ahead of the first part.
+        is_backward: Which half of the step.
+        op: What it costs; None where it runs no kernel.
+    """
 
     part: int | None
     is_backward: bool
     op: Op | None
+
+
+@dataclass(slots=True)
+class _Life:
+    """The life of a storage.
+
+    Args:
+        num_bytes: Of it.
+        born: Number of the event that made it.
+        died: Number of the first event after it was gone; None while it is there.
+        is_gradient: Whether it holds a parameter's gradient.
+    """
+
+    num_bytes: int
+    born: int
+    died: int | None = None
+    is_gradient: bool = False
+
+
+def _phases_of(events: Sequence[_Event], lives: Sequence[_Life], first_part: int) -> tuple[Phase, ...]:
+    """Events of one part in a row as one phase, with the bytes that were alive in it."""
+    num = len(events)
+    made, gone = [0] * (num + 1), [0] * (num + 1)
+    for life in lives:
+        if not life.is_gradient:
+            made[life.born] += life.num_bytes
+            gone[num if life.died is None else life.died] += life.num_bytes
+    alive = list(accumulate(more - less for more, less in zip(made, gone, strict=True)))
+    gradients = sorted(life.born for life in lives if life.is_gradient)
+
+    def place_of(event: _Event) -> tuple[int, bool]:
+        return first_part if event.part is None else event.part, event.is_backward
+
+    found, start = [], 0
+    for (part, is_backward), run in groupby(events, key=place_of):
+        own = list(run)
+        stop = start + len(own)
+        place = bisect.bisect_left(gradients, start)
+        turn = min(gradients[place], stop) if place < len(gradients) else stop
+        found.append(
+            Phase(
+                part,
+                is_backward,
+                tuple(event.op for event in own if event.op is not None),
+                max(alive[start:turn], default=0),
+                max(alive[turn:stop]) if turn < stop else None,
+                alive[stop - 1] - (gone[stop] if stop < num else 0),
+            )
+        )
+        start = stop
+    return tuple(found)
 
 
 class _Recorder(TorchDispatchMode):
@@ -133,14 +277,15 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._progress, self._seen = progress, set[tuple[int | None, bool]]()
         self._parts = tuple(parts)
-        self._events: list[_Noted] = []
-        self._lives: dict[int, Life] = {}  # by id of the storage, as long as it is alive
-        self._ended: list[Life] = []
+        self._events: list[_Event] = []
+        self._lives: dict[int, _Life] = {}  # by id of the storage, as long as it is alive
+        self._ended: list[_Life] = []
         self._refs: list[Any] = []
         self._known: dict[int, int | None] = {}  # storages of parameters and buffers, and the part of each
         self._used_in_backward: set[int] = set()  # parts of whose parameters backward used some
-        self._part_of = {module: i for i, part in enumerate(parts) for module in part.modules}
-        self._first_part_of_root = self._part_of.pop(model, None) if len(parts) > 1 else None
+        self.part_of = parts_by_module(model, parts)
+        of_root = [i for i, part in enumerate(parts) if model in part.modules and len(parts) > 1]
+        self._part_of_root = of_root[-1] if of_root else None
         self._part_of_param = {name: i for i, part in enumerate(parts) for name in part.params}
         self._part_of_variable: dict[int, int] = {}
         self._part_of_storage: dict[int, int] = {}  # of parameters that the root itself holds
@@ -156,7 +301,7 @@ class _Recorder(TorchDispatchMode):
             part = self._part_of_param.get(name)
             for piece in pieces_of(value):
                 self._known[id(piece.untyped_storage())] = part
-                if part is not None and part == self._first_part_of_root:
+                if part is not None and part == self._part_of_root:
                     self._part_of_storage[id(piece.untyped_storage())] = part
             if part is not None and value.requires_grad:
                 self._part_of_variable[id(value)] = part
@@ -168,29 +313,16 @@ class _Recorder(TorchDispatchMode):
             if life is not None:
                 life.is_gradient = True
 
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Follow which module runs."""
-        handles = []
-        for module in self._part_of:
-            handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def enter(self, part: int) -> None:
+        """The forward of a part's module begins."""
+        self._stack.append(part)
+        self._note_change(part)
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        if torch._C._current_autograd_node() is None:  # blocks that run again in backward belong to their node
-            self._stack.append(self._part_of[module])
+    def leave(self, *_: Any) -> None:
+        """The forward of such a module ends."""
+        self._last = self._stack.pop()
+        if self._stack:
             self._note_change(self._stack[-1])
-
-    def _leave(self, *_: Any) -> None:
-        if torch._C._current_autograd_node() is None:
-            self._last = self._stack.pop()
-            if self._stack:
-                self._note_change(self._stack[-1])
 
     def _note_change(self, part: int) -> None:
         self._touched.setdefault(part)
@@ -230,7 +362,7 @@ class _Recorder(TorchDispatchMode):
         part = self._current_part()
         if (part, self._is_backward) not in self._seen:
             self._tell(part)
-        self._events.append(_Noted(part, self._is_backward, cost_of(func, args, kwargs or {}, out)))
+        self._events.append(_Event(part, self._is_backward, cost_of(func, args, kwargs or {}, out)))
         for each in tensors(out):
             self._follow(each.untyped_storage())
         return out
@@ -245,7 +377,7 @@ class _Recorder(TorchDispatchMode):
         key = id(storage)
         if key in self._lives or key in self._known:
             return
-        life = Life(storage.nbytes(), len(self._events) - 1)
+        life = _Life(storage.nbytes(), len(self._events) - 1)
         self._lives[key] = life
 
         def end(_: Any) -> None:
@@ -257,11 +389,7 @@ class _Recorder(TorchDispatchMode):
     def trace(self, input_bytes: int) -> Trace:
         """The step that was noted."""
         first_part = self._changes[0][1] if self._changes else 0
-        events = [
-            Event((first_part if each.part is None else each.part) or 0, each.is_backward, each.op)
-            for each in self._events
-        ]
         unused = frozenset(range(len(self._parts))) - self._used_in_backward
         order = tuple(dict.fromkeys((*self._touched, *self._part_of_param.values())))  # last what nobody used
-        phases = phases_of(events, (*self._ended, *self._lives.values()))
+        phases = _phases_of(self._events, (*self._ended, *self._lives.values()), first_part)
         return Trace(self._parts, order, phases, input_bytes, unused)

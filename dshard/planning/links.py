@@ -5,7 +5,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -23,6 +23,7 @@ from dshard.errors import PlanError
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.planner import Cluster, Link, Links
 from dshard.planner.files import read_text, write_text
+from dshard.planner.measuring import synchronize, timed_s
 from dshard.tensor.meshes import default_mesh, group_of, mesh_within
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "in_place")
@@ -38,8 +39,8 @@ _CONTAINER = (
 )  # of its second, first version
 _MEMORY_FREE = 0.95  # of a device, beside its context; of a host, beside its system
 
-
-_Work = Callable[[], None]
+# Starts a collective, yields while each of its steps is under way, and ends it.
+_Run = Callable[[], Iterator[None]]
 
 
 def fit(wire_bytes: Sequence[float], seconds: Sequence[float], source: str = "measured") -> Link:
@@ -335,16 +336,16 @@ def _gather_plan(group: ShardGroup, bucket: BucketLayout) -> GatherPlan:
     return GatherPlan.of(bucket, [(x.shape[1], 1) for x in bucket.layouts], torch.float32, group)
 
 
-def _gather_in_place(group: ShardGroup, shards: list[Tensor], host_copy: HostCopy, meanwhile: _Work) -> None:
+def _gather_in_place(group: ShardGroup, shards: list[Tensor], host_copy: HostCopy) -> Iterator[None]:
     handle = host_copy.gather(shards, label="links")
-    meanwhile()
+    yield
     handle.wait()
     host_copy.end()
 
 
-def _gather(group: ShardGroup, shards: list[Tensor], bucket: BucketLayout, pool: BufferPool, meanwhile: _Work) -> None:
+def _gather(group: ShardGroup, shards: list[Tensor], bucket: BucketLayout, pool: BufferPool) -> Iterator[None]:
     handle = collectives.all_gather(shards, _gather_plan(group, bucket), group, label="links", pool=pool)
-    meanwhile()
+    yield
     gathered = handle.wait()
     memory = gathered.memory
     del gathered
@@ -352,61 +353,54 @@ def _gather(group: ShardGroup, shards: list[Tensor], bucket: BucketLayout, pool:
         pool.give(memory)
 
 
-def _reduce(group: ShardGroup, grads: list[Tensor], bucket: BucketLayout, pool: BufferPool, meanwhile: _Work) -> None:
+def _reduce(group: ShardGroup, grads: list[Tensor], bucket: BucketLayout, pool: BufferPool) -> Iterator[None]:
     plan = ReducePlan(bucket, group)
     reduction = ReduceBucket(plan, dtype=torch.float32, device=group.device, label="links", pool=pool)
     for i, grad in enumerate(grads):
         reduction.add([i], [grad])
     handle = reduction.launch(mean=True)
-    meanwhile()
+    yield
     handle.wait()
 
 
-def _all_reduce(group: ShardGroup, grads: Tensor, pool: BufferPool, meanwhile: _Work) -> None:
+def _all_reduce(group: ShardGroup, grads: Tensor, pool: BufferPool) -> Iterator[None]:
     memory = pool.take(grads.numel() * grads.element_size(), grads.device)
     row = memory.memory.view(grads.dtype)[: grads.numel()].copy_(grads)
     how = collectives.RowReduction(mean=True, label="links", tag=0, pool=pool)
     for handle in collectives.all_reduce_row(row, group, how):
-        meanwhile()
+        yield
         handle.wait()
     del row
     pool.give(memory)
 
 
-def _nothing() -> None:
-    """Do nothing: collectives are timed alone."""
-
-
-def _alone_s(run: Callable[[_Work], None], everyone: ShardGroup, num_rounds: int) -> float:
+def _alone_s(run: _Run, everyone: ShardGroup, num_rounds: int) -> float:
     """Median of some runs that all ranks start together, after one that does not count."""
     times = []
     for _ in range(num_rounds + 1):
         _start_together(everyone)
-        start = time.perf_counter()
-        run(_nothing)
-        _synchronize(everyone)
-        times.append(time.perf_counter() - start)
+        times.append(timed_s(lambda: list(run()), everyone.device))
     return statistics.median(times[1:])
 
 
-def _beside_computation_s(run: Callable[[_Work], None], everyone: ShardGroup, num_rounds: int) -> float:
+def _beside_computation_s(run: _Run, everyone: ShardGroup, num_rounds: int) -> float:
     """Seconds by which a run makes computation longer that runs during each of its steps; both are medians."""
     scratch, a, b = torch.zeros(_SCRATCH_NUMEL), torch.ones(_WIDTH, _WIDTH), torch.ones(_WIDTH, 4 * _WIDTH)
-    num_calls = 0
 
     def compute() -> None:
-        nonlocal num_calls
-        num_calls += 1
         scratch.add_(1.0)
         for _ in range(4):
             torch.mm(a, b)
 
-    run(compute)
-    num_steps = num_calls
+    def compute_beside() -> None:
+        for _ in run():
+            compute()
+
+    num_steps = len(list(run()))
     alone: list[float] = []
     together: list[float] = []
     for _ in range(num_rounds):
-        for step, times in ((compute, alone), (partial(run, compute), together)):
+        for step, times in ((compute, alone), (compute_beside, together)):
             _start_together(everyone)
             start = time.perf_counter()
             for _ in range(_NUM_IN_A_ROW):
@@ -422,10 +416,4 @@ def _start_together(everyone: ShardGroup) -> None:
         An all-reduce of a number.
     """
     collectives.all_reduce([torch.zeros(1, device=everyone.device)], everyone, ReduceOp.MAX, label="links").wait()
-    _synchronize(everyone)
-
-
-def _synchronize(group: ShardGroup) -> None:
-    """Wait for what this rank's device has still to do."""
-    if group.device_type == "cuda":
-        torch.cuda.synchronize(group.device)
+    synchronize(everyone.device)

@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dshard.collectives import ReduceOp, ShardGroup, all_reduce
 from dshard.errors import PlanError
-from dshard.planner.measuring import measure, optimizer_seconds_per_byte
+from dshard.planner.measuring import measure, optimizer_seconds_per_byte, timed_s
 from dshard.planner.profiles import Overhead, UnitTimes
-from dshard.planner.progress import Progress
-from dshard.planner.steps import resized
-from dshard.planner.traces import Part
+from dshard.planner.steps import Part, resized
+from dshard.planner.texts import Progress
 from dshard.planning import recomputing
 from dshard.planning.recomputing import Kinds
 from dshard.runtime.module import FSDPModule
@@ -186,18 +186,14 @@ def _is_of_memory(error: Exception) -> bool:
 def _told(known: dict[int, list[UnitTimes]], batch: int) -> list[UnitTimes]:
     """On the line between the sizes on either side; of a larger one, on that through the last two."""
     sizes = sorted(known)
-    if len(sizes) == 1:
-        times = batch / sizes[0]
-        return [UnitTimes(times * each.forward_s, times * each.backward_s) for each in known[sizes[0]]]
     at = min(max(bisect_left(sizes, batch), 1), len(sizes) - 1)
-    low, high = sizes[at - 1], sizes[at]
-    share = (batch - low) / (high - low)
-
-    def between(one: float, other: float) -> float:
-        return one + share * max(other - one, 0.0 if share > 1 else other - one)
-
-    pairs = zip(known[low], known[high], strict=True)
-    return [UnitTimes(between(a.forward_s, b.forward_s), between(a.backward_s, b.backward_s)) for a, b in pairs]
+    low, high = sizes[max(at - 1, 0)], sizes[at]
+    start, more = np.array(known[low]), np.array(known[high]) - np.array(known[low])
+    if len(sizes) == 1:
+        found = start * (batch / low)
+    else:
+        found = start + (batch - low) / (high - low) * (np.maximum(more, 0.0) if batch > high else more)
+    return [UnitTimes(*times) for times in found.tolist()]
 
 
 def measure_overhead(mesh: DeviceMesh) -> Overhead:
@@ -211,10 +207,10 @@ def measure_overhead(mesh: DeviceMesh) -> Overhead:
         mesh: Of the ranks that measure.
 
     Returns:
-        Seconds per parameter, on the slowest rank.
+        Seconds per parameter, on this rank.
 
     Communicates:
-        What `fully_shard` and one step of such a chain do, and an all-reduce of the figures.
+        What `fully_shard` and one step of such a chain do.
     """
     with torch.random.fork_rng(devices=[]):  # a program's random numbers stay what they are
         plain, sharded = _chain(), fully_shard(_chain(), mesh=mesh, strategy="ddp", sync=None)
@@ -223,9 +219,7 @@ def measure_overhead(mesh: DeviceMesh) -> Overhead:
     num_params = sum(1 for _ in sharded.parameters())
     (forward_s, backward_s), (plain_forward_s, plain_backward_s) = _medians(sharded), _medians(plain)
     more = forward_s - plain_forward_s, backward_s - plain_backward_s, _step_s(mesh)
-    figures = torch.tensor([max(0.0, seconds) / num_params for seconds in more], dtype=torch.float64)
-    (slowest,) = all_reduce([figures], group_of(mesh), ReduceOp.MAX, label="plan").wait()
-    return Overhead(*slowest.tolist())
+    return Overhead(*(max(0.0, seconds) / num_params for seconds in more))
 
 
 def _chain() -> nn.Sequential:
@@ -252,9 +246,5 @@ def _step_s(mesh: DeviceMesh) -> float:
         model = fully_shard(_chain(), mesh=mesh, sync=None)
     model(torch.ones(2, _WIDTH)).sum().backward()
     optimizer = torch.optim.AdamW(model.parameters())
-    samples = []
-    for _ in range(_NUM_STEPS + 2):
-        start = time.perf_counter()
-        optimizer.step()
-        samples.append(time.perf_counter() - start)
+    samples = [timed_s(optimizer.step, torch.device("cpu")) for _ in range(_NUM_STEPS + 2)]
     return statistics.median(samples[2:])

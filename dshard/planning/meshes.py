@@ -1,7 +1,7 @@
 """The ranks at hand, as a plan sees them: links and strategies of a mesh of one dim, or of replicas by shards."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,18 +108,14 @@ class PlannedMesh:
             text = _first_text(text, ShardGroup.of_mesh(self.cut_over.get_group(dim), device))
         return text
 
-    def strategies(
-        self, asked: Sequence[Strategy | str] | Strategy | str | None, cluster: Cluster
-    ) -> tuple[Strategy, ...]:
-        """One strategy or several, resolved for all of its ranks; None for all that there are.
+    def strategies(self, asked: Sequence[Strategy | str] | None, cluster: Cluster) -> tuple[Strategy, ...]:
+        """Strategies, resolved for all of its ranks; None for all that there are.
 
         Raises:
             PlacementError, PlanError: One is none that the mesh can have.
         """
-        if isinstance(asked, (str, Strategy)):
-            asked = (asked,)
-        elif asked is None:
-            asked = strategies_for(cluster) if self.within is None else strategies_within(self.within)
+        if asked is None:
+            asked = strategies_for(cluster, self.within)
             if self.cut_over is not None:  # whose parameters know their own mesh beside this one, and no other
                 asked = [each for each in asked if each.num_slices == 1 and each.within in (None, self.within)]
         return tuple(dict.fromkeys(self._resolved(Strategy.of(each), cluster.num_ranks) for each in asked))
@@ -196,17 +192,19 @@ def in_stages(cluster: Cluster, within: int) -> Cluster:
     return replace(cluster, replicas={**cluster.replicas, 1: replace(links, all_reduce=both)})
 
 
-def strategies_for(cluster: Cluster) -> tuple[Strategy, ...]:
-    """All that a unit may have on a cluster: shards over all ranks, or within a host and replicated across."""
-    names: Iterable[str] = ("ddp", "zero1", "zero2", "keep", "full", "split(2)", "split(4)", "split(8)")
+def strategies_for(cluster: Cluster, shared_by: int | None = None) -> tuple[Strategy, ...]:
+    """All that a unit may have on a cluster: shards over all ranks, or within a host and replicated across.
+
+    Args:
+        cluster: Ranks and links.
+        shared_by: Of a mesh of two dims, how many ranks share a parameter, and no others can.
+    """
+    known = [
+        Strategy.of(name) for name in ("ddp", "zero1", "zero2", "keep", "full", "split(2)", "split(4)", "split(8)")
+    ]
     within = cluster.ranks_per_host
-    if 1 < within < cluster.num_ranks:
-        names = (*names, f"hybrid({within})", f"hybrid({within}, keep)")
-    return tuple(map(Strategy.of, names))
-
-
-def strategies_within(within: int) -> tuple[Strategy, ...]:
-    """All that a unit may have on a mesh of two dims, where so many ranks share a parameter."""
-    names = ("ddp", "zero1", "zero2", "keep", "full", "split(2)", "split(4)", "split(8)")
-    known = (Strategy.of(name) for name in names)
-    return tuple(dict.fromkeys(each if each.base == "ddp" else replace(each, within=within) for each in known))
+    if shared_by is not None:
+        known = [each if each.base == "ddp" else replace(each, within=shared_by) for each in known]
+    elif 1 < within < cluster.num_ranks:
+        known += [Strategy.of(f"hybrid({within})"), Strategy.of(f"hybrid({within}, keep)")]
+    return tuple(dict.fromkeys(known))

@@ -19,7 +19,6 @@ from dshard.planner.memory import peak_bytes
 from dshard.planner.options import CLUSTER_WAY
 from dshard.planner.plan import Plan
 from dshard.planner.profiles import Training, UnitTimes, check_offload, costs_of, with_offload
-from dshard.planner.progress import SILENT, Progress, Stretch, Throttled
 from dshard.planner.rates import Rates, check_profile, find_rates
 from dshard.planner.solver import (
     DATASHEET,
@@ -32,10 +31,9 @@ from dshard.planner.solver import (
     solve_batch,
     within_limit,
 )
-from dshard.planner.steps import resized, tensors
-from dshard.planner.texts import parse_bytes
-from dshard.planner.traces import Part, Trace
-from dshard.planner.tracing import trace
+from dshard.planner.steps import Part, resized, tensors
+from dshard.planner.texts import SILENT, Progress, Stretch, Throttled, parse_bytes
+from dshard.planner.tracing import Trace, trace
 from dshard.planning import recomputing
 from dshard.planning.measured_steps import MeasuredSteps
 from dshard.planning.meshes import PlannedMesh, check_tensor_parallel, mesh_cut_over, num_cut_over, strategies_for
@@ -128,26 +126,22 @@ class Profile:
     def costs(self, batch: int) -> ModelCosts:
         """Costs of a step of so many samples; each is traced, and measured, once."""
         if batch not in self._known:
-            self._known[batch] = self._of_all_kinds(partial(self.traced, batch), partial(self._costs, batch))
+            self._known[batch] = self._of_all_kinds(batch, self._costs)
         return self._known[batch]
 
     def estimated(self, most: int) -> Callable[[int], ModelCosts]:
         """Costs at sizes up to a largest one, of traces at 2 and there; exact where they cannot be told from these."""
-        return lambda batch: self._of_all_kinds(self._between(batch, most), partial(self._costs, batch))
+        return lambda batch: self._of_all_kinds(batch, self._costs, most)
 
-    def _between(self, batch: int, most: int) -> Callable[[str], Trace]:
-        """Traces of so many samples, of any kind of activation checkpointing.
+    def _told(self, batch: int, kind: str, most: int) -> Trace:
+        """A traced step under a kind of activation checkpointing, told from those of 2 samples and the most if it can.
 
         A batch of one is traced by itself: some of what is contiguous in it is not in others.
         """
-
-        def traced(kind: str) -> Trace:
-            if not 2 < batch < most:
-                return self.traced(batch, kind)
+        found = None
+        if 2 < batch < most:
             found = self.traced(2, kind).between(self.traced(most, kind), (batch - 2) / (most - 2))
-            return self.traced(batch, kind) if found is None else found
-
-        return traced
+        return self.traced(batch, kind) if found is None else found
 
     def _kinds_of_parts(self, kinds: Kinds | str) -> Kinds:
         """One kind for all parts that may have it, as one for each part."""
@@ -155,14 +149,14 @@ class Profile:
             return kinds
         return tuple(kinds if may else "none" for may in self._may_recompute)
 
-    def _of_all_kinds(self, traced: Callable[[str], Trace], costs: Callable[[Trace, Kinds], ModelCosts]) -> ModelCosts:
-        """Costs of units of every kind that is asked for."""
-        whole, others = traced("none"), []
-        plain = costs(whole, self._kinds_of_parts("none"))
+    def _of_all_kinds(self, batch: int, costs: Callable[[int, Trace, Kinds], ModelCosts], most: int = 0) -> ModelCosts:
+        """Costs of units of every kind that is asked for, of `_told` traces."""
+        whole, others = self._told(batch, "none", most), []
+        plain = costs(batch, whole, self._kinds_of_parts("none"))
         for kind in self._kinds:
             if kind != "none":
-                again, kinds = traced(kind), self._kinds_of_parts(kind)
-                other = costs(again, kinds)
+                again, kinds = self._told(batch, kind, most), self._kinds_of_parts(kind)
+                other = costs(batch, again, kinds)
                 if self._device is None:
                     other = recomputing.shared_times(plain, other, recomputing.least_share(whole, again, kinds))
                 others.append(other)
@@ -180,29 +174,28 @@ class Profile:
     ) -> Plan:
         """The best plan on a cluster; arguments and errors are those of `dshard.plan`."""
         check_tensor_parallel(self._num_cut, cluster)
-        tolerance = self._margin(margin)
+        if margin is None:
+            margin = MEASURED if self._device is None else DATASHEET
         limit = cluster.memory_bytes if memory is None else parse_bytes("plan", "memory", memory)
         if not limit:
             raise PlanError(
                 "plan: memory must be given where the cluster's memory_bytes is 0, for none known. Pass "
                 "memory='16GiB', or a Cluster that says it."
             )
-        if strategies is None:
-            strategies = strategies_for(cluster)
-        elif isinstance(strategies, (str, Strategy)):
-            strategies = (strategies,)
-        known = tuple(dict.fromkeys(Strategy.of(each).on(cluster.num_ranks) for each in strategies))
+        asked = read_candidates("plan", "strategies", strategies, or_none=True) or strategies_for(cluster)
+        known = tuple(dict.fromkeys(strategy.on(cluster.num_ranks) for strategy in asked))
         if not isinstance(batch, str):
-            return self._planned(self._size(batch), cluster, known, limit, memory_of, margin)
+            size = self.batch if batch is None else batch
+            return self._planned(size, cluster, known, limit, memory_of, float(margin))
         room = live_room(cluster, limit, memory_of)
         sizes = set(_BATCHES if self._device is not None else self._measured_sizes(cluster, known, room))
         while True:  # sizes between two traced ones are estimated, none too low; what is chosen is traced
             estimate, told = self.estimated(max(sizes)), self.progress
             with naming_limit(limit, room, memory_of):
-                found = solve_batch(estimate, sizes, cluster, known, room, tolerance=tolerance, progress=told)
+                found = solve_batch(estimate, sizes, cluster, known, room, tolerance=margin, progress=told)
             best = found.model.batch_size // found.model.num_backwards
             try:
-                return self._planned(best, cluster, known, limit, memory_of, margin)
+                return self._planned(best, cluster, known, limit, memory_of, float(margin))
             except PlanError:
                 sizes.discard(best)
                 if not sizes:
@@ -210,16 +203,13 @@ class Profile:
 
     def _measured_sizes(self, cluster: Cluster, known: tuple[Strategy, ...], limit: int) -> Sequence[int]:
         """Sizes at which something may fit, after real steps that times are told from; the least if nothing does."""
-
-        def traced(batch: int) -> Callable[[str], Trace]:
-            return self._between(batch, max(_BATCHES))
+        most_of_all = max(_BATCHES)
 
         def may_fit(batch: int) -> bool:
-            model = self._of_all_kinds(traced(batch), partial(self._bytes, batch))
-            return can_fit(model, cluster, known, limit)
+            return can_fit(self._of_all_kinds(batch, self._bytes, most_of_all), cluster, known, limit)
 
         def runs_alone(kind: str, batch: int) -> bool:  # before the model is sharded
-            model = self._bytes(batch, traced(batch)(kind), self._kinds_of_parts(kind))
+            model = self._bytes(batch, self._told(batch, kind, most_of_all), self._kinds_of_parts(kind))
             peak = peak_bytes(model, ["ddp"] * len(model.units), _ONE)
             return not cluster.memory_bytes or peak <= cluster.memory_bytes
 
@@ -242,29 +232,21 @@ class Profile:
             batch: Samples per rank; None for those of the sample.
             checkpointing: Of the units that may have it; None for the first kind that is asked for.
         """
-        size = self._size(batch)
+        size = self.batch if batch is None else batch
         kind = UnitKind(self._kinds[0] if checkpointing is None else checkpointing, self._offload == "all")
         costs = self.costs(size).under(kind)
         strategies = (Strategy.of(strategy).on(cluster.num_ranks),) * len(costs.units)
         flops = self._flops(size, self._kinds_in(costs))
         return Plan(costs, cluster, strategies, flops=flops, spread=self._spread)
 
-    def _size(self, batch: int | None) -> int:
-        return self.batch if batch is None else batch
-
-    def _margin(self, margin: float | None) -> float:
-        if margin is None:
-            return MEASURED if self._device is None else DATASHEET
-        return float(margin)
-
     def _planned(
-        self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int, memory_of: str, most: float | None
+        self, batch: int, cluster: Cluster, known: tuple[Strategy, ...], limit: int, memory_of: str, margin: float
     ) -> Plan:
-        costs, tolerance = self.costs(batch), self._margin(most)
+        costs = self.costs(batch)
 
         def choose(room: int) -> Solution:
             self.progress.at(f"choosing strategies of {len(costs.units)} units")
-            solution = solve(costs, cluster, known, room, tolerance=tolerance, progress=self.progress)
+            solution = solve(costs, cluster, known, room, tolerance=margin, progress=self.progress)
             kinds = self._kinds_in(solution.model)
             if len(set(kinds)) > 1:  # what a mix takes as it runs, and not as its units alone tell
                 exact = self._bytes(batch, self.traced(batch, kinds), kinds)
@@ -292,33 +274,28 @@ class Profile:
         """Costs of a step that was traced under one kind of activation checkpointing for each part."""
         if self._device is not None:
             return self._costs_of(batch, traced, kinds, device=self._device, rates=self._rates)
-        steps = self._steps
-        times = steps.times(batch, kinds)
-        per_byte, overhead = steps.optimizer_s_per_byte, steps.overhead
-        found = self._costs_of(batch, traced, kinds, times=times, optimizer_s_per_byte=per_byte, overhead=overhead)
-        source = steps.source(batch, kinds)
-        return replace(found, units=tuple(replace(unit, source=source) for unit in found.units), source=source)
+        return self._costs_of(
+            batch,
+            traced,
+            kinds,
+            times=self._steps.times(batch, kinds),
+            optimizer_s_per_byte=self._steps.optimizer_s_per_byte,
+            overhead=self._steps.overhead,
+            source=self._steps.source(batch, kinds),
+        )
 
     def _costs_of(self, batch: int, traced: Trace, kinds: Kinds, **seconds_of: Any) -> ModelCosts:
-        """Costs of a traced step.
-
-        Args:
-            batch: Samples on each rank.
-            traced: The step.
-            kinds: The activation checkpointing of each part.
-            seconds_of: Arguments of `costs_of` that give seconds: a device and rates, or measured times.
-        """
-        found = costs_of(
+        """Costs of a traced step; what gives seconds, a device and rates or measured times, is as for `costs_of`."""
+        return costs_of(
             traced,
             self._model,
             training=self._training,
             batch_size=batch,
             tensor_parallel=self._num_cut,
             dims=self._dims,
+            kinds=kinds,
             **seconds_of,
         )
-        kind_of = {part.label: kind for part, kind in zip(self._parts, kinds, strict=True)}
-        return replace(found, units=tuple(replace(unit, checkpointing=kind_of[unit.name]) for unit in found.units))
 
     @cached_property
     def _steps(self) -> MeasuredSteps:
@@ -462,7 +439,7 @@ def plan(
     arguments.instance("plan", "training", training, Training, "Pass dshard.planner.Training(...).", or_none=True)
     rates = find_rates("plan", profile)
     memory = parse_bytes("plan", "memory", memory, or_none=True)
-    strategies = read_candidates("plan", "strategies", strategies, or_none=True)
+    asked = read_candidates("plan", "strategies", strategies, or_none=True)
     batch = _read_batch(batch)
     _check_choices(memory_of, checkpointing, offload, margin)
     _check_functions(loss_of, shard_placement_fn)
@@ -489,10 +466,10 @@ def plan(
     )
     made = partial(costs.plan, memory=memory, memory_of=memory_of, batch=batch, margin=margin)
     if isinstance(ranks, Cluster):
-        return made(ranks, strategies=strategies)
+        return made(ranks, strategies=asked)
     costs.progress.at("measuring links")
     measured = ranks.links()
-    return ranks.shared(lambda: made(measured, strategies=ranks.strategies(strategies, measured)))
+    return ranks.shared(lambda: made(measured, strategies=ranks.strategies(asked, measured)))
 
 
 def _read_batch(batch: Any) -> Any:

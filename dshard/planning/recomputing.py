@@ -9,7 +9,8 @@ from torch import nn
 from dshard.autograd import checkpointed
 from dshard.errors import PlanError
 from dshard.planner.costs import CHECKPOINTING, ModelCosts, UnitCosts
-from dshard.planner.traces import Part, Trace
+from dshard.planner.steps import Part
+from dshard.planner.tracing import Trace
 
 ANY = "auto"
 Kinds = tuple[str, ...]  # one for each part of a model

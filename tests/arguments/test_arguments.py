@@ -73,7 +73,6 @@ FREE = {  # public names without a row, and why
                 "of_family",
                 "spread_on",
                 "seconds_per_byte",
-                "between",
                 "copies_s",
                 "stragglers",
             )
@@ -88,11 +87,10 @@ FREE = {  # public names without a row, and why
         for owner, names in {
             "Cluster": (
                 *("all_gather_s", "in_place_s", "reduce_scatter_s", "all_reduce_s"),
-                *("is_inside", "shares_memory", "replicas_share_memory", "scaled"),
+                *("is_inside", "shares_memory", "replicas_share_memory"),
             ),
-            "Link": ("time_s", "scaled"),
-            "Links": ("scaled",),
-            "ModelCosts": ("under", "scaled"),
+            "Link": ("time_s",),
+            "ModelCosts": ("under",),
             "ParamCosts": ("shard_numel", "slice_numel"),
             "UnitCosts": ("under", "of_kind"),
         }.items()

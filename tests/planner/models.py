@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dshard.cli.models import GPT, GPTConfig
-from dshard.planner.traces import Part
+from dshard.planner.steps import Part
 
 CONFIG = GPTConfig(block_size=32, num_layers=3, width=64, num_heads=4, vocab_size=256)
 

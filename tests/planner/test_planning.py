@@ -13,9 +13,8 @@ from dshard.cli.models import GPT, GPTConfig
 from dshard.errors import ArgumentError, PlanError, StateError
 from dshard.planner import DEVICES, Cluster, Link, Links, Training, Wire, cluster_of, peak_bytes
 from dshard.planner.measuring import measure, measure_step
-from dshard.planner.progress import Throttled
 from dshard.planner.solver import DATASHEET
-from dshard.planner.texts import bytes_text, parse_bytes, seconds_text
+from dshard.planner.texts import Throttled, bytes_text, parse_bytes, seconds_text
 from dshard.planning import plan as planning
 from dshard.planning.meshes import strategies_for
 from dshard.planning.plan import Profile, parts_of

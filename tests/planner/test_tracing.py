@@ -9,7 +9,7 @@ from torch.profiler import profile
 from dshard.errors import ArgumentError, StateError
 from dshard.planner.devices import DEVICES
 from dshard.planner.measuring import measure
-from dshard.planner.traces import Part
+from dshard.planner.steps import Part
 from dshard.planner.tracing import trace
 from tests.planner.models import CASES, CONFIG, gpt, parts_of
 
