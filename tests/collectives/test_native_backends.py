@@ -92,7 +92,7 @@ def mean_of_halves() -> list[float]:
         group = ShardGroup(dist.group.WORLD, torch.device("cpu"))
     plan = ReducePlan(BucketLayout.of([ShardLayout((2 * group.num_ranks,), 0, group.num_ranks)]), group)
     bucket = ReduceBucket(plan, dtype=torch.float16, device=torch.device("cpu"), label="halves")
-    bucket.add(0, torch.tensor([30000.0, 2**-23] * group.num_ranks, dtype=torch.float16))
+    bucket.add([0], [torch.tensor([30000.0, 2**-23] * group.num_ranks, dtype=torch.float16)])
     return bucket.launch(mean=True).wait().shards[0].tolist()
 
 
