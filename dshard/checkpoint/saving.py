@@ -269,8 +269,8 @@ class Job:
 
     def _gone(self) -> CheckpointError:
         return CheckpointError(
-            f"{self.folder}: this folder of the save must stay until all ranks have written, but it is gone. Look at "
-            "what rank 0 says, which may have given up, or for what removed it."
+            f"{self.folder}: the folder of an asynchronous save must stay until all ranks have written, but it is "
+            "gone. Look at what rank 0 says, which may have given up, or for what removed it."
         )
 
     def close(self) -> None:
