@@ -19,6 +19,10 @@ _LABEL = "checkpoint"
 T = TypeVar("T")
 
 
+class FollowingError(CheckpointError):
+    """What a rank meets because another one has failed; `together` raises the error of that one in its place."""
+
+
 def group_of(model: nn.Module) -> ShardGroup:
     """Return the ranks that share a model: those of the parameter that lies on most ranks.
 
@@ -42,7 +46,7 @@ def together(group: ShardGroup, action: Callable[[], T], what: str) -> T:
 
     Raises:
         CheckpointError: It failed on some rank. On every rank alike, with the error of the first such rank where it
-            has none of its own.
+            has none of its own, or one that follows from another's.
 
     Communicates:
         An all-reduce of 8 bytes; where there is an error, one of its text.
@@ -60,7 +64,9 @@ def together(group: ShardGroup, action: Callable[[], T], what: str) -> T:
     if first < group.world_size:
         text = str(error).encode(errors="replace")[:_MAX_TEXT_BYTES] if group.world_rank == first else b""
         received = _only_text(group, text).decode(errors="replace")
-        raise error or CheckpointError(f"{received} (Rank {first}.)")
+        if error is None or (isinstance(error, FollowingError) and group.world_rank != first):
+            raise CheckpointError(f"{received} (Rank {first}.)")
+        raise error
     return found
 
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from dshard import arguments, collectives
 from dshard.agreement import agree as equal_on_ranks
 from dshard.agreement import check_same, versions
-from dshard.checkpoint.agreement import group_of, share, together
+from dshard.checkpoint.agreement import FollowingError, group_of, share, together
 from dshard.checkpoint.asynchronous import PendingSave, Snapshot, pending_save
 from dshard.checkpoint.contents import Contents, optimizers_by_prefix, own_piece
 from dshard.checkpoint.disk import closing, open_regular, read_padded, write_whole
@@ -268,9 +268,9 @@ class Job:
             self.close()
 
     def _gone(self) -> CheckpointError:
-        return CheckpointError(
-            f"{self.folder}: the folder of an asynchronous save must stay until all ranks have written, but it is "
-            "gone. Look at what rank 0 says, which may have given up, or for what removed it."
+        return FollowingError(
+            f"{self.folder}: this folder of the save must stay until all ranks have written, but it is gone. Look at "
+            "what rank 0 says, which may have given up, or for what removed it."
         )
 
     def close(self) -> None:

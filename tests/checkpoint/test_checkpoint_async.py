@@ -17,6 +17,7 @@ from torch import nn
 import dshard
 from dshard.checkpoint import asynchronous, load, save
 from dshard.checkpoint.contents import Contents
+from dshard.checkpoint.saving import Job
 from dshard.testing import WorldPool
 from dshard.testing.strategies import world_sizes
 from tests import warm
@@ -180,6 +181,32 @@ def failing(path: Path) -> list[str]:
 def test_a_failure_on_one_rank_is_told_on_all_at_the_next_call(worlds: WorldPool, tmp_path):
     for said in worlds.run(2, failing, tmp_path / "saved"):
         assert all("No space left on device" in text or "rank 1 could not write" in text for text in said)
+
+
+def given_up_first(path: Path) -> str:
+    """What a save says that rank 0 gives up, and with it the folder, before rank 1 writes."""
+    own = Job.write
+
+    def write(self: Job, pieces: Any) -> None:
+        if self.rank == 0:
+            raise OSError(28, "No space left on device")
+        while self.folder.exists():
+            time.sleep(0.01)
+        own(self, pieces)
+
+    model = made(RECIPE, "full")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Job, "write", write)
+        pending = save(path, model, asynchronous=True)
+        assert pending is not None
+        with pytest.raises(dshard.CheckpointError) as caught:
+            pending.result()
+    return str(caught.value)
+
+
+def test_a_rank_that_finds_the_folder_gone_tells_why_rank_0_gave_up(worlds: WorldPool, tmp_path):
+    for said in worlds.run(2, given_up_first, tmp_path / "saved"):
+        assert "No space left on device" in said
 
 
 def slow_to_sync(path: Path) -> Path | None:
