@@ -555,6 +555,7 @@ def _restored(saved: _Saved) -> Tensor:
 
 
 def _view_in_backward(param: Any, dtype: torch.dtype, view: tuple[Any, Any, int] | None) -> Tensor:
+    """The full tensor of a parameter, gathered in backward, or a view of it as `_Saved` describes one."""
     full: Tensor = param.gather_source.full_in_backward(param.gather_slot, dtype)
     if view is None:
         return full

@@ -491,7 +491,8 @@ class Copies:
 
     def _once_per_host(self, buckets: Sequence[Bucket]) -> list[HostCopy | None]:
         """The memory of each bucket whose full values all ranks of this host read in one place."""
-        if self.host_values is None or not any(bucket.group.is_direct for bucket in buckets):
+        is_possible = self.host_values or any(bucket.group.is_direct for bucket in buckets)
+        if self.host_values is None or not is_possible:
             return [None] * len(buckets)
         self.host_values.keep(buckets)
         unit, found = self.unit, list[HostCopy | None]()
