@@ -470,7 +470,7 @@ FAMILY: dict[str, Workload] = {
 
 
 _TINY_STEP = partial(_train, batch=1, tokens=16, fused=True)
-ON_THE_HOST: dict[str, Workload] = {  # by a fused optimizer, for by others FSDP2's steps cost the host as much again
+ON_THE_HOST: dict[str, Workload] = {  # by a fused optimizer: by AdamW's loop much of FSDP2's time is in the step
     "GPT": Workload(step=_TINY_STEP),
     "conv net": Workload(ConvNet, _classify),
     "experts": Workload(Experts, _TINY_STEP),

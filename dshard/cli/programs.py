@@ -19,6 +19,7 @@ from dshard.testing.training import SETTINGS, Program, Setting, adamw, call
 from dshard.testing.verifying import DEFAULT_SETTINGS
 
 _FACTORY = "MODULE:FACTORY"
+_MOST_RANKS = 64  # each a process of this machine
 
 
 def add_parsers(commands: Any) -> None:
@@ -43,7 +44,10 @@ def add_parsers(commands: Any) -> None:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(map(count, text.split(",")))
+    counts = tuple(map(count, text.split(",")))
+    if max(counts) > _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"must be from 1 to {_MOST_RANKS} each, but one is {max(counts)}")
+    return counts
 
 
 def _settings(text: str) -> tuple[str, ...]:

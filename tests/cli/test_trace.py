@@ -71,6 +71,7 @@ def test_units_bytes_and_gathers_of_a_step_are_printed_and_written(capsys, tmp_p
     [
         (["trace", "nothing"], "must be a module and a name in it"),
         (["trace", f"{__name__}:factory", "--ranks", "0"], "--ranks: must be a whole number of at least 1"),
+        (["verify", f"{__name__}:factory", "--ranks", "1,65"], "--ranks: must be from 1 to 64 each, but one is 65"),
         (["trace", f"{__name__}:factory", "--strategy", "most"], "most"),
     ],
 )
