@@ -1,7 +1,7 @@
 """The reductions of a model: which gradients have arrived, which leave when, and what all ranks must start alike."""
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -277,31 +277,34 @@ class UnitGradients:
         """Take full gradients of parameters; gives the reduced ones, which may still be in flight."""
         unit, given = self.unit, list[ShardedTensor]()
         params = [unit.params[slot] for slot in slots]
-        start, current = 0, None  # the first that no reduction has taken yet, and the one that is to take it
-        others: Container[int] = ()  # that it takes, too
-
-        def hand_over(stop: int) -> None:
-            if current is not None and start < stop:
-                part = slice(start, stop)
-                given.extend(current.receive(params[part], grads[part], may_wait[part], is_given=is_given))
-
-        for index, slot in enumerate(slots):
-            if slot in others:
-                continue
-            reduction = self._filling.get(slot)
-            if reduction is not None and self._takes(reduction, slot, is_given=is_given):
-                if reduction is current:
-                    continue
-                hand_over(index)
-            else:
-                hand_over(index)  # ahead of what may have an earlier one leave
-                reduction = self._reduction_for(slot, is_given=is_given)
-            start, current, others = index, reduction, reduction.takes_any
-        hand_over(len(slots))
+        for reduction, part in self._by_reduction(slots, is_given=is_given):
+            given += reduction.receive(params[part], grads[part], may_wait[part], is_given=is_given)
         self._arrived.update(slots)
         if len(self._arrived) == len(unit.params) and unit not in unit.model.regions.units:  # a frozen one may be used
             unit.model.eviction.after_backward(unit)
         return given
+
+    def _by_reduction(self, slots: Sequence[int], *, is_given: bool) -> Iterator[tuple[GradReduction, slice]]:
+        """The reductions that take gradients of some parameters, and which of these.
+
+        Each is to have them before the next is asked for: finding that one may have it leave.
+        """
+        start, current = 0, None
+        others: Container[int] = ()  # that the current one takes, whatever they are
+        for index, slot in enumerate(slots):
+            if slot in others:
+                continue
+            known = self._filling.get(slot)
+            if known is not None and not self._takes(known, slot, is_given=is_given):
+                known = None
+            if known is not None and known is current:
+                continue
+            if current is not None:
+                yield current, slice(start, index)
+            current = known or self._reduction_for(slot, is_given=is_given)
+            start, others = index, current.takes_any
+        if current is not None:
+            yield current, slice(start, len(slots))
 
     def _takes(self, reduction: GradReduction, slot: int, *, is_given: bool) -> bool:
         """Whether the reduction that took the last gradient of a bucket is the one for another one of it."""
