@@ -28,7 +28,7 @@ from benchmarks.measure import Summary, on_ranks, summary_of
 from benchmarks.models import GPT, Size, shard, training_step
 from benchmarks.output import Bars, Output, table, timing_table
 from dshard import checkpoint
-from dshard.checkpoint import asynchronous
+from dshard.checkpoint import saving
 
 _BATCH, _TOKENS, _BLOCK_STEPS = 4, 128, 4
 _DD_BYTES = 1 << 22
@@ -114,15 +114,15 @@ def _stalls(size: Size, folder: str, num_rounds: int) -> dict[str, list[float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     step = training_step(model, optimizer, torch.randint(0, size.vocab, (_BATCH, _TOKENS + 1)))
     waits: list[float] = []
-    own_wait = asynchronous.Snapshot.wait
+    own_wait = saving.Snapshot.wait
 
-    def timed_wait(self: asynchronous.Snapshot) -> None:
+    def timed_wait(self: saving.Snapshot) -> None:
         start = time.perf_counter()
         own_wait(self)
         waits.append(time.perf_counter() - start)
 
     found: dict[str, list[float]] = {"a step": [], "a step, while a save is written": [], "call": [], "wait": []}
-    asynchronous.Snapshot.wait = timed_wait  # type: ignore[method-assign]
+    saving.Snapshot.wait = timed_wait  # type: ignore[method-assign]
     try:
         for i in range(2 * (num_rounds + 1)):
             waits.clear()
@@ -145,7 +145,7 @@ def _stalls(size: Size, folder: str, num_rounds: int) -> dict[str, list[float]]:
                 found["call"].append(call)
                 found["wait"].append(sum(waits))
     finally:
-        asynchronous.Snapshot.wait = own_wait  # type: ignore[method-assign]
+        saving.Snapshot.wait = own_wait  # type: ignore[method-assign]
     return found
 
 

@@ -1,11 +1,16 @@
-"""List the tensors of a model and its optimizers, the box of each that this rank holds, and the part that it writes."""
+"""List what a checkpoint holds, the box of each tensor that this rank has, and the part that it writes.
 
+All is tensors: the values of Python that belong to a checkpoint (facts of optimizers, extra states of modules, random
+states, the caller's `extra`) are JSON in tensors of bytes.
+"""
+
+import base64
 import json
 import math
 import random
 import re
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,19 +24,20 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
 from dshard.checkpoint.files import Box, Piece, check_dtype, memory_of
-from dshard.checkpoint.manifest import OWN, own_name
-from dshard.checkpoint.values import encode
-from dshard.collectives import ShardGroup
+from dshard.checkpoint.manifest import own_name
 from dshard.errors import CheckpointError
 from dshard.gathering import refuse_meta
-from dshard.layout import ShardLayout
 from dshard.optimizer.replace import repoint_optimizer
 from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import full_shape, tp_layout_of
 from dshard.tensor.subclass_shards import exact_values
 from dshard.tensor.views import bytes_of
 
+FACTS, EXTRA, RANDOM = "facts", "extra", "random"  # names of tensors whose bytes are JSON
 _SPLIT_BYTES = 1 << 20  # of a copy that several ranks hold: less than that is written by one of them
+_MAX_DEPTH = 100
+_MAX_INT_BITS = 1 << 13  # what Python reads back
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +63,8 @@ class Part:
         is_large = box.numel * itemsize >= _SPLIT_BYTES
         if longest is None or not is_large or box.sizes[longest] < self.num_copies:
             return box if zlib.crc32(name.encode()) % self.num_copies == self.copy else None
-        dim = 0 if box.sizes[0] >= self.num_copies else longest
-        extent = ShardLayout(box.sizes, dim, self.num_copies).extent(self.copy)
-        offsets, sizes = list(box.offsets), list(box.sizes)
-        offsets[dim], sizes[dim] = offsets[dim] + extent.start, extent.size
-        return Box(box.shape, tuple(offsets), tuple(sizes)) if extent.size else None
+        found = box.cut(0 if box.sizes[0] >= self.num_copies else longest, self.num_copies, self.copy)
+        return found if found.numel else None
 
 
 def box_of(tensor: Tensor) -> Box:
@@ -80,21 +83,18 @@ def _part_of(tensor: Tensor) -> Part:
 
 def _part_of_sharded(tensor: ShardedTensor) -> Part:
     layout, group = tensor.shard_layout, tensor.shard_group
-    offsets, sizes = [0] * tensor.dim(), list(full_shape(layout))
-    num_copies, copy = 1, 0
+    box, num_copies, copy = Box.whole(full_shape(layout)), 1, 0
     tp = tp_layout_of(layout)
     cuts = [(p.dim if isinstance(p, Shard) else None, g.num_ranks, g.rank) for p, g in tp.axes] if tp else []
     cuts.append((layout.dim, group.num_ranks, group.rank))
+    if group.replicas is not None:
+        cuts.append((None, group.replicas.world_size, group.replicas.world_rank))
     for dim, num_ranks, rank in cuts:
         if dim is None:
             num_copies, copy = num_copies * num_ranks, copy * num_ranks + rank
-            continue
-        extent = ShardLayout(tuple(sizes), dim, num_ranks).extent(rank)
-        offsets[dim], sizes[dim] = offsets[dim] + extent.start, extent.size
-    replicas = group.replicas
-    if replicas is not None:
-        num_copies, copy = num_copies * replicas.world_size, copy * replicas.world_size + replicas.world_rank
-    return Part(Box(tuple(full_shape(layout)), tuple(offsets), tuple(sizes)), num_copies, copy)
+        else:
+            box = box.cut(dim, num_ranks, rank)
+    return Part(box, num_copies, copy)
 
 
 def optimizers_by_prefix(given: Any) -> dict[str, Optimizer]:
@@ -145,16 +145,17 @@ class Contents:
         model: A sharded module.
         optimizers: Those that train it, by the prefix of their tensors.
         extra: As of `save`.
+        device_type: Of the ranks' devices.
 
     Raises:
         CheckpointError, StateError: There is something that no checkpoint holds.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Mapping[str, Optimizer], extra: Any) -> None:
+    def __init__(self, model: nn.Module, optimizers: Mapping[str, Optimizer], extra: Any, device_type: str) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
-        self.extra_state: dict[str, Any] = {}
         self._names: dict[int, str] = {}
+        self._extra_state: dict[str, Any] = {}
         state = model.state_dict(keep_vars=True)
         check_kept("checkpoint.save", model, state)
         tied = left_out_of(model, state)
@@ -162,14 +163,15 @@ class Contents:
             if isinstance(value, Tensor) and not is_extra(name):
                 self._keep(value, f"model.{name}")
             else:
-                self.extra_state[name] = encode(value, f"extra.{name}", self._keep)
+                self._extra_state[name] = encode(value, f"extra.{name}", self._keep)
         names = name_of_params(model, optimizers)
-        self.optimizers = [self._optimizer(prefix, each, names) for prefix, each in optimizers.items()]
+        self._optimizers = [self._optimizer(prefix, each, names) for prefix, each in optimizers.items()]
         refuse_meta("checkpoint.save", list(self.tensors.items()))
-        self.extra = encode(extra, "extra")
-        texts = [repr(value).encode(errors="surrogatepass") for value in (self.extra, self.own_facts)]
-        plain = [self.tensors[name] for name in self.plain_names()]
-        self.sums = [*map(zlib.crc32, texts), *_sums_of(plain)]  # of what may differ between ranks
+        self._described = [f"{name}, {tuple(t.shape)}, {t.dtype}" for name, t in self.tensors.items()]
+        self.tensors[FACTS] = _as_bytes({"optimizers": self._optimizers, "extra_state": self._extra_state})
+        self.tensors[EXTRA] = _as_bytes(encode(extra, "extra"))
+        self.tensors[RANDOM] = _as_bytes(encode(random_states(device_type), "the random states"))
+        self.sums = _sums_of([self.tensors[name] for name in self._plain_names()])  # of what may differ between ranks
 
     def _keep(self, value: Tensor, name: str) -> str:
         """Add a tensor under a name; a second name of the same tensor becomes an alias."""
@@ -184,36 +186,28 @@ class Contents:
         return name
 
     def _optimizer(self, prefix: str, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-        groups = [
-            {
-                "params": [names[id(p)] for p in group["params"]],
-                "options": {
-                    key: encode(value, f"checkpoint: param_groups[{i}]['{key}']")
-                    for key, value in group.items()
-                    if key != "params"
-                },
-            }
-            for i, group in enumerate(optimizer.param_groups)
-        ]
+        groups = []
+        for i, group in enumerate(optimizer.param_groups):
+            options = {key: value for key, value in group.items() if key != "params"}
+            options["params"] = [names[id(p)] for p in group["params"]]
+            groups.append(encode(options, f"checkpoint: param_groups[{i}]"))
         state: dict[str, Any] = {}
         common: dict[Any, Any] = {}
         for param, values in optimizer.state.items():
             if not isinstance(param, Tensor):
                 common[param] = values
-            elif not isinstance(values, Mapping):
+                continue
+            where = f"{prefix}.{names[id(param)]}"
+            if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+                found = f"has the keys {list(values)!r:.60}" if isinstance(values, Mapping) else f"is a {type(values)}"
                 raise CheckpointError(
-                    f"{prefix}.{names[id(param)]}: an optimizer's state of a parameter must be a dict, but it is a "
-                    f"{type(values).__name__}. Put it into a dict."
+                    f"{where}: an optimizer's state of a parameter must be a dict with texts as keys, but it {found}. "
+                    "Put it into such a dict."
                 )
-            elif values:
-                name = names[id(param)]
-                where = f"{prefix}.{name}"
-                if wrong := [key for key in values if not isinstance(key, str)]:
-                    raise CheckpointError(f"{where}: keys of a state must be texts, but one is {wrong[0]!r:.60}.")
-                state[name] = {key: encode(value, f"{where}.{key}", self._keep) for key, value in values.items()}
+            if values:
+                state[names[id(param)]] = {key: encode(v, f"{where}.{key}", self._keep) for key, v in values.items()}
         whole = [name for name, t in self.tensors.items() if name.startswith(f"{prefix}.") and not _is_cut(t)]
         return {
-            "prefix": prefix,
             "kind": type(optimizer).__name__,
             "groups": groups,
             "state": state,
@@ -221,25 +215,17 @@ class Contents:
             "common": encode(common, f"{prefix}.state", self._keep),
         }
 
-    @property
-    def own_facts(self) -> dict[str, Any]:
-        """Values that may differ between ranks: numbers of optimizers, such as a loss, and extra states of modules."""
-        return {"optimizers": self.optimizers, "extra_state": self.extra_state}
-
     def listed(self) -> dict[str, list[str]]:
         """Describe what all ranks must have alike: all but values, and the numbers in states of optimizers."""
         optimizers = []
-        for facts in self.optimizers:
-            options = [group["options"] for group in facts["groups"]]
-            params = [group["params"] for group in facts["groups"]]
+        for facts in self._optimizers:
             states = {name: list(state) for name, state in facts["state"].items()}
-            whole = facts["whole"]
-            optimizers.append(f"{facts['kind']} with {options} of {params}, and states {states}, whole {whole}")
-        tensors = [f"{name}, {tuple(t.shape)}, {t.dtype}" for name, t in self.tensors.items()]
-        return {"optimizer": optimizers, "tensors": tensors, "extra state": list(self.extra_state)}
+            groups, whole = facts["groups"], facts["whole"]
+            optimizers.append(f"{facts['kind']} with {groups}, and states {states}, whole {whole}")
+        return {"optimizer": optimizers, "tensors": self._described, "extra state": list(self._extra_state)}
 
-    def plain_names(self) -> list[str]:
-        """Names of tensors that every rank holds whole, with values that may differ: buffers, step counts."""
+    def _plain_names(self) -> list[str]:
+        """Names of tensors that every rank holds whole, with values that may differ: buffers, step counts, JSON."""
         return [name for name, tensor in self.tensors.items() if not _is_cut(tensor)]
 
     def pieces(self, rank: int, num_ranks: int, are_alike: Sequence[bool]) -> list[Piece]:
@@ -248,12 +234,12 @@ class Contents:
         Args:
             rank: This one.
             num_ranks: That write.
-            are_alike: Of each of `plain_names`, whether all ranks hold the same values.
+            are_alike: Of each of `sums`, whether it is equal on all ranks.
 
         Communicates:
             An all-gather for each view or foreign DTensor.
         """
-        found, alike = [], dict(zip(self.plain_names(), are_alike, strict=True))
+        found, alike = [], dict(zip(self._plain_names(), are_alike, strict=True))
         for name, tensor in self.tensors.items():
             local, whole = _local(name, tensor), Box.whole(tensor.shape)
             if not alike.get(name, True):
@@ -279,7 +265,12 @@ def _sums_of(tensors: Sequence[Tensor]) -> list[int]:
         return [zlib.crc32(memory_of(raw)) for raw in plain]
 
 
-def random_states(group: ShardGroup) -> dict[str, Any]:
+def _as_bytes(value: Any) -> Tensor:
+    """Return the JSON of a value as a tensor of bytes."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def random_states(device_type: str) -> dict[str, Any]:
     """Return the states of the default random generators of torch, Python, NumPy and the device."""
     numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the global one is what is to be kept
     own = {key: v.tolist() if isinstance(v, np.ndarray) else v for key, v in numpy_state["state"].items()}
@@ -288,17 +279,9 @@ def random_states(group: ShardGroup) -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": {**numpy_state, "state": own},
     }
-    if group.device_type != "cpu":
-        states["device"] = torch.get_device_module(group.device_type).get_rng_state()
+    if device_type != "cpu":
+        states["device"] = torch.get_device_module(device_type).get_rng_state()
     return states
-
-
-def own_piece(group: ShardGroup, extra: Any, facts: Any = None) -> Piece:
-    """Return this rank's random states, its `extra`, and facts that differ between ranks, as JSON in a tensor."""
-    own = {"random": encode(random_states(group), "the random states"), "extra": extra, "facts": facts}
-    text = json.dumps(own).encode()
-    values = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return Piece(own_name(group.world_rank, OWN), Box.whole(values.shape), values)
 
 
 def left_out_of(module: nn.Module, names: Collection[str]) -> set[str]:
@@ -384,3 +367,107 @@ def _local(name: str, tensor: Tensor) -> Tensor:
     with torch.no_grad():
         plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return plain.detach()
+
+
+# ------------------------------------------------------------------------------- values of Python as JSON, and back
+# JSON knows no tuples, no bytes and no keys but texts. These become objects of a single key that begins with `$`.
+
+
+def encode(value: Any, where: str, keep: Callable[[Tensor, str], str] | None = None, depth: int = _MAX_DEPTH) -> Any:
+    """Encode a value for JSON.
+
+    Args:
+        value: None, truth values, numbers, texts, bytes and tensors, and lists, tuples and dicts of these.
+        where: What it is, for an error.
+        keep: Takes a tensor, and what it is, and gives the name under which it is stored elsewhere; by default the
+            JSON holds its values.
+        depth: How deep it may be nested.
+
+    Raises:
+        CheckpointError: There is something else in it; names it.
+    """
+    if not depth:
+        raise CheckpointError(f"{where}: may be nested {_MAX_DEPTH} deep, but is nested deeper. Does it hold itself?")
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if type(value) is int:
+        if abs(value) >> _MAX_INT_BITS:
+            raise CheckpointError(f"{where}: an int may have {_MAX_INT_BITS} bits, but has {value.bit_length()}.")
+        return value
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, Tensor):
+        return {"$named": keep(value, where)} if keep is not None else {"$tensor": _values_of(value)}
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, (list, tuple)):
+        items = [encode(item, f"{where}[{i}]", keep, depth - 1) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, Mapping):
+        items = [(key, encode(item, f"{where}[{key!r}]", keep, depth - 1)) for key, item in value.items()]
+        if all(isinstance(key, str) for key, _ in items) and not (len(items) == 1 and items[0][0].startswith("$")):
+            return dict(items)
+        return {"$items": [[encode(key, f"{where}'s key", None, depth - 1), item] for key, item in items]}
+    raise CheckpointError(
+        f"{where}: a checkpoint holds None, truth values, numbers, texts, bytes, tensors, and lists, tuples and dicts "
+        f"of these, but this is a {type(value).__name__}. Convert it, or leave it out."
+    )
+
+
+def _values_of(tensor: Tensor) -> dict[str, Any]:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    host = full.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    raw = bytes_of(host).numpy().tobytes()
+    return {
+        "dtype": str(host.dtype).removeprefix("torch."),
+        "shape": list(host.shape),
+        "bytes": base64.b64encode(raw).decode(),
+    }
+
+
+def decode(value: Any, named: Callable[[str], Any]) -> Any:
+    """Decode a value that `encode` made.
+
+    Args:
+        value: What a checkpoint's JSON holds.
+        named: Gives the tensor that is stored under a name.
+
+    Raises:
+        ValueError, KeyError, TypeError, RuntimeError: It is nothing that `encode` makes.
+    """
+    if isinstance(value, list):
+        return [decode(item, named) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = next(iter(value)) if len(value) == 1 else ""
+    if kind == "$tuple":
+        return tuple(decode(item, named) for item in value[kind])
+    if kind == "$items":
+        return {decode(key, named): decode(item, named) for key, item in value[kind]}
+    if kind == "$bytes":
+        return base64.b64decode(value[kind], validate=True)
+    if kind == "$named":
+        return named(value[kind])
+    if kind == "$tensor":
+        return _tensor_of(value[kind])
+    return {key: decode(item, named) for key, item in value.items()}
+
+
+def _tensor_of(content: dict[str, Any]) -> Tensor:
+    dtype, raw = _DTYPES[content["dtype"]], base64.b64decode(content["bytes"], validate=True)
+    flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")
+    return flat.view(content["shape"])
+
+
+def same_kind(saved: Any, own: Any) -> bool:
+    """Return whether a saved option may replace the optimizer's own one."""
+    if saved is None or own is None:
+        other = own if saved is None else saved
+        return other is None or isinstance(other, (bool, int, float, str))
+    numbers = (int, float, Tensor)
+    if isinstance(own, numbers) and not isinstance(own, bool):
+        return isinstance(saved, numbers) and not isinstance(saved, bool) and not math.isnan(float(saved))
+    if isinstance(own, (list, tuple)):
+        is_like = isinstance(saved, (list, tuple)) and len(saved) == len(own)
+        return is_like and all(same_kind(a, b) for a, b in zip(saved, own, strict=True))
+    return isinstance(saved, type(own))

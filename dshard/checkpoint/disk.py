@@ -45,17 +45,11 @@ def make_folder(folder: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Sync a folder, so that the names in it survive a crash, on file systems that can."""
-    with closing(open_folder(folder)) as opened:
-        _sync(opened)
+    with closing(_open_folder(folder)) as opened, suppress(OSError):  # some network file systems sync by themselves
+        os.fsync(opened)
 
 
-def _sync(folder: int) -> None:
-    with suppress(OSError):  # some network file systems sync by themselves
-        os.fsync(folder)
-
-
-def open_folder(folder: Path) -> int:
-    """Open a folder, to sync or to lock it."""
+def _open_folder(folder: Path) -> int:
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
@@ -89,7 +83,7 @@ def locked(folder: Path) -> Iterator[bool]:
         CheckpointError: Another one does for too long.
     """
     deadline, is_locked = time.monotonic() + _LOCK_TIMEOUT_S, True
-    with closing(open_folder(folder)) as opened:
+    with closing(_open_folder(folder)) as opened:
         try:
             while not try_lock(opened):
                 if time.monotonic() > deadline:
@@ -134,9 +128,8 @@ def write_whole(path: Path, content: bytes) -> None:
     with create(draft) as opened:
         write_all(opened, content)
     try:
-        with closing(open_folder(path.parent)) as folder:  # who sees the file may give the folder another name at once
-            draft.rename(path)
-            _sync(folder)
+        draft.rename(path)
+        sync_folder(path.parent)
     except BaseException:
         with suppress(OSError):
             draft.unlink()
@@ -172,11 +165,7 @@ def check_regular(path: Path, *, follow: bool = False) -> os.stat_result:
 def open_regular(path: Path, *, follow: bool = False) -> int:
     """Open a regular file to read from; raises as `check_regular`."""
     check_regular(path, follow=follow)
-    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
-    if stat.S_ISREG(os.fstat(opened).st_mode):
-        return opened
-    os.close(opened)
-    raise CheckpointError(f"{path}: must be a file, but something else took its place. Use another path.")
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
 
 
 def buffers(size: int) -> Iterator[tuple[int, memoryview]]:

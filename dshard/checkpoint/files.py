@@ -10,8 +10,8 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dshard.checkpoint.disk import closing, read_padded
 from dshard.errors import CheckpointError
+from dshard.layout import ShardLayout
 from dshard.tensor.views import bytes_of
 
 BLOCK_BYTES = 1 << 18  # what one sum is of: a reader of a part of a piece reads at most two of them too many
@@ -80,6 +81,13 @@ class Box:
         """Number of elements."""
         return math.prod(self.sizes)
 
+    def cut(self, dim: int, num_parts: int, index: int) -> "Box":
+        """Return one of the parts into which a dim is cut, as torch.chunk cuts it; maybe an empty one."""
+        extent = ShardLayout(self.sizes, dim, num_parts).extent(index)
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        offsets[dim], sizes[dim] = offsets[dim] + extent.start, extent.size
+        return Box(self.shape, tuple(offsets), tuple(sizes))
+
     def overlap(self, other: "Box") -> "Box | None":
         """Return the intersection of two boxes of a tensor; None if it is empty."""
         low = tuple(map(max, self.offsets, other.offsets))
@@ -108,11 +116,6 @@ class Piece:
     box: Box
     values: Tensor
     is_shard: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the box."""
-        return self.values.numel() * self.values.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,49 +284,39 @@ def _order_in(path: Path) -> list[str]:
         return list(opened.offset_keys())
 
 
-class TensorFile:
-    """A safetensors file that is created from shapes alone and filled tensor by tensor, with memory for one.
+@contextmanager
+def tensor_file(
+    path: Path, described: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
+) -> Iterator[Callable[[str, Tensor], None]]:
+    """Create a safetensors file from shapes alone, to be filled tensor by tensor with memory for one; sync it then.
 
     Args:
         path: A new file.
         described: Dtype and shape of each tensor.
         metadata: What else to write down.
 
+    Yields:
+        A function that writes a tensor's values to their place, converted to the described dtype.
+
     Raises:
         OSError: It cannot be written.
     """
-
-    def __init__(
-        self, path: Path, described: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
-    ) -> None:
-        sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in described.items()}
-        zeros = np.zeros(max([1, *sizes.values()]), np.uint8)  # pages that nobody writes to take no memory
-        specs = {name: _spec(*each, zeros.ctypes.data) for name, each in described.items()}
-        self._described, self._starts = described, dict[str, int]()
-        self._opened = _create(path, specs, dict(metadata))
-        at = os.fstat(self._opened).st_size - sum(sizes.values())
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in described.items()}
+    zeros = np.zeros(max([1, *sizes.values()]), np.uint8)  # pages that nobody writes to take no memory
+    specs = {name: _spec(*each, zeros.ctypes.data) for name, each in described.items()}
+    with closing(_create(path, specs, dict(metadata))) as opened:
+        starts, at = dict[str, int](), os.fstat(opened).st_size - sum(sizes.values())
         for name in _order_in(path):
-            self._starts[name] = at
+            starts[name] = at
             at += sizes[name]
 
-    def write(self, name: str, values: Tensor) -> None:
-        """Write a tensor's values to their place, converted to the described dtype.
+        def write(name: str, values: Tensor) -> None:
+            at, dtype = starts[name], described[name][0]
+            for part in values.reshape(-1).split(max(1, _WRITE_BYTES // values.element_size())):
+                rest = memory_of(bytes_of(part.resolve_conj().to(device="cpu", dtype=dtype)))
+                while rest:
+                    num_written = os.pwrite(opened, rest, at)
+                    rest, at = rest[num_written:], at + num_written
 
-        Raises:
-            OSError: They cannot be written.
-        """
-        at, dtype = self._starts[name], self._described[name][0]
-        for part in values.reshape(-1).split(max(1, _WRITE_BYTES // values.element_size())):
-            rest = memory_of(bytes_of(part.resolve_conj().to(device="cpu", dtype=dtype)))
-            while rest:
-                num_written = os.pwrite(self._opened, rest, at)
-                rest, at = rest[num_written:], at + num_written
-
-    def close(self) -> None:
-        """Sync and close the file.
-
-        Raises:
-            OSError: It cannot be synced.
-        """
-        with closing(self._opened) as opened:
-            os.fsync(opened)
+        yield write
+        os.fsync(opened)

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from dshard.checkpoint.disk import closing, locked, make_folder, partial_name, sync_folder, try_lock
+from dshard.checkpoint.disk import closing, locked, make_folder, sync_folder, try_lock
 from dshard.checkpoint.files import FILE_NAME
 from dshard.checkpoint.manifest import COPY_NAME, MANIFEST, Manifest, is_checkpoint, read_manifest
 from dshard.checkpoint.parity import group_around
@@ -21,19 +21,15 @@ from dshard.errors import CheckpointError
 
 _LOCK = "dshard.lock"
 _IN_PLACE = re.compile("|".join((COPY_NAME.pattern, FILE_NAME.pattern, re.escape(_LOCK))))
-_OURS = re.compile(_IN_PLACE.pattern + r"|dshard\.json|(part|row)-\d{5,}\.json")
+_OURS = re.compile(_IN_PLACE.pattern + r"|dshard\.json")
 _POLL_S = 0.001
 _DRAFTS = re.compile(r"\.tmp\w+")  # of a file that safetensors was writing
 _NONE = f"must be a checkpoint, which is a folder with a {MANIFEST}, or a folder of checkpoints, but there is none"
 _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|removed)")
 
 
-def check_target(target: Path, *, thoroughly: bool) -> None:
+def check_target(target: Path) -> None:
     """Raise unless a path is free for a checkpoint, or holds one that may be replaced.
-
-    Args:
-        target: The path.
-        thoroughly: Whether to read the manifest of a checkpoint that is there, and not only to look for one.
 
     Raises:
         CheckpointError: Something is there that is no checkpoint.
@@ -41,7 +37,7 @@ def check_target(target: Path, *, thoroughly: bool) -> None:
     if not os.path.lexists(target):
         return
     found = "a link" if target.is_symlink() else "" if target.is_dir() else "a file"
-    if not found and any(target.iterdir()) and not (_manifest_of(target) if thoroughly else is_checkpoint(target)):
+    if not found and any(target.iterdir()) and _manifest_of(target) is None:
         found = f"a folder with {', '.join(sorted(child.name for child in target.iterdir())[:3])}"
     if found:
         raise CheckpointError(
@@ -66,7 +62,7 @@ def is_complete(folder: Path, manifest: Manifest) -> bool:
     lost = [index for index, file in enumerate(manifest.files) if _size_of(folder / file.name) != file.size]
     if not manifest.rows:
         return not lost
-    groups = [group_around(index, len(manifest.files)) for index in lost]
+    groups = [group_around(index, manifest.world_size) for index in lost]
     return len(set(groups)) == len(groups)
 
 
@@ -131,26 +127,14 @@ def _changed(folder: Path) -> float:
 
 def prune(newest: Path, run: str, keep: int) -> None:
     """Remove the older checkpoints of a run in a folder, and keep the last `keep`, the newest one included."""
-    older = []
-    for child in _children(newest.parent):
-        manifest = _manifest_of(child) if child != newest else None
-        if manifest is not None and manifest.facts["run"] == run:
-            older.append((manifest.order, child, manifest))
-    for _, folder, manifest in sorted(older, key=lambda each: each[0], reverse=True)[keep - 1 :]:
-        remove(folder, manifest)
-
-
-def remove(folder: Path, manifest: Manifest) -> None:
-    """Remove a checkpoint's own files; the folder goes with them unless somebody put something else into it."""
-    own = {MANIFEST, _LOCK, *manifest.names}
-    with suppress(OSError):
-        if all(child.name in own for child in folder.iterdir()):
-            hidden = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.removed")
-            folder.rename(hidden)  # at once: what is half removed is no checkpoint
-            folder = hidden
-        for name in (MANIFEST, *sorted(own - {MANIFEST})):
-            (folder / name).unlink(missing_ok=True)
-        folder.rmdir()
+    found = [(child, _manifest_of(child)) for child in _children(newest.parent) if child != newest]
+    older = [(manifest.order, child) for child, manifest in found if manifest and manifest.facts["run"] == run]
+    for _, folder in sorted(older, reverse=True)[keep - 1 :]:
+        with suppress(OSError):
+            if all(_OURS.fullmatch(child.name) for child in folder.iterdir()):
+                hidden = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.removed")
+                folder = folder.rename(hidden)  # at once: what is half removed is no checkpoint
+        _remove_own(folder)
 
 
 class Draft:
@@ -158,19 +142,20 @@ class Draft:
 
     Args:
         target: Where it is to go.
+        folder: The hidden one, beside it.
 
     Raises:
         CheckpointError: Something else is there.
         OSError: It cannot be made.
     """
 
-    def __init__(self, target: Path) -> None:
-        check_target(target, thoroughly=False)
+    def __init__(self, target: Path, folder: Path) -> None:
+        check_target(target)
         make_folder(target.parent)
         _remove_leftovers(target.parent)
-        self.target, self.folder, self._lock = target, partial_name(target), -1
-        while not self._begin():  # another save took the new folder for what a killed one left
-            self.folder = partial_name(target)
+        self.target, self.folder, self._lock = target, folder, -1
+        while not self._begin():
+            pass  # another save took the new folder for what a killed one left, and removed it
 
     def _begin(self) -> bool:
         self.folder.mkdir()
@@ -191,17 +176,20 @@ class Draft:
         self.close()
         return False
 
-    def publish(self) -> None:
+    def publish(self, manifest: Manifest) -> None:
         """Publish the folder: whenever the process dies, the old checkpoint or the new one is there, whole.
+
+        Args:
+            manifest: Its manifest.
 
         Raises:
             CheckpointError, OSError: It cannot be put there.
         """
         sync_folder(self.folder)
-        check_target(self.target, thoroughly=True)
+        check_target(self.target)
         if _manifest_of(self.target) is not None or not self._rename():  # perhaps another save was faster
             with locked(self.target) as is_locked:
-                self._replace(read_manifest(self.target), is_alone=is_locked)
+                self._replace(read_manifest(self.target), manifest, is_alone=is_locked)
         self.close()
 
     def _rename(self) -> bool:
@@ -217,26 +205,26 @@ class Draft:
             (self.target / _LOCK).unlink()
         return True
 
-    def _replace(self, before: Manifest, *, is_alone: bool) -> None:
+    def _replace(self, before: Manifest, manifest: Manifest, *, is_alone: bool) -> None:
         """Move the files into the folder of an older checkpoint, switch its manifest, and remove the older files.
 
         Args:
-            before: The other one.
+            before: The older checkpoint's manifest.
+            manifest: The new one's.
             is_alone: Whether no other save does so now; then what killed ones left there goes, too.
         """
-        names = sorted({child.name for child in self.folder.iterdir()} - {MANIFEST, _LOCK})
         try:
-            for name in names:
+            for name in manifest.names:
                 (self.folder / name).rename(self.target / name)  # a name that no other save has
             sync_folder(self.target)
             (self.folder / MANIFEST).rename(self.target / MANIFEST)  # from here on it is the new one
         except BaseException:
-            for name in names:
+            for name in manifest.names:
                 (self.target / name).unlink(missing_ok=True)
             raise
         sync_folder(self.target)
         outdated = {child.name for child in self.target.iterdir() if _IN_PLACE.fullmatch(child.name)}
-        for name in {*before.names, *(outdated if is_alone else ())} - set(names):
+        for name in {*before.names, *(outdated if is_alone else ())} - manifest.names:
             with suppress(OSError):  # the new checkpoint is there, and the next save removes what stays
                 (self.target / name).unlink()
 
@@ -249,11 +237,12 @@ class Draft:
 
 
 def _remove_own(folder: Path) -> None:
-    """Remove a hidden folder and the files that a save writes; other files in it stay, and so does the folder then."""
-    with suppress(OSError):
-        for child in sorted(folder.iterdir(), key=lambda each: each.name == _LOCK):  # a kill leaves the lock to find
+    """Remove a folder and the files that a save writes; other files in it stay, and so does the folder then."""
+    with suppress(OSError):  # manifests first, without which it is no checkpoint; a kill leaves the lock to find
+        for child in sorted(folder.iterdir(), key=lambda each: (each.name == _LOCK, each.name)):
             draft = _HIDDEN.fullmatch(child.name)
-            if _OURS.fullmatch(child.name if draft is None else draft[1]) or _DRAFTS.fullmatch(child.name):
+            is_half = folder.name.startswith(".") and _DRAFTS.fullmatch(child.name)
+            if is_half or _OURS.fullmatch(child.name if draft is None else draft[1]):
                 child.unlink(missing_ok=True)
         folder.rmdir()
 

@@ -1,12 +1,14 @@
 """Load a checkpoint: every rank reads and compares all that it needs before any rank changes anything."""
 
+import copy
+import json
 import logging
 import os
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dshard import arguments, collectives
@@ -21,15 +24,14 @@ from dshard.agreement import check_same, refused_together
 from dshard.autograd import outside_autograd
 from dshard.checkpoint import contents
 from dshard.checkpoint.agreement import group_of, share, together
-from dshard.checkpoint.asynchronous import pending_save
 from dshard.checkpoint.files import Box
 from dshard.checkpoint.folders import find
 from dshard.checkpoint.manifest import Manifest, StoredTensor, read_manifest
-from dshard.checkpoint.reading import Reader, Source, put, set_extra_states, write_values
-from dshard.checkpoint.saving import lineage_of
-from dshard.checkpoint.values import same_kind
+from dshard.checkpoint.reading import Reader
+from dshard.checkpoint.saving import lineage_of, pending_save
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import CheckpointError
+from dshard.optimizer.replace import allocate, convert, forget_flat_weights
 from dshard.tensor import ShardedTensor
 from dshard.tensor.storage import ShardStorage
 from dshard.tensor.subclass_shards import subclass_gathers
@@ -91,154 +93,257 @@ def load(
     chosen, known = together(group, choose, what)
     token, _, name = share(group, chosen).partition("/")
     folder = Path(directory) / name if name else Path(directory)
-    job = together(group, lambda: _read_all(folder, token, known, model, optimizer, group), what)
-    _finish(job, model, optimizer, group)
-    return job.extra
 
-
-@dataclass(slots=True)
-class _Load:
-    """The changes that a load makes when everything was read; none of them can fail, but for `set_extra_state`.
-
-    Args:
-        facts: Of the manifest.
-        extra: What `load` returns.
-        read: This rank's part of each tensor of the model, by name.
-        commits: What to do after these were written, in order.
-        extra_states: Modules with what their `set_extra_state` is to get, which may raise.
-        groups: Options of the group of each parameter that is trained, by identity.
-    """
-
-    facts: Mapping[str, Any]
-    extra: Any = None
-    read: dict[str, Tensor] = field(default_factory=dict)
-    commits: list[Callable[[], object]] = field(default_factory=list)
-    extra_states: list[tuple[nn.Module, Any]] = field(default_factory=list)
-    groups: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-
-
-def _read_all(
-    folder: Path, token: str, known: Manifest | None, model: nn.Module, optimizer: Any, group: ShardGroup
-) -> _Load:
-    """Read and compare everything that goes into a model and its optimizers.
-
-    Raises:
-        CheckpointError: The checkpoint is of others, or damaged.
-    """
-    optimizers = contents.optimizers_by_prefix(optimizer)
-    manifest = known or read_manifest(folder)
-    if manifest.facts["token"] != token:
-        raise CheckpointError(
-            f"{folder}: all ranks must read one checkpoint, but another save has replaced it meanwhile. Load it again."
-        )
-    with outside_autograd(), Reader(folder, manifest) as reader:
-        source, job = Source(folder, manifest, reader, group), _Load(manifest.facts)
-        _prepare_model(source, model, job)
-        _prepare_optimizers(source, model, optimizers, job)
-        _prepare_own(source, job)
+    def read() -> _Load:
+        manifest = known or read_manifest(folder)
+        if manifest.facts["token"] != token:
+            raise CheckpointError(
+                f"{folder}: all ranks must read one checkpoint, but another save has replaced it meanwhile. Load it "
+                "again."
+            )
+        with outside_autograd(), Reader(folder, manifest) as reader:
+            job = _Load(folder, manifest, reader, group)
+            job.read_everything(model, optimizer)
         for name in sorted(reader.rebuilt):
             _LOG.warning(
                 "%s: damaged or missing, so read from parity. dshard check --repair restores it.", folder / name
             )
-    return job
+        return job
 
-
-def _finish(job: _Load, model: nn.Module, optimizer: Any, group: ShardGroup) -> None:
-    """Write the values that were read into the model and its optimizers.
-
-    Raises:
-        CheckpointError: A module raised in `set_extra_state`, or a tensor cannot get memory. On every rank alike;
-            nothing was changed.
-        StateError: As `load`.
-
-    Communicates:
-        Two all-reduces of 8 bytes, and one where there is extra state.
-    """
+    job = together(group, read, what)
+    put("checkpoint.load", model, job.values, job.extra_states, group)
     with outside_autograd():
-        who = "checkpoint.load"
-        put(model, job.read, group, partial(set_extra_states, group, job.extra_states, who), who)
         for commit in job.commits:
             commit()
     _count_alike(model, optimizer, group)
     lineage = lineage_of(model)
-    lineage.run, lineage.sequence = job.facts["run"], job.facts["sequence"]
+    lineage.run, lineage.sequence = job.manifest.facts["run"], job.manifest.facts["sequence"]
+    return job.extra
 
 
-def _count_alike(model: nn.Module, optimizer: Any, group: ShardGroup) -> None:
-    """Set the number of writes of every shard alike on all ranks, whose histories may differ."""
-    held = list(model.state_dict(keep_vars=True).values())
-    for each in contents.optimizers_by_prefix(optimizer).values():
-        held += [value for state in each.state.values() if isinstance(state, dict) for value in state.values()]
-    storages = [value.shard_storage for value in held if isinstance(value, ShardedTensor)]
-    most = torch.tensor([max((c.num_writes for c in storages), default=0)], device=group.device_type)
-    most = collectives.all_reduce([most], group, ReduceOp.MAX, label="checkpoint", everywhere=True).wait()[0]
-    for storage in storages:
-        storage.tag, storage.num_writes = 0, int(most.item()) + 1
+class _Load:
+    """A checkpoint as one rank reads it, and the changes that the load makes when everything was read.
 
+    None of the changes can fail, but for `set_extra_state`.
 
-def _prepare_model(source: Source, model: nn.Module, job: _Load) -> None:
-    state = model.state_dict(keep_vars=True)
-    contents.check_kept("checkpoint.load", model, state)
-    tensors = {
-        name: value for name, value in state.items() if isinstance(value, Tensor) and not contents.is_extra(name)
-    }
-    beyond = [name for name in source.manifest.names_below("model.") if name.removeprefix("model.") not in tensors]
-    if beyond:
-        raise source.refusal(
-            f"the checkpoint must hold nothing beyond the model, but it has '{beyond[0]}' and {len(beyond) - 1} more"
-        )
-    names: dict[int, str] = {}  # of tied tensors the first
-    for name, tensor in tensors.items():
-        contents.refuse_plain_meta(name, tensor)
-        values = source.read(f"model.{name}", contents.box_of(tensor), contents.dtype_of(tensor))
-        first = names.setdefault(id(tensor), name)
-        if first == name:
-            job.read[name] = values
-        elif not torch.equal(bytes_of(values), bytes_of(job.read[first])):
-            raise source.refusal(
-                f"'{name}' and '{first}' are one tensor of the model and must have one value, but the checkpoint has "
-                "two"
+    Args:
+        folder: Of the checkpoint.
+        manifest: What it says of itself.
+        reader: Of its files.
+        group: The ranks that read it.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, reader: Reader, group: ShardGroup) -> None:
+        self.manifest, self._folder, self._reader, self._group = manifest, folder, reader, group
+        self._is_same_size = manifest.world_size == group.world_size  # whether as many ranks read as wrote
+        self._rank = group.world_rank if self._is_same_size else 0  # whose own values this rank reads
+        self.extra: Any = None  # what `load` returns
+        self.values: dict[str, Tensor] = {}  # this rank's part of each tensor of the model, by name
+        self.commits: list[Callable[[], object]] = []  # what to do after these were written, in order
+        self.extra_states: dict[str, Any] = {}  # what the `set_extra_state` of modules is to get
+        self._options: dict[int, Mapping[str, Any]] = {}  # of the group of each parameter that is trained, by identity
+        self._whole: set[str] = set()  # names of states that are no shards, whatever their shape
+
+    def read_everything(self, model: nn.Module, optimizer: Any) -> None:
+        """Read and compare everything that goes into a model and its optimizers.
+
+        Raises:
+            CheckpointError: The checkpoint is of others, or damaged.
+        """
+        facts = self._json(contents.FACTS)
+        self._read_model(model, facts["extra_state"])
+        self._read_optimizers(model, contents.optimizers_by_prefix(optimizer), facts["optimizers"])
+        self.extra = self._decoded(self._json(contents.EXTRA))
+        states = _checked_states(self._decoded(self._json(contents.RANDOM)))
+        if self._is_same_size:
+            self.commits.append(lambda: _set_random_states(states, self._group.device_type))
+            return
+        differing = {contents.EXTRA: "extras", contents.FACTS: "numbers of optimizers or modules"}
+        if different := [what for name, what in differing.items() if name not in self.manifest.tensors]:
+            warnings.warn(
+                f"checkpoint.load: {self.manifest.world_size} ranks saved different {' and '.join(different)}, and "
+                f"{self._group.world_size} read: all get those of rank 0.",
+                stacklevel=5,
             )
-    _prepare_extra_state(source, model, set(state) - set(tensors), job)
 
-
-def _prepare_extra_state(source: Source, model: nn.Module, names: set[str], job: _Load) -> None:
-    saved = source.facts["extra_state"]
-    if set(saved) != names:
-        differing = sorted(set(saved) ^ names)[0]
-        raise source.refusal(
-            f"the extra state of modules must be that of the model, but '{differing}' is in one of them alone"
-        )
-    for name, value in saved.items():
-        job.extra_states.append((model.get_submodule(name.rpartition(".")[0]), source.decoded(value)))
-
-
-def _prepare_own(source: Source, job: _Load) -> None:
-    """Prepare the random states and the `extra` of this rank."""
-    facts = source.manifest.facts
-    states = _random_states(source.decoded(source.own["random"]))
-    job.extra = source.decoded(facts["extra"] if facts["are_alike"] else source.own["extra"])
-    if source.is_same_size:
-        job.commits.append(lambda: _set_random_states(states, source.group.device_type))
-        return
-    different = [
-        *(["extras"] if not facts["are_alike"] else []),
-        *(["numbers of optimizers or modules"] if source.own["facts"] else []),
-    ]
-    if different:
-        warnings.warn(
-            f"checkpoint.load: {source.manifest.world_size} ranks saved different {' and '.join(different)}, and "
-            f"{source.group.world_size} read: all get those of rank 0.",
-            stacklevel=6,
+    def _refusal(self, what: str) -> CheckpointError:
+        """Return an error that names the checkpoint."""
+        return CheckpointError(
+            f"{self._folder}: {what}. Build the model and the optimizer as they were when it was saved, or pass no "
+            "optimizer to load the model alone."
         )
 
+    def _require_same(self, what: str, saved: object, own: object) -> None:
+        if saved != own:
+            raise self._refusal(f"{what} must be as it was saved, but that is {saved!s:.120} and this is {own!s:.120}")
 
-def _random_states(saved: Any) -> dict[str, Any]:
-    """Decode random states and try them on other generators, which raise for states that they refuse."""
-    states = {**saved, "numpy": {**saved["numpy"], "state": dict(saved["numpy"]["state"])}}
-    numpy_state = states["numpy"]["state"]
-    if "key" in numpy_state:
-        numpy_state["key"] = np.array(numpy_state["key"], dtype=np.uint32)
+    def _require_same_names(self, what: str, saved: Set[str], own: Set[str]) -> None:
+        if saved != own:
+            lost, new = sorted(saved - own), sorted(own - saved)
+            raise self._refusal(
+                f"{what} must have the names that were saved, but {lost!s:.120} are missing and {new!s:.120} were not "
+                "saved"
+            )
+
+    def _read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """Read this rank's box of a tensor.
+
+        Raises:
+            CheckpointError: It is not there, of another shape or dtype, or damaged.
+        """
+        kept, stored = self._stored(name)
+        if stored.shape != box.shape or stored.dtype != dtype:
+            raise self._refusal(
+                f"tensors must have the shapes and dtypes that were saved, but '{name}' is {stored.shape}, "
+                f"{stored.dtype} in the checkpoint and {box.shape}, {dtype} in the model"
+            )
+        return self._reader.read(kept, box)
+
+    def _decoded(self, value: Any, made: Callable[[str, StoredTensor], Tensor] | None = None) -> Any:
+        """Decode a value of the checkpoint, with the tensors that it names; by default whole ones on the host.
+
+        Raises:
+            CheckpointError: A tensor that it names is damaged.
+            ValueError, KeyError, TypeError: It is nothing that `encode` makes.
+        """
+
+        def named(name: str) -> Tensor:
+            kept, stored = self._stored(name)
+            return self._reader.read(kept, Box.whole(stored.shape)) if made is None else made(name, stored)
+
+        return contents.decode(value, named)
+
+    def _stored(self, name: str) -> tuple[str, StoredTensor]:
+        """Find a tensor, and the name under which this rank's values are stored."""
+        found = self.manifest.stored(name, self._rank)
+        if found is None:
+            raise self._refusal(f"'{name}' must be in the checkpoint, but it is not")
+        return found
+
+    def _json(self, name: str) -> Any:
+        return json.loads(self._decoded({"$named": name}).numpy().tobytes())
+
+    def _read_model(self, model: nn.Module, extra_state: Mapping[str, Any]) -> None:
+        state = model.state_dict(keep_vars=True)
+        contents.check_kept("checkpoint.load", model, state)
+        tensors = {
+            name: value for name, value in state.items() if isinstance(value, Tensor) and not contents.is_extra(name)
+        }
+        held = {name.removeprefix("model.") for name in self.manifest.names_below("model.")}
+        self._require_same_names("the model", held, set(tensors))
+        self._require_same_names("the extra state of modules", set(extra_state), set(state) - set(tensors))
+        names: dict[int, str] = {}  # of tied tensors the first
+        for name, tensor in tensors.items():
+            contents.refuse_plain_meta(name, tensor)
+            values = self._read(f"model.{name}", contents.box_of(tensor), contents.dtype_of(tensor))
+            first = names.setdefault(id(tensor), name)
+            if first == name:
+                self.values[name] = values
+            elif not torch.equal(bytes_of(values), bytes_of(self.values[first])):
+                raise self._refusal(
+                    f"'{name}' and '{first}' are one tensor of the model and must have one value, but the checkpoint "
+                    "has two"
+                )
+        self.extra_states = {name: self._decoded(value) for name, value in extra_state.items()}
+
+    def _read_optimizers(
+        self, model: nn.Module, optimizers: Mapping[str, Optimizer], saved: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Read and check the states of the optimizers that were passed: as many as were saved, or none."""
+        if optimizers:
+            self._require_same("the number of optimizers", len(saved), len(optimizers))
+        names = contents.name_of_params(model, optimizers)
+        for optimizer, facts in zip(optimizers.values(), saved, strict=False):
+            self._require_same("the class of the optimizer", facts["kind"], type(optimizer).__name__)
+            self._require_same("the number of param_groups", len(facts["groups"]), len(optimizer.param_groups))
+            self._read_groups(optimizer, facts["groups"], names)
+            self._read_state(optimizer, facts, names)
+
+    def _read_groups(self, optimizer: Optimizer, saved: Sequence[Any], names: Mapping[int, str]) -> None:
+        for i, (facts, group) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
+            options, params = self._decoded(facts), [names[id(p)] for p in group["params"]]
+            self._require_same(f"the parameters of param_groups[{i}]", options.pop("params"), params)
+            if missing := sorted(set(group) - {"params", *options}):
+                raise self._refusal(
+                    f"param_groups[{i}] must have the options of the optimizer, but '{missing[0]}' was not saved"
+                )
+            for key, value in options.items():
+                if key in group and not contents.same_kind(value, group[key]):
+                    raise self._refusal(
+                        f"param_groups[{i}]['{key}'] must be of the kind that the optimizer has, {group[key]!r:.40}, "
+                        f"but it is {value!r:.40}"
+                    )
+            self.commits.append(partial(_set_options, group, options))
+            self._options.update(dict.fromkeys(map(id, group["params"]), options))
+
+    def _read_state(self, optimizer: Optimizer, facts: Mapping[str, Any], names: Mapping[int, str]) -> None:
+        params = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+        foreign = next((name for name in facts["state"] if name not in params), None)
+        if foreign is not None:
+            raise self._refusal(f"the optimizer must hold every parameter that has a state, but not '{foreign}'")
+        states = [value for param in params.values() for value in optimizer.state.get(param, {}).values()]
+        held = [each for each in (*params.values(), *states) if isinstance(each, ShardedTensor)]
+        num_holders = Counter(id(each.shard_storage) for each in held)
+        self._whole.update(facts["whole"])
+        for name, param in params.items():
+            saved = facts["state"].get(name)
+            if saved is None:
+                self.commits.append(partial(optimizer.state.pop, param, None))
+                continue
+            old, values = optimizer.state.get(param, {}), {}
+            for key, value in saved.items():
+                own = old.get(key) if isinstance(value, dict) and value.keys() == {"$named"} else None
+                is_shared = isinstance(own, ShardedTensor) and num_holders[id(own.shard_storage)] > 1
+                values[key] = self._decoded(value, partial(self._state, param, key, own, is_shared))
+            self.commits.append(partial(optimizer.state.__setitem__, param, values))
+        common = dict(self._decoded(facts["common"]))
+        gone = [key for key in optimizer.state if not isinstance(key, Tensor) and key not in common]
+        self.commits += [partial(optimizer.state.pop, key, None) for key in gone]
+        self.commits.append(partial(optimizer.state.update, common))
+
+    def _state(self, param: Tensor, key: str, old: Any, is_shared: bool, name: str, stored: StoredTensor) -> Tensor:
+        """Return the optimizer's own tensor, to be written to later, or a new one on the device where torch puts it.
+
+        On the host, a shard that was read takes the place of the old one, as with torch's own load_state_dict: a copy
+        would double the time of a load from memory.
+        """
+        shape, dtype = stored.shape, stored.dtype
+        if isinstance(old, Tensor) and not old.is_meta and old.shape == shape and contents.dtype_of(old) == dtype:
+            values = self._read(name, contents.box_of(old), dtype)
+            if isinstance(old, ShardedTensor) and not is_shared and _is_replaceable(old, values.device):
+                return old.like(ShardStorage(values, old.shard_layout, is_shared=True), dtype=dtype)
+            self.commits.append(partial(write_values, old, values))
+            return old
+        own = param.storage_device if isinstance(param, ShardedTensor) else param.device
+        device = self._group.device_type if own.type == "meta" else own
+        if shape and shape == tuple(param.shape) and isinstance(param, ShardedTensor) and name not in self._whole:
+            shard = self._read(name, contents.box_of(param), dtype).to(device)
+            return param.like(ShardStorage(shard, param.shard_layout, is_shared=True), dtype=dtype)
+        values, options = self._read(name, Box.whole(shape), dtype), self._options[id(param)]
+        is_on_host = key == "step" and not (options.get("capturable") or options.get("fused"))
+        return values if is_on_host else values.to(device)  # as torch's own load_state_dict places them
+
+
+def _is_replaceable(old: ShardedTensor, device: torch.device) -> bool:
+    """Return whether a shard that was read into memory of a device may take the place of a tensor's."""
+    if old.is_view:
+        return False
+    shard = old.shard_storage.resolve()
+    is_plain = not subclass_gathers(shard) and shard.is_contiguous() and not shard.is_pinned()
+    return is_plain and shard.device == device
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        own = group.get(key)
+        if isinstance(own, Tensor) and value is not None:
+            own.fill_(value)
+        else:
+            group[key] = value.item() if isinstance(value, Tensor) and isinstance(own, (int, float)) else value
+
+
+def _checked_states(states: dict[str, Any]) -> dict[str, Any]:
+    """Try random states on other generators, which raise for states that they refuse."""
     torch.Generator("cpu").set_state(states["torch"])
     random.Random().setstate(states["python"])
     if states["numpy"]["bit_generator"] == "MT19937":
@@ -255,140 +360,94 @@ def _set_random_states(states: Mapping[str, Any], device_type: str) -> None:
         torch.get_device_module(device_type).set_rng_state(states["device"])
 
 
-# --------------------------------------------------------------------------------------------------- optimizers
+def _count_alike(model: nn.Module, optimizer: Any, group: ShardGroup) -> None:
+    """Set the number of writes of every shard alike on all ranks, whose histories may differ."""
+    held = list(model.state_dict(keep_vars=True).values())
+    for each in contents.optimizers_by_prefix(optimizer).values():
+        held += [value for state in each.state.values() if isinstance(state, dict) for value in state.values()]
+    storages = [value.shard_storage for value in held if isinstance(value, ShardedTensor)]
+    most = torch.tensor([max((c.num_writes for c in storages), default=0)], device=group.device_type)
+    most = collectives.all_reduce([most], group, ReduceOp.MAX, label="checkpoint", everywhere=True).wait()[0]
+    for storage in storages:
+        storage.tag, storage.num_writes = 0, int(most.item()) + 1
 
 
-def _prepare_optimizers(source: Source, model: nn.Module, optimizers: Mapping[str, Optimizer], job: _Load) -> None:
-    """Read and check the states of the optimizers that were passed: as many as were saved, or none.
+def write_values(tensor: Tensor, values: Tensor) -> None:
+    """Write this rank's part of a tensor."""
+    if isinstance(tensor, ShardedTensor) and not tensor.is_view:
+        if subclass_gathers(tensor.shard_storage.resolve()):
+            tensor.copy_(tensor.like(values.to(tensor.storage_device)))
+        else:
+            tensor.overwrite_shard(values)
+    elif isinstance(tensor, DTensor) and not isinstance(tensor, ShardedTensor):
+        tensor.to_local().copy_(values)
+    else:
+        tensor.copy_(values)
+
+
+def put(
+    who: str, model: nn.Module, values: dict[str, Tensor], extra_states: Mapping[str, Any], group: ShardGroup
+) -> None:
+    """Write values that were read into a model's tensors, and let go of each; set extra states of modules before.
+
+    Args:
+        who: The function that loads, for errors.
+        model: A sharded module; what is on the meta device gets memory first.
+        values: This rank's part of each tensor, by its name in the state dict.
+        extra_states: What the `set_extra_state` of modules is to get, by names in the state dict.
+        group: The ranks that share the model.
 
     Raises:
-        CheckpointError: They are others than those that were saved, or the files are damaged.
+        CheckpointError: A tensor on the meta device cannot get memory on some rank, or a module raised in
+            `set_extra_state`. On every rank alike; nothing was changed.
+        StateError: The first, on a rank where something refers to a parameter there.
+
+    Communicates:
+        An all-reduce of 8 bytes, and one if there are extra states.
     """
-    saved = source.facts["optimizers"]
-    if len(optimizers) and len(saved) != len(optimizers):
-        raise source.refusal(
-            f"optimizers must be as many as were saved, but it has {len(saved)} and {len(optimizers)} were passed",
-            "Pass those that were saved, in their order, or none to load the model alone",
-        )
-    names = contents.name_of_params(model, optimizers)
-    for optimizer, facts in zip(optimizers.values(), saved, strict=False):
-        if facts["kind"] != type(optimizer).__name__:
-            raise source.refusal(
-                f"the optimizer must be of the class that was saved, but that is {facts['kind']} and this is "
-                f"{type(optimizer).__name__}",
-                "Pass one of that class, or none to load the model alone",
-            )
-        _prepare_groups(source, optimizer, facts["groups"], names, job)
-        _prepare_state(source, optimizer, facts, names, job)
+    params = [param for param in model.parameters() if isinstance(param, ShardedTensor) and param.is_meta]
+    buffers = {name: b for name, b in model.named_buffers(remove_duplicate=False) if b.is_meta}
+    devices = dict.fromkeys(values, torch.device(group.device_type))
+    with outside_autograd():
+        try:
+            together(group, lambda: allocate(model, devices), f"{who}: a model on the meta device needs memory")
+            if extra_states:
+                _set_extra_states(who, model, extra_states, group)
+        except BaseException:
+            _take_memory_back(model, params, buffers)
+            raise
+        state = model.state_dict(keep_vars=True)
+        for name in list(values):
+            write_values(state[name], values.pop(name))
 
 
-def _prepare_groups(
-    source: Source, optimizer: Optimizer, saved: Sequence[Any], names: Mapping[int, str], job: _Load
-) -> None:
-    if len(saved) != len(optimizer.param_groups):
-        raise source.refusal(
-            f"param_groups must be as many as were saved, but those are {len(saved)} and the optimizer has "
-            f"{len(optimizer.param_groups)}"
-        )
-    for i, (facts, group) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
-        own_names = [names[id(p)] for p in group["params"]]
-        if facts["params"] != own_names:
-            raise source.refusal(
-                f"param_groups[{i}] must hold the parameters that were saved, but those are "
-                f"{str(facts['params'])[:120]} and the optimizer's are {str(own_names)[:120]}"
-            )
-        options = source.decoded(facts["options"])
-        own = {key: value for key, value in group.items() if key != "params"}
-        _check_options(source, i, options, own)
-        job.commits.append(partial(_set_options, group, options))
-        job.groups.update(dict.fromkeys(map(id, group["params"]), options))
+def _take_memory_back(model: nn.Module, params: Sequence[ShardedTensor], buffers: Mapping[str, Tensor]) -> None:
+    """Move parameters to the meta device again, and put the buffers that were there back in their places."""
+    recurrent = forget_flat_weights(model)
+    for param in params:
+        if not param.is_meta:
+            convert(param, partial(torch.empty_like, device="meta"))
+    for name, buffer in buffers.items():
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner)._buffers[attribute] = buffer
+    for rnn in recurrent:
+        rnn._init_flat_weights()
 
 
-def _check_options(source: Source, i: int, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    if missing := sorted(set(own) - saved.keys()):
-        raise source.refusal(
-            f"param_groups[{i}] must have the options of the optimizer, but '{missing[0]}' was not saved"
-        )
-    for key, value in saved.items():
-        if key in own and not same_kind(value, own[key]):
-            raise source.refusal(
-                f"param_groups[{i}]['{key}'] must be of the kind that the optimizer has, {own[key]!r:.40}, but it is "
-                f"{value!r:.40}"
-            )
+def _set_extra_states(who: str, model: nn.Module, extra_states: Mapping[str, Any], group: ShardGroup) -> None:
+    """Set the extra states of modules; if one of them raises on any rank, set all old ones again."""
+    before: list[tuple[nn.Module, Any]] = []
 
+    def change() -> None:
+        for name, value in extra_states.items():
+            module = model.get_submodule(name.rpartition(".")[0])
+            before.append((module, copy.deepcopy(module.get_extra_state())))
+            module.set_extra_state(value)
 
-def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    for key, value in options.items():
-        own = group.get(key)
-        if isinstance(own, Tensor) and value is not None:
-            own.fill_(value)
-        else:
-            group[key] = value.item() if isinstance(value, Tensor) and isinstance(own, (int, float)) else value
-
-
-def _prepare_state(
-    source: Source, optimizer: Optimizer, facts: Mapping[str, Any], names: Mapping[int, str], job: _Load
-) -> None:
-    params = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-    foreign = next((name for name in facts["state"] if name not in params), None)
-    if foreign is not None:
-        raise source.refusal(f"the optimizer must hold every parameter that has a state, but not '{foreign}'")
-    states = [value for param in params.values() for value in optimizer.state.get(param, {}).values()]
-    held = [each for each in (*params.values(), *states) if isinstance(each, ShardedTensor)]
-    num_holders = Counter(id(each.shard_storage) for each in held)
-    for name, param in params.items():
-        saved = facts["state"].get(name)
-        if saved is None:
-            job.commits.append(partial(optimizer.state.pop, param, None))
-            continue
-        old, values = optimizer.state.get(param, {}), {}
-        place = _Place(source, param, job.groups[id(param)], facts["whole"], num_holders, job.commits)
-        for key, value in saved.items():
-            is_tensor = isinstance(value, dict) and value.keys() == {"$named"}
-            values[key] = source.decoded(value, partial(place.take, key, old.get(key) if is_tensor else None))
-        job.commits.append(partial(optimizer.state.__setitem__, param, values))
-    common = dict(source.decoded(facts["common"]))
-    gone = [key for key in optimizer.state if not isinstance(key, Tensor) and key not in common]
-    job.commits += [partial(optimizer.state.pop, key, None) for key in gone]
-    job.commits.append(partial(optimizer.state.update, common))
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The destination of a parameter's state."""
-
-    source: Source
-    param: Tensor
-    options: Mapping[str, Any]  # of its group
-    whole: Collection[Any]  # names of states that are no shards, whatever their shape
-    num_holders: Mapping[int, int]  # how many parameters and states have each shard storage, by its identity
-    commits: list[Callable[[], object]]
-
-    def take(self, key: str, old: Any, name: str, stored: StoredTensor) -> Tensor:
-        """Return the optimizer's own tensor, to be written to later, or a new one on the device where torch puts it.
-
-        On the host, a shard that was read takes the place of the old one, as with torch's own load_state_dict: a copy
-        would double the time of a load from memory.
-        """
-        param, shape, dtype = self.param, stored.shape, stored.dtype
-        if isinstance(old, Tensor) and not old.is_meta and old.shape == shape and contents.dtype_of(old) == dtype:
-            values = self.source.read(name, contents.box_of(old), dtype)
-            if isinstance(old, ShardedTensor) and self._is_replaced(old, values.device):
-                return old.like(ShardStorage(values, old.shard_layout, is_shared=True), dtype=dtype)
-            self.commits.append(partial(write_values, old, values))
-            return old
-        own = param.storage_device if isinstance(param, ShardedTensor) else param.device
-        device = self.source.group.device_type if own.type == "meta" else own
-        if shape and shape == tuple(param.shape) and isinstance(param, ShardedTensor) and name not in self.whole:
-            shard = self.source.read(name, contents.box_of(param), dtype).to(device)
-            return param.like(ShardStorage(shard, param.shard_layout, is_shared=True), dtype=dtype)
-        values = self.source.read(name, Box.whole(shape), dtype)
-        is_on_host = key == "step" and not (self.options.get("capturable") or self.options.get("fused"))
-        return values if is_on_host else values.to(device)  # as torch's own load_state_dict places them
-
-    def _is_replaced(self, old: ShardedTensor, device: torch.device) -> bool:
-        if old.is_view or self.num_holders[id(old.shard_storage)] > 1:
-            return False
-        shard = old.shard_storage.resolve()
-        is_plain = not subclass_gathers(shard) and shard.is_contiguous() and not shard.is_pinned()
-        return is_plain and shard.device == device
+    try:
+        together(group, change, f"{who}: set_extra_state must take what was saved")
+    except BaseException:
+        for module, value in reversed(before):
+            with suppress(Exception):  # one that refuses whatever it is given has kept what it had
+                module.set_extra_state(value)
+        raise

@@ -21,8 +21,7 @@ from dshard.errors import CheckpointError
 
 MANIFEST = "dshard.json"
 COPY_NAME = re.compile(r"dshard-[0-9a-f]{8}\.json")
-OWN = "own"  # name of what a rank saves for itself: random states, and facts that differ between ranks
-_FORMAT = 4
+_FORMAT = 5
 _OWN = re.compile(r"rank-\d+/")  # what `own_name` puts ahead of a name
 
 
@@ -82,7 +81,7 @@ class Manifest:
     """A whole checkpoint.
 
     Args:
-        facts: Number of ranks, step, run, and the caller's own; optimizers without their tensors.
+        facts: Step, run, versions.
         files: One of each rank.
         tensors: By name, as `tensors_of` finds them in the files.
         aliases: Other names of tensors, each with the one it is stored under.
@@ -151,10 +150,7 @@ class Manifest:
         return json.dumps({**body, "sha256": _sum_of(body)}).encode() + b"\n"
 
 
-_FACTS = (
-    *("token", "run", "sequence", "step", "created", "versions"),
-    *("optimizers", "extra_state", "are_alike", "extra"),
-)
+_FACTS = ("token", "run", "sequence", "step", "created", "versions")
 
 
 def own_name(rank: int, name: str) -> str:

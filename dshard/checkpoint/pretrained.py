@@ -1,9 +1,23 @@
-"""Read safetensors files into a sharded model: every rank reads its own rows before any rank changes anything."""
+"""Files that `from_pretrained` reads: load them into a sharded model, and write them from one or from a checkpoint.
+
+A load has every rank read its own rows before any rank changes anything.
+
+Files are made of shapes alone, and each value is put into its place when it is there, so that no more than a tensor or
+two of the model are in memory at a time. When all of them are whole they take the place of the model that a folder
+holds by one step. Readers take `model.safetensors` where it is, else what the index names; so that step is that one
+file takes its name, or an index takes its name, or `model.safetensors` beside a new index goes. Names of parts that are
+in use are never used again, and what is not read any more is removed afterwards: the other of the two, and the parts
+that the older index named. Nothing else in the folder is touched.
+"""
 
 import json
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import re
+import secrets
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,20 +30,36 @@ from torch.distributed.tensor import DTensor
 
 from dshard import arguments
 from dshard.agreement import check_same
-from dshard.arguments import call_given
-from dshard.autograd import outside_autograd
+from dshard.arguments import call_given, shown
 from dshard.checkpoint.agreement import group_of, together
-from dshard.checkpoint.contents import box_of, check_kept, is_extra, refuse_plain_meta
-from dshard.checkpoint.disk import check_regular, open_regular
-from dshard.checkpoint.files import DTYPES, Box
-from dshard.checkpoint.reading import put, set_extra_states
+from dshard.checkpoint.contents import box_of, check_kept, is_extra, left_out_of, refuse_plain_meta
+from dshard.checkpoint.disk import (
+    check_regular,
+    locked,
+    make_folder,
+    open_regular,
+    partial_name,
+    sync_folder,
+    write_whole,
+)
+from dshard.checkpoint.files import DTYPES, Box, check_dtype, tensor_file
+from dshard.checkpoint.folders import find
+from dshard.checkpoint.loading import put
+from dshard.checkpoint.reading import Reader
 from dshard.errors import CheckpointError
+from dshard.gathering import full_values, refuse_meta
 from dshard.tensor import ShardedTensor
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_NAMED = 5  # in an error
 _MAX_SHOWN = 100  # letters of what a file says
+_DEFAULT_SHARD_BYTES = 5_000_000_000
+_WAY = "Leave it out for 5 GB."
+_PART = re.compile(r"model-([0-9a-f]{16}-)?\d{5}-of-\d{5}\.safetensors")
+_TOKEN_BYTES = 8
+_PREFIX = "model."  # of a model's tensors in a checkpoint
+Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # of a file: dtype and full shape of each tensor, by name
 
 
 class IncompatibleKeys(NamedTuple):
@@ -99,9 +129,12 @@ def load_safetensors(
     entries: dict[str, _Entry] = {}  # by name in the module
 
     def match() -> IncompatibleKeys:
-        arguments.path("load_safetensors", "path_or_dir", path_or_dir)
-        is_strict = arguments.boolean("load_safetensors", "strict", strict)
-        _check_rename(rename)
+        who, allowed = "load_safetensors", "a function of a name, or a mapping of names to names"
+        arguments.path(who, "path_or_dir", path_or_dir)
+        is_strict = arguments.boolean(who, "strict", strict)
+        if not callable(rename) or isinstance(rename, type):
+            way = "Pass one, as in lambda name: name."
+            arguments.by_name(who, "rename", rename, lambda x: isinstance(x, str), allowed, way, or_none=True)
         target = Path(path_or_dir)
         found_versions, found = _found_at(target)
         versions.update(found_versions)
@@ -117,27 +150,10 @@ def load_safetensors(
     goes_to = [f"'{entry.name}' to '{name}'" for name, entry in entries.items()]
     check_same("load_safetensors", {"rename": goes_to, "strict": repr(bool(strict))}, group)
 
-    def read() -> tuple[dict[str, Tensor], list[tuple[nn.Module, Tensor]]]:
-        staged = _read_all(Path(path_or_dir), versions, entries, state)
-        extra_states = [
-            (module.get_submodule(name.rpartition(".")[0]), staged.pop(name).to(state[name].dtype))
-            for name in list(staged)
-            if is_extra(name)
-        ]
-        return staged, extra_states
-
-    staged, extra_states = together(group, read, what)
-    with outside_autograd():
-        who = "load_safetensors"
-        put(module, staged, group, partial(set_extra_states, group, extra_states, who), who)
+    values = together(group, lambda: _read_all(Path(path_or_dir), versions, entries, state), what)
+    extra_states = {name: values.pop(name).to(state[name].dtype) for name in list(values) if is_extra(name)}
+    put("load_safetensors", module, values, extra_states, group)
     return keys
-
-
-def _check_rename(rename: Any) -> None:
-    if callable(rename) and not isinstance(rename, type):
-        return
-    allowed, way = "a function of a name, or a mapping of names to names", "Pass one, as in lambda name: name."
-    arguments.by_name("load_safetensors", "rename", rename, lambda x: isinstance(x, str), allowed, way, or_none=True)
 
 
 def _chosen(path: Path) -> Path:
@@ -180,7 +196,7 @@ def _found_at(path: Path) -> tuple[dict[Path, tuple[int, ...]], dict[str, _Entry
         if held_by != [weight_map.get(name, held_by[0])]:
             found_in, named = " and in ".join(held_by) or "none of them", weight_map.get(name, "none")
             raise CheckpointError(
-                f"{file}: every tensor must be in one file, the one that the index names, but {_shown(name)} is in "
+                f"{file}: every tensor must be in one file, the one that the index names, but {shown(name)} is in "
                 f"{found_in}, and the index names {named}. The files are of several models; use others."
             )
     return versions, found
@@ -198,7 +214,7 @@ def weight_map_in(index: Path) -> dict[str, str]:
             found = dict(json.load(opened).get("weight_map", {}))
         for name, file in found.items():
             if not isinstance(file, str) or file in ("", ".", "..") or set(file) & {"/", "\0"}:
-                raise ValueError(f"{_shown(name)} lies in {_shown(file)}, which is no name of a file beside it")
+                raise ValueError(f"{shown(name)} lies in {shown(file)}, which is no name of a file beside it")
         if not found:
             raise ValueError("it names none")
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -207,12 +223,6 @@ def weight_map_in(index: Path) -> dict[str, str]:
             f"{str(error)[:_MAX_SHOWN]}. The index is damaged; use another."
         ) from error
     return found
-
-
-def _shown(value: Any) -> str:
-    """Return a value of a file for an error, cut short."""
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 @contextmanager
@@ -242,7 +252,7 @@ def _entries_in(file: Path) -> list[_Entry]:
         for name in sorted(opened.keys()):  # by offset, those without values come in any order
             one = opened.get_slice(name)
             if one.get_dtype() not in DTYPES:
-                raise CheckpointError(f"{file}: {_shown(name)} has the dtype {one.get_dtype()}, which torch has not.")
+                raise CheckpointError(f"{file}: {shown(name)} has the dtype {one.get_dtype()}, which torch has not.")
             found.append(_Entry(name, file, DTYPES[one.get_dtype()], tuple(one.get_shape())))
         return found
 
@@ -357,3 +367,312 @@ def _read_all(
             "nobody saves there."
         )
     return staged
+
+
+# -------------------------------------------------------------------------------------------- writing
+
+
+def save_safetensors(
+    module: nn.Module,
+    path_or_dir: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = _DEFAULT_SHARD_BYTES,
+    dtype: torch.dtype | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write parameters and persistent buffers as safetensors, to be called on every rank; rank 0 writes.
+
+    `from_pretrained`, `safetensors.torch.load_file` and `load_safetensors` read the result. Of the model no more than a
+    tensor or two are in memory at a time: files are made from shapes, and values are gathered one by one. Files are
+    written under names that nobody reads, synced, and then take their places by one step: whenever a process dies,
+    readers find the older model or the new one, whole. Of two saves at once one is there afterwards.
+
+    A directory holds one model, which is replaced: `model.safetensors`, or the index and the parts that it names. No
+    other file is removed or written to. A save that is killed may leave files of its own: hidden ones that end in
+    `.partial` or begin with `.tmp`, or parts that no index names.
+
+    A tied weight is written once, under the name that Hugging Face's models expect (`_tied_weights_keys` of the module
+    names the others), or its first; the metadata of the file notes the others, as `safetensors.torch.save_model` does.
+
+    Args:
+        module: A sharded module.
+        path_or_dir: A file name that ends in `.safetensors`, for one file of any size. Else a directory, which gets
+            `model.safetensors`, or `model-00001-of-0000N.safetensors` and an index; a part whose name is in use gets a
+            longer one, `model-TOKEN-00001-of-0000N.safetensors`. It must be there for rank 0 alone.
+        max_shard_bytes: Most bytes of values in one file of a directory; a larger tensor gets a file of its own.
+        dtype: For floating-point values; by default their own.
+        metadata: What else to write down in each file.
+
+    Raises:
+        CheckpointError: A file cannot be written, or a tensor cannot be in one. On every rank alike; readers find what
+            was there before, and of the save nothing is left.
+        StateError: A tensor is on the meta device. On every rank alike.
+        DivergenceError: The ranks pass different arguments. On every rank alike; nothing was written.
+
+    Communicates:
+        An all-gather per tensor that is cut, an all-reduce of 8 bytes per file, and one of 96 bytes.
+    """
+    group = group_of(arguments.module("save_safetensors", "module", module))
+    state = module.state_dict(keep_vars=True)
+    refuse_meta("save_safetensors", [(name, t) for name, t in state.items() if isinstance(t, Tensor)])
+    what = f"{path_or_dir}: saving safetensors needs a place that can be written"
+
+    def prepare() -> _Files:
+        who, allowed, convert = "save_safetensors", "texts by names", "Convert values with json.dumps."
+        arguments.path(who, "path_or_dir", path_or_dir)
+        arguments.dtype(who, "dtype", dtype, or_none=True)
+        arguments.by_name(who, "metadata", metadata, lambda x: isinstance(x, str), allowed, convert, or_none=True)
+        max_bytes = int(arguments.count(who, "max_shard_bytes", max_shard_bytes, way=_WAY))
+        described, tied = _described(module, state, dtype)
+        files = _Files(Path(path_or_dir), described, tied, max_bytes, metadata or {})
+        if group.world_rank == 0:
+            files.check_room()
+        return files
+
+    files = together(group, prepare, what)
+    given = {"max_shard_bytes": files.max_bytes, "dtype": dtype, "metadata": metadata}
+    facts = {name: repr(value) for name, value in given.items()}
+    names = [name for part in files.parts for name in part]
+    check_same("save_safetensors", {"path_or_dir": str(files.target), **facts, "module": names}, group)
+    with files:
+        for number, part in enumerate(files.parts):
+            values = full_values([(name, state[name]) for name in part])
+            write = partial(files.write, number) if group.world_rank == 0 else None
+            together(group, partial(_gather, values, write), what)
+        together(group, lambda: files.publish() if group.world_rank == 0 else None, what)
+
+
+def _gather(values: Iterator[tuple[str, Tensor]], write: Callable[[Iterator[tuple[str, Tensor]]], None] | None) -> None:
+    """Write values on rank 0; gather all of them, also after an error, so that the ranks keep step."""
+    try:
+        if write is not None:
+            write(values)
+    finally:
+        for _ in values:
+            pass
+
+
+def merge(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = _DEFAULT_SHARD_BYTES,
+) -> None:
+    """Write the model of a checkpoint as `from_pretrained` reads it: in one process, without the model's class.
+
+    What `save_safetensors` would have written is written, by the same one step, from the files alone; every byte is
+    compared with its sum, and parity stands in for a file that is lost. One tensor is in memory at a time. Of buffers
+    that differ between ranks those of the first are taken. Extra state of modules (`get_extra_state`) is left out, also
+    where it is a tensor, which `save_safetensors` writes: `load_safetensors` reads the result into such a model with
+    `strict=False` alone. `config.json` and the tokenizer are not in a checkpoint.
+
+    Args:
+        checkpoint: Folder that `save` made, or a folder of such, of which the newest complete one is taken.
+        out: As `path_or_dir` of `save_safetensors`.
+        max_shard_bytes: Most bytes of values in one file of a directory; a larger tensor gets a file of its own.
+
+    Raises:
+        CheckpointError: No checkpoint there, or a damaged one; what `out` had is as it was.
+        OSError: A file cannot be written; what `out` had is as it was.
+    """
+    arguments.path("checkpoint.merge", "checkpoint", checkpoint)
+    arguments.path("checkpoint.merge", "out", out)
+    max_shard_bytes = arguments.count("checkpoint.merge", "max_shard_bytes", max_shard_bytes, way=_WAY)
+    folder, manifest, passed_over = find(Path(checkpoint))
+    for why in passed_over:
+        warnings.warn(f"checkpoint.merge: a newer checkpoint was passed over: {why}", stacklevel=2)
+    described: Described = {}
+    keys, tied = dict[str, str](), dict[str, str]()
+    for name in manifest.names_below(_PREFIX):
+        if (found := manifest.stored(name, 0)) is None:
+            raise CheckpointError(f"{folder}: '{name}' must be stored by the first rank, but it is not.")
+        short = name.removeprefix(_PREFIX)
+        if manifest.aliases.get(name, "").startswith(_PREFIX):
+            tied[short] = manifest.aliases[name].removeprefix(_PREFIX)
+        else:
+            keys[short], described[short] = found[0], (found[1].dtype, found[1].shape)
+    files = _Files(Path(out), described, tied, max_shard_bytes, {})
+    files.check_room()
+    with files, Reader(folder, manifest) as reader:
+        for number, part in enumerate(files.parts):
+            files.write(number, ((name, reader.read(keys[name], Box.whole(part[name][1]))) for name in part))
+        files.publish()
+
+
+def _described(
+    module: nn.Module, state: Mapping[str, Any], dtype: torch.dtype | None
+) -> tuple[Described, dict[str, str]]:
+    """Return the tensors to write, tied ones once, and the other names of these."""
+    by_value: dict[int, list[str]] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{name}: a safetensors file holds tensors alone, but this extra state is a {type(value).__name__}. "
+                "Use dshard.checkpoint.save, or remove it."
+            )
+        is_shard = isinstance(value, ShardedTensor) and not value.is_view
+        by_value.setdefault(id(value.shard_storage) if is_shard else id(value), []).append(name)  # type: ignore[attr-defined]
+    left_out = left_out_of(module, state)
+    described, tied = Described(), dict[str, str]()
+    for names in by_value.values():
+        kept = next((name for name in names if name not in left_out), names[0])
+        tied.update({name: kept for name in names if name != kept})
+        value = state[kept]
+        own = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        check_dtype(kept, own)
+        described[kept] = own, tuple(value.shape)
+    return described, tied
+
+
+class _Files(AbstractContextManager["_Files"]):
+    """The files of a model: written under hidden names, and then renamed into place.
+
+    Args:
+        target: A file, or a folder.
+        described: The tensors, in their order.
+        tied: Other names of these.
+        max_bytes: Of values in one file of a folder.
+        metadata: Of each file.
+    """
+
+    def __init__(
+        self, target: Path, described: Described, tied: Mapping[str, str], max_bytes: int, metadata: Mapping[str, str]
+    ) -> None:
+        self.target, self._tied, self._metadata = target, tied, {"format": "pt", **metadata}
+        self.max_bytes, self._is_file = max_bytes, target.suffix == ".safetensors"
+        self.parts: list[Described] = [{}]
+        size = 0
+        for name, each in described.items():
+            size += _num_bytes({name: each})
+            if not self._is_file and self.parts[-1] and size > max_bytes:
+                self.parts.append({})
+                size = _num_bytes({name: each})
+            self.parts[-1][name] = each
+        self._folder = target.parent if self._is_file else target
+        self._names = [target.name if self._is_file else SINGLE_NAME]
+        if len(self.parts) > 1:
+            self._names = [f"model-{i + 1:05d}-of-{len(self.parts):05d}.safetensors" for i in range(len(self.parts))]
+        self._drafts = [partial_name(self._folder / name) for name in self._names]
+
+    def check_room(self) -> None:
+        """Make the folder.
+
+        Raises:
+            CheckpointError: A folder has the name that a file is to take.
+            OSError: It cannot be made.
+        """
+        make_folder(self._folder)
+        for name in self._names if self._is_file else (SINGLE_NAME, INDEX_NAME):
+            path = self._folder / name
+            if path.is_dir() and not path.is_symlink():
+                raise CheckpointError(
+                    f"{path}: must be free for a file, but it is a folder. Move it, or pass another path."
+                )
+
+    def write(self, number: int, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Write one file, value by value.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        part = self.parts[number]
+        notes = {name: kept for name, kept in self._tied.items() if kept in part}
+        with tensor_file(self._drafts[number], part, {**self._metadata, **notes}) as write:
+            for name, full in values:
+                write(name, full)
+                del full
+
+    def publish(self) -> None:
+        """Rename the files into place.
+
+        Raises:
+            CheckpointError: Another save does not come to its end.
+            OSError: A name cannot be had or freed; if the new model is in its place by then, it is whole.
+        """
+        drafts = dict(zip(self._names, self._drafts, strict=True))
+        if self._is_file:
+            self._drafts[0].rename(self.target)
+            sync_folder(self._folder)
+            return
+        weight_map = {name: file for file, part in zip(self._names, self.parts, strict=True) for name in part}
+        replace_model(self._folder, drafts, weight_map, sum(map(_num_bytes, self.parts)))
+
+    def __exit__(self, *raised: object) -> None:
+        """Remove files that were not published; each rank has names of its own, and the first one alone has files."""
+        _remove(self._folder, {path.name for path in self._drafts})
+
+
+def _num_bytes(part: Described) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in part.values())
+
+
+def replace_model(folder: Path, drafts: Mapping[str, Path], weight_map: Mapping[str, str], num_bytes: int) -> None:
+    """Replace a folder's model by one file, or by several and an index.
+
+    Args:
+        folder: The folder.
+        drafts: Whole files by the names that they should have; a part whose name is in use gets a longer one.
+        weight_map: Of these names, that of each tensor.
+        num_bytes: Of all tensors.
+
+    Raises:
+        CheckpointError: Another save does not come to its end.
+        OSError: A name cannot be had or freed; if the new model is in its place by then, it is whole.
+    """
+    index, single = folder / INDEX_NAME, folder / SINGLE_NAME
+    with locked(folder):
+        older, names = _parts_by(index), dict[str, str]()
+        if len(drafts) == 1:
+            next(iter(drafts.values())).rename(single)
+            sync_folder(folder)
+            index.unlink(missing_ok=True)
+            _remove(folder, older)
+            return
+        try:
+            for name, draft in drafts.items():
+                is_free = name not in older and not os.path.lexists(folder / name)
+                names[name] = name if is_free else _longer(name)
+                draft.rename(folder / names[name])
+            sync_folder(folder)
+            said = {
+                "metadata": {"total_size": num_bytes},
+                "weight_map": {name: names[file] for name, file in sorted(weight_map.items())},
+            }
+            write_whole(index, (json.dumps(said, indent=2) + "\n").encode())
+            if os.path.lexists(single):
+                single.unlink()
+                sync_folder(folder)
+        except BaseException:
+            _take_back(folder, set(names.values()))
+            raise
+        _remove(folder, older - set(names.values()))
+
+
+def _longer(name: str) -> str:
+    return name.replace("model-", f"model-{secrets.token_hex(_TOKEN_BYTES)}-", 1)
+
+
+def _take_back(folder: Path, names: set[str]) -> None:
+    """Remove new parts after an error, unless readers already take them."""
+    with suppress(OSError):
+        is_named = not names.isdisjoint(_parts_by(folder / INDEX_NAME))
+        if is_named and not os.path.lexists(folder / SINGLE_NAME):
+            return
+        if is_named:
+            (folder / INDEX_NAME).unlink()
+        _remove(folder, names)
+
+
+def _parts_by(index: Path) -> set[str]:
+    """Return the parts that an index names; none without an index or for a damaged one."""
+    try:
+        return {name for name in weight_map_in(index).values() if _PART.fullmatch(name)}
+    except (FileNotFoundError, CheckpointError):
+        return set()
+
+
+def _remove(folder: Path, names: set[str]) -> None:
+    """Remove files that nobody reads any more, as far as that is possible."""
+    for name in names:
+        with suppress(OSError):
+            (folder / name).unlink()

@@ -1,33 +1,26 @@
-"""Read a checkpoint: every byte is compared with its sum, and nothing is changed before all is read.
+"""Read a checkpoint's files and compare every byte with its sum: for a load, a merge, a check and a repair.
 
-A rank reads the blocks in which the boxes lie that it wants, into memory of its own, and compares them there.
+What is read lies in memory of the reader's own, and is compared there. Parity stands in for what is missing or damaged.
 """
 
-import copy
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
+from dshard import arguments
 from dshard.checkpoint import disk
-from dshard.checkpoint.agreement import together
 from dshard.checkpoint.files import BLOCK_BYTES, NAMES, Box, StoredFile, memory_of, sum_of
-from dshard.checkpoint.manifest import OWN, Manifest, StoredTensor, own_name
-from dshard.checkpoint.parity import Read
-from dshard.checkpoint.values import decode
-from dshard.collectives import ShardGroup
+from dshard.checkpoint.folders import checkpoints_in
+from dshard.checkpoint.manifest import MANIFEST, Manifest, read_copy, read_manifest
+from dshard.checkpoint.parity import Read, group_around
 from dshard.errors import CheckpointError
-from dshard.optimizer.replace import allocate, convert, forget_flat_weights
-from dshard.tensor import ShardedTensor
-from dshard.tensor.subclass_shards import subclass_gathers
 
 _VERIFY_BYTES = 1 << 25  # at a time; a multiple of a block
 
@@ -44,8 +37,7 @@ class Reader:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest, self._stack = folder, manifest, ExitStack()
-        self._opened: dict[str, CheckpointError | None] = {}  # by file name: why it cannot be read
-        self._raw: dict[str, int] = {}  # open file descriptors, by file name
+        self._opened: dict[str, int | CheckpointError] = {}  # by file name: its descriptor, or why it cannot be read
         self.rebuilt: set[str] = set()  # names of files that parity stood in for
 
     def __enter__(self) -> "Reader":
@@ -79,25 +71,21 @@ class Reader:
             for begin in range(0, piece.num_bytes, _VERIFY_BYTES):
                 self._range(file, name, begin, min(begin + _VERIFY_BYTES, piece.num_bytes))
 
-    def rebuild(self, index: int, target: memoryview, offset: int) -> None:
-        """Rebuild a file's bytes from an offset on, from the other files of its group and the rows.
+    def remake(self, file: StoredFile, target: memoryview, offset: int) -> None:
+        """Compute the bytes of a file, or of a row of parity, from an offset on, out of the other files of its group.
 
         Raises:
-            CheckpointError: One of those is missing, too.
+            CheckpointError: One of those is missing or damaged, too.
         """
+        files, rows = self._manifest.files, self._manifest.rows
+        index = (rows if file in rows else files).index(file)
         group, stripes = self._manifest.stripes_around(index)
-        files, rows = self._members(self._manifest.files, group), self._members(self._manifest.rows, group)
-        stripes.rebuild(index - group.start, files, rows, target, offset)
-
-    def row(self, index: int, target: memoryview, offset: int) -> None:
-        """Compute a row of parity from an offset on, from the files of its group.
-
-        Raises:
-            CheckpointError: One of those is missing.
-        """
-        group, stripes = self._manifest.stripes_around(index)
-        target[:] = bytes(len(target))
-        stripes.row_bytes(index - group.start, self._members(self._manifest.files, group), target, offset)
+        if file in rows:
+            target[:] = bytes(len(target))
+            stripes.row_bytes(index - group.start, self._members(files, group), target, offset)
+        else:
+            members, member_rows = self._members(files, group), self._members(rows, group)
+            stripes.rebuild(index - group.start, members, member_rows, target, offset)
 
     def _members(self, files: Sequence[StoredFile], group: range) -> Read:
         """Return a function that reads a file of a group, with zeros beyond its end."""
@@ -127,13 +115,12 @@ class Reader:
         piece = file.pieces[name]
         low, high = begin // BLOCK_BYTES * BLOCK_BYTES, min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, piece.num_bytes)
         found = torch.empty(high - low, dtype=torch.uint8, device="cpu")
+        content = memory_of(found)
         error = None
         try:
-            self._open(file)
-            self._fill(file, memory_of(found), piece.start + low)
+            self._fill(file, content, piece.start + low)
         except CheckpointError as caught:
             error = caught
-        content = memory_of(found)
         for at in range(low, high, BLOCK_BYTES):
             block, start = content[at - low : at - low + BLOCK_BYTES], piece.start + at
             if error is None and piece.is_whole(block, at // BLOCK_BYTES):
@@ -142,223 +129,202 @@ class Reader:
             failed = error or self._damage(
                 file.name, f"values must be those that were saved, but '{name}' has other bytes {where}"
             )
-            self._rebuild_or(failed, file, block, start)
+            self._remake_or(failed, file, block, start)
             if not piece.is_whole(block, at // BLOCK_BYTES):
                 raise failed
         return found[begin - low : end - low]
 
-    def _rebuild_or(self, failed: CheckpointError, file: StoredFile, target: memoryview, start: int) -> None:
-        """Rebuild bytes of a file that could not be read, or raise why it could not be."""
+    def _remake_or(self, failed: CheckpointError, file: StoredFile, target: memoryview, start: int) -> None:
+        """Compute bytes of a file that could not be read, or raise why it could not be."""
         if not self._manifest.rows:
             raise failed
         try:
-            self.rebuild(self._manifest.files.index(file), target, start)
+            self.remake(file, target, start)
         except CheckpointError as other:
             raise CheckpointError(f"{failed} Parity cannot stand in: {other}") from failed
         self.rebuilt.add(file.name)
 
-    def _open(self, file: StoredFile) -> None:
-        """Compare a file's size and header with the manifest, once.
+    def _open(self, file: StoredFile) -> int:
+        """Open a file, compare its size and header with the manifest, and return its descriptor; once for each file.
 
         `safetensors` says what the file holds. Values are read with preadv at the offsets in the manifest, and not
         through the package's mapping of the file: there a disk error or a truncated file ends the process by SIGBUS.
         """
         if file.name not in self._opened:
-            self._opened[file.name] = None
             try:
-                self._compare_header(file)
+                self._opened[file.name] = self._compared(file)
             except CheckpointError as error:
                 self._opened[file.name] = error
-            except (SafetensorError, OSError) as error:
+            except SafetensorError as error:
                 self._opened[file.name] = self._damage(file.name, f"it must be readable, but {error}")
-        if (failed := self._opened[file.name]) is not None:
-            raise failed
+            except OSError as error:
+                what = f"all files of a checkpoint must be there and readable, but: {error.strerror}"
+                self._opened[file.name] = self._damage(file.name, what)
+        found = self._opened[file.name]
+        if isinstance(found, CheckpointError):
+            raise found
+        return found
 
-    def _compare_header(self, file: StoredFile) -> None:
+    def _compared(self, file: StoredFile) -> int:
+        path = self._folder / file.name
+        if (size := disk.check_regular(path).st_size) != file.size:
+            raise self._damage(file.name, f"it must have the {file.size} bytes that were saved, but has {size}")
+        descriptor = self._stack.enter_context(disk.closing(disk.open_regular(path)))
         header = memoryview(bytearray(file.header_bytes))
-        self._fill(file, header, 0)
+        disk.read_padded(descriptor, header, 0)
         if sum_of(header) != file.header_sum:
             raise self._damage(file.name, "its header must be the one that was saved, but it is another")
         if not file.header_bytes:
-            return  # a row of parity
-        with safe_open(self._folder / file.name, "np") as opened:  # which opens the file once
+            return descriptor  # of a row of parity
+        with safe_open(path, "np") as opened:  # which opens the file once more
             for name, piece in file.pieces.items():
                 found = opened.get_slice(name).get_dtype(), tuple(opened.get_slice(name).get_shape())
                 if found != (NAMES[piece.dtype], piece.box.sizes):
                     raise self._damage(file.name, f"'{name}' must be as the manifest says, but it is {found}")
+        return descriptor
 
     def _fill(self, file: StoredFile, target: memoryview, offset: int) -> None:
-        """Fill a buffer with a file's bytes, after its size was compared."""
-        path, name = self._folder / file.name, file.name
+        """Fill a buffer with a file's bytes, after its size and header were compared."""
+        descriptor = self._open(file)
         try:
-            if name not in self._raw:
-                if (found := disk.check_regular(path).st_size) != file.size:
-                    raise self._damage(name, f"it must have the {file.size} bytes that were saved, but has {found}")
-                self._raw[name] = self._stack.enter_context(disk.closing(disk.open_regular(path)))
-            if disk.read_padded(self._raw[name], target, offset) != len(target):
-                raise self._damage(name, f"it must be readable to its end, but ends before {offset + len(target)}")
+            num_read = disk.read_padded(descriptor, target, offset)
         except OSError as error:
-            what = f"all files of a checkpoint must be there and readable, but: {error.strerror}"
-            raise self._damage(name, what) from error
+            raise self._damage(file.name, f"it must be readable, but {error.strerror}") from error
+        if num_read != len(target):
+            raise self._damage(file.name, f"it must be readable to its end, but ends before {offset + len(target)}")
 
     def _damage(self, name: str, what: str) -> CheckpointError:
         return CheckpointError(f"{self._folder / name}: {what}. The file is damaged; use another checkpoint.")
 
 
-class Source:
-    """A checkpoint as one rank reads it.
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong with a checkpoint.
+
+    Args:
+        file: Name of the file that is missing or damaged.
+        problem: What is wrong, with the first tensor that is concerned.
+        is_mendable: Whether parity can make the file anew.
+    """
+
+    file: str
+    problem: str
+    is_mendable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `check` found.
 
     Args:
         folder: Of the checkpoint.
-        manifest: What it says of itself.
-        reader: Of its files.
-        group: The ranks that read it.
-
-    Raises:
-        CheckpointError: A file is damaged.
+        step: That it was saved at.
+        num_ranks: That wrote it.
+        num_bytes: Of all of its files.
+        num_tensors: That it holds.
+        has_parity: Whether it has rows of parity.
+        findings: What is wrong; empty if nothing is.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, reader: Reader, group: ShardGroup) -> None:
-        self.folder, self.manifest, self.group, self._reader = folder, manifest, group, reader
-        self.is_same_size = manifest.world_size == group.world_size  # whether as many ranks read as wrote
-        self.rank = group.world_rank if self.is_same_size else 0  # whose own values this rank reads
-        name = own_name(self.rank, OWN)
-        saved = reader.read(name, Box.whole(manifest.tensors[name].shape))
-        self.own: dict[str, Any] = json.loads(saved.numpy().tobytes())  # what that rank saved for itself
-        self.facts = {**manifest.facts, **(self.own["facts"] or {})}  # where they differed between ranks, its own
-
-    def refusal(
-        self, what: str, remedy: str = "Build the model and the optimizer as they were when it was saved"
-    ) -> CheckpointError:
-        """Return an error that names the checkpoint."""
-        return CheckpointError(f"{self.folder}: {what}. {remedy}.")
-
-    def stored(self, name: str) -> tuple[str, StoredTensor] | None:
-        """Find a tensor, and the name under which this rank's values are stored."""
-        return self.manifest.stored(name, self.rank)
-
-    def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """Read this rank's box of a tensor.
-
-        Raises:
-            CheckpointError: It is not there, of another shape or dtype, or damaged.
-        """
-        found = self.stored(name)
-        if found is None:
-            raise self.refusal(
-                f"the checkpoint must hold every tensor of the model, but '{name}' (shape {box.shape}) is not in it"
-            )
-        kept, stored = found
-        if stored.shape != box.shape or stored.dtype != dtype:
-            raise self.refusal(
-                f"tensors must have the shapes and dtypes that were saved, but '{name}' is {stored.shape}, "
-                f"{stored.dtype} in the checkpoint and {box.shape}, {dtype} in the model"
-            )
-        return self._reader.read(kept, box)
-
-    def decoded(self, value: Any, made: Callable[[str, StoredTensor], Tensor] | None = None) -> Any:
-        """Decode a value of the manifest, with the tensors that it names; by default whole ones on the host.
-
-        Raises:
-            CheckpointError: A tensor that it names is damaged.
-            ValueError, KeyError, TypeError: It is nothing that `encode` makes.
-        """
-
-        def named(name: str) -> Tensor:
-            found = self.stored(name)
-            if found is None:
-                raise ValueError(f"'{name}' is not stored")
-            kept, stored = found
-            return self._reader.read(kept, Box.whole(stored.shape)) if made is None else made(name, stored)
-
-        return decode(value, named)
+    folder: Path
+    step: int
+    num_ranks: int
+    num_bytes: int
+    num_tensors: int
+    has_parity: bool
+    findings: tuple[Finding, ...]
 
 
-def write_values(tensor: Tensor, values: Tensor) -> None:
-    """Write this rank's part of a tensor."""
-    if isinstance(tensor, ShardedTensor) and not tensor.is_view:
-        if subclass_gathers(tensor.shard_storage.resolve()):
-            tensor.copy_(tensor.like(values.to(tensor.storage_device)))
-        else:
-            tensor.overwrite_shard(values)
-    elif isinstance(tensor, DTensor) and not isinstance(tensor, ShardedTensor):
-        tensor.to_local().copy_(values)
-    else:
-        tensor.copy_(values)
+def check(directory: str | os.PathLike[str]) -> list[Report]:
+    """Read every byte of a checkpoint, or of all in a folder, and compare it with what was saved.
 
-
-def put(model: nn.Module, read: dict[str, Tensor], group: ShardGroup, prepare: Callable[[], None], what: str) -> None:
-    """Write values that were read into a model's tensors, and let go of each.
+    Needs no process group, and changes nothing.
 
     Args:
-        model: A sharded module; what is on the meta device gets memory first.
-        read: This rank's part of each tensor, by its name in the state dict.
-        group: The ranks that share the model.
-        prepare: Called before any value is written; raises on every rank alike, having changed nothing.
-        what: Begins the message of an error.
+        directory: Folder that `dshard.checkpoint.save` made, or a folder of such.
+
+    Returns:
+        A report for each checkpoint, by name.
 
     Raises:
-        CheckpointError: A tensor on the meta device cannot get memory on some rank. On every rank alike; nothing was
-            changed.
-        StateError: The same, on a rank where something refers to a parameter there.
-
-    Communicates:
-        An all-reduce of 8 bytes, and what `prepare` does.
+        CheckpointError: There is no checkpoint, or the manifest of one is damaged and has no copy.
     """
-    params = [param for param in model.parameters() if isinstance(param, ShardedTensor) and param.is_meta]
-    buffers = {name: b for name, b in model.named_buffers(remove_duplicate=False) if b.is_meta}
-    devices = dict.fromkeys(read, torch.device(group.device_type))
-    try:
-        together(group, lambda: allocate(model, devices), f"{what}: a model on the meta device needs memory")
-        prepare()
-    except BaseException:
-        _take_memory_back(model, params, buffers)
-        raise
-    state = model.state_dict(keep_vars=True)
-    for name in list(read):
-        write_values(state[name], read.pop(name))
+    arguments.path("checkpoint.check", "directory", directory)
+    return [_check(folder) for folder in checkpoints_in(Path(directory))]
 
 
-def _take_memory_back(model: nn.Module, params: Sequence[ShardedTensor], buffers: Mapping[str, Tensor]) -> None:
-    """Move parameters to the meta device again, and put the buffers that were there back in their places."""
-    recurrent = forget_flat_weights(model)
-    for param in params:
-        if not param.is_meta:
-            convert(param, partial(torch.empty_like, device="meta"))
-    for name, buffer in buffers.items():
-        owner, _, attribute = name.rpartition(".")
-        model.get_submodule(owner)._buffers[attribute] = buffer
-    for rnn in recurrent:
-        rnn._init_flat_weights()
+def repair(directory: str | os.PathLike[str]) -> list[Path]:
+    """Rebuild the files that `check` finds missing or damaged from the other files and parity.
 
-
-def set_extra_states(group: ShardGroup, pairs: Sequence[tuple[nn.Module, Any]], what: str) -> None:
-    """Set the extra states of modules; if one of them raises on any rank, set all old ones again.
-
-    Args:
-        group: The ranks that share the modules, each with as many.
-        pairs: Modules, with what their `set_extra_state` is to get.
-        what: Begins the message of an error.
+    Returns:
+        The files that were written. Each was put in its place at once, after all of it was compared.
 
     Raises:
-        CheckpointError: A module raised. On every rank alike.
-
-    Communicates:
-        An all-reduce of 8 bytes, if there are any.
+        CheckpointError: There is something that parity cannot make; other files may have been written by then.
     """
-    before: list[tuple[nn.Module, Any]] = []
+    arguments.path("checkpoint.repair", "directory", directory)
+    written = []
+    for report in check(directory):
+        lost = next((finding for finding in report.findings if not finding.is_mendable), None)
+        if lost is not None:
+            raise CheckpointError(
+                f"{report.folder}: parity must be able to rebuild every damaged file, but it cannot: {lost.problem}"
+            )
+        manifest = read_manifest(report.folder)
+        written += [_write_anew(report.folder, manifest, finding.file) for finding in report.findings]
+    return written
 
-    def change() -> None:
-        for module, value in pairs:
-            before.append((module, copy.deepcopy(module.get_extra_state())))
-            module.set_extra_state(value)
 
-    if not pairs:
-        return
+def _check(folder: Path) -> Report:
+    """Compare all files of one checkpoint."""
+    manifest = read_manifest(folder)
+    files = (*manifest.files, *manifest.rows)
+    damaged: dict[str, str] = {}
+    with Reader(folder, replace(manifest, rows=())) as reader:  # without rows, which would stand in for files
+        for file in files:
+            try:
+                reader.verify(file)
+            except CheckpointError as error:
+                damaged[file.name] = str(error)
+    for name in (MANIFEST, manifest.copy_name) if manifest.rows else ():
+        with suppress(CheckpointError):
+            if read_copy(folder / name).to_bytes() == manifest.to_bytes():
+                continue
+        damaged[name] = f"{folder / name}: must be the manifest that was saved, but it is missing or damaged."
+    rank_of = {file.name: i % manifest.world_size for i, file in enumerate(files)}
+    ranks = {rank_of[name] for name in damaged if name in rank_of}
+
+    def is_mendable(name: str) -> bool:
+        """Return whether no other rank of the group lost something; a manifest has its copy."""
+        if name not in rank_of or not manifest.rows:
+            return bool(manifest.rows)
+        return ranks.intersection(group_around(rank_of[name], manifest.world_size)) == {rank_of[name]}
+
+    findings = tuple(Finding(name, text, is_mendable(name)) for name, text in damaged.items())
+    num_bytes, num_tensors = sum(file.size for file in files), len(manifest.tensors)
+    return Report(
+        folder, manifest.facts["step"], manifest.world_size, num_bytes, num_tensors, bool(manifest.rows), findings
+    )
+
+
+def _write_anew(folder: Path, manifest: Manifest, name: str) -> Path:
+    """Rebuild one file, compare it, and put it in its place."""
+    path = folder / name
+    if name in (MANIFEST, manifest.copy_name):
+        disk.write_whole(path, manifest.to_bytes())
+        return path
+    draft = disk.partial_name(path)
+    file = next(each for each in (*manifest.files, *manifest.rows) if each.name == name)
     try:
-        together(group, change, f"{what}: set_extra_state must take what was saved")
-    except BaseException:
-        for module, value in reversed(before):
-            with suppress(Exception):  # one that refuses whatever it is given has kept what it had
-                module.set_extra_state(value)
-        raise
+        with Reader(folder, manifest) as reader, disk.create(draft) as opened:
+            for offset, part in disk.buffers(file.size):
+                reader.remake(file, part, offset)
+                disk.write_all(opened, part)
+        with Reader(folder, replace(manifest, rows=())) as reader:
+            reader.verify(replace(file, name=draft.name))
+        draft.rename(path)
+    finally:
+        with suppress(OSError):
+            draft.unlink()
+    disk.sync_folder(folder)
+    return path

@@ -1,35 +1,43 @@
 """Save a model and its optimizers: every rank writes its shards, and the folder is published as a whole.
 
-The ranks agree first on what is saved and where. Then every rank writes its shards into a hidden folder, and beside
-them what it has written; of that the first rank puts the manifest together, and the folder in its place. After each of
-these parts the ranks agree on how it went. Not so in an asynchronous save, whose parts run in a thread while training
-goes on: there the first rank waits for the files of the others, and nothing is communicated.
+The ranks agree first on what is saved and where. Then every rank writes its shards into a hidden folder, and says in
+the store of the process group what it has written; of that the first rank puts the manifest together, and the folder in
+its place. After each of these parts the ranks agree on how it went. Not so in an asynchronous save, whose parts run in
+a thread while training goes on: there the first rank waits for what the others say, and there is no collective.
+
+[Note: what an asynchronous save copies] Shards change in an optimizer's step and nowhere else in a training, so there
+is a forward and a backward's time to copy them; a step that comes sooner waits. Who writes to a shard otherwise before
+it was copied makes the save fail, for the shard's version tells of it. Each group of ranks has one asynchronous save at
+a time.
 """
 
 import json
+import logging
 import os
 import secrets
+import threading
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dshard import arguments, collectives
 from dshard.agreement import agree as equal_on_ranks
 from dshard.agreement import check_same, versions
 from dshard.checkpoint.agreement import FollowingError, group_of, share, together
-from dshard.checkpoint.asynchronous import PendingSave, Snapshot, pending_save
-from dshard.checkpoint.contents import Contents, optimizers_by_prefix, own_piece
-from dshard.checkpoint.disk import closing, open_regular, read_padded, write_whole
+from dshard.checkpoint.contents import Contents, optimizers_by_prefix
+from dshard.checkpoint.disk import closing, open_regular, partial_name, read_padded, write_whole
 from dshard.checkpoint.files import Piece, StoredFile, write_file
 from dshard.checkpoint.folders import Draft, prune
 from dshard.checkpoint.manifest import MANIFEST, Manifest, tensors_of
@@ -37,11 +45,19 @@ from dshard.checkpoint.parity import group_around, write_row
 from dshard.collectives import ShardGroup, timeout_of
 from dshard.collectives.watchdog import found_dead
 from dshard.errors import CheckpointError
+from dshard.optimizer.steps import before_steps
 
-_TIMEOUT = timedelta(minutes=30)  # for another rank's file, where a backend does not say its own
-_VISIBLE = timedelta(seconds=30)  # for a file that another rank has written, on network file systems
+_LOG = logging.getLogger("dshard")
+_TIMEOUT = timedelta(minutes=30)  # for what another rank says, where a backend does not say its own
 _POLL_S = 0.02
 _LOOK_S = 1.0  # how often to look whether the ranks that are waited for live
+_PART_BYTES = 1 << 22  # of what a rank says: a store of torch that is set to more than 8 MiB at once breaks
+_SLACK_BYTES = 1 << 16  # random states do not always take as many bytes
+_NICENESS = 10  # of the thread when it writes: training goes first
+_PENDING: "dict[str, PendingSave]" = {}  # by the name of the ranks' group
+_MEMORY: dict[str, Tensor] = {}  # of snapshots, by the name of the ranks' group
+_OPEN: "weakref.WeakSet[Snapshot]" = weakref.WeakSet()  # that are still being copied
+_WATCHED: list[Callable[[], None]] = []  # removes the hook ahead of steps
 
 
 def save(
@@ -54,7 +70,7 @@ def save(
     keep: int | None = None,
     asynchronous: bool = False,
     parity: int = 0,
-) -> PendingSave | None:
+) -> "PendingSave | None":
     """Write a checkpoint: parameters, buffers, optimizer state, random states; to be called on every rank.
 
     Every rank writes its own shards as a safetensors file, with sums of all its bytes, into a hidden folder beside
@@ -106,62 +122,54 @@ def save(
         given["parity"] = arguments.number(who, "parity", parity, lambda x: x in (0, 1), rows, "Pass 0 or 1.")
         if given["parity"] and group.world_size < 2:
             raise CheckpointError("checkpoint.save: parity needs files of other ranks, but there is one. Leave it out.")
-        return Path(directory).absolute(), Contents(model, optimizers_by_prefix(optimizer), extra)
+        return Path(directory).absolute(), Contents(model, optimizers_by_prefix(optimizer), extra, group.device_type)
 
     target, contents = together(group, prepare, what)
     facts = {"directory": str(target), **{name: repr(value) for name, value in given.items()}}
     check_same("checkpoint.save", {**facts, **contents.listed()}, group)
-    draft = together(group, lambda: Draft(target) if group.world_rank == 0 else None, what)
-    try:
-        name = share(group, draft.folder.name if draft is not None else "")
-        sums = torch.tensor(contents.sums, dtype=torch.int64, device=group.device_type)
-        are_alike, *alike = equal_on_ranks(sums, group, "checkpoint").tolist()
-    except BaseException:
-        if draft is not None:
-            draft.close()
-        raise
+    sums = torch.tensor(contents.sums, dtype=torch.int64, device=group.device_type)
+    are_alike = equal_on_ranks(sums, group, "checkpoint").tolist()
+    folder = target.with_name(share(group, partial_name(target).name if group.world_rank == 0 else ""))
+    draft = together(group, lambda: Draft(target, folder) if group.world_rank == 0 else None, what)
     job = Job(
         group.world_rank,
         group.world_size,
-        target.with_name(name),
-        _facts_of(contents, given["step"], are_alike=are_alike),
+        folder,
+        given["step"],
         contents.aliases,
         lineage_of(model),
         given["keep"],
         bool(given["parity"]),
         draft,
-        (timeout_of(group.process_group) or _TIMEOUT) if given["asynchronous"] else _VISIBLE,
+        dist.PrefixStore(f"dshard save {folder.name}", _store_of(group)),
+        timeout_of(group.process_group) or _TIMEOUT,
     )
-    pieces = _pieces_of(contents, group, alike, is_copied=given["asynchronous"])
+    pieces = partial(contents.pieces, group.world_rank, group.world_size, are_alike)
     if given["asynchronous"]:
-        return PendingSave(target, group, lambda: job.run_alone(pieces))
-    job.run_together(pieces, group, f"{target}: every rank must write its part of the checkpoint")
+        return PendingSave(target, group, partial(job.run_alone, _snapshot_of(pieces, group)))
+    job.run(pieces, partial(together, group, what=f"{target}: every rank must write its part of the checkpoint"))
     return None
 
 
-Pieces = Sequence[Piece] | Snapshot | Exception  # what a rank writes, or why that is unknown: `Job.write` raises it
+def _store_of(group: ShardGroup) -> dist.Store:
+    """Return a store that all ranks of a group see."""
+    return dist.distributed_c10d._get_default_store() if group.world_size > 1 else dist.HashStore()
 
 
-def _pieces_of(contents: Contents, group: ShardGroup, alike: Sequence[bool], *, is_copied: bool) -> Pieces:
+Pieces = Callable[[], Sequence[Piece]]  # gives what a rank writes
+
+
+def _snapshot_of(pieces: Pieces, group: ShardGroup) -> Pieces:
+    """Have pieces copied; what fails is raised where they are written, since the other ranks must learn of it."""
     try:
-        own_facts_alike, *plain_alike = alike
-        own = own_piece(group, contents.extra, None if own_facts_alike else contents.own_facts)
-        pieces = [*contents.pieces(group.world_rank, group.world_size, plain_alike), own]
-        return Snapshot(pieces, group.full_name) if is_copied else pieces
-    except Exception as caught:  # the other ranks must learn of it
-        return caught
+        return Snapshot(pieces(), group.full_name).copy
+    except Exception as caught:
+        error = caught
 
+    def fail() -> Sequence[Piece]:
+        raise error
 
-def _facts_of(contents: Contents, step: int, *, are_alike: bool) -> dict[str, Any]:
-    """Return the manifest's facts about a model and its optimizers."""
-    return {
-        "step": step,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        **contents.own_facts,
-        "are_alike": are_alike,
-        "extra": contents.extra if are_alike else None,
-    }
+    return fail
 
 
 @dataclass(slots=True)
@@ -190,124 +198,175 @@ def lineage_of(model: nn.Module) -> Lineage:
     return _LINEAGES.setdefault(model, Lineage(secrets.token_hex(8)))
 
 
+class Snapshot:
+    """Copies of pieces on the host, made by another thread after the snapshot was taken.
+
+    Args:
+        pieces: What to copy. Those that are no shards are copied at once.
+        key: Of whose last snapshot the memory is used again.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], key: str) -> None:
+        self._device = next((p.values.device for p in pieces if p.values.device.type != "cpu"), None)
+        self._pieces = list(pieces)
+        self._versions = [piece.values._version for piece in pieces]
+        self._is_copied = threading.Event()
+        sizes = [-(-piece.values.nbytes // 64) * 64 for piece in pieces]  # so that each begins where its dtype may
+        memory = _MEMORY.pop(key, None)
+        if memory is None or memory.numel() < sum(sizes):
+            memory = None  # ahead of what takes its place
+            num_bytes, is_pinned = sum(sizes) + _SLACK_BYTES, self._device is not None
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+        _MEMORY[key] = memory
+        self._copies = [
+            raw[: piece.values.nbytes].view(piece.values.dtype).view(piece.values.shape)
+            for piece, raw in zip(pieces, memory[: sum(sizes)].split(sizes), strict=True)
+        ]
+        self._stream: Any = None
+        if self._device is not None:
+            module = torch.get_device_module(self._device.type)
+            self._stream = module.Stream(self._device)
+            self._stream.wait_stream(module.current_stream(self._device))
+        with torch.no_grad():
+            for i, piece in enumerate(pieces):
+                if not piece.is_shard:
+                    self._copies[i].copy_(piece.values)
+        _OPEN.add(self)
+        if not _WATCHED:
+            _WATCHED.append(before_steps(_wait_for_copies))
+
+    def copy(self) -> list[Piece]:
+        """Copy the shards; called in the thread that writes them.
+
+        Returns:
+            The pieces, on the host.
+
+        Raises:
+            CheckpointError: A shard was written to meanwhile.
+        """
+        try:
+            stream = self._stream
+            module: Any = torch.get_device_module(self._device.type) if self._device is not None else None
+            with torch.no_grad(), module.stream(stream) if module is not None else nullcontext():
+                for piece, copy in zip(self._pieces, self._copies, strict=True):
+                    if piece.is_shard:
+                        copy.copy_(piece.values, non_blocking=True)
+            if stream is not None:
+                stream.synchronize()
+            for piece, version in zip(self._pieces, self._versions, strict=True):
+                if piece.is_shard and piece.values._version != version:
+                    raise CheckpointError(
+                        f"{piece.name}: only an optimizer's step, which waits, may write to a tensor while an "
+                        "asynchronous save copies it, but something else wrote to this one. Do that after the next "
+                        "step, or save with asynchronous=False."
+                    )
+        finally:
+            self._is_copied.set()
+            _OPEN.discard(self)
+        copied = [replace(p, values=c) for p, c in zip(self._pieces, self._copies, strict=True)]
+        self._pieces.clear()
+        with suppress(OSError, AttributeError):
+            if threading.current_thread() is not threading.main_thread():
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        return copied
+
+    def wait(self) -> None:
+        """Wait until the copies are made."""
+        self._is_copied.wait()
+
+
+def _wait_for_copies(_: Any) -> None:
+    """Wait before an optimizer's step for all copies that are being made."""
+    for snapshot in list(_OPEN):
+        snapshot.wait()
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The part of a save that writes files: without communication, but for `run_together`, so that a thread can run it.
+    """The part of a save that writes files.
 
     Args:
         rank: This one.
         num_ranks: That write.
         folder: The draft's.
-        facts: Of the manifest.
+        step: Of the manifest.
         aliases: Of the manifest.
         lineage: The run.
         keep: As of `save`.
         has_parity: As of `save`.
         draft: On the first rank, the folder that it puts in its place.
-        timeout: How long to wait for what another rank writes.
+        store: In which the ranks say what they have written; a save whose process group is gone holds on to it.
+        timeout: How long to wait for what another rank says.
     """
 
     rank: int
     num_ranks: int
     folder: Path
-    facts: dict[str, Any]
+    step: int
     aliases: dict[str, str]
     lineage: Lineage
     keep: int | None
     has_parity: bool
     draft: Draft | None
+    store: dist.Store
     timeout: timedelta
 
-    def run_together(self, pieces: Pieces, group: ShardGroup, what: str) -> None:
-        """Run and close on all ranks, which agree after each part on how it ended.
-
-        A rank that fails may be unable to write that; rank 0 would wait for its files in vain.
+    def run(self, pieces: Pieces, do: Callable[[Callable[[], None]], None]) -> None:
+        """Run all parts. Files that other ranks write after a failure are removed by the next save.
 
         Args:
-            pieces: What to write, or why that is unknown.
-            group: Of the ranks that save.
-            what: Begins the message of an error.
+            pieces: Gives what to write.
+            do: Runs a part: on all ranks, which agree then on how it ended, or on this one alone.
 
         Raises:
-            CheckpointError: A rank cannot do its part. On every rank alike.
+            CheckpointError, OSError: This rank cannot do its part, or another did not do its own.
 
         Communicates:
-            An all-reduce of 8 bytes for each part.
+            Through the store of the process group, and what `do` does.
         """
         rows = (self.write_row,) if self.has_parity else ()
         try:
             for part in (partial(self.write, pieces), *rows, self.publish):
-                together(group, part, what)
+                do(part)
         finally:
-            self.close()
+            if self.draft is not None:
+                self.draft.close()
 
     def run_alone(self, pieces: Pieces) -> None:
-        """Run and close; files that other ranks write after a failure are removed by the next save.
+        """Run all parts without a collective; the others hear of an error where they wait for this rank's files."""
 
-        Args:
-            pieces: What to write, or why that is unknown.
-
-        Raises:
-            CheckpointError, OSError: This rank cannot do its part, or another did not do its own.
-        """
-        try:
+        def do(part: Callable[[], None]) -> None:
             try:
-                self.write(pieces)
-                if self.has_parity:
-                    self.write_row()
+                part()
             except Exception as error:
-                with suppress(OSError):
-                    self._write_error(error)
+                of_rank_0 = None
+                with suppress(RuntimeError):  # the store is gone
+                    self._say("error", f"{type(error).__name__}: {error}")
+                    if self.draft is None and isinstance(error, OSError):  # rank 0 may have removed the folder
+                        of_rank_0 = self._error_of(0)
+                if of_rank_0 is not None:
+                    raise of_rank_0 from error
                 raise
-            self.publish()
-        except OSError as error:
-            if self.folder.exists() or self.draft is not None:
-                raise
-            raise self._gone() from error
-        finally:
-            self.close()
 
-    def _gone(self) -> CheckpointError:
-        return FollowingError(
-            f"{self.folder}: this folder of the save must stay until all ranks have written, but it is gone. Look at "
-            "what rank 0 says, which may have given up, or for what removed it."
-        )
-
-    def close(self) -> None:
-        """On rank 0, remove the folder unless it was published."""
-        if self.draft is not None:
-            self.draft.close()
+        self.run(pieces, do)
 
     def write(self, pieces: Pieces) -> None:
-        """Write this rank's file and its description.
-
-        Args:
-            pieces: What to write, or why that is unknown.
+        """Write this rank's file, and say what is in it.
 
         Raises:
             OSError: It cannot be written.
         """
-        if isinstance(pieces, Exception):
-            raise pieces
-        pieces = pieces.copy() if isinstance(pieces, Snapshot) else pieces
-        file = write_file(self.folder / self._name("shard", "safetensors"), pieces)
-        write_whole(self._part(self.rank), json.dumps(file.to_json()).encode())
-
-    def _write_error(self, error: Exception) -> None:
-        """Write an error in place of this rank's description, for rank 0 to raise."""
-        try:
-            write_whole(self._part(self.rank), json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
-        except OSError:
-            os.close(os.open(self._part(self.rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL))  # fits on a full disk
+        file = write_file(self.folder / self._name("shard", "safetensors"), pieces())
+        self._say("file", json.dumps(file.to_json()))
 
     def write_row(self) -> None:
-        """Write this rank's row of parity from the files of the other ranks.
+        """Write this rank's row of parity from the files of the other ranks, and say what it is.
 
         Raises:
-            CheckpointError, OSError: A part is missing, or the row cannot be written.
+            CheckpointError, OSError: A file is missing, or the row cannot be written.
         """
         members = group_around(self.rank, self.num_ranks)
-        files = [StoredFile.from_json(self._part_of(rank)) for rank in members]
+        files = [self._said(rank, "file") for rank in members]
         with ExitStack() as stack:
             opened = [stack.enter_context(closing(open_regular(self.folder / file.name))) for file in files]
 
@@ -316,7 +375,39 @@ class Job:
 
             path = self.folder / self._name("parity", "bin")
             row = write_row(path, self.rank - members.start, [file.size for file in files], read_member)
-        write_whole(self._part(self.rank, "row"), json.dumps(row.to_json()).encode())
+        self._say("row", json.dumps(row.to_json()))
+
+    def publish(self) -> None:
+        """On rank 0, write the manifest, publish the folder and remove older checkpoints.
+
+        Raises:
+            CheckpointError, OSError: A rank failed, or the folder cannot be put there.
+        """
+        if self.draft is None:
+            return
+        files = tuple(self._said(rank, "file") for rank in range(self.num_ranks))
+        rows = tuple(self._said(rank, "row") for rank in range(self.num_ranks) if self.has_parity)
+        facts = {
+            "token": self._token,
+            "run": self.lineage.run,
+            "sequence": self.lineage.advance(),
+            "step": self.step,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": versions(),
+        }
+        try:
+            manifest = Manifest(facts, files, tensors_of(files), self.aliases, rows)
+        except ValueError as error:
+            raise CheckpointError(f"{error}.") from error
+        for name in (manifest.copy_name, MANIFEST) if rows else (MANIFEST,):  # a lost manifest is a lost file, too
+            write_whole(self.folder / name, manifest.to_bytes())
+        for rank in range(self.num_ranks):
+            for kind in ("file", "row"):
+                for key in (*self._parts(rank, kind), f"{rank}/{kind}"):
+                    self.store.delete_key(key)
+        self.draft.publish(manifest)
+        if self.keep is not None:
+            prune(self.draft.target, self.lineage.run, self.keep)
 
     @property
     def _token(self) -> str:
@@ -326,67 +417,116 @@ class Job:
     def _name(self, kind: str, suffix: str) -> str:
         return f"{kind}-{self.rank:05d}-of-{self.num_ranks:05d}.{self._token}.{suffix}"
 
-    def publish(self) -> None:
-        """On rank 0, write the manifest, publish the folder and remove older checkpoints.
+    def _say(self, kind: str, text: str) -> None:
+        """Say something to the other ranks, in parts; their number is there when all of them are."""
+        content, key = zlib.compress(text.encode()), f"{self.rank}/{kind}"
+        parts = [content[at : at + _PART_BYTES] for at in range(0, len(content), _PART_BYTES)]
+        for i, part in enumerate(parts):
+            self.store.set(f"{key}/{i}", part)  # type: ignore[arg-type]
+        self.store.set(key, str(len(parts)))
 
-        Raises:
-            CheckpointError, OSError: A part is missing or failed, or the folder cannot be put there.
-        """
-        if self.draft is None:
-            return
-        files = tuple(StoredFile.from_json(self._part_of(rank)) for rank in range(self.num_ranks))
-        facts = {**self.facts, "token": self._token, "run": self.lineage.run, "sequence": self.lineage.advance()}
-        kinds = ("part", "row") if self.has_parity else ("part",)
-        rows = [StoredFile.from_json(self._part_of(rank, "row")) for rank in range(self.num_ranks) if self.has_parity]
-        try:
-            manifest = Manifest(facts, files, tensors_of(files), self.aliases, tuple(rows))
-        except ValueError as error:
-            raise CheckpointError(f"{error}.") from error
-        if self.has_parity:  # a lost manifest is a lost file, too
-            write_whole(self.folder / manifest.copy_name, manifest.to_bytes())
-        write_whole(self.folder / MANIFEST, manifest.to_bytes())
-        for rank in range(self.num_ranks):
-            for kind in kinds:
-                self._part(rank, kind).unlink()
-        self.draft.publish()
-        if self.keep is not None:
-            prune(self.draft.target, self.lineage.run, self.keep)
+    def _parts(self, rank: int, kind: str) -> list[str]:
+        """Return the keys of what a rank has said; none if it has not yet."""
+        key = f"{rank}/{kind}"
+        return [f"{key}/{i}" for i in range(int(self.store.get(key)) if self.store.check([key]) else 0)]
 
-    def _part(self, rank: int, kind: str = "part") -> Path:
-        """Return the path of a rank's description, which exists while the checkpoint is written."""
-        return self.folder / f"{kind}-{rank:05d}.json"
+    def _heard(self, rank: int, kind: str) -> str | None:
+        """Return what a rank has said; None if it has not yet."""
+        keys = self._parts(rank, kind)
+        return zlib.decompress(b"".join(map(self.store.get, keys))).decode() if keys else None
 
-    def _part_of(self, rank: int, kind: str = "part") -> dict[str, Any]:
-        """Wait for a rank's description and read it; on network file systems it may become visible late."""
+    def _error_of(self, rank: int) -> FollowingError | None:
+        """Return the error that a rank has said; None if it has said none."""
+        error = self._heard(rank, "error")
+        text = f"{self.folder}: rank {rank} could not write its shards: {(error or '').rstrip('.')}."
+        return None if error is None else FollowingError(text)
+
+    def _said(self, rank: int, kind: str) -> StoredFile:
+        """Wait for a rank to say what it has written."""
         start = look = time.monotonic()
-        while not self._part(rank, kind).exists():
+        while (text := self._heard(rank, kind)) is None:
+            if (error := self._error_of(rank)) is not None:
+                raise error
             now = time.monotonic()
             if now > look + _LOOK_S:
                 look = now
                 dead = found_dead(range(collectives.world_size())) if collectives.is_initialized() else None
-                if dead is not None and not self._part(rank, kind).exists():
+                if dead is not None and self._heard(rank, kind) is None:
                     raise CheckpointError(f"{self.folder}: all ranks must write their shards, but {dead.text}.")
-            if self._part(rank).exists():
-                self._check(rank, self._part(rank))  # of a rank that failed no row will come
-            if not self.folder.exists():
-                raise self._gone()
             if now > start + self.timeout.total_seconds():
                 raise CheckpointError(
                     f"{self.folder}: all ranks must write their shards, but rank {rank} has not within "
-                    f"{now - start:.0f} s. Pass a folder on a file system that all ranks see, and look at what the "
-                    "first rank says."
+                    f"{now - start:.0f} s. Look at what that rank does."
                 )
             time.sleep(_POLL_S)
-        return self._check(rank, self._part(rank, kind))
+        return StoredFile.from_json(json.loads(text))
 
-    def _check(self, rank: int, path: Path) -> dict[str, Any]:
-        with open(open_regular(path), "rb") as opened:
-            content = opened.read()
-        part: dict[str, Any] = (
-            json.loads(content) if content else {"error": "it could not say why, perhaps for lack of space"}
-        )
-        if "error" in part:
-            raise CheckpointError(
-                f"{self.folder}: rank {rank} could not write its shards: {part['error'].rstrip('.')}."
-            )
-        return part
+
+class PendingSave:
+    """A save whose files this rank is writing in a thread.
+
+    Args:
+        target: Where the checkpoint will be.
+        group: The ranks that write it.
+        action: Writes this rank's part.
+    """
+
+    def __init__(self, target: Path, group: ShardGroup, action: Callable[[], None]) -> None:
+        self.path = target
+        self._group, self._action = group, action
+        self._error: Exception | None = None
+        self._is_agreed = False
+        self._thread = threading.Thread(target=self._run, name="dshard-save")  # a process that ends waits for it
+        _PENDING[group.full_name] = self
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads: the caller writes, for others wait for this part
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            self._action()
+        except Exception as error:
+            self._error = error
+            _LOG.error("%s: the asynchronous save failed: %s", self.path, error)
+
+    def done(self) -> bool:
+        """Return whether this rank has finished or failed; on rank 0, whether the checkpoint is published too."""
+        return not self._thread.is_alive()
+
+    def result(self) -> Path:
+        """Wait until the checkpoint is in its place; to be called on all ranks. The next save calls it.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: It could not be written. On every rank alike.
+
+        Communicates:
+            An all-reduce of 8 bytes, the first time.
+        """
+        if self._is_agreed:
+            self.settle()
+            return self.path
+        self._is_agreed = True
+        try:
+            together(self._group, self.settle, f"{self.path}: every rank must write its part of the checkpoint")
+        except CheckpointError as error:
+            self._error = error
+            raise
+        return self.path
+
+    def settle(self) -> None:
+        """Wait as `result` does, but raise on this rank alone: the caller raises it on the others."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        if _PENDING.get(self._group.full_name) is self:
+            del _PENDING[self._group.full_name]
+        if self._error is not None:
+            raise self._error
+
+
+def pending_save(group: ShardGroup) -> PendingSave | None:
+    """Return the group's asynchronous save that nobody has waited for yet, if there is one."""
+    return _PENDING.get(group.full_name)

@@ -367,7 +367,7 @@ def with_the_format_of_an_older_version(path: Path) -> str:
 
 def test_the_format_of_an_older_version_is_refused_with_its_name(worlds: WorldPool, tmp_path):
     (text,) = worlds.run(1, with_the_format_of_an_older_version, tmp_path / "s")
-    assert "the format must be 4, but it is 3, written by torch 2.9, dshard 0.1. Load it with that version" in text
+    assert "the format must be 5, but it is 3, written by torch 2.9, dshard 0.1. Load it with that version" in text
 
 
 def calls_of_a_save(folder: Path, parity: int) -> int:

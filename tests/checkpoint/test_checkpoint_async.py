@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dshard
-from dshard.checkpoint import asynchronous, load, save
+from dshard.checkpoint import load, save, saving
 from dshard.checkpoint.contents import Contents
-from dshard.checkpoint.saving import Job
 from dshard.testing import WorldPool
 from dshard.testing.strategies import world_sizes
 from tests import warm
@@ -68,14 +67,14 @@ DEEDS: dict[str, Callable[[Any, Any], None]] = {
 
 def slow_copies() -> threading.Event:
     """Have copies wait for an event, so that what comes after a save comes before them."""
-    event, own = threading.Event(), asynchronous.Snapshot.copy
+    event, own = threading.Event(), saving.Snapshot.copy
 
     def copy(self: Any) -> Any:
         event.wait(10)
         return own(self)
 
-    asynchronous.Snapshot.copy = copy
-    event.restore = lambda: setattr(asynchronous.Snapshot, "copy", own)
+    saving.Snapshot.copy = copy
+    event.restore = lambda: setattr(saving.Snapshot, "copy", own)
     return event
 
 
@@ -185,9 +184,9 @@ def test_a_failure_on_one_rank_is_told_on_all_at_the_next_call(worlds: WorldPool
 
 def given_up_first(path: Path) -> str:
     """What a save says that rank 0 gives up, and with it the folder, before rank 1 writes."""
-    own = Job.write
+    own = saving.Job.write
 
-    def write(self: Job, pieces: Any) -> None:
+    def write(self: saving.Job, pieces: Any) -> None:
         if self.rank == 0:
             raise OSError(28, "No space left on device")
         while self.folder.exists():
@@ -196,7 +195,7 @@ def given_up_first(path: Path) -> str:
 
     model = made(RECIPE, "full")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Job, "write", write)
+        patch.setattr(saving.Job, "write", write)
         pending = save(path, model, asynchronous=True)
         assert pending is not None
         with pytest.raises(dshard.CheckpointError) as caught:
@@ -209,36 +208,13 @@ def test_a_rank_that_finds_the_folder_gone_tells_why_rank_0_gave_up(worlds: Worl
         assert "No space left on device" in said
 
 
-def slow_to_sync(path: Path) -> Path | None:
-    """A save of which rank 1 is not done with its last file when rank 0 has seen it, and put the checkpoint there."""
-    own = Path.rename
-
-    def rename(draft: Path, target: Path) -> Path:
-        found = own(draft, target)
-        for _ in range(1000):
-            if draft.parent.exists():
-                time.sleep(0.01)
-        return found
-
-    model = made(RECIPE, "full")
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(Path, "rename", rename)
-        pending = save(path, model, asynchronous=True)
-        return None if pending is None else pending.result()
-
-
-def test_a_rank_whose_file_is_seen_at_once_has_written_it(worlds: WorldPool, tmp_path):
-    assert worlds.run(2, slow_to_sync, tmp_path / "saved") == [tmp_path / "saved"] * 2
-
-
 def reused(path: Path) -> None:
     model = made(RECIPE, "full")
     addresses = set()
     for step in range(3):
         pending = save(path, model, asynchronous=True, step=step)
         assert pending is not None
-        addresses.update(memory.data_ptr() for memory in asynchronous._MEMORY.values())
+        addresses.update(memory.data_ptr() for memory in saving._MEMORY.values())
         train(model, optimizers_of("sgd", model), 1)
     assert pending.result() == path
     assert len(addresses) == 1
@@ -246,8 +222,37 @@ def reused(path: Path) -> None:
 
 
 def test_the_copy_is_one_and_used_again(worlds: WorldPool, tmp_path):
-    asynchronous._MEMORY.clear()
+    saving._MEMORY.clear()
     worlds.run(2, reused, tmp_path / "saved")
+
+
+def in_parts(path: Path) -> list[str]:
+    """Save where ranks say a few bytes at a time; what is left of that in the store."""
+    model, stores, own = made(RECIPE, "full"), [], saving.Job.run_alone
+    before = everything(model)
+
+    def run_alone(self: Any, pieces: Any) -> None:
+        stores.append(self.store)
+        own(self, pieces)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "_PART_BYTES", 10)
+        patch.setattr(saving.Job, "run_alone", run_alone)
+        pending = save(path, model, asynchronous=True, parity=1)
+        assert pending is not None
+        pending.result()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    load(path, model)
+    assert everything(model) == before
+    keys = [f"{rank}/{kind}{part}" for rank in range(2) for kind in ("file", "row") for part in ("", "/0", "/1")]
+    return [key for key in keys if stores[0].check([key])]
+
+
+def test_what_ranks_say_of_their_files_goes_in_parts_and_is_taken_back(worlds: WorldPool, tmp_path):
+    assert worlds.run(2, in_parts, tmp_path / "saved") == [[], []]
+    assert dshard.checkpoint.check(tmp_path / "saved")[0].findings == ()
 
 
 PROGRAM = """

@@ -9,16 +9,19 @@ import random
 import shutil
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import dshard
 from dshard.checkpoint import load, save
+from dshard.checkpoint.files import BLOCK_BYTES
 from dshard.testing import WorldPool
 from tests.checkpoint.checkpoints import everything, random_states
 
@@ -141,11 +144,11 @@ def got(root: Any, path: tuple[Any, ...]) -> Any:
 
 
 def structure(folder: Path, rng: random.Random) -> str:
-    """Change what the manifest says, with the sum of it put right."""
-    path = folder / "dshard.json"
-    body = json.loads(path.read_bytes())
+    """Change what the manifest says, or what is JSON in a file, with the sums of it put right."""
+    name = rng.choice(["", "", "facts", "random", "extra"])
+    body = json_in(folder, name) if name else json.loads((folder / "dshard.json").read_bytes())
     places = [each for each in nodes(body) if each and each[0] not in ("sha256", "created", "versions", "run")]
-    told = []
+    told = [name]
     for _ in range(rng.choice([1, 1, 1, 2])):
         where = rng.choice(places)
         try:
@@ -167,8 +170,39 @@ def structure(folder: Path, rng: random.Random) -> str:
             told.append(f"{what} {where}")
         except (KeyError, IndexError, TypeError):
             continue
-    write_manifest(path, body)
+    if name:
+        write_json(folder, name, body)
+    else:
+        write_manifest(folder / "dshard.json", body)
     return f"structure {told}"
+
+
+def stored(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """The manifest, what it says of the file that has a tensor (of rank 0), and the tensor's name there."""
+    body = json.loads((folder / "dshard.json").read_bytes())
+    found = ((file, key) for key in (name, f"rank-0/{name}") for file in body["files"] if key in file["tensors"])
+    return body, *next(found)
+
+
+def json_in(folder: Path, name: str) -> Any:
+    _, file, key = stored(folder, name)
+    return json.loads(load_file(folder / file["name"])[key].numpy().tobytes())
+
+
+def write_json(folder: Path, name: str, value: Any) -> None:
+    """Put another value in the place of one that is JSON in a file, with all sums put right."""
+    body, file, key = stored(folder, name)
+    path = folder / file["name"]
+    tensors = {each: tensor.clone() for each, tensor in load_file(path).items()}
+    text = json.dumps(value).encode()
+    tensors[key] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    save_file(tensors, path, {"dshard": "a shard of a checkpoint"})
+    content = path.read_bytes()
+    size = 8 + int.from_bytes(content[:8], "little")
+    file |= {"header_bytes": size, "header_crc32": f"{zlib.crc32(content[:size]):08x}"}
+    sums = [f"{zlib.crc32(text[at : at + BLOCK_BYTES]):08x}" for at in range(0, len(text), BLOCK_BYTES)]
+    file["tensors"][key] |= {"shape": [len(text)], "full_shape": [len(text)], "crc32": "".join(sums)}
+    write_manifest(folder / "dshard.json", body)
 
 
 def write_manifest(path: Path, body: dict[str, Any]) -> None:
@@ -196,17 +230,16 @@ def raw_text(folder: Path, rng: random.Random) -> str:
 
 
 def options(folder: Path, rng: random.Random) -> str:
-    path = folder / "dshard.json"
-    body = json.loads(path.read_bytes())
-    found = body["optimizers"][0]["groups"][0]["options"]
-    key = rng.choice([*found])
+    facts = json_in(folder, "facts")
+    found = facts["optimizers"][0]["groups"][0]
+    key = rng.choice([key for key in found if key != "params"])
     what = rng.choice(["gone", "text", "nan", "none", "tensor"])
     new = {"text": "0.1", "nan": float("nan"), "none": None}.get(what)
     raw = base64.b64encode(bytes(8)).decode()
     found[key] = {"$tensor": {"dtype": "float32", "shape": [2], "bytes": raw}} if what == "tensor" else new
     if what == "gone":
         del found[key]
-    write_manifest(path, body)
+    write_json(folder, "facts", facts)
     return f"option {key} {what}"
 
 
@@ -241,7 +274,7 @@ class Watch:
 
 
 def changed_options(state: dict[str, Any]) -> dict[str, Any]:
-    """All but what a changed manifest may say without contradicting itself: options, and numbers of states."""
+    """All but what changed JSON may say without contradicting itself: options, and numbers of states."""
     return {
         key: value for key, value in state.items() if not key.startswith(("group ", "state ")) and "extra" not in key
     }

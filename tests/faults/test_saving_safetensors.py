@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dshard
-from dshard.checkpoint import disk, exporting, pretrained
+from dshard.checkpoint import disk, pretrained
 from dshard.checkpoint.disk import partial_name
 from dshard.testing import WorldPool, expect_error
 
@@ -55,7 +55,7 @@ def drafts(folder: Path, number: int, num_files: int) -> dict[str, Path]:
 
 def publish(folder: Path, made: dict[str, Path]) -> None:
     weight_map = {name: file for i, file in enumerate(made) for name in NAMES[i :: len(made)]}
-    exporting.replace_model(folder, made, weight_map, 2 * 4 * len(NAMES))
+    pretrained.replace_model(folder, made, weight_map, 2 * 4 * len(NAMES))
 
 
 def put(folder: Path, number: int, num_files: int) -> None:

@@ -72,7 +72,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 PURE = ("errors", "layout", "planner")  # no process group
 
 MAX_ROOM_FILES = 13
-LARGE_ROOMS = ("collectives", "planner", "checkpoint")  # not cut into rooms (yet)
+LARGE_ROOMS = ("collectives", "planner")  # not cut into rooms (yet)
 MAX_FILE_LINES = 1000
 MAX_FUNCTION_LINES = 60  # as much as a screen shows
 
