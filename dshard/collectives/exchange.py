@@ -14,7 +14,6 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -36,19 +35,10 @@ from dshard.layout import HEADER_BYTES, INLINE_BYTES
 
 T = TypeVar("T")
 _VARIABLE = "DSHARD_TRANSPORT"
-_ALIGN_BYTES = 16  # of each tensor among those that lie one behind the other
 _SIZES = struct.Struct("<II")  # behind the header of a message: a number of its values, and how many bytes there are
-_VALUES_AT = HEADER_BYTES + 16
+_VALUES_AT = HEADER_BYTES + _SIZES.size
 _LAST = bytes(HEADER_BYTES)  # what a rank that has lost a peer sends instead of its next header, and then nothing more
 _ROWS_BYTES = 1 << 20  # for one message of each peer
-
-
-class _Bytes(bytearray):
-    """The memory of a message."""
-
-    def tensor(self, offset: int, num_bytes: int) -> Tensor:
-        """Some of it, uint8."""
-        return torch.frombuffer(self, dtype=torch.uint8, offset=offset, count=num_bytes)
 
 
 class _Message:
@@ -62,20 +52,19 @@ class _Message:
 
     __slots__ = ("_bytes", "_work")
 
-    is_here = False  # gloo does not say
-
     def __init__(self, peer: int, most_bytes: int, group: ProcessGroup) -> None:
-        self._bytes = _Bytes(_VALUES_AT + most_bytes)
+        self._bytes = bytearray(_VALUES_AT + most_bytes)
         self._work = _c10d.receive(torch.frombuffer(self._bytes, dtype=torch.uint8), peer, _c10d.HEADERS, group)
 
-    def wait(self, limit: timedelta | None = None) -> tuple[bytes, Offer | None]:
+    def wait(self, group: ProcessGroup) -> tuple[bytes, Offer | None]:
         """Wait for it: the header, and its values, unless they come as messages of their own."""
-        self._work.wait(*(() if limit is None else (limit,)))
+        self._work.wait(*_c10d.limit_of(group))
         header = bytes(self._bytes[:HEADER_BYTES])
         if header == _LAST:
             raise RuntimeError("connection closed by peer: it has lost another rank")
         channel, num_bytes = _SIZES.unpack_from(self._bytes, HEADER_BYTES)
-        return header, Offer(self._bytes, _VALUES_AT, num_bytes, channel, None) if num_bytes else None
+        read = partial(torch.frombuffer, self._bytes, dtype=torch.uint8, offset=_VALUES_AT, count=num_bytes)
+        return header, Offer(read, 0, num_bytes, channel, None) if num_bytes else None
 
 
 class ByMessages:
@@ -88,7 +77,7 @@ class ByMessages:
     arena: Arena | None = None
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group, self.pool, self.pid = weakref.ref(group), BufferPool(), own_pid()
+        self._group, self.pool = weakref.ref(group), BufferPool()
         # Headers that `close` has sent; gloo reads their memory until they have arrived.
         self._last: list[tuple[Tensor, Work]] = []
         self.inline_bytes = min(INLINE_BYTES, _ROWS_BYTES // group.size())
@@ -100,7 +89,7 @@ class ByMessages:
 
     def say(self, header: bytes, peer: int, values: Sent) -> tuple[Tensor, Work]:
         """Start to send a header, and few values; gives the message, whose memory must stay, and its work."""
-        ahead = header + _SIZES.pack(values.channel, values.num_bytes).ljust(_VALUES_AT - HEADER_BYTES, b"\0")
+        ahead = header + _SIZES.pack(values.channel, values.num_bytes)
         message = torch.frombuffer(bytearray(ahead) + values.inline, dtype=torch.uint8)
         return message, _c10d.send(message, peer, _c10d.HEADERS, self._alive())
 
@@ -126,57 +115,25 @@ class ByMessages:
 Transport = ByMessages | ThroughMemory
 
 
-def transport_of(group: ShardGroup) -> Transport:
-    """How the ranks of a process group reach each other; they find it out together, the first time.
-
-    Raises:
-        RuntimeError: As gloo does where a peer does not come.
-        StateError: This process was forked from the one that made it.
-
-    Communicates:
-        The first time, two messages to each peer.
-    """
-    found = _c10d.kept_for(group.process_group, "transport", lambda: _find(group))
-    if found.pid != own_pid():
-        raise StateError(
-            f"process group {group.process_group.group_name}: collectives must run in the process that joined it, "
-            f"which is process {found.pid}, but this is process {own_pid()}, forked from that one. Give forked "
-            "processes plain tensors, such as param.full_tensor(), made ahead of the fork."
-        )
-    return found
-
-
 def _find(group: ShardGroup) -> Transport:
+    """How the ranks of a process group reach each other; they find it out together."""
     wanted = os.environ.get(_VARIABLE, "memory")
     if wanted not in ("memory", "messages"):
         raise ArgumentError(
             f"{_VARIABLE} must be 'messages' or 'memory', but it is {wanted!r}. Set it on all ranks alike."
         )
-    found: ThroughMemory | None = None
-    if wanted == "memory":
-        label = f"first collective of a process group (with {_VARIABLE} as on this rank)"
-        level = logging.WARNING if _VARIABLE in os.environ else logging.INFO
-        begin_wait(label, group.process_group)
-        is_well = False
-        try:
-            found = connect(group.process_group, group.device_type, level=level)
-            is_well = True
-        finally:
-            end_wait(label, group.process_group, is_well=is_well)
+    if wanted == "messages":
+        return ByMessages(group.process_group)
+    label = f"first collective of a process group (with {_VARIABLE} as on this rank)"
+    level = logging.WARNING if _VARIABLE in os.environ else logging.INFO
+    begin_wait(label, group.process_group)
+    is_well = False
+    try:
+        found = connect(group.process_group, group.device_type, level=level)
+        is_well = True
+    finally:
+        end_wait(label, group.process_group, is_well=is_well)
     return found or ByMessages(group.process_group)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
-def _cut(memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Memory as tensors like these, one behind the other."""
-    found, start = [], 0
-    for tensor in like:
-        found.append(memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-        start += _aligned(tensor.nbytes)
-    return found
 
 
 class Channel:
@@ -190,8 +147,8 @@ class Channel:
     """
 
     def __init__(self, group: ShardGroup) -> None:
-        self._process_group = weakref.ref(group.process_group)
-        self._transport: Transport | None = None  # once something was said
+        self._process_group, self.pid = weakref.ref(group.process_group), own_pid()
+        self.transport = _find(group)
         self._is_closed = False  # whether this rank has lost a peer, here or elsewhere
         self._waiting: deque[Exchange] = deque()  # whose headers were not read, in order
         self.is_apart = False  # whether ranks were found to be at different things, at some time
@@ -203,7 +160,7 @@ class Channel:
         channels.add(self)
         watch_channels(channels)
 
-    def start(self, started: "Exchange", transport: Transport) -> None:
+    def start(self, started: "Exchange") -> None:
         """Say a header to the peers, and be ready for theirs.
 
         Raises:
@@ -211,13 +168,10 @@ class Channel:
         """
         if self._is_closed:
             raise RuntimeError("connection closed: this rank has lost a peer, here or in another process group")
-        self._transport = transport
         self._waiting.append(started)
-        for peer in started.peers:
-            started.coming[peer] = transport.listen(peer)
-            sent = transport.say(started.own, peer, started.values.get(peer, Sent()))
-            if sent is not None:
-                started.sent.append(sent)
+        for peer, link in started.links.items():
+            link.coming = self.transport.listen(peer)
+            link.said = self.transport.say(started.own, peer, link.values)
 
     def hear(self, wanted: "Exchange") -> None:
         """Wait for the headers of a collective, and of those before it, until one is found at which ranks differ.
@@ -228,21 +182,20 @@ class Channel:
         assert group is not None, "a process group is gone whose collectives go on"
         while not wanted.is_heard and self.differing is None:
             first = self._waiting[0]
-            for peer in list(first.coming):
-                began_s = time.perf_counter()
-                coming = first.coming[peer]
-                heard, offer = coming.wait(*(() if coming.is_here else _c10d.limit_of(group)))
-                del first.coming[peer]
-                first.note_header(peer, heard, offer)
-                waited_for_peer(group, peer, time.perf_counter() - began_s)
+            for peer, link in first.links.items():
+                if link.coming is not None:  # else it was heard ahead of an error
+                    began_s = time.perf_counter()
+                    heard, offer = link.coming.wait(group)
+                    first.note_header(link, heard, offer)
+                    waited_for_peer(group, peer, time.perf_counter() - began_s)
             self._waiting.popleft()
             first.note_heard()
 
     def close(self) -> None:
         """Let peers know that this rank, which has lost one of them, comes to no collective any more; once."""
-        if self._process_group() is not None and self._transport is not None and not self._is_closed:
+        if self._process_group() is not None and not self._is_closed:
             self._is_closed = True
-            self._transport.close()
+            self.transport.close()
 
     def finish(self) -> None:
         """Wait for what has begun: it must arrive at peers that come later, as a reduction that nobody has read."""
@@ -251,8 +204,46 @@ class Channel:
 
 
 def channel_of(group: ShardGroup) -> Channel:
-    """The channel of a process group."""
-    return _c10d.kept_for(group.process_group, "channel", lambda: Channel(group))
+    """The channel of a process group, whose ranks find out together how they reach each other, the first time.
+
+    Raises:
+        RuntimeError: As gloo does where a peer does not come.
+        StateError: This process was forked from the one that made it.
+
+    Communicates:
+        The first time, two messages to each peer.
+    """
+    found = _c10d.kept_for(group.process_group, "channel", lambda: Channel(group))
+    if found.pid != own_pid():
+        raise StateError(
+            f"process group {group.process_group.group_name}: collectives must run in the process that joined it, "
+            f"which is process {found.pid}, but this is process {own_pid()}, forked from that one. Give forked "
+            "processes plain tensors, such as param.full_tensor(), made ahead of the fork."
+        )
+    return found
+
+
+def transport_of(group: ShardGroup) -> Transport:
+    """How the ranks of a process group reach each other; raises and communicates as `channel_of`."""
+    return channel_of(group).transport
+
+
+class _Link:
+    """What one collective exchanges with one peer."""
+
+    __slots__ = ("coming", "header", "inward", "offer", "outward", "places", "said", "values", "word", "works")
+
+    def __init__(self) -> None:
+        self.outward: list[Tensor] = []  # to be sent in messages of their own
+        self.inward: list[Tensor] = []  # to be filled
+        self.places: list[Tensor] = []  # where that lies in memory laid out as the peer's
+        self.values = Sent()  # that go with the header
+        self.said: tuple[Tensor, Work] | None = None  # by messages: the header that was sent
+        self.works: list[Work] = []  # messages behind it
+        self.coming: InRing | _Message | None = None  # the peer's header, while it is awaited
+        self.header = b""  # the peer's, once it was heard
+        self.offer: Offer | None = None  # the peer's values, until they were read
+        self.word = 0  # that the peer sent beside its header
 
 
 class Exchange:
@@ -276,6 +267,7 @@ class Exchange:
         memory: In which all that is sent lies, if peers read it there; laid out alike on all ranks.
         takes_any_writes: Whether ranks that wrote otherwise to the shards are together all the same; `writes_differ`
             says whether there are.
+        word: Sent beside the header, through memory, where there are no values.
     """
 
     def __init__(
@@ -288,21 +280,16 @@ class Exchange:
         memory: Buffer | None = None,
         *,
         takes_any_writes: bool = False,
+        word: int = 0,
     ) -> None:
-        self._group, self._kind, self._label = group, kind, label
-        self.offers: dict[int, Offer] = {}
-        self._works: list[tuple[int, Work]] = []
-        peers = group.peers
-        self._outward: dict[int, list[Tensor]] = {peer: [] for peer in peers}
-        self._inward: dict[int, list[Tensor]] = {peer: [] for peer in peers}
-        self._places: dict[int, list[Tensor]] = {}  # of what comes, in `memory`
+        self._group, self._kind, self._label, self._word = group, kind, label, word
+        self.links = {peer: _Link() for peer in group.peers}
         self._reads_rows = False  # where they are
         self._rows: tuple[Buffer, BufferPool] | None = None  # that come as messages
-        self.sent: list[tuple[Tensor, Work]] = []  # by messages: the headers that were sent
         self._is_ended = self.is_heard = False
-        self._channel = channel_of(group)
-        self._transport: Transport = self._try(lambda: transport_of(group))
-        self._readers = Readers(self._transport.collect, self._transport.is_awaited)
+        self._channel = self._try(lambda: channel_of(group))
+        self._transport = transport = self._channel.transport
+        self._readers = Readers(transport.collect, transport.is_awaited)
         self._memory = memory if memory is not None and memory.arena is not None else None
         if self._memory is not None:
             self._readers.held.append(self._memory)
@@ -312,15 +299,10 @@ class Exchange:
         self._takes_any_writes = takes_any_writes
         known = without_writes(self.own) if takes_any_writes else self.own
         self._number = zlib.crc32(known, sizes & 0xFFFFFFFF) & 0x3FFFFFFF  # tells messages apart
-        self.values: dict[int, Sent] = {}  # what goes with the header to each peer
-        self.word = 0  # sent beside the header, through memory, where there are no values
-        self.words: dict[int, int] = {}  # what each peer sent so
-        self.coming: dict[int, InRing | _Message] = {}  # headers that are awaited
-        self._heard: dict[int, bytes] = {}
 
     def __del__(self) -> None:
         """What both sides are ready for must arrive; the channel keeps this until that is known."""
-        if (self._works or self.sent) and self.is_heard and not sys.is_finalizing():
+        if self.is_heard and self._transport.arena is None and not sys.is_finalizing():
             with contextlib.suppress(RuntimeError), _disable_current_modes():
                 self._end(takes=False)
         self.end_reading()
@@ -335,11 +317,12 @@ class Exchange:
             peer: The rank, to which and from which several are in order.
             place: Where those that come lie in memory that is laid out as the peer's; by default `into` itself.
         """
+        link = self.links[peer]
         if into.numel():
-            self._inward[peer].append(into)
-            self._places.setdefault(peer, []).append(into if place is None else place)
+            link.inward.append(into)
+            link.places.append(into if place is None else place)
         if values.numel():
-            self._outward[peer].append(values)
+            link.outward.append(values)
 
     def swap_rows(self, rows: Sequence[Tensor], places: Sequence[Tensor], pool: BufferPool) -> None:
         """Send each rank its row, and nothing else; `received` gives those of the peers for this rank.
@@ -351,19 +334,22 @@ class Exchange:
         """
         self._reads_rows = True
         if self._transport.arena is not None:
-            self._places = {peer: [places[peer]] for peer in self._group.peers}
+            for peer, link in self.links.items():
+                link.places = [places[peer]]
             return
-        like, peers = places[self._group.rank], self._group.peers
-        buffer = pool.take(len(peers) * like.nbytes, torch.device("cpu"))
+        like, num_peers = places[self._group.rank], len(self.links)
+        buffer = pool.take(num_peers * like.nbytes, torch.device("cpu"))
         self._rows = buffer, pool
-        for peer, row in zip(peers, buffer.memory.view(like.dtype).view(len(peers), like.numel()), strict=True):
+        coming = buffer.memory.view(like.dtype).view(num_peers, like.numel())
+        for peer, row in zip(self.links, coming, strict=True):
             self.swap(row, rows[peer], peer)
 
     def received(self, peer: int) -> Tensor:
         """The row that a peer sent, once all were waited for; until `end_reading`, and not to be written to."""
-        if self._transport.arena is None:
-            return self._inward[peer][0]
-        return self._at(self._places[peer][0], self.offers[peer].values())
+        link = self.links[peer]
+        if link.offer is None:  # it came as a message
+            return link.inward[0]
+        return self._at(link.places[0], link.offer.read())
 
     def _at(self, place: Tensor, values: Tensor) -> Tensor:
         """What lies in a peer's memory where this lies in one's own."""
@@ -373,11 +359,11 @@ class Exchange:
 
     def end_reading(self) -> None:
         """What was received is not needed any more, nor referred to: pools take back what nobody refers to."""
-        offers, self.offers = self.offers, {}
-        for offer in offers.values():
-            offer.release()
-        self._inward.clear()
-        self._places.clear()
+        for link in self.links.values():
+            offer, link.offer = link.offer, None
+            if offer is not None:
+                offer.release()
+            link.inward, link.places = [], []
         if self._rows is not None:
             (buffer, pool), self._rows = self._rows, None
             pool.give(buffer)
@@ -385,41 +371,34 @@ class Exchange:
     def start(self) -> None:
         """Send what was given, and be ready for what the peers do."""
         self._transport.collect()
-        arena = self._transport.arena
-        if arena is None:
-            self._pack_few()
-        else:
-            self._readers.num_left = len(self._outward)
-            at = arena.offset_of(self._memory.memory) if self._memory is not None else None
-            num_bytes = self._memory.memory.nbytes if self._memory is not None else 0
-            offset = self.word if at is None else at
-            self.values = dict.fromkeys(self._outward, Sent(offset, num_bytes, self._number, self._readers.leave))
-            self._outward.clear()
-        self._try(lambda: self._channel.start(self, self._transport))
+        arena, memory = self._transport.arena, self._memory
+        if arena is not None:
+            at = arena.offset_of(memory.memory) if memory is not None else None
+            num_bytes = memory.memory.nbytes if memory is not None else 0
+            put_out = Sent(self._word if at is None else at, num_bytes, self._number, self._readers.leave)
+            self._readers.num_left = len(self.links)
+            for link in self.links.values():
+                link.values, link.outward = put_out, []
+        self._try(self._send)
+
+    def _send(self) -> None:
+        """Send headers, few values with them, and more behind them as messages of their own."""
+        for link in self.links.values():
+            if self._are_few(link.outward):
+                inline = b"".join(_as_bytes(tensor).numpy().tobytes() for tensor in link.outward)
+                link.values, link.outward = Sent(0, len(inline), self._number, inline=inline), []
+        self._channel.start(self)
+        if self._transport.arena is not None:
+            return
         group = self._group.process_group
-        for peer, tensors in self._outward.items():
-            for tensor in self._inward[peer] if not self._are_few(self._inward[peer]) else ():
-                self._works.append((peer, self._try(partial(_c10d.receive, tensor, peer, self._number, group))))
-            for tensor in tensors:
-                self._works.append((peer, self._try(partial(_c10d.send, tensor, peer, self._number, group))))
+        for peer, link in self.links.items():
+            for tensor in link.inward if not self._are_few(link.inward) else ():
+                link.works.append(_c10d.receive(tensor, peer, self._number, group))
+            link.works += [_c10d.send(tensor, peer, self._number, group) for tensor in link.outward]
 
     def _are_few(self, tensors: Sequence[Tensor]) -> bool:
         """Whether tensors travel in the message of their header."""
-        return 0 < sum(_aligned(tensor.nbytes) for tensor in tensors) <= self._transport.inline_bytes
-
-    def _pack_few(self) -> None:
-        """Have few values go in the message of their header: one run of bytes for all peers that get the same."""
-        packed: dict[tuple[int, ...], Sent] = {}
-        for peer, tensors in self._outward.items():
-            if not self._are_few(tensors):
-                continue
-            key = tuple(map(id, tensors))
-            if key not in packed:
-                inline = bytearray(sum(_aligned(tensor.nbytes) for tensor in tensors))
-                torch._foreach_copy_(_cut(torch.frombuffer(inline, dtype=torch.uint8), tensors), tensors)
-                packed[key] = Sent(0, len(inline), self._number, inline=inline)
-            self.values[peer] = packed[key]
-            self._outward[peer] = []
+        return 0 < sum(tensor.nbytes for tensor in tensors) <= self._transport.inline_bytes
 
     def _try(self, start: Callable[[], T]) -> T:
         """Start something; gloo raises at once where the connection is gone."""
@@ -430,16 +409,11 @@ class Exchange:
                 raise
             raise failure(f"{self._kind.text} '{self._label}'", error, self._group.process_group) from error
 
-    @property
-    def peers(self) -> list[int]:
-        """Who takes part besides this rank."""
-        return self._group.peers
-
-    def note_header(self, peer: int, heard: bytes, offer: Offer | None) -> None:
+    def note_header(self, link: _Link, heard: bytes, offer: Offer | None) -> None:
         """The header of a peer is here."""
-        self._heard[peer] = heard
-        if offer is not None and self._is_with(peer):
-            self.offers[peer] = offer
+        link.coming, link.header = None, heard
+        if offer is not None and self._is_with(link):
+            link.offer = offer
         elif offer is not None:
             offer.release()
 
@@ -468,7 +442,9 @@ class Exchange:
 
     def explain(self) -> NoReturn:
         """Raise that a rank is at something else."""
-        headers = [self._heard.get(rank, self.own) for rank in range(self._group.num_ranks)]
+        headers = [self.own] * self._group.num_ranks
+        for peer, link in self.links.items():
+            headers[peer] = link.header or self.own
         check_headers(headers, self.own, self._kind, self._label, self._group)
         raise AssertionError("ranks are apart whose headers are equal")
 
@@ -486,17 +462,22 @@ class Exchange:
 
     @property
     def _is_together(self) -> bool:
-        return all(map(self._is_with, self._heard))
+        return all(self._is_with(link) for link in self.links.values() if link.header)
 
-    def _is_with(self, peer: int) -> bool:
-        """Whether a peer means the same, and is ready for the messages."""
-        heard = self._heard[peer]
+    def _is_with(self, link: _Link) -> bool:
+        """Whether a peer that was heard means the same, and is ready for the messages."""
+        heard = link.header
         return heard == self.own or (self._takes_any_writes and without_writes(heard) == without_writes(self.own))
 
     @property
     def writes_differ(self) -> bool:
         """Whether a peer that is together with this rank has written otherwise to the shards."""
-        return any(heard != self.own for heard in self._heard.values())
+        return any(link.header not in (b"", self.own) for link in self.links.values())
+
+    @property
+    def words(self) -> dict[int, int]:
+        """What each peer sent beside its header."""
+        return {peer: link.word for peer, link in self.links.items()}
 
     def _end(self, *, takes: bool = True) -> None:
         """Wait for what is under way between this rank and those that mean the same; once.
@@ -507,48 +488,51 @@ class Exchange:
         if self._is_ended:
             return
         self._is_ended = True
-        works, self._works = self._works, []
-        sent, self.sent = self.sent, []
-        ready = [peer for peer in self._heard if self._is_with(peer)]
-        limit = _c10d.limit_of(self._group.process_group) if works or sent else ()
-        for _, work in sent:
-            work.wait(*limit)  # each peer was ready for it ahead of its own
-        differing: dict[int, DivergenceError] = {}
-        for peer in ready:
-            if takes and (peer in self.offers or self._are_few(self._inward[peer])):
-                try:
-                    self._take_in(peer)
-                except DivergenceError as error:
-                    differing[peer] = error
-        for peer, work in works:
-            if peer in ready and peer not in differing:  # which sends something else
-                work.wait(*limit)
-        self._outward.clear()
-        if differing:
-            raise next(iter(differing.values()))
+        limit = _c10d.limit_of(self._group.process_group) if self._transport.arena is None else ()
+        for link in self.links.values():
+            if link.said is not None:
+                link.said[1].wait(*limit)  # each peer was ready for it ahead of its own
+        errors: list[DivergenceError] = []
+        for peer, link in self.links.items():
+            works, link.said, link.works, link.outward = link.works, None, [], []
+            if not self._is_with(link):
+                continue
+            try:
+                if takes and (link.offer is not None or self._are_few(link.inward)):
+                    self._take_in(peer, link)
+            except DivergenceError as error:  # it sends something else
+                errors.append(error)
+            else:
+                for work in works:
+                    work.wait(*limit)
+        if errors:
+            raise errors[0]
 
-    def _take_in(self, peer: int) -> None:
+    def _take_in(self, peer: int, link: _Link) -> None:
         """Copy what a peer has put out or sent with its header, or see that it is what was expected."""
-        offer, tensors = self.offers.get(peer), self._inward[peer]
-        expected = sum(_aligned(tensor.nbytes) for tensor in tensors)
-        if self._memory is not None:
-            expected = self._memory.memory.nbytes
-        if offer is None or offer.channel != self._number or _aligned(offer.num_bytes) != _aligned(expected):
+        offer, memory = link.offer, self._memory
+        expected = sum(tensor.nbytes for tensor in link.inward) if memory is None else memory.memory.nbytes
+        if offer is None or offer.channel != self._number or offer.num_bytes != expected:
             raise DivergenceError(
                 f"'{self._label}': all ranks must exchange values of the same shapes and dtypes, but rank {peer} sends "
                 f"{'others' if offer is None else f'{offer.num_bytes:,} bytes'}, and this one waits for {expected:,} "
                 "bytes. Make every rank build the same model."
             )
-        if self._memory is not None and self._reads_rows:
+        if memory is not None and self._reads_rows:
             return  # to be read where it is
-        if tensors:
-            values = offer.values()
-            is_there = self._memory is not None
-            sources = [self._at(place, values) for place in self._places[peer]] if is_there else _cut(values, tensors)
-            torch._foreach_copy_(tensors, sources)
-        self.words[peer] = offer.offset
-        del self.offers[peer]
+        if link.inward and memory is not None:
+            values = offer.read()
+            torch._foreach_copy_(link.inward, [self._at(place, values) for place in link.places])
+        elif link.inward:
+            inward = list(map(_as_bytes, link.inward))
+            torch._foreach_copy_(inward, list(offer.read().split([tensor.numel() for tensor in inward])))
+        link.word, link.offer = offer.offset, None
         offer.release()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as uint8, shape (bytes,)."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def gather_few(

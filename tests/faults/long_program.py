@@ -341,9 +341,9 @@ class Run:
         self.switch("full")
         dist.barrier()  # for the folder is looked at, too; and peers have read what they were sent
         for _, kept in list(_c10d._KEPT.values()):
-            if "transport" in kept:
-                kept["transport"].collect()
-                kept["transport"].pool.clear()
+            if "channel" in kept:
+                kept["channel"].transport.collect()
+                kept["channel"].transport.pool.clear()
         pool = self.model._context().pool
         pool.mark()  # it takes back what it has lent
         pool.clear()

@@ -11,7 +11,6 @@ import secrets
 import struct
 import threading
 import weakref
-from bisect import bisect
 from collections import deque
 from typing import ClassVar
 
@@ -167,17 +166,17 @@ class Arena(Mapped):
         self._given.append((offset, size))
 
     def _take_back(self) -> None:
-        while self._given:
-            offset, size = self._given.popleft()
-            self.used_bytes -= size
-            at = bisect(self._free, (offset, size))
-            if at < len(self._free) and self._free[at][0] == offset + size:
-                size += self._free.pop(at)[1]
-            if at and sum(self._free[at - 1]) == offset:
-                before = self._free[at - 1]
-                self._free[at - 1] = before[0], before[1] + size
-            else:
-                self._free.insert(at, (offset, size))
+        """Join what was given back with what is free beside it."""
+        if not self._given:
+            return
+        given = [self._given.popleft() for _ in range(len(self._given))]
+        self.used_bytes -= sum(size for _, size in given)
+        free, self._free = sorted([*self._free, *given]), []
+        for offset, size in free:
+            start = offset
+            if self._free and sum(self._free[-1]) == offset:
+                start = self._free.pop()[0]
+            self._free.append((start, offset + size - start))
 
     def offset_of(self, tensor: Tensor) -> int | None:
         """Where the memory of a tensor lies in it; None if elsewhere."""

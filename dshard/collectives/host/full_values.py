@@ -8,12 +8,10 @@ and nobody writes to a part that somebody reads. docs/design/0008-shared-memory.
 
 import ctypes
 import logging
-import math
 import mmap
 import os
 import resource
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,14 +20,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dshard.collectives import _c10d
 from dshard.collectives.all_gather import Gathered, record_gather
 from dshard.collectives.divergence import Kind
 from dshard.collectives.exchange import Exchange, gather_few, shares_memory, transport_of
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.host.arena import LIBC, NO_ADDRESS, Mapped, make_file, map_memory, open_file, own_pid
-from dshard.collectives.host.rings import ThroughMemory, pump_all
-from dshard.collectives.memory import PATIENCE_S, PAUSES_S, Buffer, Patience
+from dshard.collectives.host.rings import ThroughMemory, limit_s_of, poll
+from dshard.collectives.memory import PATIENCE_S, Buffer, Patience
 from dshard.collectives.plan import GatherPlan, Places, shard_of
 from dshard.collectives.watchdog import failure
 
@@ -229,8 +226,8 @@ class HostCopy:
             A header of 64 bytes to each peer.
         """
         record_gather(self.plan, self._group, label)
-        exchange = Exchange(self._group, Kind.GATHER, label, tag, self.plan.key)
-        exchange.word = self.begin(shards, self._unsure)
+        number = self.begin(shards)
+        exchange = Exchange(self._group, Kind.GATHER, label, tag, self.plan.key, word=number)
         exchange.start()
 
         def finish() -> Gathered:
@@ -253,7 +250,7 @@ class HostCopy:
         return memory.copy_(shard)
 
     def _must_copy(self, index: int, shard: Tensor) -> bool:
-        part, seen = self._parts[index], self._seen[index]
+        part, seen = self._parts[index], self._seen[index] if index not in self._unsure else None
         if part is None or (seen is not None and seen[0]() is shard and seen[1] == shard._version):
             return False
         return not self.lies_at(index, shard)
@@ -263,29 +260,25 @@ class HostCopy:
         """Whether shards are to be put in place when the peers were heard."""
         return bool(self._late)
 
-    def begin(self, shards: Sequence[Tensor], unsure: Sequence[int] = ()) -> int:
+    def begin(self, shards: Sequence[Tensor]) -> int:
         """Put this rank's shards in place; gives the number to send beside the header of the gather.
 
         Where that `is_late` they must not change before `read`, which must come at once.
 
         Args:
             shards: One per tensor of the bucket.
-            unsure: Which may have been written to without a trace in their versions.
         """
-        for index in unsure:
-            self._seen[index] = None
-        stale = [index for index, shard in enumerate(shards) if self._must_copy(index, shard)]
-        is_late = bool(stale) and not self.make_quiet()
+        stale = {index: shard for index, shard in enumerate(shards) if self._must_copy(index, shard)}
+        self._late = stale if stale and not self.make_quiet() else {}
         self._seen = [(weakref.ref(shard), shard._version) for shard in shards]
-        self.thread = threading.get_ident()
-        self._late = {index: shards[index] for index in stale} if is_late else {}
         for index in self._late:
             self._seen[index] = None  # as long as it is not there: an exception may end the step
-        if not is_late:
-            self._put({index: shards[index] for index in stale})
+        self.thread = threading.get_ident()
+        if not self._late:
+            self._put(stale)
         self._number += 1
         self._is_read = True
-        return self._number * 2 + is_late
+        return self._number * 2 + self.is_late
 
     def _put(self, shards: dict[int, Tensor]) -> None:
         parts = [part for part in (self._parts[index] for index in shards) if part is not None]
@@ -310,18 +303,17 @@ class HostCopy:
 
     def _await_late(self, peer: int, number: int) -> None:
         """Wait until a peer has put its part in place, too."""
-        limit = _c10d.timeout_of(self._group.process_group)
-        limit_s = limit.total_seconds() if limit is not None else math.inf
-        at, begin, pause_s = self._word(peer, 0), time.monotonic(), 0.0
-        while self._words[at] != number:
+        at = self._word(peer, 0)
+
+        def is_there() -> bool:
+            if self._words[at] == number:
+                return True
             why = self._transport.why_ended(peer)
             if why and self._words[at] != number:  # nor was it put in place ahead of that
                 raise RuntimeError(why)
-            if time.monotonic() - begin > limit_s:
-                raise RuntimeError(f"Timed out waiting {round(limit_s * 1000)}ms for its part of a gather")
-            time.sleep(pause_s)
-            pump_all()
-            pause_s = min(pause_s + PAUSES_S[0], PAUSES_S[1])
+            return False
+
+        poll(is_there, limit_s_of(self._group.process_group), "for its part of a gather")
 
     def end(self) -> None:
         """This rank reads no more; who keeps a full tensor all the same has it as it is now."""

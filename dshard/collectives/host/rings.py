@@ -17,8 +17,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch import Tensor
 from dshard.collectives import _c10d
 from dshard.collectives._c10d import ProcessGroup
 from dshard.collectives.host.arena import LIBC, NO_ADDRESS, Arena, Mapped, map_others, own_arena, own_pid
-from dshard.collectives.memory import BufferPool
+from dshard.collectives.memory import PAUSES_S, BufferPool
 from dshard.layout import HEADER_BYTES
 
 log = logging.getLogger("dshard")
@@ -36,12 +36,8 @@ _HELLO, _VERDICT = _c10d.HEADERS + 1, _c10d.HEADERS + 2  # tags
 _FUTEX = 202  # number of the system call on x86-64
 _WAIT, _WAKE = 0, 1
 _ALL = 2**31 - 1
-_SLICE_S = 0.05  # between two looks at whether the peer lives
 _SPINS = 40  # looks ahead of the kernel's wait: some microseconds, for a peer may need this core
-
-
-class _Time(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+_SLICE = (ctypes.c_long * 2)(0, 50_000_000)  # seconds and nanoseconds between two looks at whether the peer lives
 
 
 def why_not() -> str:
@@ -55,53 +51,6 @@ def why_not() -> str:
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         return "this Python has no memfd_create or pidfd_open"
     return ""
-
-
-class Word:
-    """32 bits of shared memory that one process counts up, and others wait for.
-
-    Args:
-        view: The memory: of 4 bytes, aligned.
-        address: Where it lies.
-    """
-
-    __slots__ = ("_address", "_view")
-
-    def __init__(self, view: memoryview, address: int) -> None:
-        self._view, self._address = view.cast("I"), address
-
-    @property
-    def value(self) -> int:
-        """What it is now."""
-        return int(self._view[0])
-
-    def publish(self, value: int) -> None:
-        """Set it, and wake all who wait."""
-        self._view[0] = value & 0xFFFFFFFF
-        LIBC.syscall(_FUTEX, ctypes.c_void_p(self._address), _WAKE, _ALL, None, None, 0)
-
-    def wait_while(self, value: int, limit_s: float | None, check: Callable[[], None]) -> bool:
-        """Wait until it is something else; gives whether it came to that within the limit.
-
-        Args:
-            value: What it is.
-            limit_s: Seconds; None for no limit.
-            check: Called from time to time; may raise.
-        """
-        value &= 0xFFFFFFFF
-        for _ in range(_SPINS):
-            if self._view[0] != value:
-                return True
-        until = None if limit_s is None else time.monotonic() + limit_s
-        a_slice = _Time(0, int(_SLICE_S * 1e9))
-        while self._view[0] == value:
-            LIBC.syscall(_FUTEX, ctypes.c_void_p(self._address), _WAIT, value, ctypes.byref(a_slice), None, 0)
-            if self._view[0] != value:
-                break
-            check()
-            if until is not None and time.monotonic() > until:
-                return False
-        return True
 
 
 class Peer:
@@ -128,7 +77,6 @@ class Peer:
 
 _NUM_RECORDS = 256  # that are not read yet
 _NUM_FLAGS = 1 << 14  # of values that are not read yet: a byte each
-_PAUSE_S = 0.001  # between two looks for room
 _RECORD_BYTES = 128
 # It begins with how many records were written; then how many read, whether it is closed, whether it is abandoned, and
 # whether the reader waits for more than there was at the count behind it.
@@ -138,34 +86,24 @@ _OFFER = struct.Struct("<QQQI")  # where values lie, how many bytes, a number th
 RING_BYTES = _START + _NUM_RECORDS * _RECORD_BYTES
 
 
-class _Memory(Protocol):
-    """What values lie in."""
-
-    def tensor(self, offset: int, num_bytes: int) -> Tensor:
-        """Some of it, uint8."""
-
-
 class Offer:
     """Values of a peer that lie in its memory, until this rank says that it has read them; or in a message.
 
     Args:
-        memory: The peer's, or the message's.
+        read: Gives the bytes, uint8; to be read, and not to be kept.
         offset: Where they lie in shared memory; where there are none, a number that the peer tells beside its header.
         num_bytes: How many.
         channel: Tells messages apart.
         done: The byte in which to say so; none where there are no values.
     """
 
-    __slots__ = ("_done", "_memory", "_pid", "channel", "num_bytes", "offset")
+    __slots__ = ("_done", "_pid", "channel", "num_bytes", "offset", "read")
 
-    def __init__(self, memory: _Memory, offset: int, num_bytes: int, channel: int, done: memoryview | None) -> None:
-        self._memory, self.offset, self.num_bytes, self.channel = memory, offset, num_bytes, channel
-        self._done = done
-        self._pid = own_pid()
-
-    def values(self) -> Tensor:
-        """The bytes, uint8; to be read, and not to be kept."""
-        return self._memory.tensor(self.offset, self.num_bytes)
+    def __init__(
+        self, read: Callable[[], Tensor], offset: int, num_bytes: int, channel: int, done: memoryview | None
+    ) -> None:
+        self.read, self.offset, self.num_bytes, self.channel = read, offset, num_bytes, channel
+        self._done, self._pid = done, own_pid()
 
     def release(self) -> None:
         """They have been read, or nobody wants them."""
@@ -205,7 +143,8 @@ class Ring:
         self._memory, self.peer = memory, peer
         self._view = memory.view(offset, RING_BYTES)
         self._flags = self._view[_FLAGS:_START]  # set by the one that reads when it needs the values no more
-        self._tail = Word(self._view[:4], memory.address + offset)
+        self._tail = self._view[:4].cast("I")  # how many records were written: what the reader sleeps for
+        self._tail_address = ctypes.c_void_p(memory.address + offset)
         self._read = self._view[_READ].cast("I")
         self._waits_at = self._view[_WAITS_AT].cast("I")
         self._count = 0  # of the records that this side has written, or read
@@ -213,11 +152,6 @@ class Ring:
     def _record(self, number: int) -> memoryview:
         start = _START + number % _NUM_RECORDS * _RECORD_BYTES
         return self._view[start : start + _RECORD_BYTES]
-
-    def check_alive(self) -> None:
-        """Raise where the other end is gone."""
-        if self.peer.has_ended():
-            raise RuntimeError(f"connection closed by peer: process {self.peer.pid} has ended")
 
 
 class OutRing(Ring):
@@ -251,23 +185,28 @@ class OutRing(Ring):
         record[:HEADER_BYTES] = header
         _OFFER.pack_into(record, HEADER_BYTES, offset, num_bytes, channel, flag)
         self._count += 1
-        self._tail.publish(self._count)
+        self._publish()
         if not num_bytes and on_read is not None:
             on_read()
+
+    def _publish(self) -> None:
+        """Let the reader know how many records were written, and wake it."""
+        self._tail[0] = self._count & 0xFFFFFFFF
+        LIBC.syscall(_FUTEX, self._tail_address, _WAKE, _ALL, None, None, 0)
 
     def _is_full(self) -> bool:
         return (self._count - self._read[0]) & 0xFFFFFFFF >= _NUM_RECORDS or len(self._unread) >= _NUM_FLAGS
 
     def _make_room(self, limit_s: float | None) -> None:
-        until = None if limit_s is None else time.monotonic() + limit_s
         gc.collect()  # what nobody waits for any more may hold up the peer, which does the same
-        while self._is_full():
-            self.check_alive()
-            if until is not None and time.monotonic() > until:
-                raise RuntimeError(f"{_timed_out(limit_s)} for process {self.peer.pid} to read what it was sent")
-            time.sleep(_PAUSE_S)
-            pump_all()
+
+        def has_room() -> bool:
+            if self.peer.has_ended():
+                raise RuntimeError(f"connection closed by peer: process {self.peer.pid} has ended")
             self.collect()
+            return not self._is_full()
+
+        poll(has_room, limit_s, f"for process {self.peer.pid} to read what it was sent")
 
     def collect(self) -> None:
         """Take back what the peer has read, in whatever order it did; nothing in a forked process."""
@@ -295,7 +234,7 @@ class OutRing(Ring):
     def close(self) -> None:
         """Nothing more will be said; what was is kept until the peer has read it, or will not."""
         self._view[_CLOSED] = 1
-        self._tail.publish(self._count)
+        self._publish()
 
     def is_abandoned(self) -> bool:
         """Whether the peer reads no more."""
@@ -320,60 +259,56 @@ class InRing(Ring):
     def pump(self) -> None:
         """Read what is there, so that the peer can go on."""
         with self._lock:
-            while self._has_more():
+            while self._tail[0] != self._count & 0xFFFFFFFF:
                 record = self._record(self._count)
                 offset, num_bytes, channel, flag = _OFFER.unpack_from(record, HEADER_BYTES)
                 done = self._flags[flag : flag + 1] if num_bytes else None
-                self._records.append(
-                    (bytes(record[:HEADER_BYTES]), Offer(self._memory, offset, num_bytes, channel, done))
-                )
+                read = partial(self._memory.tensor, offset, num_bytes)
+                self._records.append((bytes(record[:HEADER_BYTES]), Offer(read, offset, num_bytes, channel, done)))
                 self._count += 1
                 self._read[0] = self._count & 0xFFFFFFFF
 
-    def _has_more(self) -> bool:
-        return self._tail.value != self._count & 0xFFFFFFFF
-
     @property
-    def is_here(self) -> bool:
-        """Whether `wait` need not wait."""
+    def _is_here(self) -> bool:
+        """Whether a record that was not taken is there."""
         self.pump()
         return bool(self._records)
 
-    def wait(self, limit: timedelta | None = None) -> tuple[bytes, Offer]:
-        """Wait for the next record, at most as long: a header, and where values lie.
+    def wait(self, group: ProcessGroup) -> tuple[bytes, Offer]:
+        """Wait for the next record, at most as long as a process group does: a header, and where values lie.
 
         Raises:
             RuntimeError: The peer has ended or closed its end, or did not say anything in time.
         """
-        limit_s = limit.total_seconds() if limit is not None else None
-        while not self._records:
-            seen = self._tail.value
-            if self.is_here:
-                break
-            self._check_more()
-            self._waits_at[0], self._view[_WAITS] = seen, 1  # lets the writer know
-            try:
-                has_come = self._tail.wait_while(seen, limit_s, self._look)
-            finally:
-                self._view[_WAITS] = 0
-            if not has_come:
-                raise RuntimeError(f"{_timed_out(limit_s)} for process {self.peer.pid}")
-        return self._records.popleft()
+        limit_s = began_s = None
+        while True:
+            seen = self._tail[0]  # ahead of the look, so that nothing that comes behind it is slept over
+            if self._is_here:
+                return self._records.popleft()
+            if any(self._tail[0] != seen for _ in range(_SPINS)):
+                continue
+            if began_s is None:
+                began_s, limit_s = time.monotonic(), limit_s_of(group)
+            why = self.why_ended()
+            if why and not self._is_here:
+                raise RuntimeError(why)
+            if limit_s is not None and time.monotonic() - began_s > limit_s:
+                raise _timed_out(limit_s, f"for process {self.peer.pid}")
+            self._sleep_while(seen)
+
+    def _sleep_while(self, seen: int) -> None:
+        """Sleep until there are other records than `seen`, for a while; then read those of all rings."""
+        self._waits_at[0], self._view[_WAITS] = seen, 1  # lets the writer know
+        try:
+            LIBC.syscall(_FUTEX, self._tail_address, _WAIT, seen, ctypes.byref(_SLICE), None, 0)
+        finally:
+            self._view[_WAITS] = 0
+        if self._tail[0] == seen:
+            pump_all()
 
     def close(self) -> None:
         """Nothing more will be read."""
         self._view[_ABANDONED] = 1
-
-    def _look(self) -> None:
-        """`_check_more`, while waiting: peers may wait for room in other rings."""
-        pump_all()
-        self._check_more()
-
-    def _check_more(self) -> None:
-        """Raise where nothing more will come."""
-        why = self.why_ended()
-        if why and not self.is_here:
-            raise RuntimeError(why)
 
     def why_ended(self) -> str:
         """Why the other end says no more than it has said; empty while it may."""
@@ -393,8 +328,25 @@ def pump_all() -> None:
         ring.pump()
 
 
-def _timed_out(limit_s: float | None) -> str:
-    return f"Timed out waiting {round((limit_s or 0) * 1000)}ms"
+def poll(is_over: Callable[[], bool], limit_s: float | None, what: str) -> None:
+    """Look until something is over, at most for so long; meanwhile peers that wait for room here get some."""
+    began_s, pause_s = time.monotonic(), 0.0
+    while not is_over():
+        if limit_s is not None and time.monotonic() - began_s > limit_s:
+            raise _timed_out(limit_s, what)
+        time.sleep(pause_s)
+        pump_all()
+        pause_s = min(pause_s + PAUSES_S[0], PAUSES_S[1])
+
+
+def limit_s_of(group: ProcessGroup) -> float | None:
+    """Seconds for which a process group waits; None for no limit."""
+    limit = _c10d.timeout_of(group)
+    return limit.total_seconds() if limit is not None else None
+
+
+def _timed_out(limit_s: float, what: str) -> RuntimeError:
+    return RuntimeError(f"Timed out waiting {round(limit_s * 1000)}ms {what}")
 
 
 class ThroughMemory:
@@ -410,9 +362,7 @@ class ThroughMemory:
 
     def __init__(self, group: ProcessGroup, arena: Arena, rings: dict[int, tuple[OutRing, InRing]]) -> None:
         self.arena, self.pool, self._rings = arena, BufferPool(), rings
-        self.pid = own_pid()
-        limit = _c10d.timeout_of(group)
-        self._limit_s = limit.total_seconds() if limit is not None else None
+        self._limit_s = limit_s_of(group)
         weakref.finalize(group, _close, own_pid(), list(rings.values())).atexit = False
 
     def say(self, header: bytes, peer: int, values: Sent) -> None:
@@ -468,55 +418,42 @@ def connect(group: ProcessGroup, device_type: str, *, level: int) -> ThroughMemo
     Communicates:
         Two messages to each peer, of 48 and of 8 bytes.
     """
-    peers = [peer for peer in range(group.size()) if peer != group.rank()]
     why = ("" if device_type == "cpu" else "its tensors are not on the CPU") or why_not()
     arena: Arena | None = None
-    own: dict[int, tuple[Tensor, int]] = {}
+    address, offset = NO_ADDRESS, 0
     if not why:
         try:
-            arena = own_arena()
-            own = {peer: _fresh_ring(arena) for peer in peers}
+            own = own_arena()
+            memory, offset = own.take(group.size() * RING_BYTES)  # the ring to each rank, one behind the other
+            memory.view(group.size(), RING_BYTES)[:, :_START].zero_()
+            arena, address = own, own.file_address
         except (OSError, ValueError, MemoryError) as error:
-            why, arena, own = f"shared memory cannot be made ({error})", None, {}
-    address = NO_ADDRESS if arena is None else arena.file_address
-    hellos = {peer: torch.tensor([*address, own[peer][1] if own else 0], device="cpu") for peer in peers}
-    heard = _swap(group, hellos, _HELLO)
+            why = f"shared memory cannot be made ({error})"
+    heard = _swap(group, [*address, offset], _HELLO)
     rings: dict[int, tuple[OutRing, InRing]] = {}
     if arena is not None:
         try:
-            for peer in peers:
-                rings[peer] = _rings_with(arena, own[peer], heard[peer])
+            for peer, (*their_address, their_offset) in heard.items():
+                theirs = map_others(tuple(their_address)) if tuple(their_address) != address else arena
+                process = Peer(their_address[0])
+                to_peer = OutRing(arena, (memory, offset + peer * RING_BYTES), process)
+                rings[peer] = to_peer, InRing(theirs, their_offset + group.rank() * RING_BYTES, process)
         except (OSError, ValueError) as error:
             why = f"rank {peer}'s memory cannot be read ({error})"
-    verdicts = _swap(group, dict.fromkeys(peers, torch.tensor([int(not why)], device="cpu")), _VERDICT)
-    if arena is not None and not why and all(bool(each.item()) for each in verdicts.values()):
+    verdicts = _swap(group, [int(not why)], _VERDICT)
+    if arena is not None and not why and all(can for (can,) in verdicts.values()):
         return ThroughMemory(group, arena, rings)
     if why and device_type == "cpu":
         log.log(level, f"The ranks of {group.group_name} exchange messages, not through shared memory: {why}.")
     return None
 
 
-def _fresh_ring(arena: Arena) -> tuple[Tensor, int]:
-    """Memory for a ring, and where it lies."""
-    memory, offset = arena.take(RING_BYTES)
-    memory[:_START].zero_()
-    return memory, offset
-
-
-def _rings_with(arena: Arena, own: tuple[Tensor, int], hello: Tensor) -> tuple[OutRing, InRing]:
-    """The rings to a peer and from it."""
-    *numbers, offset = hello.tolist()
-    address = tuple(numbers)
-    theirs: Mapped = arena if address == arena.file_address else map_others(address)
-    peer = Peer(address[0])
-    return OutRing(arena, own, peer), InRing(theirs, offset, peer)
-
-
-def _swap(group: ProcessGroup, sent: dict[int, Tensor], tag: int) -> dict[int, Tensor]:
-    """Send each peer a few numbers, and get theirs."""
-    heard = {peer: torch.empty_like(each) for peer, each in sent.items()}
+def _swap(group: ProcessGroup, numbers: Sequence[int], tag: int) -> dict[int, list[int]]:
+    """Send every peer a few numbers, and get theirs."""
+    own = torch.tensor(numbers, device="cpu")
+    heard = {peer: torch.empty_like(own) for peer in range(group.size()) if peer != group.rank()}
     works = [_c10d.receive(row, peer, tag, group) for peer, row in heard.items()]
-    works += [_c10d.send(row, peer, tag, group) for peer, row in sent.items()]
+    works += [_c10d.send(own, peer, tag, group) for peer in heard]
     for work in works:
         work.wait(*_c10d.limit_of(group))
-    return heard
+    return {peer: row.tolist() for peer, row in heard.items()}
