@@ -5,6 +5,7 @@ mapped into its memory: what was written is there after any end of the process. 
 file it is, then come the rank's end, where its program is, what its threads wait for, and a ring of collectives.
 """
 
+import functools
 import json
 import logging
 import mmap
@@ -13,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -39,7 +41,7 @@ class _State:
     """Where records go, read once, as this is imported; and the last one."""
 
     folder = os.environ.get(VARIABLE, "")
-    last: "_Flight | None" = None  # whose process groups may be gone
+    last: "FlightRecord | None" = None  # whose process groups may be gone
 
 
 @dataclass(slots=True)
@@ -56,7 +58,7 @@ class _Known:
         return {"group": self.name[:40], "ranks": self.ranks, "place": place, "line": line}
 
 
-class _Flight:
+class FlightRecord:
     """The file of this rank.
 
     Args:
@@ -67,9 +69,9 @@ class _Flight:
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._pid = os.getpid()
         self._groups: dict[int, _Known] = {}
-        self.threads: dict[int, int] = {}  # numbers of threads
-        self.waits: dict[int, dict[str, Any]] = {}  # what they wait for
-        self.num_noted = 0
+        self._lines: dict[int, int] = {}  # numbers of lines of waits, by thread
+        self._waits: dict[int, dict[str, Any]] = {}  # what they wait for
+        self._num_noted = 0
         path = folder / f"rank-{rank:05}{SUFFIX}"
         folder.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -103,76 +105,43 @@ class _Flight:
             known = self._groups[id(group)] = _Known(group.group_name, _as_ranges(ranks))
         return known
 
-
-def is_kept() -> bool:
-    """Whether a record is kept: no more than a look."""
-    return bool(_State.folder)
-
-
-def note(kind: str, label: str, group: ProcessGroup, num_bytes: int) -> None:
-    """Write down that a collective begins on this rank."""
-    flight = _flight(group)
-    if flight is not None:
-        known, number = flight.group(group), flight.num_noted
+    def note(self, kind: str, label: str, group: ProcessGroup, num_bytes: int) -> None:
+        """Write down that a collective begins on this rank."""
+        known, number = self.group(group), self._num_noted
         known.num_begun += 1
-        flight.num_noted += 1
+        self._num_noted += 1
         what = {"kind": kind, "label": label[-_MAX_CHARS:], "bytes": num_bytes}
         line = RING + number % NUM_COLLECTIVES
-        flight.put(line, {"number": number, "at": time.time(), **known.facts(known.num_begun), **what})
+        self.put(line, {"number": number, "at": time.time(), **known.facts(known.num_begun), **what})
 
+    def _line_of_thread(self) -> int:
+        return self._lines.setdefault(threading.get_ident(), min(WAITS + len(self._lines), RING - 1))
 
-def place_of(group: ProcessGroup) -> int:
-    """How many collectives of a group have begun: the number of the last one, equal on all ranks."""
-    flight = _flight(group) if is_kept() else None
-    return flight.group(group).num_begun if flight is not None else 0
+    def begin_wait(self, label: str, group: ProcessGroup, place: int) -> None:
+        """Write down that this thread waits for the peers, for the collective of that number in its group."""
+        facts = {"waits": label[-_MAX_CHARS:], "at": time.time(), **self.group(group).facts(place)}
+        self._waits[threading.get_ident()] = facts
+        self.put(self._line_of_thread(), facts)
 
-
-def note_wait(label: str, group: ProcessGroup, place: int) -> None:
-    """Write down that this thread waits for the peers, for the collective of that number in its group."""
-    flight = _flight(group) if is_kept() else None
-    if flight is not None:
-        thread = flight.threads.setdefault(threading.get_ident(), len(flight.threads))
-        facts = {"waits": label[-_MAX_CHARS:], "at": time.time(), **flight.group(group).facts(place)}
-        flight.waits[thread] = facts
-        flight.put(_line_of(thread), facts)
-
-
-def note_waited(group: ProcessGroup, *, is_well: bool) -> None:
-    """Write down that this thread waits no longer: the peers came, or an error did."""
-    flight = _flight(group) if is_kept() else None
-    if flight is not None:
-        thread = flight.threads.get(threading.get_ident(), 0)
-        waited = flight.waits.pop(thread, None)
+    def end_wait(self, *, is_well: bool) -> None:
+        """Write down that this thread waits no longer: the peers came, or an error did."""
+        waited = self._waits.pop(threading.get_ident(), None)
         if waited is not None:
-            flight.put(_line_of(thread), {**waited, "came" if is_well else "failed": time.time()})
+            self.put(self._line_of_thread(), {**waited, "came" if is_well else "failed": time.time()})
+
+    def note_place(self, place: dict[str, str]) -> None:
+        """The process lives, and its program is somewhere; called by a thread of its own."""
+        self.put(PLACE, {"at": time.time(), **{name: text[-_MAX_CHARS:] for name, text in place.items()}})
 
 
-def _line_of(thread: int) -> int:
-    return WAITS + min(thread, RING - WAITS - 1)
+def record_of(group: ProcessGroup) -> FlightRecord | None:
+    """The record of the default process group, if one is kept; made at its first collective."""
+    return _c10d.kept_for(_c10d.world_of(group), "flight", _made) if _State.folder else None
 
 
-def note_place(place: dict[str, str]) -> None:
-    """The process lives, and its program is somewhere; called by a thread of its own."""
-    is_there = _c10d.is_initialized()
-    flight = _flight(dist.distributed_c10d._get_default_group()) if is_there else None
-    if flight is not None:
-        flight.put(PLACE, {"at": time.time(), **{name: text[-_MAX_CHARS:] for name, text in place.items()}})
-
-
-def note_end(how: str, text: str) -> None:
-    """The process ends: "raised" or "failed" with an exception's text, or "left"."""
-    if _State.last is not None:
-        _State.last.put(END, {"end": how, "text": text[: 2 * _MAX_CHARS], "at": time.time()})
-
-
-def _flight(group: ProcessGroup) -> _Flight | None:
-    """The record of the default process group; made at its first collective."""
-    return _c10d.kept_for(_c10d.world_of(group), "flight", _made)
-
-
-def _made() -> _Flight | None:
+def _made() -> FlightRecord | None:
     try:
-        _State.last = _Flight(Path(_State.folder))
+        _State.last = FlightRecord(Path(_State.folder))
     except OSError as error:
         log.warning(
             f"{VARIABLE} must name a folder in which files can be made, but {_State.folder!r} gives: {error}. This "
@@ -180,6 +149,18 @@ def _made() -> _Flight | None:
         )
         _State.last = None
     return _State.last
+
+
+def place_of(group: ProcessGroup) -> int:
+    """How many collectives of a group have begun: the number of the last one, equal on all ranks."""
+    record = record_of(group)
+    return record.group(group).num_begun if record is not None else 0
+
+
+def note_end(how: str, text: str) -> None:
+    """The process ends: "raised" or "failed" with an exception's text, or "left"."""
+    if _State.last is not None:
+        _State.last.put(END, {"end": how, "text": text[: 2 * _MAX_CHARS], "at": time.time()})
 
 
 def _as_ranges(ranks: list[int]) -> str:
@@ -199,9 +180,14 @@ def ranks_of(text: str) -> list[int]:
     return [int(word) for word in span.split(",") if word.isdigit()]
 
 
+def names_of(ranks: Sequence[int]) -> str:
+    """Ranks in words."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+
+
 _PYTHONS_FOLDER = str(Path(os.__file__).parent)
 _OWN_FOLDERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
-_IS_USERS: dict[str, bool] = {}  # by file
 
 
 def users_line(frame: FrameType | None) -> str:
@@ -213,10 +199,8 @@ def users_line(frame: FrameType | None) -> str:
     return ""
 
 
+@functools.cache
 def is_users(file: str) -> bool:
     """Whether a file is of the program that runs, and not torch's, Python's or this library's."""
-    known = _IS_USERS.get(file)
-    if known is None:
-        is_pythons = file.startswith(_PYTHONS_FOLDER) and "site-packages" not in file
-        known = _IS_USERS[file] = not file.startswith(_OWN_FOLDERS) and "<" not in file and not is_pythons
-    return known
+    is_pythons = file.startswith(_PYTHONS_FOLDER) and "site-packages" not in file
+    return not file.startswith(_OWN_FOLDERS) and "<" not in file and not is_pythons

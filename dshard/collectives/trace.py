@@ -74,8 +74,8 @@ def record(
         entry = CommRecord(kind, label, *numbers, time.perf_counter(), _Open.phase())
         for trace in _Open.traces:
             trace.records.append(entry)
-    if flight.is_kept():
-        flight.note(kind, label, group.process_group, payload_bytes + padding_bytes + header_bytes)
+    if (kept := flight.record_of(group.process_group)) is not None:
+        kept.note(kind, label, group.process_group, payload_bytes + padding_bytes + header_bytes)
 
 
 class Wait:

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing import util as processes
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from dshard.collectives import _c10d, flight
 from dshard.collectives._c10d import ProcessGroup
-from dshard.collectives.flight import users_line
+from dshard.collectives.flight import names_of, users_line
 from dshard.errors import DivergenceError, DShardError, RankLostError
 
 log = logging.getLogger("dshard")
@@ -132,8 +132,7 @@ class Board:
 
     def __init__(self) -> None:
         self._root: Any = None
-        self._store: Any = None
-        self._posted: dict[str, Any] = {}
+        self._store: Any = dist.HashStore()  # which nobody else sees, until there is a process group
         self.rank = 0
 
     def open(self) -> bool:
@@ -143,25 +142,17 @@ class Board:
         root = dist.distributed_c10d._get_default_store()
         if root is self._root:
             return False
-        self._root, self._store = root, dist.PrefixStore("dshard board", root)
-        self._posted, self.rank = {}, dist.get_rank()
+        self._root, self._store, self.rank = root, dist.PrefixStore("dshard board", root), dist.get_rank()
         return True
 
-    @property
-    def is_open(self) -> bool:
-        """Whether there was a process group."""
-        return self._store is not None
-
     def post(self, topic: str, facts: Any) -> None:
-        """Write facts of this rank, unless they are there."""
-        if self.is_open and (topic not in self._posted or facts != self._posted[topic]):
-            self._store.set(f"{topic}/{self.rank}", json.dumps(facts))
-            self._posted[topic] = facts
+        """Write facts of this rank, in the place of earlier ones."""
+        self._store.set(f"{topic}/{self.rank}", json.dumps(facts))
 
     def read(self, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
         """Facts of a topic, by rank; without ranks that have written none."""
         keys = {rank: f"{topic}/{rank}" for rank in ranks}
-        if not self.is_open or not keys:
+        if not keys:
             return {}
         if not self._store.check(list(keys.values())):
             keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
@@ -170,19 +161,18 @@ class Board:
 
     def note_end(self, how: str, text: str, ranks: tuple[int, ...] = ()) -> None:
         """Write how this rank ended, or what it found."""
-        if self.is_open:
-            facts = asdict(End(self.rank, how, text, time.time(), ranks))
-            self._store.set(f"end {self._store.add('ends', 1)}", json.dumps(facts))
+        facts = asdict(End(self.rank, how, text, time.time(), ranks))
+        self._store.set(f"end {self._store.add('ends', 1)}", json.dumps(facts))
 
     def ends(self) -> list[End]:
         """How ranks ended, and what they found, in the order in which they wrote it."""
-        keys = [f"end {number + 1}" for number in range(self._store.add("ends", 0))] if self.is_open else []
+        keys = [f"end {number + 1}" for number in range(self._store.add("ends", 0))]
         values = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
         return [End(**{**facts, "ranks": tuple(facts["ranks"])}) for facts in values]
 
     def ask(self, num_more: int = 1) -> int:
         """Ask all ranks where they are, or not if 0; gives the number of the last question."""
-        return int(self._store.add("questions", num_more)) if self.is_open else 0
+        return int(self._store.add("questions", num_more))
 
     def answers(self, question: int, ranks: Iterable[int]) -> dict[int, dict[str, str]]:
         """Where those ranks are that have answered a question, or a later one."""
@@ -190,7 +180,7 @@ class Board:
         return {rank: facts["at"] for rank, facts in found.items() if facts["question"] >= question}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Wait:
     """For a collective to end; `is_over` asks the device where the host does not wait itself."""
 
@@ -198,6 +188,8 @@ class _Wait:
     group: ProcessGroup
     since_s: float
     is_over: Callable[[], bool] | None = None
+    quiet_s: float = 0.0  # seconds of waiting until it is spoken of next
+    question: int = 0  # with answers to which, if the ranks were asked
 
 
 class _State:
@@ -212,10 +204,8 @@ class _State:
     waits: dict[Any, _Wait] = {}  # noqa: RUF012 -- by thread, or by group where the host does not wait itself
     last = "", 0.0  # the collective that was waited for last, and when that ended
     is_well = True  # whether it came
-    speaks_next: tuple[_Wait | None, float, int] = (None, 0.0, 0)  # of which wait, when, and with answers to what
     thread: threading.Thread | None = None
     stop = threading.Event()
-    making = ""  # what torch makes, and all ranks of a group must take part in
     failed = ""  # the collective whose failure this rank is looking into
     answered = 0  # the last question
     num_caught = 0  # exceptions that have ended steps here
@@ -232,7 +222,7 @@ def _arrive() -> None:
         _State.own, _State.processes, _State.done, _State.knows_all = RankProcess.own(), {}, {}, False
         _State.num_caught = _State.answered = 0
         board.post("process", asdict(_State.own))
-    elif board.is_open and dist.is_initialized():
+    elif dist.is_initialized():
         missing = [rank for rank in _to_look_at([]) if rank not in _State.processes]
         _State.processes |= _read_processes(missing)
         _State.knows_all = all(rank in _State.processes for rank in missing)
@@ -282,9 +272,8 @@ def note_caught(text: str, step: int) -> None:
     if not _State.is_well or _State.pid != os.getpid():  # it says what a peer did, or is a forked process's own
         return
     _State.num_caught += 1
-    if _State.board.is_open:
-        facts = {"text": text[:_CAUGHT_CHARS], "step": step, "num": _State.num_caught}
-        ends_within(_STORE_S, lambda: _State.board.post("caught", facts))
+    facts = {"text": text[:_CAUGHT_CHARS], "step": step, "num": _State.num_caught}
+    ends_within(_STORE_S, lambda: _State.board.post("caught", facts))
 
 
 def caught_by_some(group: ProcessGroup) -> Verdict | None:
@@ -328,8 +317,7 @@ def failure(label: str, error: BaseException, group: ProcessGroup) -> Divergence
         finally:
             _State.failed = ""
         caught = caught_by_some(group)
-        away = {rank: place for rank, place in places.items() if "waits" not in place}
-        places = away or {rank: place for rank, place in places.items() if rank in ranks}
+        places = _away(places) or {rank: place for rank, place in places.items() if rank in ranks}
     also = f" {_capitalized(caught.text)}." if caught is not None else ""
     if verdict is not None:
         last, when = _State.done.get(id(group), ("", 0.0))
@@ -338,7 +326,7 @@ def failure(label: str, error: BaseException, group: ProcessGroup) -> Divergence
             channel.close()
         return RankLostError(
             f"{label}: all ranks must take part until the end, but {verdict.text}{seen}. The backend says: "
-            f"{_words_of(error)}. Look at what {_names(verdict.ranks)} wrote, and start again from the last "
+            f"{_words_of(error)}. Look at what {names_of(verdict.ranks)} wrote, and start again from the last "
             f"checkpoint (torchrun --max-restarts does).{also}",
             verdict.ranks,
         )
@@ -347,7 +335,7 @@ def failure(label: str, error: BaseException, group: ProcessGroup) -> Divergence
         f"{label}: all ranks must take part in the same collectives in the same order, but waiting for the peers "
         f"failed: {_words_of(error)}.{elsewhere}{also} Look at what the other ranks ran: an exception there, fewer "
         "batches (then wrap the loop in dshard.join(model)), a branch taken or a parameter read on one rank alone.",
-        caught.ranks if caught is not None else tuple(rank for rank, place in places.items() if "waits" not in place),
+        caught.ranks if caught is not None else tuple(_away(places)),
     )
 
 
@@ -359,18 +347,18 @@ def _words_of(error: BaseException) -> str:
 
 def found_dead(ranks: Sequence[int]) -> Verdict | None:
     """Ranks on this host whose processes are gone without a word."""
-    case = _Case(list(ranks), dist.get_rank(), dict(_State.processes))
+    case = _Case.among(ranks)
     gone = case.gone()
     return case.by_death(gone, _State.board.ends()) if gone else None
 
 
 def _solve(ranks: Sequence[int]) -> tuple[Verdict | None, dict[int, dict[str, str]]]:
     """Who is to blame, and where those ranks are that have answered; ranks that wait are innocent."""
-    case = _Case(_to_look_at(ranks), dist.get_rank(), dict(_State.processes))
+    case = _Case.among(_to_look_at(ranks))
     verdict = ends_within(_PATIENCE_S + _STORE_S, case.solve)
     if verdict is None and not case.is_solved:
         return case.without_store(ranks), {}
-    if any("waits" not in case.answers.get(rank, {"waits"}) for rank in ranks):  # then the others are innocent
+    if not _away(case.answers).keys().isdisjoint(ranks):  # then the others are innocent
         case.answers = {rank: place for rank, place in case.answers.items() if rank in ranks}
     found = verdict or _elsewhere(case.answers)
     if found is not None:  # for ranks that cannot see it
@@ -378,9 +366,14 @@ def _solve(ranks: Sequence[int]) -> tuple[Verdict | None, dict[int, dict[str, st
     return verdict, case.answers
 
 
+def _away(places: Mapping[int, dict[str, str] | None]) -> dict[int, Any]:
+    """The places of ranks that do not wait for others, as far as is known."""
+    return {rank: place for rank, place in places.items() if place is None or "waits" not in place}
+
+
 def _elsewhere(places: dict[int, dict[str, str]]) -> Verdict | None:
     """Ranks that do not wait for the others."""
-    away = {rank: place for rank, place in places.items() if "waits" not in place}
+    away = _away(places)
     return Verdict(tuple(away), "; ".join(_whereabouts(*each) for each in list(away.items())[:4])) if away else None
 
 
@@ -388,17 +381,20 @@ def _elsewhere(places: dict[int, dict[str, str]]) -> Verdict | None:
 class _Case:
     """What is known of a failure."""
 
-    world: list[int]  # all ranks that are looked at
-    own: int  # this rank
+    others: list[int]  # that are looked at: a chain of groups may lead to the one to blame
     processes: dict[int, RankProcess]  # where they run
     is_solved: bool = False
     answers: dict[int, dict[str, str]] = field(default_factory=dict)
 
+    @classmethod
+    def among(cls, ranks: Iterable[int]) -> "_Case":
+        """Where one of these may be to blame, but for this rank."""
+        return cls([rank for rank in ranks if rank != dist.get_rank()], dict(_State.processes))
+
     def solve(self) -> Verdict | None:
         """Look until somebody is to blame, or all have answered."""
-        board, question, began = _State.board, 0, time.monotonic()
-        others = self._others()  # a chain of groups may lead to the one to blame
-        self.processes |= _read_processes([rank for rank in self.world if rank not in self.processes])
+        board, question, began, others = _State.board, 0, time.monotonic(), self.others
+        self.processes |= _read_processes([rank for rank in others if rank not in self.processes])
         verdict = None
         while verdict is None and time.monotonic() - began < _PATIENCE_S:
             verdict = self._of_ends()
@@ -417,23 +413,20 @@ class _Case:
     def _of_ends(self) -> Verdict | None:
         """What words of ends, and ends without a word, say now."""
         gone = self.gone()  # looked at first: what ends between the two looks has written its word by the second
-        ends = [end for end in _State.board.ends() if end.rank != self.own]
+        ends = [end for end in _State.board.ends() if end.rank != _State.board.rank]
         word = _by_word(ends)
         if word is not None and any(end.how == "raised" and not end.ranks for end in ends):
             return word
-        silent = self.by_death(gone, ends) or (self._stopped(self._others()) if word is not None else None)
+        silent = self.by_death(gone, ends) or (self._stopped(self.others) if word is not None else None)
         if word is not None and silent is not None:  # what left may have had all that it needed of the other
             return Verdict((*silent.ranks, *word.ranks), f"{silent.text}, and {word.text}")
         finding = next((end for end in ends if end.ranks), None)
         by_others = Verdict(finding.ranks, f"{finding.text} (as rank {finding.rank} found)") if finding else None
         return word or silent or by_others
 
-    def _others(self) -> list[int]:
-        return [rank for rank in self.world if rank != self.own]
-
     def gone(self) -> list[int]:
         """Ranks whose processes on this host have ended."""
-        return [rank for rank in self._others() if self._is_dead(rank)]
+        return [rank for rank in self.others if self._is_dead(rank)]
 
     def by_death(self, gone: Sequence[int], ends: Sequence[End]) -> Verdict | None:
         """Processes that are gone, without having written why."""
@@ -465,7 +458,7 @@ class _Case:
         """Blame ranks that do not answer."""
         new = [rank for rank in silent if rank not in self.processes]
         if new:
-            what = f"{_names(new)} never came to a collective or process group of dshard"
+            what = f"{names_of(new)} never came to a collective or process group of dshard"
             why = "was killed, or ended without a word, is out of reach, or does something else yet"
             return Verdict(tuple(new), f"{what}: {why}")
         here = [rank for rank in silent if self._is_here(rank)]
@@ -488,7 +481,7 @@ class _Case:
             return stopped
         held_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         holder = "the launcher of the first host" if held_by_launcher else "rank 0"
-        away = [rank for rank in self._others() if not self._is_here(rank)]
+        away = [rank for rank in self.others if not self._is_here(rank)]
         lost = f"{self._described(away)} and " if away else ""
         return Verdict(
             tuple(away) or (0,),
@@ -526,11 +519,6 @@ def _be(ranks: Sequence[int]) -> str:
     return "are" if len(ranks) > 1 else "is"
 
 
-def _names(ranks: Sequence[int]) -> str:
-    """Ranks in words."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}"
-
-
 def _whereabouts(rank: int, facts: dict[str, str] | None) -> str:
     """Where a rank is, by what it wrote: a sentence without its capital and its end."""
     if facts is None:
@@ -548,7 +536,8 @@ def _whereabouts(rank: int, facts: dict[str, str] | None) -> str:
 def begin_wait(label: str, group: ProcessGroup | None, place: int = 0) -> None:
     """This thread waits for the peers, from now until `end_wait`; `place` is of the collective in the flight record."""
     if group is not None:
-        flight.note_wait(label, group, place)
+        if (record := flight.record_of(group)) is not None:
+            record.begin_wait(label, group, place)
         _State.waits[threading.get_ident()] = _Wait(label, group, time.monotonic())
         if _State.thread is None:
             _start_watching()
@@ -559,7 +548,8 @@ def end_wait(label: str, group: ProcessGroup | None, *, is_well: bool) -> None:
     if group is not None:
         _State.waits.pop(threading.get_ident(), None)
         _State.last, _State.is_well = (label, time.monotonic()), is_well
-        flight.note_waited(group, is_well=is_well)
+        if (record := flight.record_of(group)) is not None:
+            record.end_wait(is_well=is_well)
         if is_well:
             _State.done[id(group)] = label, time.time()
 
@@ -573,7 +563,6 @@ def watch_event(label: str, group: ProcessGroup, event: Any) -> None:
 def making(what: str, group: ProcessGroup) -> Iterator[None]:
     """For what the ranks of a group do by torch's own functions: a failure is raised as that of a collective."""
     watch_end()
-    _State.making = what
     ends_within(_STORE_S, lambda: _answer(_AHEAD, {"waits": what}))  # this may hold the GIL until the timeout
     try:
         yield
@@ -583,12 +572,12 @@ def making(what: str, group: ProcessGroup) -> Iterator[None]:
         raise failure(what, error, group) from error
     finally:
         ends_within(_STORE_S, lambda: _answer(0, {}))
-        _State.making = ""
 
 
 def _answer(question: int, place: dict[str, str]) -> None:
     """Answer all questions up to one."""
     _State.board.post("answer", {"question": question, "at": place})
+    _State.answered = question
 
 
 def _start_watching() -> None:
@@ -609,8 +598,8 @@ def _watch() -> None:
     while not _State.stop.wait(_POLL_S if _State.knows_all else _FIRST_POLL_S):
         with suppress(RuntimeError, ValueError, OSError):  # the store is gone, or the process group is
             _arrive()
-            if flight.is_kept():
-                flight.note_place(_own_place())
+            if dist.is_initialized() and (record := flight.record_of(dist.distributed_c10d._get_default_group())):
+                record.note_place(_own_place())
             _look()
 
 
@@ -625,15 +614,11 @@ def _look() -> None:
     wait = _longest_wait()
     if wait is not None and now - wait.since_s >= _patience(wait):
         _speak(wait, now - wait.since_s)
-    else:
-        _State.speaks_next = None, 0.0, 0  # a wait keeps its process group, whose end peers may wait for
     if now - (wait.since_s if wait is not None else _State.last[1]) < _IDLE_S:
         return
-    if not _State.making:  # else it has answered ahead
-        question = board.ask(0)
-        if question > _State.answered:
-            _answer(question, _own_place())
-        _State.answered = question
+    question = board.ask(0)
+    if question > _State.answered:
+        _answer(question, _own_place())
     if wait is not None and wait.is_over is not None:  # whose backend ends the process, without a word of who it was
         verdict = found_dead(dist.get_process_group_ranks(wait.group))
         if verdict is not None and verdict != _State.dead:
@@ -663,26 +648,23 @@ def _own_place() -> dict[str, str]:
 
 def _speak(wait: _Wait, waited_s: float) -> None:
     """Log who is missing, after some time, and whenever that has doubled: ask all where they are, and read on later."""
-    known, next_s, question = _State.speaks_next
-    if known is not wait:
-        next_s, question = _patience(wait), 0
     is_speaker = wait.group.size() <= _MANY_SPEAKERS or wait.group.rank() < _NUM_SPEAKERS
-    if is_speaker and waited_s >= next_s:
-        if question:
-            log.warning(_message(wait, waited_s, question))
-            next_s, question = 2 * waited_s, 0
-        else:
-            next_s, question = waited_s + _GRACE_S, _State.board.ask()
-    _State.speaks_next = wait, next_s, question
+    if not is_speaker or waited_s < wait.quiet_s:
+        return
+    if wait.question:
+        log.warning(_message(wait, waited_s))
+        wait.quiet_s, wait.question = 2 * waited_s, 0
+    else:
+        wait.quiet_s, wait.question = waited_s + _GRACE_S, _State.board.ask()
 
 
-def _message(wait: _Wait, waited_s: float, question: int) -> str:
+def _message(wait: _Wait, waited_s: float) -> str:
     """Who is missing, and why that may be, by what the ranks have answered."""
     own = dist.get_rank()
     ranks = [rank for rank in dist.get_process_group_ranks(wait.group) if rank != own]
-    answers = _State.board.answers(question, ranks)
+    answers = _State.board.answers(wait.question, ranks)
     found = {rank: answers.get(rank) for rank in ranks}
-    away = {rank: facts for rank, facts in found.items() if facts is None or "waits" not in facts}
+    away = _away(found)
     text = f"rank {own} has waited for {waited_s:.0f} s (since {_clock(time.time() - waited_s)}) at the {wait.label}, "
     if not away:
         others = {_whereabouts(rank, facts) for rank, facts in found.items()}
@@ -694,9 +676,9 @@ def _message(wait: _Wait, waited_s: float, question: int) -> str:
     shown = "; ".join(_capitalized(_whereabouts(rank, facts)) for rank, facts in list(away.items())[:4])
     more = f"; and {len(away) - 4} more" if len(away) > 4 else ""
     return (
-        f"{text}for {_names(list(away))}. {shown}{more}. All ranks must take part: a rank that has fewer batches than "
-        "the others (wrap the loop in dshard.join(model)), has ended by an error, or works alone, as to save or to "
-        "evaluate, keeps them waiting until the process group's timeout."
+        f"{text}for {names_of(list(away))}. {shown}{more}. All ranks must take part: a rank that has fewer batches "
+        "than the others (wrap the loop in dshard.join(model)), has ended by an error, or works alone, as to save or "
+        "to evaluate, keeps them waiting until the process group's timeout."
     )
 
 
@@ -763,7 +745,7 @@ def _say_raised(error: BaseException) -> None:
         verdict, places = _solve(range(dist.get_world_size()))
         verdict = verdict or _elsewhere(places)
         if verdict is not None:
-            error.add_note(f"dshard: {verdict.text}. Look at what {_names(verdict.ranks)} wrote.")
+            error.add_note(f"dshard: {verdict.text}. Look at what {names_of(verdict.ranks)} wrote.")
         _say("failed", text if verdict is None else verdict.text, verdict.ranks if verdict is not None else ())
     else:
         _say("raised", text)
@@ -772,21 +754,18 @@ def _say_raised(error: BaseException) -> None:
 def _blamed_in(error: BaseException | None) -> tuple[int, ...]:
     """The ranks that an error, or what led to it, says are to blame."""
     for _ in range(20):
-        if error is None:
+        if error is None or (isinstance(error, DivergenceError) and error.ranks):
             break
-        if isinstance(error, DivergenceError) and error.ranks:
-            return error.ranks
         error = error.__cause__ or error.__context__
-    return ()
+    return error.ranks if isinstance(error, DivergenceError) else ()
 
 
 def _say(how: str, text: str, ranks: tuple[int, ...] = ()) -> None:
-    if _State.pid == os.getpid() and not _State.has_said:
-        _State.has_said = True
-        flight.note_end(how, text)
-        ends_within(_STORE_S, lambda: _State.board.note_end(how, text[:_TEXT_CHARS], ranks))
-        if how != "left" and _holds_store():
-            time.sleep(_READ_S)
+    _State.has_said = True
+    flight.note_end(how, text)
+    ends_within(_STORE_S, lambda: _State.board.note_end(how, text[:_TEXT_CHARS], ranks))
+    if how != "left" and _holds_store():
+        time.sleep(_READ_S)
 
 
 def _holds_store() -> bool:

@@ -5,12 +5,12 @@ import re
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dshard.collectives.flight import END, LINE_BYTES, PLACE, RING, SUFFIX, WAITS, ranks_of
+from dshard.collectives.flight import END, LINE_BYTES, PLACE, RING, SUFFIX, WAITS, names_of, ranks_of
 from dshard.inspection.explain import text_table
 
 _SILENT_S = 5.0  # without a sign, while others gave one
@@ -141,9 +141,9 @@ class Hang:
             assert wait is not None
             alike[wait["waits"], wait["line"], wait["ranks"], ranks].append(rank)
         for (label, line, group, ranks), waiting in alike.items():
-            who = f"{_names(waiting).capitalize()} wait{'s' * (len(waiting) == 1)}"
+            who = f"{names_of(waiting).capitalize()} wait{'s' * (len(waiting) == 1)}"
             if ranks:
-                found.append(f"{who} for {_names(ranks)} at the {label}{_at(line)}.")
+                found.append(f"{who} for {names_of(ranks)} at the {label}{_at(line)}.")
             else:
                 found.append(
                     f"{who} at the {label}{_at(line)}, which all ranks of {group} have begun: what they send does not "
@@ -219,7 +219,7 @@ def _first_difference(records: Iterable[RankRecord]) -> str:
         sides[f"{each.what}{_at(each.line)}"].append(rank)
     common = next(iter(first.values()))
     where = f"number {common.place} among ranks {common.group[1]}"
-    texts = " and ".join(f"{side} on {_names(ranks)}" for side, ranks in sides.items())
+    texts = " and ".join(f"{side} on {names_of(ranks)}" for side, ranks in sides.items())
     return f"The first difference: {where} is {texts}."
 
 
@@ -259,8 +259,3 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 def _at(line: str) -> str:
     return f" ({line})" if line else ""
-
-
-def _names(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"

@@ -184,7 +184,7 @@ def test_a_process_is_known_by_its_number_and_its_beginning():
     assert own.pid == os.getpid()
     assert state_of(own.pid)[1] == own.started
     assert state_of(2**22 + 1) == ("", "")
-    assert not Board().is_open
+    assert Board().ends() == []
 
 
 def test_a_rank_that_writes_its_word_while_it_is_looked_at_has_not_ended_without_one(monkeypatch):
@@ -200,8 +200,8 @@ def test_a_rank_that_writes_its_word_while_it_is_looked_at_has_not_ended_without
 
     monkeypatch.setattr(watchdog._Case, "_is_dead", looked_at)
     monkeypatch.setattr(watchdog._State, "own", RankProcess("here", os.getpid(), "a host", "now"))
-    monkeypatch.setattr(watchdog._State, "board", SimpleNamespace(ends=lambda: list(written)))
-    verdict = watchdog._Case([0, 1], 0, {1: gone})._of_ends()
+    monkeypatch.setattr(watchdog._State, "board", SimpleNamespace(ends=lambda: list(written), rank=0))
+    verdict = watchdog._Case([1], {1: gone})._of_ends()
     assert verdict is not None
     assert "rank 1 raised ValueError: of its own" in verdict.text
 
@@ -218,10 +218,10 @@ def test_a_rank_that_is_stopped_or_dead_is_named_ahead_of_one_that_had_all_it_ne
             time.sleep(0.01)
         ends = [End(0, "left", "its program has come to an end", time.time())]
         monkeypatch.setattr(watchdog._State, "own", RankProcess("here", os.getpid(), "a host", "now"))
-        monkeypatch.setattr(watchdog._State, "board", SimpleNamespace(ends=lambda: list(ends)))
-        verdict = watchdog._Case([0, 1, 2], 1, {2: of_rank_2})._of_ends()
+        monkeypatch.setattr(watchdog._State, "board", SimpleNamespace(ends=lambda: list(ends), rank=1))
+        verdict = watchdog._Case([0, 2], {2: of_rank_2})._of_ends()
         ends.append(End(0, "raised", "ValueError: of its own", time.time()))
-        of_raised = watchdog._Case([0, 1, 2], 1, {2: of_rank_2})._of_ends()
+        of_raised = watchdog._Case([0, 2], {2: of_rank_2})._of_ends()
     finally:
         process.kill()
         process.wait()

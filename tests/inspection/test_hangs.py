@@ -150,7 +150,7 @@ def test_ranks_in_no_order_are_cut_between_two_of_them_and_never_within_a_long_l
     text = flight._as_ranges(ranks)
     assert len(text) < flight._MAX_CHARS + 5
     assert flight.ranks_of(text) == ranks[: len(flight.ranks_of(text))]
-    flight._Flight(tmp_path).put(3, {"waits": "w" * 120, "line": "l" * 240, "ranks": text, "place": 2})
+    flight.FlightRecord(tmp_path).put(3, {"waits": "w" * 120, "line": "l" * 240, "ranks": text, "place": 2})
     line = json.loads((tmp_path / "rank-00000.flight").read_text().splitlines()[3])
     assert (line["ranks"], line["place"]) == (text, 2)
 
@@ -166,7 +166,7 @@ def test_ranks_are_read_back_from_their_text(ranks):
 
 
 def test_a_label_of_any_length_fits_its_line(tmp_path):
-    record = flight._Flight(tmp_path)
+    record = flight.FlightRecord(tmp_path)
     record.put(flight.RING, {"label": "é" * 3000, "number": 1})
     (line,) = [
         line for line in (tmp_path / "rank-00000.flight").read_bytes().splitlines()[flight.RING :] if line.strip()

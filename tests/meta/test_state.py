@@ -61,7 +61,7 @@ ALLOWED: dict[str, str] = {
     "dshard.runtime.module.sharded_class": "one class for each class of modules",
     "dshard.units.unit.Unit.alive": "the units whose copies a change of parameters may make stale; held weakly",
     # Results of pure functions.
-    "dshard.collectives.flight._IS_USERS": "remembered by file",
+    "dshard.collectives.flight.is_users": "remembered by file",
     "dshard.collectives.plan._PLANS": "equal plans are one object; held weakly",
     "dshard.tensor.dispatch._RULES": "remembered by operation",
     "dshard.tensor.meshes._SHARED_DIMS": "remembered by meshes, which are held weakly",
