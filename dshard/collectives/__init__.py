@@ -1,74 +1,50 @@
 """Collectives over buckets of plain tensors. Nothing here knows a ShardedTensor."""
 
-from dshard.collectives._c10d import (
-    ReduceOp,
-    default_backend,
-    group_named,
-    is_initialized,
-    meet_anew,
-    timeout_of,
-    world_size,
-)
-from dshard.collectives.all_gather import Gathered, all_gather
-from dshard.collectives.all_reduce import RowReduction, all_reduce, all_reduce_row, broadcast
-from dshard.collectives.divergence import note_failure, num_all_failures, num_noted, num_started, settle, tag_of
-from dshard.collectives.exchange import shares_memory
-from dshard.collectives.flight import is_users
-from dshard.collectives.group import Comms, Handle, ShardGroup, with_comms
-from dshard.collectives.host.full_values import HostCopy, HostValues, make_host_copy
-from dshard.collectives.memory import Buffer, BufferPool, is_storage_held
-from dshard.collectives.plan import GatherPlan, SendRow, shard_of
-from dshard.collectives.reduce_scatter import ReduceBucket, Reduced, ReducePlan
-from dshard.collectives.streams import MadeIn, SideStream, Steps, stream_on
-from dshard.collectives.trace import CommRecord, CommTrace, phases_are
-from dshard.collectives.watchdog import note_caught, note_step
-
-__all__ = [
-    "Buffer",
-    "BufferPool",
-    "CommRecord",
-    "CommTrace",
-    "Comms",
-    "GatherPlan",
-    "Gathered",
-    "Handle",
-    "HostCopy",
-    "HostValues",
-    "MadeIn",
-    "ReduceBucket",
-    "ReduceOp",
-    "ReducePlan",
-    "Reduced",
-    "RowReduction",
-    "SendRow",
-    "ShardGroup",
-    "SideStream",
-    "Steps",
-    "all_gather",
-    "all_reduce",
-    "all_reduce_row",
-    "broadcast",
-    "default_backend",
-    "group_named",
-    "is_initialized",
-    "is_storage_held",
-    "is_users",
-    "make_host_copy",
-    "note_caught",
-    "note_failure",
-    "note_step",
-    "num_all_failures",
-    "num_noted",
-    "num_started",
-    "phases_are",
-    "settle",
-    "shard_of",
-    "shares_memory",
-    "stream_on",
-    "tag_of",
-    "timeout_of",
-    "with_comms",
-    "world_size",
-]
+from dshard.collectives._c10d import ReduceOp as ReduceOp
+from dshard.collectives._c10d import default_backend as default_backend
+from dshard.collectives._c10d import group_named as group_named
+from dshard.collectives._c10d import is_initialized as is_initialized
+from dshard.collectives._c10d import meet_anew
+from dshard.collectives._c10d import timeout_of as timeout_of
+from dshard.collectives._c10d import world_size as world_size
+from dshard.collectives.all_gather import Gathered as Gathered
+from dshard.collectives.all_gather import all_gather as all_gather
+from dshard.collectives.all_reduce import RowReduction as RowReduction
+from dshard.collectives.all_reduce import all_reduce as all_reduce
+from dshard.collectives.all_reduce import all_reduce_row as all_reduce_row
+from dshard.collectives.all_reduce import broadcast as broadcast
+from dshard.collectives.divergence import note_failure as note_failure
+from dshard.collectives.divergence import num_all_failures as num_all_failures
+from dshard.collectives.divergence import num_noted as num_noted
+from dshard.collectives.divergence import num_started as num_started
+from dshard.collectives.divergence import settle as settle
+from dshard.collectives.divergence import tag_of as tag_of
+from dshard.collectives.exchange import shares_memory as shares_memory
+from dshard.collectives.flight import is_users as is_users
+from dshard.collectives.group import Comms as Comms
+from dshard.collectives.group import Handle as Handle
+from dshard.collectives.group import ShardGroup as ShardGroup
+from dshard.collectives.group import with_comms as with_comms
+from dshard.collectives.host.full_values import HostCopy as HostCopy
+from dshard.collectives.host.full_values import HostValues as HostValues
+from dshard.collectives.host.full_values import make_host_copy as make_host_copy
+from dshard.collectives.memory import Buffer as Buffer
+from dshard.collectives.memory import BufferPool as BufferPool
+from dshard.collectives.memory import is_storage_held as is_storage_held
+from dshard.collectives.plan import GatherPlan as GatherPlan
+from dshard.collectives.plan import SendRow as SendRow
+from dshard.collectives.plan import shard_of as shard_of
+from dshard.collectives.reduce_scatter import ReduceBucket as ReduceBucket
+from dshard.collectives.reduce_scatter import Reduced as Reduced
+from dshard.collectives.reduce_scatter import ReducePlan as ReducePlan
+from dshard.collectives.streams import MadeIn as MadeIn
+from dshard.collectives.streams import SideStream as SideStream
+from dshard.collectives.streams import Steps as Steps
+from dshard.collectives.streams import stream_on as stream_on
+from dshard.collectives.trace import CommRecord as CommRecord
+from dshard.collectives.trace import CommTrace as CommTrace
+from dshard.collectives.trace import phases_are as phases_are
+from dshard.collectives.watchdog import note_caught as note_caught
+from dshard.collectives.watchdog import note_step as note_step
 
 meet_anew()

@@ -107,7 +107,15 @@ def check_headers(headers: Sequence[bytes], own: bytes, kind: Kind, label: str, 
         return
     heard, mine = _Header.read(headers[rank]), _Header.read(own)
     if heard.num_failures != mine.num_failures:
-        _raise_caught(label, caught_by_some(group.process_group), is_sure=heard.checksum == mine.checksum)
+        caught = caught_by_some(group.process_group)
+        if caught is None and heard.checksum == mine.checksum:
+            caught = Verdict((), "the program has caught an exception on some ranks alone")
+        if caught is not None:
+            raise DivergenceError(
+                f"'{label}': all ranks must go through a step together, but {caught.text}. Let what is raised on one "
+                "rank alone end the program, and start again from the last checkpoint (torchrun --max-restarts does).",
+                caught.ranks,
+            )
     if heard.checksum != mine.checksum:
         _check_arguments(label, heard.text, rank)
         other = f"'{heard.text}'" if heard.kind == kind else f"{Kind(heard.kind).text} '{heard.text}'"
@@ -122,18 +130,6 @@ def check_headers(headers: Sequence[bytes], own: bytes, kind: Kind, label: str, 
         f"'{label}': all ranks must write the same to a sharded tensor, and equally often before it is used, but rank "
         f"{rank} wrote other numbers, through another index, or in other places of the program. Make the writes equal "
         "on all ranks; compute with full_tensor() where a number is a rank's own."
-    )
-
-
-def _raise_caught(label: str, caught: Verdict | None, *, is_sure: bool) -> None:
-    """Raise where an exception of some ranks is why ranks are apart; if that `is_sure`, also without their words."""
-    if caught is None and not is_sure:
-        return
-    caught = caught or Verdict((), "the program has caught an exception on some ranks alone")
-    raise DivergenceError(
-        f"'{label}': all ranks must go through a step together, but {caught.text}. Let what is raised on one rank "
-        "alone end the program, and start again from the last checkpoint (torchrun --max-restarts does).",
-        caught.ranks,
     )
 
 

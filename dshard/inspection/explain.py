@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_iter
 
 from dshard import arguments
 from dshard.errors import StateError
+from dshard.planner.steps import pieces_of
 from dshard.planner.texts import aligned, bytes_text
 from dshard.runtime.module import FSDPModule
 from dshard.runtime.runtime import context_of, runtime_of
@@ -226,16 +227,8 @@ def shard_bytes(param: ShardedTensor) -> int:
     """Count the bytes of this rank's shard, also in flight; of a subclass with `__tensor_flatten__`, its parts."""
     shard = param.shard_storage.tensor
     if is_traceable_wrapper_subclass(shard):
-        return sum(inner.nbytes for inner in inner_tensors(shard))
+        return sum(inner.nbytes for inner in pieces_of(shard))
     return param.shard_layout.local_numel(param.shard_group.rank) * param.storage_dtype.itemsize
-
-
-def inner_tensors(tensor: Any) -> list[Tensor]:
-    """List the plain tensors in a tensor subclass, or a plain tensor itself; a DTensor names its mesh beside them."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor] if isinstance(tensor, Tensor) else []
-    names, _ = tensor.__tensor_flatten__()
-    return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
 
 
 def _plan_of(model: nn.Module) -> str:
@@ -304,7 +297,7 @@ class Activations:
         if isinstance(tensor, ShardedTensor) or tensor.is_meta:
             return tensor
         try:
-            storages = [each.untyped_storage() for each in inner_tensors(tensor)]
+            storages = [each.untyped_storage() for each in pieces_of(tensor)]
         except (RuntimeError, NotImplementedError):  # sparse ones, and those of transforms, have none to be seen
             return tensor
         if not storages or storages[0]._cdata in self._params:
@@ -373,5 +366,5 @@ def bytes_of(values: Iterable[Any], *, in_flight: bool = True) -> int:
         if tensor is None and isinstance(value, ShardedTensor):
             coming += shard_bytes(value) if in_flight else 0
         elif isinstance(tensor, Tensor) and not tensor.is_meta:
-            seen |= {each.data_ptr(): each.nbytes for each in inner_tensors(tensor) if each.numel()}
+            seen |= {each.data_ptr(): each.nbytes for each in pieces_of(tensor) if each.numel()}
     return coming + sum(seen.values())

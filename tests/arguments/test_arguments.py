@@ -35,7 +35,6 @@ TABLE = {who: {name: table.allowed(kind) for name, kind in row.items()} for who,
 MODULES = (
     "dshard",
     "dshard.checkpoint",
-    "dshard.collectives",
     "dshard.interop",
     "dshard.planning.links",
     "dshard.planner",
@@ -43,7 +42,6 @@ MODULES = (
 )
 OF_CHECKPOINT = ("save", "load", "check", "repair", "merge")  # which messages name with their module
 RESULT = "a result, which dshard makes"
-OWN_LEVEL = "the runtime's own: it runs for every tensor, and what it is given was looked at above"
 ACCEPTED = sorted(name for name in vars(AcceptedHints) if name.startswith("set_"))
 FREE = {  # public names without a row, and why
     "ShardedTensor": "its methods are those of a tensor, whose arguments torch looks at",
@@ -53,10 +51,6 @@ FREE = {  # public names without a row, and why
     "assert_sharding_invariants": "it hands all on to verify_sharding",
     **dict.fromkeys(("Finding", "PendingSave", "Report"), RESULT),
     "ShardedTrainerMixin": "its methods are called by transformers, whose they are",
-    "CommRecord": RESULT,
-    **dict.fromkeys(
-        sorted({*importlib.import_module("dshard.collectives").__all__} - {"CommRecord", "CommTrace"}), OWN_LEVEL
-    ),
     **dict.fromkeys(
         (
             *("BatchSolution", "Certificate", "Comparison", "MemoryEvent", "MemoryForecast", "Moment", "Segment"),
