@@ -49,6 +49,14 @@ def sync_folder(folder: Path) -> None:
         os.fsync(opened)
 
 
+def children(folder: Path) -> list[Path]:
+    """Return what is in a folder, by name; nothing where it cannot be read."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
 def _open_folder(folder: Path) -> int:
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from dshard.checkpoint.disk import closing, locked, make_folder, sync_folder, try_lock
+from dshard.checkpoint.disk import children, closing, locked, make_folder, sync_folder, try_lock
 from dshard.checkpoint.files import FILE_NAME
 from dshard.checkpoint.manifest import COPY_NAME, MANIFEST, Manifest, is_checkpoint, read_manifest
 from dshard.checkpoint.parity import group_around
@@ -105,18 +105,15 @@ def checkpoints_in(path: Path) -> list[Path]:
     Raises:
         CheckpointError: There is none.
     """
-    found = [path] if is_checkpoint(path) else [child for child in _children(path) if is_checkpoint(child)]
+    found = [path] if is_checkpoint(path) else [child for child in _folders_in(path) if is_checkpoint(child)]
     if not found:
         raise CheckpointError(f"{path}: {_NONE}. Check the path.")
     return found
 
 
-def _children(path: Path) -> list[Path]:
+def _folders_in(path: Path) -> list[Path]:
     """Return the folders in a folder, without links and hidden ones."""
-    try:
-        return sorted(c for c in path.iterdir() if not c.name.startswith(".") and not c.is_symlink() and c.is_dir())
-    except OSError:
-        return []
+    return [c for c in children(path) if not c.name.startswith(".") and not c.is_symlink() and c.is_dir()]
 
 
 def _changed(folder: Path) -> float:
@@ -127,7 +124,7 @@ def _changed(folder: Path) -> float:
 
 def prune(newest: Path, run: str, keep: int) -> None:
     """Remove the older checkpoints of a run in a folder, and keep the last `keep`, the newest one included."""
-    found = [(child, _manifest_of(child)) for child in _children(newest.parent) if child != newest]
+    found = [(child, _manifest_of(child)) for child in _folders_in(newest.parent) if child != newest]
     older = [(manifest.order, child) for child, manifest in found if manifest and manifest.facts["run"] == run]
     for _, folder in sorted(older, reverse=True)[keep - 1 :]:
         with suppress(OSError):
@@ -249,16 +246,11 @@ def _remove_own(folder: Path) -> None:
 
 def _remove_leftovers(parent: Path) -> None:
     """Remove the hidden folders that killed saves left in a folder: those that nobody has locked."""
-    with suppress(OSError):
-        for folder in list(parent.iterdir()):
-            found = _HIDDEN.fullmatch(folder.name)
-            if found is None or folder.is_symlink() or not folder.is_dir():
-                continue
-            if found[2] == "removed":
-                _remove_own(folder)
-                continue
-            with suppress(OSError):
-                _remove_leftover(folder)
+    for folder in children(parent):
+        found = _HIDDEN.fullmatch(folder.name)
+        with suppress(OSError):
+            if found is not None and folder.is_dir() and not folder.is_symlink():
+                (_remove_own if found[2] == "removed" else _remove_leftover)(folder)
 
 
 def _remove_leftover(folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dshard.checkpoint.disk import open_regular
+from dshard.checkpoint.disk import children, open_regular
 from dshard.checkpoint.files import Box, StoredFile, StoredPiece, counts, require
 from dshard.checkpoint.parity import Stripes, group_around
 from dshard.errors import CheckpointError
@@ -170,10 +170,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 def _copies(folder: Path) -> list[Path]:
     """Return the copies of the manifest, which parity writes; two while one checkpoint replaces another."""
-    try:
-        return sorted(child for child in folder.iterdir() if COPY_NAME.fullmatch(child.name))
-    except OSError:
-        return []
+    return [child for child in children(folder) if COPY_NAME.fullmatch(child.name)]
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -6,7 +6,7 @@ What is read lies in memory of the reader's own, and is compared there. Parity s
 import math
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from dshard.errors import CheckpointError
 _VERIFY_BYTES = 1 << 25  # at a time; a multiple of a block
 
 
-class Reader:
+class Reader(AbstractContextManager["Reader"]):
     """Reads boxes of tensors from the files of a checkpoint, and compares every byte with its sum.
 
     With parity, what is missing or damaged in one file is made from the others, and compared in the same way.
@@ -39,9 +39,6 @@ class Reader:
         self._folder, self._manifest, self._stack = folder, manifest, ExitStack()
         self._opened: dict[str, int | CheckpointError] = {}  # by file name: its descriptor, or why it cannot be read
         self.rebuilt: set[str] = set()  # names of files that parity stood in for
-
-    def __enter__(self) -> "Reader":
-        return self
 
     def __exit__(self, *raised: object) -> None:
         self._stack.close()

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -131,29 +131,12 @@ def save(
     are_alike = equal_on_ranks(sums, group, "checkpoint").tolist()
     folder = target.with_name(share(group, partial_name(target).name if group.world_rank == 0 else ""))
     draft = together(group, lambda: Draft(target, folder) if group.world_rank == 0 else None, what)
-    job = Job(
-        group.world_rank,
-        group.world_size,
-        folder,
-        given["step"],
-        contents.aliases,
-        lineage_of(model),
-        given["keep"],
-        bool(given["parity"]),
-        draft,
-        dist.PrefixStore(f"dshard save {folder.name}", _store_of(group)),
-        timeout_of(group.process_group) or _TIMEOUT,
-    )
+    job = Job(group, draft, folder, contents.aliases, given, lineage_of(model))
     pieces = partial(contents.pieces, group.world_rank, group.world_size, are_alike)
     if given["asynchronous"]:
         return PendingSave(target, group, partial(job.run_alone, _snapshot_of(pieces, group)))
     job.run(pieces, partial(together, group, what=f"{target}: every rank must write its part of the checkpoint"))
     return None
-
-
-def _store_of(group: ShardGroup) -> dist.Store:
-    """Return a store that all ranks of a group see."""
-    return dist.distributed_c10d._get_default_store() if group.world_size > 1 else dist.HashStore()
 
 
 Pieces = Callable[[], Sequence[Piece]]  # gives what a rank writes
@@ -281,35 +264,34 @@ def _wait_for_copies(_: Any) -> None:
         snapshot.wait()
 
 
-@dataclass(frozen=True, slots=True)
 class Job:
     """The part of a save that writes files.
 
     Args:
-        rank: This one.
-        num_ranks: That write.
-        folder: The draft's.
-        step: Of the manifest.
-        aliases: Of the manifest.
-        lineage: The run.
-        keep: As of `save`.
-        has_parity: As of `save`.
+        group: The ranks that write.
         draft: On the first rank, the folder that it puts in its place.
-        store: In which the ranks say what they have written; a save whose process group is gone holds on to it.
-        timeout: How long to wait for what another rank says.
+        folder: The draft's.
+        aliases: Of the manifest.
+        given: What was passed to `save`.
+        lineage: The run.
     """
 
-    rank: int
-    num_ranks: int
-    folder: Path
-    step: int
-    aliases: dict[str, str]
-    lineage: Lineage
-    keep: int | None
-    has_parity: bool
-    draft: Draft | None
-    store: dist.Store
-    timeout: timedelta
+    def __init__(
+        self,
+        group: ShardGroup,
+        draft: Draft | None,
+        folder: Path,
+        aliases: dict[str, str],
+        given: Mapping[str, Any],
+        lineage: Lineage,
+    ) -> None:
+        self.rank, self.num_ranks, self.draft, self.folder = group.world_rank, group.world_size, draft, folder
+        self._aliases, self._given, self._lineage = aliases, given, lineage
+        self._timeout = timeout_of(group.process_group) or _TIMEOUT
+        self._token = folder.name.split(".")[-2][:8]  # the part of all file names that differs between saves
+        # In which the ranks say what they have written; a save whose process group is gone holds on to it.
+        root = dist.distributed_c10d._get_default_store() if self.num_ranks > 1 else dist.HashStore()
+        self.store = dist.PrefixStore(f"dshard save {folder.name}", root)
 
     def run(self, pieces: Pieces, do: Callable[[Callable[[], None]], None]) -> None:
         """Run all parts. Files that other ranks write after a failure are removed by the next save.
@@ -324,7 +306,7 @@ class Job:
         Communicates:
             Through the store of the process group, and what `do` does.
         """
-        rows = (self.write_row,) if self.has_parity else ()
+        rows = (self.write_row,) if self._given["parity"] else ()
         try:
             for part in (partial(self.write, pieces), *rows, self.publish):
                 do(part)
@@ -386,17 +368,17 @@ class Job:
         if self.draft is None:
             return
         files = tuple(self._said(rank, "file") for rank in range(self.num_ranks))
-        rows = tuple(self._said(rank, "row") for rank in range(self.num_ranks) if self.has_parity)
+        rows = tuple(self._said(rank, "row") for rank in range(self.num_ranks) if self._given["parity"])
         facts = {
             "token": self._token,
-            "run": self.lineage.run,
-            "sequence": self.lineage.advance(),
-            "step": self.step,
+            "run": self._lineage.run,
+            "sequence": self._lineage.advance(),
+            "step": self._given["step"],
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": versions(),
         }
         try:
-            manifest = Manifest(facts, files, tensors_of(files), self.aliases, rows)
+            manifest = Manifest(facts, files, tensors_of(files), self._aliases, rows)
         except ValueError as error:
             raise CheckpointError(f"{error}.") from error
         for name in (manifest.copy_name, MANIFEST) if rows else (MANIFEST,):  # a lost manifest is a lost file, too
@@ -406,13 +388,8 @@ class Job:
                 for key in (*self._parts(rank, kind), f"{rank}/{kind}"):
                     self.store.delete_key(key)
         self.draft.publish(manifest)
-        if self.keep is not None:
-            prune(self.draft.target, self.lineage.run, self.keep)
-
-    @property
-    def _token(self) -> str:
-        """The part of all file names that differs between saves, from the folder's."""
-        return self.folder.name.split(".")[-2][:8]
+        if self._given["keep"] is not None:
+            prune(self.draft.target, self._lineage.run, self._given["keep"])
 
     def _name(self, kind: str, suffix: str) -> str:
         return f"{kind}-{self.rank:05d}-of-{self.num_ranks:05d}.{self._token}.{suffix}"
@@ -453,7 +430,7 @@ class Job:
                 dead = found_dead(range(collectives.world_size())) if collectives.is_initialized() else None
                 if dead is not None and self._heard(rank, kind) is None:
                     raise CheckpointError(f"{self.folder}: all ranks must write their shards, but {dead.text}.")
-            if now > start + self.timeout.total_seconds():
+            if now > start + self._timeout.total_seconds():
                 raise CheckpointError(
                     f"{self.folder}: all ranks must write their shards, but rank {rank} has not within "
                     f"{now - start:.0f} s. Look at what that rank does."
