@@ -10,7 +10,6 @@ puts below all others, and gets them again, gathered, in backward: so nothing bu
 """
 
 import sys
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
@@ -32,7 +31,7 @@ from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import TPShardLayout
 from dshard.tensor.sharded_tensor import MixedShardedTensor
 from dshard.units.context import ModelContext
-from dshard.units.copies import FULL_TENSORS, FullTensors
+from dshard.units.copies import FULL_TENSORS, FullTensors, SavedView, storage_address
 from dshard.units.unit import Unit
 
 _hooks = torch._C._autograd
@@ -115,9 +114,10 @@ class Unsharding:
         self._places: list[_Place] = []
         self._is_wrapper = "_orig_mod" in module._modules  # it is what torch.compile gives
         self._is_leaf = False  # no module within has a unit of its own
-        self._in_place: list[tuple[_Place, Any]] = []  # while a forward runs
+        # While a forward runs, for each parameter:
         self._fulls: list[Tensor] = []
-        self._versions: list[int] = []
+        self._made: list[Any] = []  # what stands in its places
+        self._versions: list[int] = []  # writes to that, before
         self._before: list[tuple[Any, int]] = []  # storages, and writes to them, when a forward over shards began
         self._writes = False  # in forwards, to parameters
         self._is_compiled = False  # graphs compute the forward that runs, or the last one that was open
@@ -135,7 +135,7 @@ class Unsharding:
         self._depth += 1
         if self._depth > 1:
             copies = self._unit.copies
-            if self._in_place and not (copies.are_touched and copies.are_fresh()):
+            if self._made and not (copies.are_touched and copies.are_fresh()):
                 raise StateError(
                     f"{self._unit.label}: a forward was interrupted, and has left full tensors of an earlier step in "
                     "the place of parameters. Call reset_iter_state() on the model, on all ranks."
@@ -222,22 +222,19 @@ class Unsharding:
         if unit.is_mixed:
             unit.was_unsharded = True
             unit.model.forwards.regions.note_use(unit.model.forwards)
-        fulls = self._fulls = unit.copies.fulls()
-        params = unit.params
-        made = {} if torch.is_inference_mode_enabled() else self._recorded(kind, fulls)
-        for place in self._places:
-            parameters, name, slot = place
-            if parameters.get(name) is not params[slot]:  # torch.func.functional_call has put another one there
-                continue
-            full = made.get(slot)
-            if full is None:
-                full = made[slot] = kind(fulls[slot], params[slot])
-            parameters[name] = full
-            self._in_place.append((place, full))
-        self._versions = list(map(_VERSION_OF, fulls))
+        fulls, params = unit.copies.fulls(), unit.params
+        made: list[Any] = [None] * len(params)
+        if not torch.is_inference_mode_enabled():
+            self._record(kind, fulls, made)
+        for slot in [slot for slot, full in enumerate(made) if full is None]:
+            made[slot] = kind(fulls[slot], params[slot])
+        self._fulls, self._made, self._versions = fulls, made, list(map(_VERSION_OF, made))
+        for parameters, name, slot in self._places:
+            if parameters.get(name) is params[slot]:  # else torch.func.functional_call has put another one there
+                parameters[name] = made[slot]
 
-    def _recorded(self, kind: _Kind, fulls: Sequence[Tensor]) -> dict[int, Any]:
-        """The full tensors of trainable parameters, most of them through one autograd node.
+    def _record(self, kind: _Kind, fulls: Sequence[Tensor], made: list[Any]) -> None:
+        """Make the full tensors of trainable parameters, most of them through one autograd node.
 
         By themselves are those with hooks of the program, for a node runs where any of its results was used; and, where
         large gradients are packed as they come rather than kept until all are there, those that have large ones.
@@ -250,7 +247,6 @@ class Unsharding:
         for slot in unit.trainable:
             is_large = fulls[slot].nbytes > most
             (watched if may_be_hooked(params[slot]) else apart if is_large else together).append(slot)
-        made: dict[int, Any] = {}
         unit.num_unshards += torch.is_grad_enabled() and not in_backward()
         with torch.enable_grad():
             for slot in watched:  # first, so that its gradient comes last: a hook that reads it has the unit's leave
@@ -259,10 +255,10 @@ class Unsharding:
                 if slots:
                     own = [params[slot] for slot in slots]
                     given = _Unshard.of(unit, slots, kind, [fulls[slot] for slot in slots], own)
-                    made.update(zip(slots, given, strict=True))
+                    for slot, full in zip(slots, given, strict=True):
+                        made[slot] = full
             for slot in apart:
                 _run_early(made[slot].grad_fn)
-        return made
 
     def close(self) -> None:
         """The forward ended, by a result or an exception: put the sharded parameters back."""
@@ -274,13 +270,14 @@ class Unsharding:
             before, self._before = self._before, []
             now = [(storage, storage.num_writes) for storage in map(_STORAGE_OF, params)]
             self._writes = any(a is not b or i != j for (a, i), (b, j) in zip(before, now, strict=False))
-        in_place, self._in_place = self._in_place, []
-        written: dict[int, Any] = {}
-        for (parameters, name, slot), full in in_place:
-            if parameters.get(name) is full:
+        made, self._made = self._made, []
+        for parameters, name, slot in self._places if made else ():
+            if parameters.get(name) is made[slot]:
                 parameters[name] = params[slot]
-            if full._version != self._versions[slot]:
-                written[slot] = full
+        written: dict[int, Any] = {}
+        if list(map(_VERSION_OF, made)) != self._versions:
+            written = {slot: full for slot, full in enumerate(made) if full._version != self._versions[slot]}
+        self._versions = []
         slots = [*written, *self._slots_of_other_bits()] if self._is_compiled else ()
         self._fulls = []
         if slots:
@@ -400,18 +397,16 @@ class _Saved(NamedTuple):
     Args:
         param: The sharded parameter.
         num_writes: To its shard, so far.
-        dtype: Of the full tensor.
-        view: Its size, stride, and offset from the start of the full tensor; None for the full tensor as it is.
+        view: Which part of the full tensor it is.
     """
 
     param: Any
     num_writes: int
-    dtype: torch.dtype
-    view: tuple[torch.Size, tuple[int, ...], int] | None
+    view: SavedView
 
 
 class _Kept(NamedTuple):
-    """Any other tensor. Where there are hooks, autograd leaves it to them to notice that it was written to.
+    """Any other tensor that was written to before it was saved.
 
     Args:
         tensor: The tensor.
@@ -428,11 +423,14 @@ _Hook = Callable[[Any], Any]
 
 def _hooks_over(below: tuple[_Hook, _Hook] | None) -> tuple[_Hook, _Hook]:
     """Hooks that save places in units, and all else as the hooks below them do."""
-    pack_below, unpack_below = below or (_keep, None)
+    pack_below, unpack_below = below or (_keep, _kept)
 
     @skipped
     def pack(tensor: Tensor) -> Any:
-        known = FULL_TENSORS.get(tensor.untyped_storage()._cdata)
+        try:
+            known = FULL_TENSORS.get(storage_address(tensor))
+        except NotImplementedError:  # a sparse tensor has no storage
+            known = None
         place = known() if known is not None else None
         saved = _saved(tensor, place) if place is not None else None
         return pack_below(tensor) if saved is None else saved
@@ -441,14 +439,7 @@ def _hooks_over(below: tuple[_Hook, _Hook] | None) -> tuple[_Hook, _Hook]:
 
     @skipped
     def unpack(saved: Any) -> Any:
-        if type(saved) is _Kept:
-            if saved.tensor._version != saved.version:
-                raise RuntimeError(_CHANGED.format(*_described(saved)))
-            return saved.tensor
-        if type(saved) is _Saved:
-            return _restored(saved)
-        assert unpack_below is not None
-        return unpack_below(saved)
+        return _restored(saved) if type(saved) is _Saved else unpack_below(saved)
 
     return pack, unpack
 
@@ -462,10 +453,24 @@ def _run_early(node: Any) -> None:
         node._set_sequence_nr(_FIRST)
 
 
-def _keep(tensor: Tensor) -> _Kept:
-    """Keep a tensor; without its history, for a result that an operation saves would keep the operation alive."""
-    is_plain = tensor.requires_grad and not isinstance(tensor, ShardedTensor)  # whose views are no results
-    return _new(_Kept, (tensor.detach() if is_plain else tensor, tensor._version))
+def _keep(tensor: Tensor) -> Tensor | _Kept:
+    """Keep a tensor; without its history, for a result that an operation saves would keep the operation alive.
+
+    Most were never written to, and are kept as they are: for each object that lives until backward, Python's garbage
+    collection takes time, and sooner or later looks at all objects of the process.
+    """
+    if tensor.requires_grad and not isinstance(tensor, ShardedTensor):  # whose views are no results
+        tensor = tensor.detach()
+    version = tensor._version
+    return _new(_Kept, (tensor, version)) if version else tensor
+
+
+def _kept(saved: Any) -> Tensor:
+    """The tensor that `_keep` has kept. Where there are hooks, autograd leaves it to them to notice a write to it."""
+    tensor, version = saved if type(saved) is _Kept else (saved, 0)
+    if tensor._version != version:
+        raise RuntimeError(_CHANGED.format(tensor.type(), list(tensor.shape), tensor._version, version))
+    return tensor
 
 
 _HOOKS = _hooks_over(None)
@@ -518,30 +523,21 @@ _CHANGED = (
 )  # as autograd says it
 
 
-def _described(kept: _Kept) -> tuple[str, list[int], int, int]:
-    tensor = kept.tensor
-    return tensor.type(), list(tensor.shape), tensor._version, kept.version
-
-
 def _saved(tensor: Tensor, place: FullTensors) -> _Saved | None:
     """What stands for a tensor in the memory of a unit's full tensors; None for what is no view of one of them."""
-    offset = int(tensor.storage_offset())
-    index = bisect_right(place.starts, offset) - 1
-    full, param = place.fulls[index], place.params[index]
-    if tensor.dtype != full.dtype or offset >= place.starts[index] + full.numel():
+    view = place.view_of(tensor)
+    if view is None:
         return None
-    if full._version != place.versions[index]:  # a forward has written to it: the shards may get other values yet
-        return None
-    size, stride = tensor.shape, tensor.stride()
-    start = offset - place.starts[index]
-    is_whole = not start and size == full.shape and stride == full.stride()
-    view = None if is_whole else (size, stride, start)
-    return _new(_Saved, (param, param.shard_storage.num_writes, full.dtype, view))
+    index = view.index
+    if place.fulls[index]._version != place.versions[index]:
+        return None  # a forward has written to it: the shards may get other values yet
+    param = place.params[index]
+    return _new(_Saved, (param, param.shard_storage.num_writes, view))
 
 
 def _restored(saved: _Saved) -> Tensor:
     """The tensor that was saved, of what is gathered in backward."""
-    param, num_writes, dtype, view = saved
+    param, num_writes, view = saved
     if param.shard_storage.num_writes != num_writes:
         raise RuntimeError(
             f"{param.name}: one of the variables needed for gradient computation has been modified by an inplace "
@@ -550,17 +546,16 @@ def _restored(saved: _Saved) -> Tensor:
         )
     if torch._C._len_torch_dispatch_stack():
         with _disable_current_modes():  # a checkpoint's counts operations, to find them again
-            return _view_in_backward(param, dtype, view)
-    return _view_in_backward(param, dtype, view)
+            return _view_in_backward(param, view)
+    return _view_in_backward(param, view)
 
 
-def _view_in_backward(param: Any, dtype: torch.dtype, view: tuple[Any, Any, int] | None) -> Tensor:
-    """The full tensor of a parameter, gathered in backward, or a view of it as `_Saved` describes one."""
-    full: Tensor = param.gather_source.full_in_backward(param.gather_slot, dtype)
-    if view is None:
+def _view_in_backward(param: Any, view: SavedView) -> Tensor:
+    """The full tensor of a parameter, gathered in backward, or the view of it."""
+    full: Tensor = param.gather_source.full_in_backward(param.gather_slot, view.dtype)
+    if view.is_whole:
         return full
-    size, stride, start = view
-    return full.as_strided(size, stride, full.storage_offset() + start)
+    return full.as_strided(view.size, view.stride, full.storage_offset() + view.start)
 
 
 def _beside_modes() -> AbstractContextManager[Any]:

@@ -2,6 +2,7 @@
 
 import enum
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -189,6 +190,27 @@ def opened(side: SideStream, bucket: Bucket) -> Iterator[bool]:
         yield True
 
 
+@dataclass(frozen=True, slots=True)
+class SavedView:
+    """A part of one of some full tensors that lie in one memory, as autograd saves it.
+
+    Args:
+        index: Of the full tensor.
+        dtype: Of both.
+        size: As of any view.
+        stride: As of any view.
+        start: Elements from the start of the full tensor.
+        is_whole: Whether it is the full tensor as it lies.
+    """
+
+    index: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    start: int
+    is_whole: bool
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class FullTensors:
     """Full tensors that lie in one memory.
@@ -198,18 +220,43 @@ class FullTensors:
         fulls: They.
         versions: Writes to each, when it was noted.
         params: Of which parameters.
+        views: Known ones, of any gather that lies alike: a step saves the same ones as that before it.
     """
 
     starts: list[int]
     fulls: list[Tensor]
     versions: list[int]
     params: list[Any]
+    views: dict[Any, SavedView | None]
+
+    def view_of(self, tensor: Tensor) -> SavedView | None:
+        """How a tensor in this memory lies in one of them; None for what is no view of one."""
+        key: Any = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        try:
+            return self.views[key]
+        except KeyError:
+            pass
+        if len(self.views) >= _MAX_VIEWS:
+            self.views.clear()
+        found = self.views[key] = self._find(*key)
+        return found
+
+    def _find(self, offset: int, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> SavedView | None:
+        index = bisect_right(self.starts, offset) - 1
+        if index < 0:
+            return None
+        full, start = self.fulls[index], offset - self.starts[index]
+        if dtype != full.dtype or start >= full.numel():
+            return None
+        return SavedView(index, dtype, size, stride, start, not start and (size, stride) == (full.shape, full.stride()))
 
 
-# By the identity of the storage; of units that are gathered, in this process. No WeakValueDictionary, for most of what
+# By the address of the storage; of units that are gathered, in this process. No WeakValueDictionary, for most of what
 # autograd saves is not in it, and that is slow to say so.
 FULL_TENSORS: "dict[int, weakref.ref[FullTensors]]" = {}
 
+# By this, and not by `untyped_storage()`, which makes an object of Python's that lives as long as the memory.
+storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 _STORAGE_OF = attrgetter("shard_storage")
 _SHARD_OF = attrgetter("shard_storage.tensor")
 _VERSION_OF = attrgetter("_version")
@@ -245,8 +292,10 @@ class Copies:
         "_found",
         "_full_views",
         "_fulls",
+        "_gathered_by",
         "_in_flight",
         "_joined_in",
+        "_lie",
         "_made_in",
         "_parts",
         "_rows",
@@ -274,7 +323,9 @@ class Copies:
         self._full_views: dict[Any, Tensor] = {}  # of the gathered copies
         self.memories: list[Buffer] = []  # what the gathered copies lie in
         self._are_in_one = False  # they lie in one memory, in their order
-        self._found: dict[int, FullTensors] = {}  # they, by the identity of their storages
+        self._found: dict[int, FullTensors] = {}  # they, by the addresses of their storages
+        self._gathered_by: object = None  # the buckets
+        self._lie: tuple[object, list[int], dict[Any, SavedView | None]] = None, [], {}  # of those, and known views
         self._in_flight: Sequence[tuple[tuple[int, ...], Handle[Gathered]]] = ()
         self._arrivals: list[Any] = []  # of shards that are copied from their home to where they are gathered
         self._parts: tuple[list[Tensor], list[Bucket]] | None = None  # in their place, until they are gathered again
@@ -375,21 +426,28 @@ class Copies:
             self._note_memory(self._fulls)
         return self._fulls
 
-    def _note_memory(self, fulls: Sequence[Tensor]) -> None:
+    def _note_memory(self, fulls: list[Tensor]) -> None:
         """Have full tensors found by their memory."""
-        starts = [int(full.storage_offset()) for full in fulls]
-        by_storage: dict[int, list[int]] = {}
+        starts: list[Any] = [full.storage_offset() for full in fulls]
         if self._are_in_one:
-            by_storage[fulls[0].untyped_storage()._cdata] = list(range(len(fulls)))
-        else:
-            for slot in sorted(range(len(fulls)), key=starts.__getitem__):
-                by_storage.setdefault(fulls[slot].untyped_storage()._cdata, []).append(slot)
-        for storage, slots in by_storage.items():
-            own = [fulls[slot] for slot in slots]
-            params = [self.unit.params[slot] for slot in slots]
-            found = FullTensors([starts[slot] for slot in slots], own, list(map(_VERSION_OF, own)), params)
-            self._found[storage] = found
-            FULL_TENSORS[storage] = weakref.ref(found, partial(_forget, storage))
+            if self._lie[0] is not self._gathered_by or self._lie[1] != starts:
+                self._lie = self._gathered_by, starts, {}
+            params = self.unit.params
+            self._note(fulls[0], FullTensors(starts, fulls, list(map(_VERSION_OF, fulls)), params, self._lie[2]))
+            return
+        by_storage: dict[int, list[int]] = {}
+        for slot in sorted(range(len(fulls)), key=starts.__getitem__):
+            by_storage.setdefault(storage_address(fulls[slot]), []).append(slot)
+        for slots in by_storage.values():
+            own, params = [fulls[slot] for slot in slots], [self.unit.params[slot] for slot in slots]
+            found = FullTensors([starts[slot] for slot in slots], own, list(map(_VERSION_OF, own)), params, {})
+            self._note(own[0], found)
+
+    def _note(self, full: Tensor, found: FullTensors) -> None:
+        """Have full tensors found by the memory of one of them."""
+        storage = storage_address(full)
+        self._found[storage] = found
+        FULL_TENSORS[storage] = weakref.ref(found, partial(_forget, storage))
 
     def at_hand_in_backward(self, slot: int) -> Tensor | None:
         """Parameter `slot`, if the backward that runs has gathered and used them before."""
@@ -456,6 +514,7 @@ class Copies:
             refuse_meta(names)
         model.eviction.note_gather(unit)
         self._touched_in = -1
+        self._gathered_by = buckets
         in_flight: list[tuple[tuple[int, ...], Handle[Gathered]]] = []
         with outside_autograd(), profiled("gather", unit.label, model.token):
             storages = list(map(_STORAGE_OF, unit.params))
@@ -547,6 +606,7 @@ class Copies:
         """Start to gather what `keep_parts` has left."""
         assert self._parts is not None
         parts, buckets = self._parts
+        self._gathered_by = buckets
         self._made_in.follow(lambda: parts)
         self.unit.model.eviction.note_gather(self.unit)
         self._touched_in = -1
@@ -587,8 +647,11 @@ class Copies:
                     self._arrivals.pop().synchronize()  # from now on shards at home may be written to
                 for slots, handle in in_flight:
                     gathered = handle.wait()
-                    for slot, full in zip(slots, gathered.tensors, strict=True):
-                        fulls[slot] = full
+                    if len(slots) == len(fulls):
+                        fulls = gathered.tensors
+                    else:
+                        for slot, full in zip(slots, gathered.tensors, strict=True):
+                            fulls[slot] = full
                     if gathered.memory is not None:
                         self.memories.append(gathered.memory)
             self._are_in_one = len(in_flight) == len(self.memories) == 1
