@@ -13,6 +13,7 @@ from torch import Tensor
 from dshard.collectives.host.arena import Arena
 
 _OWN_PAGES_BYTES = 1 << 20  # smaller buffers come from the heap
+_MAX_EMPTY = 64  # buffers of a device whose tensors are kept
 _UNREAD_BYTES = 1 << 16  # that peers may have still to read without being waited for
 PATIENCE_S = 0.25  # with peers that have still to read, ahead of taking new memory, or of writing elsewhere
 PAUSES_S = 5e-5, 1e-3  # between two looks at them: the first one, and the longest
@@ -175,13 +176,15 @@ class BufferPool:
     peers still read counts as in use; rather than have more memory because of it, `take` waits for them for a while:
     for memory in an arena until they have read nearly all that was given back, so that hardly more is put out than of
     messages.
-    Devices other than the CPU have an allocator that caches; there, every buffer is new.
+    Devices other than the CPU have an allocator that caches, and knows their streams: there memory goes back to it, and
+    a buffer without memory waits to get new one, for the tensors that it was cut into cost the host more than memory.
     """
 
     def __init__(self) -> None:
         self._kept: list[Buffer] = []  # the longest unused first
         self.kept_bytes = 0  # that wait to be used again
         self._away: list[Buffer] = []  # that peers still read, or that are lent to somebody who gives nothing back
+        self._empty: list[Buffer] = []  # of devices, without memory; the longest unused first
         self._patience = Patience(PATIENCE_S)
         self._in_use = _InUse()
         self._peak_bytes = 0  # most in use at one time since the last `mark`
@@ -195,7 +198,7 @@ class BufferPool:
     def take(self, num_bytes: int, device: torch.device, arena: Arena | None = None) -> Buffer:
         """A buffer of `num_bytes` bytes with any content, in an arena if one is given; give it back when done."""
         if device.type != "cpu":
-            return _fresh(num_bytes, device)
+            return self._refilled(num_bytes, device) or _fresh(num_bytes, device)
         self._collect()
         unread_bytes = self._unread_bytes() if self._away else 0
         self._peak_bytes = max(self._peak_bytes, self.out_bytes - unread_bytes + num_bytes)
@@ -212,6 +215,15 @@ class BufferPool:
             _as_uninitialized(buffer)
         buffer.hand_out(self._in_use)
         return buffer
+
+    def _refilled(self, num_bytes: int, device: torch.device) -> Buffer | None:
+        """A buffer of this size of a device, with memory again: as new one, of the stream that is current."""
+        for i in range(len(self._empty) - 1, -1, -1):
+            memory = self._empty[i].memory
+            if memory.numel() == num_bytes and memory.device == device:
+                memory.untyped_storage().resize_(num_bytes)
+                return _as_uninitialized(self._empty.pop(i))
+        return None
 
     def settle(self) -> None:
         """Wait for a while until peers have read what was given back, but for a little."""
@@ -256,14 +268,22 @@ class BufferPool:
                 return
             buffer.readers = None
         memory = buffer.memory
-        if memory.device.type != "cpu":
-            return
         buffer.hand_back()
         if buffer.is_held():
+            return
+        if memory.device.type != "cpu":
+            self._drain(buffer)
             return
         self._kept.append(buffer)
         self.kept_bytes += memory.numel()
         self._trim()
+
+    def _drain(self, buffer: Buffer) -> None:
+        """Give the memory of a device back to its allocator, and keep the tensors that it was cut into."""
+        buffer.memory.untyped_storage().resize_(0)
+        self._empty.append(buffer)
+        if len(self._empty) > _MAX_EMPTY:
+            del self._empty[0]
 
     def lend(self, buffer: Buffer) -> None:
         """Take a buffer back as soon as nobody refers to its memory any more; until then it counts as in use."""
@@ -301,6 +321,7 @@ class BufferPool:
         """Let all memory go that waits to be used again, and forget how much was in use: sizes are others now."""
         self._collect()
         self._kept.clear()
+        self._empty.clear()
         self.kept_bytes = self._peak_bytes = self._last_peak_bytes = 0
 
     def _trim(self, num_more: int = 0) -> None:

@@ -317,9 +317,9 @@ class Reduced:
     __slots__ = ("_flags", "_plan", "row", "shards")
 
     def __init__(self, row: Tensor, plan: ReducePlan) -> None:
-        self.row, self._plan = row, plan  # in the dtype of the reduction, until `convert`
+        self.row, self._plan = row, plan
         self._flags, *slots = torch.unsafe_split_with_sizes(row, plan.sizes)
-        self.shards: list[Tensor] = []  # one per tensor: views of it, unless they were converted
+        self.shards: list[Tensor] = []  # one per tensor: views of it
         for slot, numel, is_filled, shape in zip(
             slots, plan.local_numels, plan.are_filled, plan.local_shapes, strict=True
         ):
@@ -339,11 +339,9 @@ class Reduced:
         """The same, with all of its memory changed at once: to another dtype or device."""
         return Reduced(change(self.row), self._plan)
 
-    def convert(self, dtype: torch.dtype) -> None:
-        """Have the shards in another dtype than they were reduced in; of the row, only the flags stay."""
-        if self.shards[0].dtype != dtype:
-            self.shards = [shard.to(dtype) for shard in self.shards]
-            self.row = self._flags = self._flags.clone()
+    def in_dtype(self, dtype: torch.dtype) -> "Reduced":
+        """The same in another dtype than they were reduced in: one kernel for all of them."""
+        return self if self.row.dtype == dtype else self.mapped(lambda row: row.to(dtype))
 
     def anywhere(self, index: int) -> bool:
         """Whether any rank had a gradient of tensor `index`; waits for the device."""

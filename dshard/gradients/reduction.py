@@ -254,10 +254,7 @@ class GradReduction:
             self._steps = None
         else:
             self.is_finished = True
-            if self._copy_stream is None:
-                reduced.convert(self._dtype)
-            else:
-                reduced = reduced.mapped(lambda row: row.to(self._dtype))
+            reduced = reduced.in_dtype(self._dtype)
             if self._divisor is not None:
                 torch._foreach_div_(reduced.shards, self._divisor)
             self._reduced = reduced if self._copy_stream is None else reduced.mapped(self._send_home)

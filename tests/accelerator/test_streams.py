@@ -1,5 +1,6 @@
 """Models that compute in several streams, as torch's notes say: what a unit gathers in one is used in others."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 import dshard
+from dshard.collectives import BufferPool
 from dshard.testing import WorldPool
 from tests.accelerator import ranks
 from tests.accelerator.device import MODES
+from tests.accelerator.rooms import simulated
+from tests.unit.test_buffer_pool import Halves
 
 WIDTH, NUM_STEPS = 16, 3
 
@@ -170,3 +174,28 @@ def test_models_of_several_streams_train_as_in_one(accelerators_and_cpus: WorldP
             assert [each[0] for each in own] == pytest.approx([each[rank] for each in losses], rel=1e-9), mode
             for weight, right in zip(weights, plain.parameters(), strict=True):
                 torch.testing.assert_close(weight, right.detach(), rtol=1e-9, atol=1e-12)
+
+
+# Buffers of a pool on a device.
+
+
+def buffers_of_a_device(*, is_seen: bool) -> list[bool]:
+    """A buffer is given back while somebody sees a part of it, or nobody does."""
+    with simulated():
+        pool, where = BufferPool(), torch.device("sim", 0)
+        buffer = pool.take(4096, where)
+        halves = buffer.cut("halves", Halves).tensors
+        halves[1].fill_(7)
+        seen = halves[1][:8] if is_seen else None
+        pool.give(buffer)
+        num_bytes = buffer.memory.untyped_storage().nbytes()
+        again = pool.take(4096, where)
+        again.memory.fill_(1)
+        is_kept = seen is None or seen.tolist() == [7] * 8
+        return [num_bytes == 0, again is buffer, again.cut("halves", Halves).tensors is halves, is_kept]
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_the_memory_of_a_buffer_that_nobody_sees_goes_to_the_device_and_its_tensors_stay(simulators, is_seen):
+    [found] = simulators.run(1, partial(buffers_of_a_device, is_seen=is_seen))
+    assert found == [not is_seen] * 3 + [True]
