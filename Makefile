@@ -18,10 +18,10 @@ STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-all check bench docs clean
+.PHONY: help venv train test test-all check bench gpu docs clean
 
 help:
-	@echo "make train | test | test-all | check | bench | docs | venv | clean    (options: make train ARGS=\"...\")"
+	@echo "make train | test | test-all | check | bench | gpu | docs | venv | clean    (options: make train ARGS=\"...\")"
 
 $(STAMP): pyproject.toml
 	@$(BIN)/python -c "import pip" 2>/dev/null || { echo "make: creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
@@ -53,6 +53,10 @@ ifeq ($(strip $(ARGS)),)
 else
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ARGS)
 endif
+
+# By the interpreter that has a torch for the device: that of $(VENV), or of GPU_PYTHON.
+gpu:
+	OMP_NUM_THREADS=1 $(or $(GPU_PYTHON),$(wildcard $(BIN)/python),$(PYTHON)) -m tests.gpu $(ARGS)
 
 docs: $(STAMP)
 	$(BIN)/python $(SPHINX)

@@ -33,10 +33,17 @@ def _size(layers: int, width: int) -> Size:
     return Size(layers=layers, width=width, vocab=256, heads=4)
 
 
-def _timed(kinds: Sequence[str], size: Size, num_ranks: int, num_rounds: int, workload: Workload) -> dict[str, Summary]:
+def _timed(
+    kinds: Sequence[str],
+    size: Size,
+    num_ranks: int,
+    num_rounds: int,
+    workload: Workload,
+    device: torch.device | None = None,
+) -> dict[str, Summary]:
     """Steps of some kinds, interleaved, on rank 0 of a fake world."""
     with fake_world(0, num_ranks):
-        variants = {kind: workload.step_of(kind, size) for kind in kinds}
+        variants = {kind: workload.step_of(kind, size, device) for kind in kinds}
         rows = timed(variants, num_rounds=num_rounds, num_warmups=2 if size.layers <= 500 else 1)
     for row in rows.values():
         row.pop("exposed_ms", None)  # nothing travels, so there is nothing to wait for
@@ -44,8 +51,9 @@ def _timed(kinds: Sequence[str], size: Size, num_ranks: int, num_rounds: int, wo
 
 
 def run(output: Output, *, ranks: int = 8, rounds: int = 20, layers: int = 24, width: int = 64) -> None:
-    """What a step costs the host: tiny layers, nothing on the wire."""
+    """What a step costs the host: tiny layers, nothing on the wire; on a CUDA device where there is one."""
     torch.set_num_threads(1)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     cases: Results = {}
     size = _size(layers, width)
     gpt, half = ON_THE_HOST["GPT"], size.layers // 2  # of the other models, whose layers hold more
@@ -64,7 +72,7 @@ def run(output: Output, *, ranks: int = 8, rounds: int = 20, layers: int = 24, w
     for name, sized, workload, how in rows_of:
         kinds = [kind + how for kind in KINDS if kind != "DDP"]
         with compiling_here():
-            found = _timed(kinds, sized, ranks, rounds, workload)
+            found = _timed(kinds, sized, ranks, rounds, workload, device)
         rows = {kind.removesuffix(how): row for kind, row in found.items()}
         case = f"{name}, {sized.layers} layers, {ranks} ranks"
         cases[case] = rows
@@ -72,7 +80,9 @@ def run(output: Output, *, ranks: int = 8, rounds: int = 20, layers: int = 24, w
         for suffix, share in overheads(rows).items():
             print(f"overhead over unsharded{suffix}: {share:.2f} of FSDP2's", flush=True)
     panel = bars_of("a step with nothing on the wire", cases, "median_ms")
-    output.write("host_fake", {"header": output.header(backend="fake"), "rows": cases}, [panel])
+    name = "host_fake" if device.type == "cpu" else f"host_fake_{device.type}"
+    header = output.header(backend="fake", device=str(device))
+    output.write(name, {"header": header, "rows": cases}, [panel])
 
 
 def _by_ranks(world_sizes: Sequence[int], num_rounds: int, size: Size) -> Results:

@@ -436,20 +436,26 @@ class Workload:
     step: Callable[[Any, Size], Callable[[], None]] = _train
     policy: MixedPrecisionPolicy | None = None
 
-    def step_of(self, kind: str, size: Size) -> Step:
-        """A step of a freshly built model on CPU, which returns a reader of its exposed time."""
+    def step_of(self, kind: str, size: Size, device: torch.device | None = None) -> Step:
+        """A step of a freshly built model, by default on CPU, which returns a reader of its exposed time."""
+        device = device or torch.device("cpu")
         torch.manual_seed(0)
-        plain: Any = self.build(size)
+        with device:
+            plain: Any = self.build(size)
         if kind.endswith(COMPILED):
             for block in plain.blocks:
                 block.compile()
         if self.policy is not None and kind.startswith("unsharded"):
             plain.to(self.policy.param_dtype)
-        model = shard(kind, plain, torch.device("cpu"), policy=self.policy)
-        bare = self.step(model, size)
+        model = shard(kind, plain, device, policy=self.policy)
+        with device:
+            bare = self.step(model, size)
 
         def step() -> Reader:
-            return watched(kind, model, bare)
+            reader = watched(kind, model, bare)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            return reader
 
         return step
 
