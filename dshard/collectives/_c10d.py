@@ -168,6 +168,11 @@ def take_timeout(group: ProcessGroup) -> None:
             c10d._set_pg_timeout(default, group)
 
 
+def is_known(group: ProcessGroup) -> bool:
+    """Whether a process group has not been destroyed."""
+    return group in dist.distributed_c10d._world.pg_group_ranks
+
+
 def group_named(name: str) -> ProcessGroup:
     """The group of this process that has a name."""
     resolve: Any = dist.distributed_c10d._resolve_process_group

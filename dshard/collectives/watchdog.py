@@ -596,7 +596,7 @@ def _stop_watching() -> None:
 
 def _watch() -> None:
     while not _State.stop.wait(_POLL_S if _State.knows_all else _FIRST_POLL_S):
-        with suppress(RuntimeError, ValueError, OSError):  # the store is gone, or the process group is
+        with suppress(RuntimeError, ValueError, OSError, KeyError):  # the store is gone, or the process group is
             _arrive()
             if dist.is_initialized() and (record := flight.record_of(dist.distributed_c10d._get_default_group())):
                 record.note_place(_own_place())
@@ -607,6 +607,9 @@ def _look() -> None:
     """Name who is missing if this rank has waited for long; answer where it is; see who died."""
     now, board = time.monotonic(), _State.board
     for key, known in list(_State.waits.items()):
+        if not _c10d.is_known(known.group):  # it was destroyed, and nobody comes any more
+            _State.waits.pop(key, None)
+            continue
         is_old = now - known.since_s >= _patience(known)  # asking any sooner may disturb a graph that is captured
         if known.is_over is not None and is_old and known.is_over():
             _State.waits.pop(key, None)

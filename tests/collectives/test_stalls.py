@@ -2,6 +2,7 @@
 
 import logging
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -76,3 +77,34 @@ def test_a_rank_without_a_sign_is_named_too(worlds: WorldPool):
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_that_work_alike_say_nothing_however_long_they_compute(worlds: WorldPool, num_ranks):
     assert worlds.run(num_ranks, stall, "goes on") == [[]] * num_ranks
+
+
+class NeverOver:
+    """The event of a device that never comes to it."""
+
+    def query(self) -> bool:
+        return False
+
+
+def outlives_a_group() -> tuple[bool, bool, list[str]]:
+    """Whether the thread that watches lives on, and forgets a wait, once the group that was waited for is destroyed."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=1))
+    step(dshard.fully_shard(nn.Linear(4, 4)))  # starts it
+    heard = Heard()
+    known, watchdog._State.after_s = watchdog._State.after_s, 0.2
+    watchdog.log.addHandler(heard)
+    name = group.group_name
+    try:
+        watchdog.watch_event("the reduction of 'lost'", group, NeverOver())
+        dist.destroy_process_group(group)
+        time.sleep(3.0)
+        thread = watchdog._State.thread
+        return thread is not None and thread.is_alive(), name in watchdog._State.waits, heard.texts
+    finally:
+        watchdog.log.removeHandler(heard)
+        watchdog._State.after_s = known
+        watchdog._State.waits.pop(name, None)
+
+
+def test_who_watches_lives_on_after_a_group_was_destroyed(worlds: WorldPool):
+    assert worlds.run(2, outlives_a_group) == [(True, False, [])] * 2
