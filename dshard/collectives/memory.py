@@ -272,7 +272,8 @@ class BufferPool:
         if buffer.is_held():
             return
         if memory.device.type != "cpu":
-            self._drain(buffer)
+            if memory.device.type != "meta":
+                self._drain(buffer)
             return
         self._kept.append(buffer)
         self.kept_bytes += memory.numel()
