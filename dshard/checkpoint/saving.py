@@ -1,9 +1,9 @@
 """Save a model and its optimizers: every rank writes its shards, and the folder is published as a whole.
 
-The ranks agree first on what is saved and where. Then every rank writes its shards into a hidden folder, and says in
+The ranks agree first on what is saved and where. Then every rank writes its shards into a hidden folder, and posts in
 the store of the process group what it has written; of that the first rank puts the manifest together, and the folder in
 its place. After each of these parts the ranks agree on how it went. Not so in an asynchronous save, whose parts run in
-a thread while training goes on: there the first rank waits for what the others say, and there is no collective.
+a thread while training goes on: there the first rank waits for what the others post, and there is no collective.
 
 [Note: what an asynchronous save copies] Shards change in an optimizer's step and nowhere else in a training, so there
 is a forward and a backward's time to copy them; a step that comes sooner waits. Who writes to a shard otherwise before
@@ -48,10 +48,10 @@ from dshard.errors import CheckpointError
 from dshard.optimizer.steps import before_steps
 
 _LOG = logging.getLogger("dshard")
-_TIMEOUT = timedelta(minutes=30)  # for what another rank says, where a backend does not say its own
+_TIMEOUT = timedelta(minutes=30)  # for what another rank posts, where the backend has no timeout
 _POLL_S = 0.02
 _LOOK_S = 1.0  # how often to look whether the ranks that are waited for live
-_PART_BYTES = 1 << 22  # of what a rank says: a store of torch that is set to more than 8 MiB at once breaks
+_PART_BYTES = 1 << 22  # of what a rank posts: a store of torch that is set to more than 8 MiB at once breaks
 _SLACK_BYTES = 1 << 16  # random states do not always take as many bytes
 _NICENESS = 10  # of the thread when it writes: training goes first
 _PENDING: "dict[str, PendingSave]" = {}  # by the name of the ranks' group
@@ -139,7 +139,7 @@ def save(
     return None
 
 
-Pieces = Callable[[], Sequence[Piece]]  # gives what a rank writes
+Pieces = Callable[[], Sequence[Piece]]  # returns what a rank writes
 
 
 def _snapshot_of(pieces: Pieces, group: ShardGroup) -> Pieces:
@@ -289,7 +289,7 @@ class Job:
         self._aliases, self._given, self._lineage = aliases, given, lineage
         self._timeout = timeout_of(group.process_group) or _TIMEOUT
         self._token = folder.name.split(".")[-2][:8]  # the part of all file names that differs between saves
-        # In which the ranks say what they have written; a save whose process group is gone holds on to it.
+        # In which the ranks post what they have written; a save whose process group is gone holds on to it.
         root = dist.distributed_c10d._get_default_store() if self.num_ranks > 1 else dist.HashStore()
         self.store = dist.PrefixStore(f"dshard save {folder.name}", root)
 
@@ -315,7 +315,7 @@ class Job:
                 self.draft.close()
 
     def run_alone(self, pieces: Pieces) -> None:
-        """Run all parts without a collective; the others hear of an error where they wait for this rank's files."""
+        """Run all parts without a collective; the others find an error where they wait for this rank's files."""
 
         def do(part: Callable[[], None]) -> None:
             try:
@@ -323,7 +323,7 @@ class Job:
             except Exception as error:
                 of_rank_0 = None
                 with suppress(RuntimeError):  # the store is gone
-                    self._say("error", f"{type(error).__name__}: {error}")
+                    self._post("error", f"{type(error).__name__}: {error}")
                     if self.draft is None and isinstance(error, OSError):  # rank 0 may have removed the folder
                         of_rank_0 = self._error_of(0)
                 if of_rank_0 is not None:
@@ -333,22 +333,22 @@ class Job:
         self.run(pieces, do)
 
     def write(self, pieces: Pieces) -> None:
-        """Write this rank's file, and say what is in it.
+        """Write this rank's file, and post what is in it.
 
         Raises:
             OSError: It cannot be written.
         """
         file = write_file(self.folder / self._name("shard", "safetensors"), pieces())
-        self._say("file", json.dumps(file.to_json()))
+        self._post("file", json.dumps(file.to_json()))
 
     def write_row(self) -> None:
-        """Write this rank's row of parity from the files of the other ranks, and say what it is.
+        """Write this rank's row of parity from the files of the other ranks, and post what it is.
 
         Raises:
             CheckpointError, OSError: A file is missing, or the row cannot be written.
         """
         members = group_around(self.rank, self.num_ranks)
-        files = [self._said(rank, "file") for rank in members]
+        files = [self._wait_for(rank, "file") for rank in members]
         with ExitStack() as stack:
             opened = [stack.enter_context(closing(open_regular(self.folder / file.name))) for file in files]
 
@@ -357,7 +357,7 @@ class Job:
 
             path = self.folder / self._name("parity", "bin")
             row = write_row(path, self.rank - members.start, [file.size for file in files], read_member)
-        self._say("row", json.dumps(row.to_json()))
+        self._post("row", json.dumps(row.to_json()))
 
     def publish(self) -> None:
         """On rank 0, write the manifest, publish the folder and remove older checkpoints.
@@ -367,8 +367,8 @@ class Job:
         """
         if self.draft is None:
             return
-        files = tuple(self._said(rank, "file") for rank in range(self.num_ranks))
-        rows = tuple(self._said(rank, "row") for rank in range(self.num_ranks) if self._given["parity"])
+        files = tuple(self._wait_for(rank, "file") for rank in range(self.num_ranks))
+        rows = tuple(self._wait_for(rank, "row") for rank in range(self.num_ranks) if self._given["parity"])
         facts = {
             "token": self._token,
             "run": self._lineage.run,
@@ -385,7 +385,7 @@ class Job:
             write_whole(self.folder / name, manifest.to_bytes())
         for rank in range(self.num_ranks):
             for kind in ("file", "row"):
-                for key in (*self._parts(rank, kind), f"{rank}/{kind}"):
+                for key in (*self._keys(rank, kind), f"{rank}/{kind}"):
                     self.store.delete_key(key)
         self.draft.publish(manifest)
         if self._given["keep"] is not None:
@@ -394,41 +394,41 @@ class Job:
     def _name(self, kind: str, suffix: str) -> str:
         return f"{kind}-{self.rank:05d}-of-{self.num_ranks:05d}.{self._token}.{suffix}"
 
-    def _say(self, kind: str, text: str) -> None:
-        """Say something to the other ranks, in parts; their number is there when all of them are."""
+    def _post(self, kind: str, text: str) -> None:
+        """Post a text for the other ranks, in parts; their number is there when all of them are."""
         content, key = zlib.compress(text.encode()), f"{self.rank}/{kind}"
         parts = [content[at : at + _PART_BYTES] for at in range(0, len(content), _PART_BYTES)]
         for i, part in enumerate(parts):
             self.store.set(f"{key}/{i}", part)  # type: ignore[arg-type]
         self.store.set(key, str(len(parts)))
 
-    def _parts(self, rank: int, kind: str) -> list[str]:
-        """Return the keys of what a rank has said; none if it has not yet."""
+    def _keys(self, rank: int, kind: str) -> list[str]:
+        """Return the keys of what a rank has posted; none if it has not yet."""
         key = f"{rank}/{kind}"
         return [f"{key}/{i}" for i in range(int(self.store.get(key)) if self.store.check([key]) else 0)]
 
-    def _heard(self, rank: int, kind: str) -> str | None:
-        """Return what a rank has said; None if it has not yet."""
-        keys = self._parts(rank, kind)
+    def _posted(self, rank: int, kind: str) -> str | None:
+        """Return what a rank has posted; None if it has not yet."""
+        keys = self._keys(rank, kind)
         return zlib.decompress(b"".join(map(self.store.get, keys))).decode() if keys else None
 
     def _error_of(self, rank: int) -> FollowingError | None:
-        """Return the error that a rank has said; None if it has said none."""
-        error = self._heard(rank, "error")
+        """Return the error that a rank has posted; None if it has posted none."""
+        error = self._posted(rank, "error")
         text = f"{self.folder}: rank {rank} could not write its shards: {(error or '').rstrip('.')}."
         return None if error is None else FollowingError(text)
 
-    def _said(self, rank: int, kind: str) -> StoredFile:
-        """Wait for a rank to say what it has written."""
+    def _wait_for(self, rank: int, kind: str) -> StoredFile:
+        """Wait until a rank has posted what it has written."""
         start = look = time.monotonic()
-        while (text := self._heard(rank, kind)) is None:
+        while (text := self._posted(rank, kind)) is None:
             if (error := self._error_of(rank)) is not None:
                 raise error
             now = time.monotonic()
             if now > look + _LOOK_S:
                 look = now
                 dead = found_dead(range(collectives.world_size())) if collectives.is_initialized() else None
-                if dead is not None and self._heard(rank, kind) is None:
+                if dead is not None and self._posted(rank, kind) is None:
                     raise CheckpointError(f"{self.folder}: all ranks must write their shards, but {dead.text}.")
             if now > start + self._timeout.total_seconds():
                 raise CheckpointError(

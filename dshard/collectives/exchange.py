@@ -1,7 +1,7 @@
 """Collectives on gloo: messages straight from rank to rank, behind a header, or through memory within a host.
 
-What is said, and what follows from it, is the same either way (`divergence.py`). `DSHARD_TRANSPORT=messages` has ranks
-of one host exchange messages all the same.
+Headers, and what ranks conclude from them, are the same either way (`divergence.py`). `DSHARD_TRANSPORT=messages` has
+ranks of one host exchange messages all the same.
 """
 
 import contextlib
@@ -87,14 +87,14 @@ class ByMessages:
         assert group is not None, "a process group is gone whose collectives go on"
         return group
 
-    def say(self, header: bytes, peer: int, values: Sent) -> tuple[Tensor, Work]:
-        """Start to send a header, and few values; gives the message, whose memory must stay, and its work."""
+    def send(self, header: bytes, peer: int, values: Sent) -> tuple[Tensor, Work]:
+        """Start to send a header, and few values; return the message, whose memory must stay, and its work."""
         ahead = header + _SIZES.pack(values.channel, values.num_bytes)
         message = torch.frombuffer(bytearray(ahead) + values.inline, dtype=torch.uint8)
         return message, _c10d.send(message, peer, _c10d.HEADERS, self._alive())
 
-    def listen(self, peer: int) -> _Message:
-        """Be ready for the next header of a peer."""
+    def receive(self, peer: int) -> _Message:
+        """Start to receive the next header of a peer."""
         return _Message(peer, self.inline_bytes, self._alive())
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class ByMessages:
         for peer in range(self._alive().size()):
             if peer != self._alive().rank():
                 with contextlib.suppress(RuntimeError):  # of a peer that is gone
-                    self._last.append(self.say(_LAST, peer, Sent()))
+                    self._last.append(self.send(_LAST, peer, Sent()))
 
     def collect(self) -> None:
         """Nothing is kept."""
@@ -161,35 +161,35 @@ class Channel:
         watch_channels(channels)
 
     def start(self, started: "Exchange") -> None:
-        """Say a header to the peers, and be ready for theirs.
+        """Send a header to the peers, and start to receive theirs.
 
         Raises:
-            RuntimeError: As gloo does where a peer is gone; or this rank was told to `close`.
+            RuntimeError: As gloo does where a peer is gone; or this rank has called `close`.
         """
         if self._is_closed:
             raise RuntimeError("connection closed: this rank has lost a peer, here or in another process group")
         self._waiting.append(started)
         for peer, link in started.links.items():
-            link.coming = self.transport.listen(peer)
-            link.said = self.transport.say(started.own, peer, link.values)
+            link.awaited = self.transport.receive(peer)
+            link.sent = self.transport.send(started.own, peer, link.values)
 
-    def hear(self, wanted: "Exchange") -> None:
+    def await_headers(self, wanted: "Exchange") -> None:
         """Wait for the headers of a collective, and of those before it, until one is found at which ranks differ.
 
         Peers that were at something else there may never come to this one.
         """
         group = self._process_group()
         assert group is not None, "a process group is gone whose collectives go on"
-        while not wanted.is_heard and self.differing is None:
+        while not wanted.has_headers and self.differing is None:
             first = self._waiting[0]
             for peer, link in first.links.items():
-                if link.coming is not None:  # else it was heard ahead of an error
+                if link.awaited is not None:  # else it came ahead of an error
                     began_s = time.perf_counter()
-                    heard, offer = link.coming.wait(group)
-                    first.note_header(link, heard, offer)
+                    theirs, offer = link.awaited.wait(group)
+                    first.note_header(link, theirs, offer)
                     waited_for_peer(group, peer, time.perf_counter() - began_s)
             self._waiting.popleft()
-            first.note_heard()
+            first.note_all_headers()
 
     def close(self) -> None:
         """Let peers know that this rank, which has lost one of them, comes to no collective any more; once."""
@@ -231,17 +231,17 @@ def transport_of(group: ShardGroup) -> Transport:
 class _Link:
     """What one collective exchanges with one peer."""
 
-    __slots__ = ("coming", "header", "inward", "offer", "outward", "places", "said", "values", "word", "works")
+    __slots__ = ("awaited", "header", "inward", "offer", "outward", "places", "sent", "values", "word", "works")
 
     def __init__(self) -> None:
         self.outward: list[Tensor] = []  # to be sent in messages of their own
         self.inward: list[Tensor] = []  # to be filled
         self.places: list[Tensor] = []  # where that lies in memory laid out as the peer's
         self.values = Sent()  # that go with the header
-        self.said: tuple[Tensor, Work] | None = None  # by messages: the header that was sent
+        self.sent: tuple[Tensor, Work] | None = None  # by messages: the header that was sent
         self.works: list[Work] = []  # messages behind it
-        self.coming: InRing | _Message | None = None  # the peer's header, while it is awaited
-        self.header = b""  # the peer's, once it was heard
+        self.awaited: InRing | _Message | None = None  # the peer's header, while it is awaited
+        self.header = b""  # the peer's, once it is here
         self.offer: Offer | None = None  # the peer's values, until they were read
         self.word = 0  # that the peer sent beside its header
 
@@ -286,7 +286,7 @@ class Exchange:
         self.links = {peer: _Link() for peer in group.peers}
         self._reads_rows = False  # where they are
         self._rows: tuple[Buffer, BufferPool] | None = None  # that come as messages
-        self._is_ended = self.is_heard = False
+        self._is_ended = self.has_headers = False
         self._channel = self._try(lambda: channel_of(group))
         self._transport = transport = self._channel.transport
         self._readers = Readers(transport.collect, transport.is_awaited)
@@ -302,7 +302,7 @@ class Exchange:
 
     def __del__(self) -> None:
         """What both sides are ready for must arrive; the channel keeps this until that is known."""
-        if self.is_heard and self._transport.arena is None and not sys.is_finalizing():
+        if self.has_headers and self._transport.arena is None and not sys.is_finalizing():
             with contextlib.suppress(RuntimeError), _disable_current_modes():
                 self._end(takes=False)
         self.end_reading()
@@ -340,8 +340,8 @@ class Exchange:
         like, num_peers = places[self._group.rank], len(self.links)
         buffer = pool.take(num_peers * like.nbytes, torch.device("cpu"))
         self._rows = buffer, pool
-        coming = buffer.memory.view(like.dtype).view(num_peers, like.numel())
-        for peer, row in zip(self.links, coming, strict=True):
+        incoming = buffer.memory.view(like.dtype).view(num_peers, like.numel())
+        for peer, row in zip(self.links, incoming, strict=True):
             self.swap(row, rows[peer], peer)
 
     def received(self, peer: int) -> Tensor:
@@ -409,17 +409,17 @@ class Exchange:
                 raise
             raise failure(f"{self._kind.text} '{self._label}'", error, self._group.process_group) from error
 
-    def note_header(self, link: _Link, heard: bytes, offer: Offer | None) -> None:
+    def note_header(self, link: _Link, theirs: bytes, offer: Offer | None) -> None:
         """The header of a peer is here."""
-        link.coming, link.header = None, heard
+        link.awaited, link.header = None, theirs
         if offer is not None and self._is_with(link):
             link.offer = offer
         elif offer is not None:
             offer.release()
 
-    def note_heard(self) -> None:
-        """All peers were heard: values of those that are at something else are not waited for."""
-        self.is_heard = True
+    def note_all_headers(self) -> None:
+        """The headers of all peers are here: values of those that are at something else are not waited for."""
+        self.has_headers = True
         if not self._is_together:
             self._channel.is_apart, self._channel.differing = True, self
             with contextlib.suppress(RuntimeError):
@@ -432,7 +432,7 @@ class Exchange:
         Raises:
             DivergenceError: A rank is at something else, here or at a collective before this one.
         """
-        self._channel.hear(self)
+        self._channel.await_headers(self)
         differing, self._channel.differing = self._channel.differing, None
         if differing is not None:
             differing.explain()
@@ -449,12 +449,12 @@ class Exchange:
         raise AssertionError("ranks are apart whose headers are equal")
 
     def leave(self) -> bool:
-        """Wait for all messages, of what nobody may want any more; gives whether all of them came.
+        """Wait for all messages, of what nobody may want any more; return whether all of them came.
 
         Once ranks were found to be at different things, peers may never come to this.
         """
         if not self._channel.is_apart:
-            self._channel.hear(self)
+            self._channel.await_headers(self)
         if self._channel.is_apart:
             return False
         self._end()
@@ -465,9 +465,9 @@ class Exchange:
         return all(self._is_with(link) for link in self.links.values() if link.header)
 
     def _is_with(self, link: _Link) -> bool:
-        """Whether a peer that was heard means the same, and is ready for the messages."""
-        heard = link.header
-        return heard == self.own or (self._takes_any_writes and without_writes(heard) == without_writes(self.own))
+        """Whether a peer, whose header is here, means the same, and is ready for the messages."""
+        theirs = link.header
+        return theirs == self.own or (self._takes_any_writes and without_writes(theirs) == without_writes(self.own))
 
     @property
     def writes_differ(self) -> bool:
@@ -490,11 +490,11 @@ class Exchange:
         self._is_ended = True
         limit = _c10d.limit_of(self._group.process_group) if self._transport.arena is None else ()
         for link in self.links.values():
-            if link.said is not None:
-                link.said[1].wait(*limit)  # each peer was ready for it ahead of its own
+            if link.sent is not None:
+                link.sent[1].wait(*limit)  # each peer was ready for it ahead of its own
         errors: list[DivergenceError] = []
         for peer, link in self.links.items():
-            works, link.said, link.works, link.outward = link.works, None, [], []
+            works, link.sent, link.works, link.outward = link.works, None, [], []
             if not self._is_with(link):
                 continue
             try:

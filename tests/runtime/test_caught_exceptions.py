@@ -185,13 +185,13 @@ def headers_sent() -> tuple[int, int]:
     model = sharded(Case(("full",) * DEPTH))
     transport: Any = transport_of(next(model.parameters()).shard_group)
     sent: list[int] = []
-    plain_say = transport.say
+    plain_send = transport.send
 
-    def say(header: bytes, peer: int, values: Any = None) -> Any:
+    def send(header: bytes, peer: int, values: Any = None) -> Any:
         sent.append(peer)
-        return plain_say(header, peer, values)
+        return plain_send(header, peer, values)
 
-    transport.say = say
+    transport.send = send
     try:
         with dshard.CommTrace() as trace:
             for step in range(3):
@@ -199,7 +199,7 @@ def headers_sent() -> tuple[int, int]:
                 dshard.clip_grad_norm_(model.parameters(), 1.0)
                 model.zero_grad()
     finally:
-        transport.say = plain_say
+        transport.send = plain_send
     return len(sent), trace.calls()
 
 

@@ -87,14 +87,14 @@ RING_BYTES = _START + _NUM_RECORDS * _RECORD_BYTES
 
 
 class Offer:
-    """Values of a peer that lie in its memory, until this rank says that it has read them; or in a message.
+    """Values of a peer that lie in its memory, until this rank marks them as read; or in a message.
 
     Args:
         read: Gives the bytes, uint8; to be read, and not to be kept.
-        offset: Where they lie in shared memory; where there are none, a number that the peer tells beside its header.
+        offset: Where they lie in shared memory; where there are none, a number that the peer sends beside its header.
         num_bytes: How many.
         channel: Tells messages apart.
-        done: The byte in which to say so; none where there are no values.
+        done: The byte that marks them as read; None where there are no values.
     """
 
     __slots__ = ("_done", "_pid", "channel", "num_bytes", "offset", "read")
@@ -232,7 +232,7 @@ class OutRing(Ring):
         return bool(self._unread)
 
     def close(self) -> None:
-        """Nothing more will be said; what was is kept until the peer has read it, or will not."""
+        """Send nothing more; what was sent is kept until the peer has read it, or will not."""
         self._view[_CLOSED] = 1
         self._publish()
 
@@ -278,7 +278,7 @@ class InRing(Ring):
         """Wait for the next record, at most as long as a process group does: a header, and where values lie.
 
         Raises:
-            RuntimeError: The peer has ended or closed its end, or did not say anything in time.
+            RuntimeError: The peer has ended or closed its end, or sent nothing in time.
         """
         limit_s = began_s = None
         while True:
@@ -311,7 +311,7 @@ class InRing(Ring):
         self._view[_ABANDONED] = 1
 
     def why_ended(self) -> str:
-        """Why the other end says no more than it has said; empty while it may."""
+        """Why the other end sends nothing more; empty while it may."""
         is_closed, has_ended = self._view[_CLOSED], self.peer.has_ended()
         if not (is_closed or has_ended):
             return ""
@@ -350,7 +350,7 @@ def _timed_out(limit_s: float, what: str) -> RuntimeError:
 
 
 class ThroughMemory:
-    """Headers are records in shared memory, and say where values lie.
+    """Sends and receives headers as records in shared memory, which have the places of values.
 
     Args:
         group: The process group.
@@ -365,11 +365,11 @@ class ThroughMemory:
         self._limit_s = limit_s_of(group)
         weakref.finalize(group, _close, own_pid(), list(rings.values())).atexit = False
 
-    def say(self, header: bytes, peer: int, values: Sent) -> None:
+    def send(self, header: bytes, peer: int, values: Sent) -> None:
         """Write a header for a peer."""
         self._rings[peer][0].write(header, values, limit_s=self._limit_s)
 
-    def listen(self, peer: int) -> InRing:
+    def receive(self, peer: int) -> InRing:
         """Where the next header of a peer comes."""
         return self._rings[peer][1]
 
@@ -392,7 +392,7 @@ class ThroughMemory:
         return self._rings[peer][1].why_ended()
 
 
-_GONE: list[OutRing] = []  # whose peers may still read what was said
+_GONE: list[OutRing] = []  # whose peers may still read what was sent
 
 
 def _close(pid: int, rings: Sequence[tuple[OutRing, InRing]]) -> None:
@@ -429,11 +429,11 @@ def connect(group: ProcessGroup, device_type: str, *, level: int) -> ThroughMemo
             arena, address = own, own.file_address
         except (OSError, ValueError, MemoryError) as error:
             why = f"shared memory cannot be made ({error})"
-    heard = _swap(group, [*address, offset], _HELLO)
+    received = _swap(group, [*address, offset], _HELLO)
     rings: dict[int, tuple[OutRing, InRing]] = {}
     if arena is not None:
         try:
-            for peer, (*their_address, their_offset) in heard.items():
+            for peer, (*their_address, their_offset) in received.items():
                 theirs = map_others(tuple(their_address)) if tuple(their_address) != address else arena
                 process = Peer(their_address[0])
                 to_peer = OutRing(arena, (memory, offset + peer * RING_BYTES), process)
@@ -451,9 +451,9 @@ def connect(group: ProcessGroup, device_type: str, *, level: int) -> ThroughMemo
 def _swap(group: ProcessGroup, numbers: Sequence[int], tag: int) -> dict[int, list[int]]:
     """Send every peer a few numbers, and get theirs."""
     own = torch.tensor(numbers, device="cpu")
-    heard = {peer: torch.empty_like(own) for peer in range(group.size()) if peer != group.rank()}
-    works = [_c10d.receive(row, peer, tag, group) for peer, row in heard.items()]
-    works += [_c10d.send(own, peer, tag, group) for peer in heard]
+    received = {peer: torch.empty_like(own) for peer in range(group.size()) if peer != group.rank()}
+    works = [_c10d.receive(row, peer, tag, group) for peer, row in received.items()]
+    works += [_c10d.send(own, peer, tag, group) for peer in received]
     for work in works:
         work.wait(*_c10d.limit_of(group))
-    return {peer: row.tolist() for peer, row in heard.items()}
+    return {peer: row.tolist() for peer, row in received.items()}
