@@ -1,4 +1,4 @@
-"""What runs an operation: its handler in the table, once per device, beside DTensors, ahead of other classes."""
+"""What runs an operation: its handler in the table, once per device, beside DTensors, in graphs of torch.compile."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,11 +9,17 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
+from dshard.compiling import is_between_graphs, outside_of_graphs
+from dshard.errors import UnsupportedOpError
 from dshard.tensor import shardwise, writes
+from dshard.tensor.operands import in_graph
 from dshard.tensor.sharded_tensor import SHARDED, VIEWS, OffloadedShardedTensor, ShardedTensor
-from dshard.tensor.storage import ShardStorage, is_stepping, tensors_in
+from dshard.tensor.storage import ShardStorage, flat, tensors_in
 from dshard.tensor.table import Args, Handler, Kwargs, OpClass, classify, mutated_arguments
+from dshard.tensor.traced import OfView, is_traced
 from dshard.tensor.views import ViewStep, view_metas
 
 
@@ -102,17 +108,6 @@ def once_per_home(handler: Handler) -> Handler:
     return run
 
 
-def apart(handler: Handler) -> Handler:
-    """The short way of an optimizer's step, which is not for lists of several devices."""
-
-    def run(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        if OffloadedShardedTensor.num_made and len(set(_homes(args))) > 1:
-            return NotImplemented
-        return handler(func, args, kwargs)
-
-    return run
-
-
 _Run = Callable[[OpOverload, Args, Kwargs], Any]
 
 
@@ -140,12 +135,12 @@ def run_beside_dtensors(run: _Run, func: OpOverload, args: Args, kwargs: Kwargs)
                     taken[id(value)], originals[id(alike)] = alike, value
     if not taken and not any(value.device_mesh == other.device_mesh for value in _dtensors(args) for other in sharded):
         return run(func, args, kwargs)  # of tensor parallelism
-    new_args = tuple(_replaced(value, taken) for value in args)
-    new_kwargs = {name: _replaced(value, taken) for name, value in kwargs.items()}
+    new_args, new_kwargs = _replaced((args, kwargs), taken)
     written = [new_args[i] if isinstance(i, int) else new_kwargs.get(i) for i in mutated_arguments(func)]
     if any(True for _ in _dtensors(written)):
         as_dtensors = {id(value): _as_dtensor(value) for value in sharded}
-        result = func(*_replaced(args, as_dtensors), **_replaced(kwargs, as_dtensors))
+        args, kwargs = _replaced((args, kwargs), as_dtensors)
+        result = func(*args, **kwargs)
         for value in tensors_in(written):
             if isinstance(value, ShardedTensor):
                 value.shard_storage.note_write()
@@ -157,12 +152,10 @@ def run_beside_dtensors(run: _Run, func: OpOverload, args: Args, kwargs: Kwargs)
 def _together(values: Args) -> Iterator[tuple[Any, ...]]:
     """The operands that meet: all that are no lists, and the items of lists at each place."""
     yield tuple(value for value in values if isinstance(value, Tensor))
-    lists = [value for value in values if isinstance(value, (list, tuple)) and any(map(_is_tensor, value))]
+    lists = [
+        value for value in values if isinstance(value, (list, tuple)) and any(isinstance(x, Tensor) for x in value)
+    ]
     yield from zip(*lists, strict=True) if len(set(map(len, lists))) == 1 else ()
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _taken_as(value: DTensor, sharded: list[ShardedTensor]) -> ShardedTensor | None:
@@ -174,7 +167,8 @@ def _taken_as(value: DTensor, sharded: list[ShardedTensor]) -> ShardedTensor | N
             continue
         if local.shape == other.shard_storage.resolve().shape:
             storage = ShardStorage(local, other.shard_layout, is_shared=True)
-            return other.like(storage, dtype=value.dtype)
+            taken = other.like(storage, dtype=value.dtype)
+            return in_graph(taken, other, is_given=True)
     return None
 
 
@@ -196,13 +190,7 @@ def _dtensors(value: Any) -> Iterator[DTensor]:
 
 
 def _replaced(value: Any, others: dict[int, Any]) -> Any:
-    if isinstance(value, Tensor):
-        return others.get(id(value), value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_replaced(each, others) for each in value)
-    if isinstance(value, dict):
-        return {name: _replaced(each, others) for name, each in value.items()}
-    return value
+    return tree_map_only(Tensor, lambda tensor: others.get(id(tensor), tensor), value)
 
 
 aten = torch.ops.aten
@@ -282,8 +270,8 @@ def _frozen(value: Any) -> Any:
 _HANDLERS: dict[OpClass, Handler] = {
     OpClass.VIEW: _view,
     OpClass.ALIAS: _alias,
-    OpClass.CAST: shardwise.cast,
-    OpClass.CLONE: shardwise.clone,
+    OpClass.CAST: shardwise.copied,
+    OpClass.CLONE: shardwise.copied,
     OpClass.POINTWISE: shardwise.pointwise,
     OpClass.POINTWISE_INPLACE: writes.pointwise_inplace,
     OpClass.FOREACH: once_per_home(shardwise.foreach),
@@ -305,22 +293,14 @@ _HANDLERS: dict[OpClass, Handler] = {
 
 
 _SAME_MEMORY = (OpClass.VIEW, OpClass.ALIAS)
-_STEP_HANDLERS: dict[OpClass, Handler] = {
-    OpClass.POINTWISE: writes.step_pointwise,
-    OpClass.POINTWISE_INPLACE: writes.step_pointwise_inplace,
-    OpClass.FOREACH_INPLACE: apart(writes.step_foreach_inplace),
-}
-
-
-_Rule = tuple[Handler, Handler | None, bool, OpOverload]
+_Rule = tuple[Handler, bool, OpOverload]
 _RULES: dict[int, _Rule] = {}  # by identity, for the hash of an OpOverload is Python code; each keeps its own alive
 
 
 def _rule_of(func: OpOverload) -> _Rule:
-    """How `func` runs, how it runs within an optimizer's step, and whether its result shares memory."""
+    """How `func` runs, and whether its result shares memory."""
     op_class = classify(func)
-    rule = _HANDLERS[op_class], _STEP_HANDLERS.get(op_class), op_class in _SAME_MEMORY, func
-    return _RULES.setdefault(id(func), rule)
+    return _RULES.setdefault(id(func), (_HANDLERS[op_class], op_class in _SAME_MEMORY, func))
 
 
 def dispatch(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -328,12 +308,80 @@ def dispatch(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if _Lazy.is_made and _excludes(_KEYS[0]):
         with _KeyGuard(_KEYS[0], False), _KeyGuard(_KEYS[1], False):  # noqa: FBT003 -- else they are taken as they lie
             return dispatch(func, args, kwargs)
-    handler, step_handler, shares_memory, _ = _RULES.get(id(func)) or _rule_of(func)
-    if step_handler is not None and is_stepping():
-        result = step_handler(func, args, kwargs)
-        if result is not NotImplemented:
-            return result
+    handler, shares_memory, _ = _RULES.get(id(func)) or _rule_of(func)
     if shares_memory and torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False), torch.no_grad():  # it shares the version counter of a normal tensor
             return handler(func, args, kwargs)
     return handler(func, args, kwargs)
+
+
+_ON_SHARDS = frozenset(  # what runs by the same rules as outside of a graph; all else takes full values
+    {
+        OpClass.POINTWISE,
+        OpClass.POINTWISE_INPLACE,
+        OpClass.FOREACH,
+        OpClass.FOREACH_INPLACE,
+        OpClass.FACTORY,
+        OpClass.CLONE,
+        OpClass.CAST,
+    }
+)
+
+
+def _has_traced(values: Any) -> bool:
+    for value in values:
+        if type(value) in SHARDED:
+            if is_traced(value):
+                return True
+        elif isinstance(value, (list, tuple)) and _has_traced(value):
+            return True
+    return False
+
+
+def dispatch_in_graphs(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """In a process that has compiled: by the rules of a graph, if one is being traced, else as ever."""
+    if _has_traced(args) or (kwargs and _has_traced(kwargs.values())):
+        return _dispatch_traced(func, args, kwargs)
+    return _dispatch_apart(func, args, kwargs) if is_between_graphs() else dispatch(func, args, kwargs)
+
+
+_dispatch_apart = outside_of_graphs(dispatch)
+
+
+def _dispatch_traced(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Run an operation by its class, as outside of a graph.
+
+    Views are remembered, so that backward saves shards; elementwise operations that autograd does not record run on
+    shards, and write to them; all else takes full values.
+    """
+    op_class, mutated = classify(func), mutated_arguments(func)
+    if op_class is OpClass.ALIAS:
+        return args[0].alias()
+    if op_class is OpClass.VIEW and type(args[0]) in SHARDED:
+        return _view_in_graph(args[0], func, args[1:], kwargs)
+    if op_class is OpClass.REFUSED or _has_traced([kwargs.get(i) for i in mutated if isinstance(i, str)]):
+        raise _refused(func, args, kwargs)
+    if op_class in _ON_SHARDS:
+        return _HANDLERS[op_class](func, args, kwargs)
+    if _has_traced([args[i] for i in mutated if isinstance(i, int) and i < len(args)]):
+        if mutated != (0,) or not isinstance(args[0], ShardedTensor):
+            raise _refused(func, args, kwargs)
+        return writes.write(func, args, kwargs)
+    return shardwise.compute_plain(func, args, kwargs)
+
+
+def _refused(func: OpOverload, args: Args, kwargs: Kwargs) -> UnsupportedOpError:
+    named = next(a for a in flat((*args, *kwargs.values())) if type(a) in SHARDED)
+    return UnsupportedOpError(
+        f"torch.compile: a compiled graph cannot run {func} on a sharded tensor (shape {tuple(named.shape)}). Call it "
+        "outside of the compiled function."
+    )
+
+
+def _view_in_graph(source: ShardedTensor, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    with _disable_current_modes():
+        known = described(source, source.storage_dtype, ViewStep(func, args, kwargs), OfView())
+    if not isinstance(known, list):
+        steps, spec = known
+        return source.lazy_view(steps, spec, ())
+    return [source.lazy_view(steps, spec, ()) for steps, spec in known]

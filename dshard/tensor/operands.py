@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 from dshard.compiling import is_between_graphs
 from dshard.tensor.meshes import full_shape, part_of
-from dshard.tensor.sharded_tensor import ShardedTensor
-from dshard.tensor.storage import is_stepping, tensors_in
-from dshard.tensor.table import Args, Kwargs, mutated_arguments
+from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
+from dshard.tensor.storage import flat, is_stepping, tensors_in
+from dshard.tensor.traced import TracedSource, is_traced
 from dshard.tensor.views import bytes_of
 
 
@@ -91,7 +91,7 @@ class FullResult(Tensor):
             return result
         tensors = list(tensors_in((args, list((kwargs or {}).values()))))
         if not all(isinstance(each, FullResult) for each in tensors):
-            return _plain(result)
+            return mapped(result, _plain)
         kind = AgreedTensor if all(isinstance(each, AgreedTensor) for each in tensors) else FullResult
         return answering(result, kind, tensors[0].device_mesh) if tensors else result
 
@@ -100,23 +100,24 @@ class AgreedTensor(FullResult):
     """One that is equal on all ranks: of sharded tensors alone, by operations without a number of this rank's own."""
 
 
-def answering(result: Any, kind: type[FullResult], mesh: DeviceMesh) -> Any:
-    """The tensors in a result as tensors of a kind."""
-    if is_between_graphs():
-        return _plain(result)
+def mapped(result: Any, change: Callable[[Tensor], Any]) -> Any:
+    """A result of an operation with every tensor in it replaced by `change` of it."""
     if isinstance(result, Tensor):
-        return kind.of(result.as_subclass(Tensor) if isinstance(result, FullResult) else result, mesh)
+        return change(result)
     if type(result) in (list, tuple):
-        return type(result)(answering(each, kind, mesh) for each in result)
+        return type(result)([mapped(each, change) for each in result])
     return result
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, FullResult):
-        return value.as_subclass(Tensor)
-    if type(value) in (list, tuple):
-        return type(value)(_plain(each) for each in value)
-    return value
+def answering(result: Any, kind: type[FullResult], mesh: DeviceMesh) -> Any:
+    """The tensors in a result as tensors of a kind."""
+    if is_between_graphs():
+        return mapped(result, _plain)
+    return mapped(result, lambda value: kind.of(_plain(value), mesh))
+
+
+def _plain(value: Tensor) -> Tensor:
+    return value.as_subclass(Tensor) if isinstance(value, FullResult) else value
 
 
 _SMALL = 1024  # elements of an operand of a write that ranks compare
@@ -155,37 +156,73 @@ def is_recorded(*tensors: Any) -> bool:
 
 def lies_like(tensor: ShardedTensor, other: ShardedTensor) -> bool:
     """Whether two tensors are cut the same way over the same ranks, and neither is a view."""
-    return (
-        tensor._view is None
-        and other._view is None
-        and tensor.shard_layout == other.shard_layout
-        and tensor.shard_group.process_group is other.shard_group.process_group
-    )
+    if tensor._view is not None or other._view is not None:
+        return False
+    layout, wanted = tensor.shard_storage.layout, other.shard_storage.layout
+    if layout is not wanted and layout != wanted:
+        return False
+    group, among = tensor.shard_group, other.shard_group
+    return group is among or group.process_group is among.process_group
 
 
-def common_layout(values: Sequence[Any], *, has_numbers: bool = False) -> ShardedTensor | None:
+def common_layout(values: Sequence[Any]) -> ShardedTensor | None:
     """A tensor whose layout all of `values` share, if an elementwise operation on the shards is right; else None.
 
-    Plain tensors hold this rank's own data, so their presence means no; but the 0-d ones of an optimizer's step, and of
-    a graph (`has_numbers`), are scalars that all ranks share: a step count or learning rate, most often.
+    It is not where autograd records the operation, or where a parameter means its value in another dtype. Plain tensors
+    hold this rank's own data, so their presence means no; but the 0-d ones of an optimizer's step, and of a graph, are
+    scalars that all ranks share: a step count or learning rate, most often.
     """
+    if is_recorded(*values):
+        return None
     found: ShardedTensor | None = None
+    has_numbers = False
     for value in values:
         if isinstance(value, ShardedTensor):
             if value._view is not None or (found is not None and not lies_like(value, found)):
                 return None
             found = found if found is not None else value
-        elif isinstance(value, Tensor) and (value.dim() > 0 or not (has_numbers or is_stepping())):
-            return None
-    return found
+        elif isinstance(value, Tensor):
+            if value.dim():
+                return None
+            has_numbers = True
+    if found is None or (has_numbers and not is_traced(found) and not is_stepping()):
+        return None
+    return None if found.has_compute_dtype and found.compute_dtype() is not None else found
 
 
-def takes_own_data(target: ShardedTensor, operands: Sequence[Any]) -> bool:
-    """Whether a write puts data of this rank alone into a temporary, which then has to be whole."""
-    base = target.base
-    if base.shard_storage.is_shared or base.shard_layout.dim is None or is_stepping():
-        return False
-    return is_recorded(target, *operands) or any(_has_plain(v) for v in operands)
+def in_graph(made: ShardedTensor, source: ShardedTensor, *, is_given: bool = False) -> ShardedTensor:
+    """A tensor made of another one, which is gathered in the graph if that is.
+
+    Args:
+        made: The same layout as `source`.
+        source: The other one.
+        is_given: Whether the graph takes its memory, rather than makes it.
+    """
+    if is_traced(source):
+        made.gather_source, made.gather_slot = TracedSource(made, is_given=is_given), 0
+    return made
+
+
+def writable(target: ShardedTensor) -> Tensor:
+    """This rank's shard, to be written to now; ask last, for operands may have to be gathered."""
+    source = target.gather_source
+    return source.writable() if isinstance(source, TracedSource) else target.shard_storage.writable()
+
+
+def note_write(target: ShardedTensor) -> None:
+    """Count a write to a shard; a graph was told of it by `writable`."""
+    if not is_traced(target):
+        target.shard_storage.note_write()
+
+
+def note_writes(targets: Sequence[ShardedTensor]) -> None:
+    """Count writes to the shards of a list, and to the tensors: autograd does not count writes to lists."""
+    if is_stepping():
+        increment_version([target.shard_storage.resolve() for target in targets])
+    else:
+        for target in targets:
+            note_write(target)
+    increment_version(targets)
 
 
 def fingerprint(value: Any) -> int:
@@ -199,12 +236,6 @@ def fingerprint(value: Any) -> int:
     return zlib.crc32(bytes(bytes_of(value).tolist()))
 
 
-def _has_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(_has_plain(v) for v in value)
-    return isinstance(value, Tensor) and not isinstance(value, (ShardedTensor, AgreedTensor))
-
-
 def numbers_in(values: Sequence[Any]) -> tuple[Any, ...]:
     """Numbers that an operation was given outside of an optimizer's step, and the tags of its sharded operands.
 
@@ -212,9 +243,11 @@ def numbers_in(values: Sequence[Any]) -> tuple[Any, ...]:
     """
     if is_stepping():
         return ()
-    flat = [x for v in values for x in (v if isinstance(v, (list, tuple)) else (v,))]
-    numbers = tuple(v for v in flat if type(v) in (int, float, complex)) + tuple(filter(None, map(fingerprint, flat)))
-    tags = tuple(v.shard_storage.tag for v in flat if isinstance(v, ShardedTensor) and v.shard_storage.tag)
+    items = list(flat(values))
+    if any(type(v) in SHARDED and is_traced(v) for v in items):
+        return ()
+    numbers = tuple(v for v in items if type(v) in (int, float, complex)) + tuple(filter(None, map(fingerprint, items)))
+    tags = tuple(v.shard_storage.tag for v in items if isinstance(v, ShardedTensor) and v.shard_storage.tag)
     return (*numbers, *tags)
 
 
@@ -239,31 +272,7 @@ def cut_to(value: Any, target: ShardedTensor) -> Any:
     return part_of(value.expand(full_shape(layout)), layout, target.shard_group.rank)
 
 
-def prepare_writes(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
-    """Have nobody read where an operation over lists is about to write."""
-    for place in mutated_arguments(func):
-        written = kwargs.get(place, ()) if isinstance(place, str) else args[place] if place < len(args) else ()
-        for target in written:
-            if isinstance(target, ShardedTensor):
-                target.shard_storage.writable()
-
-
 def beside(value: Any, target: Any) -> Any:
     """A scalar that meets the shard of `target`, which torch takes from another device only if that is the CPU."""
-    if (
-        isinstance(value, Tensor)
-        and value.dim() == 0
-        and value.device.type != "cpu"
-        and isinstance(target, ShardedTensor)
-    ):
-        return value.to(target.storage_device)
-    return value
-
-
-def unwrap_result(result: Any, wrap: Callable[[Tensor], Any]) -> Any:
-    """`result` with every tensor in it replaced by `wrap` of it."""
-    if isinstance(result, Tensor):
-        return wrap(result)
-    if isinstance(result, (list, tuple)):
-        return type(result)(unwrap_result(r, wrap) for r in result)
-    return result
+    is_scalar = isinstance(value, Tensor) and not value.dim() and value.device.type != "cpu"
+    return value.to(target.storage_device) if is_scalar and isinstance(target, ShardedTensor) else value

@@ -34,16 +34,18 @@ from dshard.tensor.operands import (
     answering,
     common_layout,
     cut_to,
+    in_graph,
     is_recorded,
     map_tensors,
+    mapped,
     materialize,
     numbers_in,
-    unwrap_result,
 )
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.storage import Use, flat, is_stepping
 from dshard.tensor.subclass_shards import exact_values
 from dshard.tensor.table import Args, Kwargs
+from dshard.tensor.traced import is_traced
 from dshard.tensor.views import empty_as
 
 PLAIN = (Tensor, int, float, bool, type(None))  # arguments with no ShardedTensor in them
@@ -160,39 +162,29 @@ def _answer(result: Any, operands: Sequence[Any]) -> Any:
 
 def compute_plain(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Run an operation on full values."""
-    use = Use(args)
-    try:
-        values = [a.operand(use) if type(a) in SHARDED else a if type(a) in PLAIN else _operand(a, use) for a in args]
-        values_by_name = {k: _operand(v, use) for k, v in kwargs.items()} if kwargs else kwargs
-    except _MeetsTPError:
-        values = None
-    if values is None or (TPShardLayout.num_made and meets_tp(args)):
+    if meets_tp((*args, *kwargs.values())):
         return tp_compute(func, args, kwargs)
-    return func(*values, **values_by_name)
-
-
-class _MeetsTPError(Exception):
-    """An operand is a DTensor, or is to be one."""
+    use = Use(args)
+    values = [a.operand(use) if type(a) in SHARDED else a if type(a) in PLAIN else _operand(a, use) for a in args]
+    return func(*values, **{name: _operand(value, use) for name, value in kwargs.items()})
 
 
 def _operand(value: Any, use: Use) -> Any:
     """Any operand's full value."""
     if type(value) is list and value and type(value[0]) is int:  # a shape
         return value
-    if meets_tp((value,)):
-        raise _MeetsTPError
     return map_tensors(value, lambda tensor: tensor.materialize(use))
 
 
 def pointwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """An elementwise operation: on shards where all operands lie alike and autograd does not record it."""
     values = (*args, *kwargs.values())
-    ref = None if is_recorded(*values) else common_layout(values)
-    if ref is None or (ref.has_compute_dtype and ref.compute_dtype() is not None):
+    ref = common_layout(values)
+    if ref is None:
         return compute(func, args, kwargs)
     local_kwargs = {k: cut_to(v, ref) for k, v in kwargs.items()}
     facts = numbers_in(values)
-    result = unwrap_result(func(*[cut_to(a, ref) for a in args], **local_kwargs), lambda out: _signed(ref, out, facts))
+    result = mapped(func(*[cut_to(a, ref) for a in args], **local_kwargs), lambda out: _signed(ref, out, facts))
     if func is aten.add.Tensor and all(type(a) in SHARDED and a.shard_storage.is_reduced for a in args):
         result.shard_storage.is_shared = result.shard_storage.is_reduced = True  # autograd adds up two uses of a weight
         stream = collectives.stream_on(ref.storage_device)
@@ -203,7 +195,7 @@ def pointwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 def _signed(ref: ShardedTensor, shard: Tensor, facts: tuple[Any, ...]) -> ShardedTensor:
     """A result on shards, with the numbers that it was computed with in its tag."""
-    out = ref.like(shard)
+    out = in_graph(ref.like(shard), ref)
     if facts:
         out.shard_storage.sign(*facts)
     return out
@@ -213,10 +205,7 @@ def foreach(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """An elementwise operation over lists: each index on shards or on full values, as `pointwise` would decide."""
     lists = [a for a in args if isinstance(a, (list, tuple)) and any(isinstance(x, Tensor) for x in a)]
     others = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-    refs = [
-        None if is_recorded(*items, *others) else common_layout((*items, *others)) for items in zip(*lists, strict=True)
-    ]
-    refs = [None if ref is None or ref.compute_dtype() is not None else ref for ref in refs]
+    refs = [common_layout((*items, *others)) for items in zip(*lists, strict=True)]
 
     def local(arg: Any) -> Any:
         if not any(arg is items for items in lists):
@@ -224,7 +213,7 @@ def foreach(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return [materialize(x) if r is None else cut_to(x, r) for x, r in zip(arg, refs, strict=True)]
 
     results = func(*[local(a) for a in args], **materialize(kwargs))
-    facts = numbers_in([x for a in (*args, *kwargs.values()) for x in (a if isinstance(a, (list, tuple)) else [a])])
+    facts = numbers_in((*args, *kwargs.values()))
     return [
         _answer(out, (*items, *others)) if ref is None else _signed(ref, out, facts)
         for out, ref, items in zip(results, refs, zip(*lists, strict=True), strict=True)
@@ -239,7 +228,7 @@ def factory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}  # the full tensor's strides stay its own
     if kwargs.get("dtype") is None:
         kwargs["dtype"] = source.dtype
-    out = source.like(func(source.shard_storage.resolve(), *args[1:], **kwargs))
+    out = in_graph(source.like(func(source.shard_storage.resolve(), *args[1:], **kwargs)), source)
     if source.gather_source is not None:
         out.swapped_source = (source.gather_source, source.gather_slot)
     return out
@@ -285,26 +274,16 @@ def layout_only(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return func(*map_tensors(args, empty_as), **kwargs)
 
 
-def cast(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """`to(...)`: this rank's shard converted at once; gathers go through the source while it is unchanged."""
-    source: ShardedTensor = args[0]
-    if source._view is not None or kwargs.get("memory_format") not in (None, torch.preserve_format):
-        return compute(func, args, kwargs)
-    if source.compute_dtype() not in (None, kwargs.get("dtype")):
-        return compute(func, args, kwargs)  # of a rounded value
-    shard = func(source.shard_storage.readable(), **kwargs)
-    out = source.derived(shard) if shard.device == source.storage_device else source.like(shard)
-    out.shard_storage.tag = source.shard_storage.tag
-    return out
-
-
-def clone(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """A sharded copy; of a view, a plain one."""
+def copied(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """`to(...)` and `clone()`: of this rank's shard at once; gathers go through the source while it is unchanged."""
     source: ShardedTensor = args[0]
     keeps_strides = kwargs.get("memory_format") in (None, torch.preserve_format)
-    if source._view is not None or not keeps_strides or source.compute_dtype() is not None:
+    is_rounded = source.compute_dtype() not in (None, kwargs.get("dtype"))
+    if source._view is not None or not keeps_strides or is_rounded:
         return compute(func, args, kwargs)
-    out = source.derived(source.shard_storage.readable().clone())
+    shard = func(source.shard_storage.readable(), **kwargs)
+    is_derived = shard.device == source.storage_device and not is_traced(source)
+    out = source.derived(shard) if is_derived else in_graph(source.like(shard), source)
     out.shard_storage.tag = source.shard_storage.tag
     return out
 
@@ -322,14 +301,14 @@ def equal(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
         *(exact_values(part, target.name) for part in (target.shard_storage.resolve(), cut_to(other, target)))
     )
     flag = torch.tensor([same], dtype=torch.uint8, device=target.shard_group.device_type)
-    return bool(_over_groups(flag, groups_of(target), ReduceOp.MIN, f"equal of {target.name}").item())
+    return bool(_over_groups([flag], groups_of(target), ReduceOp.MIN, f"equal of {target.name}")[0].item())
 
 
-def _over_groups(part: Tensor, groups: Sequence[ShardGroup], op: ReduceOp, label: str) -> Tensor:
-    """Reduce a small tensor over several groups, one after the other."""
+def _over_groups(parts: Sequence[Tensor], groups: Sequence[ShardGroup], op: ReduceOp, label: str) -> Sequence[Tensor]:
+    """Reduce small tensors over several groups, one after the other."""
     for group in groups:
-        part = collectives.all_reduce([part], group, op, label=label).wait()[0]
-    return part
+        parts = collectives.all_reduce(parts, group, op, label=label).wait()
+    return parts
 
 
 def reduction(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -339,7 +318,7 @@ def reduction(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     gathers = source._view is not None or is_recorded(source) or source.shard_storage.tag  # a gather compares the tags
     if rule is None or gathers or not source.numel() or source.is_meta:
         result = compute(func, args, kwargs)
-        return result if is_recorded(source) else _answering(unwrap_result(result, whole), source)
+        return result if is_recorded(source) else _answering(mapped(result, whole), source)
     is_norm = func in _NORMS
     shard, groups = _own_part(source) if is_norm else (source.shard_storage.resolve(), distinct_groups(source))
     if not groups:
@@ -347,26 +326,14 @@ def reduction(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return _answering(result, source)
     local, combine, op = rule
     shard = exact_values(shard, source.name)
-    part = local(_widened(shard))
-    total = _over_groups(part, groups, op, f"{func._schema.name} of {source.name}")
-    result = combine(total).to(kwargs.get("dtype") or _result_dtype(func, source))
-    return _answering(result, source)
+    (total,) = _over_groups([local(_widened(shard))], groups, op, f"{func._schema.name} of {source.name}")
+    dtype = func(torch.empty(1, dtype=source.dtype, device="meta"), *args[1:], **kwargs).dtype
+    return _answering(combine(total).to(dtype), source)
 
 
 def _answering(result: Any, source: ShardedTensor) -> Any:
     """What a reduction of a tensor gives: equal on all ranks."""
     return answering(result, AgreedTensor, source._spec.mesh)
-
-
-def _result_dtype(func: OpOverload, source: ShardedTensor) -> torch.dtype:
-    """Dtype that `func` gives for a tensor of `source`'s dtype."""
-    if func in (aten.any.default, aten.all.default):
-        return torch.uint8 if source.dtype == torch.uint8 else torch.bool
-    if func is aten.sum.default and not (source.is_floating_point() or source.is_complex()):
-        return torch.int64
-    if func in _NORMS and source.is_complex():
-        return torch.empty(0, dtype=source.dtype).abs().dtype
-    return source.dtype
 
 
 _Rule = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], ReduceOp]
@@ -446,9 +413,8 @@ def foreach_norm(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Tensor]:
         assert rule is not None
         local, combine, op = rule
         parts = [local(_widened(parts_of[i][0])) for i in indices]
-        for group in parts_of[indices[0]][1]:
-            parts = collectives.all_reduce(parts, group, op, label="foreach_norm").wait()
-        for i, total in zip(indices, parts, strict=True):
+        totals = _over_groups(parts, parts_of[indices[0]][1], op, "foreach_norm")
+        for i, total in zip(indices, totals, strict=True):
             results[i] = combine(total).to(tensors[i].dtype if not tensors[i].is_complex() else total.dtype)
     found = [result for result in results if result is not None]
     are_agreed = all(isinstance(tensor, ShardedTensor) and not is_recorded(tensor) for tensor in tensors)

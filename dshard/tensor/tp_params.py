@@ -12,7 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from dshard.collectives import shard_of
 from dshard.errors import PlacementError, UnsupportedOpError
 from dshard.layout import ShardLayout
-from dshard.tensor.meshes import TPLayout, TPShardLayout, group_of, part_of, placements_of, shared_dims, tp_layout_of
+from dshard.tensor.meshes import TPLayout, TPShardLayout, group_of, lie_of, part_of, shared_dims, tp_layout_of
 from dshard.tensor.sharded_tensor import ShardedTensor
 from dshard.tensor.storage import ShardStorage
 from dshard.tensor.subclass_shards import cut_subclass, subclass_gathers
@@ -45,36 +45,25 @@ def shard_over(
     Communicates:
         Nothing.
     """
-    if subclass_gathers(full):
-        return _shard_subclass(full, mesh, name, device or full.device, kind)
-    if not isinstance(full, DTensor):
+    if not subclass_gathers(full) and not isinstance(full, DTensor):
         return kind.shard(full, mesh, dim, name=name, device=device)
-    both = check_dtensor(name, full, mesh)
-    local = local_of(full)
-    device = local.device if device is None or local.is_meta else device
-    dim = None if full.dim() == 0 else dim
-    group = group_of(mesh)
-    tp = TPLayout(full.device_mesh, tuple(full.placements), tuple(full.shape), mesh)
-    layout = TPShardLayout(tuple(local.shape), dim, group.num_ranks, tp)
-    meta = TensorMeta(
-        full.shape, dense_stride(torch.empty_strided(full.shape, full.stride(), device="meta")), full.dtype
-    )
-    spec = DTensorSpec(both, tp.over_both(dim), tensor_meta=meta)
-    shard = torch.empty(layout.local_shape(group.rank), dtype=full.dtype, device=device)
-    shard.copy_(shard_of(local, layout, group.rank))
-    return kind.wrap(ShardStorage(shard, layout, is_shared=True), spec, group, name=name)
-
-
-def _shard_subclass(
-    full: Tensor, mesh: DeviceMesh, name: str, device: torch.device, kind: type[ShardedTensor]
-) -> ShardedTensor:
-    group = group_of(mesh)
+    group, both = group_of(mesh), mesh
+    as_full = torch.empty(full.shape, device="meta")
     layout = ShardLayout(tuple(full.shape), 0, group.num_ranks)
-    meta = TensorMeta(full.shape, torch.empty(full.shape, device="meta").stride(), full.dtype)
-    spec = DTensorSpec(mesh, placements_of(0, mesh), tensor_meta=meta)
-    shard = cut_subclass(name, full, layout, group.rank, device)
-    storage = ShardStorage(shard, layout, is_shared=True)
-    return kind.wrap(storage, spec, group, name=name, prototype=empty_of(full.dtype, shard.device))
+    if isinstance(full, DTensor):
+        both, local = check_dtensor(name, full, mesh), local_of(full)
+        as_full = torch.empty_strided(full.shape, full.stride(), device="meta")
+        tp = TPLayout(full.device_mesh, tuple(full.placements), tuple(full.shape), mesh)
+        layout = TPShardLayout(tuple(local.shape), dim if full.dim() else None, group.num_ranks, tp)
+        device = local.device if device is None or local.is_meta else device
+        shard = torch.empty(layout.local_shape(group.rank), dtype=full.dtype, device=device)
+        shard.copy_(shard_of(local, layout, group.rank))
+    else:
+        shard = cut_subclass(name, full, layout, group.rank, device or full.device)
+    meta = TensorMeta(full.shape, dense_stride(as_full), full.dtype)
+    spec = DTensorSpec(both, lie_of(layout, mesh), tensor_meta=meta)
+    storage, prototype = ShardStorage(shard, layout, is_shared=True), empty_of(full.dtype, shard.device)
+    return kind.wrap(storage, spec, group, name=name, prototype=prototype)
 
 
 def check_dtensor(name: str, param: DTensor, mesh: DeviceMesh) -> DeviceMesh:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dshard.errors import UnsupportedOpError
@@ -56,13 +57,7 @@ class ViewStep:
     index: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ViewMeta:
-    """Shape, strides (in elements) and dtype of a view."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+ViewMeta = TensorMeta  # shape, strides (in elements) and dtype of a view
 
 
 @dataclass(slots=True)

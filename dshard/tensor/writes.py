@@ -8,24 +8,29 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd.graph import increment_version
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from dshard import collectives
 from dshard.collectives import ReduceOp, ShardGroup
 from dshard.errors import UnsupportedOpError
 from dshard.tensor.meshes import groups_of, joined_group, part_of, tp_layout_of, whole
 from dshard.tensor.operands import (
+    AgreedTensor,
     beside,
     cut_to,
+    is_recorded,
     lies_like,
     map_tensors,
     materialize,
+    note_write,
+    note_writes,
     numbers_in,
-    prepare_writes,
-    takes_own_data,
+    writable,
 )
-from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
-from dshard.tensor.storage import is_stepping
+from dshard.tensor.sharded_tensor import ShardedTensor
+from dshard.tensor.storage import is_stepping, tensors_in
 from dshard.tensor.table import Args, Kwargs, mutated_arguments
+from dshard.tensor.traced import is_traced
 from dshard.tensor.views import apply_steps, empty_as
 
 aten = torch.ops.aten
@@ -38,27 +43,36 @@ def pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     target = args[0]
     if not isinstance(target, ShardedTensor):
         return func(target, *materialize(args[1:]), **materialize(kwargs))
+    if target._view is not None and is_traced(target):
+        return write(func, args, kwargs)  # which a compiler sees as one change of a copy
     if func is aten.add_.Tensor and _accumulate(target, args[1], kwargs):
         return target
-    operands = (*args[1:], *kwargs.values())
-    if takes_own_data(target, operands):
-        target.base.become_whole()
-    _sign(func, target, operands)
+    if not is_stepping():
+        _prepare(func, target, (*args[1:], *kwargs.values()))
     if target._view is not None:
         _write_through(target, lambda view: func(view, *materialize(args[1:]), **materialize(kwargs)))
         return target
     others, named = [cut_to(a, target) for a in args[1:]], {k: cut_to(v, target) for k, v in kwargs.items()}
-    func(target.shard_storage.writable(), *others, **named)  # asked last: an operand may have been gathered
-    target.shard_storage.note_write()
+    func(writable(target), *others, **named)
+    note_write(target)
     return target
 
 
-def _sign(func: OpOverload, target: ShardedTensor, operands: Sequence[Any]) -> None:
-    """Have the next gather compare the numbers and indices that a write was given on each rank."""
+def _prepare(func: OpOverload, target: ShardedTensor, operands: Sequence[Any]) -> None:
+    """Ahead of a write that is no optimizer's: a temporary that takes data of this rank alone becomes whole.
+
+    The next gather compares the numbers and indices that the write was given on each rank.
+    """
+    base = target.base
+    if not base.shard_storage.is_shared and base.shard_layout.dim is not None:
+        has_plain = any(not isinstance(t, (ShardedTensor, AgreedTensor)) for t in tensors_in(operands))
+        if has_plain or is_recorded(target, *operands):
+            base.become_whole()
+    if is_traced(target):
+        return
     if func in _OVERWRITES and target._view is None:
         target.shard_storage.tag = 0
-    facts = numbers_in(operands)
-    steps = () if target._view is None or is_stepping() else tuple(repr(s.args) for s in target.view_steps)
+    facts, steps = numbers_in(operands), tuple(repr(s.args) for s in target.view_steps)
     if facts or steps:
         target.shard_storage.sign(*facts, *steps)
 
@@ -94,8 +108,8 @@ def _write_through(target: ShardedTensor, change: Callable[[Tensor], Any]) -> No
     own = part_of(buffer, base.shard_layout, base.shard_group.rank)
     own.copy_(shard)
     change(apply_steps(buffer, target.view_steps))
-    base.shard_storage.writable().copy_(own)
-    base.shard_storage.note_write()
+    writable(base).copy_(own)
+    note_write(base)
 
 
 def write(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -108,9 +122,8 @@ def write(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     def private(tensor: ShardedTensor) -> Tensor:
         increment_version(tensor)  # autograd does not count writes to lists
         base = tensor.base
-        if takes_own_data(tensor, operands):
-            base.become_whole()
-        _sign(func, tensor, operands)
+        if not is_stepping():
+            _prepare(func, tensor, operands)
         if id(base.shard_storage) not in targets:
             targets[id(base.shard_storage)] = (base, _buffer_of(base).copy_(whole(base.full_in())))
         _, buffer = targets[id(base.shard_storage)]
@@ -120,25 +133,9 @@ def write(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     new_kwargs = {k: map_tensors(v, private) if k in mutated else materialize(v) for k, v in kwargs.items()}
     result = func(*new_args, **new_kwargs)
     for base, buffer in targets.values():
-        shard = base.shard_storage.writable()
-        shard.copy_(part_of(buffer, base.shard_layout, base.shard_group.rank))
-        base.shard_storage.note_write()
-    return _returned(func, args, kwargs, result)
-
-
-def _returned(func: OpOverload, args: Args, kwargs: Kwargs, result: Any) -> Any:
-    """The operation's results, with those that are its own arguments given back as the caller passed them."""
-    returns = func._schema.returns
-    if not returns:
-        return None
-    results = [result] if len(returns) == 1 else list(result)
-    for k, ret in enumerate(returns):
-        if ret.alias_info is None:
-            continue
-        for i, arg in enumerate(func._schema.arguments):
-            if arg.alias_info is not None and arg.alias_info.before_set == ret.alias_info.before_set:
-                results[k] = kwargs[arg.name] if arg.name in kwargs else args[i]
-    return results[0] if len(returns) == 1 else tuple(results)
+        writable(base).copy_(cut_to(buffer, base))
+        note_write(base)
+    return return_and_correct_aliasing(func, args, kwargs, result)  # the written arguments themselves
 
 
 def foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -146,8 +143,14 @@ def foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     targets = args[0]
     if any(isinstance(t, ShardedTensor) and t._view is not None for t in targets):
         return write(func, args, kwargs)
+    if not is_stepping():
+        for index, target in enumerate(targets):
+            if isinstance(target, ShardedTensor):
+                operands = [a[index] if isinstance(a, (list, tuple)) and len(a) == len(targets) else a for a in args]
+                _prepare(func, target, (*operands[1:], *kwargs.values()))
 
     mutated = mutated_arguments(func)
+    is_fused = func._schema.name.startswith("aten::_fused_")
     copies: list[tuple[Tensor, Tensor]] = []  # of what is written to
 
     def local(place: int | str, arg: Any) -> Any:
@@ -155,29 +158,22 @@ def foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
             return beside(materialize(arg), targets[0])
         pairs = list(zip(arg, targets, strict=True))
         found = [cut_to(x, t) if isinstance(t, ShardedTensor) else materialize(x) for x, t in pairs]
+        if not is_fused:
+            return found
         like = [_lying_like(x, t) for x, (_, t) in zip(found, pairs, strict=True)]
         if place in mutated:
             copies.extend((x, copy) for x, copy in zip(found, like, strict=True) if x is not copy)
         return like
 
-    for index, target in enumerate(targets):
-        if isinstance(target, ShardedTensor):
-            operands = [a[index] if isinstance(a, (list, tuple)) and len(a) == len(targets) else a for a in args[1:]]
-            operands += kwargs.values()
-            if takes_own_data(target, operands):
-                target.become_whole()
-            _sign(func, target, operands)
     places, names = [local(i, a) for i, a in enumerate(args)], {k: local(k, v) for k, v in kwargs.items()}
-    prepare_writes(func, args, kwargs)  # asked last: an operand may have been gathered
+    lists = [kwargs.get(place) or () if isinstance(place, str) else args[place] for place in mutated]
+    written = [x for items in lists for x in items if isinstance(x, ShardedTensor)]
+    for tensor in written:
+        writable(tensor)
     func(*places, **names)
     for part, copy in copies:
         part.copy_(copy)
-    written = [args[i] if isinstance(i, int) else kwargs[i] for i in mutated]
-    tensors = [x for items in written for x in items if isinstance(x, ShardedTensor)]
-    if tensors:
-        for tensor in tensors:
-            tensor.shard_storage.note_write()
-        increment_version(tensors)  # autograd does not count writes to lists
+    note_writes(written)
     return None
 
 
@@ -204,10 +200,7 @@ def unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
         found_inf.copy_(
             collectives.all_reduce([found_inf], group, ReduceOp.MAX, label="unscale", everywhere=True).wait()[0]
         )
-    if sharded:
-        for grad in sharded:
-            grad.shard_storage.note_write()
-        increment_version(sharded)
+    note_writes(sharded)
 
 
 def renorm(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -291,15 +284,11 @@ def _default_generator(device: torch.device) -> torch.Generator | None:
     return None
 
 
-def _is_whole_temporary(tensor: ShardedTensor) -> bool:
-    """Whether it is no parameter, gradient or optimizer state, and each rank holds all of it."""
-    return not tensor.is_view and tensor.shard_layout.dim is None and not tensor.shard_storage.is_shared
-
-
 def refuse(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Operations that would re-shape or re-seat the tensor itself; a whole temporary may be transposed."""
     target = args[0]
-    if isinstance(target, ShardedTensor) and func in _TRANSPOSING and _is_whole_temporary(target):
+    is_temporary = isinstance(target, ShardedTensor) and not target.is_view and not target.shard_storage.is_shared
+    if is_temporary and target.shard_layout.dim is None and func in _TRANSPOSING:
         transposed = _TRANSPOSING[func](target.shard_storage.resolve(), *args[1:])
         target.data = ShardedTensor.shard(transposed, target.device_mesh, None, name=target.name)
         target.shard_storage.is_shared = False
@@ -309,103 +298,3 @@ def refuse(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         f"{names[0] if names else 'a ShardedTensor'}: {func} changes the shape or memory of the tensor object itself, "
         "but a sharded tensor keeps both. Use the operation without the trailing underscore, or copy_()."
     )
-
-
-def _shard_like(value: ShardedTensor, target: ShardedTensor) -> Tensor | None:
-    """The shard of `value` if it lies as `target` does and is at hand, else None."""
-    storage, own = value.shard_storage, target.shard_storage
-    if value._view is not None or storage.is_pending:
-        return None
-    if storage.layout is not own.layout and storage.layout != own.layout:
-        return None
-    if (
-        value.shard_group is not target.shard_group
-        and value.shard_group.process_group is not target.shard_group.process_group
-    ):
-        return None
-    return storage.tensor
-
-
-def _local_arguments(args: Args, target: ShardedTensor) -> list[Any] | None:
-    """`args` with shards in the place of sharded tensors; None if one lies otherwise."""
-    local = []
-    for value in args:
-        if type(value) in SHARDED:
-            value = _shard_like(value, target)
-            if value is None:
-                return None
-        elif isinstance(value, Tensor) and value.dim() > 0:
-            return None
-        local.append(value)
-    return local
-
-
-def step_pointwise_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """`add_`, `lerp_`, `addcdiv_` and their kind; NotImplemented for the general way."""
-    target = args[0]
-    if type(target) not in SHARDED:
-        return NotImplemented
-    local = _local_arguments(args, target)
-    if local is None:
-        return NotImplemented
-    for value in kwargs.values():
-        if isinstance(value, Tensor):
-            return NotImplemented
-    local[0] = target.shard_storage.writable()
-    func(*local, **kwargs)
-    increment_version(local[0])
-    return target
-
-
-def step_pointwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """`sqrt`, `div` and their kind; NotImplemented for the general way."""
-    target = next((a for a in args if type(a) in SHARDED), None)
-    if target is None or any(isinstance(v, Tensor) for v in kwargs.values()):
-        return NotImplemented
-    local = _local_arguments(args, target)
-    if local is None:
-        return NotImplemented
-    result = func(*local, **kwargs)
-    return target.like(result) if isinstance(result, Tensor) else NotImplemented
-
-
-def step_foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """`_foreach_mul_`, `_fused_adamw_` and their kind; NotImplemented for the general way."""
-    targets = args[0]
-    new_args: list[Any] = []
-    for arg in args:
-        if not isinstance(arg, (list, tuple)) or not arg or not isinstance(arg[0], Tensor):
-            if isinstance(arg, ShardedTensor):
-                return NotImplemented
-            new_args.append(arg)
-            continue
-        local = []
-        for value, target in zip(arg, targets, strict=True):
-            if type(value) in SHARDED:
-                shard = _shard_like(value, target) if type(target) in SHARDED else None
-                if shard is None:
-                    return NotImplemented
-                local.append(shard)
-            elif type(target) in SHARDED and value.dim() > 0:
-                return NotImplemented
-            else:
-                local.append(value)
-        new_args.append(local)
-    for value in kwargs.values():
-        if isinstance(value, (list, tuple, ShardedTensor)):
-            return NotImplemented
-    prepare_writes(func, args, kwargs)
-    func(*new_args, **kwargs)
-    _note_writes(func, args, new_args)
-    return None
-
-
-def _note_writes(func: OpOverload, args: Args, new_args: list[Any]) -> None:
-    """Count the writes to every list that `func` changes."""
-    for k, argument in enumerate(func._schema.arguments[: len(args)]):
-        if argument.alias_info is None or not argument.alias_info.is_write or not args[k]:
-            continue
-        written = [t for t in args[k] if type(t) in SHARDED]
-        increment_version(new_args[k])
-        if written:
-            increment_version(written)

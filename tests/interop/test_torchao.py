@@ -42,6 +42,6 @@ def trained(kind: str, name: str, folder: Path) -> list[Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 def test_the_bits_are_those_of_fsdp2(worlds: WorldPool, name, tmp_path):
-    expected = worlds.run(2, trained, "FSDP2", name, tmp_path)[0]
-    for found in worlds.run(2, trained, "dshard", name, tmp_path):
+    expected = worlds.run(2, trained, "FSDP2", name, tmp_path, timeout_s=240.0)[0]
+    for found in worlds.run(2, trained, "dshard", name, tmp_path, timeout_s=240.0):
         assert all(map(torch.equal, found, expected))

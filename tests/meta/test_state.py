@@ -49,6 +49,7 @@ ALLOWED: dict[str, str] = {
     "dshard.tensor.sharded_tensor.ShardedTensor._dispatch_beside": "bound at import: rules beside DTensors stand above",
     "dshard.tensor.traced._keep_writes": "bound at import: the rules of graphs stand above the class",
     "dshard.tensor.storage._Exposed": "torch's operations of collectives are of the process",
+    "dshard.tensor.traced.TracedSource.dispatch": "bound at import: the rules of graphs stand above the class",
     "dshard.tensor.traced.TracedGather.run": "bound at import: an operation of torch's library has no model",
     "dshard.tensor.sharded_tensor.MixedShardedTensor": "asks for torch's functions in a forward; see its docstring",
     "dshard.tensor.meshes.TPShardLayout.num_made": "programs without tensor parallelism need not look for it",

@@ -734,3 +734,30 @@ def a_pickled_copy_over_named_dims() -> bool:
 
 def test_a_copy_by_pickle_over_several_dims_can_be_compiled(worlds: WorldPool):
     assert worlds.run(4, a_pickled_copy_over_named_dims, timeout_s=TIMEOUT_S) == [True] * 4
+
+
+def writes_in_a_graph() -> list[bool]:
+    """The result of a function and the parameters that it wrote to, against the same function of a plain layer."""
+    fresh()
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 6)
+    layer = dshard.fully_shard(copy.deepcopy(plain))
+
+    def change(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        with torch.no_grad():
+            weight.mul_(2).add_(bias.sum())
+            weight[1:3].sub_(x[1:3])
+            weight.t().cumsum_(0)
+            torch._foreach_add_([weight, bias], 3.0)
+            torch._foreach_mul_([weight[0], bias], 2.0)
+        doubled = weight.detach() * 2
+        return doubled.add_(x).sum() + doubled.to(torch.float64).sum()
+
+    x = torch.arange(36.0).view(6, 6)
+    compiled = torch.compile(lambda x: change(x, layer.weight, layer.bias), **COMPILED)
+    same = [torch.allclose(compiled(x), change(x, plain.weight, plain.bias))]
+    return same + [torch.allclose(layer.get_parameter(n).full_tensor(), p) for n, p in plain.named_parameters()]
+
+
+def test_a_graph_writes_to_parameters_their_views_and_lists_of_them_as_eager_does(worlds: WorldPool):
+    assert worlds.run(2, writes_in_a_graph, timeout_s=TIMEOUT_S) == [[True] * 3] * 2
