@@ -249,10 +249,9 @@ class GradReduction:
 
     def _end(self, reduced: Reduced) -> None:
         """Hand the reduced shards to those who refer to them, unless they go home first or the all-reduce is owed."""
+        self._steps = None  # which would keep the row as it was reduced, beside what it is converted to
         self._reduced = reduced
-        if self.owes:
-            self._steps = None
-        else:
+        if not self.owes:
             self.is_finished = True
             reduced = reduced.in_dtype(self._dtype)
             if self._divisor is not None:
