@@ -2,24 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from math import log2
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dshard.planner.devices import Device
 from dshard.planner.rates import (
-    START_S,
     Constant,
     Misses,
     Rates,
     Spread,
     around_one,
+    described,
     kind_of,
     of_family,
-    rate_between_hosts,
-    ring_hop_s,
     variance_of,
     with_families,
 )
@@ -98,11 +96,6 @@ class Run:
     optimizer_s: float
 
     @property
-    def num_hosts(self) -> int:
-        """Full hosts."""
-        return max(1, self.num_ranks // self.ranks_per_host)
-
-    @property
     def within(self) -> int:
         """Ranks that share a parameter."""
         return min(self.num_ranks, self.ranks_per_host) if self.sharding == "hybrid" else self.num_ranks
@@ -149,9 +142,15 @@ def recomputed(forward: Terms, backward: Terms, checkpointing: str) -> Terms:
 
 def predicted_s(run: Run, values: Mapping[str, float]) -> float:
     """Time of a step: what `step_time` gives with these constants, for one strategy of all units."""
-    gather_s, reduce_s = collectives_s(run, values)
+    cluster = described(run.device, values, run.num_ranks, run.ranks_per_host, run.network)
+    gather_bytes: Any = run.gather_bytes  # of all units at once, as arrays
+    grad_bytes: Any = run.grad_bytes
+    gather_s: Any = cluster.all_gather_s(gather_bytes, run.within)
+    reduce_s: Any = cluster.reduce_scatter_s(grad_bytes, run.within)
+    if run.within < run.num_ranks:
+        reduce_s = reduce_s + cluster.all_reduce_s(grad_bytes / run.within, run.within)
     again_s = np.zeros_like(gather_s) if run.sharding == "keep" else gather_s * run.uses_backward
-    slowest, lost = 1 + values["stragglers"] * log2(run.num_ranks), values["interference"]
+    slowest, lost = 1 + cluster.stragglers, cluster.interference
     forward_s = _compute_s(run, run.forward, values) * slowest + lost * gather_s
     backward_s = _compute_s(run, run.backward, values) * slowest + lost * (again_s + reduce_s)
     after = np.append(gather_s[1:], 0.0)
@@ -167,27 +166,6 @@ def _compute_s(run: Run, terms: Terms, values: Mapping[str, float]) -> Floats:
     product, attention = (of_family(values, name, run.device) for name in ("product", "attention"))
     found: Floats = terms.product_s / product + terms.attention_s / attention + traffic / values["memory"]
     return found
-
-
-def collectives_s(run: Run, values: Mapping[str, float]) -> tuple[Floats, Floats]:
-    """Gathers and reductions of each unit."""
-    within, near = run.within, run.device.within_host
-    far = rate_between_hosts(values, run.network, near.bytes_per_s, run.num_hosts)
-    rate, hop_s = near.bytes_per_s * values["inside"], near.latency_s * values["hops"]
-    if within > run.ranks_per_host:
-        rate, hop_s = far, ring_hop_s(values, run.device, run.ranks_per_host)
-
-    def of(num_bytes: Floats) -> Floats:
-        wire = num_bytes * (within - 1) / within
-        return np.where(num_bytes > 0, START_S + hop_s * (within - 1) + wire / rate, 0.0) if within > 1 else 0 * wire
-
-    reduce_s = of(run.grad_bytes)
-    replicas = run.num_ranks // within
-    if replicas > 1:
-        wire = 2 * run.grad_bytes / within * (replicas - 1) / replicas * min(within, run.ranks_per_host)
-        start_s = START_S + 2 * values["hops"] * run.device.between_hosts.latency_s * log2(run.num_hosts)
-        reduce_s = reduce_s + np.where(run.grad_bytes > 0, start_s + wire / far, 0.0)
-    return of(run.gather_bytes), reduce_s
 
 
 def fitted(runs: Sequence[Run], known: Mapping[str, Constant]) -> dict[str, Constant]:

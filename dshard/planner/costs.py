@@ -325,10 +325,9 @@ class Link:
             num_rounds: How often `(N - 1) / N` of it travel: 2 for an all-reduce.
             num_sharing: Groups that send at the same time through one host's link.
         """
-        if num_ranks == 1 or full_bytes == 0:
-            return 0.0
         wire_bytes = num_rounds * full_bytes * (num_ranks - 1) / num_ranks * num_sharing
-        return self.alpha_s + self.alpha_per_rank_s * (num_ranks - 2) + wire_bytes * self.seconds_per_byte
+        start_s = self.alpha_s + self.alpha_per_rank_s * (num_ranks - 2)
+        return (wire_bytes > 0) * start_s + wire_bytes * self.seconds_per_byte  # of an array of sizes, too
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,10 +161,6 @@ class Rates:
         """Of what an operation reads and writes."""
         return 1 / (device.memory_bytes_per_s * self.values["memory"])
 
-    def stragglers(self, num_ranks: int) -> float:
-        """By which part the slowest of so many devices takes longer."""
-        return self.values["stragglers"] * log2(num_ranks)
-
     def copies_s(self, device: Device, num_bytes: float) -> float:
         """Time of the copies into and out of a buffer of a collective, on the stream that computes."""
         return num_bytes * self.values["copies"] * self.seconds_per_byte(device)
@@ -246,17 +242,6 @@ def _of_other_family(values: Mapping[str, float], name: str) -> Constant:
 def _is_of_family(name: str) -> bool:
     kind, _, family = name.partition(".")
     return kind in ("product", "attention") and family in map(family_of, DEVICES.values())
-
-
-def rate_between_hosts(values: Mapping[str, float], network: float, near: float, num_hosts: int) -> float:
-    """Bytes per second from host to host: fewer, the more hosts there are; never more than within a host."""
-    return min(network * values["between"] * (num_hosts / 2) ** -values["contention"], near * values["inside"])
-
-
-def ring_hop_s(values: Mapping[str, float], device: Device, per_host: int) -> float:
-    """What each rank of a ring across hosts costs on average: a ring leaves a host once in a turn."""
-    near, far = device.within_host, device.between_hosts
-    return values["hops"] * (far.latency_s + (per_host - 1) * near.latency_s) / per_host
 
 
 def kind_of(op: Op) -> str:
@@ -347,15 +332,13 @@ def cluster_of(
         PlanError: There is no such profile; or layers would be cut over a part of a host's ranks that is none.
     """
     who = "cluster_of"
-    described: Device = find_device(who, "device", device)
+    own: Device = find_device(who, "device", device)
     num_ranks = arguments.count(who, "num_ranks", num_ranks)
     ranks_per_host = arguments.count(who, "ranks_per_host", ranks_per_host, or_none=True)
     between_hosts = arguments.above_0(who, "between_hosts", between_hosts, or_none=True)
     tensor_parallel = arguments.count(who, "tensor_parallel", tensor_parallel)
-    per_host = min(num_ranks, described.per_host) if ranks_per_host is None else ranks_per_host
+    per_host = min(num_ranks, own.per_host) if ranks_per_host is None else ranks_per_host
     rates = find_rates(who, profile)
-    if tensor_parallel == 1:
-        return _described(described, rates, num_ranks, per_host, between_hosts)
     if per_host % tensor_parallel or num_ranks % tensor_parallel:
         fitting = [num for num in range(1, tensor_parallel) if per_host % num == 0 and num_ranks % num == 0]
         raise PlanError(
@@ -363,44 +346,59 @@ def cluster_of(
             f"{tensor_parallel}, and {min(per_host, num_ranks)} of {num_ranks} ranks are on a host. Pass "
             f"tensor_parallel={fitting[-1]}."
         )
-    each = (between_hosts or described.between_hosts.bytes_per_s) / tensor_parallel  # as many groups send at a time
-    found = _described(described, rates, num_ranks // tensor_parallel, per_host // tensor_parallel, each)
-    slowest = 0.0 if rates is None else rates.stragglers(num_ranks)  # of all ranks
-    return replace(found, tensor_parallel=tensor_parallel, stragglers=slowest)
-
-
-def _described(
-    device: Device, rates: Rates | None, num_ranks: int, per_host: int, between_hosts: float | None
-) -> Cluster:
-    near, network = device.within_host, between_hosts or device.between_hosts.bytes_per_s
-    reached, values = device.efficiency.network, {"hops": 1.0} if rates is None else rates.values
-    inside_s = values["hops"] * near.latency_s
-    inside = Links.of(_link(inside_s, near.bytes_per_s * values.get("inside", reached), device))
-    across = None
-    if num_ranks > per_host:
-        num_hosts, hop_s = num_ranks // per_host, ring_hop_s(values, device, per_host)
-        if rates is None:
-            across = Links.of(_link(hop_s, min(network, near.bytes_per_s) * reached, device))
-        else:
-            ring = _link(hop_s, rate_between_hosts(values, network, near.bytes_per_s, num_hosts), device)
-            levels_s = 2 * device.between_hosts.latency_s * values["hops"] * log2(num_hosts)
-            across = Links(ring, ring, replace(ring, alpha_s=START_S + levels_s, alpha_per_rank_s=0.0))
-    of_rates = "" if rates is None else f"; rates of {rates.source}{_lacks(rates, device)}"
-    return Cluster(
-        num_ranks=num_ranks,
-        ranks_per_host=per_host,
-        inside=inside,
-        across=across,
-        memory_bytes=device.limit_bytes,
-        keeps_received_rows=False,
-        source=f"{device.source}{of_rates}",
-        interference=0.0 if rates is None else rates.values["interference"],
-        stragglers=0.0 if rates is None else rates.stragglers(num_ranks),
+    network = (between_hosts or own.between_hosts.bytes_per_s) / tensor_parallel  # as many groups send at a time
+    values = None if rates is None else rates.values
+    found = described(own, values, num_ranks // tensor_parallel, per_host // tensor_parallel, network)
+    if rates is None:
+        return replace(found, tensor_parallel=tensor_parallel)
+    return replace(
+        found,
+        tensor_parallel=tensor_parallel,
+        stragglers=rates.values["stragglers"] * log2(num_ranks),  # of all ranks
+        source=f"{own.source}; rates of {rates.source}{_lacks(rates, own)}",
     )
 
 
-def _link(hop_s: float, bytes_per_s: float, device: Device) -> Link:
-    return Link(START_S + hop_s, 1 / bytes_per_s, hop_s, source=device.source)
+def described(
+    device: Device, values: Mapping[str, float] | None, num_ranks: int, per_host: int, network: float
+) -> Cluster:
+    """Hosts of a device.
+
+    Between hosts a ring leaves a host once in a turn, and gets fewer bytes per second, the more hosts there are, but
+    never more than within one.
+
+    Args:
+        device: All ranks are alike.
+        values: Constants by name, of which some say what links reach; None for the part that the datasheet's reach.
+        num_ranks: All of them.
+        per_host: Of a host.
+        network: Bytes per second of a whole host's network.
+    """
+    near, far, reached = device.within_host, device.between_hosts, device.efficiency.network
+    known = {"hops": 1.0, "inside": reached, "between": reached, "contention": 0.0} if values is None else values
+
+    def ring(hop_s: float, bytes_per_s: float) -> Link:
+        hop_s = known["hops"] * hop_s
+        return Link(START_S + hop_s, 1 / bytes_per_s, hop_s, source=device.source)
+
+    rate, num_hosts, across = near.bytes_per_s * known["inside"], num_ranks // per_host, None
+    if num_ranks > per_host:
+        hop_s = (far.latency_s + (per_host - 1) * near.latency_s) / per_host
+        each = ring(hop_s, min(network * known["between"] * (num_hosts / 2) ** -known["contention"], rate))
+        levels_s = 2 * far.latency_s * known["hops"] * log2(num_hosts)
+        tree = each if values is None else replace(each, alpha_s=START_S + levels_s, alpha_per_rank_s=0.0)
+        across = Links(each, each, tree)
+    return Cluster(
+        num_ranks=num_ranks,
+        ranks_per_host=per_host,
+        inside=Links.of(ring(near.latency_s, rate)),
+        across=across,
+        memory_bytes=device.limit_bytes,
+        keeps_received_rows=False,
+        source=device.source,
+        interference=0.0 if values is None else values["interference"],
+        stragglers=0.0 if values is None else values["stragglers"] * log2(num_ranks),
+    )
 
 
 def _lacks(rates: Rates, device: Device) -> str:

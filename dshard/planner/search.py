@@ -17,7 +17,7 @@ import numpy.typing as npt
 from dshard.planner.costs import Cluster, ModelCosts, ParamCosts, UnitCosts
 from dshard.planner.memory import Ints, MemoryRows
 from dshard.planner.options import Option, options_of_unit, table_of
-from dshard.planner.texts import SILENT, Progress
+from dshard.planner.texts import Progress, silent
 from dshard.policies import Strategy
 
 Floats = npt.NDArray[np.float64]
@@ -258,7 +258,7 @@ class Fastest:
     num_labels: int
 
 
-def fastest(chain: Chain, limit_bytes: int, start: Ints, max_labels: int, progress: Progress = SILENT) -> Fastest:
+def fastest(chain: Chain, limit_bytes: int, start: Ints, max_labels: int, progress: Progress = silent) -> Fastest:
     """Find the fastest choice whose peak fits.
 
     Each row of the chain is the memory at one moment, and few of them decide. So a row counts from when a choice is
@@ -277,7 +277,7 @@ def fastest(chain: Chain, limit_bytes: int, start: Ints, max_labels: int, progre
     proven, num_labels = -np.inf, 0
     while num_labels <= max_labels:
         relaxation.ascend()
-        progress.at(f"bounding at {len(relaxation.rows)} moments")
+        progress(f"bounding at {len(relaxation.rows)} moments")
         relaxation.round()
         relaxation.isolate()
         violated = list[int]()
@@ -536,7 +536,7 @@ class Search:
     num_labels: int
 
 
-def search(relaxation: Relaxation, upper: float, max_labels: int, progress: Progress = SILENT) -> Search:
+def search(relaxation: Relaxation, upper: float, max_labels: int, progress: Progress = silent) -> Search:
     """Find the best choice below `upper` under the relaxation's rows, by dynamic programming over the chain.
 
     A label is a choice for the last units: its seconds and its bytes in each row. It is dropped if another that means
@@ -549,7 +549,7 @@ def search(relaxation: Relaxation, upper: float, max_labels: int, progress: Prog
     """
     front = _Front(relaxation, upper)
     for stage in range(1, relaxation.chain.num_units):
-        progress.at(f"searching among {len(front.labels.own)} choices", (stage + 1) / relaxation.chain.num_units)
+        progress(f"searching among {len(front.labels.own)} choices, unit {stage + 1} of {relaxation.chain.num_units}")
         front.advance(stage, max_labels if stage > _EARLY else max(max_labels, _EARLY_LABELS))
     return Search(front.best(), front.dropped_bound, front.num_labels)
 

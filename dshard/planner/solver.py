@@ -14,7 +14,7 @@ from dshard.planner.memory import RESERVED, peak_bytes
 from dshard.planner.options import CLUSTER_WAY, check_costs
 from dshard.planner.search import Chain, fastest, smallest_peak
 from dshard.planner.tables import does_not_fit
-from dshard.planner.texts import SILENT, Progress, Stretch, bytes_text, seconds_text
+from dshard.planner.texts import Progress, bytes_text, seconds_text, silent
 from dshard.planner.timeline import step_time
 from dshard.policies import Strategy, read_candidates
 
@@ -160,7 +160,7 @@ def solve(
     *,
     max_labels: int = _MAX_LABELS,
     tolerance: float = 0.0,
-    progress: Progress = SILENT,
+    progress: Progress = silent,
 ) -> Solution:
     """The strategies, and the kinds of units, with the shortest step whose peak fits.
 
@@ -305,7 +305,7 @@ def solve_batch(
     *,
     max_labels: int = _MAX_LABELS,
     tolerance: float = 0.0,
-    progress: Progress = SILENT,
+    progress: Progress = silent,
 ) -> BatchSolution:
     """The batch size with the most samples per second, and the choice for it.
 
@@ -334,7 +334,7 @@ def solve_batch(
     sizes = sorted(set(map(int, given_sizes)))
     models, unlimited = list[ModelCosts](), list[float]()
     for i, size in enumerate(sizes):
-        progress.at(f"costs of batch {size}", i / (2 * len(sizes)))
+        progress(f"costs of batch {size} ({i + 1} of {len(sizes)})")
         models.append(costs_at(size))
         unlimited.append(_samples_per_s(models[-1], cluster, fastest_step_s(models[-1], cluster, strategies)))
     best: BatchSolution | None = None
@@ -343,13 +343,10 @@ def solve_batch(
     for i in sorted(range(len(sizes)), key=lambda i: -unlimited[i]):
         if best is not None and unlimited[i] <= best.samples_per_s:
             break
-        place = len(tried) + 1
-        shares = (0.5 + (place + k) / (2 * len(sizes)) for k in (-1, 0))
-        own = Stretch(progress, f"batch {sizes[i]} ({place} of {len(sizes)}): ", *shares)
-        own.at("solving")
+        progress(f"solving for batch {sizes[i]} ({len(tried) + 1} of {len(sizes)})")
         given = (models[i], cluster, strategies, limit_bytes)
         try:
-            solution = solve(*given, max_labels=max_labels, tolerance=tolerance, progress=own)
+            solution = solve(*given, max_labels=max_labels, tolerance=tolerance, progress=progress)
         except PlanError as raised:
             tried[sizes[i]] = None
             error = raised if error is None or sizes[i] == min(tried) else error

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any
 
 from dshard import arguments
 from dshard.policies import read_bytes
@@ -66,62 +66,28 @@ def aligned(rows: Sequence[Sequence[str]], *, to_left: Sequence[int]) -> list[st
     return lines
 
 
-class Progress(Protocol):
-    """Hears what planning is at."""
-
-    def at(self, what: str, share: float | None = None) -> None:
-        """It is at `what`, of which a share between 0 and 1 is done, if that is known."""
+Progress = Callable[[str], object]  # hears what planning is at
 
 
-class _Silent:
-    """Passes nothing on."""
-
-    def at(self, what: str, share: float | None = None) -> None:
-        """Nobody hears it."""
+def silent(what: str) -> None:
+    """Nobody hears what planning is at."""
 
 
-SILENT: Final[Progress] = _Silent()
-
-
-class Stretch:
-    """A part of what somebody else waits for.
+def throttled(say: Progress, *, every_s: float, clock: Callable[[], float] = time.monotonic) -> Progress:
+    """What hears everything, and passes it on when some seconds have gone by since the last time, or since the start.
 
     Args:
-        whole: Hears of it.
-        what: It is, put ahead of all that it says.
-        start: The share of the whole that is done when it starts.
-        stop: The same when it ends.
-    """
-
-    def __init__(self, whole: Progress, what: str, start: float, stop: float) -> None:
-        self._whole, self._what = whole, what
-        self._start, self._stop = start, stop
-
-    def at(self, what: str, share: float | None = None) -> None:
-        """As `Progress.at`."""
-        self._whole.at(f"{self._what}{what}", self._start + (share or 0.0) * (self._stop - self._start))
-
-
-class Throttled:
-    """Passes a line on when some seconds have gone by since the last, or since the start.
-
-    Args:
-        say: Takes the line.
+        say: Takes a line.
         every_s: Seconds from one to the next.
         clock: Tells seconds.
     """
+    start_s = last_s = clock()
 
-    def __init__(
-        self, say: Callable[[str], object], *, every_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._say, self._every_s, self._clock = say, every_s, clock
-        self._start_s = self._last_s = clock()
+    def hear(what: str) -> None:
+        nonlocal last_s
+        now_s = clock()
+        if now_s - last_s >= every_s:
+            last_s = now_s
+            say(f"{what} ({now_s - start_s:.0f} s)")
 
-    def at(self, what: str, share: float | None = None) -> None:
-        """As `Progress.at`."""
-        now_s = self._clock()
-        if now_s - self._last_s < self._every_s:
-            return
-        self._last_s = now_s
-        done = "" if share is None else f"{share:.0%}, "
-        self._say(f"{what} ({done}{now_s - self._start_s:.0f} s)")
+    return hear

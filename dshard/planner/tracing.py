@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from dshard.errors import ArgumentError, DShardError, StateError
 from dshard.planner.flops import Op, cost_of, grouped_like
 from dshard.planner.steps import Part, following, is_cut, parts_by_module, pieces_of, run_step, swapped, tensors
-from dshard.planner.texts import SILENT, Progress
+from dshard.planner.texts import Progress, silent
 
 _ASKS, _CALLS = "torch.distributed.tensor._sharding_prop", "torch.nn.modules.module"
 
@@ -124,7 +124,7 @@ def trace(
     *,
     dtype: torch.dtype | None = None,
     loss_of: Callable[[Any], Tensor] | None = None,
-    progress: Progress = SILENT,
+    progress: Progress = silent,
 ) -> Trace:
     """Run a forward and backward on tensors without data, and note what every part of a model did.
 
@@ -371,7 +371,8 @@ class _Recorder(TorchDispatchMode):
         """A part runs for the first time, forward or backward; of all parts, that is twice as many times."""
         self._seen.add((part, self._is_backward))
         num = sum(1 for seen, _ in self._seen if seen is not None)
-        self._progress.at("backward" if self._is_backward else "forward", num / (2 * len(self._parts)))
+        half = "backward" if self._is_backward else "forward"
+        self._progress(f"tracing a {half}, {num} of {2 * len(self._parts)}")
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)

@@ -123,7 +123,7 @@ class MeasuredSteps:
         """What dshard itself takes per parameter; nothing where a device works behind the host."""
         if self._mesh is None or self._mesh.device_type != "cpu":
             return Overhead()
-        self._progress.at("measuring what dshard itself takes for a parameter")
+        self._progress("measuring what dshard itself takes for a parameter")
         found = measure_overhead(self._mesh)
         return Overhead(*self._agreed([found.forward_s, found.backward_s, found.optimizer_s], ReduceOp.MAX))
 
@@ -135,7 +135,7 @@ class MeasuredSteps:
         """Measure a step, once; False if on some rank it takes more memory than there is."""
         known = self._known.setdefault(kinds, {})
         if batch not in known:
-            self._progress.at(f"measuring a step of {batch} sample{'s' * (batch > 1)} on this machine")
+            self._progress(f"measuring a step of {batch} sample{'s' * (batch > 1)} on this machine")
             found = self._agreed(self._seconds(batch, kinds), ReduceOp.MAX)
             if found[0] == float("inf"):
                 return False

@@ -32,7 +32,7 @@ from dshard.planner.solver import (
     within_limit,
 )
 from dshard.planner.steps import Part, resized, tensors
-from dshard.planner.texts import SILENT, Progress, Stretch, Throttled, parse_bytes
+from dshard.planner.texts import Progress, parse_bytes, silent, throttled
 from dshard.planner.tracing import Trace, trace
 from dshard.planning import recomputing
 from dshard.planning.measured_steps import MeasuredSteps
@@ -76,7 +76,7 @@ class Profile:
         training: Training,
         loss_of: Callable[[Any], Tensor] | None = None,
         mesh: DeviceMesh | None = None,
-        progress: Progress = SILENT,
+        progress: Progress = silent,
         rates: Rates | None = None,
         checkpointing: Sequence[str] | str = "none",
         shard_placement_fn: PlacementFn | None = None,
@@ -110,8 +110,7 @@ class Profile:
         kinds = self._kinds_of_parts(kinds)
         if (batch, kinds) not in self._traces:
             sample = resized(self._sample, self.batch, batch, is_real=False)
-            what = f"tracing a step of {batch} sample{'s' * (batch > 1)}"
-            self.progress.at(what)
+            self.progress(f"tracing a step of {batch} sample{'s' * (batch > 1)}")
             with recomputing.under(self._parts, kinds):
                 self._traces[batch, kinds] = trace(
                     self._model,
@@ -119,7 +118,7 @@ class Profile:
                     self._parts,
                     dtype=self._training.compute_dtype,
                     loss_of=self._loss_of,
-                    progress=Stretch(self.progress, f"{what}: ", 0.0, 1.0),
+                    progress=self.progress,
                 )
         return self._traces[batch, kinds]
 
@@ -245,7 +244,7 @@ class Profile:
         costs = self.costs(batch)
 
         def choose(room: int) -> Solution:
-            self.progress.at(f"choosing strategies of {len(costs.units)} units")
+            self.progress(f"choosing strategies of {len(costs.units)} units")
             solution = solve(costs, cluster, known, room, tolerance=margin, progress=self.progress)
             kinds = self._kinds_in(solution.model)
             if len(set(kinds)) > 1:  # what a mix takes as it runs, and not as its units alone tell
@@ -449,7 +448,7 @@ def plan(
         training = Training(step_bytes_per_element=8, steps_together=False) if is_here else Training()
     if rates is not None:
         check_profile(named, cluster)
-    progress = Throttled(lambda line: log.info("plan: %s", line), every_s=_EVERY_S)
+    progress = throttled(lambda line: log.info("plan: %s", line), every_s=_EVERY_S)
     is_first = mesh is None or mesh.get_rank() == 0
     costs = Profile(
         model,
@@ -458,7 +457,7 @@ def plan(
         training=training,
         loss_of=loss_of,
         mesh=ranks.whole if isinstance(ranks, PlannedMesh) else None,
-        progress=progress if is_first else SILENT,
+        progress=progress if is_first else silent,
         checkpointing=checkpointing,
         offload=offload,
         rates=rates,
@@ -467,7 +466,7 @@ def plan(
     made = partial(costs.plan, memory=memory, memory_of=memory_of, batch=batch, margin=margin)
     if isinstance(ranks, Cluster):
         return made(ranks, strategies=asked)
-    costs.progress.at("measuring links")
+    costs.progress("measuring links")
     measured = ranks.links()
     return ranks.shared(lambda: made(measured, strategies=ranks.strategies(asked, measured)))
 

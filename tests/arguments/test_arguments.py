@@ -409,7 +409,7 @@ def things() -> Things:
     links_ = Links.of(Link(1.0, 1.0))
     plan = Plan(ModelCosts((costs,)), Cluster(1, 1, links_), (Strategy("full"),))
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    return Things(sharded, nn.Linear(3, 3), optimizer, plan, planner.solver.SILENT)
+    return Things(sharded, nn.Linear(3, 3), optimizer, plan, planner.solver.silent)
 
 
 def calls(on: Things) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:

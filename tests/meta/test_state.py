@@ -74,7 +74,6 @@ ALLOWED: dict[str, str] = {
     "dshard.checkpoint.saving._LINEAGES": "the run of a model, which need not be sharded; held weakly",
     "dshard.runtime.runtime._Places.by_shard": "a compiled graph knows a shard's address, and no model",
     # Constants of classes that are not frozen.
-    "dshard.planner.texts.SILENT": "never changes",
     "dshard.tensor.meshes._STEP": "never changes; views are made often, and a frozen class is slower to make",
 }
 

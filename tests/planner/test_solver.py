@@ -174,18 +174,13 @@ def test_what_a_search_drops_is_not_proven(part, width):
 
 
 def test_a_search_says_how_far_it_is():
-    said = []
-
-    class Heard:
-        def at(self, what, share=None):
-            said.append((what, share))
-
+    said = list[str]()
     model, cluster = family("random", 30), Cluster(64, 8, Links.of(Link(2e-5, 5e-12)), Links.of(Link(3e-5, 2.5e-11)))
     low, high = (peak_bytes(model, [base] * 30, cluster) for base in ("full", "ddp"))
-    solve(model, cluster, FAMILY_STRATEGIES, low + (high - low) // 20, progress=Heard())
-    assert any(what.startswith("bounding at ") for what, _ in said)
-    shares = [share for what, share in said if what.startswith("searching among ")]
-    assert shares[:29] == [stage / 30 for stage in range(2, 31)]
+    solve(model, cluster, FAMILY_STRATEGIES, low + (high - low) // 20, progress=said.append)
+    assert any(what.startswith("bounding at ") for what in said)
+    places = [what.rpartition(", ")[2] for what in said if what.startswith("searching among ")]
+    assert places[:29] == [f"unit {stage} of 30" for stage in range(2, 31)]
 
 
 @settings(max_examples=50, deadline=None)
