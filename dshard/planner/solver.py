@@ -142,13 +142,14 @@ class BatchSolution:
 
 
 def _read_search(
-    who: str, strategies: Any, limit_bytes: Any, max_labels: Any, tolerance: Any
+    who: str, strategies: Any, limit_bytes: Any, max_labels: Any, tolerance: Any, progress: Any
 ) -> tuple[tuple[Strategy, ...], int | None, int, float]:
     """Check what `solve` and `solve_batch` are told about the search, and return it as they use it."""
     candidates = read_candidates(who, "strategies", strategies)
     limit_bytes = arguments.count(who, "limit_bytes", limit_bytes, way="Pass 16 << 30.", or_none=True)
     allowed, way = "a part of a step, 0 or more", "Pass 0 for the fastest plan."
     tolerance = arguments.from_0(who, "tolerance", tolerance, allowed, way)
+    arguments.function(who, "progress", progress, "a line", "Pass print.")
     return candidates, limit_bytes, arguments.count(who, "max_labels", max_labels), tolerance
 
 
@@ -172,7 +173,7 @@ def solve(
         max_labels: Size of a search, beyond which it drops the least promising, and the gap may stay above 0.
         tolerance: One strategy for all units is preferred to what takes less time by no more than this part, and among
             several such the one that needs least memory. The bounds stay those of all choices.
-        progress: Hears how far it is.
+        progress: Is called with a line about what it is at, now and then.
 
     Raises:
         ArgumentError: An argument is none of what it may be.
@@ -183,7 +184,7 @@ def solve(
     """
     check_costs("solve", model, cluster)
     candidates, limit_bytes, max_labels, tolerance = _read_search(
-        "solve", strategies, limit_bytes, max_labels, tolerance
+        "solve", strategies, limit_bytes, max_labels, tolerance, progress
     )
     limit_bytes = cluster.memory_bytes if limit_bytes is None else limit_bytes
     if limit_bytes <= 0:
@@ -319,7 +320,7 @@ def solve_batch(
         limit_bytes: As in `solve`.
         max_labels: As in `solve`.
         tolerance: As in `solve`.
-        progress: Hears how far it is.
+        progress: Is called with a line about what it is at, now and then.
 
     Raises:
         ArgumentError: An argument is none of what it may be.
@@ -328,7 +329,8 @@ def solve_batch(
     who = "solve_batch"
     arguments.function(who, "costs_at", costs_at, "a batch size", "Pass one that gives ModelCosts.")
     arguments.instance(who, "cluster", cluster, Cluster, CLUSTER_WAY)
-    strategies, limit_bytes, max_labels, tolerance = _read_search(who, strategies, limit_bytes, max_labels, tolerance)
+    read = _read_search(who, strategies, limit_bytes, max_labels, tolerance, progress)
+    strategies, limit_bytes, max_labels, tolerance = read
     allowed, way = "batch sizes to choose from, integers of at least 1", "Pass range(1, 65)."
     given_sizes = arguments.several(who, "batch_sizes", batch_sizes, arguments.is_count, allowed, way, least=1)
     sizes = sorted(set(map(int, given_sizes)))

@@ -72,6 +72,7 @@ WORDS = {  # after "must be"
     "function of an output": "a function of an output",
     "function of nothing": "a function of nothing",
     "function of a batch size": "a function of a batch size",
+    "function of a line": "a function of a line",
     "batch sizes": "batch sizes to choose from, integers of at least 1",
     "numbers of neighbours": "numbers of neighbouring ranks, above 1",
     "sizes": "two numbers of bytes or more",
@@ -92,7 +93,7 @@ _SEARCH = {
     "limit_bytes": "from 1?",
     "max_labels": "from 1",
     "tolerance": "margin",
-    "progress": "anything",
+    "progress": "function of a line",
 }
 TABLE = {  # "?": or None
     "fully_shard": {

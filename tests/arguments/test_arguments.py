@@ -68,7 +68,6 @@ FREE = {  # public names without a row, and why
                 "spread_on",
                 "seconds_per_byte",
                 "copies_s",
-                "stragglers",
             )
         ),
         "the planner asks it; plan and cluster_of have looked at what they were given",
@@ -151,7 +150,6 @@ class Things:
     plain: nn.Module
     optimizer: torch.optim.Optimizer
     plan: Plan
-    work: Any
 
     def pool(self) -> dict[str, Any]:
         param, model = self.plain.weight, self.plan.model
@@ -270,7 +268,6 @@ class Things:
             "world": World(1),
             "efficiency": planner.EFFICIENCY,
             "comm": Comm(),
-            "progress": self.work,
         }
         return numbers | texts | containers | objects
 
@@ -367,6 +364,7 @@ RIGHT: dict[str, set[str]] = {  # by what the table says that a kind allows
     "a function of a name": FUNCTIONS,
     "a function of nothing": FUNCTIONS,
     "a function of a batch size": FUNCTIONS,
+    "a function of a line": FUNCTIONS,
     "a function of a flat tensor": FUNCTIONS,
     "an object that can be called and has allocate(), as torch's AllGather": {"comm"},
     "an object that can be called and has allocate(), as torch's ReduceScatter": {"comm"},
@@ -409,7 +407,7 @@ def things() -> Things:
     links_ = Links.of(Link(1.0, 1.0))
     plan = Plan(ModelCosts((costs,)), Cluster(1, 1, links_), (Strategy("full"),))
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    return Things(sharded, nn.Linear(3, 3), optimizer, plan, planner.solver.silent)
+    return Things(sharded, nn.Linear(3, 3), optimizer, plan)
 
 
 def calls(on: Things) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
