@@ -456,8 +456,8 @@ def _run_early(node: Any) -> None:
 def _keep(tensor: Tensor) -> Tensor | _Kept:
     """Keep a tensor; without its history, for a result that an operation saves would keep the operation alive.
 
-    Most were never written to, and are kept as they are: for each object that lives until backward, Python's garbage
-    collection takes time, and sooner or later looks at all objects of the process.
+    Most were never written to, and are kept as they are: each object of Python's that lives until backward is work for
+    the garbage collector.
     """
     if tensor.requires_grad and not isinstance(tensor, ShardedTensor):  # whose views are no results
         tensor = tensor.detach()

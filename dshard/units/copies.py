@@ -232,14 +232,11 @@ class FullTensors:
     def view_of(self, tensor: Tensor) -> SavedView | None:
         """How a tensor in this memory lies in one of them; None for what is no view of one."""
         key: Any = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-        try:
-            return self.views[key]
-        except KeyError:
-            pass
-        if len(self.views) >= _MAX_VIEWS:
-            self.views.clear()
-        found = self.views[key] = self._find(*key)
-        return found
+        if key not in self.views:
+            if len(self.views) >= _MAX_VIEWS:
+                self.views.clear()
+            self.views[key] = self._find(*key)
+        return self.views[key]
 
     def _find(self, offset: int, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> SavedView | None:
         index = bisect_right(self.starts, offset) - 1
