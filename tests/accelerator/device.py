@@ -78,14 +78,20 @@ def _make_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
 
 
 @contextmanager
-def dry_world(size: int, *, rank: int = 0) -> Iterator[Any]:
+def dry_world(size: int, *, rank: int = 0, mode: str = "eager") -> Iterator[Any]:
     """This process alone as one rank of many that issues everything and computes nothing; gives the extension.
 
     Numbers of a few bytes alone are computed, for ranks compare such; other ranks say what this one says. What else the
     host reads is zero, or anything. Attention and RMS norms are one kernel each, as on a GPU, until the process ends.
+
+    Args:
+        size: Of the world.
+        rank: Of this process.
+        mode: "eager" for a device that has done all that was issued; "lazy" for one on which memory that another stream
+            was recorded to use is in use until the host has waited for that.
     """
     device = start()
-    device.configure(0, "eager", False, True)
+    device.configure(0, mode, False, True)
     device.take_kernels_of_a_gpu()
     dist.init_process_group("cpu:simccl,sim:simccl", store=dist.HashStore(), rank=rank, world_size=size)
     try:

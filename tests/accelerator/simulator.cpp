@@ -631,7 +631,11 @@ void Machine::take_back(Block* block) {
 void Machine::process_pending(bool waits) {
   for (auto it = pending_.begin(); it != pending_.end();) {
     Block* block = *it;
-    const bool is_over = std::all_of(block->pending.begin(), block->pending.end(), [](const TaskPtr& task) { return task->is_over; });
+    // A dry run does all at once; a lazy one's blocks are in use until the host has waited for what uses them.
+    const bool is_late = is_dry_ && mode_ == "lazy";
+    const bool is_over = std::all_of(block->pending.begin(), block->pending.end(), [&](const TaskPtr& task) {
+      return is_late ? at(host_, task->stream) >= at(task->clock, task->stream) : task->is_over;
+    });
     if (!is_over && !waits) {
       ++it;
       continue;
