@@ -100,6 +100,9 @@ class GatherPlan:
         self.real_numel = real_numel(layouts, group.rank)
         self.padding_numel = self.row_numel - real_numel(self.row.layouts, group.rank)
         self.local_numels = tuple(x.local_numel(group.rank) for x in layouts)
+        numels = [self.local_numels[i] for i in self.packed]
+        slots = enumerate(zip(numels, self.row.slot_sizes, strict=True))
+        self._unfilled = tuple((place, numel) for place, (numel, size) in slots if numel != size)
 
     @classmethod
     def of(
@@ -131,14 +134,13 @@ class GatherPlan:
             shards: One per tensor of the bucket, of any dtype.
             row: At least `row.segment_numel` elements.
         """
-        slots = row.split(self.row.slot_sizes) if row.shape[0] == self.row.segment_numel else self._slots(row)
-        targets, sources = [], []
-        for i, slot in zip(self.packed, slots, strict=True):
-            numel = shards[i].numel()
-            targets.append(slot if slot.shape[0] == numel else slot[:numel])
-            sources.append(shards[i].reshape(-1))
-        if sources:
-            torch._foreach_copy_(targets, sources)
+        own = row if row.shape[0] == self.row.segment_numel else row[: self.row.segment_numel]
+        targets = list(torch.split_with_sizes(own, self.row.slot_sizes))
+        for place, numel in self._unfilled:
+            targets[place] = targets[place][:numel]
+        sources = [shards[i] for i in self.packed] if self.direct else shards
+        if targets:
+            torch._foreach_copy_(targets, [shard if shard.dim() == 1 else shard.reshape(-1) for shard in sources])
         return targets
 
     @property
@@ -150,10 +152,6 @@ class GatherPlan:
         """Where this rank's shards lie in a row of all of them, direct ones too: flat."""
         slots = row[: self.bucket.segment_numel].split(self.bucket.slot_sizes)
         return [slot[:numel] for slot, numel in zip(slots, self.local_numels, strict=True)]
-
-    def _slots(self, row: Tensor) -> tuple[Tensor, ...]:
-        """The slots of a row that has padding at its end."""
-        return row[: self.row.segment_numel].split(self.row.slot_sizes)
 
 
 _PLANS: "weakref.WeakValueDictionary[Any, GatherPlan]" = weakref.WeakValueDictionary()  # by what they are made of

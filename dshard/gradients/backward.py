@@ -395,6 +395,7 @@ def route_gradient(param: ShardedTensor, grad: Tensor | None) -> Tensor | None:
     """The hook of every sharded parameter: full gradient of this rank in, reduced gradient out."""
     if grad is None:
         return None
+    param.is_routed = True
     if isinstance(grad, ShardedTensor) and grad.shard_storage.is_shared:
         grad.shard_storage.is_reduced = False  # it has arrived
         return grad  # a nested autograd.grad has reduced it already, or uses in slices have

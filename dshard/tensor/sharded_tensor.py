@@ -146,6 +146,7 @@ class ShardedBase(DTensor):
     plain: Any = None  # the plain parameter that has replaced it
     has_compute_dtype: bool = False
     is_used_in_functions: bool = False  # in a forward, without autograd: in that of a custom function, maybe
+    is_routed: bool = False  # a gradient of it came by its hook, to be accumulated
     is_node_known: bool = False  # autograd's, at which its gradient arrives: to a program, maybe
     is_used_exactly: bool = False  # outside of any forward, with autograd
 

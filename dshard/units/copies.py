@@ -257,7 +257,6 @@ storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ig
 _STORAGE_OF = attrgetter("shard_storage")
 _SHARD_OF = attrgetter("shard_storage.tensor")
 _VERSION_OF = attrgetter("_version")
-_IS_META = attrgetter("is_meta")
 
 
 def _forget(storage: int, gone: "weakref.ref[FullTensors]", known: dict[int, Any] = FULL_TENSORS) -> None:
@@ -507,7 +506,7 @@ class Copies:
         if self.is_primary:
             self.dtypes = unit.dtypes_to_gather()
         buckets = self.buckets
-        if names := self.on_meta():
+        if names := self._on_meta(buckets):
             refuse_meta(names)
         model.eviction.note_gather(unit)
         self._touched_in = -1
@@ -625,9 +624,10 @@ class Copies:
 
     def on_meta(self) -> list[str]:
         """Names of parameters that have no memory yet."""
-        if not any(map(_IS_META, self.unit.params)):
-            return []
-        slots = [slot for bucket in self.buckets if bucket.is_meta for slot in bucket.slots]
+        return self._on_meta(self.buckets)
+
+    def _on_meta(self, buckets: Sequence[Bucket]) -> list[str]:
+        slots = [slot for bucket in buckets if bucket.is_meta for slot in bucket.slots]
         apart = self._extensions.slots if self._extensions is not None else ()
         slots += [slot for slot in apart if self.unit.params[slot].is_meta]
         return [self.unit.params[slot].name for slot in slots]
