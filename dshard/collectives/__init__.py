@@ -15,9 +15,7 @@ from dshard.collectives.all_reduce import all_reduce_row as all_reduce_row
 from dshard.collectives.all_reduce import broadcast as broadcast
 from dshard.collectives.divergence import note_failure as note_failure
 from dshard.collectives.divergence import num_all_failures as num_all_failures
-from dshard.collectives.divergence import num_noted as num_noted
 from dshard.collectives.divergence import num_started as num_started
-from dshard.collectives.divergence import settle as settle
 from dshard.collectives.divergence import tag_of as tag_of
 from dshard.collectives.exchange import shares_memory as shares_memory
 from dshard.collectives.flight import is_users as is_users
@@ -28,6 +26,11 @@ from dshard.collectives.group import with_comms as with_comms
 from dshard.collectives.host.full_values import HostCopy as HostCopy
 from dshard.collectives.host.full_values import HostValues as HostValues
 from dshard.collectives.host.full_values import make_host_copy as make_host_copy
+from dshard.collectives.ledger import await_settled as await_settled
+from dshard.collectives.ledger import begin_forward as begin_forward
+from dshard.collectives.ledger import num_noted as num_noted
+from dshard.collectives.ledger import settle as settle
+from dshard.collectives.ledger import settle_new as settle_new
 from dshard.collectives.memory import Buffer as Buffer
 from dshard.collectives.memory import BufferPool as BufferPool
 from dshard.collectives.memory import is_storage_held as is_storage_held

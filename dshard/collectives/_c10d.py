@@ -92,6 +92,20 @@ def backend_of(group: ProcessGroup, device: torch.device) -> str:
     return by_device.get(device.type, name)
 
 
+def shared_store() -> Any:
+    """The store of the default process group; None where no other process sees it."""
+    store: Any = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    inner = store
+    while isinstance(inner, dist.PrefixStore):
+        inner = inner.underlying_store
+    return store if isinstance(inner, (dist.TCPStore, dist.FileStore)) else None
+
+
+def ranks_of(group: ProcessGroup) -> list[int]:
+    """The ranks of a group, by their numbers in the world."""
+    return dist.get_process_group_ranks(group)
+
+
 def part_of_group(group: ProcessGroup, num_ranks: int) -> ProcessGroup:
     """The group of those `num_ranks` neighbours in `group` that this rank is one of; all of them must call this."""
     ranks = dist.get_process_group_ranks(group)

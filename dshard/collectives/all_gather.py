@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dshard.collectives import divergence
+from dshard.collectives import ledger
 from dshard.collectives.divergence import Kind
 from dshard.collectives.exchange import Exchange, shared_memory_of
 from dshard.collectives.group import Handle, ShardGroup
@@ -182,7 +182,7 @@ def _gather_flat(
         row = torch.empty(plan.row_numel, dtype=dtype, device=device)
         plan.pack(shards, row)
     rows, received = group.rows_for_gather(plan.row_numel, dtype, device, pool)
-    divergence.note(group, Kind.GATHER, label, tag)
+    ledger.note(group, Kind.GATHER, label, tag)
     works = group.all_gather(rows, row)
 
     def finish() -> Gathered:

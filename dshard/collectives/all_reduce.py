@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dshard.collectives import _c10d, divergence
+from dshard.collectives import _c10d, ledger
 from dshard.collectives._c10d import ReduceOp
 from dshard.collectives.divergence import Kind
 from dshard.collectives.exchange import Exchange, gather_few, shared_memory_of
@@ -68,7 +68,7 @@ def _all_reduce_flat(row: Tensor, replicas: ShardGroup, how: RowReduction) -> _S
     num_bytes, num_ranks = row.numel() * row.element_size(), replicas.num_ranks
     sent, flags = 2 * num_bytes * (num_ranks - 1) // num_ranks, _bytes_of_flags(how.num_flags, row, replicas)
     record("all_reduce", how.label, replicas, sent - flags, 0, flags)
-    divergence.note(replicas, Kind.REDUCE, how.label, how.tag)
+    ledger.note(replicas, Kind.REDUCE, how.label, how.tag)
     native_mean = how.mean and replicas.has_means
     op = ReduceOp.MEAN if native_mean else ReduceOp.SUM
     works = [_c10d.all_reduce_flat(row, op, replicas.process_group)]
@@ -214,7 +214,7 @@ def all_reduce(
             name=label,
         )
     if arguments:
-        divergence.note(group, Kind.COMBINE, label + arguments, 0)
+        ledger.note(group, Kind.COMBINE, label + arguments, 0)
     works = [_c10d.all_reduce_flat(flat, op, group.process_group)]
     _record(label, group, 2 * num_bytes * (group.num_ranks - 1) // group.num_ranks, 0, is_check=is_check)
     return Handle(label, works, lambda: _parts(flat, sizes, shapes, device), group=group)

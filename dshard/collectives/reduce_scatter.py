@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from dshard.collectives import divergence
+from dshard.collectives import ledger
 from dshard.collectives._c10d import ReduceOp, Work
 from dshard.collectives.all_reduce import sum_in_pairs
 from dshard.collectives.divergence import Kind
@@ -260,7 +260,7 @@ class ReduceBucket:
 
     def _launch_flat(self, rows: Tensor, mean: bool) -> Handle["Reduced"]:
         """Reduce by the backend's own reduce-scatter."""
-        divergence.note(self.group, Kind.REDUCE, self._label, 0)
+        ledger.note(self.group, Kind.REDUCE, self._label, 0)
         is_half = rows.dtype == torch.float16
         native_mean = mean and self.group.has_means and not is_half
         divisor: float = self.group.num_ranks if mean and not native_mean else 1

@@ -213,6 +213,7 @@ class _State:
     pid = 0  # of the process that watches its end, and not of forks of it
     has_said = False  # whether it has written its end
     channels: Collection[Any] = ()  # of all process groups
+    look: Callable[[], object] | None = None  # at what ranks have noted
 
 
 def _arrive() -> None:
@@ -350,6 +351,15 @@ def found_dead(ranks: Sequence[int]) -> Verdict | None:
     case = _Case.among(ranks)
     gone = case.gone()
     return case.by_death(gone, _State.board.ends()) if gone else None
+
+
+def ended_ranks(group: ProcessGroup) -> list[int]:
+    """Numbers in a group of its other ranks whose programs have ended, by an error or well."""
+    ranks = dist.get_process_group_ranks(group)
+    case = _Case.among(ranks)
+    ends = ends_within(_STORE_S, _State.board.ends) or []
+    ended = {*case.gone(), *(end.rank for end in ends if end.how != "found")}
+    return [number for number, rank in enumerate(ranks) if rank in ended]
 
 
 def _solve(ranks: Sequence[int]) -> tuple[Verdict | None, dict[int, dict[str, str]]]:
@@ -600,6 +610,8 @@ def _watch() -> None:
             _arrive()
             if dist.is_initialized() and (record := flight.record_of(dist.distributed_c10d._get_default_group())):
                 record.note_place(_own_place())
+            if _State.look is not None:
+                _State.look()
             _look()
 
 
@@ -645,8 +657,12 @@ def _own_place() -> dict[str, str]:
     if _State.failed or wait is not None:
         place = f"{_State.failed}, which failed" if wait is None or _State.failed else wait.label
         return {"waits": place.removeprefix("the ")}
-    main = sys._current_frames().get(threading.main_thread().ident or 0)
-    return {"did": _State.last[0], "line": users_line(main)}
+    return {"did": _State.last[0], "line": line_of_program()}
+
+
+def line_of_program() -> str:
+    """Where the main thread is, as file:line; empty if in no file of the program's own."""
+    return users_line(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
 def _speak(wait: _Wait, waited_s: float) -> None:
@@ -703,6 +719,20 @@ def watch_end() -> None:
     sys.excepthook = on_exception
     processes.Finalize(None, _on_exit, exitpriority=100)  # those of multiprocessing end by it alone, others by it too
     atexit.register(_on_exit)
+
+
+def watch_ledgers(look: Callable[[], object]) -> None:
+    """Have the thread that watches look, too, at what ranks have noted of what they do."""
+    _State.look = look
+
+
+def end_process(text: str) -> None:
+    """End this process, whose program waits for a device that waits for ever."""
+    log.error(text)
+    _say("raised", text)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def watch_channels(channels: Collection[Any]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from dshard.collectives import await_settled
 from dshard.compiling import Pause, outside_of_graphs
 from dshard.errors import StateError
 from dshard.interpreter import frame_above
@@ -299,6 +300,7 @@ def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 @outside_of_graphs
 def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Behind all hooks of the program, ahead of the step itself."""
+    await_settled()
     begin_step(frame_above(1))
     written = _written(optimizer)
     _Steps.count = _Count.of(optimizer, written)

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils.rnn import PackedSequence
 
 from dshard.autograd import in_backward
+from dshard.collectives import begin_forward
 from dshard.compiling import outside_of_graphs
 from dshard.errors import UnsupportedOpError
 from dshard.gradients.backward import hook_gradient
@@ -399,6 +400,8 @@ def _enter(module: nn.Module, args: Any, kwargs: Any, *, is_eager: bool) -> tupl
         if model.split is not None:
             model.before_use()
             units = _units_at(module)
+        if not model.forwards.num_running and not in_backward():
+            begin_forward()
         model.forwards.note_running(1)
     casts = Casts.of(module)
     if casts is not None:
@@ -503,6 +506,8 @@ def _exit(module: nn.Module, output: Any) -> Any:
     result = _cast_result(module, output)
     if not units or units[0].model.forwards.num_running:
         return result
+    if output is not None:  # as after an exception
+        units[0].model.get(Runtime).end_forward()
     given = output if result is None else result
     depending = with_tokens(given)
     return result if depending is given else depending

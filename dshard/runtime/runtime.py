@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from dshard import collectives
 from dshard.agreement import broadcast_buffers
 from dshard.autograd import in_backward
-from dshard.collectives import GatherPlan, ReduceOp, ShardGroup, settle
-from dshard.errors import UnsupportedOpError
+from dshard.collectives import GatherPlan, ReduceOp, ShardGroup, settle, settle_new
+from dshard.errors import DivergenceError, UnsupportedOpError
 from dshard.gradients.backward import Backward, hook_gradient
 from dshard.gradients.iteration import Iteration
 from dshard.layout import BucketLayout, ShardLayout
@@ -74,6 +74,7 @@ class Runtime:
         self.on_training_forward: Callable[[], None] | None = None  # called when one starts, outside of graphs
         self.plan_report: object = None  # what watches the first steps under a plan
         self._iteration = context.get(Iteration)
+        self._known_forwards: set[tuple[str, int]] = set()  # of which ranks have compared the collectives
 
     def adopt(self, unit: Unit) -> None:
         """Take a unit in, from a model of its own or another's."""
@@ -139,6 +140,22 @@ class Runtime:
         if module is self.context.root and not unit.num_active:
             self._iteration.end_forward()
         self.context.eviction.after_forward(unit, module)
+
+    def end_forward(self) -> None:
+        """The outermost forward of the model's modules has ended: were its collectives those of the other ranks?"""
+        context = self.context
+        if in_backward() or context.regions.open_label is not None:
+            return
+        groups = groups_of(context.units)
+        try:
+            settle_new(groups, self._known_forwards)
+            if not torch.is_grad_enabled():  # no backward does
+                settle(groups)
+        except DivergenceError:
+            self._known_forwards.clear()
+            for unit in context.units:
+                unit.reshard()
+            raise
 
     def reset(self) -> None:
         """Free all copies after an exception, and drop gradients that are under way."""

@@ -208,7 +208,7 @@ MUTANTS: dict[str, Mutant] = {
     "wait for a gather in backward": Mutant(
         without_wait("all-gather of 'blocks.0'"), ("all_gather", "blocks.0"), {"units": "blocks"}
     ),
-    "wait for a reduction": Mutant(  # else the gather of `settle`, behind it in the same stream, would be waited for
+    "wait for a reduction": Mutant(
         without_wait("reduce-scatter of"), ("reduce_scatter", "dshard::reduce "), {"setting": "divide factor"}
     ),
     "wait for an all-reduce over replicas": Mutant(
@@ -217,7 +217,6 @@ MUTANTS: dict[str, Mutant] = {
     "wait for a norm": Mutant(without_wait("clip_grad_norm_"), ("all_reduce",), {"clip": "dshard"}),
     "wait for a broadcast of weights": Mutant(without_wait("weights"), ("broadcast",), {"sync": "broadcast"}),
     "wait for a broadcast of buffers": Mutant(without_wait("buffers"), ("broadcast",), {"buffers": "broadcast"}),
-    "wait for the comparison of ranks": Mutant(without_wait("communicated alike"), ("all_gather",)),
     "wait for a slice": Mutant(
         without_wait("all-gather of", ", slice "),
         ("all_gather", ", slice "),

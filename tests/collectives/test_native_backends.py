@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dshard
-from dshard import collectives
 from dshard.collectives import ReduceBucket, ReducePlan, ShardGroup
+from dshard.collectives.ledger import _Ledger
 from dshard.layout import BucketLayout, ShardLayout
 from dshard.testing import WorldPool, fake_world
 from dshard.units.unit import Unit
@@ -187,7 +188,7 @@ def test_writes_to_moved_shards_are_seen(worlds: WorldPool):
 
 
 def diverge(how: str) -> str:
-    """What a step says in which the ranks run two equal layers in different orders, or one is written on one rank."""
+    """What a forward says where ranks run two equal layers in other orders, or one is written on one rank."""
     with native():
         torch.manual_seed(0)
         model: Any = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
@@ -199,20 +200,19 @@ def diverge(how: str) -> str:
             with torch.no_grad():
                 model["b"].weight.mul_(2.0)
         x = torch.ones(2, 4)
-        for name in names:
-            x = model[name](x)
         try:
-            x.sum().backward()
+            for name in names:
+                x = model[name](x)
         except dshard.DivergenceError as error:
             return str(error)
-        return ""
+        return "what was computed"
 
 
 def test_ranks_that_did_the_same_settle_in_silence(worlds: WorldPool):
-    assert worlds.run(2, diverge, "not") == ["", ""]
+    assert worlds.run(2, diverge, "not") == ["what was computed"] * 2
 
 
-def test_a_backward_tells_of_ranks_that_ran_units_in_different_orders_and_names_both(worlds: WorldPool):
+def test_a_forward_tells_of_ranks_that_ran_units_in_different_orders_and_names_both(worlds: WorldPool):
     errors = worlds.get_world(2).run(diverge, "order")
     assert errors[0].startswith("'a': all ranks must communicate about the same thing at the same time")
     assert "rank 1 is at 'b'" in errors[0]
@@ -220,20 +220,24 @@ def test_a_backward_tells_of_ranks_that_ran_units_in_different_orders_and_names_
     assert "rank 0 is at 'a'" in errors[1]
 
 
-def test_a_backward_tells_of_a_write_on_one_rank_alone(worlds: WorldPool):
+def test_a_forward_tells_of_a_write_on_one_rank_alone(worlds: WorldPool):
     errors = worlds.get_world(2).run(diverge, "write")
     assert all(e.startswith("'b': all ranks must write the same to a sharded tensor") for e in errors)
 
 
-def settle_forwards(num_forwards: int) -> int:
+def postings_of_forwards(num_forwards: int, is_evaluated: bool) -> int:
     with native():
-        model: Any = dshard.fully_shard(nn.Linear(4, 4))
-        with torch.no_grad(), dshard.CommTrace() as trace:
+        model: Any = dshard.fully_shard(nn.Linear(4, 4), reshard_after_forward=True)
+        patch = mock.patch.object(_Ledger, "post", autospec=True, side_effect=_Ledger.post)
+        with torch.set_grad_enabled(not is_evaluated), patch as post:
             for _ in range(num_forwards):
                 model(torch.ones(1, 4))
-            collectives.settle([model.weight.shard_group])
-        return trace.calls("check")
+        return post.call_count
 
 
-def test_forwards_alone_settle_once_in_a_thousand_collectives(worlds: WorldPool):
-    assert worlds.run(2, settle_forwards, 1100) == [2, 2]
+def test_forwards_alone_settle_the_first_time_and_once_in_a_thousand_collectives(worlds: WorldPool):
+    assert worlds.run(2, postings_of_forwards, 1100, False) == [2, 2]
+
+
+def test_each_evaluation_settles(worlds: WorldPool):
+    assert worlds.run(2, postings_of_forwards, 9, True) == [9, 9]

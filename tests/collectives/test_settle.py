@@ -2,6 +2,10 @@
 
 import contextlib
 import gc
+import os
+import subprocess
+import sys
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -14,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dshard
 from dshard import collectives
-from dshard.collectives import ShardGroup, _c10d, divergence
+from dshard.collectives import ShardGroup, _c10d, ledger
 from dshard.collectives.divergence import Kind
-from dshard.testing import WorldPool, expect_error
+from dshard.testing import RemoteRankError, World, WorldPool, expect_error
 from tests.collectives.test_native_backends import native
 
 
@@ -69,10 +73,10 @@ def settle_of_two_groups() -> tuple[str, list[int]]:
         members = [group for group in (pair, dist.group.WORLD) if dist.get_rank(group) >= 0]
         groups = [ShardGroup(group, torch.device("cpu")) for group in members]
         for group in groups:
-            divergence.note(group, Kind.GATHER, "both", 0)
-        divergence.note(groups[0], Kind.GATHER, f"rank {min(dist.get_rank(), 1)}" if len(groups) == 2 else "all", 0)
+            ledger.note(group, Kind.GATHER, "both", 0)
+        ledger.note(groups[0], Kind.GATHER, f"rank {min(dist.get_rank(), 1)}" if len(groups) == 2 else "all", 0)
         if len(groups) == 2:
-            divergence.note(groups[1], Kind.GATHER, "all", 0)
+            ledger.note(groups[1], Kind.GATHER, "all", 0)
         try:
             collectives.settle(groups)
             error = ""
@@ -86,22 +90,21 @@ def test_ranks_that_are_apart_in_one_group_answer_those_of_the_next_before_they_
 
 
 def copies_after_an_error() -> tuple[str, int]:
-    """What a backward says after a write on one rank, and the bytes of copies it leaves; a frozen bias keeps them."""
+    """What a forward says after a write on one rank, and the bytes of copies it leaves; a frozen bias keeps them."""
     with native():
         model = linear(4)
         model.bias.requires_grad_(False)
         if dist.get_rank() == 1:
             with torch.no_grad():
                 model.weight.mul_(2.0)
-        loss = model(torch.ones(1, 4)).sum()
         try:
-            loss.backward()
+            model(torch.ones(1, 4))
         except dshard.DivergenceError as error:
             return str(error).partition(",")[0], model._context().gathered_bytes
         return "", -1
 
 
-def test_an_error_at_the_end_of_a_backward_leaves_nothing_gathered(worlds: WorldPool):
+def test_an_error_at_the_end_of_a_forward_leaves_nothing_gathered(worlds: WorldPool):
     error = "'Linear': all ranks must write the same to a sharded tensor"
     assert worlds.run(2, copies_after_an_error) == [(error, 0)] * 2
 
@@ -203,7 +206,7 @@ def entries_of_a_long_evaluation(at: int) -> list[int]:
     with native():
         group = ShardGroup(dist.group.WORLD, torch.device("cpu"))
         for i in range(20_000):
-            divergence.note(group, Kind.GATHER, "unit", dist.get_rank() << 8 if i == at else 0)
+            ledger.note(group, Kind.GATHER, "unit", dist.get_rank() << 8 if i == at else 0)
         before = collectives.num_noted(group)
         collectives.settle([group])
         return [before, collectives.num_noted(group)]
@@ -219,3 +222,46 @@ def test_a_group_that_nobody_settles_keeps_a_bounded_number_of_entries(worlds: W
 def test_what_differs_among_entries_is_found_whether_they_were_folded_or_not(worlds: WorldPool, at, text):
     errors = expect_error(worlds.get_world(2), entries_of_a_long_evaluation, at)
     assert all(kind == "DivergenceError" and text in message for kind, message in errors)
+
+
+def host_that_waits_for_a_device() -> None:
+    with native():
+        model = linear(4)
+        model(torch.ones(1, 4)).sum().backward()
+        ledger.note(model.weight.shard_group, Kind.GATHER, f"blocks.{dist.get_rank()}", 0)
+        time.sleep(60)  # as in `loss.item()`
+
+
+def world_that_waits_for_devices() -> None:
+    """The ranks gather different units, of different sizes, and their hosts wait for what never comes."""
+    with World(2, grace_s=15.0) as world, pytest.raises(RemoteRankError, match="died with exit code 1"):
+        world.run(host_that_waits_for_a_device)
+
+
+@pytest.mark.slow
+def test_a_process_whose_device_waits_for_ever_ends_and_names_both():
+    code = f"from {__name__} import world_that_waits_for_devices as run; run()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    for rank in range(2):
+        own = f"rank {rank} has come to the gather of 'blocks.{rank}' ("
+        line = next(line for line in done.stderr.splitlines() if line.startswith(own))
+        assert f"rank {1 - rank} to the gather of 'blocks.{1 - rank}' (" in line
+        assert line.count("test_settle.py:") == 2
+
+
+def settle_after_the_end_of_a_rank() -> None:
+    """Rank 1 has ended its program well where rank 0 still compares: the device has nothing to say of that."""
+    with native():
+        group = ShardGroup(dist.group.WORLD, torch.device("cpu"))
+        for number in range(2):
+            if number and dist.get_rank() == 1:
+                os._exit(0)
+            ledger.note(group, Kind.GATHER, f"unit {number}", 0)
+            collectives.settle([group])
+
+
+def test_who_waits_for_the_host_of_a_rank_that_has_ended_names_it():
+    with World(2, grace_s=20.0) as world, pytest.raises(RemoteRankError) as told:
+        world.run(settle_after_the_end_of_a_rank)
+    assert "RankLostError: the comparison of what ranks did up to 'unit 1'" in str(told.value)
+    assert "rank 1 (pid" in str(told.value)
