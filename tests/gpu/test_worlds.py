@@ -93,6 +93,14 @@ def test_ranks_that_run_blocks_in_another_order_all_raise_and_name_both(device: 
         assert "blocks.1" in text
 
 
+def test_ranks_of_which_one_runs_a_block_alone_all_raise(device: str):
+    with World(2, group_timeout_s=ranks.TIMEOUT_S, grace_s=60.0) as world:
+        told = expect_error(world, ranks.call, device, trainings.forward_of_one_block, timeout_s=120.0)
+    assert [name for name, _ in told] == ["DivergenceError"] * 2
+    for rank, (_, text) in enumerate(told):
+        assert f"rank {1 - rank} is at '{'20'[rank]}'" in text
+
+
 def test_who_waits_for_a_rank_that_was_killed_names_it(device: str):
     with World(2, group_timeout_s=ranks.TIMEOUT_S, grace_s=60.0) as world, pytest.raises(RemoteRankError) as told:
         world.run(ranks.call, device, trainings.ends_in_the_middle, timeout_s=120.0)

@@ -247,12 +247,24 @@ def other_order(device: str) -> None:
     """Rank 1 runs two blocks the other way round."""
     model = sharded(built(SETTINGS["fp32"], device), "dshard", device, {})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):  # on a device the comparison of a step is looked at in the next one
-        if dist.get_rank() == 1 and step == 0:
-            model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
-        loss_of(model, tokens(step, 0, 0, device)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer.register_step_post_hook(_refuse_step)
+    if dist.get_rank() == 1:
+        model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+    loss_of(model, tokens(0, 0, 0, device)).backward()
+    optimizer.step()
+
+
+def _refuse_step(*_: object) -> None:
+    raise AssertionError("a step of mixed values was applied")
+
+
+def forward_of_one_block(device: str) -> None:
+    """Rank 0 runs the whole model, and rank 1 its last block alone; neither runs a backward."""
+    model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).to(device)
+    for block in model:
+        dshard.fully_shard(block, mesh=mesh_of(device))
+    dshard.fully_shard(model, mesh=mesh_of(device))
+    (model if dist.get_rank() == 0 else model[-1])(torch.ones(2, 8, device=device))
 
 
 def ends_in_the_middle(device: str) -> None:
