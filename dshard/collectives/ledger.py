@@ -247,7 +247,8 @@ class _Ledger:
         """Raise for what the thread has found, if anything."""
         if self._found is not None:
             rank, own, other, *_ = self._found
-            self._found, self.posted, self.entries = None, None, []
+            self._found, self.posted, self.entries, self._shown = None, None, [], (0, 0)
+            self._store.delete_key(f"{self._path}/shown/{self._rank}")  # of a program that goes on
             _refuse(rank, own, other, process_group)
 
 

@@ -610,9 +610,9 @@ def _watch() -> None:
             _arrive()
             if dist.is_initialized() and (record := flight.record_of(dist.distributed_c10d._get_default_group())):
                 record.note_place(_own_place())
+            _look()
             if _State.look is not None:
                 _State.look()
-            _look()
 
 
 def _look() -> None:
