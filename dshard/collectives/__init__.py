@@ -30,7 +30,7 @@ from dshard.collectives.ledger import await_settled as await_settled
 from dshard.collectives.ledger import begin_forward as begin_forward
 from dshard.collectives.ledger import num_noted as num_noted
 from dshard.collectives.ledger import settle as settle
-from dshard.collectives.ledger import settle_new as settle_new
+from dshard.collectives.ledger import settle_forward as settle_forward
 from dshard.collectives.memory import Buffer as Buffer
 from dshard.collectives.memory import BufferPool as BufferPool
 from dshard.collectives.memory import is_storage_held as is_storage_held

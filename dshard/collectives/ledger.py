@@ -351,18 +351,21 @@ def begin_forward() -> None:
     _Ledger.forward += 1
 
 
-def settle_new(groups: Iterable[ShardGroup], known: set[tuple[str, int]]) -> None:
-    """At the end of a forward, `settle` and `await_settled` for groups in which it did what none has done before.
+def settle_forward(groups: Iterable[ShardGroup], known: set[tuple[str, int]], *, is_evaluated: bool) -> None:
+    """At the end of a forward `settle` what it has noted, and `await_settled` if none before it has noted the like.
+
+    A forward that has noted nothing may be one rank's own. A known one of a training is left to its backward.
 
     Args:
         groups: Of the model.
-        known: What was done in its forwards; what is new is put there.
+        known: What was noted in its forwards; what is new is put there.
+        is_evaluated: Whether no backward will follow.
     """
-    new = [(group, (group.name, _ledger_of(group).sequence())) for group in groups]
-    new = [(group, key) for group, key in new if key[1] and key not in known and len(known) < _MAX_KNOWN]
-    known.update(key for _, key in new)
+    noted = [(group, (group.name, ledger.sequence())) for group in groups if (ledger := _ledger_of(group)).sequence()]
+    new = {key for _, key in noted if key not in known} if len(known) < _MAX_KNOWN else set()
+    known |= new
+    settle([group for group, key in noted if is_evaluated or key in new])
     if new:
-        settle([group for group, _ in new])
         await_settled()
 
 

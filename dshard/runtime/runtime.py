@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dshard import collectives
 from dshard.agreement import broadcast_buffers
 from dshard.autograd import in_backward
-from dshard.collectives import GatherPlan, ReduceOp, ShardGroup, settle, settle_new
+from dshard.collectives import GatherPlan, ReduceOp, ShardGroup, settle, settle_forward
 from dshard.errors import DivergenceError, UnsupportedOpError
 from dshard.gradients.backward import Backward, hook_gradient
 from dshard.gradients.iteration import Iteration
@@ -146,11 +146,8 @@ class Runtime:
         context = self.context
         if in_backward() or context.regions.open_label is not None:
             return
-        groups = groups_of(context.units)
         try:
-            settle_new(groups, self._known_forwards)
-            if not torch.is_grad_enabled():  # no backward does
-                settle(groups)
+            settle_forward(groups_of(context.units), self._known_forwards, is_evaluated=not torch.is_grad_enabled())
         except DivergenceError:
             self._known_forwards.clear()
             for unit in context.units:

@@ -241,3 +241,24 @@ def test_forwards_alone_settle_the_first_time_and_once_in_a_thousand_collectives
 
 def test_each_evaluation_settles(worlds: WorldPool):
     assert worlds.run(2, postings_of_forwards, 9, True) == [9, 9]
+
+
+def evaluation_of_rank_0() -> float:
+    """Rank 0 alone evaluates what all have gathered, and all train on."""
+    with native():
+        torch.manual_seed(0)
+        model: Any = dshard.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+            with dshard.gathered(model):
+                if dist.get_rank() == 0:
+                    with torch.no_grad():
+                        model(torch.ones(1, 4))
+            optimizer.step()
+        return model(torch.ones(1, 4)).item()
+
+
+def test_a_rank_may_evaluate_alone_what_all_have_gathered(worlds: WorldPool):
+    first, second = worlds.run(2, evaluation_of_rank_0)
+    assert first == second
