@@ -384,8 +384,9 @@ def _errors_of(ledgers: Iterable[_Ledger]) -> list[DivergenceError]:
 
 def _watch_device(group: ShardGroup) -> None:
     """Have the watchdog notice a device that never comes to what was posted."""
-    posted = _ledger_of(group).posted
-    if posted is not None:
-        arrived: Any = torch.get_device_module(group.device_type).Event()
+    posted, device = _ledger_of(group).posted, torch.get_device_module(group.device_type)
+    is_captured = getattr(device, "is_current_stream_capturing", bool)  # an event of a graph tells nothing
+    if posted is not None and not is_captured():
+        arrived: Any = device.Event()
         arrived.record()
         watch_event(f"{posted.entries[-1][1]}, or something of that step before it", group.process_group, arrived)
