@@ -16,6 +16,8 @@ ALLOWED: dict[str, str] = {
     "dshard.collectives.host.arena._Known": "a process shares one memory, and maps that of each other one once",
     "dshard.collectives.host.rings._GONE": "what was said in a group that is gone stays until peers have read it",
     "dshard.collectives.host.rings._LISTENING": "a rank that waits in one ring reads all, or peers wait for it",
+    "dshard.collectives.ledger._Ledger.alive": "the one thread that watches looks at what was noted in all groups",
+    "dshard.collectives.ledger._Ledger.forward": "forwards are told apart in a process, whatever the models",
     "dshard.collectives.watchdog._State": "one thread watches all that a process waits for, and its end",
     "dshard.collectives.trace._Open.traces": "a trace records the collectives of the process, whoever starts them",
     "dshard.collectives.trace._Open.phase": "bound at import: rooms above know in which phase their models are",
