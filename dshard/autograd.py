@@ -114,7 +114,7 @@ def standing_for(grad: ShardedTensor, dtype: torch.dtype, *, is_seen: bool) -> S
 @skipped
 def keep_own_dtype(param: Any) -> None:
     """A parameter's `.grad` in the parameter's dtype, after autograd has put one there."""
-    if not param.is_routed:  # a node has: of the unit's, all at once, and in their dtype
+    if not param.is_routed:  # the unit's node has put it there, in the parameter's dtype
         return
     param.is_routed = False
     with torch._C.DisableTorchFunctionSubclass():

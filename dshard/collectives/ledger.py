@@ -213,12 +213,7 @@ class _Ledger:
         """Show what was noted a while ago, and compare it with what others show; end what cannot raise."""
         found, store = self._found, self._store
         if found is not None and time.monotonic() - found.since_s > _GRACE_S:
-            end_process(
-                f"rank {self._rank} has come to {_text(found.own)} (its program is at {line_of_program()}) and rank "
-                f"{found.rank} to {_text(found.other)} (at {found.line}), but all ranks must communicate about the "
-                "same thing at the same time. The device waits for what never comes. Make every rank run the same "
-                "modules in the same order; look for a branch on rank-local data."
-            )
+            end_process(self._last_words(found))
         posted = self.posted
         serial, entries = self._serial + (posted is None), posted.entries if posted is not None else list(self.entries)
         if store is None or found is not None or not entries or time.monotonic() - self._noted_s < _QUIET_S:
@@ -237,6 +232,19 @@ class _Ledger:
                 self._found = _Found(rank, *differing, line, time.monotonic())
                 return
 
+    def _last_words(self, found: _Found) -> str:
+        """What the program would be told, and where it and the other rank's are."""
+        process_group = self._process_group()
+        try:
+            if process_group is not None:
+                _refuse(found.rank, found.own, found.other, process_group)
+        except DivergenceError as error:
+            return (
+                f"{error} This rank's program is at {line_of_program()}, that of rank {found.rank} at {found.line}. It "
+                "waits for a device that waits for the other ranks, so its process ends here."
+            )
+        return "the process group of a model has gone while its device waited for other ranks."
+
     def _neighbours(self) -> list[int]:
         num = self._num_ranks
         if num <= _MANY_RANKS:
@@ -250,10 +258,6 @@ class _Ledger:
             self._found, self.posted, self.entries, self._shown = None, None, [], (0, 0)
             self._store.delete_key(f"{self._path}/shown/{self._rank}")  # of a program that goes on
             _refuse(rank, own, other, process_group)
-
-
-def _text(entry: _Entry) -> str:
-    return f"{Kind(entry[0]).text} '{entry[1]}'"
 
 
 def _refuse(rank: int, own: _Entry, other: _Entry, process_group: ProcessGroup) -> NoReturn:

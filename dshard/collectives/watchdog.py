@@ -797,7 +797,7 @@ def _say(how: str, text: str, ranks: tuple[int, ...] = ()) -> None:
     _State.has_said = True
     flight.note_end(how, text)
     ends_within(_STORE_S, lambda: _State.board.note_end(how, text[:_TEXT_CHARS], ranks))
-    if how != "left" and _holds_store():
+    if _holds_store() and (how != "left" or _State.look is not None):  # whose answers others may have still to read
         time.sleep(_READ_S)
 
 

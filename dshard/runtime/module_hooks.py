@@ -400,7 +400,7 @@ def _enter(module: nn.Module, args: Any, kwargs: Any, *, is_eager: bool) -> tupl
         if model.split is not None:
             model.before_use()
             units = _units_at(module)
-        if not model.forwards.num_running and not in_backward():
+        if not model.forwards.num_running and not in_backward() and model.regions.open_label is None:
             begin_forward()
         model.forwards.note_running(1)
     casts = Casts.of(module)

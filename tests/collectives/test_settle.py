@@ -233,7 +233,7 @@ def host_that_waits_for_a_device() -> None:
 
 
 def world_that_waits_for_devices() -> None:
-    """The ranks gather different units, of different sizes, and their hosts wait for what never comes."""
+    """The ranks have begun to gather different units, and their hosts wait for what never comes."""
     with World(2, grace_s=15.0) as world, pytest.raises(RemoteRankError, match="died with exit code 1"):
         world.run(host_that_waits_for_a_device)
 
@@ -243,9 +243,8 @@ def test_a_process_whose_device_waits_for_ever_ends_and_names_both():
     code = f"from {__name__} import world_that_waits_for_devices as run; run()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     for rank in range(2):
-        own = f"rank {rank} has come to the gather of 'blocks.{rank}' ("
-        line = next(line for line in done.stderr.splitlines() if line.startswith(own))
-        assert f"rank {1 - rank} to the gather of 'blocks.{1 - rank}' (" in line
+        line = next(line for line in done.stderr.splitlines() if line.startswith(f"'blocks.{rank}': all ranks must"))
+        assert f"rank {1 - rank} is at 'blocks.{1 - rank}'" in line
         assert line.count("test_settle.py:") == 2
 
 
