@@ -14,10 +14,12 @@ import dshard
 from benchmarks.measure import Step, Summary, on_ranks, timed
 from benchmarks.models import mesh_of
 from benchmarks.output import Output, bars_of, timing_table
-from dshard.collectives import BufferPool, GatherPlan, ReduceBucket, ReducePlan, ShardGroup, all_gather
+from dshard.collectives import BufferPool, GatherPlan, ReduceBucket, ReducePlan, ShardGroup, all_gather, ledger
+from dshard.collectives.divergence import Kind, check_headers, header
 from dshard.layout import BucketLayout, ShardLayout
 
 _CPU = torch.device("cpu")
+_NUM_NOTED = 100  # collectives: of a step of 33 blocks
 _dist: Any = dist  # torch 2.11 has the old names alone
 _gather_flat = getattr(dist, "all_gather_single", None) or _dist.all_gather_into_tensor
 _reduce_flat = getattr(dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
@@ -56,6 +58,20 @@ def _reduce(group: ShardGroup, grads: list[torch.Tensor], bucket: BucketLayout, 
     reduction.launch(mean=True).wait()
 
 
+def _headers(group: ShardGroup) -> None:
+    """What gloo's ranks send ahead of 100 collectives, and how they compare it."""
+    for number in range(_NUM_NOTED):
+        own = header(Kind.GATHER, f"blocks.{number}", 0, 0)
+        check_headers([own] * group.num_ranks, own, Kind.GATHER, f"blocks.{number}", group)
+
+
+def _ledger(group: ShardGroup) -> None:
+    """What hosts do for 100 collectives of a backend that has no headers, and once to compare them."""
+    for number in range(_NUM_NOTED):
+        ledger.note(group, Kind.GATHER, f"blocks.{number}", 0)
+    ledger.settle([group])
+
+
 def _collectives(width: int, num_rounds: int) -> dict[str, Summary]:
     """Time all variants on this rank."""
     assert dist.group.WORLD is not None
@@ -66,6 +82,8 @@ def _collectives(width: int, num_rounds: int) -> dict[str, Summary]:
     grads = [torch.randn(layout.shape) for layout in bucket.layouts]
     segment, flat = torch.randn(bucket.segment_numel), torch.randn(bucket.segment_numel * group.num_ranks)
     variants: dict[str, Step] = {
+        "100 headers, made and compared": partial(_headers, group),
+        "100 collectives, noted and compared by hosts": partial(_ledger, native),
         "all-gather of a bucket, direct": partial(_gather, group, shards, bucket, pool),
         "all-gather of a bucket, backend's own": partial(_gather, native, shards, bucket, pool),
         "all-gather of a flat buffer, backend's own": partial(_gather_flat, torch.empty_like(flat), segment),
