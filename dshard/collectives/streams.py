@@ -14,7 +14,7 @@ Stream = Any  # torch's; None on devices that have none
 
 def stream_on(device: torch.device) -> Stream:
     """The stream that is current on a device."""
-    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
+    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device.index)
 
 
 def follow(stream: Stream, before: Stream, tensors: Iterable[Tensor] = ()) -> None:

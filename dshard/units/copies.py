@@ -449,8 +449,10 @@ class Copies:
         """Parameter `slot`, if the backward that runs has gathered and used them before."""
         model = self.unit.model
         is_known = self._fulls is not None and self._touched_in == model.schedule.serial
-        if not is_known or self._made_in.stream is not None or torch._C._current_graph_task_id() != model.backward_task:
+        if not is_known or torch._C._current_graph_task_id() != model.backward_task:
             return None
+        if self._made_in.stream is not None:
+            self._made_in.follow(partial(_memory_of, self))
         assert self._fulls is not None
         return self._fulls[slot]
 
