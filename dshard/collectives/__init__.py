@@ -13,6 +13,9 @@ from dshard.collectives.all_reduce import RowReduction as RowReduction
 from dshard.collectives.all_reduce import all_reduce as all_reduce
 from dshard.collectives.all_reduce import all_reduce_row as all_reduce_row
 from dshard.collectives.all_reduce import broadcast as broadcast
+from dshard.collectives.comm_memory import BackendMemory as BackendMemory
+from dshard.collectives.comm_memory import CommMemory as CommMemory
+from dshard.collectives.comm_memory import SymmetricMemory as SymmetricMemory
 from dshard.collectives.divergence import note_failure as note_failure
 from dshard.collectives.divergence import num_all_failures as num_all_failures
 from dshard.collectives.divergence import num_started as num_started

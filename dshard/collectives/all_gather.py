@@ -178,10 +178,12 @@ def _gather_flat(
     """Gather by the backend's own all-gather, of one row per rank."""
     dtype, device = plan.dtype, shards[0].device
     begun_in = stream_on(device) if not is_beside else None
-    if row is None:
-        row = torch.empty(plan.row_numel, dtype=dtype, device=device)
-        plan.pack(shards, row)
     rows, received = group.rows_for_gather(plan.row_numel, dtype, device, pool)
+    if row is None:
+        row = rows[group.rank]
+        plan.pack(shards, row)
+    elif group.comms.memory is not None:
+        row = rows[group.rank].copy_(row)
     ledger.note(group, Kind.GATHER, label, tag)
     works = group.all_gather(rows, row)
 

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dshard.collectives import _c10d, flight
 from dshard.collectives._c10d import ProcessGroup, ReduceOp, Work
+from dshard.collectives.comm_memory import CommMemory
 from dshard.collectives.flight import users_line
+from dshard.collectives.host.arena import Arena
 from dshard.collectives.memory import Buffer, BufferPool
 from dshard.collectives.trace import start_wait
 from dshard.collectives.watchdog import begin_wait, end_wait, failure, making, watch_end
@@ -133,11 +135,15 @@ class Comms:
         all_gather: Called as torch's `AllGather` is: `(output, input, group, async_op)`, after `allocate(size, ...)`.
         reduce_scatter: As torch's `ReduceScatter`: `(output, input, group, op, async_op)`.
         separates: Whether reductions run in a process group of their own, beside gathers.
+        memory: Where buffers lie, unless an object above allocates them.
+        sums: Whether a mean is a sum that is divided, also where the backend has means.
     """
 
     all_gather: Any = None
     reduce_scatter: Any = None
     separates: bool = False
+    memory: CommMemory | None = None
+    sums: bool = False
 
 
 class ShardGroup:
@@ -239,26 +245,57 @@ class ShardGroup:
         self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool
     ) -> tuple[Tensor, Buffer | None]:
         """Memory for the rows of an all-gather, shape (num_ranks, numel), and what is the pool's of it."""
-        if self.comms.all_gather is not None:
-            flat: Tensor = self.comms.all_gather.allocate((self.num_ranks * numel,), dtype=dtype, device=device)
-            return flat.view(self.num_ranks, numel), None
+        rows = self._allocated(self.comms.all_gather, self.process_group, self.num_ranks * numel, dtype, device)
+        if rows is not None:
+            return rows.view(self.num_ranks, numel), None
         buffer = pool.take(self.num_ranks * numel * dtype.itemsize, device)
         return buffer.memory.view(dtype).view(self.num_ranks, numel), buffer
+
+    def rows_for_reduce(
+        self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool, arena: Arena | None
+    ) -> tuple[Tensor, Buffer | None]:
+        """As `rows_for_gather`, for the rows of a reduce-scatter, in an arena if one is given."""
+        rows = self._allocated(self.comms.reduce_scatter, self.reduce_group, self.num_ranks * numel, dtype, device)
+        if rows is not None:
+            return rows.view(self.num_ranks, numel), None
+        buffer = pool.take(self.num_ranks * numel * dtype.itemsize, device, arena)
+        return buffer.memory.view(dtype).view(self.num_ranks, numel), buffer
+
+    def _allocated(
+        self, comm: Any, group: ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor | None:
+        """Flat memory by the user's own collective, or as `comms` says; None for that of a pool."""
+        if comm is not None:
+            own: Tensor = comm.allocate((numel,), dtype=dtype, device=device)
+            return own
+        memory = self.comms.memory
+        return memory.allocate(numel, dtype, device, group) if memory is not None else None
 
     def all_gather(self, rows: Tensor, row: Tensor) -> list[Work]:
         """Start the backend's own all-gather of `row`, shape (row,), into `rows`, shape (num_ranks, row)."""
         if self.comms.all_gather is not None:
             return [self.comms.all_gather(rows.view(-1), row, self.process_group, async_op=True)]
+        if self.comms.memory is not None:
+            self.comms.memory.register(rows, self.process_group)
         if rows.dtype not in _ON_EVERY_BACKEND:
             rows, row = rows.view(torch.uint8), row.view(torch.uint8)
         return [_c10d.all_gather_flat(rows.view(-1), row, self.process_group)]
 
+    def out_for_reduce(self, rows: Tensor) -> Tensor:
+        """Memory for what a reduce-scatter of rows, shape (num_ranks, row), gives this rank: shape (row,)."""
+        memory = self.comms.memory if self.comms.reduce_scatter is None else None
+        if memory is None:
+            return rows.new_empty(rows.shape[1])
+        return memory.allocate(rows.shape[1], rows.dtype, rows.device, self.reduce_group)
+
     def reduce_scatter(self, rows: Tensor, out: Tensor, op: ReduceOp) -> list[Work]:
         """Start the backend's own reduce-scatter of `rows`, shape (num_ranks, row), into `out`, shape (row,)."""
-        comm = self.comms.reduce_scatter
+        comm, memory = self.comms.reduce_scatter, self.comms.memory
         if comm is not None:
-            memory: Tensor = comm.allocate((rows.numel(),), dtype=rows.dtype, device=rows.device)
-            return [comm(out, memory.copy_(rows.view(-1)), self.reduce_group, op.value, async_op=True)]
+            return [comm(out, rows.view(-1), self.reduce_group, op.value, async_op=True)]
+        if memory is not None:
+            memory.register(rows, self.reduce_group)
+            memory.register(out, self.reduce_group)
         wire_rows, wire_out = (torch.view_as_real(t) if t.is_complex() else t for t in (rows, out))
         return [_c10d.reduce_scatter_flat(wire_out.reshape(-1), wire_rows.reshape(-1), op, self.reduce_group)]
 
@@ -272,7 +309,15 @@ def with_comms(group: ShardGroup, comms: Comms) -> ShardGroup:
     if comms == Comms():
         return group
     custom = copy.copy(group)
-    custom.comms, custom.is_direct = comms, False
+    if comms.memory is not None and (
+        group.num_ranks == 1 or comms.memory.why_missing(group.process_group, group.device)
+    ):
+        comms = replace(comms, memory=None)
+    custom.comms = comms
+    custom.is_direct = group.is_direct and comms.all_gather is comms.reduce_scatter is None and not comms.separates
+    custom.has_means = group.has_means and not comms.sums
+    if group.replicas is not None and comms.sums:
+        custom.replicas = with_comms(group.replicas, Comms(sums=True))
     if comms.separates:
         with making("making of a group for reductions", group.process_group):
             custom.reduce_group = _c10d.twin_of_group(group.process_group)

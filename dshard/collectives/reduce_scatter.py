@@ -86,10 +86,10 @@ class ReduceBucket:
     def _take_rows(self) -> Tensor:
         """The send buffer, shape (num_ranks, row), which is taken if it was not."""
         if self._rows is None:
-            num_ranks, row_numel = self.group.num_ranks, self._plan.row_numel
-            num_bytes = num_ranks * row_numel * self._dtype.itemsize
-            self._memory = self._pool.take(num_bytes, self._device, shared_memory_of(self.group))
-            self._rows = self._memory.memory.view(self._dtype).view(num_ranks, row_numel)
+            group = self.group
+            self._rows, self._memory = group.rows_for_reduce(
+                self._plan.row_numel, self._dtype, self._device, self._pool, shared_memory_of(group)
+            )
         return self._rows
 
     def _come_along(self) -> None:
@@ -229,9 +229,9 @@ class ReduceBucket:
         self._rows = None
         self._record(rows.element_size())
         if self.group.num_ranks == 1:  # the row becomes the gradients
-            assert self._memory is not None
             row = rows[0]
-            self._pool.lend(self._memory)
+            if self._memory is not None:
+                self._pool.lend(self._memory)
             return Handle(self._label, [], lambda: Reduced(row, self._plan))
         launch = self._launch_direct if self.group.is_direct else self._launch_flat
         return launch(rows, mean)
@@ -268,7 +268,7 @@ class ReduceBucket:
             ahead = 2 ** (int(math.log2(divisor)) // 2)
             rows.div_(ahead)
             divisor /= ahead
-        out = rows.new_empty(rows.shape[1])
+        out = self.group.out_for_reduce(rows)
         works: list[Work] = self.group.reduce_scatter(rows, out, ReduceOp.MEAN if native_mean else ReduceOp.SUM)
         del rows
         begun_in = self._stream

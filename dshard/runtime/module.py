@@ -1,6 +1,7 @@
 """`FSDPModule`: the methods of a sharded module."""
 
 import copy
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 from torch.distributed.fsdp import fully_shard as _torchs_fully_shard
 
 from dshard import arguments
+from dshard.collectives import BackendMemory, CommMemory, SymmetricMemory
+from dshard.errors import StateError
 from dshard.gradients.backward import Backward
 from dshard.gradients.reducer import FiniteCheck, Reducer
 from dshard.optimizer.replace import allocate, convert, forget_flat_weights
@@ -97,10 +100,7 @@ def _accepted(name: str, why: str) -> Callable[..., None]:
 _ACCEPTED = {
     "set_is_last_backward": "each backward ends what it began",
     "set_unshard_in_backward": "a unit is gathered in backward only if it is touched there",
-    "set_force_sum_reduction_for_comms": "how a mean is computed is the backend's matter",
     "set_reduce_scatter_unused_params": "parameters that only some ranks use are always reduced within a unit",
-    "set_allocate_memory_from_process_group_for_comm": "a hint for NCCL, which is not taken yet",
-    "set_symm_mem_for_comm": "a hint for NCCL, which is not taken yet",
     "set_post_optim_event": "a gather waits for the writes to its shards by itself",
     "_set_unshard_async_op": "a private switch of torch's",
 }
@@ -421,6 +421,79 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
         _check_comm("set_custom_reduce_scatter", comm, "ReduceScatter")
         for unit in self._own_units():
             unit.change(comms=replace(unit.settings.comms, reduce_scatter=comm))
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Whether buffers of this module's own units come from the allocator of the process group's backend.
+
+        NCCL's lets collectives go without a copy where the network can (SHARP over NVLink and InfiniBand). A backend
+        without one, as gloo, warns, and all stays as it is.
+
+        Args:
+            enable: False for ordinary memory.
+
+        Raises:
+            ArgumentError: `enable` is no bool.
+            StateError: A custom all-gather or reduce-scatter is set, which allocates for itself.
+
+        Communicates:
+            Nothing.
+        """
+        who = "set_allocate_memory_from_process_group_for_comm"
+        self._set_memory(who, BackendMemory() if arguments.boolean(who, "enable", enable) else None)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Have buffers of this module's own units lie in symmetric memory, for which NCCL has faster collectives.
+
+        Within a host these are copies that take no kernel, where the process group was made with
+        `ProcessGroupNCCL.Options().config.cta_policy = NCCL_CTA_POLICY_ZERO`. NCCL has such reductions for sums alone:
+        call `set_force_sum_reduction_for_comms(True)`, too. Where there is no such memory, this warns, without effect.
+
+        Args:
+            backend: Of torch's symmetric memory; 'NCCL'.
+
+        Raises:
+            ArgumentError: Another `backend`.
+            StateError: A custom all-gather or reduce-scatter is set, which allocates for itself.
+
+        Communicates:
+            The first time for a process group a barrier, and 4 bytes.
+        """
+        who = "set_symm_mem_for_comm"
+        arguments.expect(
+            isinstance(backend, str) and backend == "NCCL", who, "backend", backend, "'NCCL'", "Pass 'NCCL'."
+        )
+        self._set_memory(who, SymmetricMemory(backend))
+
+    def _set_memory(self, who: str, memory: CommMemory | None) -> None:
+        """Have buffers lie in some memory."""
+        for unit in self._own_units():
+            comms = unit.settings.comms
+            if memory is not None:
+                if comms.all_gather is not None or comms.reduce_scatter is not None:
+                    raise StateError(
+                        f"{who}: '{unit.label}' must have no custom all-gather or reduce-scatter, which allocates its "
+                        "buffers itself, but it has. Allocate in its allocate(), or leave it out."
+                    )
+                for group in unit.groups:
+                    if why := memory.why_missing(group.process_group, group.device):
+                        warnings.warn(f"{who}: has no effect on '{unit.label}', for {why}", stacklevel=3)
+            unit.change(comms=replace(comms, memory=memory))
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Whether a mean of this module's own units' gradients is a sum that is divided, whatever the backend has.
+
+        Args:
+            enable: False for the backend's own mean, if it has one.
+
+        Raises:
+            ArgumentError: `enable` is no bool.
+
+        Communicates:
+            Nothing.
+        """
+        enable = arguments.boolean("set_force_sum_reduction_for_comms", "enable", enable)
+        for unit in self._own_units():
+            unit.change(comms=replace(unit.settings.comms, sums=enable))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether gradients are reduced in a process group of their own, beside gathers.

@@ -108,6 +108,11 @@ class SimGroup final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "simccl"; }
   bool supportsCoalescing() const override { return true; }
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  Tensor allocateTensor(long size, at::TensorOptions options) override {
+    ++Machine::get().num_comm_allocations;
+    return at::empty({size}, options);
+  }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return number_; }
   void startCoalescing() override { is_coalescing_ = true; }

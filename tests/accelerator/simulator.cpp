@@ -690,6 +690,7 @@ void Machine::record_stream(void* at, int stream) {
 std::map<std::string, int64_t> Machine::stats() {
   std::lock_guard<std::mutex> lock(mutex_);
   auto out = stats_;
+  out["num_comm_allocations"] = num_comm_allocations;
   out["num_streams"] = int64_t(streams_.size());
   return out;
 }

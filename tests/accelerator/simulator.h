@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -103,6 +104,7 @@ class Machine {
   std::chrono::duration<double> bound() const { return bound_; }  // for which a collective waits for peers
   bool keeps_records = false;
   int64_t num_issued = 0, num_run = 0;
+  std::atomic<int64_t> num_comm_allocations = 0;  // tensors by a process group's own allocator
 
  private:
   struct Stream {

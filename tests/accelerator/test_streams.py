@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import dshard
 from dshard.collectives import BufferPool
 from dshard.testing import WorldPool
-from tests.accelerator import ranks
+from tests.accelerator import device, ranks
 from tests.accelerator.device import MODES
 from tests.accelerator.rooms import simulated
 from tests.unit.test_buffer_pool import Halves
@@ -132,9 +132,19 @@ def run(how: str, units: str, options: dict[str, Any]) -> list[tuple[list[Any], 
         for module in model.modules() if how == "used before" else ():
             if isinstance(module, dshard.FSDPModule):  # then the device has something to do when a reduction ends
                 module.set_gradient_divide_factor(float(size))
+        for module in model.modules() if how == "allocated" else ():
+            if isinstance(module, dshard.FSDPModule):
+                module.set_allocate_memory_from_process_group_for_comm(True)
+        before = num_allocated()
         losses = train(model, "sim", how, [dist.get_rank()])
+        assert (num_allocated() > before) is (how == "allocated")
         found.append((losses, [p.full_tensor().detach().cpu() for p in model.parameters()]))
     return found
+
+
+def num_allocated() -> int:
+    """Tensors that the allocator of the process group's backend has made."""
+    return int(device.start().stats()["num_comm_allocations"])
 
 
 CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
@@ -153,6 +163,8 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "checkpoint": ("checkpoint", "blocks", 2, {}),
     "used before": ("used before", "branches", 2, {}),
     "read": ("read", "branches", 2, {}),
+    "allocated": ("allocated", "branches", 2, {}),
+    "allocated, offload": ("allocated", "blocks", 2, {"offload_policy": CPUOffloadPolicy()}),
     "towers": ("towers", "pairs", 2, {}),
     "towers, kept": ("towers", "pairs", 2, {"reshard_after_forward": False}),
     "towers, root": ("towers", "root", 2, {}),

@@ -340,6 +340,7 @@ RIGHT: dict[str, set[str]] = {  # by what the table says that a kind allows
     "one of ('mean', 'sum')": {"'mean'"},
     "one of ('none', 'selective', 'full')": {"'full'"},
     "one of ('live', 'reserved', 'expandable')": set(),
+    "'NCCL'": set(),
     "one of ('none', 'all', 'auto')": {"'auto'"},
     "'none', 'selective', 'full', 'auto', or a list of at least one of the first three": {
         *("'full'", "'auto'", "['full']"),

@@ -54,11 +54,12 @@ NAMES: dict[str, str] = {
 ACCEPTED = NOT_HERE + "accepted for FSDP2's sake, does nothing"
 SETTERS: dict[str, str] = {
     "set_all_reduce_hook": "setting: reduce hook",
-    "set_allocate_memory_from_process_group_for_comm": ACCEPTED,
+    "set_allocate_memory_from_process_group_for_comm": NOT_HERE
+    + "tests/accelerator/test_streams.py; it changes no number",
     "set_check_gradients": NOT_HERE + "tests/gradients/test_finite.py; it changes no number",
     "set_custom_all_gather": NOT_HERE + "tests/collectives/test_custom_comms.py; it changes no number",
     "set_custom_reduce_scatter": NOT_HERE + "tests/collectives/test_custom_comms.py; it changes no number",
-    "set_force_sum_reduction_for_comms": ACCEPTED,
+    "set_force_sum_reduction_for_comms": NOT_HERE + "gloo has no other; tests/collectives/test_comm_memory.py",
     "set_gradient_divide_factor": "setting: divide factor",
     "set_is_last_backward": ACCEPTED,
     "set_modules_to_backward_prefetch": ACCEPTED,
@@ -73,7 +74,7 @@ SETTERS: dict[str, str] = {
     "set_reshard_after_backward": "setting: kept after backward",
     "set_reshard_after_forward": "setting: set reshard",
     "set_separate_reduce_scatter_group": "setting: own group",
-    "set_symm_mem_for_comm": ACCEPTED,
+    "set_symm_mem_for_comm": NOT_HERE + "gloo has none; tests/gpu/test_worlds.py",
     "set_unshard_in_backward": ACCEPTED,
 }
 METHODS: dict[str, str] = {

@@ -31,6 +31,7 @@ def _join() -> None:
     if num_devices < size:
         os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
         os.environ |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.cuda.set_device(rank % num_devices)
     store = dist.PrefixStore("nccl", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()

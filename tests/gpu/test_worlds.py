@@ -84,6 +84,14 @@ def test_a_forward_in_a_stream_of_the_programs_own_gives_the_same_bits(run: Run)
         assert all(map(torch.equal, own, other))
 
 
+@pytest.mark.parametrize("method", trainings.MEMORIES)
+@pytest.mark.filterwarnings("ignore:.*has no effect on:UserWarning")
+def test_buffers_in_memory_that_a_backend_knows_change_no_bit(run: Run, method: str):
+    expected = run(2, partial(trainings.in_memory, method=""))
+    for own, other in zip(run(2, partial(trainings.in_memory, method=method)), expected, strict=True):
+        assert all(map(torch.equal, own, other))
+
+
 def test_ranks_that_run_blocks_in_another_order_all_raise_and_name_both(device: str):
     with World(2, group_timeout_s=ranks.TIMEOUT_S, grace_s=60.0) as world:
         told = expect_error(world, ranks.call, device, trainings.other_order, timeout_s=120.0)

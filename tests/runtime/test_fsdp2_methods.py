@@ -164,8 +164,7 @@ HINTS: dict[str, tuple[Any, ...]] = {
     "set_force_sum_reduction_for_comms": (True,),
     "set_reduce_scatter_unused_params": (True,),
     "set_reduce_scatter_max_input_buffers": (3,),
-    "set_allocate_memory_from_process_group_for_comm": (True,),
-    "set_symm_mem_for_comm": ("NCCL",),
+    "set_allocate_memory_from_process_group_for_comm": (False,),
     "set_post_optim_event": (None,),
     "_set_unshard_async_op": (True,),
 }
