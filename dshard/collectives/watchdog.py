@@ -599,8 +599,8 @@ def _start_watching() -> None:
 
 def _stop_watching() -> None:
     """A thread that lived on would end the process badly, if it came back from the store after the interpreter."""
-    _State.stop.set()
-    if _State.thread is not None:
+    if _State.thread is not None and _State.pid == os.getpid():  # a fork has no thread, but locks as that held them
+        _State.stop.set()
         _State.thread.join(timeout=5)
 
 

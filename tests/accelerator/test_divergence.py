@@ -96,7 +96,38 @@ def backward_of_one(model: Any, optimizer: Any) -> None:
         train(model, optimizer)
 
 
+def another_model(model: Any, optimizer: Any) -> None:
+    """Rank 0 trains a model of other names, whose layers are as large."""
+    mesh = init_device_mesh("sim", (dist.get_world_size(),))
+    other: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to("sim")
+    for layer in other[0], other[2]:
+        dshard.fully_shard(layer, mesh=mesh)
+    dshard.fully_shard(other, mesh=mesh)
+    if dist.get_rank() == 0:
+        own = torch.optim.SGD(other.parameters(), lr=0.1)
+        own.register_step_post_hook(_refuse_step)
+        train(other, own)
+    else:
+        train(model, optimizer)
+
+
+def one_step_less(model: Any, optimizer: Any) -> None:
+    """Rank 0 has had its last batch and evaluates, where the others train on: both gather the same at first."""
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            for _ in range(2):
+                model(torch.ones(2, 8, device="sim"))
+    else:
+        train(model, optimizer)
+
+
+def _refuse_step(*_: Any) -> None:
+    raise AssertionError("a step was applied")
+
+
 MIXES = [
+    (2, another_model, ("'blocks.0'", "'0'")),
+    (3, one_step_less, ("blocks.", "the end of the step")),
     (2, forward_of_a_block, ("'blocks.0'", "'blocks.2'")),
     (3, other_order, ("'blocks.0'", "'blocks.2'")),
     (2, backward_of_one, ("blocks.2", "the end of the step")),

@@ -1,6 +1,10 @@
 """Ranks that wait for a peer say which, where and since when, long before the timeout of the process group."""
 
 import logging
+import os
+import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -11,8 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 import dshard
-from dshard.collectives import watchdog
-from dshard.testing import WorldPool
+from dshard.collectives import ShardGroup, ledger, watchdog
+from dshard.collectives.divergence import Kind
+from dshard.testing import World, WorldPool
+from tests.collectives.test_native_backends import native
 
 
 class Heard(logging.Handler):
@@ -108,3 +114,56 @@ def outlives_a_group() -> tuple[bool, bool, list[str]]:
 
 def test_who_watches_lives_on_after_a_group_was_destroyed(worlds: WorldPool):
     assert worlds.run(2, outlives_a_group) == [(True, False, [])] * 2
+
+
+def forks() -> tuple[int, bool, list[float]]:
+    """How a fork ends, whether the thread that watches lives on in this process, and a gradient behind it."""
+    model: Any = dshard.fully_shard(nn.Linear(4, 4))
+    step(model)
+    with watchdog._State.stop._cond:  # type: ignore[attr-defined]  # as the thread may hold it at any fork
+        pid = os.fork()
+        if pid == 0:
+            watchdog._stop_watching()
+            watchdog._on_exit()
+            os._exit(0)
+    ends = time.monotonic() + 10.0
+    while (found := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < ends:
+        time.sleep(0.05)
+    if found[0] == 0:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    thread = watchdog._State.thread
+    model(torch.ones(1, 4)).sum().backward()
+    return (
+        found[1] if found[0] == pid else -1,
+        thread is not None and thread.is_alive(),
+        model.weight.grad.full_tensor()[0].tolist(),
+    )
+
+
+def test_a_fork_of_a_process_that_is_watched_ends_well_and_who_watches_lives_on(worlds: WorldPool):
+    assert worlds.run(2, forks) == [(0, True, [3.0] * 4)] * 2
+
+
+def left_waiting() -> None:
+    """A device has never come to something, and a collective was noted that nobody compares, when the program ends."""
+    step(dshard.fully_shard(nn.Linear(4, 4)))
+    with native():
+        group = ShardGroup(dist.group.WORLD, torch.device("cpu"))
+        ledger.note(group, Kind.GATHER, "left", 0)
+    watchdog.watch_event("what never comes", dist.group.WORLD, NeverOver())
+    thread = watchdog._State.thread
+    assert thread is not None
+    assert thread.is_alive()
+
+
+def world_left_waiting() -> None:
+    with World(2) as world:
+        world.run(left_waiting)
+
+
+def test_a_program_ends_well_whatever_is_watched():
+    code = f"from {__name__} import world_left_waiting as run; run()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "Traceback" not in done.stderr
+    assert "Fatal" not in done.stderr
