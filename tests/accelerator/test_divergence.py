@@ -14,6 +14,7 @@ from dshard.testing import World, WorldPool, expect_error
 from tests.accelerator import ranks
 from tests.accelerator.device import start
 from tests.accelerator.rooms import settle
+from tests.gpu import trainings
 
 NUM_BLOCKS = 3
 
@@ -145,3 +146,15 @@ def test_all_ranks_raise_ahead_of_the_optimizers_step_and_name_both(
         assert kind == "DivergenceError", text
         assert any(name in text for name in names), text
         assert "rank " in text
+
+
+def sleeping() -> list[str]:
+    ranks.begin(0, "random", with_cpu=True)
+    return trainings.sleeps_in_the_middle("sim")
+
+
+def test_who_waits_for_a_rank_that_sleeps_names_it_and_where_it_is(accelerators_and_cpus: WorldPool):
+    heard, none = accelerators_and_cpus.run(2, sleeping)
+    assert not none
+    assert any("rank 0 has waited for" in text and "for rank 1." in text for text in heard), heard
+    assert any("trainings.py:" in text for text in heard)

@@ -116,6 +116,15 @@ def test_who_waits_for_a_rank_that_was_killed_names_it(device: str):
     assert "rank 1 (pid" in str(told.value)
 
 
+def test_who_waits_for_a_rank_that_sleeps_names_it_and_where_it_is(device: str):
+    with World(2, group_timeout_s=ranks.TIMEOUT_S, grace_s=60.0) as world:
+        heard, none = world.run(ranks.call, device, trainings.sleeps_in_the_middle, timeout_s=120.0)
+    assert not none
+    assert any("rank 0 has waited for" in text and "for rank 1." in text for text in heard), heard
+    assert all("(since " in text for text in heard)
+    assert any("trainings.py:" in text for text in heard)
+
+
 @cache
 def rows() -> list[Row]:
     """All pairs of the main factors of tests/crossings."""

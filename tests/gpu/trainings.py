@@ -1,8 +1,10 @@
 """What the ranks of `test_worlds.py` do, on any kind of device: each function runs on every rank."""
 
 import contextlib
+import logging
 import os
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import dshard
 from benchmarks.models import Llama, LlamaConfig
+from dshard.collectives import watchdog
 
 NUM_STEPS, TOKENS = 4, 17
 CONFIG = LlamaConfig(vocab=64, width=32, layers=3, heads=4, kv_heads=2, hidden=64)
@@ -297,6 +300,30 @@ def ends_in_the_middle(device: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         loss.item()
+
+
+def sleeps_in_the_middle(device: str) -> list[str]:
+    """What this rank says while rank 1 sleeps for some seconds ahead of its third step."""
+    model = sharded(built(SETTINGS["fp32"], device), "dshard", device, {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    known, watchdog._State.after_s = watchdog._State.after_s, 1.0
+    watchdog.log.addHandler(handler)
+    try:
+        for step in range(NUM_STEPS):
+            if dist.get_rank() == 1 and step == 2:
+                time.sleep(8.0)
+            loss = loss_of(model, tokens(step, 0, 0, device))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()
+    finally:
+        watchdog.log.removeHandler(handler)
+        watchdog._State.after_s = known
+    return heard
 
 
 def hf_llama(device: str, library: str) -> list[float]:
