@@ -12,7 +12,7 @@ from dshard.errors import PlacementError
 HEADER_BYTES = 64  # of what each rank says to each peer ahead of a collective, where rows are received one by one
 INLINE_BYTES = 1 << 14  # of values that travel in the message of their header, at most
 MIN_DIRECT_BYTES = 1 << 16  # of a full tensor whose shards travel alone, to their place; others are cut out of rows
-ALIGN_NUMEL = 64  # of each full tensor within the memory of its bucket
+ALIGN_BYTES = 256  # of each full tensor within the memory of its bucket: no kernel of cuBLAS asks for more
 SMALL_GRAD_BYTES = 1 << 16  # up to this size gradients wait as they are, to be packed when their bucket leaves
 _FLAGS_NUMEL = 16  # of which a row of flags is a multiple
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dshard.collectives.group import ShardGroup
 from dshard.collectives.streams import stream_on
-from dshard.layout import ALIGN_NUMEL, MIN_DIRECT_BYTES, BucketLayout, ShardLayout
+from dshard.layout import ALIGN_BYTES, MIN_DIRECT_BYTES, BucketLayout, ShardLayout
 
 _ALIGN_BYTES = 16  # of a row, for copies in wide words; a multiple of every element size
 
@@ -83,11 +83,11 @@ class GatherPlan:
         )
         self.packed = tuple(i for i in range(len(layouts)) if i not in self.direct)
         self.row = BucketLayout.of([layouts[i] for i in self.packed])
-        regions = []
+        regions, unit = [], ALIGN_BYTES // dtype.itemsize
         for i, layout in enumerate(layouts):
             in_slots = layout.dim == 0 and dense[i] and i in self.packed  # the padding of the last slots lies behind it
             numel = layout.slot_numel * layout.num_ranks if in_slots else layout.numel
-            regions.append(math.ceil(numel / ALIGN_NUMEL) * ALIGN_NUMEL)
+            regions.append(math.ceil(numel / unit) * unit)
         self.offsets = tuple(sum(regions[:i]) for i in range(len(regions)))
         if group.is_direct:
             regions.append(self.row.segment_numel * bucket.num_ranks)

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dshard import arguments
-from dshard.layout import ALIGN_NUMEL, HEADER_BYTES, MIN_DIRECT_BYTES, SMALL_GRAD_BYTES, flags_numel
+from dshard.layout import ALIGN_BYTES, HEADER_BYTES, MIN_DIRECT_BYTES, SMALL_GRAD_BYTES, flags_numel
 from dshard.planner.costs import COUNTER_BYTES, Cluster, ModelCosts, ParamCosts, UnitCosts, ceil_div
 from dshard.policies import Strategy, read_per_unit
 
@@ -235,7 +235,9 @@ class _Cut:
         unit, within, rest = self._unit, self._within, self._rest
         is_once = self._cluster.shares_memory(within) and not unit.is_offloaded
         shards = [(param, param.shard_numel(within)) for param in unit.params]
-        cast = sum(n * p.gather_itemsize for p, n in shards if _casts(p) and not (is_once and p in rest))
+        is_in_place = within > 1 and not self._cluster.keeps_received_rows  # where a rank packs, and casts, its row
+        casting = [] if is_in_place else [(p, n) for p, n in shards if _casts(p) and not (is_once and p in rest)]
+        cast = sum(n * p.gather_itemsize for p, n in casting)
         copied = rest if unit.is_offloaded else [p for p in rest if not is_once and (within > 1 or _casts(p))]
         self.gathered = sum(_gathered_bytes(param, within, self._cluster) for param in copied)
         slices = [self._slice_bytes(param) for param in self._split if within > 1 or _casts(param)]
@@ -367,9 +369,9 @@ def _gathered_bytes(param: ParamCosts, within: int, cluster: Cluster) -> int:
     is_large = param.numel * param.gather_itemsize >= MIN_DIRECT_BYTES
     is_direct = cluster.keeps_received_rows and is_large and param.dim == 0
     in_rows = within * param.shard_numel(within)
-    region = ceil_div(param.numel if is_direct or param.dim else in_rows, ALIGN_NUMEL) * ALIGN_NUMEL
+    numel = param.numel if is_direct or param.dim else in_rows
     rows = in_rows if cluster.keeps_received_rows and not is_direct else 0
-    return (region + rows) * param.gather_itemsize
+    return ceil_div(numel * param.gather_itemsize, ALIGN_BYTES) * ALIGN_BYTES + rows * param.gather_itemsize
 
 
 def _header_bytes(num_ranks: int, cluster: Cluster) -> int:

@@ -130,7 +130,7 @@ MIXES = [
     (2, another_model, ("'blocks.0'", "'0'")),
     (3, one_step_less, ("blocks.", "the end of the step")),
     (2, forward_of_a_block, ("'blocks.0'", "'blocks.2'")),
-    (3, other_order, ("'blocks.0'", "'blocks.2'")),
+    (4, other_order, ("'blocks.0'", "'blocks.2'")),
     (2, backward_of_one, ("blocks.2", "the end of the step")),
 ]
 

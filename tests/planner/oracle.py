@@ -105,7 +105,7 @@ class _Unit:
             once = shares and not (num_slices > 1 and p.can_split)
             self.held += shard * p.gather_itemsize * (once and (casts or p.numel == 1))
             casts = casts and not once
-            moving += shard * p.gather_itemsize * casts
+            moving += shard * p.gather_itemsize * casts * (gloo or within == 1)  # else within the rows
             if num_slices > 1 and p.can_split:
                 part = within * ceil(ceil(p.length / within) / num_slices) * p.index_numel
                 slice_use = max(slice_use, part * p.gather_itemsize * (within > 1 or casts))
@@ -121,9 +121,10 @@ class _Unit:
             elif within == 1:
                 gathered += whole * casts
             elif gloo and whole >= 65536:
-                gathered += ceil(p.numel / 64) * 64 * p.gather_itemsize
+                gathered += ceil(whole / 256) * 256
             else:
-                gathered += (ceil(within * shard / 64) * 64 + within * shard * gloo) * p.gather_itemsize
+                padded = within * shard * p.gather_itemsize
+                gathered += ceil(padded / 256) * 256 + padded * gloo
             if p.grad_itemsize:
                 num_sent, widest = num_sent + 1, max(widest, p.grad_itemsize)
                 row += shard * p.grad_itemsize
