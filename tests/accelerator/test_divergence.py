@@ -150,6 +150,7 @@ def test_all_ranks_raise_ahead_of_the_optimizers_step_and_name_both(
 
 def sleeping() -> list[str]:
     ranks.begin(0, "random", with_cpu=True)
+    start().set_times(0.003, 60.0)  # a collective waits for longer than the other rank sleeps
     return trainings.sleeps_in_the_middle("sim")
 
 
