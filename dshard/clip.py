@@ -141,7 +141,7 @@ def _total_norm(grads: Sequence[Tensor], order: float, told: str) -> Tensor:
     """
     device = grads[0].device
     whole: list[Tensor] = []
-    cut: dict[tuple[int, ...], tuple[list[ShardGroup], list[Tensor]]] = {}  # shards, and the groups that they lie on
+    cut: dict[tuple[int, ...], tuple[list[ShardGroup], list[Tensor]]] = {}  # norms of shards, and the groups of these
     for grad in grads:
         if not isinstance(grad, ShardedTensor):
             whole.append(grad.full_tensor() if isinstance(grad, DTensor) else grad)
@@ -149,12 +149,15 @@ def _total_norm(grads: Sequence[Tensor], order: float, told: str) -> Tensor:
             whole.append(grad.materialize())
         else:
             key = tuple(id(group.process_group) for group in groups)
-            cut.setdefault(key, (groups, []))[1].append(grad.shard_storage.resolve())
+            norms = cut.setdefault(key, (groups, []))[1]
+            if (shard := grad.shard_storage.resolve()).numel():
+                known = grad.shard_storage.known_norm(torch.float64, order)
+                norms.append(known if known is not None else _norm(shard, order))
     alike = _Agreement(told)
-    parts = [_part(whole, order, device)]
-    for groups, shards in cut.values():
+    parts = [_part([_norm(each, order) for each in whole if each.numel()], order, device)]
+    for groups, norms in cut.values():
         op = ReduceOp.MAX if order == float("inf") else ReduceOp.SUM
-        part = _part(shards, order, torch.device(groups[0].device_type))
+        part = _part(norms, order, torch.device(groups[0].device_type))
         for group in groups:
             part = alike.all_reduce(part, group, op)
         parts.append(part.to(device))
@@ -228,14 +231,15 @@ def _check_agreement(norm: Tensor, groups: Sequence[ShardGroup]) -> None:
             )
 
 
-def _part(tensors: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
-    """What some tensors of this rank add to the norm: a sum of powers in fp64, or the largest absolute value."""
-    tensors = [t for t in tensors if t.numel()]
-    if not tensors:
+def _norm(tensor: Tensor, order: float) -> Tensor:
+    """The norm of a tensor with elements, in fp64."""
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return torch.linalg.vector_norm(tensor, order, dtype=wide).abs()
+
+
+def _part(norms: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
+    """What some norms of this rank add to the whole: a sum of powers in fp64, or the largest one."""
+    if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack([torch.linalg.vector_norm(t, order, dtype=_wide(t)).abs().to(device) for t in tensors])
-    return norms.amax() if order == float("inf") else norms.pow(order).sum()
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.complex128 if tensor.is_complex() else torch.float64
+    together = torch.stack([norm.to(device) for norm in norms])
+    return together.amax() if order == float("inf") else together.pow(order).sum()

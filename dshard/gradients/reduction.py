@@ -25,7 +25,7 @@ from dshard.collectives import (
 )
 from dshard.errors import DivergenceError
 from dshard.tensor import ShardedTensor
-from dshard.tensor.storage import ShardStorage, signatures_of
+from dshard.tensor.storage import Norms, ShardStorage, signatures_of
 from dshard.tensor.subclass_shards import exact_values
 from dshard.units.buckets import Bucket
 from dshard.units.unit import Unit
@@ -86,6 +86,7 @@ class GradReduction:
         self._steps: Steps[Reduced] | None = None  # that have started
         self._reduced: Reduced | None = None  # this rank's part of the result, or of what owes its all-reduce
         self._arrival: Any = None  # of reduced shards that are on their way home
+        self._norms: Tensor | None = None  # of these
         self._model_token = unit.model.token
         self.owes = False
         self.is_finished = False  # all but the way home
@@ -256,7 +257,11 @@ class GradReduction:
             reduced = reduced.in_dtype(self._dtype)
             if self._divisor is not None:
                 torch._foreach_div_(reduced.shards, self._divisor)
-            self._reduced = reduced if self._copy_stream is None else reduced.mapped(self._send_home)
+            if self._copy_stream is not None:
+                norms = _norms_of(reduced.shards)
+                reduced = reduced.mapped(self._send_home)
+                self._norms = self._send_home(norms) if norms is not None else None
+            self._reduced = reduced
             if self._arrival is None:
                 self._deliver(self._reduced)
         owner = self.owner()
@@ -288,7 +293,10 @@ class GradReduction:
         for slot, ref in self._storages.items():
             storage = ref()
             if storage is not None:
-                storage.deliver(reduced.shards[self._index_of[slot]])
+                shard = reduced.shards[self._index_of[slot]]
+                storage.deliver(shard)
+                if self._norms is not None:
+                    storage.norms = Norms(shard._version, *self._norms[:, self._index_of[slot]])
 
     def await_missing(self) -> None:
         """Have gradients that are there await what other ranks may add up unreduced, of parameters unused on this one.
@@ -324,6 +332,18 @@ class GradReduction:
             else:
                 # As autograd adds on the ranks that used it: no write to be compared.
                 grad.shard_storage.add_later(storage)
+
+
+def _norms_of(shards: list[Tensor]) -> Tensor | None:
+    """The 2-norms of shards on a device that is faster than the host that they go to, shape (2, shards), in fp64.
+
+    Clipping would read all of them there once more. The first row was computed in fp32, as torch's clipping does, the
+    second one in fp64, as dshard's.
+    """
+    if shards[0].device.type in ("cpu", "meta") or shards[0].dtype != torch.float32:
+        return None
+    rows = [torch._foreach_norm(shards, 2.0), torch._foreach_norm(shards, 2.0, dtype=torch.float64)]
+    return torch.stack([torch.stack(row).double() for row in rows])
 
 
 def _compare_values(owner: "weakref.ref[_Owner]", slots: Sequence[int], replicas: ShardGroup) -> None:

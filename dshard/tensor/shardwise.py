@@ -326,7 +326,9 @@ def reduction(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return _answering(result, source)
     local, combine, op = rule
     shard = exact_values(shard, source.name)
-    (total,) = _over_groups([local(_widened(shard))], groups, op, f"{func._schema.name} of {source.name}")
+    order = float(args[1]) if is_norm and len(args) > 1 else 2.0
+    part = _local_norm(source, shard, order, local) if is_norm else local(_widened(shard))
+    (total,) = _over_groups([part], groups, op, f"{func._schema.name} of {source.name}")
     dtype = func(torch.empty(1, dtype=source.dtype, device="meta"), *args[1:], **kwargs).dtype
     return _answering(combine(total).to(dtype), source)
 
@@ -412,13 +414,20 @@ def foreach_norm(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Tensor]:
     for indices in alike.values():
         assert rule is not None
         local, combine, op = rule
-        parts = [local(_widened(parts_of[i][0])) for i in indices]
+        parts = [_local_norm(tensors[i], parts_of[i][0], order, local) for i in indices]
         totals = _over_groups(parts, parts_of[indices[0]][1], op, "foreach_norm")
         for i, total in zip(indices, totals, strict=True):
             results[i] = combine(total).to(tensors[i].dtype if not tensors[i].is_complex() else total.dtype)
     found = [result for result in results if result is not None]
     are_agreed = all(isinstance(tensor, ShardedTensor) and not is_recorded(tensor) for tensor in tensors)
     return answering(found, AgreedTensor, tensors[0]._spec.mesh) if are_agreed else found
+
+
+def _local_norm(tensor: ShardedTensor, part: Tensor, order: float, local: Callable[[Tensor], Tensor]) -> Tensor:
+    """What a part of this rank's shard, or all of it, adds to a norm, by a rule's function unless it is known."""
+    is_all = part is tensor.shard_storage.tensor and part.dtype == torch.float32
+    known = tensor.shard_storage.known_norm(torch.float32, order) if is_all else None
+    return known.square() if known is not None else local(_widened(part))
 
 
 def _own_part(tensor: ShardedTensor) -> tuple[Tensor, list[ShardGroup]]:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -150,6 +150,20 @@ class Home(Protocol):
         """Wait for a while until nobody reads; gives whether it came to that."""
 
 
+class Norms(NamedTuple):
+    """What was computed of a shard where it was reduced, before it was copied to where it is.
+
+    Args:
+        version: Writes to the shard, when it was delivered.
+        float32: Its 2-norm in fp32, as a 0-d tensor of fp64.
+        float64: The same, in fp64.
+    """
+
+    version: int
+    float32: Tensor
+    float64: Tensor
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class ShardStorage:
     """Holds one shard; shared by a ShardedTensor and its detached aliases.
@@ -174,6 +188,7 @@ class ShardStorage:
     home: Home | None = field(default=None, init=False)  # where the shard lies, if others may read it there
     is_exposed: bool = field(default=False, init=False)  # somebody was given it who may write without being counted
     before_write: Callable[[], None] | None = field(default=None, init=False)  # waits for a gather that reads the shard
+    norms: "Norms | None" = field(default=None, init=False)  # of the shard, as it was delivered
     _awaited: "tuple[ShardStorage, ...]" = field(default=(), init=False)
 
     @property
@@ -229,6 +244,18 @@ class ShardStorage:
                 raise
         assert self.tensor is not None, "a pending shard was not delivered"
         return self.tensor
+
+    def known_norm(self, dtype: torch.dtype, order: float) -> Tensor | None:
+        """A norm of the shard that nobody needs to compute, for nobody has written to it since it was reduced.
+
+        Args:
+            dtype: In which it is computed, fp32 or fp64.
+            order: Of the norm; that of order 2 may be known.
+        """
+        shard, norms = self.resolve(), self.norms
+        if order != 2.0 or norms is None or norms.version != shard._version:
+            return None
+        return norms.float64 if dtype == torch.float64 else norms.float32.float()
 
     def writable(self) -> Tensor:
         """The shard, to be written to now: elsewhere from here on, if somebody may read it where it lies."""
@@ -303,7 +330,7 @@ class ShardStorage:
 
     def deliver(self, tensor: Tensor) -> None:
         """Put the shard that was awaited, or another one, in place."""
-        self.tensor, self.standin, self.home = tensor, None, None
+        self.tensor, self.standin, self.home, self.norms = tensor, None, None, None
         if not self._awaited:
             self._pending = None
 
