@@ -31,7 +31,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients of all parameters together so that their norm is at most `max_norm`.
 
-    The parts of the norm are added in fp64, so that it hardly depends on how the gradients are cut.
+    The parts of the norm are added in fp64, so that it hardly depends on how the gradients are cut. Norms of offloaded
+    gradients were computed where these were reduced, unless somebody has written to them since.
 
     Args:
         parameters: Sharded parameters, plain ones, or both; those without a gradient are skipped. Gradients of plain
@@ -82,6 +83,10 @@ def clip_grad_norm_(
             "lower the learning rate, or look for a bad batch."
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    if (
+        factor.device.type == "cpu" and float(factor) == 1.0
+    ):  # at home all of them would be read and written for nothing
+        return total
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         by_device.setdefault(grad.device, []).append(grad)

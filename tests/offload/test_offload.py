@@ -241,7 +241,7 @@ def test_a_norm_of_gradients_that_a_device_has_reduced_does_not_read_them_at_hom
         assert all(are_right)
         if "sim" in request.node.callspec.id:
             assert reads[0] <= 1  # of a parameter's that is no part of a unit's row
-            assert reads[0] < reads[1] < reads[3]
+            assert reads[0] < reads[1] <= reads[3]
 
 
 def planned(kind: str, policy: Any) -> tuple[list[Any], list[str]]:
