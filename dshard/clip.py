@@ -83,9 +83,8 @@ def clip_grad_norm_(
             "lower the learning rate, or look for a bad batch."
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    if (
-        factor.device.type == "cpu" and float(factor) == 1.0
-    ):  # at home all of them would be read and written for nothing
+    # In the CPU's memory all of them would be read and written for nothing; a device would have to be waited for.
+    if factor.device.type == "cpu" and float(factor) == 1.0:
         return total
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:

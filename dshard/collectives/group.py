@@ -245,8 +245,12 @@ class ShardGroup:
         self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool
     ) -> tuple[Tensor, Buffer | None]:
         """Memory for the rows of an all-gather, shape (num_ranks, numel), and what is the pool's of it."""
-        rows = self._allocated(self.comms.all_gather, self.process_group, self.num_ranks * numel, dtype, device)
-        if rows is not None:
+        comm, memory = self.comms.all_gather, self.comms.memory
+        if comm is not None:
+            flat: Tensor = comm.allocate((self.num_ranks * numel,), dtype=dtype, device=device)
+            return flat.view(self.num_ranks, numel), None
+        if memory is not None:
+            rows = memory.allocate(self.num_ranks * numel, dtype, device, self.process_group)
             return rows.view(self.num_ranks, numel), None
         buffer = pool.take(self.num_ranks * numel * dtype.itemsize, device)
         return buffer.memory.view(dtype).view(self.num_ranks, numel), buffer
@@ -255,21 +259,17 @@ class ShardGroup:
         self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool, arena: Arena | None
     ) -> tuple[Tensor, Buffer | None]:
         """As `rows_for_gather`, for the rows of a reduce-scatter, in an arena if one is given."""
-        rows = self._allocated(self.comms.reduce_scatter, self.reduce_group, self.num_ranks * numel, dtype, device)
-        if rows is not None:
+        memory = self._memory_for_reduce
+        if memory is not None:
+            rows = memory.allocate(self.num_ranks * numel, dtype, device, self.reduce_group)
             return rows.view(self.num_ranks, numel), None
         buffer = pool.take(self.num_ranks * numel * dtype.itemsize, device, arena)
         return buffer.memory.view(dtype).view(self.num_ranks, numel), buffer
 
-    def _allocated(
-        self, comm: Any, group: ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor | None:
-        """Flat memory by the user's own collective, or as `comms` says; None for that of a pool."""
-        if comm is not None:
-            own: Tensor = comm.allocate((numel,), dtype=dtype, device=device)
-            return own
-        memory = self.comms.memory
-        return memory.allocate(numel, dtype, device, group) if memory is not None else None
+    @property
+    def _memory_for_reduce(self) -> CommMemory | None:
+        """Where buffers of reduce-scatters lie; None for memory of a pool, from which a custom one copies."""
+        return self.comms.memory if self.comms.reduce_scatter is None else None
 
     def all_gather(self, rows: Tensor, row: Tensor) -> list[Work]:
         """Start the backend's own all-gather of `row`, shape (row,), into `rows`, shape (num_ranks, row)."""
@@ -283,16 +283,17 @@ class ShardGroup:
 
     def out_for_reduce(self, rows: Tensor) -> Tensor:
         """Memory for what a reduce-scatter of rows, shape (num_ranks, row), gives this rank: shape (row,)."""
-        memory = self.comms.memory if self.comms.reduce_scatter is None else None
+        memory = self._memory_for_reduce
         if memory is None:
             return rows.new_empty(rows.shape[1])
         return memory.allocate(rows.shape[1], rows.dtype, rows.device, self.reduce_group)
 
     def reduce_scatter(self, rows: Tensor, out: Tensor, op: ReduceOp) -> list[Work]:
         """Start the backend's own reduce-scatter of `rows`, shape (num_ranks, row), into `out`, shape (row,)."""
-        comm, memory = self.comms.reduce_scatter, self.comms.memory
-        if comm is not None:
-            return [comm(out, rows.view(-1), self.reduce_group, op.value, async_op=True)]
+        comm, memory = self.comms.reduce_scatter, self._memory_for_reduce
+        if comm is not None:  # rows wait elsewhere for their gradients: it may allocate the same memory each time
+            own: Tensor = comm.allocate((rows.numel(),), dtype=rows.dtype, device=rows.device)
+            return [comm(out, own.copy_(rows.view(-1)), self.reduce_group, op.value, async_op=True)]
         if memory is not None:
             memory.register(rows, self.reduce_group)
             memory.register(out, self.reduce_group)

@@ -466,18 +466,19 @@ class FSDPModule(DataParallelNames, AcceptedHints, _TorchFSDPModule, nn.Module):
 
     def _set_memory(self, who: str, memory: CommMemory | None) -> None:
         """Have buffers lie in some memory."""
-        for unit in self._own_units():
-            comms = unit.settings.comms
-            if memory is not None:
-                if comms.all_gather is not None or comms.reduce_scatter is not None:
-                    raise StateError(
-                        f"{who}: '{unit.label}' must have no custom all-gather or reduce-scatter, which allocates its "
-                        "buffers itself, but it has. Allocate in its allocate(), or leave it out."
-                    )
-                for group in unit.groups:
-                    if why := memory.why_missing(group.process_group, group.device):
-                        warnings.warn(f"{who}: has no effect on '{unit.label}', for {why}", stacklevel=3)
-            unit.change(comms=replace(comms, memory=memory))
+        units = self._own_units()
+        for unit in units if memory is not None else ():
+            if unit.settings.comms.all_gather is not None or unit.settings.comms.reduce_scatter is not None:
+                raise StateError(
+                    f"{who}: '{unit.label}' must have no custom all-gather or reduce-scatter, which allocates its "
+                    "buffers itself, but it has. Allocate in its allocate(), or leave it out."
+                )
+        for unit in units:
+            for group in unit.groups if memory is not None else ():
+                assert memory is not None
+                if why := memory.why_missing(group.process_group, group.device):
+                    warnings.warn(f"{who}: has no effect, for {why}", stacklevel=3)  # alike for each module: said once
+            unit.change(comms=replace(unit.settings.comms, memory=memory))
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Whether a mean of this module's own units' gradients is a sum that is divided, whatever the backend has.

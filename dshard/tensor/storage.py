@@ -246,14 +246,14 @@ class ShardStorage:
         return self.tensor
 
     def known_norm(self, dtype: torch.dtype, order: float) -> Tensor | None:
-        """A norm of the shard that nobody needs to compute, for nobody has written to it since it was reduced.
+        """A norm of the shard that need not be computed again: nobody can have written to it since it was reduced.
 
         Args:
             dtype: In which it is computed, fp32 or fp64.
             order: Of the norm; that of order 2 may be known.
         """
         shard, norms = self.resolve(), self.norms
-        if order != 2.0 or norms is None or norms.version != shard._version:
+        if order != 2.0 or norms is None or self.is_exposed or norms.version != shard._version:
             return None
         return norms.float64 if dtype == torch.float64 else norms.float32.float()
 

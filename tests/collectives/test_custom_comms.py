@@ -102,6 +102,44 @@ def test_gathers_and_reductions_go_through_objects_of_torchs_interfaces(worlds: 
         assert reduced == [rows] * 3
 
 
+class Staging(Scatter):
+    """One that allocates the same memory for each reduction of a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: dict[Any, Tensor] = {}
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if (tuple(size), dtype) not in self.memory:
+            self.memory[tuple(size), dtype] = super().allocate(size, dtype=dtype, device=device)
+        return self.memory[tuple(size), dtype]
+
+
+def gradients_of_micro_batches(comm: Any) -> list[Tensor]:
+    """Of two layers of one size; those of the first micro-batches wait until the last one."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    for layer in (net[0], net[2]):
+        dshard.fully_shard(layer)
+        if comm is not None:
+            layer.set_custom_reduce_scatter(comm)
+    dshard.fully_shard(net)
+    for micro in range(3):
+        net.set_requires_gradient_sync(micro == 2)
+        net(batch(micro)).square().sum().backward()
+    return [p.grad.full_tensor() for p in net.parameters()]
+
+
+def with_a_staging_buffer() -> bool:
+    pairs = zip(gradients_of_micro_batches(Staging()), gradients_of_micro_batches(None), strict=True)
+    return all(torch.allclose(a, b, rtol=1e-6) for a, b in pairs)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_reduce_scatter_may_allocate_the_same_memory_each_time(worlds: WorldPool, num_ranks):
+    assert worlds.run(num_ranks, with_a_staging_buffer) == [True] * num_ranks
+
+
 def with_a_group() -> list[Any]:
     net, plain = make(), make()
     net.set_separate_reduce_scatter_group()

@@ -3,8 +3,6 @@
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -15,10 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import dshard
-from dshard.collectives import ShardGroup, ledger, watchdog
-from dshard.collectives.divergence import Kind
-from dshard.testing import World, WorldPool
-from tests.collectives.test_native_backends import native
+from dshard.collectives import watchdog
+from dshard.testing import WorldPool
 
 
 class Heard(logging.Handler):
@@ -143,27 +139,3 @@ def forks() -> tuple[int, bool, list[float]]:
 
 def test_a_fork_of_a_process_that_is_watched_ends_well_and_who_watches_lives_on(worlds: WorldPool):
     assert worlds.run(2, forks) == [(0, True, [3.0] * 4)] * 2
-
-
-def left_waiting() -> None:
-    """A device has never come to something, and a collective was noted that nobody compares, when the program ends."""
-    step(dshard.fully_shard(nn.Linear(4, 4)))
-    with native():
-        group = ShardGroup(dist.group.WORLD, torch.device("cpu"))
-        ledger.note(group, Kind.GATHER, "left", 0)
-    watchdog.watch_event("what never comes", dist.group.WORLD, NeverOver())
-    thread = watchdog._State.thread
-    assert thread is not None
-    assert thread.is_alive()
-
-
-def world_left_waiting() -> None:
-    with World(2) as world:
-        world.run(left_waiting)
-
-
-def test_a_program_ends_well_whatever_is_watched():
-    code = f"from {__name__} import world_left_waiting as run; run()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert "Traceback" not in done.stderr
-    assert "Fatal" not in done.stderr

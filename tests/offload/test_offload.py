@@ -221,6 +221,7 @@ def norms_at_home(kind: str, clip: str) -> tuple[list[int], list[bool]]:
             if change == "written to":
                 params[0].grad.mul_(3.0)
                 params[1].grad.to_local().mul_(2.0)
+                params[3].grad.to_local().data.mul_(2.0)  # which no version counts
             elif change == "swapped":
                 params[0].grad, params[2].grad = params[0].grad.clone(), params[2].grad * 2.0
             else:

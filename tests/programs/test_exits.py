@@ -31,6 +31,20 @@ handle = model[1].unshard(async_op=True)
 cycle = [model[2].unshard(async_op=True)]
 cycle.append(cycle)
 """,
+    "a device that is waited for, by a thread that is in the store most of the time": """
+import time
+
+from dshard.collectives import watchdog
+
+class Never:
+    def query(self):
+        return False
+
+watchdog._POLL_S = watchdog._FIRST_POLL_S = 0.0
+model(torch.ones(2, 64)).sum().backward()
+watchdog.watch_event("what never comes", dist.group.WORLD, Never())
+time.sleep(0.5)
+""",
     "gathers of a group that is destroyed, in a scope": """
 scope = dshard.gathered(model[0])
 scope.__enter__()
