@@ -236,19 +236,21 @@ def in_two_streams(device: str, *, beside: bool) -> list[Tensor]:
 MEMORIES = {"set_allocate_memory_from_process_group_for_comm": (True,), "set_symm_mem_for_comm": ()}
 
 
-def in_memory(device: str, *, method: str) -> list[Tensor]:
-    """The weights after steps, with the buffers of collectives where a method, if any, has them lie."""
+def in_memory(device: str, *, method: str) -> tuple[list[Tensor], list[str]]:
+    """The weights after steps, with the buffers of collectives where a method, if any, has them lie; its warnings."""
     model = sharded(built(SETTINGS["bf16"], device), "dshard", device, SETTINGS["bf16"].options)
-    for module in model.modules() if method else ():
-        if isinstance(module, dshard.FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-            getattr(module, method)(*MEMORIES[method])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for module in model.modules() if method else ():
+            if isinstance(module, dshard.FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+                getattr(module, method)(*MEMORIES[method])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(NUM_STEPS):
         loss_of(model, tokens(step, 0, dist.get_rank(), device)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [param.full_tensor().cpu() for param in model.parameters()]
+    return [param.full_tensor().cpu() for param in model.parameters()], [str(warning.message) for warning in told]
 
 
 @contextmanager
