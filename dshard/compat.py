@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed import fsdp
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from dshard import arguments
 from dshard.runtime.module import FSDPModule
@@ -19,6 +21,20 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
+
+
+@dataclass
+class CPUOffloadPolicy(fsdp.CPUOffloadPolicy):
+    """Keeps parameters, gradients and optimizer states in the CPU's memory. torch's own may be passed as well.
+
+    Args:
+        pin_memory: Whether that memory is pinned, so that copies run beside what the device computes.
+        defer_step: Whether an optimizer of `torch.optim` that treats each element by itself steps beside the next
+            forward, each unit ahead of its use. Whatever else looks at parameters, gradients or states waits first, so
+            that no program can tell but by the time that it takes; False is for measuring that.
+    """
+
+    defer_step: bool = True
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -277,11 +277,13 @@ class Offload:
         home: Of its shard, its gradient's and its optimizer state's.
         compute: Of its full value in a forward and backward; collectives run there.
         pins: Whether memory at home is pinned, so that copies run beside what the device computes.
+        defers_step: Whether an optimizer may step it beside the next forward, if its home is the CPU.
     """
 
     home: torch.device
     compute: torch.device
     pins: bool = False
+    defers_step: bool = True
 
     def __post_init__(self) -> None:
         if self.pins and self.home.type != "cpu":

@@ -17,7 +17,8 @@ from dshard.errors import DivergenceError, UnsupportedOpError
 from dshard.gradients.backward import Backward, hook_gradient
 from dshard.gradients.iteration import Iteration
 from dshard.layout import BucketLayout, ShardLayout
-from dshard.optimizer.steps import check_interrupted, watch_steps
+from dshard.optimizer.steps import watch_steps
+from dshard.optimizer.swap import check_interrupted
 from dshard.runtime.late import LateParameters
 from dshard.runtime.unsharding import Unshardings
 from dshard.tensor.meshes import group_of

@@ -97,7 +97,9 @@ class Options:
             return self.offload_policy
         if not self.offloads or mesh.device_type == "cpu":
             return None
-        return Offload(torch.device("cpu"), device_of(mesh), pins=self.offload_policy.pin_memory)
+        policy = self.offload_policy  # torch's own has no defer_step
+        defers_step = getattr(policy, "defer_step", True)
+        return Offload(torch.device("cpu"), device_of(mesh), pins=policy.pin_memory, defers_step=defers_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,8 @@ def _check_precision(policy: Any, inside: str = "it") -> None:
 
 def _is_offload(value: Any) -> bool:
     known = type(value).__name__ in ("OffloadPolicy", "CPUOffloadPolicy")
-    return isinstance(value, Offload) or (known and isinstance(getattr(value, "pin_memory", True), bool))
+    flags = [getattr(value, name, True) for name in ("pin_memory", "defer_step")]
+    return isinstance(value, Offload) or (known and all(isinstance(flag, bool) for flag in flags))
 
 
 def _is_mesh_dims(value: Any) -> bool:

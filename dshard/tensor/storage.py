@@ -164,6 +164,18 @@ class Norms(NamedTuple):
     float64: Tensor
 
 
+class DeferredStep:
+    """The step of an optimizer that runs in another thread; shards that it reads or writes await it."""
+
+    def wait(self) -> None:
+        """Wait until it has ended; may be called by any thread."""
+        raise NotImplementedError
+
+    def __call__(self, storage: "ShardStorage") -> None:
+        """As what a shard awaits that another one is then added to."""
+        self.wait()
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class ShardStorage:
     """Holds one shard; shared by a ShardedTensor and its detached aliases.
@@ -236,6 +248,11 @@ class ShardStorage:
         """The shard, after waiting for what it awaits."""
         if self._pending is not None:
             pending, awaited = self._pending, self._awaited
+            if isinstance(pending, DeferredStep):
+                pending.wait()  # while other threads see that they have to
+                if self._pending is pending:
+                    self._pending = None
+                return self.resolve()
             self._pending, self._awaited = None, ()
             try:
                 pending(self)
@@ -244,6 +261,10 @@ class ShardStorage:
                 raise
         assert self.tensor is not None, "a pending shard was not delivered"
         return self.tensor
+
+    def await_step(self, step: DeferredStep) -> None:
+        """Have whoever uses the shard, which is in memory, wait for a step first."""
+        self._pending = step
 
     def known_norm(self, dtype: torch.dtype, order: float) -> Tensor | None:
         """A norm of the shard that need not be computed again: nobody can have written to it since it was reduced.

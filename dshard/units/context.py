@@ -256,6 +256,10 @@ class Schedule(Generic[U]):
         """Whether a phase of this kind has ended."""
         return phase in self._known
 
+    def order(self, phase: Phase) -> Sequence[U]:
+        """In which the last phase of a kind touched units."""
+        return self._known.get(phase, ())
+
     def begin(self, phase: Phase) -> None:
         """A phase starts, and with it ends what ran before."""
         self.end()

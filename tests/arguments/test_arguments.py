@@ -60,6 +60,7 @@ FREE = {  # public names without a row, and why
     ),
     **dict.fromkeys(("Constant", "Misses"), "part of a Rates, which looks at them"),
     "Work": "part of a UnitCosts, which looks at it",
+    "CPUOffloadPolicy": "as torch's: fully_shard looks at it",
     **dict.fromkeys(
         (
             f"Rates.{name}"
@@ -252,6 +253,7 @@ class Things:
             "named precision": MixedPrecisionPolicy("bf16"),
             "offload": CPUOffloadPolicy(),  # type: ignore[arg-type]
             "offload class": CPUOffloadPolicy,
+            "offload of no bool": dshard.CPUOffloadPolicy(defer_step=2),  # type: ignore[arg-type]
             "mesh dims": DataParallelMeshDims("dp"),
             "strategy": Strategy("full"),
             "plan": self.plan,

@@ -1,0 +1,322 @@
+"""The step of offloaded parameters beside the next forward: each unit's ahead of its use, in a thread of the host.
+
+An optimizer that steps at home reads and writes all memory of the host that holds parameters, gradients and states,
+while the device has nothing to do. So `Optimizer.step()` takes down what is to be done, and returns. One thread steps
+the units in the order in which the last forward used them, each by the optimizer's own `step`; shards, gradients and
+states await that as gradients await their reduction. Whoever uses one, by a gather, a checkpoint or a write, waits for
+the step of its unit.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import wraps
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dshard.compiling import is_between_graphs
+from dshard.errors import StateError
+from dshard.optimizer.swap import begin_swap, forget_gradients, may_swap, standin_of, wrapped_state
+from dshard.tensor.sharded_tensor import SHARDED, OffloadedShardedTensor
+from dshard.tensor.storage import DeferredStep, ShardStorage
+from dshard.units.context import Phase
+from dshard.units.unit import Unit
+
+
+class Deferral:
+    """What the step of an optimizer, which is about to begin, leaves to a later time.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    pending: ClassVar["Deferral | None"] = None  # of the step that runs, or of one that raised
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.is_told = False  # what one of its steps raised
+        self._steps: dict[Unit, _UnitStep] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                self._take(number, param)
+
+    @classmethod
+    def begin(cls, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Let shards stand in for parameters, as `begin_swap`, but for those that can be stepped later."""
+        cls.forget()
+        is_usual = may_swap(optimizer, args, kwargs) and not is_between_graphs()
+        deferral = cls(optimizer) if OffloadedShardedTensor.num_made and is_usual else None
+        if deferral is None or not deferral._steps:
+            begin_swap(optimizer, args, kwargs)
+            return
+        cls.pending = deferral
+        left_out = {id(param) for step in deferral._steps.values() for param in step.params}
+        if not begin_swap(optimizer, args, kwargs, left_out):
+            cls.forget()
+
+    def _take(self, group: int, param: Tensor) -> None:
+        """Step a parameter of one of the optimizer's groups later, if it can be."""
+        if type(param) is not OffloadedShardedTensor or not _may_wait(param, self.optimizer):
+            return
+        shard = standin_of(param)
+        if shard is not None:
+            unit: Any = param.gather_source
+            self._steps.setdefault(unit, _UnitStep(unit, self)).add(group, param, shard)
+
+    @classmethod
+    def end(cls, optimizer: Optimizer) -> None:
+        """The step has ended, and the optimizer has its parameters back: begin what it has left."""
+        optimizer.__dict__["_dshard_has_stepped"] = True
+        deferral, cls.pending = cls.pending, None
+        if deferral is not None and deferral.optimizer is optimizer:
+            for unit in _in_order(list(deferral._steps)):
+                deferral._steps[unit].start()
+
+    @classmethod
+    def forget(cls) -> None:
+        """A step raised, or cannot leave anything to later."""
+        deferral, cls.pending = cls.pending, None
+        for step in deferral._steps.values() if deferral is not None else ():
+            forget_gradients(step.shards)
+
+
+def await_steps(optimizer: Optimizer) -> None:
+    """Wait for what an optimizer has left to later.
+
+    Raises:
+        StateError: That raised.
+    """
+    states: Any = optimizer.__dict__.get("state")
+    if type(states) is _States:
+        states.settle()
+
+
+def _may_wait(param: OffloadedShardedTensor, optimizer: Optimizer) -> bool:
+    """Whether nobody can look at a parameter, its gradient or its states without being noticed."""
+    offload, grad = param.offload, param.grad
+    if offload is None or not offload.defers_step or offload.home.type != "cpu":
+        return False
+    if not isinstance(param.gather_source, Unit) or not isinstance(grad, OffloadedShardedTensor):
+        return False
+    state = optimizer.state
+    if param not in state and (state or "_dshard_has_stepped" not in optimizer.__dict__):
+        return False  # the first step of a parameter makes its states, and tells of what is wrong with the optimizer
+    values = [value for value in state.get(param, {}).values() if type(value) in SHARDED]
+    storages = [tensor.shard_storage for tensor in (param, grad, *values)]
+    return not any(storage.is_exposed or storage.home is not None for storage in storages)
+
+
+def _in_order(units: Sequence[Unit]) -> list[Unit]:
+    """Units in the order of their next use."""
+    position: dict[int, int] = {}
+    for model in {id(unit.model): unit.model for unit in units}.values():
+        for unit in model.schedule.order(Phase.FORWARD):
+            position.setdefault(id(unit), len(position))
+    return sorted(units, key=lambda unit: position.get(id(unit), len(position)))
+
+
+class _UnitStep(DeferredStep):
+    """The step of one unit's parameters.
+
+    Args:
+        unit: The unit.
+        deferral: That it is a part of.
+    """
+
+    def __init__(self, unit: Unit, deferral: Deferral) -> None:
+        self._label, self._deferral = unit.label, deferral
+        self._groups: dict[int, list[Tensor]] = {}  # shards, by the optimizer's groups
+        self._params: dict[Tensor, OffloadedShardedTensor] = {}  # of each shard
+        self._future: Future[None] | None = None
+
+    @property
+    def params(self) -> Iterable[OffloadedShardedTensor]:
+        """The parameters that it steps."""
+        return self._params.values()
+
+    @property
+    def shards(self) -> Iterable[Tensor]:
+        """Those that stand in for them."""
+        return self._params
+
+    def add(self, group: int, param: OffloadedShardedTensor, shard: Tensor) -> None:
+        """Have a parameter be stepped.
+
+        Args:
+            group: Number of the optimizer's group that it is in.
+            param: The parameter.
+            shard: That stands in for it, with the gradient's.
+        """
+        self._groups.setdefault(group, []).append(shard)
+        self._params[shard] = param
+
+    def start(self) -> None:
+        """Take down what the optimizer is to do, and have that done; what is read and written by it awaits it."""
+        states = _States.of(self._deferral.optimizer)
+        seen: Any = defaultdict(dict)
+        storages: list[ShardStorage] = []
+        for shard, param in self._params.items():
+            grad: Any = param.grad
+            storages += (param.shard_storage, grad.shard_storage)
+            for name, value in dict.get(states, param, {}).items():
+                if type(value) in SHARDED:
+                    value.origin = None  # the step writes to it, and may not count that
+                    storages.append(value.shard_storage)
+                    value = value.shard_storage.resolve()
+                seen[shard][name] = value
+        optimizer = _alike(self._deferral.optimizer, self._groups, seen)
+        torch.autograd.graph.increment_version(list(self.params))
+        self._future = _Thread.submit(self._run, optimizer, states, _num_threads())
+        states.awaited.append(self)
+        for storage in storages:
+            storage.await_step(self)
+
+    def _run(self, optimizer: Optimizer, states: "_States", num_threads: int) -> None:
+        """Step, in the thread for it. Nobody looks at states until it has ended."""
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+        step: Any = type(optimizer).step
+        before = {shard: dict(named) for shard, named in optimizer.state.items()}
+        try:
+            getattr(step, "__wrapped__", step)(optimizer)  # without hooks, which have run
+            for shard, named in optimizer.state.items():
+                old, param = before.get(shard, {}), self._params[shard]
+                for name in [name for name, value in named.items() if old.get(name) is not value]:
+                    kept = dict.setdefault(states, param, {})
+                    kept[name] = wrapped_state(kept.get(name), named[name], param, shard.shape)
+        finally:
+            forget_gradients(self._params)
+            self._groups, self._params = {}, {}
+
+    def wait(self) -> None:
+        """Wait until it has ended.
+
+        Raises:
+            StateError: The optimizer's step raised; said once for all units that it steps.
+        """
+        assert self._future is not None
+        error, deferral = self._future.exception(), self._deferral
+        if error is None or deferral.is_told:
+            return
+        deferral.is_told = True
+        who = type(deferral.optimizer).__name__
+        raise StateError(
+            f"{self._label}: the step of its optimizer ({who}), which was deferred, raised "
+            f"{type(error).__name__}: {error}. Some parameters have moved, others have not. Load a checkpoint; "
+            "CPUOffloadPolicy(defer_step=False) has it raise in step()."
+        ) from error
+
+
+def _alike(optimizer: Optimizer, groups: dict[int, list[Tensor]], state: Any) -> Optimizer:
+    """An optimizer with the settings that another one has now, over other tensors."""
+    made: Any = object.__new__(type(optimizer))
+    made.__dict__.update(optimizer.__dict__)
+    for name in _OF_SCALERS:
+        if name in made.__dict__:
+            made.__dict__[name] = _copied(made.__dict__[name])
+    own = optimizer.param_groups
+    copied = {number: {k: _copied(v) for k, v in own[number].items() if k != "params"} for number in groups}
+    made.param_groups = [{**copied[number], "params": shards} for number, shards in groups.items()]
+    made.state = state
+    return made
+
+
+def _num_threads() -> int:
+    """On how many cores a step computes: as many as the program, or where torchrun has set that to 1, its share."""
+    num_threads, num_sharing = torch.get_num_threads(), os.environ.get("LOCAL_WORLD_SIZE", "")
+    is_torchruns = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
+    if num_threads > 1 or not is_torchruns or not num_sharing.isdecimal():
+        return num_threads
+    return max(1, len(os.sched_getaffinity(0)) // max(1, int(num_sharing)))
+
+
+_OF_SCALERS = ("grad_scale", "found_inf")  # that a GradScaler gives an optimizer for one step
+
+
+def _copied(value: Any) -> Any:
+    """A setting that nobody else writes to."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_copied, value))
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+class _States(defaultdict[Any, Any]):
+    """The states of an optimizer, of which some may await steps: whoever looks into it waits.
+
+    Attributes:
+        awaited: Steps that have begun, or are to.
+    """
+
+    awaited: list[DeferredStep]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> "_States":
+        """Those of an optimizer, put in the place of what it has if need be."""
+        states: Any = optimizer.state
+        if type(states) is not cls:
+            states = cls(dict, states)
+            states.awaited = []
+            optimizer.state = states
+        return states
+
+    def settle(self) -> None:
+        """Wait for all that is awaited."""
+        for step in tuple(self.awaited):
+            step.wait()  # while other threads see that they have to
+            with suppress(ValueError):
+                self.awaited.remove(step)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
+def _settled(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def run(self: _States, *args: Any, **kwargs: Any) -> Any:
+        self.settle()
+        return method(self, *args, **kwargs)
+
+    return run
+
+
+for _name in (
+    *("__contains__", "__copy__", "__delitem__", "__eq__", "__getitem__", "__ior__", "__iter__", "__len__", "__or__"),
+    *("__repr__", "__reversed__", "__ror__", "__setitem__", "clear", "copy", "get", "items", "keys", "pop", "popitem"),
+    *("setdefault", "update", "values"),
+):
+    setattr(_States, _name, _settled(getattr(defaultdict, _name)))
+
+
+class _Thread:
+    """In which deferred steps run, one behind the other."""
+
+    executor: ClassVar[ThreadPoolExecutor | None] = None
+    submitted: ClassVar[list["Future[None]"]] = []
+
+    @classmethod
+    def submit(cls, function: Callable[..., None], *args: Any) -> "Future[None]":
+        """Have a function called; the end of the program waits for it."""
+        if cls.executor is None:
+            cls.executor = ThreadPoolExecutor(1, thread_name_prefix="dshard steps")
+        cls.submitted = [known for known in cls.submitted if not known.done()]
+        future = cls.executor.submit(function, *args)
+        cls.submitted.append(future)
+        return future
+
+    @classmethod
+    def rest(cls) -> None:
+        """Wait until it has nothing to do."""
+        wait(cls.submitted)
+
+    @classmethod
+    def forget(cls) -> None:
+        """It is not there in a forked process."""
+        cls.executor = None
+
+
+os.register_at_fork(before=_Thread.rest, after_in_child=_Thread.forget)

@@ -1,0 +1,225 @@
+"""The shards of parameters, which stand in for them while an elementwise optimizer steps."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from dshard.errors import StateError
+from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
+from dshard.tensor.storage import ShardStorage
+from dshard.tensor.subclass_shards import subclass_gathers
+
+_NAMES = ("ASGD", "SGD", "Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "Rprop")
+_ELEMENTWISE = frozenset(getattr(optim, name) for name in _NAMES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Swap:
+    """An optimizer whose parameters are replaced by shards while its step runs."""
+
+    optimizer: Optimizer
+    params: list[list[Tensor]]  # of each of its groups
+    state: Any
+    swapped: list[ShardedTensor]  # the sharded parameters
+    shards: list[Tensor]  # what stands in for each of them
+    versions: list[int]  # version counters of those shards at the start
+    state_values: list[Any]  # all values of the states that the optimizer sees, in order
+
+
+class _Current:
+    """The swap of the step that runs, or of one that raised; and one that raised and has not been told of."""
+
+    swap: ClassVar[_Swap | None] = None
+    untold: ClassVar[_Swap | None] = None
+
+
+def closure_of(args: Any, kwargs: Any) -> Any:
+    """What `step` was given to compute the loss anew; None if nothing."""
+    return args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
+
+
+def may_swap(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
+    """Whether nobody but the optimizer itself will look at its groups during the step."""
+    return (
+        type(optimizer) in _ELEMENTWISE
+        and closure_of(args, kwargs) is None
+        and not optimizer.defaults.get("differentiable")
+    )
+
+
+def standin_of(param: ShardedTensor) -> Tensor | None:
+    """The shard of a parameter, with that of its gradient; None if the two do not lie alike, or it is no plain one."""
+    storage, grad = param.shard_storage, param.grad
+    shard = storage.standin
+    if storage.is_pending or shard is None:
+        if subclass_gathers(storage.resolve()):
+            return None  # it may write by putting other tensors in itself, of which an alias would not know
+        shard = storage.standin = storage.resolve().detach()  # an object of its own, for the key and the gradient
+    if grad is None:
+        shard.grad = None
+        return shard
+    if not isinstance(grad, ShardedTensor) or grad.is_view or param.is_view:
+        return None
+    grad_storage = grad.shard_storage
+    if grad_storage.layout is not storage.layout and grad_storage.layout != storage.layout:
+        return None
+    shard.grad = grad_storage.tensor if not grad_storage.is_pending else grad_storage.resolve()
+    return shard
+
+
+def begin_swap(optimizer: Optimizer, args: Any, kwargs: Any, left_out: Collection[int] = ()) -> bool:
+    """Let shards stand in for the parameters of an optimizer that is about to step; gives whether they do.
+
+    Nothing is done if somebody else may look at them, or one has no shard that can stand in for it.
+
+    Args:
+        optimizer: The optimizer.
+        args: Of its step.
+        kwargs: Of its step.
+        left_out: Ids of parameters that it is not to step.
+    """
+    if not may_swap(optimizer, args, kwargs):
+        return False
+    swapped: list[ShardedTensor] = []
+    shards: list[Tensor] = []
+    groups: list[list[Tensor]] = []
+    for group in optimizer.param_groups:
+        params: list[Tensor] = []
+        for param in group["params"]:
+            if id(param) in left_out:
+                continue
+            if type(param) not in SHARDED:
+                if type(param.grad) in SHARDED:
+                    forget_gradients(shards)
+                    return False
+                params.append(param)
+                continue
+            shard = standin_of(param)
+            if shard is None:
+                forget_gradients(shards)
+                return False
+            swapped.append(param)
+            shards.append(shard)
+            params.append(shard)
+        groups.append(params)
+    if shards or left_out:
+        _swap(optimizer, groups, swapped, shards)
+    return True
+
+
+def _swap(optimizer: Optimizer, groups: list[list[Tensor]], swapped: list[ShardedTensor], shards: list[Tensor]) -> None:
+    """Give an optimizer groups and states of shards; the hash of a tensor is its id, so ids serve as keys here."""
+    of_param = dict(zip(map(id, swapped), shards, strict=True))
+    values = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
+    sharded = [value for value in values if type(value) in SHARDED]
+    for value in sharded:
+        value.origin = None  # of a state that was cast as it was loaded: the step writes to it, and may not count that
+    storages = [value.shard_storage for value in sharded]
+    resolved = iter([storage.tensor if not storage.is_pending else storage.resolve() for storage in storages])
+    seen = [next(resolved) if type(value) in SHARDED else value for value in values]
+    rest = iter(seen)
+    state: Any = defaultdict(dict)
+    for param, named in optimizer.state.items():
+        state[of_param.get(id(param), param)] = dict(zip(named, rest, strict=False))  # takes as many as there are names
+    params = [group["params"] for group in optimizer.param_groups]
+    versions = [shard._version for shard in shards]
+    _Current.swap = _Swap(optimizer, params, optimizer.state, swapped, shards, versions, seen)
+    for group, standins in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = standins
+    optimizer.state = state
+
+
+def forget_gradients(shards: Iterable[Tensor]) -> None:
+    """Have shards that do not stand in for parameters after all hold no gradients."""
+    for shard in shards:
+        shard.grad = None
+
+
+def end_swap(optimizer: Optimizer) -> None:
+    """Give an optimizer that has stepped its parameters back, if shards stood in for them."""
+    swap = _Current.swap
+    if swap is not None and swap.optimizer is optimizer:
+        _restore(swap)
+
+
+def _restore(swap: _Swap) -> None:
+    """Give an optimizer its parameters back, and its state as sharded as they are."""
+    _Current.swap = None
+    for group, params in zip(swap.optimizer.param_groups, swap.params, strict=True):
+        group["params"] = params
+    seen = list(chain.from_iterable(map(dict.values, swap.optimizer.state.values())))
+    if len(seen) != len(swap.state_values) or not all(map(is_, seen, swap.state_values)):
+        _wrap_states(swap)
+    swap.optimizer.state = swap.state
+    moved: list[Tensor] = []
+    for param, shard in zip(swap.swapped, swap.shards, strict=True):
+        if shard.grad is not None:
+            shard.grad = None
+            moved.append(param)
+        elif param.grad is not None:
+            param.grad = None  # by zero_grad(), after a step that raised
+    torch.autograd.graph.increment_version(moved)
+
+
+def _wrap_states(swap: _Swap) -> None:
+    """Shard the values of a state that the step made or replaced."""
+    of_shard = dict(zip(map(id, swap.shards), swap.swapped, strict=True))
+    for key, values in swap.optimizer.state.items():
+        param = of_shard.get(id(key))
+        if param is None:
+            swap.state[key] = values
+            continue
+        old = swap.state[param]
+        for name, value in values.items():
+            old[name] = wrapped_state(old.get(name), value, param, key.shape)
+
+
+def wrapped_state(old: Any, value: Any, param: ShardedTensor, shape: torch.Size) -> Any:
+    """A state's value as it is kept between steps."""
+    if type(old) in SHARDED:
+        storage = old.shard_storage
+        if storage.tensor is not value:
+            storage.deliver(value)
+        return old
+    if isinstance(value, Tensor) and value.dim() and value.shape == shape:
+        return param.like(ShardStorage(value, param.shard_layout, is_shared=True), dtype=value.dtype)
+    return value
+
+
+def check_interrupted(optimizer: Optimizer | None, params: Sequence[Tensor]) -> None:
+    """Repair an optimizer whose step raised; if parameters had moved by then, say so once.
+
+    Args:
+        optimizer: Whose step begins, or None.
+        params: What is about to be used.
+
+    Raises:
+        StateError: A step of `optimizer`, or of one that holds some of `params`, was interrupted after it had begun to
+            write. Only the ranks on which it was raise.
+    """
+    swap = _Current.swap
+    if swap is not None:
+        has_moved = any(s._version != v for s, v in zip(swap.shards, swap.versions, strict=True))
+        _restore(swap)
+        # A fused kernel may have written to them, and counts nothing.
+        torch.autograd.graph.increment_version(swap.shards)
+        _Current.untold = swap if has_moved else None
+    untold = _Current.untold
+    if untold is None:
+        return
+    held = set(map(id, untold.swapped))
+    if optimizer is not untold.optimizer and not any(id(p) in held for p in params):
+        return
+    _Current.untold = None
+    raise StateError(
+        f"{type(untold.optimizer).__name__}: a step must run to its end, but the last one was interrupted by an "
+        "exception, and some parameters have moved while others have not. Load a checkpoint; or, to go on all the "
+        "same, call zero_grad() again and continue."
+    )

@@ -1,0 +1,347 @@
+"""A deferred step cannot be told from one that is taken at once, whatever a program does between it and the next use.
+
+The thread that steps is made late on purpose: who does not wait for it reads values of the step before.
+"""
+
+import copy
+import os
+import random
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn, optim
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import dshard
+from dshard.errors import StateError
+from dshard.optimizer import deferred
+from dshard.policies import Offload
+from dshard.testing import WorldPool
+from tests.offload.test_offload import Net, batch, loss_of, mesh_of
+
+OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "AdamW": lambda params: optim.AdamW(params, lr=1e-2),
+    "AdamW fused": lambda params: optim.AdamW(params, lr=1e-2, fused=True),
+    "AdamW of a tensor lr": lambda params: optim.AdamW(params, lr=torch.tensor(1e-2), amsgrad=True),
+    "SGD": lambda params: optim.SGD(params, lr=0.1),
+    "SGD momentum": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "RMSprop": lambda params: optim.RMSprop(params, lr=1e-2, momentum=0.5, centered=True),
+    **{
+        name: lambda params, name=name: getattr(optim, name)(params, lr=1e-2)  # type: ignore[misc]
+        for name in ("ASGD", "Adadelta", "Adagrad", "Adamax", "NAdam", "RAdam", "Rprop")
+    },
+}
+
+
+@contextmanager
+def late_steps(seed: int) -> Iterator[list[str]]:
+    """Steps that begin and end late; gives the labels of the units that were stepped later than asked for."""
+    run, stepped, draw = deferred._UnitStep._run, list[str](), random.Random(seed)
+
+    def late(self: Any, *args: Any) -> None:
+        time.sleep(draw.choice((0.0, 0.001, 0.004)))
+        run(self, *args)
+        stepped.append(self._label)
+
+    deferred._UnitStep._run = late  # type: ignore[method-assign]
+    try:
+        yield stepped
+    finally:
+        deferred._UnitStep._run = run  # type: ignore[method-assign]
+
+
+class Program:
+    """A training, of which each step does some of `ACTIONS`.
+
+    Args:
+        defers: Whether steps are deferred.
+        optimizer: One of `OPTIMIZERS`.
+    """
+
+    def __init__(self, defers: bool, optimizer: str) -> None:
+        torch.manual_seed(0)
+        cpu = torch.device("cpu")
+        self.model: Any = Net()
+        policy = Offload(cpu, cpu, defers_step=defers)
+        for block in self.model.blocks[:2]:
+            dshard.fully_shard(block, mesh=mesh_of("cpu"), offload_policy=policy)
+        dshard.fully_shard(self.model.blocks[2], mesh=mesh_of("cpu"))
+        dshard.fully_shard(self.model, mesh=mesh_of("cpu"), offload_policy=policy)
+        decayed = [param for param in self.model.parameters() if param.dim() > 1]
+        rest = [param for param in self.model.parameters() if param.dim() <= 1]
+        self.optim = OPTIMIZERS[optimizer]([{"params": decayed}, {"params": rest, "weight_decay": 0.0}])
+        self.schedule = optim.lr_scheduler.StepLR(self.optim, 1, gamma=0.7)
+        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        self.seen: list[Any] = []
+        self.num_steps = 0
+
+    def see(self, *values: Any) -> None:
+        """Note values as they are now."""
+        for value in values:
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value
+            self.seen.append(full.detach().clone() if isinstance(full, Tensor) else full)
+
+    def step(self, actions: tuple[str, ...]) -> None:
+        """One step."""
+        self.num_steps += 1
+        is_scaled = "scaler" in actions or "inf" in actions
+        for micro in range(2 if "accumulate" in actions else 1):
+            loss = loss_of(self.model, batch("cpu", 10 * self.num_steps + micro))
+            (self.scaler.scale(loss) if is_scaled else loss).backward()
+        if "inf" in actions:
+            with torch.no_grad():
+                self.model.head.weight.grad.mul_(torch.inf)
+        if "clip" in actions:
+            self.see(nn.utils.clip_grad_norm_(self.model.parameters(), 0.3))
+        if "dshard's clip" in actions:
+            self.see(dshard.clip_grad_norm_(self.model.parameters(), 0.3))
+        if is_scaled:
+            self.scaler.step(self.optim)
+            self.scaler.update()
+        else:
+            self.optim.step()
+        for action in actions:
+            if action in ACTIONS:
+                ACTIONS[action](self)
+        if "keep gradients" not in actions:
+            self.optim.zero_grad(set_to_none="fill" not in actions)
+
+    def end(self) -> list[Any]:
+        """All that was seen, and all there is."""
+        self.see(*self.model.parameters(), *self.average.parameters())
+        for group in self.optim.param_groups:
+            for param in group["params"]:
+                self.see(*self.optim.state.get(param, {}).values())
+        return self.seen
+
+
+def _set_lr(program: Program) -> None:
+    for group in program.optim.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].mul_(0.5)
+        else:
+            group["lr"] *= 0.5
+
+
+def _set_momentum(program: Program) -> None:
+    for group in program.optim.param_groups:
+        if "momentum" in group and "centered" not in group:
+            group["momentum"] = 0.5
+
+
+@torch.no_grad()
+def _write(program: Program) -> None:
+    program.model.blocks[0][1].weight.mul_(0.9)
+    program.model.blocks[1][1].bias[0] = 0.25
+
+
+@torch.no_grad()
+def _write_data(program: Program) -> None:
+    program.model.head.bias.data.add_(0.1)
+    program.model.blocks[0][3].weight.to_local().mul_(1.1)
+
+
+@torch.no_grad()
+def _write_gradients(program: Program) -> None:
+    for param in program.model.parameters():
+        if param.grad is not None:
+            param.grad.zero_()
+
+
+def _raise(program: Program) -> None:
+    handle = program.model.large.register_forward_pre_hook(_refuse)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(program.model, batch("cpu", 3))
+    handle.remove()
+    program.model.reset_iter_state()
+
+
+def _refuse(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+def _evaluate(program: Program) -> None:
+    with torch.no_grad():
+        program.see(loss_of(program.model, batch("cpu", 7)))
+
+
+def _reload(program: Program) -> None:
+    program.optim.load_state_dict(copy.deepcopy(program.optim.state_dict()))
+    program.model.load_state_dict({name: value * 1.01 for name, value in program.model.state_dict().items()})
+
+
+def _step_in_pieces(program: Program) -> None:
+    other = optim.SGD(program.model.blocks[1].parameters(), lr=0.01)
+    other.step()
+
+
+def _use_some(program: Program) -> None:
+    program.model.blocks[1](torch.ones(2, 8)).sum().backward()
+
+
+def _see_states(program: Program) -> None:
+    for values in program.optim.state_dict()["state"].values():
+        program.see(*values.values())
+
+
+def _see_counts(program: Program) -> None:
+    for values in tuple(program.optim.state.values()):
+        program.see(*(value for name, value in values.items() if name == "step"))
+
+
+def _fork(program: Program) -> None:
+    pid = os.fork()
+    if not pid:
+        os._exit(not program.model.head.bias.to_local().isfinite().all())
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def _schedule(program: Program) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a scaler that has skipped the first step
+        program.schedule.step()
+
+
+ACTIONS: dict[str, Callable[[Program], object]] = {
+    "schedule": _schedule,
+    "set lr": _set_lr,
+    "set momentum": _set_momentum,
+    "average": lambda program: program.average.update_parameters(program.model),
+    "read gradients": lambda program: program.see(*(p.grad for p in program.model.parameters() if p.grad is not None)),
+    "read": lambda program: program.see(*program.model.parameters()),
+    "norm": lambda program: program.see(program.model.blocks[0][1].weight.norm()),
+    "write": _write,
+    "write data": _write_data,
+    "write gradients": _write_gradients,
+    "raise": _raise,
+    "evaluate": _evaluate,
+    "reload": _reload,
+    "step again": lambda program: program.optim.step(),
+    "another optimizer": _step_in_pieces,
+    "use some": _use_some,
+    "states": _see_states,
+    "counts": _see_counts,
+    "copy": lambda program: program.see(*copy.deepcopy(program.model).parameters()),
+    "freeze": lambda program: program.model.blocks[0].requires_grad_(requires_grad=program.num_steps % 2 == 0),
+    "switch": lambda program: dshard.set_strategy(program.model, ("zero2", "full")[program.num_steps % 2]),
+    "fork": _fork,
+}
+OTHERS = ("accumulate", "clip", "dshard's clip", "scaler", "inf", "keep gradients", "fill")
+PROGRAMS = st.lists(
+    st.lists(st.sampled_from((*ACTIONS, *OTHERS)), max_size=3, unique=True).map(tuple), min_size=2, max_size=5
+)
+
+
+def train(defers: bool, optimizer: str, steps: list[tuple[str, ...]], seed: int) -> tuple[list[Any], int]:
+    """What a program sees, and how many steps of units were deferred."""
+    program = Program(defers, optimizer)
+    with late_steps(seed) as stepped:
+        for actions in steps:
+            program.step(actions)
+        seen = program.end()
+    return seen, len(stepped)
+
+
+def differing(optimizer: str, steps: list[tuple[str, ...]], seed: int) -> tuple[list[int], int]:
+    """Where what is seen differs, and how many steps were deferred."""
+    expected, none = train(False, optimizer, steps, seed)
+    found, num_deferred = train(True, optimizer, steps, seed)
+    assert not none
+    assert len(found) == len(expected)
+    differs = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not _equal(a, b)]
+    return differs, num_deferred
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) if isinstance(a, Tensor) else bool(a == b)
+
+
+def stepped_beside_a_forward() -> list[Any]:
+    """The order in which units are stepped, of which the last one may only begin when a forward computes."""
+    program = Program(True, "AdamW fused")
+    program.step(())
+    gate, order, run = threading.Event(), list[str](), deferred._UnitStep._run
+
+    def gated(self: Any, *args: Any) -> None:
+        order.append(self._label)
+        if len(order) == 3:
+            order.append("late" if gate.wait(20.0) else "never")
+        run(self, *args)
+
+    deferred._UnitStep._run = gated  # type: ignore[method-assign]
+    try:
+        program.step(())
+        program.model.emb.register_forward_hook(lambda *_: gate.set())
+        program.step(("states",))
+    finally:
+        deferred._UnitStep._run = run  # type: ignore[method-assign]
+    return order[:4]
+
+
+def test_units_are_stepped_in_the_order_of_their_use_beside_what_computes(worlds: WorldPool):
+    for order in worlds.run(2, stepped_beside_a_forward):
+        assert order == ["Net", "blocks.0", "blocks.1", "late"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_elementwise_optimizer_steps_later_and_to_the_same_bits(worlds: WorldPool, optimizer: str):
+    steps = [(), ("clip",), ("schedule", "counts"), ("average",)]
+    for differs, num_deferred in worlds.run(2, differing, optimizer, steps, 0):
+        assert not differs
+        assert num_deferred == 3 * (len(steps) - 1 + (optimizer == "Adagrad"))  # which makes its states early
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(sorted(OPTIMIZERS)), PROGRAMS, st.integers(0, 99))
+def test_no_program_can_tell(worlds: WorldPool, optimizer: str, steps: list[tuple[str, ...]], seed: int):
+    for differs, _ in worlds.run(2, differing, optimizer, steps, seed):
+        assert not differs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", [*ACTIONS, *OTHERS])
+def test_what_looks_or_writes_comes_behind_the_step(worlds: WorldPool, action: str):
+    for differs, num_deferred in worlds.run(2, differing, "AdamW", [(), (action,), (action, "clip"), ()], 1):
+        assert not differs
+        assert num_deferred > 0
+
+
+def raising(is_again: bool) -> list[str]:
+    """What is told where the step of a unit raises in its thread, and at the next use after that."""
+    program = Program(True, "AdamW")
+    program.model.blocks[2].requires_grad_(requires_grad=False)  # or the step itself raises for it
+    program.step(())
+    program.optim.param_groups[0]["betas"] = ("none", 0.9)
+    program.step(())
+    told = []
+    for _ in range(3):
+        try:
+            program.see(*program.model.blocks[0].parameters())
+        except StateError as error:
+            told.append(str(error))
+    if is_again:
+        program.optim.param_groups[0]["betas"] = (0.9, 0.9)
+        program.optim.state.clear()
+        program.step(())
+        program.step(("read", "states"))
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_again", [False, True])
+def test_what_a_step_raises_is_told_once_with_the_unit_and_the_way_out(worlds: WorldPool, is_again: bool):
+    for told in worlds.run(2, raising, is_again):
+        assert len(told) == 1
+        assert told[0].startswith("blocks.0: the step of its optimizer (AdamW), which was deferred, raised TypeError: ")
+        assert "Load a checkpoint; CPUOffloadPolicy(defer_step=False)" in told[0]
