@@ -166,7 +166,7 @@ class SendRow:
         pins: Whether the row lies in pinned memory.
     """
 
-    __slots__ = ("_addresses", "row", "shards")
+    __slots__ = ("_addresses", "_cast", "_cast_of", "row", "shards")
 
     def __init__(self, shards: Sequence[Tensor], plan: GatherPlan, *, pins: bool = False) -> None:
         first = shards[0]
@@ -182,6 +182,28 @@ class SendRow:
         versions = tuple(shard._version for shard in shards)
         torch._C._autograd._unsafe_set_version_counter(tuple(self.shards), versions)
         self._addresses = [shard.data_ptr() for shard in self.shards]
+        self._cast: Tensor | None = None
+        self._cast_of: list[int] = []  # versions of the shards that it is of
+
+    def prepare_cast(self, dtype: torch.dtype) -> None:
+        """Take memory for the row in another dtype."""
+        if self._cast is None or self._cast.dtype != dtype:
+            self._cast = torch.empty_like(self.row, dtype=dtype, pin_memory=self.row.is_pinned())
+            self._cast_of = []
+
+    def cast(self) -> None:
+        """Write the row in the dtype that was prepared, for all of what it holds was written to."""
+        assert self._cast is not None
+        self._cast_of = []
+        versions = [shard._version for shard in self.shards]  # ahead of the copy: who writes beside it counts later
+        self._cast.copy_(self.row)
+        self._cast_of = versions
+
+    def travelling(self) -> Tensor:
+        """The row, in the other dtype if nobody has written to the shards since it was cast to that."""
+        if self._cast is None or self._cast_of != [shard._version for shard in self.shards]:
+            return self.row
+        return self._cast
 
     def holds(self, shards: Sequence[Tensor | None]) -> bool:
         """Whether these are its shards, and still lie in it."""

@@ -71,6 +71,7 @@ class GradReduction:
         self._plan, self._pool, offload = bucket.reduce_plan, unit.model.pool, bucket.offload
         device = offload.compute if offload is not None else first.device
         self._copy_stream = unit.model.copy_stream(offload, inward=False) if offload is not None else None
+        self._is_stepped_later = offload is not None and offload.defers_step and offload.home.type == "cpu"
         self._label = label_with_divisor(unit.label, divisor)
         self._new_bucket: Callable[[], ReduceBucket] = partial(
             ReduceBucket,
@@ -295,6 +296,7 @@ class GradReduction:
             if storage is not None:
                 shard = reduced.shards[self._index_of[slot]]
                 storage.deliver(shard)
+                storage.is_stepped_later = self._is_stepped_later
                 if self._norms is not None:
                     storage.norms = Norms(shard._version, *self._norms[:, self._index_of[slot]])
 

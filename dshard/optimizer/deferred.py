@@ -9,7 +9,7 @@ the step of its unit.
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import wraps
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dshard.collectives import SendRow
 from dshard.compiling import is_between_graphs
 from dshard.errors import StateError
 from dshard.optimizer.swap import begin_swap, forget_gradients, may_swap, standin_of, wrapped_state
 from dshard.tensor.sharded_tensor import SHARDED, OffloadedShardedTensor
-from dshard.tensor.storage import DeferredStep, ShardStorage
+from dshard.tensor.storage import DeferredStep, Scaling, ShardStorage
 from dshard.units.context import Phase
 from dshard.units.unit import Unit
 
@@ -41,6 +42,7 @@ class Deferral:
         self.optimizer = optimizer
         self.is_told = False  # what one of its steps raised
         self._steps: dict[Unit, _UnitStep] = {}
+        self._pinned: list[dict[str, Any]] = []  # groups of which one setting is set until the step has ended
         for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 self._take(number, param)
@@ -56,6 +58,7 @@ class Deferral:
             return
         cls.pending = deferral
         left_out = {id(param) for step in deferral._steps.values() for param in step.params}
+        deferral._pin(left_out)
         if not begin_swap(optimizer, args, kwargs, left_out):
             cls.forget()
 
@@ -63,16 +66,38 @@ class Deferral:
         """Step a parameter of one of the optimizer's groups later, if it can be."""
         if type(param) is not OffloadedShardedTensor or not _may_wait(param, self.optimizer):
             return
+        grad: Any = param.grad
+        scaling = grad.shard_storage.take_scaling()
         shard = standin_of(param)
+        if scaling is not None:  # until the step has begun
+            grad.shard_storage.begin_await(scaling)
         if shard is not None:
             unit: Any = param.gather_source
             self._steps.setdefault(unit, _UnitStep(unit, self)).add(group, param, shard)
+
+    def _pin(self, left_out: Container[int]) -> None:
+        """Have parameters on a device, in groups with some at home, be stepped one by one as these are: to those bits.
+
+        So does torch where `foreach` is not set, which it would not if it saw those on the device alone.
+        """
+        for group in self.optimizer.param_groups:
+            is_left = [id(param) in left_out for param in group["params"]]
+            if any(is_left) and not all(is_left) and group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = False
+                self._pinned.append(group)
+
+    def _unpin(self) -> None:
+        for group in self._pinned:
+            group["foreach"] = None
+        self._pinned = []
 
     @classmethod
     def end(cls, optimizer: Optimizer) -> None:
         """The step has ended, and the optimizer has its parameters back: begin what it has left."""
         optimizer.__dict__["_dshard_has_stepped"] = True
         deferral, cls.pending = cls.pending, None
+        if deferral is not None:
+            deferral._unpin()
         if deferral is not None and deferral.optimizer is optimizer:
             for unit in _in_order(list(deferral._steps)):
                 deferral._steps[unit].start()
@@ -81,8 +106,10 @@ class Deferral:
     def forget(cls) -> None:
         """A step raised, or cannot leave anything to later."""
         deferral, cls.pending = cls.pending, None
-        for step in deferral._steps.values() if deferral is not None else ():
-            forget_gradients(step.shards)
+        if deferral is not None:
+            deferral._unpin()
+            for step in deferral._steps.values():
+                forget_gradients(step.shards)
 
 
 def await_steps(optimizer: Optimizer) -> None:
@@ -129,9 +156,11 @@ class _UnitStep(DeferredStep):
     """
 
     def __init__(self, unit: Unit, deferral: Deferral) -> None:
-        self._label, self._deferral = unit.label, deferral
+        self._unit, self._label, self._deferral = unit, unit.label, deferral
+        self._rows: list[SendRow] = []  # in which the unit's shards travel, in another dtype
         self._groups: dict[int, list[Tensor]] = {}  # shards, by the optimizer's groups
         self._params: dict[Tensor, OffloadedShardedTensor] = {}  # of each shard
+        self._scalings: list[tuple[Tensor, Scaling]] = []  # of gradients, that are still to be done
         self._future: Future[None] | None = None
 
     @property
@@ -163,6 +192,8 @@ class _UnitStep(DeferredStep):
         for shard, param in self._params.items():
             grad: Any = param.grad
             storages += (param.shard_storage, grad.shard_storage)
+            if (scaling := grad.shard_storage.take_scaling()) is not None:
+                self._scalings.append((grad.shard_storage.resolve(), scaling))
             for name, value in dict.get(states, param, {}).items():
                 if type(value) in SHARDED:
                     value.origin = None  # the step writes to it, and may not count that
@@ -171,10 +202,11 @@ class _UnitStep(DeferredStep):
                 seen[shard][name] = value
         optimizer = _alike(self._deferral.optimizer, self._groups, seen)
         torch.autograd.graph.increment_version(list(self.params))
+        self._rows = self._unit.copies.rows_to_cast({id(param.shard_storage) for param in self.params})
         self._future = _Thread.submit(self._run, optimizer, states, _num_threads())
         states.awaited.append(self)
         for storage in storages:
-            storage.await_step(self)
+            storage.begin_await(self)
 
     def _run(self, optimizer: Optimizer, states: "_States", num_threads: int) -> None:
         """Step, in the thread for it. Nobody looks at states until it has ended."""
@@ -183,15 +215,20 @@ class _UnitStep(DeferredStep):
         step: Any = type(optimizer).step
         before = {shard: dict(named) for shard, named in optimizer.state.items()}
         try:
+            with torch.no_grad():
+                for grad, scaling in self._scalings:
+                    torch._foreach_mul_([grad], scaling.factor)
             getattr(step, "__wrapped__", step)(optimizer)  # without hooks, which have run
             for shard, named in optimizer.state.items():
                 old, param = before.get(shard, {}), self._params[shard]
                 for name in [name for name, value in named.items() if old.get(name) is not value]:
                     kept = dict.setdefault(states, param, {})
                     kept[name] = wrapped_state(kept.get(name), named[name], param, shard.shape)
+            for row in self._rows:
+                row.cast()  # while the values are in the caches, and the device need not
         finally:
             forget_gradients(self._params)
-            self._groups, self._params = {}, {}
+            self._groups, self._params, self._rows, self._scalings = {}, {}, [], []
 
     def wait(self) -> None:
         """Wait until it has ended.

@@ -176,6 +176,22 @@ class DeferredStep:
         self.wait()
 
 
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """A multiplication that the first use of a shard does, or the deferred step that takes it: at most one of these.
+
+    Args:
+        factor: 0-d, where the shard is.
+    """
+
+    factor: Tensor
+
+    def __call__(self, storage: "ShardStorage") -> None:
+        """Do it."""
+        with torch.no_grad():
+            torch._foreach_mul_([storage.writable()], self.factor)
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class ShardStorage:
     """Holds one shard; shared by a ShardedTensor and its detached aliases.
@@ -200,6 +216,7 @@ class ShardStorage:
     home: Home | None = field(default=None, init=False)  # where the shard lies, if others may read it there
     is_exposed: bool = field(default=False, init=False)  # somebody was given it who may write without being counted
     before_write: Callable[[], None] | None = field(default=None, init=False)  # waits for a gather that reads the shard
+    is_stepped_later: bool = field(default=False, init=False)  # a gradient that most often awaits a deferred step
     norms: "Norms | None" = field(default=None, init=False)  # of the shard, as it was delivered
     _awaited: "tuple[ShardStorage, ...]" = field(default=(), init=False)
 
@@ -262,9 +279,22 @@ class ShardStorage:
         assert self.tensor is not None, "a pending shard was not delivered"
         return self.tensor
 
-    def await_step(self, step: DeferredStep) -> None:
-        """Have whoever uses the shard, which is in memory, wait for a step first."""
-        self._pending = step
+    def begin_await(self, pending: DeferredStep | Scaling) -> None:
+        """Have whoever uses the shard, which is in memory, wait for a step first, or do what was put off."""
+        self._pending = pending
+
+    def scale_later(self, factor: Tensor) -> None:
+        """Count a multiplication, which is done when somebody uses the shard."""
+        self.note_write()
+        self._pending = Scaling(factor)
+
+    def take_scaling(self) -> Scaling | None:
+        """What `scale_later` has left to be done, to be done by the caller."""
+        scaling = self._pending
+        if not isinstance(scaling, Scaling):
+            return None
+        self._pending = None
+        return scaling
 
     def known_norm(self, dtype: torch.dtype, order: float) -> Tensor | None:
         """A norm of the shard that need not be computed again: nobody can have written to it since it was reduced.

@@ -27,7 +27,7 @@ from dshard.tensor.operands import (
     numbers_in,
     writable,
 )
-from dshard.tensor.sharded_tensor import ShardedTensor
+from dshard.tensor.sharded_tensor import OffloadedShardedTensor, ShardedTensor
 from dshard.tensor.storage import is_stepping, tensors_in
 from dshard.tensor.table import Args, Kwargs, mutated_arguments
 from dshard.tensor.traced import is_traced
@@ -148,6 +148,12 @@ def foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
             if isinstance(target, ShardedTensor):
                 operands = [a[index] if isinstance(a, (list, tuple)) and len(a) == len(targets) else a for a in args]
                 _prepare(func, target, (*operands[1:], *kwargs.values()))
+        if func is aten._foreach_mul_.Tensor and (later := list(filter(_may_scale_later, targets))):
+            _scale_later(later, beside(materialize(args[1]), later[0]))
+            targets = [target for target in targets if not _may_scale_later(target)]
+            args = (targets, *args[1:])
+            if not targets:
+                return None
 
     mutated = mutated_arguments(func)
     is_fused = func._schema.name.startswith("aten::_fused_")
@@ -177,6 +183,25 @@ def foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return None
 
 
+def _may_scale_later(grad: Any) -> bool:
+    """Whether a tensor is a gradient at home whose step may be deferred: a factor is applied by that, or by its reader.
+
+    Clipping and scalers scale all gradients, and often nothing but the step reads them.
+    """
+    if type(grad) is not OffloadedShardedTensor or grad._view is not None:
+        return False
+    storage = grad.shard_storage
+    return storage.is_stepped_later and not storage.is_exposed and grad.storage_dtype.is_floating_point
+
+
+def _scale_later(grads: Sequence[ShardedTensor], factor: Tensor) -> None:
+    """Multiply gradients when they are used."""
+    factor = factor.detach().clone()  # of which a program may make another number
+    for grad in grads:
+        grad.shard_storage.scale_later(factor)
+    increment_version(grads)
+
+
 def _lying_like(part: Any, target: Any) -> Any:
     """An operand with the strides of a target's shard: fused steps take them for granted, and do not look."""
     if not isinstance(target, ShardedTensor):
@@ -190,17 +215,23 @@ def _lying_like(part: Any, target: Any) -> Any:
 def unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     """GradScaler's unscale: on shards; all ranks agree on whether a gradient was infinite or NaN."""
     grads, found_inf, inv_scale = args
+    sharded = [g for g in grads if isinstance(g, ShardedTensor)]
+    norms = [g.shard_storage.known_norm(torch.float64, 2.0) if _may_scale_later(g) else None for g in grads]
+    known = [(grad, norm) for grad, norm in zip(grads, norms, strict=True) if norm is not None]
+    if known:  # one that is not finite in fp64 is of values that are not
+        found_inf.masked_fill_(~torch.stack([norm.to(found_inf.device) for _, norm in known]).isfinite().all(), 1.0)
+        _scale_later([grad for grad, _ in known], inv_scale)
+        grads = [grad for grad, norm in zip(grads, norms, strict=True) if norm is None]
     local = [
         g.shard_storage.resolve() if isinstance(g, ShardedTensor) and g._view is None else materialize(g) for g in grads
     ]
     func(local, found_inf, inv_scale, **kwargs)
-    sharded = [g for g in grads if isinstance(g, ShardedTensor)]
     groups = {id(group.process_group): group for g in sharded for group in groups_of(g)}
     for group in groups.values():
         found_inf.copy_(
             collectives.all_reduce([found_inf], group, ReduceOp.MAX, label="unscale", everywhere=True).wait()[0]
         )
-    note_writes(sharded)
+    note_writes([grad for grad in grads if isinstance(grad, ShardedTensor)])
 
 
 def renorm(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:

@@ -1,7 +1,7 @@
 """The parameters of a unit, sorted by what can travel in one buffer, and the memory in which shards lie for that."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ from dshard.layout import BucketLayout, ShardLayout
 from dshard.policies import Offload
 from dshard.tensor import ShardedTensor
 from dshard.tensor.meshes import gathered_stride
-from dshard.tensor.storage import ShardStorage
+from dshard.tensor.storage import ShardStorage, shards_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,10 @@ class SendRows:
             return None
         _, known = self._known.get(bucket.slots, (None, None))
         if known is not None and known.holds([storage.tensor for storage in storages]):
-            return known.row
+            if bucket.offload is None:
+                return known.row
+            shards_of(storages)  # one that awaits a step is cast by that
+            return known.row if any(storage.is_exposed for storage in storages) else known.travelling()
         in_row = {id(shard) for shard in known.shards} if known is not None else set()
         sharing = Counter(_memory_of(param.shard_storage) for param in self._params)  # in a row that was forgotten
         for storage in storages:
@@ -231,6 +234,21 @@ class SendRows:
         for storage, shard in zip(storages, row.shards, strict=True):
             storage.deliver(shard)
         return row.row
+
+    def to_cast(self, written: Container[int]) -> list[SendRow]:
+        """Rows of parameters that travel in another dtype than they are kept in, with memory for a cast.
+
+        Args:
+            written: Ids of the storages that whoever casts them writes to; only rows of such alone are given.
+        """
+        found = []
+        for bucket, row in self._known.values():
+            storages = [self._params[slot].shard_storage for slot in bucket.slots]
+            is_all = all(id(storage) in written for storage in storages)
+            if bucket.offload is not None and bucket.is_cast and is_all and row.holds([s.tensor for s in storages]):
+                row.prepare_cast(bucket.dtype)
+                found.append(row)
+        return found
 
 
 def _memory_of(storage: ShardStorage) -> int:

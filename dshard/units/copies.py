@@ -3,7 +3,7 @@
 import enum
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,18 @@ from torch import Tensor
 
 from dshard import collectives
 from dshard.autograd import in_backward, outside_autograd, profiled
-from dshard.collectives import Buffer, Gathered, GatherPlan, Handle, HostCopy, HostValues, MadeIn, SideStream, shard_of
+from dshard.collectives import (
+    Buffer,
+    Gathered,
+    GatherPlan,
+    Handle,
+    HostCopy,
+    HostValues,
+    MadeIn,
+    SendRow,
+    SideStream,
+    shard_of,
+)
 from dshard.errors import StateError
 from dshard.policies import Offload
 from dshard.tensor.meshes import TPShardLayout, tp_operand, viewed
@@ -537,7 +548,8 @@ class Copies:
                 with stream.open():
                     staged = stream.copy_in(parts, row, bucket.plan)
                     self._arrivals.append(staged.arrival)
-                    row = staged.row if bucket.is_sent_as_it_is else None
+                    is_ready = bucket.group.sends_rows and staged.row.dtype == bucket.dtype
+                    row = staged.row if is_ready else None
                     in_flight.append((bucket.slots, self._start(bucket, staged.shards, None, row=row)))
             if self._extensions is not None:
                 in_flight += self._extensions.start(model.pool)
@@ -545,6 +557,10 @@ class Copies:
         self._become(Residency.IN_FLIGHT)
         if self.host_values is not None and self.host_values.are_late:
             self.wait()  # peers that use them wait for this rank's part, whatever it does meanwhile
+
+    def rows_to_cast(self, written: Container[int]) -> list[SendRow]:
+        """As `SendRows.to_cast`."""
+        return self._rows.to_cast(written)
 
     def _once_per_host(self, buckets: Sequence[Bucket]) -> list[HostCopy | None]:
         """The memory of each bucket whose full values all ranks of this host read in one place."""

@@ -18,13 +18,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn, optim
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dshard
+from dshard.compat import CPUOffloadPolicy
 from dshard.errors import StateError
 from dshard.optimizer import deferred
 from dshard.policies import Offload
-from dshard.testing import WorldPool
+from dshard.units.copies import CopyStream
 from tests.offload.test_offload import Net, batch, loss_of, mesh_of
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
@@ -58,23 +60,32 @@ def late_steps(seed: int) -> Iterator[list[str]]:
         deferred._UnitStep._run = run  # type: ignore[method-assign]
 
 
+Run = Callable[..., list[Any]]
+
+
 class Program:
     """A training, of which each step does some of `ACTIONS`.
 
     Args:
+        kind: Of the device that computes.
         defers: Whether steps are deferred.
         optimizer: One of `OPTIMIZERS`.
+        is_mixed: Whether it computes in bf16.
     """
 
-    def __init__(self, defers: bool, optimizer: str) -> None:
+    def __init__(self, kind: str, defers: bool, optimizer: str, *, is_mixed: bool = False) -> None:
         torch.manual_seed(0)
         cpu = torch.device("cpu")
-        self.model: Any = Net()
-        policy = Offload(cpu, cpu, defers_step=defers)
+        self.kind, self.model = kind, Net()
+        own: dict[str, Any] = {"mesh": mesh_of(kind)}
+        if is_mixed:
+            own["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        policy = Offload(cpu, cpu, defers_step=defers) if kind == "cpu" else CPUOffloadPolicy(defer_step=defers)
+        away = own | {"offload_policy": policy}
         for block in self.model.blocks[:2]:
-            dshard.fully_shard(block, mesh=mesh_of("cpu"), offload_policy=policy)
-        dshard.fully_shard(self.model.blocks[2], mesh=mesh_of("cpu"))
-        dshard.fully_shard(self.model, mesh=mesh_of("cpu"), offload_policy=policy)
+            dshard.fully_shard(block, **away)
+        dshard.fully_shard(self.model.blocks[2], **own)
+        dshard.fully_shard(self.model, **away)
         decayed = [param for param in self.model.parameters() if param.dim() > 1]
         rest = [param for param in self.model.parameters() if param.dim() <= 1]
         self.optim = OPTIMIZERS[optimizer]([{"params": decayed}, {"params": rest, "weight_decay": 0.0}])
@@ -95,7 +106,7 @@ class Program:
         self.num_steps += 1
         is_scaled = "scaler" in actions or "inf" in actions
         for micro in range(2 if "accumulate" in actions else 1):
-            loss = loss_of(self.model, batch("cpu", 10 * self.num_steps + micro))
+            loss = loss_of(self.model, batch(self.kind, 10 * self.num_steps + micro))
             (self.scaler.scale(loss) if is_scaled else loss).backward()
         if "inf" in actions:
             with torch.no_grad():
@@ -160,7 +171,7 @@ def _write_gradients(program: Program) -> None:
 def _raise(program: Program) -> None:
     handle = program.model.large.register_forward_pre_hook(_refuse)
     with pytest.raises(ZeroDivisionError):
-        loss_of(program.model, batch("cpu", 3))
+        loss_of(program.model, batch(program.kind, 3))
     handle.remove()
     program.model.reset_iter_state()
 
@@ -171,7 +182,7 @@ def _refuse(*_: object) -> None:
 
 def _evaluate(program: Program) -> None:
     with torch.no_grad():
-        program.see(loss_of(program.model, batch("cpu", 7)))
+        program.see(loss_of(program.model, batch(program.kind, 7)))
 
 
 def _reload(program: Program) -> None:
@@ -185,17 +196,18 @@ def _step_in_pieces(program: Program) -> None:
 
 
 def _use_some(program: Program) -> None:
-    program.model.blocks[1](torch.ones(2, 8)).sum().backward()
+    program.model.blocks[1](torch.ones(2, 8, device=program.kind)).sum().backward()
 
 
 def _see_states(program: Program) -> None:
-    for values in program.optim.state_dict()["state"].values():
-        program.see(*values.values())
+    states = program.optim.state_dict()["state"]
+    for number in sorted(states):  # a dict's order tells in which one states were made
+        program.see(*states[number].values())
 
 
 def _see_counts(program: Program) -> None:
-    for values in tuple(program.optim.state.values()):
-        program.see(*(value for name, value in values.items() if name == "step"))
+    counts = [values["step"] for values in program.optim.state.values() if "step" in values]
+    program.see(len(counts), sum(map(float, counts)))
 
 
 def _fork(program: Program) -> None:
@@ -241,9 +253,11 @@ PROGRAMS = st.lists(
 )
 
 
-def train(defers: bool, optimizer: str, steps: list[tuple[str, ...]], seed: int) -> tuple[list[Any], int]:
+def train(
+    kind: str, defers: bool, optimizer: str, steps: list[tuple[str, ...]], seed: int, is_mixed: bool
+) -> tuple[list[Any], int]:
     """What a program sees, and how many steps of units were deferred."""
-    program = Program(defers, optimizer)
+    program = Program(kind, defers, optimizer, is_mixed=is_mixed)
     with late_steps(seed) as stepped:
         for actions in steps:
             program.step(actions)
@@ -251,10 +265,12 @@ def train(defers: bool, optimizer: str, steps: list[tuple[str, ...]], seed: int)
     return seen, len(stepped)
 
 
-def differing(optimizer: str, steps: list[tuple[str, ...]], seed: int) -> tuple[list[int], int]:
+def differing(
+    kind: str, optimizer: str, steps: list[tuple[str, ...]], seed: int, is_mixed: bool = False
+) -> tuple[list[int], int]:
     """Where what is seen differs, and how many steps were deferred."""
-    expected, none = train(False, optimizer, steps, seed)
-    found, num_deferred = train(True, optimizer, steps, seed)
+    expected, none = train(kind, False, optimizer, steps, seed, is_mixed)
+    found, num_deferred = train(kind, True, optimizer, steps, seed, is_mixed)
     assert not none
     assert len(found) == len(expected)
     differs = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not _equal(a, b)]
@@ -265,9 +281,9 @@ def _equal(a: Any, b: Any) -> bool:
     return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) if isinstance(a, Tensor) else bool(a == b)
 
 
-def stepped_beside_a_forward() -> list[Any]:
+def stepped_beside_a_forward(kind: str) -> list[Any]:
     """The order in which units are stepped, of which the last one may only begin when a forward computes."""
-    program = Program(True, "AdamW fused")
+    program = Program(kind, True, "AdamW fused")
     program.step(())
     gate, order, run = threading.Event(), list[str](), deferred._UnitStep._run
 
@@ -287,39 +303,97 @@ def stepped_beside_a_forward() -> list[Any]:
     return order[:4]
 
 
-def test_units_are_stepped_in_the_order_of_their_use_beside_what_computes(worlds: WorldPool):
-    for order in worlds.run(2, stepped_beside_a_forward):
+def test_units_are_stepped_in_the_order_of_their_use_beside_what_computes(run: Run):
+    for order in run(2, stepped_beside_a_forward):
         assert order == ["Net", "blocks.0", "blocks.1", "late"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_elementwise_optimizer_steps_later_and_to_the_same_bits(worlds: WorldPool, optimizer: str):
+def test_every_elementwise_optimizer_steps_later_and_to_the_same_bits(run: Run, optimizer: str):
     steps = [(), ("clip",), ("schedule", "counts"), ("average",)]
-    for differs, num_deferred in worlds.run(2, differing, optimizer, steps, 0):
+    for differs, num_deferred in run(2, differing, optimizer, steps, 0):
         assert not differs
         assert num_deferred == 3 * (len(steps) - 1 + (optimizer == "Adagrad"))  # which makes its states early
 
 
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from(sorted(OPTIMIZERS)), PROGRAMS, st.integers(0, 99))
-def test_no_program_can_tell(worlds: WorldPool, optimizer: str, steps: list[tuple[str, ...]], seed: int):
-    for differs, _ in worlds.run(2, differing, optimizer, steps, seed):
+@given(st.sampled_from(sorted(OPTIMIZERS)), PROGRAMS, st.integers(0, 99), st.booleans())
+def test_no_program_can_tell(run: Run, optimizer: str, steps: list[tuple[str, ...]], seed: int, is_mixed: bool):
+    for differs, _ in run(2, differing, optimizer, steps, seed, is_mixed):
         assert not differs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", [*ACTIONS, *OTHERS])
-def test_what_looks_or_writes_comes_behind_the_step(worlds: WorldPool, action: str):
-    for differs, num_deferred in worlds.run(2, differing, "AdamW", [(), (action,), (action, "clip"), ()], 1):
+def test_what_looks_or_writes_comes_behind_the_step(run: Run, action: str):
+    steps = [(), (action,), (action, "clip"), ()]
+    for differs, num_deferred in run(2, differing, "AdamW", steps, 1, len(action) % 2 > 0):
         assert not differs
         assert num_deferred > 0
 
 
-def raising(is_again: bool) -> list[str]:
+def travelling(kind: str) -> list[list[torch.dtype]]:
+    """In which dtypes rows are copied in: of a forward behind a deferred step, one behind a write, and one after that.
+
+    The last one comes behind another step, of which a program was given a shard that it may write to without a trace.
+    """
+    program = Program(kind, True, "AdamW fused", is_mixed=True)
+    dtypes: list[torch.dtype] = []
+    copy_in = CopyStream.copy_in
+
+    def noted(self: CopyStream, shards: Any, row: Tensor, plan: Any) -> Any:
+        dtypes.append(row.dtype)
+        return copy_in(self, shards, row, plan)
+
+    program.step(())
+    program.step(())
+    CopyStream.copy_in = noted  # type: ignore[method-assign]
+    try:
+        found = []
+        for change in (None, _write, None, _write_data):
+            if change is not None:
+                change(program)
+            dtypes.clear()
+            _evaluate(program)
+            found.append(list(dtypes))
+            if change is not None:
+                program.step(())
+    finally:
+        CopyStream.copy_in = copy_in  # type: ignore[method-assign]
+    return found
+
+
+def test_what_travels_was_cast_by_the_step_unless_somebody_wrote_to_it_since(run: Run):
+    cast, own = torch.bfloat16, torch.float32
+    for found in run(2, travelling):
+        assert found == [[cast, cast, cast], [cast, own, own], [cast, cast, cast], [own, own, cast]]
+
+
+def scaled_later(kind: str) -> list[bool]:
+    """Whether a clip leaves gradients as they are until they are read, and then gives them as it scales them."""
+    program = Program(kind, True, "AdamW")
+    program.step(())
+    loss_of(program.model, batch(kind, 3)).backward()
+    grads = [param.grad for block in program.model.blocks[:2] for param in block.parameters()]
+    shards = [grad.shard_storage.resolve().clone() for grad in grads]
+    factor = 0.5 / (float(nn.utils.clip_grad_norm_(program.model.parameters(), 0.5)) + 1e-6)
+    assert factor < 0.9
+    found = [torch.equal(grad.shard_storage.tensor, shard) for grad, shard in zip(grads, shards, strict=True)]
+    read = [grad.to_local() for grad in grads]
+    found += [torch.allclose(own, shard * factor) for own, shard in zip(read, shards, strict=True)]
+    return [*found, all(map(torch.equal, read, [grad.to_local() for grad in grads]))]
+
+
+def test_a_clip_scales_gradients_at_home_when_they_are_used(run: Run):
+    for found in run(2, scaled_later):
+        assert all(found)
+
+
+def raising(kind: str, is_again: bool) -> list[str]:
     """What is told where the step of a unit raises in its thread, and at the next use after that."""
-    program = Program(True, "AdamW")
+    program = Program(kind, True, "AdamW")
     program.model.blocks[2].requires_grad_(requires_grad=False)  # or the step itself raises for it
     program.step(())
     program.optim.param_groups[0]["betas"] = ("none", 0.9)
@@ -340,8 +414,8 @@ def raising(is_again: bool) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_again", [False, True])
-def test_what_a_step_raises_is_told_once_with_the_unit_and_the_way_out(worlds: WorldPool, is_again: bool):
-    for told in worlds.run(2, raising, is_again):
+def test_what_a_step_raises_is_told_once_with_the_unit_and_the_way_out(run: Run, is_again: bool):
+    for told in run(2, raising, is_again):
         assert len(told) == 1
         assert told[0].startswith("blocks.0: the step of its optimizer (AdamW), which was deferred, raised TypeError: ")
         assert "Load a checkpoint; CPUOffloadPolicy(defer_step=False)" in told[0]
