@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import checkpoint, gpu, host, memory, parts, plan, step
+from benchmarks import checkpoint, gpu, host, memory, offload, parts, plan, step
 from benchmarks.output import Output
 
 BENCHMARKS: dict[str, Callable[..., None]] = {
@@ -29,6 +29,7 @@ BENCHMARKS: dict[str, Callable[..., None]] = {
     "checkpoint": checkpoint.run,
     "plan": plan.run,
     "gpu": gpu.run,
+    "offload": offload.run,
 }
 
 

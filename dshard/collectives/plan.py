@@ -185,19 +185,20 @@ class SendRow:
         self._cast: Tensor | None = None
         self._cast_of: list[int] = []  # versions of the shards that it is of
 
-    def prepare_cast(self, dtype: torch.dtype) -> None:
-        """Take memory for the row in another dtype."""
-        if self._cast is None or self._cast.dtype != dtype:
-            self._cast = torch.empty_like(self.row, dtype=dtype, pin_memory=self.row.is_pinned())
-            self._cast_of = []
+    def cast_into(self, memory: Tensor) -> None:
+        """Write the row in another dtype, for all of what it holds was written to.
 
-    def cast(self) -> None:
-        """Write the row in the dtype that was prepared, for all of what it holds was written to."""
-        assert self._cast is not None
+        Args:
+            memory: Flat, at least as many elements of that dtype; may be written to again after `drop_cast`.
+        """
         self._cast_of = []
         versions = [shard._version for shard in self.shards]  # ahead of the copy: who writes beside it counts later
-        self._cast.copy_(self.row)
+        self._cast = memory[: self.row.numel()].copy_(self.row)
         self._cast_of = versions
+
+    def drop_cast(self) -> None:
+        """Let go of the memory for the other dtype; nothing may be copied from it any more."""
+        self._cast, self._cast_of = None, []
 
     def travelling(self) -> Tensor:
         """The row, in the other dtype if nobody has written to the shards since it was cast to that."""

@@ -8,12 +8,13 @@ the step of its unit.
 """
 
 import os
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -157,7 +158,8 @@ class _UnitStep(DeferredStep):
 
     def __init__(self, unit: Unit, deferral: Deferral) -> None:
         self._unit, self._label, self._deferral = unit, unit.label, deferral
-        self._rows: list[SendRow] = []  # in which the unit's shards travel, in another dtype
+        self._rows: list[tuple[SendRow, torch.dtype]] = []  # in which the unit's shards travel, in another dtype
+        self._grads: list[weakref.ref[ShardStorage]] = []
         self._groups: dict[int, list[Tensor]] = {}  # shards, by the optimizer's groups
         self._params: dict[Tensor, OffloadedShardedTensor] = {}  # of each shard
         self._scalings: list[tuple[Tensor, Scaling]] = []  # of gradients, that are still to be done
@@ -192,6 +194,7 @@ class _UnitStep(DeferredStep):
         for shard, param in self._params.items():
             grad: Any = param.grad
             storages += (param.shard_storage, grad.shard_storage)
+            self._grads.append(weakref.ref(grad.shard_storage))
             if (scaling := grad.shard_storage.take_scaling()) is not None:
                 self._scalings.append((grad.shard_storage.resolve(), scaling))
             for name, value in dict.get(states, param, {}).items():
@@ -224,11 +227,28 @@ class _UnitStep(DeferredStep):
                 for name in [name for name, value in named.items() if old.get(name) is not value]:
                     kept = dict.setdefault(states, param, {})
                     kept[name] = wrapped_state(kept.get(name), named[name], param, shard.shape)
-            for row in self._rows:
-                row.cast()  # while the values are in the caches, and the device need not
+            self._cast()
         finally:
             forget_gradients(self._params)
             self._groups, self._params, self._rows, self._scalings = {}, {}, [], []
+
+    def _cast(self) -> None:
+        """Cast what travels, into the memory of gradients: nobody refers to these most often, until the next are there.
+
+        Where somebody does, what travels is cast on the device.
+        """
+        if not self._rows or any(grad() is not None for grad in self._grads):
+            return
+        memory = {}
+        for shard in self._params:
+            storage = cast("Tensor", shard.grad).untyped_storage()
+            memory[storage._cdata] = storage
+        for row, dtype in self._rows:
+            num_bytes = row.row.numel() * dtype.itemsize
+            found = next((key for key, storage in memory.items() if storage.nbytes() >= num_bytes), None)
+            if found is not None:
+                flat: Any = torch.empty(0, dtype=dtype).set_(memory.pop(found), 0, (row.row.numel(),), (1,))
+                row.cast_into(flat)
 
     def wait(self) -> None:
         """Wait until it has ended.

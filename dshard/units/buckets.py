@@ -235,8 +235,8 @@ class SendRows:
             storage.deliver(shard)
         return row.row
 
-    def to_cast(self, written: Container[int]) -> list[SendRow]:
-        """Rows of parameters that travel in another dtype than they are kept in, with memory for a cast.
+    def to_cast(self, written: Container[int]) -> list[tuple[SendRow, torch.dtype]]:
+        """Rows of parameters that travel in another dtype than they are kept in, and that dtype.
 
         Args:
             written: Ids of the storages that whoever casts them writes to; only rows of such alone are given.
@@ -246,9 +246,13 @@ class SendRows:
             storages = [self._params[slot].shard_storage for slot in bucket.slots]
             is_all = all(id(storage) in written for storage in storages)
             if bucket.offload is not None and bucket.is_cast and is_all and row.holds([s.tensor for s in storages]):
-                row.prepare_cast(bucket.dtype)
-                found.append(row)
+                found.append((row, bucket.dtype))
         return found
+
+    def drop_casts(self) -> None:
+        """Let go of the memory of rows that were cast: gradients need as much."""
+        for _, row in self._known.values():
+            row.drop_cast()
 
 
 def _memory_of(storage: ShardStorage) -> int:

@@ -558,7 +558,7 @@ class Copies:
         if self.host_values is not None and self.host_values.are_late:
             self.wait()  # peers that use them wait for this rank's part, whatever it does meanwhile
 
-    def rows_to_cast(self, written: Container[int]) -> list[SendRow]:
+    def rows_to_cast(self, written: Container[int]) -> list[tuple[SendRow, torch.dtype]]:
         """As `SendRows.to_cast`."""
         return self._rows.to_cast(written)
 
@@ -658,8 +658,11 @@ class Copies:
         fulls: list[Any] = [None] * len(self.unit.params)
         try:
             with outside_autograd(), profiled("gather_wait", self.unit.label, self.unit.model.token):
+                is_last = bool(self._arrivals) and in_backward()
                 while self._arrivals:
                     self._arrivals.pop().synchronize()  # from now on shards at home may be written to
+                if is_last and self.is_primary:
+                    self._rows.drop_casts()
                 for slots, handle in in_flight:
                     gathered = handle.wait()
                     if len(slots) == len(fulls):

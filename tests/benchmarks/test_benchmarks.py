@@ -204,6 +204,15 @@ def test_gpu_tiny_runs_the_whole_path_on_cpu(bench):
     assert "launches" in printed
 
 
+def test_offload_runs_the_whole_path_on_cpu(bench):
+    result, printed = bench("offload", "--tiny", "--rounds", 2, file="offload_cpu")
+    for rows in result["rows"].values():
+        assert set(rows) == {"no offload", "dshard, at once", "dshard"}
+        for row in rows.values():
+            assert {*TIMES, "forward and backward, ms", "clip, ms", "optimizer, ms"} <= set(row)
+    assert "optimizer ms" in printed
+
+
 def test_the_gpu_model_has_1_1_billion_parameters():
     with torch.device("meta"):
         model = Llama(LlamaConfig())
