@@ -216,6 +216,9 @@ def unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     """GradScaler's unscale: on shards; all ranks agree on whether a gradient was infinite or NaN."""
     grads, found_inf, inv_scale = args
     sharded = [g for g in grads if isinstance(g, ShardedTensor)]
+    # A scaler copies its scale from the device to gradients at home, into pinned memory, and does not wait for that.
+    for kind in {g.shard_group.device_type for g in sharded} - {"cpu"} if inv_scale.device.type == "cpu" else ():
+        torch.get_device_module(kind).synchronize()
     norms = [g.shard_storage.known_norm(torch.float64, 2.0) if _may_scale_later(g) else None for g in grads]
     known = [(grad, norm) for grad, norm in zip(grads, norms, strict=True) if norm is not None]
     if known:  # one that is not finite in fp64 is of values that are not

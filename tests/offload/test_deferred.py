@@ -91,7 +91,7 @@ class Program:
         self.optim = OPTIMIZERS[optimizer]([{"params": decayed}, {"params": rest, "weight_decay": 0.0}])
         self.schedule = optim.lr_scheduler.StepLR(self.optim, 1, gamma=0.7)
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        self.scaler = torch.amp.GradScaler(kind, init_scale=256.0)
         self.seen: list[Any] = []
         self.num_steps = 0
 
