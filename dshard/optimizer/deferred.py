@@ -134,9 +134,14 @@ def _may_wait(param: OffloadedShardedTensor, optimizer: Optimizer) -> bool:
     state = optimizer.state
     if param not in state and (state or "_dshard_has_stepped" not in optimizer.__dict__):
         return False  # the first step of a parameter makes its states, and tells of what is wrong with the optimizer
-    values = [value for value in state.get(param, {}).values() if type(value) in SHARDED]
-    storages = [tensor.shard_storage for tensor in (param, grad, *values)]
-    return not any(storage.is_exposed or storage.home is not None for storage in storages)
+    values = [value.shard_storage for value in state.get(param, {}).values() if type(value) in SHARDED]
+    own = param.shard_storage
+    if own.is_exposed and not param.gather_source.copies.is_held(own):
+        own.is_exposed = False
+    for each in values:
+        if each.is_exposed and not each.is_held(own_refs=0, storage_refs=1):
+            each.is_exposed = False
+    return not any(each.is_exposed or each.home is not None for each in (own, grad.shard_storage, *values))
 
 
 def _in_order(units: Sequence[Unit]) -> list[Unit]:

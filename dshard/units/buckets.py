@@ -235,6 +235,15 @@ class SendRows:
             storage.deliver(shard)
         return row.row
 
+    def is_held(self, storage: ShardStorage) -> bool:
+        """Whether somebody else refers to the shard of a parameter, or to its memory."""
+        row = next((row for _, row in self._known.values() if id(storage.tensor) in map(id, row.shards)), None)
+        if row is None:
+            return storage.is_held(own_refs=0, storage_refs=1)
+        for param in self._params:
+            param.shard_storage.standin = None
+        return storage.is_held(own_refs=1, storage_refs=1 + len(row.shards))
+
     def to_cast(self, written: Container[int]) -> list[tuple[SendRow, torch.dtype]]:
         """Rows of parameters that travel in another dtype than they are kept in, and that dtype.
 

@@ -30,7 +30,7 @@ from dshard.collectives import (
 from dshard.errors import StateError
 from dshard.policies import Offload
 from dshard.tensor.meshes import TPShardLayout, tp_operand, viewed
-from dshard.tensor.storage import Use, shards_of, signatures_of
+from dshard.tensor.storage import ShardStorage, Use, shards_of, signatures_of
 from dshard.tensor.tp_params import local_of
 from dshard.tensor.views import View
 from dshard.units.buckets import Bucket, SendRows, is_whole, part_layout
@@ -557,6 +557,10 @@ class Copies:
         self._become(Residency.IN_FLIGHT)
         if self.host_values is not None and self.host_values.are_late:
             self.wait()  # peers that use them wait for this rank's part, whatever it does meanwhile
+
+    def is_held(self, storage: ShardStorage) -> bool:
+        """As `SendRows.is_held`."""
+        return self._rows.is_held(storage)
 
     def rows_to_cast(self, written: Container[int]) -> list[tuple[SendRow, torch.dtype]]:
         """As `SendRows.to_cast`."""

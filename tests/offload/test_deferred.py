@@ -26,6 +26,7 @@ from dshard.compat import CPUOffloadPolicy
 from dshard.errors import StateError
 from dshard.optimizer import deferred
 from dshard.policies import Offload
+from dshard.tensor.storage import DeferredStep
 from dshard.units.copies import CopyStream
 from tests.offload.test_offload import Net, batch, loss_of, mesh_of
 
@@ -387,6 +388,29 @@ def scaled_later(kind: str) -> list[bool]:
 def test_a_clip_scales_gradients_at_home_when_they_are_used(run: Run):
     for found in run(2, scaled_later):
         assert all(found)
+
+
+def exposed(kind: str) -> list[int]:
+    """How many parameters are stepped later while a program holds shards of two, and once it does not any more."""
+    program = Program(kind, True, "AdamW")
+    program.step(())
+    found, params = [], list(program.model.parameters())
+
+    def count(*_: Any) -> None:
+        found.append(sum(isinstance(param.shard_storage._pending, DeferredStep) for param in params))
+
+    program.optim.register_step_post_hook(count)
+    param, other = program.model.blocks[0][1].weight, program.model.blocks[1][1].bias
+    held = [param.to_local(), program.optim.state[other]["exp_avg"].to_local()[1:]]
+    for _ in range(2):
+        program.step(("read",))
+        held.clear()
+    return found
+
+
+def test_a_shard_that_a_program_holds_is_stepped_at_once_and_deferred_when_it_has_gone(run: Run):
+    for found in run(2, exposed):
+        assert found == [16, 18]
 
 
 def raising(kind: str, is_again: bool) -> list[str]:
