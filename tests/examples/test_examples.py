@@ -41,6 +41,11 @@ def test_block_by_block_learns():
     assert found[-1] < found[0]
 
 
+def test_one_gpu_learns_without_one():
+    found = losses(run("one_gpu.py", "--steps", "15", ranks=1))
+    assert found[15] < found[5] - 0.2
+
+
 def test_meta_init_gives_the_eager_initialization():
     assert "bit for bit: True" in run("meta_init.py")
 
