@@ -211,15 +211,13 @@ class _UnitStep(DeferredStep):
         optimizer = _alike(self._deferral.optimizer, self._groups, seen)
         torch.autograd.graph.increment_version(list(self.params))
         self._rows = self._unit.copies.rows_to_cast({id(param.shard_storage) for param in self.params})
-        self._future = _Thread.submit(self._run, optimizer, states, _num_threads())
+        self._future = _Thread.submit(self._run, optimizer, states)
         states.awaited.append(self)
         for storage in storages:
             storage.begin_await(self)
 
-    def _run(self, optimizer: Optimizer, states: "_States", num_threads: int) -> None:
+    def _run(self, optimizer: Optimizer, states: "_States") -> None:
         """Step, in the thread for it. Nobody looks at states until it has ended."""
-        if torch.get_num_threads() != num_threads:
-            torch.set_num_threads(num_threads)
         step: Any = type(optimizer).step
         before = {shard: dict(named) for shard, named in optimizer.state.items()}
         try:
@@ -358,17 +356,37 @@ class _Thread:
     """In which deferred steps run, one behind the other."""
 
     executor: ClassVar[ThreadPoolExecutor | None] = None
+    num_cores: ClassVar[int] = 0  # that it computes on
     submitted: ClassVar[list["Future[None]"]] = []
 
     @classmethod
     def submit(cls, function: Callable[..., None], *args: Any) -> "Future[None]":
         """Have a function called; the end of the program waits for it."""
-        if cls.executor is None:
-            cls.executor = ThreadPoolExecutor(1, thread_name_prefix="dshard steps")
         cls.submitted = [known for known in cls.submitted if not known.done()]
-        future = cls.executor.submit(function, *args)
+        try:
+            future = cls._begun().submit(function, *args)
+        except RuntimeError:  # there are no more threads, or the interpreter ends
+            future = Future()
+            try:
+                function(*args)
+                future.set_result(None)
+            except Exception as error:
+                future.set_exception(error)
         cls.submitted.append(future)
         return future
+
+    @classmethod
+    def _begun(cls) -> ThreadPoolExecutor:
+        """The thread, which computes on as many cores as it should now."""
+        if cls.executor is None:
+            cls.executor, cls.num_cores = ThreadPoolExecutor(1, thread_name_prefix="dshard steps"), 0
+        if (num_cores := _num_threads()) != cls.num_cores:
+            own = torch.get_num_threads()
+            cls.executor.submit(torch.get_num_threads).result()  # a thread's first look takes what was set for all
+            cls.executor.submit(torch.set_num_threads, num_cores).result()
+            torch.set_num_threads(own)  # which threads that begin later take over, too
+            cls.num_cores = num_cores
+        return cls.executor
 
     @classmethod
     def rest(cls) -> None:
@@ -378,7 +396,7 @@ class _Thread:
     @classmethod
     def forget(cls) -> None:
         """It is not there in a forked process."""
-        cls.executor = None
+        cls.executor, cls.submitted = None, []
 
 
 os.register_at_fork(before=_Thread.rest, after_in_child=_Thread.forget)

@@ -413,6 +413,59 @@ def test_a_shard_that_a_program_holds_is_stepped_at_once_and_deferred_when_it_ha
         assert found == [16, 18]
 
 
+def without_threads(kind: str) -> list[int]:
+    """What differs where no thread can be started."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    start, deferred._Thread.executor = threading.Thread.start, None
+    steps: list[tuple[str, ...]] = [(), ("clip",), ("counts",)]
+    expected, _ = train(kind, False, "AdamW", steps, 0, False)
+    threading.Thread.start = refuse  # type: ignore[method-assign]
+    try:
+        found, _ = train(kind, True, "AdamW", steps, 0, False)
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
+        deferred._Thread.executor = None
+    return [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not _equal(a, b)]
+
+
+@pytest.mark.slow
+def test_where_there_are_no_more_threads_steps_are_taken_at_once(run: Run):
+    for differs in run(2, without_threads):
+        assert not differs
+
+
+def cores_of_threads(kind: str) -> list[int]:
+    """On how many cores a deferred step computes under torchrun's own setting, the program, and a later thread."""
+    own, cores = os.environ | {}, os.sched_getaffinity
+    os.environ |= {"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}
+    os.sched_getaffinity = lambda _: set(range(6))  # type: ignore[assignment]
+    found: list[int] = []
+    try:
+        deferred._Thread.executor = None
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        deferred._Thread.submit(lambda: found.append(torch.get_num_threads())).result()
+        found.append(torch.get_num_threads())
+        later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+    finally:
+        os.sched_getaffinity = cores  # type: ignore[assignment]
+        os.environ.clear()
+        os.environ.update(own)
+        deferred._Thread.executor = None
+        torch.set_num_threads(num_threads)
+    return found
+
+
+@pytest.mark.slow
+def test_a_deferred_step_takes_this_ranks_share_of_the_cores_that_torchrun_leaves_idle(run: Run):
+    assert run(1, cores_of_threads) == [[3, 1, 1]]
+
+
 def raising(kind: str, is_again: bool) -> list[str]:
     """What is told where the step of a unit raises in its thread, and at the next use after that."""
     program = Program(kind, True, "AdamW")
