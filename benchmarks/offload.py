@@ -122,34 +122,40 @@ class Training:
         self._case.wait()
 
 
-def measure(case: Case, kind: str, num_rounds: int) -> Summary:
-    """One kind by itself, for the memory of two would not show how much one takes.
+def measure(case: Case, kinds: Sequence[str], num_rounds: int) -> dict[str, Summary]:
+    """Some kinds, interleaved.
 
     Steps are timed several at a time, until what the last one has left to a thread has ended, too.
     """
     gc.collect()
-    training = Training(case, kind)
+    trainings = {kind: Training(case, kind) for kind in kinds}
     if case.is_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(case.device)
-    for _ in range(_NUM_WARMUPS):
-        training.step(is_apart=False)
-    training.settle()
-    times = []
-    for _ in range(num_rounds):
-        start = time.perf_counter()
-        for _ in range(_NUM_TOGETHER):
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    parts: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
+    for training in trainings.values():
+        for _ in range(_NUM_WARMUPS):
             training.step(is_apart=False)
         training.settle()
-        times.append((time.perf_counter() - start) / _NUM_TOGETHER)
-    parts = [training.step(is_apart=True) for _ in range(max(2, num_rounds // 2))]
-    row: Summary = {**summary_of(times), "peak_gb": None}
-    row |= {
-        f"{name}, ms": statistics.median(each) * 1e3 for name, each in zip(PARTS, zip(*parts, strict=True), strict=True)
-    }
-    if case.is_cuda:
-        row["peak_gb"] = torch.cuda.max_memory_allocated(case.device) / 1e9
-    return row
+    for _ in range(num_rounds):
+        for kind, training in trainings.items():
+            start = time.perf_counter()
+            for _ in range(_NUM_TOGETHER):
+                training.step(is_apart=False)
+            training.settle()
+            times[kind].append((time.perf_counter() - start) / _NUM_TOGETHER)
+            training.step(is_apart=True)  # which leaves a step to the next one, as in a training
+            parts[kind].append(training.step(is_apart=True))
+            training.settle()
+    rows: dict[str, Summary] = {}
+    for kind in kinds:
+        medians = [statistics.median(each) * 1e3 for each in zip(*parts[kind], strict=True)]
+        rows[kind] = {**summary_of(times[kind]), "peak_gb": None}
+        rows[kind] |= {f"{name}, ms": each for name, each in zip(PARTS, medians, strict=True)}
+        if case.is_cuda:
+            rows[kind]["peak_gb"] = torch.cuda.max_memory_allocated(case.device) / 1e9
+    return rows
 
 
 def _text(rows: dict[str, Summary]) -> str:
@@ -167,33 +173,35 @@ def run(
     rounds: int = 6,
     layers: int = 16,
     width: int = 2048,
-    tiny: bool = False,
+    vocab: int = 32000,
+    cpu: bool = False,
 ) -> None:
     """Offload to the CPU's memory, with clipping: steps of so many tokens.
 
     Args:
         output: Gets `offload_cuda`, or `offload_cpu`.
         tokens: Of a step.
-        rounds: Samples.
+        rounds: Samples of four steps each.
         layers: Blocks.
         width: Features.
-        tiny: Whether to run a small model on CPU.
+        vocab: Tokens that the model knows.
+        cpu: Whether the CPU is the device too: for a small model, and where there is no other.
     """
-    device = torch.device("cpu") if tiny else torch.device("cuda", torch.cuda.current_device())
-    size = Size(vocab=32000, width=width, layers=layers, heads=width // 128, checkpointing=True)
-    if tiny:
+    device = torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
+    if cpu:
         torch.set_num_threads(1)
-        size, tokens = Size(vocab=512, width=256, layers=8, heads=4), (256, 1024)
+    size = Size(vocab=vocab, width=width, layers=layers, heads=max(1, width // 128), checkpointing=not cpu)
     results: dict[str, dict[str, Summary]] = {}
     for number in tokens:
-        case = Case(size, number, 2048 if not tiny else 128, device)
+        case = Case(size, number, 2048, device)
         rows = results[f"{number} tokens"] = {}
-        for kind in case.kinds:
+        # On a device one at a time, for the memory of two would not show how much one takes.
+        for kinds in [[kind] for kind in case.kinds] if case.is_cuda else [case.kinds]:
             with world(1, device):
-                rows[kind] = measure(case, kind, rounds)
+                rows |= measure(case, kinds, rounds)
         print(f"\n{number} tokens on {device}\n{_text(rows)}", flush=True)
     with torch.device("meta"):
         num_parameters = sum(p.numel() for p in GPT(size).parameters())
-    facts = output.header(num_parameters=num_parameters, dtype="float32" if tiny else "bfloat16")
+    facts = output.header(num_parameters=num_parameters, dtype="float32" if cpu else "bfloat16")
     panels = [bars_of("a training step", results, "median_ms")]
-    output.write("offload_cpu" if tiny else "offload_cuda", {"header": facts, "rows": results}, panels)
+    output.write("offload_cpu" if cpu else "offload_cuda", {"header": facts, "rows": results}, panels)

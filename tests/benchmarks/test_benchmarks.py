@@ -205,7 +205,10 @@ def test_gpu_tiny_runs_the_whole_path_on_cpu(bench):
 
 
 def test_offload_runs_the_whole_path_on_cpu(bench):
-    result, printed = bench("offload", "--tiny", "--rounds", 2, file="offload_cpu")
+    result, printed = bench(
+        *("offload", "--cpu", "--rounds", 2, "--layers", 2, "--width", 64, "--vocab", 64, "--tokens", 16, 32),
+        file="offload_cpu",
+    )
     for rows in result["rows"].values():
         assert set(rows) == {"no offload", "dshard, at once", "dshard"}
         for row in rows.values():
