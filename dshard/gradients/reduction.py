@@ -25,7 +25,7 @@ from dshard.collectives import (
 )
 from dshard.errors import DivergenceError
 from dshard.tensor import ShardedTensor
-from dshard.tensor.storage import Norms, ShardStorage, signatures_of
+from dshard.tensor.storage import HomeRow, Norms, ShardStorage, signatures_of
 from dshard.tensor.subclass_shards import exact_values
 from dshard.units.buckets import Bucket
 from dshard.units.unit import Unit
@@ -88,6 +88,7 @@ class GradReduction:
         self._reduced: Reduced | None = None  # this rank's part of the result, or of what owes its all-reduce
         self._arrival: Any = None  # of reduced shards that are on their way home
         self._norms: Tensor | None = None  # of these
+        self._home_rows: dict[int, HomeRow] = {}  # that these lie in, by the address of their memory
         self._model_token = unit.model.token
         self.owes = False
         self.is_finished = False  # all but the way home
@@ -276,6 +277,8 @@ class GradReduction:
 
     def _send_home(self, row: Tensor) -> Tensor:
         assert self._copy_stream is not None
+        if (owner := self.owner()) is not None:
+            owner.unit.copies.drop_casts()
         home, self._arrival = self._copy_stream.copy_out(row)
         return home
 
@@ -291,14 +294,23 @@ class GradReduction:
         return self._reduced
 
     def _deliver(self, reduced: Reduced) -> None:
+        self._home_rows = {}
         for slot, ref in self._storages.items():
             storage = ref()
             if storage is not None:
                 shard = reduced.shards[self._index_of[slot]]
                 storage.deliver(shard)
                 storage.is_stepped_later = self._is_stepped_later
+                self._note_home(storage, shard)
                 if self._norms is not None:
                     storage.norms = Norms(shard._version, *self._norms[:, self._index_of[slot]])
+
+    def _note_home(self, storage: ShardStorage, shard: Tensor) -> None:
+        """A gradient has come home in a row, with others."""
+        if self._copy_stream is None:
+            return
+        memory = shard.untyped_storage()
+        self._home_rows.setdefault(memory._cdata, HomeRow(memory)).add(storage)
 
     def await_missing(self) -> None:
         """Have gradients that are there await what other ranks may add up unreduced, of parameters unused on this one.
@@ -328,6 +340,8 @@ class GradReduction:
                 continue
             owed = self._make_storage(param) if self.owes else None
             storage = owed or ShardStorage(reduced.shards[index], param.shard_layout, is_shared=True)
+            if owed is None:
+                self._note_home(storage, reduced.shards[index])
             if grad is None:
                 with torch.no_grad():
                     param.grad = param.like(storage)

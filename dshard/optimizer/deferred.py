@@ -8,13 +8,13 @@ the step of its unit.
 """
 
 import os
-import weakref
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import wraps
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,9 +23,10 @@ from torch.optim import Optimizer
 from dshard.collectives import SendRow
 from dshard.compiling import is_between_graphs
 from dshard.errors import StateError
+from dshard.interpreter import is_referred_to
 from dshard.optimizer.swap import begin_swap, forget_gradients, may_swap, standin_of, wrapped_state
 from dshard.tensor.sharded_tensor import SHARDED, OffloadedShardedTensor
-from dshard.tensor.storage import DeferredStep, Scaling, ShardStorage
+from dshard.tensor.storage import DeferredStep, HomeRow, Scaling, ShardStorage
 from dshard.units.context import Phase
 from dshard.units.unit import Unit
 
@@ -44,6 +45,7 @@ class Deferral:
         self.is_told = False  # what one of its steps raised
         self._steps: dict[Unit, _UnitStep] = {}
         self._pinned: list[dict[str, Any]] = []  # groups of which one setting is set until the step has ended
+        self.settings: list[dict[str, Any]] = []  # of the groups, as they are now
         for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 self._take(number, param)
@@ -52,15 +54,17 @@ class Deferral:
     def begin(cls, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Let shards stand in for parameters, as `begin_swap`, but for those that can be stepped later."""
         cls.forget()
-        is_usual = may_swap(optimizer, args, kwargs) and not is_between_graphs()
+        is_usual = may_swap(optimizer, args, kwargs) and not is_between_graphs() and _is_torchs(optimizer)
         deferral = cls(optimizer) if OffloadedShardedTensor.num_made and is_usual else None
         if deferral is None or not deferral._steps:
             begin_swap(optimizer, args, kwargs)
             return
         cls.pending = deferral
         left_out = {id(param) for step in deferral._steps.values() for param in step.params}
+        for group in optimizer.param_groups:
+            deferral.settings.append({name: _copied(value) for name, value in group.items() if name != "params"})
         deferral._pin(left_out)
-        if not begin_swap(optimizer, args, kwargs, left_out):
+        if not begin_swap(optimizer, args, kwargs, left_out, deferral._unpin):
             cls.forget()
 
     def _take(self, group: int, param: Tensor) -> None:
@@ -97,8 +101,6 @@ class Deferral:
         """The step has ended, and the optimizer has its parameters back: begin what it has left."""
         optimizer.__dict__["_dshard_has_stepped"] = True
         deferral, cls.pending = cls.pending, None
-        if deferral is not None:
-            deferral._unpin()
         if deferral is not None and deferral.optimizer is optimizer:
             for unit in _in_order(list(deferral._steps)):
                 deferral._steps[unit].start()
@@ -124,24 +126,44 @@ def await_steps(optimizer: Optimizer) -> None:
         states.settle()
 
 
+def _is_torchs(optimizer: Optimizer) -> bool:
+    """Whether a step is torch's own, within its hooks, and nobody keeps the dict of states that is there."""
+    code = getattr(type(optimizer).step, "__code__", None)
+    if code is None or code.co_filename != Optimizer.profile_hook_step.__code__.co_filename:
+        return False
+    states = optimizer.__dict__["state"]
+    return type(states) is _States or sys.getrefcount(states) <= _REFS_OF_ITS_OWN
+
+
+_REFS_OF_ITS_OWN = 3  # the optimizer's, the name's, and the call's
+
+
 def _may_wait(param: OffloadedShardedTensor, optimizer: Optimizer) -> bool:
     """Whether nobody can look at a parameter, its gradient or its states without being noticed."""
-    offload, grad = param.offload, param.grad
+    offload, grad, unit = param.offload, param.grad, param.gather_source
     if offload is None or not offload.defers_step or offload.home.type != "cpu":
         return False
-    if not isinstance(param.gather_source, Unit) or not isinstance(grad, OffloadedShardedTensor):
+    if not isinstance(unit, Unit) or not isinstance(grad, OffloadedShardedTensor):
         return False
     state = optimizer.state
     if param not in state and (state or "_dshard_has_stepped" not in optimizer.__dict__):
         return False  # the first step of a parameter makes its states, and tells of what is wrong with the optimizer
-    values = [value.shard_storage for value in state.get(param, {}).values() if type(value) in SHARDED]
+    named = state.get(param, {})
+    if sys.getrefcount(named) > _REFS_OF_ITS_OWN:
+        return False
+    sharded: list[ShardStorage] = []
+    for value in named.values():
+        if type(value) in SHARDED:
+            sharded.append(value.shard_storage)
+        elif isinstance(value, Tensor) and is_referred_to(value, 1):
+            return False  # somebody would see the step count of a step that has not been taken
     own = param.shard_storage
-    if own.is_exposed and not param.gather_source.copies.is_held(own):
+    if own.is_exposed and not unit.copies.is_held(own):
         own.is_exposed = False
-    for each in values:
+    for each in sharded:
         if each.is_exposed and not each.is_held(own_refs=0, storage_refs=1):
             each.is_exposed = False
-    return not any(each.is_exposed or each.home is not None for each in (own, grad.shard_storage, *values))
+    return not any(each.is_exposed or each.home is not None for each in (own, grad.shard_storage, *sharded))
 
 
 def _in_order(units: Sequence[Unit]) -> list[Unit]:
@@ -164,7 +186,7 @@ class _UnitStep(DeferredStep):
     def __init__(self, unit: Unit, deferral: Deferral) -> None:
         self._unit, self._label, self._deferral = unit, unit.label, deferral
         self._rows: list[tuple[SendRow, torch.dtype]] = []  # in which the unit's shards travel, in another dtype
-        self._grads: list[weakref.ref[ShardStorage]] = []
+        self._home_rows: list[HomeRow] = []  # in which gradients came home
         self._groups: dict[int, list[Tensor]] = {}  # shards, by the optimizer's groups
         self._params: dict[Tensor, OffloadedShardedTensor] = {}  # of each shard
         self._scalings: list[tuple[Tensor, Scaling]] = []  # of gradients, that are still to be done
@@ -199,7 +221,10 @@ class _UnitStep(DeferredStep):
         for shard, param in self._params.items():
             grad: Any = param.grad
             storages += (param.shard_storage, grad.shard_storage)
-            self._grads.append(weakref.ref(grad.shard_storage))
+            row = grad.shard_storage.home_row
+            if row is not None and self not in row.users:
+                row.users.append(self)
+                self._home_rows.append(row)
             if (scaling := grad.shard_storage.take_scaling()) is not None:
                 self._scalings.append((grad.shard_storage.resolve(), scaling))
             for name, value in dict.get(states, param, {}).items():
@@ -208,7 +233,7 @@ class _UnitStep(DeferredStep):
                     storages.append(value.shard_storage)
                     value = value.shard_storage.resolve()
                 seen[shard][name] = value
-        optimizer = _alike(self._deferral.optimizer, self._groups, seen)
+        optimizer = _alike(self._deferral, self._groups, seen)
         torch.autograd.graph.increment_version(list(self.params))
         self._rows = self._unit.copies.rows_to_cast({id(param.shard_storage) for param in self.params})
         self._future = _Thread.submit(self._run, optimizer, states)
@@ -233,6 +258,10 @@ class _UnitStep(DeferredStep):
             self._cast()
         finally:
             forget_gradients(self._params)
+            for row in self._home_rows:
+                row.users.remove(self)
+            optimizer.param_groups, optimizer.state = [], defaultdict(dict)  # whoever asks sees who holds a shard
+            self._home_rows = []
             self._groups, self._params, self._rows, self._scalings = {}, {}, [], []
 
     def _cast(self) -> None:
@@ -240,18 +269,13 @@ class _UnitStep(DeferredStep):
 
         Where somebody does, what travels is cast on the device.
         """
-        if not self._rows or any(grad() is not None for grad in self._grads):
-            return
-        memory = {}
-        for shard in self._params:
-            storage = cast("Tensor", shard.grad).untyped_storage()
-            memory[storage._cdata] = storage
+        free = [row for row in self._home_rows if self._rows and row.is_free_for(self)]
         for row, dtype in self._rows:
             num_bytes = row.row.numel() * dtype.itemsize
-            found = next((key for key, storage in memory.items() if storage.nbytes() >= num_bytes), None)
+            found = next((each for each in free if each.memory.nbytes() >= num_bytes), None)
             if found is not None:
-                flat: Any = torch.empty(0, dtype=dtype).set_(memory.pop(found), 0, (row.row.numel(),), (1,))
-                row.cast_into(flat)
+                free.remove(found)
+                row.cast_into(torch.empty(0, dtype=dtype).set_(found.memory, 0, (row.row.numel(),), (1,)))
 
     def wait(self) -> None:
         """Wait until it has ended.
@@ -272,16 +296,15 @@ class _UnitStep(DeferredStep):
         ) from error
 
 
-def _alike(optimizer: Optimizer, groups: dict[int, list[Tensor]], state: Any) -> Optimizer:
-    """An optimizer with the settings that another one has now, over other tensors."""
+def _alike(deferral: Deferral, groups: dict[int, list[Tensor]], state: Any) -> Optimizer:
+    """An optimizer with the settings that another one had when it stepped, over other tensors."""
+    optimizer = deferral.optimizer
     made: Any = object.__new__(type(optimizer))
     made.__dict__.update(optimizer.__dict__)
     for name in _OF_SCALERS:
         if name in made.__dict__:
             made.__dict__[name] = _copied(made.__dict__[name])
-    own = optimizer.param_groups
-    copied = {number: {k: _copied(v) for k, v in own[number].items() if k != "params"} for number in groups}
-    made.param_groups = [{**copied[number], "params": shards} for number, shards in groups.items()]
+    made.param_groups = [{**deferral.settings[number], "params": shards} for number, shards in groups.items()]
     made.state = state
     return made
 
@@ -300,6 +323,8 @@ _OF_SCALERS = ("grad_scale", "found_inf")  # that a GradScaler gives an optimize
 
 def _copied(value: Any) -> Any:
     """A setting that nobody else writes to."""
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(map(_copied, value))
     if isinstance(value, (list, tuple)):
         return type(value)(map(_copied, value))
     return value.clone() if isinstance(value, Tensor) else value
@@ -314,13 +339,16 @@ class _States(defaultdict[Any, Any]):
 
     awaited: list[DeferredStep]
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.awaited = []
+
     @classmethod
     def of(cls, optimizer: Optimizer) -> "_States":
         """Those of an optimizer, put in the place of what it has if need be."""
         states: Any = optimizer.state
         if type(states) is not cls:
             states = cls(dict, states)
-            states.awaited = []
             optimizer.state = states
         return states
 

@@ -1,7 +1,7 @@
 """The shards of parameters, which stand in for them while an elementwise optimizer steps."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -31,6 +31,7 @@ class _Swap:
     shards: list[Tensor]  # what stands in for each of them
     versions: list[int]  # version counters of those shards at the start
     state_values: list[Any]  # all values of the states that the optimizer sees, in order
+    undo: Callable[[], None]  # what else was changed for the step
 
 
 class _Current:
@@ -74,7 +75,17 @@ def standin_of(param: ShardedTensor) -> Tensor | None:
     return shard
 
 
-def begin_swap(optimizer: Optimizer, args: Any, kwargs: Any, left_out: Collection[int] = ()) -> bool:
+def _nothing() -> None:
+    pass
+
+
+def begin_swap(
+    optimizer: Optimizer,
+    args: Any,
+    kwargs: Any,
+    left_out: Collection[int] = (),
+    undo: Callable[[], None] = _nothing,
+) -> bool:
     """Let shards stand in for the parameters of an optimizer that is about to step; gives whether they do.
 
     Nothing is done if somebody else may look at them, or one has no shard that can stand in for it.
@@ -84,6 +95,7 @@ def begin_swap(optimizer: Optimizer, args: Any, kwargs: Any, left_out: Collectio
         args: Of its step.
         kwargs: Of its step.
         left_out: Ids of parameters that it is not to step.
+        undo: Called when the optimizer has its parameters back.
     """
     if not may_swap(optimizer, args, kwargs):
         return False
@@ -110,14 +122,22 @@ def begin_swap(optimizer: Optimizer, args: Any, kwargs: Any, left_out: Collectio
             params.append(shard)
         groups.append(params)
     if shards or left_out:
-        _swap(optimizer, groups, swapped, shards)
+        _swap(optimizer, groups, swapped, shards, left_out, undo)
     return True
 
 
-def _swap(optimizer: Optimizer, groups: list[list[Tensor]], swapped: list[ShardedTensor], shards: list[Tensor]) -> None:
+def _swap(
+    optimizer: Optimizer,
+    groups: list[list[Tensor]],
+    swapped: list[ShardedTensor],
+    shards: list[Tensor],
+    left_out: Collection[int],
+    undo: Callable[[], None],
+) -> None:
     """Give an optimizer groups and states of shards; the hash of a tensor is its id, so ids serve as keys here."""
     of_param = dict(zip(map(id, swapped), shards, strict=True))
-    values = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
+    own = [(param, named) for param, named in optimizer.state.items() if id(param) not in left_out]
+    values = [value for _, named in own for value in named.values()]
     sharded = [value for value in values if type(value) in SHARDED]
     for value in sharded:
         value.origin = None  # of a state that was cast as it was loaded: the step writes to it, and may not count that
@@ -126,11 +146,11 @@ def _swap(optimizer: Optimizer, groups: list[list[Tensor]], swapped: list[Sharde
     seen = [next(resolved) if type(value) in SHARDED else value for value in values]
     rest = iter(seen)
     state: Any = defaultdict(dict)
-    for param, named in optimizer.state.items():
+    for param, named in own:
         state[of_param.get(id(param), param)] = dict(zip(named, rest, strict=False))  # takes as many as there are names
     params = [group["params"] for group in optimizer.param_groups]
     versions = [shard._version for shard in shards]
-    _Current.swap = _Swap(optimizer, params, optimizer.state, swapped, shards, versions, seen)
+    _Current.swap = _Swap(optimizer, params, optimizer.state, swapped, shards, versions, seen, undo)
     for group, standins in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = standins
     optimizer.state = state
@@ -152,6 +172,7 @@ def end_swap(optimizer: Optimizer) -> None:
 def _restore(swap: _Swap) -> None:
     """Give an optimizer its parameters back, and its state as sharded as they are."""
     _Current.swap = None
+    swap.undo()
     for group, params in zip(swap.optimizer.param_groups, swap.params, strict=True):
         group["params"] = params
     seen = list(chain.from_iterable(map(dict.values, swap.optimizer.state.values())))

@@ -192,6 +192,35 @@ class Scaling:
             torch._foreach_mul_([storage.writable()], self.factor)
 
 
+class HomeRow:
+    """Memory in which reduced gradients came home, and who has one of them.
+
+    Args:
+        memory: All of it.
+
+    Attributes:
+        users: Deferred steps that have not ended, and read some.
+        is_exposed: A program was given one as a plain tensor, and may have it still.
+    """
+
+    __slots__ = ("_members", "is_exposed", "memory", "users")
+
+    def __init__(self, memory: torch.UntypedStorage) -> None:
+        self.memory, self.is_exposed = memory, False
+        self.users: list[object] = []
+        self._members: list[weakref.ref[ShardStorage]] = []
+
+    def add(self, storage: "ShardStorage") -> None:
+        """A shard lies in it."""
+        storage.home_row = self
+        self._members.append(weakref.ref(storage))
+
+    def is_free_for(self, user: object) -> bool:
+        """Whether nobody but one user has any of the gradients, or ever gets one."""
+        is_alone = all(each is user for each in self.users)
+        return is_alone and not self.is_exposed and all(member() is None for member in self._members)
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class ShardStorage:
     """Holds one shard; shared by a ShardedTensor and its detached aliases.
@@ -217,6 +246,7 @@ class ShardStorage:
     is_exposed: bool = field(default=False, init=False)  # somebody was given it who may write without being counted
     before_write: Callable[[], None] | None = field(default=None, init=False)  # waits for a gather that reads the shard
     is_stepped_later: bool = field(default=False, init=False)  # a gradient that most often awaits a deferred step
+    home_row: HomeRow | None = field(default=None, init=False)  # in which it came home, if it is a gradient
     norms: "Norms | None" = field(default=None, init=False)  # of the shard, as it was delivered
     _awaited: "tuple[ShardStorage, ...]" = field(default=(), init=False)
 
@@ -224,6 +254,11 @@ class ShardStorage:
     def is_pending(self) -> bool:
         """Whether the shard still awaits a collective or an addition."""
         return self._pending is not None
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether it awaits a collective or an addition; not what a program could write to meanwhile."""
+        return self._pending is not None and not isinstance(self._pending, (DeferredStep, Scaling))
 
     def note_write(self) -> None:
         """The shard was written to, by all ranks: gathered copies are stale, and the next gather compares the count.
@@ -285,6 +320,7 @@ class ShardStorage:
 
     def scale_later(self, factor: Tensor) -> None:
         """Count a multiplication, which is done when somebody uses the shard."""
+        self.writable()
         self.note_write()
         self._pending = Scaling(factor)
 
@@ -328,6 +364,8 @@ class ShardStorage:
             if self.home is not None and self.home.thread != threading.get_ident():
                 return shard.detach()
             self.is_exposed = True
+            if self.home_row is not None:
+                self.home_row.is_exposed = True
             if self.home is not None:
                 self.leave_home()
         return shard
@@ -381,7 +419,7 @@ class ShardStorage:
 
     def deliver(self, tensor: Tensor) -> None:
         """Put the shard that was awaited, or another one, in place."""
-        self.tensor, self.standin, self.home, self.norms = tensor, None, None, None
+        self.tensor, self.standin, self.home, self.norms, self.home_row = tensor, None, None, None, None
         if not self._awaited:
             self._pending = None
 
@@ -413,6 +451,15 @@ class ShardStorage:
 
         self._pending = add
         self._awaited = (*self._awaited, other)
+        own, before_write = weakref.ref(self), other.before_write
+
+        def settle() -> None:
+            if before_write is not None:
+                before_write()
+            if (storage := own()) is not None:
+                storage.resolve()
+
+        other.before_write = settle  # what is added is what it is now
 
 
 def shards_of(storages: Iterable[ShardStorage]) -> list[Tensor]:

@@ -79,7 +79,7 @@ def _prepare(func: OpOverload, target: ShardedTensor, operands: Sequence[Any]) -
 
 def _accumulate(target: ShardedTensor, other: Any, kwargs: Kwargs) -> bool:
     """Whether an addition of gradients is taken care of without waiting for one that is in flight."""
-    if kwargs or not isinstance(other, ShardedTensor) or not other.shard_storage.is_pending:
+    if kwargs or not isinstance(other, ShardedTensor) or not other.shard_storage.is_in_flight:
         return False
     if other.is_added_up and target.shard_storage.awaits(other.shard_storage):
         return True  # it was added to the buffer that is still open
@@ -148,7 +148,8 @@ def foreach_inplace(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
             if isinstance(target, ShardedTensor):
                 operands = [a[index] if isinstance(a, (list, tuple)) and len(a) == len(targets) else a for a in args]
                 _prepare(func, target, (*operands[1:], *kwargs.values()))
-        if func is aten._foreach_mul_.Tensor and (later := list(filter(_may_scale_later, targets))):
+        is_factor = func is aten._foreach_mul_.Tensor and not args[1].dim() and args[1].dtype.is_floating_point
+        if is_factor and (later := list(filter(_may_scale_later, targets))):
             _scale_later(later, beside(materialize(args[1]), later[0]))
             targets = [target for target in targets if not _may_scale_later(target)]
             args = (targets, *args[1:])
@@ -221,7 +222,7 @@ def unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
         torch.get_device_module(kind).synchronize()
     norms = [g.shard_storage.known_norm(torch.float64, 2.0) if _may_scale_later(g) else None for g in grads]
     known = [(grad, norm) for grad, norm in zip(grads, norms, strict=True) if norm is not None]
-    if known:  # one that is not finite in fp64 is of values that are not
+    if known and not inv_scale.dim():  # one that is not finite in fp64 is of values that are not
         found_inf.masked_fill_(~torch.stack([norm.to(found_inf.device) for _, norm in known]).isfinite().all(), 1.0)
         _scale_later([grad for grad, _ in known], inv_scale)
         grads = [grad for grad, norm in zip(grads, norms, strict=True) if norm is None]

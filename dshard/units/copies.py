@@ -562,6 +562,11 @@ class Copies:
         """As `SendRows.is_held`."""
         return self._rows.is_held(storage)
 
+    def drop_casts(self) -> None:
+        """As `SendRows.drop_casts`, unless some are being copied from."""
+        if not self._arrivals:
+            self._rows.drop_casts()
+
     def rows_to_cast(self, written: Container[int]) -> list[tuple[SendRow, torch.dtype]]:
         """As `SendRows.to_cast`."""
         return self._rows.to_cast(written)
@@ -662,11 +667,8 @@ class Copies:
         fulls: list[Any] = [None] * len(self.unit.params)
         try:
             with outside_autograd(), profiled("gather_wait", self.unit.label, self.unit.model.token):
-                is_last = bool(self._arrivals) and in_backward()
                 while self._arrivals:
                     self._arrivals.pop().synchronize()  # from now on shards at home may be written to
-                if is_last and self.is_primary:
-                    self._rows.drop_casts()
                 for slots, handle in in_flight:
                     gathered = handle.wait()
                     if len(slots) == len(fulls):

@@ -94,6 +94,8 @@ class Program:
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         self.scaler = torch.amp.GradScaler(kind, init_scale=256.0)
         self.seen: list[Any] = []
+        self.sums: dict[nn.Parameter, Any] = {}
+        self.kept: list[Any] = []  # plain tensors that the program goes on to look at
         self.num_steps = 0
 
     def see(self, *values: Any) -> None:
@@ -116,6 +118,10 @@ class Program:
             self.see(nn.utils.clip_grad_norm_(self.model.parameters(), 0.3))
         if "dshard's clip" in actions:
             self.see(dshard.clip_grad_norm_(self.model.parameters(), 0.3))
+        if "replace a gradient" in actions:
+            weight = self.model.blocks[0][1].weight
+            self.kept.append(weight.grad.to_local())
+            weight.grad = weight.grad * 1.0
         if is_scaled:
             self.scaler.step(self.optim)
             self.scaler.update()
@@ -129,7 +135,7 @@ class Program:
 
     def end(self) -> list[Any]:
         """All that was seen, and all there is."""
-        self.see(*self.model.parameters(), *self.average.parameters())
+        self.see(*self.model.parameters(), *self.average.parameters(), *self.sums.values(), *self.kept)
         for group in self.optim.param_groups:
             for param in group["params"]:
                 self.see(*self.optim.state.get(param, {}).values())
@@ -211,6 +217,20 @@ def _see_counts(program: Program) -> None:
     program.see(len(counts), sum(map(float, counts)))
 
 
+@torch.no_grad()
+def _sum_up(program: Program) -> None:
+    for param in program.model.parameters():
+        if param.grad is not None:
+            program.sums.setdefault(param, torch.zeros_like(param.grad)).add_(param.grad)
+            param.grad.zero_()
+
+
+def _keep_states(program: Program) -> None:
+    states = program.optim.state_dict()["state"]
+    program.kept += [states[number]["step"] for number in sorted(states) if "step" in states[number]]
+    program.see(*program.kept)
+
+
 def _fork(program: Program) -> None:
     pid = os.fork()
     if not pid:
@@ -243,12 +263,15 @@ ACTIONS: dict[str, Callable[[Program], object]] = {
     "use some": _use_some,
     "states": _see_states,
     "counts": _see_counts,
+    "sum up": _sum_up,
+    "keep states": _keep_states,
+    "copy states": lambda program: program.see(len(copy.copy(program.optim.state)), len(program.optim.state.copy())),
     "copy": lambda program: program.see(*copy.deepcopy(program.model).parameters()),
     "freeze": lambda program: program.model.blocks[0].requires_grad_(requires_grad=program.num_steps % 2 == 0),
     "switch": lambda program: dshard.set_strategy(program.model, ("zero2", "full")[program.num_steps % 2]),
     "fork": _fork,
 }
-OTHERS = ("accumulate", "clip", "dshard's clip", "scaler", "inf", "keep gradients", "fill")
+OTHERS = ("accumulate", "replace a gradient", "clip", "dshard's clip", "scaler", "inf", "keep gradients", "fill")
 PROGRAMS = st.lists(
     st.lists(st.sampled_from((*ACTIONS, *OTHERS)), max_size=3, unique=True).map(tuple), min_size=2, max_size=5
 )
@@ -388,6 +411,39 @@ def scaled_later(kind: str) -> list[bool]:
 def test_a_clip_scales_gradients_at_home_when_they_are_used(run: Run):
     for found in run(2, scaled_later):
         assert all(found)
+
+
+def by_two_optimizers(kind: str) -> list[list[Tensor]]:
+    """A unit whose parameters two optimizers step, gathered in two buckets and reduced in one."""
+    found = []
+    for defers in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 4)))
+        cpu = torch.device("cpu")
+        policy = Offload(cpu, cpu, defers_step=defers) if kind == "cpu" else CPUOffloadPolicy(defer_step=defers)
+        for module in (model[1], model):
+            dshard.fully_shard(module, mesh=mesh_of(kind), offload_policy=policy)
+        norm = list(model[1][0].parameters())
+        optimizers = [optim.AdamW(part, lr=0.05, fused=True) for part in (model[1][1:].parameters(), norm)]
+        with late_steps(0, least_s=0.01):
+            for _ in range(4):
+                with torch.autocast(kind, torch.bfloat16):
+                    loss = model(torch.ones(2, 4, device=kind)).square().sum()
+                loss.backward()
+                for each in optimizers:
+                    each.step()
+                for each in optimizers:
+                    each.zero_grad()
+            found.append([param.full_tensor() for param in model.parameters()])
+    return found
+
+
+@pytest.mark.slow
+def test_a_unit_of_two_optimizers_steps_to_the_same_bits(run: Run, request: pytest.FixtureRequest):
+    if "sim" in request.node.name:
+        pytest.skip("torch.autocast knows no such device")
+    for at_once, deferred_ones in run(2, by_two_optimizers):
+        assert all(map(torch.equal, at_once, deferred_ones))
 
 
 def exposed(kind: str) -> list[int]:
