@@ -95,6 +95,7 @@ class Program:
         self.scaler = torch.amp.GradScaler(kind, init_scale=256.0)
         self.seen: list[Any] = []
         self.sums: dict[nn.Parameter, Any] = {}
+        self.states: list[Any] = []  # that the program goes on to look at
         self.kept: list[Any] = []  # plain tensors that the program goes on to look at
         self.num_steps = 0
 
@@ -226,9 +227,16 @@ def _sum_up(program: Program) -> None:
 
 
 def _keep_states(program: Program) -> None:
-    states = program.optim.state_dict()["state"]
-    program.kept += [states[number]["step"] for number in sorted(states) if "step" in states[number]]
+    for states in program.states:
+        program.see(sum(float(values["step"]) for values in states.values() if "step" in values))
+    program.states.append(dict(enumerate(program.optim.state.values())))
+
+
+@torch.no_grad()
+def _keep_counts(program: Program) -> None:
     program.see(*program.kept)
+    program.states.append(program.optim.state_dict()["state"])
+    program.kept += [values["step"] for values in program.optim.state.values() if "step" in values]
 
 
 def _fork(program: Program) -> None:
@@ -265,13 +273,24 @@ ACTIONS: dict[str, Callable[[Program], object]] = {
     "counts": _see_counts,
     "sum up": _sum_up,
     "keep states": _keep_states,
+    "keep counts": _keep_counts,
     "copy states": lambda program: program.see(len(copy.copy(program.optim.state)), len(program.optim.state.copy())),
     "copy": lambda program: program.see(*copy.deepcopy(program.model).parameters()),
     "freeze": lambda program: program.model.blocks[0].requires_grad_(requires_grad=program.num_steps % 2 == 0),
     "switch": lambda program: dshard.set_strategy(program.model, ("zero2", "full")[program.num_steps % 2]),
     "fork": _fork,
 }
-OTHERS = ("accumulate", "replace a gradient", "clip", "dshard's clip", "scaler", "inf", "keep gradients", "fill")
+OTHERS = (
+    "accumulate",
+    "sum up early",
+    "replace a gradient",
+    "clip",
+    "dshard's clip",
+    "scaler",
+    "inf",
+    "keep gradients",
+    "fill",
+)
 PROGRAMS = st.lists(
     st.lists(st.sampled_from((*ACTIONS, *OTHERS)), max_size=3, unique=True).map(tuple), min_size=2, max_size=5
 )
@@ -426,11 +445,11 @@ def by_two_optimizers(kind: str) -> list[list[Tensor]]:
         norm = list(model[1][0].parameters())
         optimizers = [optim.AdamW(part, lr=0.05, fused=True) for part in (model[1][1:].parameters(), norm)]
         with late_steps(0, least_s=0.01):
-            for _ in range(4):
+            for step in range(-3, 4):
                 with torch.autocast(kind, torch.bfloat16):
                     loss = model(torch.ones(2, 4, device=kind)).square().sum()
                 loss.backward()
-                for each in optimizers:
+                for each in optimizers if step >= 0 else ():  # behind the steps in which casts are learned
                     each.step()
                 for each in optimizers:
                     each.zero_grad()
@@ -444,6 +463,27 @@ def test_a_unit_of_two_optimizers_steps_to_the_same_bits(run: Run, request: pyte
         pytest.skip("torch.autocast knows no such device")
     for at_once, deferred_ones in run(2, by_two_optimizers):
         assert all(map(torch.equal, at_once, deferred_ones))
+
+
+def summed_by_hand(kind: str) -> list[bool]:
+    """Whether a sum has what a gradient was when it was added, though that is zero afterwards."""
+    program = Program(kind, True, "AdamW")
+    params = list(program.model.parameters())
+    sums = [torch.zeros_like(param) for param in params]
+    loss_of(program.model, batch(kind, 3)).backward()
+    with torch.no_grad():
+        for total, param in zip(sums, params, strict=True):
+            total.add_(param.grad)
+            param.grad.zero_()
+    found = [bool(total.full_tensor().count_nonzero()) for total in sums]
+    loss_of(program.model, batch(kind, 3)).backward()
+    return [*found, *(torch.allclose(a.full_tensor(), b.grad.full_tensor()) for a, b in zip(sums, params, strict=True))]
+
+
+@pytest.mark.slow
+def test_what_is_added_is_what_a_gradient_was_and_not_what_it_becomes(run: Run):
+    for found in run(2, summed_by_hand):
+        assert all(found)
 
 
 def exposed(kind: str) -> list[int]:
