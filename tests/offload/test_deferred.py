@@ -371,7 +371,7 @@ def test_no_program_can_tell(run: Run, optimizer: str, steps: list[tuple[str, ..
 @pytest.mark.slow
 @pytest.mark.parametrize("action", [*ACTIONS, *OTHERS])
 def test_what_looks_or_writes_comes_behind_the_step(run: Run, action: str):
-    steps = [(), (action,), (action, "clip"), ()]
+    steps = [(), (action,), (action, "clip"), (action,), ()]
     for differs, num_deferred in run(2, differing, "AdamW", steps, 1, len(action) % 2 > 0):
         assert not differs
         assert num_deferred > 0
