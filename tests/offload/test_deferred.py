@@ -229,7 +229,7 @@ def _sum_up(program: Program) -> None:
 def _keep_states(program: Program) -> None:
     for states in program.states:
         program.see(sum(float(values["step"]) for values in states.values() if "step" in values))
-    program.states.append(dict(enumerate(program.optim.state.values())))
+    program.states = [dict(enumerate(program.optim.state.values()))]
 
 
 @torch.no_grad()
