@@ -88,7 +88,8 @@ class GradReduction:
         self._reduced: Reduced | None = None  # this rank's part of the result, or of what owes its all-reduce
         self._arrival: Any = None  # of reduced shards that are on their way home
         self._norms: Tensor | None = None  # of these
-        self._home_rows: dict[int, HomeRow] = {}  # that these lie in, by the address of their memory
+        # That these lie in, by the address of their memory; weak, for it goes with the gradients.
+        self._home_rows: weakref.WeakValueDictionary[int, HomeRow] = weakref.WeakValueDictionary()
         self._model_token = unit.model.token
         self.owes = False
         self.is_finished = False  # all but the way home
@@ -294,7 +295,7 @@ class GradReduction:
         return self._reduced
 
     def _deliver(self, reduced: Reduced) -> None:
-        self._home_rows = {}
+        self._home_rows.clear()
         for slot, ref in self._storages.items():
             storage = ref()
             if storage is not None:
@@ -310,7 +311,10 @@ class GradReduction:
         if self._copy_stream is None:
             return
         memory = shard.untyped_storage()
-        self._home_rows.setdefault(memory._cdata, HomeRow(memory)).add(storage)
+        row = self._home_rows.get(memory._cdata)
+        if row is None:
+            row = self._home_rows[memory._cdata] = HomeRow(memory)
+        row.add(storage)
 
     def await_missing(self) -> None:
         """Have gradients that are there await what other ranks may add up unreduced, of parameters unused on this one.

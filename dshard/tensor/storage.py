@@ -203,7 +203,7 @@ class HomeRow:
         is_exposed: A program was given one as a plain tensor, and may have it still.
     """
 
-    __slots__ = ("_members", "is_exposed", "memory", "users")
+    __slots__ = ("__weakref__", "_members", "is_exposed", "memory", "users")
 
     def __init__(self, memory: torch.UntypedStorage) -> None:
         self.memory, self.is_exposed = memory, False
