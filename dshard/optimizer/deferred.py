@@ -323,8 +323,8 @@ _OF_SCALERS = ("grad_scale", "found_inf")  # that a GradScaler gives an optimize
 
 def _copied(value: Any) -> Any:
     """A setting that nobody else writes to."""
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(map(_copied, value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named one
+        return type(value)(*map(_copied, value))
     if isinstance(value, (list, tuple)):
         return type(value)(map(_copied, value))
     return value.clone() if isinstance(value, Tensor) else value
