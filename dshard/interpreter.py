@@ -80,6 +80,11 @@ def is_referred_to(tensor: Tensor, num_known: int) -> bool:
     return num_references(tensor) > num_known + 2 + _kept_by_callers() or tensor._use_count() > 1  # type: ignore[attr-defined]
 
 
+def is_kept(value: Any, num_known: int) -> bool:
+    """Whether anybody refers to an object besides the calling function's name and `num_known` others."""
+    return num_references(value) > num_known + 2 + _kept_by_callers()
+
+
 def frame_above(num_levels: int) -> FrameType:
     """The frame of the function that called the caller, `num_levels` further up."""
     return sys._getframe(num_levels + 2)

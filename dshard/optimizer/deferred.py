@@ -8,7 +8,6 @@ the step of its unit.
 """
 
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 from dshard.collectives import SendRow
 from dshard.compiling import is_between_graphs
 from dshard.errors import StateError
-from dshard.interpreter import is_referred_to
+from dshard.interpreter import is_kept, is_referred_to
 from dshard.optimizer.swap import begin_swap, forget_gradients, may_swap, standin_of, wrapped_state
 from dshard.tensor.sharded_tensor import SHARDED, OffloadedShardedTensor
 from dshard.tensor.storage import DeferredStep, HomeRow, Scaling, ShardStorage
@@ -132,10 +131,7 @@ def _is_torchs(optimizer: Optimizer) -> bool:
     if code is None or code.co_filename != Optimizer.profile_hook_step.__code__.co_filename:
         return False
     states = optimizer.__dict__["state"]
-    return type(states) is _States or sys.getrefcount(states) <= _REFS_OF_ITS_OWN
-
-
-_REFS_OF_ITS_OWN = 3  # the optimizer's, the name's, and the call's
+    return type(states) is _States or not is_kept(states, 1)
 
 
 def _may_wait(param: OffloadedShardedTensor, optimizer: Optimizer) -> bool:
@@ -149,7 +145,7 @@ def _may_wait(param: OffloadedShardedTensor, optimizer: Optimizer) -> bool:
     if param not in state and (state or "_dshard_has_stepped" not in optimizer.__dict__):
         return False  # the first step of a parameter makes its states, and tells of what is wrong with the optimizer
     named = state.get(param, {})
-    if sys.getrefcount(named) > _REFS_OF_ITS_OWN:
+    if is_kept(named, 1):
         return False
     sharded: list[ShardStorage] = []
     for value in named.values():
