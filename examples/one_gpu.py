@@ -85,19 +85,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=2048, help="of a step: the more, the less offload costs")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a step and rank: the more, the less offload costs")
     parser.add_argument("--length", type=int, default=256, help="of a sequence")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}.items():
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    for name, value in alone.items():
         os.environ.setdefault(name, value)  # torchrun sets them, too
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     model = sharded(args, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters on {device}")
+    torch.manual_seed(1 + dist.get_rank())  # each rank has batches of its own
+    is_first = dist.get_rank() == 0
+    if is_first:
+        print(f"{sum(p.numel() for p in model.parameters()):,} parameters on {device}")
     begun = time.perf_counter()
     for step in range(args.steps):
         starts = torch.randint(len(data) - args.length, (args.tokens // args.length, 1))
@@ -107,10 +114,11 @@ def main() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # by norms that the device has computed
         optimizer.step()  # returns at once
         optimizer.zero_grad()
-        if step % 5 == 4:
+        if step % 5 == 4 and is_first:
             seconds, begun = (time.perf_counter() - begun) / 5, time.perf_counter()
             peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.type == "cuda" else ""
-            print(f"step {step + 1} loss {loss.item():.3f}, {args.tokens / seconds:,.0f} tokens/s{peak}", flush=True)
+            rate = args.tokens * dist.get_world_size() / seconds
+            print(f"step {step + 1} loss {loss.item():.3f}, {rate:,.0f} tokens/s{peak}", flush=True)
     dist.destroy_process_group()
 
 

@@ -8,11 +8,12 @@ the step of its unit.
 """
 
 import os
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ClassVar
 
 import torch
@@ -186,7 +187,8 @@ class _UnitStep(DeferredStep):
         self._groups: dict[int, list[Tensor]] = {}  # shards, by the optimizer's groups
         self._params: dict[Tensor, OffloadedShardedTensor] = {}  # of each shard
         self._scalings: list[tuple[Tensor, Scaling]] = []  # of gradients, that are still to be done
-        self._future: Future[None] | None = None
+        self._has_ended = threading.Event()
+        self._error: Exception | None = None  # that the optimizer's step raised
 
     @property
     def params(self) -> Iterable[OffloadedShardedTensor]:
@@ -232,10 +234,10 @@ class _UnitStep(DeferredStep):
         optimizer = _alike(self._deferral, self._groups, seen)
         torch.autograd.graph.increment_version(list(self.params))
         self._rows = self._unit.copies.rows_to_cast({id(param.shard_storage) for param in self.params})
-        self._future = _Thread.submit(self._run, optimizer, states)
         states.awaited.append(self)
         for storage in storages:
             storage.begin_await(self)
+        _Thread.submit(partial(self._run, optimizer, states))
 
     def _run(self, optimizer: Optimizer, states: "_States") -> None:
         """Step, in the thread for it. Nobody looks at states until it has ended."""
@@ -252,6 +254,8 @@ class _UnitStep(DeferredStep):
                     kept = dict.setdefault(states, param, {})
                     kept[name] = wrapped_state(kept.get(name), named[name], param, shard.shape)
             self._cast()
+        except Exception as error:
+            self._error = error
         finally:
             forget_gradients(self._params)
             for row in self._home_rows:
@@ -259,6 +263,7 @@ class _UnitStep(DeferredStep):
             optimizer.param_groups, optimizer.state = [], defaultdict(dict)  # whoever asks sees who holds a shard
             self._home_rows = []
             self._groups, self._params, self._rows, self._scalings = {}, {}, [], []
+            self._has_ended.set()
 
     def _cast(self) -> None:
         """Cast what travels, into the memory of gradients: nobody refers to these most often, until the next are there.
@@ -279,8 +284,8 @@ class _UnitStep(DeferredStep):
         Raises:
             StateError: The optimizer's step raised; said once for all units that it steps.
         """
-        assert self._future is not None
-        error, deferral = self._future.exception(), self._deferral
+        self._has_ended.wait()
+        error, deferral = self._error, self._deferral
         if error is None or deferral.is_told:
             return
         deferral.is_told = True
@@ -384,20 +389,13 @@ class _Thread:
     submitted: ClassVar[list["Future[None]"]] = []
 
     @classmethod
-    def submit(cls, function: Callable[..., None], *args: Any) -> "Future[None]":
+    def submit(cls, function: Callable[[], None]) -> None:
         """Have a function called; the end of the program waits for it."""
         cls.submitted = [known for known in cls.submitted if not known.done()]
         try:
-            future = cls._begun().submit(function, *args)
+            cls.submitted.append(cls._begun().submit(function))
         except RuntimeError:  # there are no more threads, or the interpreter ends
-            future = Future()
-            try:
-                function(*args)
-                future.set_result(None)
-            except Exception as error:
-                future.set_exception(error)
-        cls.submitted.append(future)
-        return future
+            function()
 
     @classmethod
     def _begun(cls) -> ThreadPoolExecutor:

@@ -41,8 +41,9 @@ def test_block_by_block_learns():
     assert found[-1] < found[0]
 
 
-def test_one_gpu_learns_without_one():
-    found = losses(run("one_gpu.py", "--steps", "15", ranks=1))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_gpu_learns_without_one(ranks: int):
+    found = losses(run("one_gpu.py", "--steps", "15", ranks=ranks))
     assert found[15] < found[5] - 0.2
 
 

@@ -543,7 +543,8 @@ def cores_of_threads(kind: str) -> list[int]:
         deferred._Thread.executor = None
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        deferred._Thread.submit(lambda: found.append(torch.get_num_threads())).result()
+        deferred._Thread.submit(lambda: found.append(torch.get_num_threads()))
+        deferred._Thread.rest()
         found.append(torch.get_num_threads())
         later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
         later.start()
