@@ -54,8 +54,9 @@ class Deferral:
     def begin(cls, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Let shards stand in for parameters, as `begin_swap`, but for those that can be stepped later."""
         cls.forget()
-        is_usual = may_swap(optimizer, args, kwargs) and not is_between_graphs() and _is_torchs(optimizer)
-        deferral = cls(optimizer) if OffloadedShardedTensor.num_made and is_usual else None
+        is_possible = OffloadedShardedTensor.num_made > 0 and may_swap(optimizer, args, kwargs)
+        is_usual = is_possible and not is_between_graphs() and _is_torchs(optimizer)
+        deferral = cls(optimizer) if is_usual else None
         if deferral is None or not deferral._steps:
             begin_swap(optimizer, args, kwargs)
             return
