@@ -4,10 +4,13 @@ Needs a C++ compiler and ninja.
 """
 
 import contextlib
+import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,9 +35,15 @@ def build() -> Any:
     sources = [here / name for name in ("simulator.cpp", "device.cpp", "group.cpp")]
     texts = [path.read_bytes() for path in (*sources, here / "simulator.h")]
     state = hashlib.sha1(b"".join([torch.__version__.encode(), *texts]), usedforsecurity=False).hexdigest()[:12]
-    return cpp_extension.load(
-        f"dshard_accelerator_{state}", list(map(str, sources)), extra_cflags=["-O1", "-std=c++20"]
-    )
+    name = f"dshard_accelerator_{state}"
+    folder = Path(tempfile.gettempdir()) / f"{name}_of_{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    with (folder / "turn").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # is free again when its holder is killed, unlike the lock file of `load`,
+        (folder / "lock").unlink(missing_ok=True)  # for which all others would wait without end
+        return cpp_extension.load(
+            name, list(map(str, sources)), extra_cflags=["-O1", "-std=c++20"], build_directory=str(folder)
+        )
 
 
 def build_apart() -> None:
