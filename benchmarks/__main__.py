@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import checkpoint, gpu, host, memory, offload, parts, plan, step
+from benchmarks import checkpoint, gpu, host, matrices, memory, offload, parts, plan, step
 from benchmarks.output import Output
 
 BENCHMARKS: dict[str, Callable[..., None]] = {
@@ -26,6 +26,7 @@ BENCHMARKS: dict[str, Callable[..., None]] = {
     "memory": memory.run,
     "collectives": parts.run_collectives,
     "optimizer": parts.run_optimizer,
+    "muon": matrices.run,
     "checkpoint": checkpoint.run,
     "plan": plan.run,
     "gpu": gpu.run,

@@ -134,3 +134,97 @@ class BucketLayout:
     def num_ranks(self) -> int:
         """Ranks over which the bucket is cut."""
         return self.layouts[0].num_ranks if self.layouts else 1
+
+
+def assign(costs: Sequence[float], num_owners: int) -> list[int]:
+    """Share work out so that the rank with the most has as little as possible, or nearly.
+
+    The largest first, each to the rank with the least so far (LPT, Graham 1969); then moves and swaps away from the
+    rank with the most, as long as they help or until it is within 1 % of what no assignment can be below. A dozen
+    pieces or fewer are shared out as well as can be.
+
+    Args:
+        costs: Of each piece of work, not negative.
+        num_owners: Ranks.
+
+    Returns:
+        The rank of each.
+    """
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    loads, owners = [0.0] * num_owners, [0] * len(costs)
+    for i in order:
+        owner = min(range(num_owners), key=loads.__getitem__)
+        owners[i] = owner
+        loads[owner] += costs[i]
+    two = [costs[order[i]] for i in (num_owners - 1, num_owners) if len(order) > num_owners]
+    least = max(sum(costs) / num_owners, max(costs, default=0.0), sum(two))  # two of the largest are on one rank
+    for _ in range(_MAX_EXCHANGES):
+        most = max(range(num_owners), key=loads.__getitem__)
+        if loads[most] <= 1.01 * least or not _relieve(most, costs, owners, loads):
+            break
+    if max(loads) > 1.01 * least and len(order) <= _MAX_SEARCHED:
+        search = _Search([costs[i] for i in order], num_owners, max(loads))
+        for i, owner in zip(order, search.found, strict=False):
+            owners[i] = owner
+    return owners
+
+
+_MAX_EXCHANGES = 200
+_MAX_SEARCHED = 12  # pieces of work
+
+
+class _Search:
+    """All ways to share out a few pieces of work, but for those that cannot be better than what is known.
+
+    Args:
+        costs: Of each, the largest first.
+        num_owners: Ranks.
+        best: The largest load of an assignment that is known.
+
+    Attributes:
+        found: The rank of each, in a better one; empty if there is none.
+    """
+
+    def __init__(self, costs: list[float], num_owners: int, best: float) -> None:
+        self._costs, self._best = costs, best
+        self._loads, self._owners = [0.0] * num_owners, [0] * len(costs)
+        self.found: list[int] = []
+        self._go(0)
+
+    def _go(self, number: int) -> None:
+        if number == len(self._costs):
+            self._best, self.found = max(self._loads), list(self._owners)
+            return
+        cost, tried = self._costs[number], set()
+        for owner, load in enumerate(self._loads):
+            if load not in tried and load + cost < self._best:
+                tried.add(load)
+                self._owners[number] = owner
+                self._loads[owner] += cost
+                self._go(number + 1)
+                self._loads[owner] = load
+
+
+def _relieve(most: int, costs: Sequence[float], owners: list[int], loads: list[float]) -> bool:
+    """Move work from the rank with the most to another one, or swap some, so that both have less; gives whether it did.
+
+    The best pair is taken: that after which the larger of the two loads is least.
+    """
+    own = {costs[i]: i for i, owner in enumerate(owners) if owner == most}
+    others = {(owner, costs[i]): i for i, owner in enumerate(owners) if owner != most}
+    nothing = {(owner, 0.0): -1 for owner in range(len(loads)) if owner != most}
+    best, found = loads[most], None
+    for cost, i in own.items():
+        for (owner, other), j in (*nothing.items(), *others.items()):
+            after = max(loads[most] - cost + other, loads[owner] + cost - other)
+            if after < best:
+                best, found = after, (i, j, owner, cost - other)
+    if found is None:
+        return False
+    i, j, owner, moved = found
+    owners[i] = owner
+    if j >= 0:
+        owners[j] = most
+    loads[most] -= moved
+    loads[owner] += moved
+    return True

@@ -211,6 +211,11 @@ def all_gather_flat(out: Tensor, segment: Tensor, group: ProcessGroup) -> Work:
     return start(out, segment, options)
 
 
+def all_to_all_flat(out: Tensor, values: Tensor, into: list[int], parts: list[int], group: ProcessGroup) -> Work:
+    """Start the backend's own exchange of `parts` of `values`, one for each rank, for parts `into` of `out`."""
+    return dist.all_to_all_single(out, values, into, parts, group=group, async_op=True)
+
+
 def reduce_scatter_flat(out: Tensor, buffer: Tensor, op: ReduceOp, group: ProcessGroup) -> Work:
     """Start the backend's own reduce-scatter of `buffer` into `out`."""
     options: Any = _ReduceScatterOptions()

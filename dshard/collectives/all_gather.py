@@ -12,10 +12,10 @@ from dshard.collectives.divergence import Kind
 from dshard.collectives.exchange import Exchange, shared_memory_of
 from dshard.collectives.group import Handle, ShardGroup
 from dshard.collectives.memory import Buffer, BufferPool
-from dshard.collectives.plan import GatherPlan, Places, shard_of
+from dshard.collectives.plan import GatherPlan, Places, put_together
 from dshard.collectives.streams import follow, stream_on
 from dshard.collectives.trace import record
-from dshard.layout import HEADER_BYTES, ShardLayout
+from dshard.layout import HEADER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +155,7 @@ def _unpack(rows: Tensor, places: Places, plan: GatherPlan) -> None:
         if slot is not None:
             slot.copy_(part)
         else:
-            _fill(places.fulls[i], part, plan.bucket.layouts[i])
-
-
-def _fill(full: Tensor, slots: Tensor, layout: ShardLayout) -> None:
-    """Copy the slots of one tensor, shape (num_ranks, slot), to their places in it."""
-    for rank in range(1 if layout.dim is None else layout.num_ranks):
-        shard_of(full, layout, rank).copy_(slots[rank, : layout.local_numel(rank)].view(layout.local_shape(rank)))
+            put_together(part, plan.bucket.layouts[i], places.fulls[i])
 
 
 def _gather_flat(

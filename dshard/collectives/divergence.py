@@ -31,11 +31,12 @@ class Kind(enum.IntEnum):
     GATHER = 0
     REDUCE = 1
     COMBINE = 2
+    MOVE = 3
 
     @property
     def text(self) -> str:
         """Its words in an error message."""
-        return ("the gather of", "the reduction of gradients of", "the combination of")[self]
+        return ("the gather of", "the reduction of gradients of", "the combination of", "the exchange for")[self]
 
 
 def tag_of(writes: object) -> int:

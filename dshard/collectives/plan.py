@@ -3,7 +3,7 @@
 import math
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -24,6 +24,38 @@ def shard_of(full: Tensor, layout: ShardLayout, rank: int) -> Tensor:
         return full
     extent = layout.extent(rank)
     return full.narrow(layout.dim, extent.start, extent.size)
+
+
+def put_together(slots: Tensor | Sequence[Tensor], layout: ShardLayout, full: Tensor) -> None:
+    """Copy the shards of all ranks, each of shape (at least `slot_numel`,), to their places in a full tensor."""
+    for part, shards in _parts_and_slots(full, layout, slots):
+        part.copy_(shards)
+
+
+def cut_into(full: Tensor, layout: ShardLayout, slots: Tensor) -> None:
+    """Copy a full tensor into slots of its shards: the way back of `put_together`."""
+    for part, shards in _parts_and_slots(full, layout, slots):
+        shards.copy_(part)
+
+
+def _parts_and_slots(
+    full: Tensor, layout: ShardLayout, slots: Tensor | Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of a full tensor, and of slots, of the same elements: of whole shards, and of one that is shorter."""
+    dim, size = layout.dim, layout.chunk_size
+    if dim is None or not layout.numel:
+        yield full, slots[0][: layout.numel].view(full.shape)
+        return
+    if not isinstance(slots, Tensor):
+        for rank, slot in enumerate(slots):
+            yield shard_of(full, layout, rank), slot[: layout.local_numel(rank)].view(layout.local_shape(rank))
+        return
+    num_whole = layout.shape[dim] // size
+    part = full.narrow(dim, 0, num_whole * size).unflatten(dim, (num_whole, size)).movedim(dim, 0)
+    yield part, slots[:num_whole, : layout.slot_numel].view(part.shape)
+    if num_whole * size < layout.shape[dim]:
+        rest = shard_of(full, layout, num_whole)
+        yield rest, slots[num_whole, : rest.numel()].view(rest.shape)
 
 
 def real_numel(layouts: Sequence[ShardLayout], rank: int) -> int:

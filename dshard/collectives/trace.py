@@ -20,7 +20,8 @@ class CommRecord:
     """One collective as this rank saw it.
 
     Args:
-        kind: 'all_gather', 'reduce_scatter', 'all_reduce' or 'broadcast'; 'check' where ranks compare what they did.
+        kind: 'all_gather', 'reduce_scatter', 'all_reduce', 'all_to_all' or 'broadcast'; 'check' where ranks compare
+            what they did.
         label: What it was for: a unit's name, or an operation.
         num_ranks: Ranks that took part.
         payload_bytes: Bytes of real elements that this rank sends under a direct or ring algorithm; between ranks of
@@ -217,5 +218,7 @@ class CommTrace:
 
 
 def _check_selection(who: str, kind: str | None, label: str | None) -> None:
-    arguments.choice(who, "kind", kind, "all_gather", "reduce_scatter", "all_reduce", "broadcast", "check", None)
+    arguments.choice(
+        who, "kind", kind, "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "check", None
+    )
     arguments.text(who, "label", label, or_none=True)

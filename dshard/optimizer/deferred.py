@@ -24,7 +24,15 @@ from dshard.collectives import SendRow
 from dshard.compiling import is_between_graphs
 from dshard.errors import StateError
 from dshard.interpreter import is_kept, is_referred_to
-from dshard.optimizer.swap import begin_swap, forget_gradients, may_swap, standin_of, wrapped_state
+from dshard.optimizer.swap import (
+    alike,
+    begin_swap,
+    forget_gradients,
+    may_swap,
+    settings_of,
+    standin_of,
+    wrapped_state,
+)
 from dshard.tensor.sharded_tensor import SHARDED, OffloadedShardedTensor
 from dshard.tensor.storage import DeferredStep, HomeRow, Scaling, ShardStorage
 from dshard.units.context import Phase
@@ -62,8 +70,7 @@ class Deferral:
             return
         cls.pending = deferral
         left_out = {id(param) for step in deferral._steps.values() for param in step.params}
-        for group in optimizer.param_groups:
-            deferral.settings.append({name: _copied(value) for name, value in group.items() if name != "params"})
+        deferral.settings = settings_of(optimizer)
         deferral._pin(left_out)
         if not begin_swap(optimizer, args, kwargs, left_out, deferral._unpin):
             cls.forget()
@@ -232,7 +239,7 @@ class _UnitStep(DeferredStep):
                     storages.append(value.shard_storage)
                     value = value.shard_storage.resolve()
                 seen[shard][name] = value
-        optimizer = _alike(self._deferral, self._groups, seen)
+        optimizer = alike(self._deferral.optimizer, self._deferral.settings, self._groups, seen)
         torch.autograd.graph.increment_version(list(self.params))
         self._rows = self._unit.copies.rows_to_cast({id(param.shard_storage) for param in self.params})
         states.awaited.append(self)
@@ -298,19 +305,6 @@ class _UnitStep(DeferredStep):
         ) from error
 
 
-def _alike(deferral: Deferral, groups: dict[int, list[Tensor]], state: Any) -> Optimizer:
-    """An optimizer with the settings that another one had when it stepped, over other tensors."""
-    optimizer = deferral.optimizer
-    made: Any = object.__new__(type(optimizer))
-    made.__dict__.update(optimizer.__dict__)
-    for name in _OF_SCALERS:
-        if name in made.__dict__:
-            made.__dict__[name] = _copied(made.__dict__[name])
-    made.param_groups = [{**deferral.settings[number], "params": shards} for number, shards in groups.items()]
-    made.state = state
-    return made
-
-
 def _num_threads() -> int:
     """On how many cores a step computes: as many as the program, or where torchrun has set that to 1, its share."""
     num_threads, num_sharing = torch.get_num_threads(), os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -318,18 +312,6 @@ def _num_threads() -> int:
     if num_threads > 1 or not is_torchruns or not num_sharing.isdecimal():
         return num_threads
     return max(1, len(os.sched_getaffinity(0)) // max(1, int(num_sharing)))
-
-
-_OF_SCALERS = ("grad_scale", "found_inf")  # that a GradScaler gives an optimizer for one step
-
-
-def _copied(value: Any) -> Any:
-    """A setting that nobody else writes to."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named one
-        return type(value)(*map(_copied, value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_copied, value))
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 class _States(defaultdict[Any, Any]):

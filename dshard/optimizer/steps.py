@@ -15,13 +15,13 @@ from dshard.collectives import await_settled
 from dshard.compiling import Pause, outside_of_graphs
 from dshard.interpreter import frame_above
 from dshard.optimizer.deferred import Deferral, await_steps
+from dshard.optimizer.owners import begin_whole, end_whole, whole_of
 from dshard.optimizer.replace import repoint_optimizer
 from dshard.optimizer.swap import check_interrupted, closure_of, end_swap
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.storage import ShardStorage, begin_step, end_step
 from dshard.units.unit import Unit
 
-_OF_MATRICES = (optim.Muon, optim.Adafactor, optim.LBFGS)
 Listener = Callable[[Optimizer], object]
 
 
@@ -81,6 +81,7 @@ _HOOK_ID = -1  # torch counts from 0
 def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The first that is done: what the program's own hooks see is what it is outside of the step."""
     Pause.is_wanted = False  # of a step that raised
+    end_whole()
     check_interrupted(optimizer, ())
     await_steps(optimizer)
     if optimizer not in _Steps.known:
@@ -97,7 +98,7 @@ def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 @outside_of_graphs
-def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Behind all hooks of the program, ahead of the step itself."""
     await_settled()
     begin_step(frame_above(1))
@@ -106,11 +107,15 @@ def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     written = written if closure_of(args, kwargs) is None else []  # else it computes first
     units = _units_of(written)
     _await_readers(written, units)
-    Deferral.begin(optimizer, args, kwargs)
-    if type(optimizer) in _OF_MATRICES:  # whose graphs would hold views of sharded tensors
-        Pause.is_wanted = True
     for pool in {id(unit.model.pool): unit.model.pool for unit in units}.values():
         pool.settle()  # of what gradients were reduced from: the step needs memory, too
+    whole = whole_of(optimizer)
+    if whole is not None or type(optimizer) is optim.LBFGS:  # whose graphs would hold views of sharded tensors
+        Pause.is_wanted = True
+    if whole is not None:
+        return begin_whole(optimizer, whole, args, kwargs)
+    Deferral.begin(optimizer, args, kwargs)
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +185,7 @@ def _leave(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Behind the step itself, ahead of all hooks of the program."""
     Pause.is_wanted = False
     end_step()
+    end_whole()
     end_swap(optimizer)
     count, _Steps.count = _Steps.count, None
     if count is not None and count.optimizer is optimizer:

@@ -214,6 +214,44 @@ def wrapped_state(old: Any, value: Any, param: ShardedTensor, shape: torch.Size)
     return value
 
 
+_OF_SCALERS = ("grad_scale", "found_inf")  # that a GradScaler gives an optimizer for one step
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The settings of an optimizer's groups as they are now, without their parameters."""
+    return [{name: _copied(value) for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
+
+
+def alike(
+    optimizer: Optimizer, settings: Sequence[dict[str, Any]], groups: dict[int, list[Tensor]], state: Any
+) -> Optimizer:
+    """An optimizer like another one, over other tensors.
+
+    Args:
+        optimizer: The other one.
+        settings: Of its groups, when it stepped.
+        groups: Tensors, by the numbers of the groups that they are in.
+        state: Of them.
+    """
+    made: Any = object.__new__(type(optimizer))
+    made.__dict__.update(optimizer.__dict__)
+    for name in _OF_SCALERS:
+        if name in made.__dict__:
+            made.__dict__[name] = _copied(made.__dict__[name])
+    made.param_groups = [{**settings[number], "params": tensors} for number, tensors in groups.items()]
+    made.state = state
+    return made
+
+
+def _copied(value: Any) -> Any:
+    """A setting that nobody else writes to."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named one
+        return type(value)(*map(_copied, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_copied, value))
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def check_interrupted(optimizer: Optimizer | None, params: Sequence[Tensor]) -> None:
     """Repair an optimizer whose step raised; if parameters had moved by then, say so once.
 

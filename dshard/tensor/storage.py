@@ -423,6 +423,11 @@ class ShardStorage:
         if not self._awaited:
             self._pending = None
 
+    def hand_over(self, pending: "Callable[[ShardStorage], None]") -> None:
+        """Let go of the shard: whoever uses it awaits it from somewhere else."""
+        self.tensor = self.standin = self.home = self.norms = self.home_row = None
+        self._pending, self._awaited, self.is_exposed = pending, (), False
+
     def retire(self, why: Exception) -> None:
         """Let go of the shard, which is elsewhere now; every later use raises."""
 

@@ -14,7 +14,7 @@ from dshard.testing import RemoteRankError, World, expect_error
 from tests.crossings import oracle, program
 from tests.crossings.comparing import differences
 from tests.crossings.covering import Row, covering_array
-from tests.crossings.factors import CONSTRAINTS, FACTORS, NUM_IN_TRIPLES, default_row, name_of, num_ranks_of
+from tests.crossings.factors import CONSTRAINTS, FACTORS, NUM_MAIN, default_row, name_of, num_ranks_of
 from tests.gpu import ranks, trainings
 from tests.pools import RestedPool
 
@@ -130,7 +130,7 @@ def test_who_waits_for_a_rank_that_sleeps_names_it_and_where_it_is(device: str):
 @cache
 def rows() -> list[Row]:
     """All pairs of the main factors of tests/crossings."""
-    factors = {f: levels if i < NUM_IN_TRIPLES else levels[:1] for i, (f, levels) in enumerate(FACTORS.items())}
+    factors = {f: levels if i < NUM_MAIN else levels[:1] for i, (f, levels) in enumerate(FACTORS.items())}
     return covering_array(factors, 0, list(CONSTRAINTS.values()))
 
 

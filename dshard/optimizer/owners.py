@@ -1,0 +1,737 @@
+"""Steps that need whole parameters, as Muon's do: each parameter is stepped by one rank, its owner.
+
+The owner gets the shards of the parameter and of its gradient, runs the optimizer's own `step` on the whole of both,
+and gives every rank its shard of the result. What the optimizer keeps for the parameter stays with the owner; in
+`optimizer.state` it stands as sharded tensors, whose shards are fetched from there when somebody uses them.
+"""
+
+import json
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.optim import Optimizer
+
+from dshard import collectives
+from dshard.autograd import outside_autograd
+from dshard.collectives import Handle, ReduceOp, ShardGroup, cut_into, put_together
+from dshard.compiling import outside_of_graphs
+from dshard.errors import StateError, UnsupportedOpError
+from dshard.layout import ShardLayout, assign
+from dshard.optimizer.replace import Move, Replaced, place_of, relocate, replacement_of
+from dshard.optimizer.swap import alike, closure_of, settings_of
+from dshard.tensor.meshes import placements_of
+from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
+from dshard.tensor.storage import ShardStorage
+from dshard.tensor.subclass_shards import subclass_gathers
+from dshard.tensor.views import dense_stride
+from dshard.units.placing import Place
+
+_ALIGN_BYTES = 16  # of each tensor in a row: a multiple of every element size
+_ROUND_BYTES = 8 << 20  # of the parameters that one owner steps at a time, unless one alone is larger
+_OF_TORCH = (optim.Muon, optim.Adafactor)
+_WITHOUT_COUNTS = (optim.Muon,)  # optimizers all of whose states are tensors of their parameters' shapes
+Cost = Callable[[torch.Size], float]
+
+
+def product_cost(shape: torch.Size) -> float:
+    """Work of a step that multiplies a matrix with itself, in products of numbers; of a vector its elements."""
+    numel = shape.numel()
+    return float(numel * min(shape[0], numel // shape[0])) if len(shape) > 1 and numel else float(numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What is asked of an optimizer by `dshard.optim.whole`.
+
+    Args:
+        params: The parameters that owners step; None for all.
+        cost: Work of one's step, by its shape.
+    """
+
+    params: Sequence[Tensor] | None = None
+    cost: Cost = product_cost
+
+    def asks_for(self) -> Callable[[Tensor], bool]:
+        """Tells of a parameter whether it is one of them, or has replaced one."""
+        if self.params is None:
+            return lambda param: True
+        ids = {id(replacement_of(each) if isinstance(each, Replaced) else each) for each in self.params}
+        return lambda param: id(param) in ids
+
+
+def whole_of(optimizer: Optimizer) -> Whole | None:
+    """What was asked of an optimizer, or holds for torch's; None for one that is stepped otherwise."""
+    asked: Whole | None = optimizer.__dict__.get("_dshard_whole")
+    return asked if asked is not None else _TORCHS if type(optimizer) in _OF_TORCH else None
+
+
+_TORCHS = Whole()
+
+
+class _Holding:
+    """The states of one parameter, whole, with its owner; what their shards await.
+
+    Args:
+        owners: Of the optimizer.
+        turn: Of the parameter.
+
+    Attributes:
+        tensors: By name; empty on other ranks.
+        is_held: Whether they are there, and not in shards.
+    """
+
+    def __init__(self, owners: "Owners", turn: "_Turn") -> None:
+        self._owners, self.owner, self.group, self.name = owners, turn.owner, turn.group, turn.param.name
+        self.tensors: dict[str, Tensor] = {}
+        self.is_held = False
+        self._storages: dict[str, weakref.ref[ShardStorage]] = {}
+        self.kinds: dict[str, tuple[ShardLayout, torch.dtype, torch.device]] = {}  # of each state
+
+    def keep(self, states: dict[str, Any]) -> None:
+        """Have the sharded ones among a parameter's states, which its owner has written, await this."""
+        sharded = {name: value for name, value in states.items() if type(value) in SHARDED}
+        is_known = len(sharded) == len(self._storages) and all(self.holds(*item) for item in sharded.items())
+        if not is_known:
+            self._storages, self.kinds, self.is_held = {}, {}, True
+        for name, value in sharded.items():
+            storage = value.shard_storage
+            storage.num_writes += 1
+            if not is_known:
+                self._storages[name] = weakref.ref(storage)
+                self.kinds[name] = storage.layout, value.storage_dtype, value.storage_device
+                storage.hand_over(self)
+                value.origin = None
+
+    def holds(self, name: str, value: Any) -> bool:
+        """Whether a state is the one of that name which is here."""
+        known = self._storages.get(name)
+        return self.is_held and known is not None and type(value) in SHARDED and known() is value.shard_storage
+
+    def deliver(self, name: str, shard: Tensor) -> None:
+        """This rank's shard of a state has come from the owner."""
+        if (storage := self._storages[name]()) is not None:
+            storage.deliver(shard)
+
+    def __call__(self, storage: ShardStorage) -> None:
+        """As what a shard awaits: all states come back from their owners."""
+        self._owners.bring_back(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A parameter that its owner steps.
+
+    Args:
+        number: Of the optimizer's group that it is in.
+        param: The parameter.
+        group: The ranks that have its shards; this one by itself, with others as replicas, where each has all of it.
+        owner: The rank, among those that train together.
+    """
+
+    number: int
+    param: ShardedTensor
+    group: ShardGroup
+    owner: int
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this rank is the owner."""
+        return self.owner == self.group.world_rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A tensor of which shards travel.
+
+    Args:
+        layout: How it is cut.
+        dtype: Of its elements.
+        stride: Of the whole tensor.
+    """
+
+    layout: ShardLayout
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: ShardedTensor) -> "_Piece":
+        return cls(tensor.shard_layout, tensor.storage_dtype, tensor.stride())
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of the place for one rank's shard."""
+        return -(-self.layout.slot_numel * self.dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+
+    def whole(self, rows: Tensor | Sequence[Tensor], at: int) -> Tensor:
+        """The whole tensor, of shards that begin at a byte of the rows of all ranks."""
+        end, device = at + self.layout.slot_numel * self.dtype.itemsize, rows[0].device
+        if isinstance(rows, Tensor):
+            slots: Tensor | list[Tensor] = rows[:, at:end].view(self.dtype)
+        else:
+            slots = [row[at:end].view(self.dtype) for row in rows]
+        full = torch.empty_strided(self.layout.shape, self.stride, dtype=self.dtype, device=device)
+        put_together(slots, self.layout, full)
+        return full
+
+    def cut(self, full: Tensor, rows: Tensor, at: int) -> None:
+        """Write the shards of a whole tensor to where they begin in rows, shape (ranks, bytes)."""
+        end = at + self.layout.slot_numel * self.dtype.itemsize
+        cut_into(full, self.layout, rows[:, at:end].view(self.dtype))
+
+
+class Owners:
+    """Which ranks step the parameters of an optimizer, and what they keep for them.
+
+    Args:
+        optimizer: The optimizer.
+        params: That owners step, with the numbers of their groups.
+        cost: Work of one's step, by its shape.
+    """
+
+    def __init__(self, optimizer: Optimizer, params: Sequence[tuple[int, ShardedTensor]], cost: Cost) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.key = _key_of(params)
+        worlds = [_ranks_of(param) for _, param in params]
+        turns: list[_Turn | None] = [None] * len(params)
+        for ranks in dict.fromkeys(worlds):  # most often the same ranks train all
+            places = [i for i, known in enumerate(worlds) if known == ranks]
+            owners = assign([cost(params[i][1].shape) for i in places], len(ranks))
+            for i, owner in zip(places, owners, strict=True):
+                turns[i] = _Turn(*params[i], _group_of(params[i][1]), owner)
+        self._turns = {id(turn.param): turn for turn in turns if turn is not None}
+        self.holdings: dict[int, _Holding] = {}  # by the id of the parameter
+        self._known: dict[tuple[int, ...], list[list[_Turn]]] = {}
+        self.capacity = 0  # bytes of memory of one exchange, so that all take the same
+
+    def rounds(self, params: Iterable[ShardedTensor]) -> list[list[_Turn]]:
+        """What is stepped at a time: of each owner a few parameters, all over the same ranks."""
+        turns = [self._turns[id(param)] for param in params]
+        key = tuple(id(turn.param) for turn in turns)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = list(_rounds(turns))
+            for each in known:
+                pieces = [(turn.owner, _Piece.of(turn.param)) for turn in each]
+                most = 2 * each[0].group.num_ranks * max(_segments(pieces, each[0].group))
+                self.capacity = max(self.capacity, most)
+        return known
+
+    def bring_back(self, first: _Holding) -> None:
+        """Give all ranks their shards of all states that owners hold.
+
+        Communicates:
+            An all-to-all of the shards, and between replicas an all-gather of them.
+        """
+        held = [holding for holding in self.holdings.values() if holding.is_held]
+        for chunk in _chunks(held if first in held else [first]):
+            _bring_back(chunk)
+
+    def give_up(self) -> None:
+        """Others are to be the owners: all states come back."""
+        held = next((holding for holding in self.holdings.values() if holding.is_held), None)
+        if held is not None:
+            self.bring_back(held)
+
+    def holding_of(self, turn: _Turn) -> _Holding:
+        """What the owner of a parameter keeps for it."""
+        return self.holdings.setdefault(id(turn.param), _Holding(self, turn))
+
+
+def _key_of(params: Sequence[tuple[int, ShardedTensor]]) -> tuple[Any, ...]:
+    return tuple((id(param), number, param.shard_group.full_name, param.shard_layout) for number, param in params)
+
+
+def _group_of(param: ShardedTensor) -> ShardGroup:
+    group = param.shard_group
+    return group if param.shard_layout.dim is not None or group.num_ranks == 1 else ShardGroup.alone(group)
+
+
+def _ranks_of(param: ShardedTensor) -> tuple[int, ...]:
+    """Those that train a parameter together, as their numbers in its group and replicas count them."""
+    return tuple(param._spec.mesh.mesh.flatten().tolist())
+
+
+def _chunks(held: Sequence[_Holding]) -> Iterator[list[_Holding]]:
+    """Holdings that can be brought back together."""
+    kinds: dict[str, list[_Holding]] = {}
+    for holding in held:
+        kinds.setdefault(holding.group.full_name, []).append(holding)
+    for same in kinds.values():
+        chunk: list[_Holding] = []
+        num_bytes = 0
+        for holding in same:
+            size = sum(layout.numel * dtype.itemsize for layout, dtype, _ in holding.kinds.values())
+            if chunk and num_bytes + size > _ROUND_BYTES:
+                yield chunk
+                chunk, num_bytes = [], 0
+            chunk.append(holding)
+            num_bytes += size
+        yield chunk
+
+
+def _rounds(turns: Sequence[_Turn]) -> Iterator[list[_Turn]]:
+    kinds: dict[str, list[_Turn]] = {}
+    for turn in turns:
+        kinds.setdefault(turn.group.full_name, []).append(turn)
+    for same in kinds.values():
+        of_owner: dict[int, list[list[_Turn]]] = {}
+        for turn in sorted(same, key=lambda turn: -turn.param.numel()):
+            mine, size = of_owner.setdefault(turn.owner, [[]]), turn.param.numel() * turn.param.storage_dtype.itemsize
+            if mine[-1] and size + sum(_num_bytes(other.param) for other in mine[-1]) > _ROUND_BYTES:
+                mine.append([])
+            mine[-1].append(turn)
+        for number in range(max(map(len, of_owner.values()))):
+            parts = (mine[number] for _, mine in sorted(of_owner.items()) if number < len(mine))
+            yield [turn for part in parts for turn in part]
+
+
+def _num_bytes(param: ShardedTensor) -> int:
+    return int(param.numel() * param.storage_dtype.itemsize)
+
+
+# Rows of bytes: a segment for each owner, in it a slot for each piece of each of its parameters.
+
+
+def _segments(pieces: Sequence[tuple[int, _Piece]], group: ShardGroup) -> list[int]:
+    """Bytes of the segment of each owner, by its number among all that train together."""
+    sizes = [0] * group.world_size
+    for owner, piece in pieces:
+        sizes[owner] += piece.slot_bytes
+    return sizes
+
+
+def _own_replica(group: ShardGroup) -> int:
+    """Number of the first rank, among all that train together, of those that this one shares shards with."""
+    return group.world_rank - group.rank
+
+
+def _collect(
+    pieces: Sequence[tuple[int, _Piece]], shards: Sequence[Tensor], group: ShardGroup, label: str, capacity: int
+) -> Handle[list[Tensor]]:
+    """Send owners the shards of what is theirs; gives the whole tensors of those that this rank owns.
+
+    Args:
+        pieces: With their owners.
+        shards: This rank's, of each.
+        group: The ranks that have shards.
+        label: What for.
+        capacity: Of memory for it, in bytes.
+    """
+    start = _own_replica(group)
+    sizes = _segments(pieces, group)[start : start + group.num_ranks]
+
+    def fill(row: Tensor) -> None:
+        at = [sum(sizes[:owner]) for owner in range(group.num_ranks)]
+        outs, values = [], []
+        for (owner, piece), shard in zip(pieces, shards, strict=True):
+            if start <= owner < start + group.num_ranks:
+                place = row[at[owner - start] :][: shard.numel() * piece.dtype.itemsize]
+                outs.append(place.view(piece.dtype).view(shard.shape))
+                values.append(shard)
+                at[owner - start] += piece.slot_bytes
+        if outs:
+            torch._foreach_copy_(outs, values)
+
+    def put(rows: Tensor | Sequence[Tensor]) -> list[Tensor]:
+        own = [piece for owner, piece in pieces if owner == group.world_rank]
+        at = [0, *accumulate(piece.slot_bytes for piece in own)]
+        return [piece.whole(rows, start) for piece, start in zip(own, at, strict=False)]
+
+    return collectives.to_owners(fill, sizes, group, put, label=label, capacity=capacity)
+
+
+def _spread(
+    pieces: Sequence[tuple[int, _Piece]], fulls: Sequence[Tensor], group: ShardGroup, label: str, capacity: int = 0
+) -> Callable[[], Iterator[Tensor]]:
+    """Give all ranks their shards of what owners have.
+
+    Args:
+        pieces: With their owners.
+        fulls: This rank's, in the order of the pieces that it owns.
+        group: The ranks that have shards.
+        label: What for.
+        capacity: Of memory for it, in bytes.
+
+    Returns:
+        Waits, and gives this rank's shard of each piece.
+    """
+    sizes, start = _segments(pieces, group), _own_replica(group)
+
+    def fill(rows: Tensor) -> None:
+        own = [piece for owner, piece in pieces if owner == group.world_rank]
+        at = accumulate((piece.slot_bytes for piece in own), initial=0)
+        for piece, full, place in zip(own, fulls, at, strict=False):
+            piece.cut(full, rows, place)
+
+    sizes_here = sizes[start : start + group.num_ranks]
+    handle = collectives.from_owners(fill, sizes_here, group, label=label, capacity=capacity)
+
+    def finish() -> Iterator[Tensor]:
+        row = _from_replicas(handle.wait(), sizes, group, label)
+        return iter(_shards_in(row, pieces, sizes, group.rank))
+
+    return finish
+
+
+def _from_replicas(row: Tensor, sizes: Sequence[int], group: ShardGroup, label: str) -> Tensor:
+    """All segments, of those that the owners among this rank's own replica have sent."""
+    level, num_together = group.replicas, group.num_ranks
+    while level is not None:
+        block = num_together * level.num_ranks
+        start = group.world_rank // block * block
+        parts = range(start, start + block, num_together)
+        of_parts = [sum(sizes[part : part + num_together]) for part in parts]
+        row = collectives.share(partial(_copy, row), of_parts, level, label=label).wait()
+        level, num_together = level.replicas, block
+    return row
+
+
+def _copy(values: Tensor, into: Tensor) -> None:
+    into.copy_(values)
+
+
+def _shards_in(row: Tensor, pieces: Sequence[tuple[int, _Piece]], sizes: Sequence[int], rank: int) -> list[Tensor]:
+    """This rank's shards in the segments of all owners."""
+    at = [sum(sizes[:owner]) for owner in range(len(sizes))]
+    found = []
+    for owner, piece in pieces:
+        numel = piece.layout.local_numel(rank)
+        place = row[at[owner] :][: numel * piece.dtype.itemsize].view(piece.dtype)
+        found.append(place.view(piece.layout.local_shape(rank)))
+        at[owner] += piece.slot_bytes
+    return found
+
+
+def _bring_back(held: Sequence[_Holding]) -> None:
+    """Give all ranks their shards of the states that owners have, all over the same ranks."""
+    group = held[0].group
+    pieces, fulls, places = [], [], []
+    for holding in held:
+        holding.is_held = False
+        for name, (layout, dtype, device) in holding.kinds.items():
+            stride = dense_stride(torch.empty(layout.shape, device="meta"))
+            pieces.append((holding.owner, _Piece(layout, dtype, stride)))
+            places.append((holding, name, device))
+            if holding.owner == group.world_rank:
+                fulls.append(holding.tensors.pop(name))
+    with torch.no_grad():
+        label = f"states of '{held[0].name}' and {len(held) - 1} more"
+        for (holding, name, device), shard in zip(places, _spread(pieces, fulls, group, label)(), strict=True):
+            holding.deliver(name, torch.empty_like(shard, device=device).copy_(shard))
+
+
+def _said_by_all(own: Any, group: ShardGroup) -> list[Any]:
+    """What each rank has to say, as JSON, among those that train together."""
+    text = torch.tensor(list(json.dumps(own).encode()), dtype=torch.uint8).to(group.device)
+    lengths = torch.zeros(group.world_size, dtype=torch.int64, device=group.device)
+    lengths[group.world_rank] = text.numel()
+    label, start = "states of an optimizer", _own_replica(group)
+    total = collectives.all_reduce([lengths], group, ReduceOp.SUM, label=label, everywhere=True).wait()[0]
+    sizes: list[int] = total.tolist()
+    row = collectives.share(partial(_copy, text), sizes[start : start + group.num_ranks], group, label=label).wait()
+    texts = bytes(_from_replicas(row, sizes, group, label).tolist())
+    ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
+    return [json.loads(texts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+
+
+class WholeStep:
+    """The step of those of an optimizer's parameters that owners step.
+
+    Args:
+        optimizer: The optimizer.
+        whole: Which these are.
+    """
+
+    def __init__(self, optimizer: Optimizer, whole: Whole) -> None:
+        self._optimizer = optimizer
+        groups, is_asked = enumerate(optimizer.param_groups), whole.asks_for()
+        given = [(number, param) for number, group in groups for param in group["params"]]
+        found = [(number, param) for number, param in given if is_asked(param) and _can_be_owned(param)]
+        with_grad = [param for _, param in found if _has_gradient(param)]
+        owners: Owners | None = optimizer.__dict__.get("_dshard_owners")
+        if owners is None or owners.key != _key_of(found):
+            if owners is not None:
+                owners.give_up()
+            owners = optimizer.__dict__["_dshard_owners"] = Owners(optimizer, found, whole.cost)
+        self._owners = owners
+        self._settings = settings_of(optimizer)
+        self.params = with_grad
+        self._rounds = owners.rounds(with_grad) if with_grad else []
+        states = [_without_dtensors(optimizer.state.get(param)) for param in with_grad]
+        are_sharded = (s and all(type(value) in SHARDED for value in s.values()) for s in states)
+        self._are_facts_known = type(optimizer) in _WITHOUT_COUNTS and all(are_sharded)
+        self._facts: dict[str, dict[str, Any]] = {}  # by the ranks that are told, and the parameter's number
+
+    def run(self) -> None:
+        """Step: while one round is computed, the next one arrives, and the last one leaves."""
+        leaving: Callable[[], None] | None = None
+        arriving = self._fetch(self._rounds[0]) if self._rounds else None
+        for number, turns in enumerate(self._rounds):
+            assert arriving is not None
+            here = iter(arriving.wait())
+            following = self._fetch(self._rounds[number + 1]) if number + 1 < len(self._rounds) else None
+            fulls = self._step(turns, here)
+            del here
+            arriving = following
+            begun = self._give_out(turns, fulls)
+            if leaving is not None:
+                leaving()
+            leaving = begun
+        if leaving is not None:
+            leaving()
+        self._settle_states()
+
+    def _fetch(self, turns: Sequence[_Turn]) -> Handle[list[Tensor]]:
+        """Send owners what they need for a round, and get what this rank does, whole."""
+        group, pieces, shards = turns[0].group, [], []
+        for turn in turns:
+            for tensor in (turn.param, _gradient(turn.param), *self._resting(turn).values()):
+                pieces.append((turn.owner, _Piece.of(tensor)))
+                shards.append(tensor.shard_storage.resolve())
+        label = f"step of '{turns[0].param.name}' and {len(turns) - 1} more"
+        return _collect(pieces, shards, group, label, self._owners.capacity)
+
+    def _resting(self, turn: _Turn) -> dict[str, ShardedTensor]:
+        """States of a parameter that are in shards, and lie as it does."""
+        holding, states = self._owners.holding_of(turn), self._optimizer.state.get(turn.param, {})
+        resting = {n: v for n, v in states.items() if type(v) in SHARDED and not holding.holds(n, v)}
+        place = place_of(turn.param)
+        moves = [Move(v, place if v.shape == turn.param.shape else _place_beside(place, v)) for v in resting.values()]
+        relocate(moves)
+        return resting
+
+    def _step(self, turns: Sequence[_Turn], found: Iterator[Tensor]) -> list[Tensor]:
+        """Step this rank's parameters of a round, whole; gives them.
+
+        Args:
+            turns: Of the round.
+            found: What was fetched for it.
+        """
+        own = [turn for turn in turns if turn.is_own]
+        fulls: list[Any] = []
+        groups: dict[int, list[Tensor]] = {}
+        state: Any = defaultdict(dict)
+        for turn in own:
+            full = nn.Parameter(next(found), requires_grad=turn.param.requires_grad)
+            full.grad = next(found)
+            groups.setdefault(turn.number, []).append(full)
+            fulls.append(full)
+            taken = {name: next(found) for name in self._resting(turn)}
+            states, held = self._optimizer.state.get(turn.param, {}), self._owners.holding_of(turn).tensors
+            device = full.device
+            for name, value in states.items():
+                value = taken[name] if name in taken else held.pop(name) if type(value) in SHARDED else value
+                state[full][name] = value.to(device) if isinstance(value, Tensor) and value.dim() else value
+        if own:
+            optimizer = alike(self._optimizer, self._settings, groups, state)
+            step: Any = type(optimizer).step
+            getattr(step, "__wrapped__", step)(optimizer)  # without hooks, which run once for all
+        for turn, full in zip(own, fulls, strict=True):
+            full.grad = None
+            self._take_states(turn, state[full])
+        return fulls
+
+    def _take_states(self, turn: _Turn, states: dict[str, Any]) -> None:
+        """Keep the states that a step has left for a parameter of this rank."""
+        holding, facts = self._owners.holding_of(turn), {}
+        holding.tensors = {}
+        for name, value in states.items():
+            if isinstance(value, Tensor) and value.dim():
+                holding.tensors[name] = value.to(turn.param.storage_device)
+            if not self._are_facts_known:
+                facts[name] = _fact_of(name, value, turn.param)
+        self._facts.setdefault(turn.group.full_name, {})[self._number_of(turn)] = facts
+
+    def _number_of(self, turn: _Turn) -> str:
+        return str(next(i for i, param in enumerate(self.params) if param is turn.param))
+
+    def _give_out(self, turns: Sequence[_Turn], fulls: Sequence[Tensor]) -> Callable[[], None]:
+        """Give all ranks their shards of a round's parameters; returns what waits for them."""
+        group = turns[0].group
+        pieces = [(turn.owner, _Piece.of(turn.param)) for turn in turns]
+        label = f"step of '{turns[0].param.name}' and {len(turns) - 1} more"
+        finish = _spread(pieces, [full.detach() for full in fulls], group, label, self._owners.capacity)
+
+        def put() -> None:
+            shards = [turn.param.shard_storage.writable() for turn in turns]
+            torch._foreach_copy_(shards, list(finish()))
+
+        return put
+
+    def _settle_states(self) -> None:
+        """Have all ranks know the states that there are, of which the large ones await their owners."""
+        if self._are_facts_known:
+            for turns in self._rounds:
+                for turn in turns:
+                    self._owners.holding_of(turn).keep(self._optimizer.state[turn.param])
+            return
+        facts: dict[str, dict[str, Any]] = {}
+        groups = {turns[0].group.full_name: turns[0].group for turns in self._rounds}
+        for name, group in groups.items():
+            for said in _said_by_all(self._facts.get(name, {}), group):
+                facts.update(said)
+        for turns in self._rounds:
+            for turn in turns:
+                self._write_states(turn, facts[self._number_of(turn)])
+
+    def _write_states(self, turn: _Turn, facts: dict[str, Any]) -> None:
+        """Have `optimizer.state` hold what the owner of a parameter says."""
+        old = dict(self._optimizer.state.get(turn.param, {}))
+        states = self._optimizer.state[turn.param]
+        states.clear()
+        for name, fact in facts.items():
+            states[name] = _state_of(fact, old.get(name), turn.param)
+        self._owners.holding_of(turn).keep(states)
+
+
+def _without_dtensors(states: dict[str, Any] | None) -> dict[str, Any] | None:
+    """States of a parameter; what torch has loaded as a plain DTensor is whole from now on.
+
+    Communicates:
+        An all-gather of each of those.
+    """
+    for name, value in (states or {}).items():
+        if isinstance(value, DTensor) and type(value) not in SHARDED and states is not None:
+            states[name] = value.full_tensor()
+    return states
+
+
+def _fact_of(name: str, value: Any, param: ShardedTensor) -> Any:
+    """What other ranks are told of a state.
+
+    Raises:
+        UnsupportedOpError: It is neither a tensor nor a number.
+    """
+    if isinstance(value, Tensor) and value.dim():
+        return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, Tensor):
+        device = value.device.type
+        return {"value": value.item(), "dtype": str(value.dtype).removeprefix("torch."), "device": device}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    raise UnsupportedOpError(
+        f"{param.name}: the states of an optimizer that steps whole parameters must be tensors, numbers or texts, but "
+        f"'{name}' is a {type(value).__name__}. Leave the parameter out of dshard.optim.whole(params=...)."
+    )
+
+
+def _state_of(fact: dict[str, Any], old: Any, param: ShardedTensor) -> Any:
+    """A state as `optimizer.state` has it."""
+    if "dtype" not in fact:
+        return fact["value"]
+    dtype = getattr(torch, fact["dtype"])
+    if "value" in fact:
+        if isinstance(old, Tensor) and not old.dim() and old.dtype == dtype:
+            return old.fill_(fact["value"]) if old.item() != fact["value"] else old
+        device = fact["device"] if fact["device"] == "cpu" else param.device
+        return torch.tensor(fact["value"], dtype=dtype, device=device)
+    shape = tuple(fact["shape"])
+    if type(old) in SHARDED and tuple(old.shape) == shape and old.storage_dtype == dtype:
+        return old
+    storage = ShardStorage(None, param.shard_layout, is_shared=True)
+    if shape == tuple(param.shape):
+        storage.hand_over(_nothing)
+        return param.like(storage, dtype=dtype)
+    group, place = param.shard_group, place_of(param)
+    dim = None if place.dim is None else 0
+    storage.layout = ShardLayout(shape, dim, group.num_ranks)
+    storage.hand_over(_nothing)
+    stride = dense_stride(torch.empty(shape, device="meta"))
+    meta = TensorMeta(torch.Size(shape), stride, dtype)
+    spec = DTensorSpec(place.mesh, placements_of(dim, place.mesh), tensor_meta=meta)
+    prototype = torch.empty(0, dtype=dtype, device=param.storage_device)
+    return param.kin.wrap(storage, spec, group, name=param.given_name, prototype=prototype)
+
+
+def _nothing(storage: ShardStorage) -> None:
+    pass
+
+
+def _place_beside(place: Place, value: ShardedTensor) -> Place:
+    """Where a state of another shape than its parameter's lies."""
+    return Place(place.mesh, None if place.dim is None or not value.dim() else 0)
+
+
+def _can_be_owned(param: Tensor) -> bool:
+    """Whether a parameter is one that its owner can step."""
+    if not isinstance(param, ShardedTensor) or type(param) not in SHARDED:
+        return False
+    return (
+        type(param.shard_layout) is ShardLayout
+        and not param.is_view
+        and not param.is_meta
+        and not subclass_gathers(param.shard_storage.resolve())
+    )
+
+
+def _gradient(param: ShardedTensor) -> ShardedTensor:
+    grad: Any = param.grad
+    return grad
+
+
+def _has_gradient(param: ShardedTensor) -> bool:
+    grad: Any = param.grad
+    return type(grad) in SHARDED and not grad.is_view and grad.shard_storage.layout == param.shard_layout
+
+
+class _Hidden:
+    """The parameters of an optimizer's groups, of which its own step sees those that owners have not stepped."""
+
+    of: ClassVar[tuple[Optimizer, list[list[Tensor]]] | None] = None
+
+
+def begin_whole(optimizer: Optimizer, whole: Whole, args: Any, kwargs: Any) -> Any:
+    """Step what owners step of an optimizer that is about to step, and leave the rest to its own step.
+
+    Returns:
+        What its step is to be given instead of its arguments, by place and by name: with a closure the loss is computed
+        first. None for the same.
+    """
+    closure = closure_of(args, kwargs)
+    if closure is None:
+        _step_and_hide(optimizer, whole)
+        return None
+    calls: list[None] = []
+
+    def compute() -> Any:
+        if calls:
+            raise StateError(
+                f"{type(optimizer).__name__}: a step of whole parameters may call its closure once, but it calls it "
+                "again. Leave its parameters out of dshard.optim.whole(params=...)."
+            )
+        calls.append(None)
+        loss = closure()
+        _step_and_hide(optimizer, whole)
+        return loss
+
+    if len(args) > 1:
+        return (args[0], compute, *args[2:]), kwargs
+    return args, {**kwargs, "closure": compute}
+
+
+@outside_of_graphs
+def _step_and_hide(optimizer: Optimizer, whole: Whole) -> None:
+    with torch.no_grad(), outside_autograd():
+        step = WholeStep(optimizer, whole)
+        step.run()
+    _Hidden.of = optimizer, [group["params"] for group in optimizer.param_groups]
+    stepped = set(map(id, step.params))
+    for group in optimizer.param_groups:
+        group["params"] = [param for param in group["params"] if id(param) not in stepped]
+
+
+def end_whole() -> None:
+    """The step has ended, or raised: the optimizer has all of its parameters again."""
+    if _Hidden.of is not None:
+        (optimizer, params), _Hidden.of = _Hidden.of, None
+        for group, own in zip(optimizer.param_groups, params, strict=True):
+            group["params"] = own

@@ -1,0 +1,294 @@
+"""Steps of whole parameters by their owners have the bits of the same optimizer over plain parameters.
+
+Random programs: parameters of many shapes under different strategies, in two groups, some of whose gradients are
+missing or clipped; between steps states are read and loaded, strategies are changed and settings too.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import dshard
+import dshard.optim
+from dshard.layout import assign
+from dshard.testing import WorldPool, expect_error
+
+SHAPES = ((6, 4), (5, 7), (1, 3), (16, 16), (9, 2), (3, 130))
+VECTORS = ((8,), (3,), ())
+KINDS = ("Muon", "Adafactor", "Preconditioned")
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """As Shampoo: states of other shapes than the parameter's, counts in Python, in a tensor and in the group."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr, "rounds": 0})
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.num_steps += 1
+        for group in self.param_groups:
+            group["rounds"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._step(p, group["lr"] / group["rounds"])
+        return loss
+
+    def _step(self, p: Tensor, lr: float) -> None:
+        state, grad = self.state[p], p.grad.reshape(p.shape[0] if p.dim() else 1, -1)  # type: ignore[union-attr]
+        if not state:
+            state["left"] = torch.eye(grad.shape[0], dtype=p.dtype)
+            state["count"], state["tensor count"], state["mean"] = 0, torch.tensor(0.0), torch.zeros_like(p)
+        state["count"] += 1
+        state["tensor count"] += 0.5
+        state["left"].mul_(0.9).addmm_(grad, grad.T)
+        state["mean"].lerp_(p.grad, 0.5)  # type: ignore[arg-type]
+        update = torch.linalg.solve(state["left"] + 0.1 * torch.eye(grad.shape[0], dtype=p.dtype), grad).reshape(
+            p.shape
+        )
+        p.add_(update + 0.01 * state["mean"], alpha=-lr * math.sqrt(state["count"]) / float(state["tensor count"]))
+
+
+class Model(nn.Module):
+    """Its gradient is what it is given: small multiples of 1/64, whose means over ranks are exact."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.own = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+
+    def forward(self, grads: dict[int, Tensor]) -> Tensor:
+        parts = [(self.own[i] * grad).sum() for i, grad in grads.items()]
+        return torch.stack(parts).sum()
+
+
+def gradients(shapes: list[tuple[int, ...]], missing: set[int], step: int) -> dict[int, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    drawn = [torch.randint(-64, 64, shape, generator=generator) / 64 for shape in shapes]
+    return {i: grad for i, grad in enumerate(drawn) if i not in missing}
+
+
+def make(kind: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.05}]
+    groups = [group for group in groups if group["params"]]
+    if kind == "Preconditioned":
+        return dshard.optim.whole(Preconditioned(groups))
+    return getattr(torch.optim, kind)(groups, lr=0.02)
+
+
+def full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, dshard.ShardedTensor) else value
+
+
+def check_states(found: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> None:
+    theirs, own = expected.state_dict(), found.state_dict()
+    assert own["param_groups"] == theirs["param_groups"]
+    assert own["state"].keys() == theirs["state"].keys()
+    for number, states in theirs["state"].items():
+        assert list(own["state"][number]) == list(states)
+        for name, value in states.items():
+            got = full(own["state"][number][name])
+            assert type(got) is type(value) or isinstance(got, Tensor)
+            assert torch.equal(torch.as_tensor(got), torch.as_tensor(value)), f"{number}: {name}"
+
+
+def act(action: str, model: Any, optimizer: Any, plain: Any, other: Any) -> None:
+    """What a program does between two steps, to the sharded one and to the plain one."""
+    if action == "look":
+        check_states(optimizer, other)
+    elif action == "load":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        other.load_state_dict(copy.deepcopy(other.state_dict()))
+    elif action == "switch":
+        dshard.set_strategy(model, "ddp" if model.own[0].shard_layout.dim is not None else "full")
+    elif action == "settings":
+        for each in (optimizer, other):
+            each.param_groups[0]["lr"] *= 0.5
+    elif action == "clip":
+        for each in (model, plain):
+            torch.nn.utils.clip_grad_value_(each.parameters(), 0.25)
+
+
+def run(kind: str, shapes: list[tuple[int, ...]], strategy: Any, program: list[tuple[str, set[int]]]) -> None:
+    plain, sharded = Model(shapes), dshard.fully_shard(Model(shapes), strategy=strategy)
+    other, optimizer = make(kind, list(plain.parameters())), make(kind, list(sharded.parameters()))
+    for step, (action, missing) in enumerate(program):
+        grads = gradients(shapes, missing, step)
+
+        def closure(model: Any, own: Any, grads: dict[int, Tensor] = grads) -> Tensor:
+            own.zero_grad()
+            loss = model(grads)
+            loss.backward()
+            return loss
+
+        if action == "closure":
+            optimizer.step(lambda: closure(sharded, optimizer))
+            other.step(lambda: closure(plain, other))
+        else:
+            closure(sharded, optimizer)
+            closure(plain, other)
+            act(action, sharded, optimizer, plain, other)
+            optimizer.step()
+            other.step()
+        for number, (p, q) in enumerate(zip(sharded.parameters(), plain.parameters(), strict=True)):
+            assert torch.equal(p.full_tensor(), q), f"parameter {number} after step {step} ({action})"
+    check_states(optimizer, other)
+
+
+ACTIONS = ("none", "look", "load", "switch", "settings", "clip", "closure")
+STRATEGIES: tuple[Any, ...] = ("full", "ddp", "zero2", {"own.0": "ddp", "own.1": "zero1"})
+
+
+@settings(max_examples=12)
+@given(data=st.data())
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_programs_have_the_bits_of_plain_parameters(worlds: WorldPool, kind, num_ranks, data):
+    allowed = SHAPES if kind == "Muon" else SHAPES + VECTORS
+    shapes = data.draw(st.lists(st.sampled_from(allowed), min_size=2, max_size=5))
+    strategies = (*STRATEGIES, "hybrid(2)") if num_ranks == 4 else STRATEGIES
+    missing = st.sets(st.integers(0, len(shapes) - 1), max_size=1)
+    program = data.draw(st.lists(st.tuples(st.sampled_from(ACTIONS), missing), min_size=2, max_size=6))
+    worlds.run(num_ranks, run, kind, shapes, data.draw(st.sampled_from(strategies)), program)
+
+
+def least_makespan(costs: list[float], num_owners: int) -> float:
+    """The best of all assignments."""
+    best = sum(costs)
+
+    def go(left: list[float], loads: tuple[float, ...]) -> None:
+        nonlocal best
+        if not left:
+            best = min(best, max(loads))
+            return
+        for owner in range(num_owners):
+            after = (*loads[:owner], loads[owner] + left[0], *loads[owner + 1 :])
+            if after[owner] < best:
+                go(left[1:], tuple(sorted(after)))
+
+    go(sorted(costs, reverse=True), (0.0,) * num_owners)
+    return best
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 40), max_size=11), st.integers(1, 4))
+def test_no_rank_has_more_than_5_percent_above_the_best_assignment(costs, num_owners):
+    owners = assign(costs, num_owners)
+    loads = [
+        sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == each) for each in range(num_owners)
+    ]
+    assert max(loads, default=0) <= 1.05 * least_makespan(list(map(float, costs)), num_owners)
+
+
+def test_many_pieces_of_work_are_shared_out_within_5_percent_of_what_no_assignment_can_be_below():
+    generator = torch.Generator().manual_seed(0)
+    for num_owners in (2, 8, 64):
+        costs = (torch.randint(1, 5, (num_owners * 6,), generator=generator) ** 3).tolist()
+        owners = assign(costs, num_owners)
+        loads = [sum(c for c, owner in zip(costs, owners, strict=True) if owner == each) for each in range(num_owners)]
+        assert max(loads) <= 1.05 * max(sum(costs) / num_owners, *costs)
+
+
+def counted(strategy: str) -> tuple[int, int, list[str], int]:
+    """Bytes that the second of two steps sends, those of all parameters, its collectives, and bytes of states here."""
+    model = dshard.fully_shard(Model([(8, 8)] * 8), strategy=strategy)
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+    for step in range(2):
+        model(gradients([(8, 8)] * 8, set(), step)).backward()
+        with dshard.CommTrace() as trace:
+            optimizer.step()
+    sent = torch.tensor([sum(record.payload_bytes for record in trace.records)])
+    dist.all_reduce(sent)
+    holdings = optimizer.__dict__["_dshard_owners"].holdings.values()
+    kept = sum(tensor.nbytes for holding in holdings for tensor in holding.tensors.values())
+    return int(sent), sum(p.numel() * 4 for p in model.parameters()), [r.kind for r in trace.records], kept
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_step_sends_parameters_and_gradients_to_owners_and_parameters_back_and_states_stay(
+    worlds: WorldPool, num_ranks
+):
+    for sent, num_bytes, kinds, kept in worlds.run(num_ranks, counted, "full"):
+        assert sent == 3 * num_bytes * (num_ranks - 1) // num_ranks
+        assert kinds == ["all_to_all", "all_to_all"]
+        assert kept == num_bytes // num_ranks
+    for sent, num_bytes, kinds, kept in worlds.run(num_ranks, counted, "ddp"):
+        assert sent == num_bytes * (num_ranks - 1)
+        assert kinds == ["all_gather"]
+        assert kept == num_bytes // num_ranks
+
+
+class OfLists(torch.optim.SGD):
+    """Keeps a list for each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["history"] = [1.0]
+        return super().step(closure)
+
+
+class Twice(torch.optim.SGD):
+    """Calls its closure twice."""
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        return super().step(closure)
+
+
+def refused(kind: type[torch.optim.Optimizer]) -> None:
+    model = dshard.fully_shard(Model([(4, 4), (3, 2)]))
+    optimizer = dshard.optim.whole(kind(model.parameters(), lr=0.1))
+
+    def closure() -> Tensor:
+        loss = model(gradients([(4, 4), (3, 2)], set(), 0))
+        loss.backward()
+        return loss
+
+    closure()
+    optimizer.step(closure)
+
+
+def test_what_owners_cannot_step_is_refused_by_name(worlds: WorldPool):
+    with worlds.get_world(2) as world:
+        texts = [text for _, text in expect_error(world, refused, OfLists)]
+    assert any("own.0" in text and "'history' is a list" in text for text in texts), texts
+    for _, text in expect_error(worlds.get_world(2), refused, Twice):
+        assert "Twice: a step of whole parameters may call its closure once" in text
+
+
+def one_by_all() -> None:
+    plain, model = Model([(6, 6), (5, 3)]), dshard.fully_shard(Model([(6, 6), (5, 3)]))
+    other, optimizer = torch.optim.Muon(plain.parameters()), torch.optim.Muon(model.parameters())
+    dshard.optim.whole(optimizer, params=[list(model.parameters())[1]])
+    for step in range(3):
+        grads = gradients([(6, 6), (5, 3)], set(), step)
+        for each, own in ((plain, other), (model, optimizer)):
+            own.zero_grad()
+            each(grads).backward()
+            own.step()
+    held = optimizer.__dict__["_dshard_owners"].holdings
+    assert len(held) == 1
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q, rtol=1e-5, atol=1e-6)
+    check = optimizer.state[list(model.parameters())[1]]["momentum_buffer"].full_tensor()
+    assert torch.equal(check, other.state[list(plain.parameters())[1]]["momentum_buffer"])
+
+
+def test_parameters_that_are_left_out_are_stepped_by_all_ranks(worlds: WorldPool):
+    worlds.run(2, one_by_all)
