@@ -16,7 +16,7 @@ import dshard
 import dshard.optim
 from benchmarks.measure import interleave, on_ranks
 from benchmarks.models import mesh_of
-from benchmarks.output import Output
+from benchmarks.output import Output, bars_of
 
 _ALONE, _AT_ONCE, _FSDP2 = "plain, one process", "plain, on each rank", "FSDP2"  # the second shows what ranks share
 _OWNERS, _ALL = "dshard, owners", "dshard, every rank"
@@ -33,7 +33,7 @@ def _measure(num_layers: int, width: int, num_rounds: int) -> dict[str, Any]:
     """Seconds of each variant on this rank, and CPU seconds of all ranks."""
     mesh = mesh_of(torch.device("cpu"))
     steps: dict[str, Callable[[], Any]] = {}
-    models: dict[str, Any] = {name: _matrices(num_layers, width) for name in (_ALONE, _AT_ONCE)}
+    models: dict[str, Any] = {_ALONE: _matrices(num_layers, width)}
     for name in (_OWNERS, _ALL):
         models[name] = dshard.fully_shard(_matrices(num_layers, width), mesh=mesh)
     models[_FSDP2] = torch_fully_shard(_matrices(num_layers, width), mesh=mesh)
@@ -45,8 +45,10 @@ def _measure(num_layers: int, width: int, num_rounds: int) -> dict[str, Any]:
             generator = torch.Generator().manual_seed(number)
             full: Any = torch.randn(param.shape, generator=generator)
             (param * (distribute_tensor(full, mesh) if name == _FSDP2 else full)).sum().backward()
-        is_idle = name == _ALONE and dist.get_rank() > 0
-        steps[name] = (lambda: None) if is_idle else optimizer.step
+        steps[name] = optimizer.step
+    steps[_AT_ONCE] = steps[_ALONE]
+    if dist.get_rank() > 0:
+        steps[_ALONE] = lambda: None
     samples = interleave(steps, num_rounds=num_rounds, num_warmups=2)
     found: dict[str, Any] = {}
     for name, some in samples.items():
@@ -63,7 +65,7 @@ def _measure(num_layers: int, width: int, num_rounds: int) -> dict[str, Any]:
 
 
 def run(
-    output: Output, *, num_ranks: tuple[int, ...] = (2, 4), rounds: int = 7, layers: int = 12, width: int = 256
+    output: Output, *, num_ranks: tuple[int, ...] = (2, 4), rounds: int = 5, layers: int = 12, width: int = 512
 ) -> None:
     """Muon over the matrices of a GPT, on gloo ranks with a thread each."""
     rows: dict[str, dict[str, Any]] = {}
@@ -82,4 +84,8 @@ def run(
             print(
                 f"{name:<22}{row['wall_ms']:>9.1f}{row['cpu_ms']:>20.1f}{shares[0]:>20.2f}{shares[1]:>8.2f}", flush=True
             )
-    output.write("muon_gloo", {"header": output.header(layers=layers, width=width), "rows": rows}, [])
+    output.write(
+        "muon_gloo",
+        {"header": output.header(layers=layers, width=width), "rows": rows},
+        [bars_of("Muon's step", rows, "wall_ms")],
+    )

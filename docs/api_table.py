@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = ("dshard", "dshard.checkpoint", "dshard.interop", "dshard.planner", "dshard.testing")
+MODULES = ("dshard", "dshard.checkpoint", "dshard.interop", "dshard.optim", "dshard.planner", "dshard.testing")
 GROUPS = {
     "Sharding": "fully_shard set_strategy Strategy MixedPrecisionPolicy OffloadPolicy CPUOffloadPolicy "
     "init_hybrid_mesh register_fsdp_forward_method share_comm_ctx to_plain",

@@ -47,13 +47,12 @@ def whole(
 
     Reference: dion sends Muon's matrices so; torchtitan and Megatron's layer-wise optimizer assign owners.
     """
-    arguments.instance("optim.whole", "optimizer", optimizer, Optimizer, "Pass the optimizer itself")
-    arguments.function("optim.whole", "cost", cost, "the work of a step, by a shape", "Pass a function of a torch.Size")
+    arguments.instance("whole", "optimizer", optimizer, Optimizer, "Pass the optimizer.")
+    arguments.function("whole", "cost", cost, "a shape", "Pass a function that gives the work of a step.")
 
-    def is_tensor(value: object) -> bool:
-        return isinstance(value, Tensor)
-
-    way = "Pass parameters of the optimizer."
-    asked = None if params is None else arguments.several("optim.whole", "params", params, is_tensor, "tensors", way)
+    allowed, way = "a set or list of parameters, or None", "Pass [model.weight], for example."
+    asked = None
+    if params is not None:
+        asked = arguments.several("whole", "params", params, lambda each: isinstance(each, Tensor), allowed, way)
     optimizer.__dict__["_dshard_whole"] = Whole(asked, cost)
     return optimizer

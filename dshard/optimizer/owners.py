@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
@@ -683,10 +683,7 @@ def _has_gradient(param: ShardedTensor) -> bool:
     return type(grad) in SHARDED and not grad.is_view and grad.shard_storage.layout == param.shard_layout
 
 
-class _Hidden:
-    """The parameters of an optimizer's groups, of which its own step sees those that owners have not stepped."""
-
-    of: ClassVar[tuple[Optimizer, list[list[Tensor]]] | None] = None
+_HIDDEN = "_dshard_hidden"  # of an optimizer, all parameters of its groups, while it sees those that owners do not step
 
 
 def begin_whole(optimizer: Optimizer, whole: Whole, args: Any, kwargs: Any) -> Any:
@@ -723,15 +720,15 @@ def _step_and_hide(optimizer: Optimizer, whole: Whole) -> None:
     with torch.no_grad(), outside_autograd():
         step = WholeStep(optimizer, whole)
         step.run()
-    _Hidden.of = optimizer, [group["params"] for group in optimizer.param_groups]
+    optimizer.__dict__[_HIDDEN] = [group["params"] for group in optimizer.param_groups]
     stepped = set(map(id, step.params))
     for group in optimizer.param_groups:
         group["params"] = [param for param in group["params"] if id(param) not in stepped]
 
 
-def end_whole() -> None:
+def end_whole(optimizer: Optimizer) -> None:
     """The step has ended, or raised: the optimizer has all of its parameters again."""
-    if _Hidden.of is not None:
-        (optimizer, params), _Hidden.of = _Hidden.of, None
+    params = optimizer.__dict__.pop(_HIDDEN, None)
+    if params is not None:
         for group, own in zip(optimizer.param_groups, params, strict=True):
             group["params"] = own

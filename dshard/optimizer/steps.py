@@ -81,7 +81,7 @@ _HOOK_ID = -1  # torch counts from 0
 def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The first that is done: what the program's own hooks see is what it is outside of the step."""
     Pause.is_wanted = False  # of a step that raised
-    end_whole()
+    end_whole(optimizer)
     check_interrupted(optimizer, ())
     await_steps(optimizer)
     if optimizer not in _Steps.known:
@@ -185,7 +185,7 @@ def _leave(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Behind the step itself, ahead of all hooks of the program."""
     Pause.is_wanted = False
     end_step()
-    end_whole()
+    end_whole(optimizer)
     end_swap(optimizer)
     count, _Steps.count = _Steps.count, None
     if count is not None and count.optimizer is optimizer:

@@ -15,6 +15,8 @@ WORDS = {  # after "must be"
     "tensors": "a tensor, or an iterable of tensors",
     "parameters": "a set or list of parameters",
     "optimizers": "an optimizer of torch.optim, or several",
+    "optimizer": "an Optimizer",
+    "function of a shape": "a function of a shape",
     "state dict": "a mapping of names to tensors",
     "mesh": "a DeviceMesh",
     "mesh dims": "a DataParallelMeshDims",
@@ -34,7 +36,9 @@ WORDS = {  # after "must be"
     "grad reduce": "one of ('mean', 'sum')",
     "buffers": "one of ('leave', 'broadcast', 'check')",
     "base": "one of ('ddp', 'zero1', 'zero2', 'keep', 'full')",
-    "kind of collective": "one of ('all_gather', 'reduce_scatter', 'all_reduce', 'broadcast', 'check', None)",
+    "kind of collective": (
+        "one of ('all_gather', 'reduce_scatter', 'all_reduce', 'all_to_all', 'broadcast', 'check', None)"
+    ),
     "strategy": "one of ddp, zero1, zero2, keep, full, hybrid(k) or split(q)",
     "strategies": (
         "one of ddp, zero1, zero2, keep, full, hybrid(k) or split(q), a Strategy, or a dict "
@@ -141,6 +145,7 @@ TABLE = {  # "?": or None
     "explain": {"model": "module"},
     "report": {"model": "module", "optimizer": "optimizers?", "trace": "trace?"},
     "trace": {"model": "module", "optimizer": "optimizers?", "memory": "bool"},
+    "whole": {"optimizer": "optimizer", "params": "parameters?", "cost": "function of a shape"},
     "full_state_dict": {"module": "module", "select": "function of a name", "only_rank0": "bool"},
     "Strategy": {"base": "base", "within": "from 1?", "num_slices": "from 1"},
     "Strategy.of": {"value": "strategy"},

@@ -36,6 +36,7 @@ MODULES = (
     "dshard",
     "dshard.checkpoint",
     "dshard.interop",
+    "dshard.optim",
     "dshard.planning.links",
     "dshard.planner",
     "dshard.testing",
@@ -315,6 +316,7 @@ RIGHT: dict[str, set[str]] = {  # by what the table says that a kind allows
     "a tensor, or an iterable of tensors": TENSOR | {"[param]", "{param}", "[sharded param]", *NOTHING},
     "a set or list of parameters": {"[param]", "{param}", "[sharded param]", *NOTHING},
     "an optimizer of torch.optim, or several": {"optimizer", "[optimizer]", *NOTHING},
+    "an Optimizer": {"optimizer"},
     "a mapping of names to tensors": {"{}", "{1: 2}", "{'x': None}", "{'*': 'full'}", "{'*': 'ful'}", "{'x': bf16}"}
     | {"{'x': 2.0}", "{2: links}"},
     "a DeviceMesh": {"mesh"},
@@ -349,7 +351,7 @@ RIGHT: dict[str, set[str]] = {  # by what the table says that a kind allows
     },
     "one of ('leave', 'broadcast', 'check')": {"'leave'", "'check'"},
     "one of ('ddp', 'zero1', 'zero2', 'keep', 'full')": {"'full'"},
-    "one of ('all_gather', 'reduce_scatter', 'all_reduce', 'broadcast', 'check', None)": (
+    "one of ('all_gather', 'reduce_scatter', 'all_reduce', 'all_to_all', 'broadcast', 'check', None)": (
         {"'all_gather'", "'check'", "none"}
     ),
     "one of ddp, zero1, zero2, keep, full, hybrid(k) or split(q)": STRATEGY,
@@ -365,6 +367,7 @@ RIGHT: dict[str, set[str]] = {  # by what the table says that a kind allows
     "a function of a parameter": FUNCTIONS,
     "a function of an output": FUNCTIONS,
     "a function of a name": FUNCTIONS,
+    "a function of a shape": FUNCTIONS,
     "a function of nothing": FUNCTIONS,
     "a function of a batch size": FUNCTIONS,
     "a function of a line": FUNCTIONS,
@@ -447,6 +450,7 @@ def calls(on: Things) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "run_by_some": (dshard.run_by_some, {"runs": True}),
         "set_strategy": (dshard.set_strategy, {"module": on.sharded, "strategy": "full"}),
         "plan": (dshard.plan, {"model": on.plain, "sample_input": torch.ones(1, 3)}),
+        "whole": (dshard.optim.whole, {"optimizer": on.optimizer}),
         "full_state_dict": (dshard.interop.full_state_dict, {"module": on.sharded}),
         "Strategy": (Strategy, {"base": "full"}),
         "Strategy.of": (Strategy.of, {}),

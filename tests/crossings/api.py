@@ -40,6 +40,7 @@ NAMES: dict[str, str] = {
     "join": "use: joined",
     "load_safetensors": NOT_HERE + "tests/checkpoint/test_safetensors.py",
     "no_sync": "accumulation: no_sync",
+    "optim": "optimizer: muon and sgd",
     "plan": NOT_HERE + "tests/planner; what it gives is followed here",
     "plan_report": NOT_HERE + "tests/planning/test_plans.py; it reads",
     "register_fsdp_forward_method": NOT_HERE + "tests/runtime/test_mixed_precision.py; it matters for precision alone",

@@ -47,6 +47,13 @@ def test_one_gpu_learns_without_one(ranks: int):
     assert found[15] < found[5] - 0.2
 
 
+def test_muon_learns_and_sends_what_owners_need():
+    text = run("muon.py", "--steps", "31", "--width", "64")
+    assert losses(text)[30] < losses(text)[10] - 0.3
+    num_bytes = 2 * 12 * 64 * 64 * 4  # of the matrices of two blocks; half of each goes two ways, and half comes back
+    assert f"{3 * num_bytes // 4:,} bytes sent by rank 0" in text
+
+
 def test_meta_init_gives_the_eager_initialization():
     assert "bit for bit: True" in run("meta_init.py")
 

@@ -40,6 +40,7 @@ PUBLIC_NAMES = [
     "join",
     "load_safetensors",
     "no_sync",
+    "optim",
     "plan",
     "plan_report",
     "register_fsdp_forward_method",

@@ -57,6 +57,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gathering": (*_UNITS, "runtime"),
     "clip": (*_PURE, "compiling", "collectives", "tensor"),
     "compat": ("arguments", "runtime"),
+    "optim": ("arguments", "optimizer"),
     "join": (*_UNITS, "runtime", "clip", "compat"),
     "run_by_some": (*_UNITS, "runtime"),
     "setup": (*_UNITS, "runtime", "slices", "gathering", "planner"),
@@ -65,7 +66,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "checkpoint": _CORE,
     "interop": (*_CORE, "checkpoint"),
     "testing": (*_CORE, "checkpoint", ""),
-    "": (*_CORE, "checkpoint", "inspection", "interop"),
+    "": (*_CORE, "checkpoint", "inspection", "interop", "optim"),
     "cli": (*_CORE, "checkpoint", "inspection", "testing", ""),
     "__main__": ("cli",),
 }
