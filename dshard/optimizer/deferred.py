@@ -55,8 +55,8 @@ class Deferral:
         self._pinned: list[dict[str, Any]] = []  # groups of which one setting is set until the step has ended
         self.settings: list[dict[str, Any]] = []  # of the groups, as they are now
         for number, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                self._take(number, param)
+            for place, param in enumerate(group["params"]):
+                self._take(number, place, param)
 
     @classmethod
     def begin(cls, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -75,7 +75,7 @@ class Deferral:
         if not begin_swap(optimizer, args, kwargs, left_out, deferral._unpin):
             cls.forget()
 
-    def _take(self, group: int, param: Tensor) -> None:
+    def _take(self, group: int, place: int, param: Tensor) -> None:
         """Step a parameter of one of the optimizer's groups later, if it can be."""
         if type(param) is not OffloadedShardedTensor or not _may_wait(param, self.optimizer):
             return
@@ -86,7 +86,7 @@ class Deferral:
             grad.shard_storage.begin_await(scaling)
         if shard is not None:
             unit: Any = param.gather_source
-            self._steps.setdefault(unit, _UnitStep(unit, self)).add(group, param, shard)
+            self._steps.setdefault(unit, _UnitStep(unit, self)).add(group, place, param, shard)
 
     def _pin(self, left_out: Container[int]) -> None:
         """Have parameters on a device, in groups with some at home, be stepped one by one as these are: to those bits.
@@ -192,7 +192,7 @@ class _UnitStep(DeferredStep):
         self._unit, self._label, self._deferral = unit, unit.label, deferral
         self._rows: list[tuple[SendRow, torch.dtype]] = []  # in which the unit's shards travel, in another dtype
         self._home_rows: list[HomeRow] = []  # in which gradients came home
-        self._groups: dict[int, list[Tensor]] = {}  # shards, by the optimizer's groups
+        self._groups: dict[int, dict[int, Tensor]] = {}  # shards, by the optimizer's groups, and places in them
         self._params: dict[Tensor, OffloadedShardedTensor] = {}  # of each shard
         self._scalings: list[tuple[Tensor, Scaling]] = []  # of gradients, that are still to be done
         self._has_ended = threading.Event()
@@ -208,15 +208,16 @@ class _UnitStep(DeferredStep):
         """Those that stand in for them."""
         return self._params
 
-    def add(self, group: int, param: OffloadedShardedTensor, shard: Tensor) -> None:
+    def add(self, group: int, place: int, param: OffloadedShardedTensor, shard: Tensor) -> None:
         """Have a parameter be stepped.
 
         Args:
             group: Number of the optimizer's group that it is in.
+            place: Its number there.
             param: The parameter.
             shard: That stands in for it, with the gradient's.
         """
-        self._groups.setdefault(group, []).append(shard)
+        self._groups.setdefault(group, {})[place] = shard
         self._params[shard] = param
 
     def start(self) -> None:

@@ -8,7 +8,7 @@ and gives every rank its shard of the result. What the optimizer keeps for the p
 import json
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -27,7 +27,7 @@ from dshard.compiling import outside_of_graphs
 from dshard.errors import StateError, UnsupportedOpError
 from dshard.layout import ShardLayout, assign
 from dshard.optimizer.replace import Move, Replaced, place_of, relocate, replacement_of
-from dshard.optimizer.swap import alike, closure_of, settings_of
+from dshard.optimizer.swap import alike, closure_of, copied, part_of_group, settings_of
 from dshard.tensor.meshes import placements_of
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.storage import ShardStorage
@@ -90,7 +90,8 @@ class _Holding:
     """
 
     def __init__(self, owners: "Owners", turn: "_Turn") -> None:
-        self._owners, self.owner, self.group, self.name = owners, turn.owner, turn.group, turn.param.name
+        self._owners = weakref.ref(owners)  # which keeps this
+        self.owner, self.group, self.name = turn.owner, turn.group, turn.param.name
         self.tensors: dict[str, Tensor] = {}
         self.is_held = False
         self._storages: dict[str, weakref.ref[ShardStorage]] = {}
@@ -123,7 +124,15 @@ class _Holding:
 
     def __call__(self, storage: ShardStorage) -> None:
         """As what a shard awaits: all states come back from their owners."""
-        self._owners.bring_back(self)
+        owners = self._owners()
+        if owners is not None:
+            owners.bring_back(self)
+        else:
+            _bring_back([self])
+
+    def is_replaced(self, states: dict[str, Any]) -> bool:
+        """Whether others have taken the place of some of the states that are here."""
+        return self.is_held and not all(self.holds(name, states.get(name)) for name in self._storages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +141,14 @@ class _Turn:
 
     Args:
         number: Of the optimizer's group that it is in.
+        place: Its number there.
         param: The parameter.
         group: The ranks that have its shards; this one by itself, with others as replicas, where each has all of it.
         owner: The rank, among those that train together.
     """
 
     number: int
+    place: int
     param: ShardedTensor
     group: ShardGroup
     owner: int
@@ -173,19 +184,22 @@ class _Piece:
 
     def whole(self, rows: Tensor | Sequence[Tensor], at: int) -> Tensor:
         """The whole tensor, of shards that begin at a byte of the rows of all ranks."""
-        end, device = at + self.layout.slot_numel * self.dtype.itemsize, rows[0].device
+        end = at + self.layout.slot_numel * self.dtype.itemsize
+        full = torch.empty_strided(self.layout.shape, self.stride, dtype=self.dtype, device=rows[0].device)
+        if not full.numel():
+            return full
         if isinstance(rows, Tensor):
             slots: Tensor | list[Tensor] = rows[:, at:end].view(self.dtype)
         else:
             slots = [row[at:end].view(self.dtype) for row in rows]
-        full = torch.empty_strided(self.layout.shape, self.stride, dtype=self.dtype, device=device)
         put_together(slots, self.layout, full)
         return full
 
     def cut(self, full: Tensor, rows: Tensor, at: int) -> None:
         """Write the shards of a whole tensor to where they begin in rows, shape (ranks, bytes)."""
-        end = at + self.layout.slot_numel * self.dtype.itemsize
-        cut_into(full, self.layout, rows[:, at:end].view(self.dtype))
+        if full.numel():
+            end = at + self.layout.slot_numel * self.dtype.itemsize
+            cut_into(full, self.layout, rows[:, at:end].view(self.dtype))
 
 
 class Owners:
@@ -193,37 +207,36 @@ class Owners:
 
     Args:
         optimizer: The optimizer.
-        params: That owners step, with the numbers of their groups.
+        params: That owners step, with the numbers of their groups and their places there.
         cost: Work of one's step, by its shape.
     """
 
-    def __init__(self, optimizer: Optimizer, params: Sequence[tuple[int, ShardedTensor]], cost: Cost) -> None:
+    def __init__(self, optimizer: Optimizer, params: Sequence[tuple[int, int, ShardedTensor]], cost: Cost) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self.key = _key_of(params)
-        worlds = [_ranks_of(param) for _, param in params]
+        self.key = _key_of(params, cost)
+        worlds = [_ranks_of(param) for *_, param in params]
         turns: list[_Turn | None] = [None] * len(params)
         for ranks in dict.fromkeys(worlds):  # most often the same ranks train all
             places = [i for i, known in enumerate(worlds) if known == ranks]
-            owners = assign([cost(params[i][1].shape) for i in places], len(ranks))
+            owners = assign([cost(params[i][2].shape) for i in places], len(ranks))
             for i, owner in zip(places, owners, strict=True):
-                turns[i] = _Turn(*params[i], _group_of(params[i][1]), owner)
+                turns[i] = _Turn(*params[i], _group_of(params[i][2]), owner)
         self._turns = {id(turn.param): turn for turn in turns if turn is not None}
         self.holdings: dict[int, _Holding] = {}  # by the id of the parameter
-        self._known: dict[tuple[int, ...], list[list[_Turn]]] = {}
+        self._known: tuple[tuple[int, ...], list[list[_Turn]]] = (), []  # rounds, and of which parameters
         self.capacity = 0  # bytes of memory of one exchange, so that all take the same
 
     def rounds(self, params: Iterable[ShardedTensor]) -> list[list[_Turn]]:
         """What is stepped at a time: of each owner a few parameters, all over the same ranks."""
         turns = [self._turns[id(param)] for param in params]
         key = tuple(id(turn.param) for turn in turns)
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = list(_rounds(turns))
-            for each in known:
+        if self._known[0] != key:
+            self._known = key, list(_rounds(turns))
+            for each in self._known[1]:
                 pieces = [(turn.owner, _Piece.of(turn.param)) for turn in each]
                 most = 2 * each[0].group.num_ranks * max(_segments(pieces, each[0].group))
                 self.capacity = max(self.capacity, most)
-        return known
+        return self._known[1]
 
     def bring_back(self, first: _Holding) -> None:
         """Give all ranks their shards of all states that owners hold.
@@ -232,22 +245,26 @@ class Owners:
             An all-to-all of the shards, and between replicas an all-gather of them.
         """
         held = [holding for holding in self.holdings.values() if holding.is_held]
-        for chunk in _chunks(held if first in held else [first]):
-            _bring_back(chunk)
+        _bring_back_all(held if first in held else [first])
 
     def give_up(self) -> None:
         """Others are to be the owners: all states come back."""
-        held = next((holding for holding in self.holdings.values() if holding.is_held), None)
-        if held is not None:
-            self.bring_back(held)
+        _bring_back_all([holding for holding in self.holdings.values() if holding.is_held])
+
+    def let_go(self, optimizer: Optimizer) -> None:
+        """States that others have taken the place of come back, for whoever keeps them: the owners get new ones."""
+        states = {id(param): named for param, named in optimizer.state.items()}
+        replaced = [holding for key, holding in self.holdings.items() if holding.is_replaced(states.get(key, {}))]
+        _bring_back_all(replaced)
 
     def holding_of(self, turn: _Turn) -> _Holding:
         """What the owner of a parameter keeps for it."""
         return self.holdings.setdefault(id(turn.param), _Holding(self, turn))
 
 
-def _key_of(params: Sequence[tuple[int, ShardedTensor]]) -> tuple[Any, ...]:
-    return tuple((id(param), number, param.shard_group.full_name, param.shard_layout) for number, param in params)
+def _key_of(params: Sequence[tuple[int, int, ShardedTensor]], cost: Cost) -> tuple[Any, ...]:
+    facts = ((id(param), *at, param.shard_group.full_name, param.shard_layout) for *at, param in params)
+    return (cost, *facts)
 
 
 def _group_of(param: ShardedTensor) -> ShardGroup:
@@ -258,6 +275,11 @@ def _group_of(param: ShardedTensor) -> ShardGroup:
 def _ranks_of(param: ShardedTensor) -> tuple[int, ...]:
     """Those that train a parameter together, as their numbers in its group and replicas count them."""
     return tuple(param._spec.mesh.mesh.flatten().tolist())
+
+
+def _bring_back_all(held: Sequence[_Holding]) -> None:
+    for chunk in _chunks(held):
+        _bring_back(chunk)
 
 
 def _chunks(held: Sequence[_Holding]) -> Iterator[list[_Holding]]:
@@ -330,7 +352,7 @@ def _collect(
     sizes = _segments(pieces, group)[start : start + group.num_ranks]
 
     def fill(row: Tensor) -> None:
-        at = [sum(sizes[:owner]) for owner in range(group.num_ranks)]
+        at = list(accumulate(sizes, initial=0))
         outs, values = [], []
         for (owner, piece), shard in zip(pieces, shards, strict=True):
             if start <= owner < start + group.num_ranks:
@@ -401,7 +423,7 @@ def _copy(values: Tensor, into: Tensor) -> None:
 
 def _shards_in(row: Tensor, pieces: Sequence[tuple[int, _Piece]], sizes: Sequence[int], rank: int) -> list[Tensor]:
     """This rank's shards in the segments of all owners."""
-    at = [sum(sizes[:owner]) for owner in range(len(sizes))]
+    at = list(accumulate(sizes, initial=0))
     found = []
     for owner, piece in pieces:
         numel = piece.layout.local_numel(rank)
@@ -431,16 +453,15 @@ def _bring_back(held: Sequence[_Holding]) -> None:
 
 def _said_by_all(own: Any, group: ShardGroup) -> list[Any]:
     """What each rank has to say, as JSON, among those that train together."""
-    text = torch.tensor(list(json.dumps(own).encode()), dtype=torch.uint8).to(group.device)
+    text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8).to(group.device)
     lengths = torch.zeros(group.world_size, dtype=torch.int64, device=group.device)
     lengths[group.world_rank] = text.numel()
     label, start = "states of an optimizer", _own_replica(group)
     total = collectives.all_reduce([lengths], group, ReduceOp.SUM, label=label, everywhere=True).wait()[0]
     sizes: list[int] = total.tolist()
     row = collectives.share(partial(_copy, text), sizes[start : start + group.num_ranks], group, label=label).wait()
-    texts = bytes(_from_replicas(row, sizes, group, label).tolist())
-    ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
-    return [json.loads(texts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+    texts = _from_replicas(row, sizes, group, label).cpu().numpy().tobytes()
+    return [json.loads(texts[end - size : end]) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 class WholeStep:
@@ -449,30 +470,37 @@ class WholeStep:
     Args:
         optimizer: The optimizer.
         whole: Which these are.
+        args: What its step was given, itself left out; instead of a closure what gives the loss.
+        kwargs: The same, by name.
     """
 
-    def __init__(self, optimizer: Optimizer, whole: Whole) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, whole: Whole, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._optimizer, self._args, self._kwargs = optimizer, args, kwargs
         groups, is_asked = enumerate(optimizer.param_groups), whole.asks_for()
-        given = [(number, param) for number, group in groups for param in group["params"]]
-        found = [(number, param) for number, param in given if is_asked(param) and _can_be_owned(param)]
-        with_grad = [param for _, param in found if _has_gradient(param)]
+        given = [(number, place, param) for number, group in groups for place, param in enumerate(group["params"])]
+        found = [(*at, param) for *at, param in given if is_asked(param) and _can_be_owned(param)]
+        with_grad = [param for *_, param in found if _has_gradient(param)]
         owners: Owners | None = optimizer.__dict__.get("_dshard_owners")
-        if owners is None or owners.key != _key_of(found):
-            if owners is not None:
-                owners.give_up()
+        if owners is not None and owners.key != _key_of(found, whole.cost):
+            owners.give_up()
+            owners = None
+        if owners is None:
             owners = optimizer.__dict__["_dshard_owners"] = Owners(optimizer, found, whole.cost)
+        owners.let_go(optimizer)
         self._owners = owners
         self._settings = settings_of(optimizer)
         self.params = with_grad
+        self._numbers = {id(param): str(number) for number, param in enumerate(with_grad)}
         self._rounds = owners.rounds(with_grad) if with_grad else []
         states = [_without_dtensors(optimizer.state.get(param)) for param in with_grad]
         are_sharded = (s and all(type(value) in SHARDED for value in s.values()) for s in states)
         self._are_facts_known = type(optimizer) in _WITHOUT_COUNTS and all(are_sharded)
+        self._resting: dict[int, dict[str, ShardedTensor]] = {}  # states in shards, by the id of the parameter
         self._facts: dict[str, dict[str, Any]] = {}  # by the ranks that are told, and the parameter's number
 
     def run(self) -> None:
         """Step: while one round is computed, the next one arrives, and the last one leaves."""
+        self._rest_states()
         leaving: Callable[[], None] | None = None
         arriving = self._fetch(self._rounds[0]) if self._rounds else None
         for number, turns in enumerate(self._rounds):
@@ -494,20 +522,30 @@ class WholeStep:
         """Send owners what they need for a round, and get what this rank does, whole."""
         group, pieces, shards = turns[0].group, [], []
         for turn in turns:
-            for tensor in (turn.param, _gradient(turn.param), *self._resting(turn).values()):
+            for tensor in (turn.param, _gradient(turn.param), *self._resting[id(turn.param)].values()):
                 pieces.append((turn.owner, _Piece.of(tensor)))
                 shards.append(tensor.shard_storage.resolve())
         label = f"step of '{turns[0].param.name}' and {len(turns) - 1} more"
         return _collect(pieces, shards, group, label, self._owners.capacity)
 
-    def _resting(self, turn: _Turn) -> dict[str, ShardedTensor]:
-        """States of a parameter that are in shards, and lie as it does."""
-        holding, states = self._owners.holding_of(turn), self._optimizer.state.get(turn.param, {})
-        resting = {n: v for n, v in states.items() if type(v) in SHARDED and not holding.holds(n, v)}
-        place = place_of(turn.param)
-        moves = [Move(v, place if v.shape == turn.param.shape else _place_beside(place, v)) for v in resting.values()]
-        relocate(moves)
-        return resting
+    def _rest_states(self) -> None:
+        """Find the states that are in shards, and have them lie as their parameters do, ahead of all exchanges."""
+        turns = [turn for turns in self._rounds for turn in turns]
+        states = {id(turn.param): self._optimizer.state.get(turn.param, {}) for turn in turns}
+
+        def of_shards(turn: _Turn) -> dict[str, ShardedTensor]:
+            holding = self._owners.holding_of(turn)
+            named = states[id(turn.param)].items()
+            return {n: v for n, v in named if type(v) in SHARDED and not holding.holds(n, v)}
+
+        for turn in turns:
+            for value in of_shards(turn).values():
+                value.shard_storage.resolve()  # by which others may come back, too
+        for turn in turns:
+            place, resting = place_of(turn.param), of_shards(turn)
+            self._resting[id(turn.param)] = resting
+            own = [place if v.shape == turn.param.shape else _place_beside(place, v) for v in resting.values()]
+            relocate([Move(value, each) for value, each in zip(resting.values(), own, strict=True)])
 
     def _step(self, turns: Sequence[_Turn], found: Iterator[Tensor]) -> list[Tensor]:
         """Step this rank's parameters of a round, whole; gives them.
@@ -518,23 +556,24 @@ class WholeStep:
         """
         own = [turn for turn in turns if turn.is_own]
         fulls: list[Any] = []
-        groups: dict[int, list[Tensor]] = {}
+        groups: dict[int, dict[int, Tensor]] = {}
         state: Any = defaultdict(dict)
         for turn in own:
             full = nn.Parameter(next(found), requires_grad=turn.param.requires_grad)
             full.grad = next(found)
-            groups.setdefault(turn.number, []).append(full)
+            groups.setdefault(turn.number, {})[turn.place] = full
             fulls.append(full)
-            taken = {name: next(found) for name in self._resting(turn)}
+            taken = {name: next(found) for name in self._resting[id(turn.param)]}
             states, held = self._optimizer.state.get(turn.param, {}), self._owners.holding_of(turn).tensors
             device = full.device
             for name, value in states.items():
-                value = taken[name] if name in taken else held.pop(name) if type(value) in SHARDED else value
+                value = taken[name] if name in taken else held[name] if type(value) in SHARDED else value
                 state[full][name] = value.to(device) if isinstance(value, Tensor) and value.dim() else value
         if own:
+            state.update({k: copied(v) for k, v in self._optimizer.state.items() if not isinstance(k, Tensor)})
             optimizer = alike(self._optimizer, self._settings, groups, state)
             step: Any = type(optimizer).step
-            getattr(step, "__wrapped__", step)(optimizer)  # without hooks, which run once for all
+            getattr(step, "__wrapped__", step)(optimizer, *self._args, **self._kwargs)  # without hooks, run for all
         for turn, full in zip(own, fulls, strict=True):
             full.grad = None
             self._take_states(turn, state[full])
@@ -542,17 +581,17 @@ class WholeStep:
 
     def _take_states(self, turn: _Turn, states: dict[str, Any]) -> None:
         """Keep the states that a step has left for a parameter of this rank."""
-        holding, facts = self._owners.holding_of(turn), {}
+        holding, facts = self._owners.holding_of(turn), []
         holding.tensors = {}
         for name, value in states.items():
             if isinstance(value, Tensor) and value.dim():
                 holding.tensors[name] = value.to(turn.param.storage_device)
             if not self._are_facts_known:
-                facts[name] = _fact_of(name, value, turn.param)
+                facts.append((name, _fact_of(name, value, turn.param)))
         self._facts.setdefault(turn.group.full_name, {})[self._number_of(turn)] = facts
 
     def _number_of(self, turn: _Turn) -> str:
-        return str(next(i for i, param in enumerate(self.params) if param is turn.param))
+        return self._numbers[id(turn.param)]
 
     def _give_out(self, turns: Sequence[_Turn], fulls: Sequence[Tensor]) -> Callable[[], None]:
         """Give all ranks their shards of a round's parameters; returns what waits for them."""
@@ -574,7 +613,7 @@ class WholeStep:
                 for turn in turns:
                     self._owners.holding_of(turn).keep(self._optimizer.state[turn.param])
             return
-        facts: dict[str, dict[str, Any]] = {}
+        facts: dict[str, Any] = {}
         groups = {turns[0].group.full_name: turns[0].group for turns in self._rounds}
         for name, group in groups.items():
             for said in _said_by_all(self._facts.get(name, {}), group):
@@ -583,24 +622,26 @@ class WholeStep:
             for turn in turns:
                 self._write_states(turn, facts[self._number_of(turn)])
 
-    def _write_states(self, turn: _Turn, facts: dict[str, Any]) -> None:
+    def _write_states(self, turn: _Turn, facts: list[tuple[Any, Any]]) -> None:
         """Have `optimizer.state` hold what the owner of a parameter says."""
+        if not facts and turn.param not in self._optimizer.state:
+            return
         old = dict(self._optimizer.state.get(turn.param, {}))
         states = self._optimizer.state[turn.param]
         states.clear()
-        for name, fact in facts.items():
+        for name, fact in facts:
             states[name] = _state_of(fact, old.get(name), turn.param)
         self._owners.holding_of(turn).keep(states)
 
 
 def _without_dtensors(states: dict[str, Any] | None) -> dict[str, Any] | None:
-    """States of a parameter; what torch has loaded as a plain DTensor is whole from now on.
+    """States of a parameter; what torch has loaded as a plain DTensor, and a sharded number, is plain from now on.
 
     Communicates:
         An all-gather of each of those.
     """
     for name, value in (states or {}).items():
-        if isinstance(value, DTensor) and type(value) not in SHARDED and states is not None:
+        if isinstance(value, DTensor) and (type(value) not in SHARDED or not value.dim()) and states is not None:
             states[name] = value.full_tensor()
     return states
 
@@ -693,9 +734,9 @@ def begin_whole(optimizer: Optimizer, whole: Whole, args: Any, kwargs: Any) -> A
         What its step is to be given instead of its arguments, by place and by name: with a closure the loss is computed
         first. None for the same.
     """
-    closure = closure_of(args, kwargs)
+    closure, rest = closure_of(args, kwargs), list(args[1:])
     if closure is None:
-        _step_and_hide(optimizer, whole)
+        _step_and_hide(optimizer, whole, rest, kwargs)
         return None
     calls: list[None] = []
 
@@ -707,23 +748,32 @@ def begin_whole(optimizer: Optimizer, whole: Whole, args: Any, kwargs: Any) -> A
             )
         calls.append(None)
         loss = closure()
-        _step_and_hide(optimizer, whole)
+        given = _in_place_of_closure(rest, kwargs, lambda: loss)
+        _step_and_hide(optimizer, whole, *given)
         return loss
 
-    if len(args) > 1:
-        return (args[0], compute, *args[2:]), kwargs
-    return args, {**kwargs, "closure": compute}
+    rest, kwargs = _in_place_of_closure(rest, kwargs, compute)
+    return (args[0], *rest), kwargs
+
+
+def _in_place_of_closure(args: list[Any], kwargs: dict[str, Any], closure: Callable[[], Any]) -> Any:
+    return ([closure, *args[1:]], kwargs) if args else (args, {**kwargs, "closure": closure})
 
 
 @outside_of_graphs
-def _step_and_hide(optimizer: Optimizer, whole: Whole) -> None:
+def _step_and_hide(optimizer: Optimizer, whole: Whole, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     with torch.no_grad(), outside_autograd():
-        step = WholeStep(optimizer, whole)
+        step = WholeStep(optimizer, whole, args, kwargs)
         step.run()
-    optimizer.__dict__[_HIDDEN] = [group["params"] for group in optimizer.param_groups]
+    optimizer.__dict__[_HIDDEN] = [_of_params(group) for group in optimizer.param_groups]
     stepped = set(map(id, step.params))
     for group in optimizer.param_groups:
-        group["params"] = [param for param in group["params"] if id(param) not in stepped]
+        left = {place: param for place, param in enumerate(group["params"]) if id(param) not in stepped}
+        group.update(_of_params(part_of_group(_of_params(group), left)))
+
+
+def _of_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in ("params", "param_names") if name in group}
 
 
 def end_whole(optimizer: Optimizer) -> None:
@@ -731,4 +781,4 @@ def end_whole(optimizer: Optimizer) -> None:
     params = optimizer.__dict__.pop(_HIDDEN, None)
     if params is not None:
         for group, own in zip(optimizer.param_groups, params, strict=True):
-            group["params"] = own
+            group.update(own)

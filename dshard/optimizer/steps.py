@@ -17,9 +17,9 @@ from dshard.interpreter import frame_above
 from dshard.optimizer.deferred import Deferral, await_steps
 from dshard.optimizer.owners import begin_whole, end_whole, whole_of
 from dshard.optimizer.replace import repoint_optimizer
-from dshard.optimizer.swap import check_interrupted, closure_of, end_swap
+from dshard.optimizer.swap import check_interrupted, closure_of, end_swap, is_part
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
-from dshard.tensor.storage import ShardStorage, begin_step, end_step
+from dshard.tensor.storage import ShardStorage, begin_step, end_step, is_in_step
 from dshard.units.unit import Unit
 
 Listener = Callable[[Optimizer], object]
@@ -34,6 +34,7 @@ class _Steps:
     after: ClassVar[list[Listener]] = []
     known: ClassVar["weakref.WeakSet[Optimizer]"] = weakref.WeakSet()  # that have stepped
     count: ClassVar["_Count | None"] = None  # of the step that runs, or of one that raised
+    depth: ClassVar[int] = 0  # of steps of that optimizer within its step, as `super().step()` of a class
 
 
 def watch_steps() -> None:
@@ -80,6 +81,12 @@ _HOOK_ID = -1  # torch counts from 0
 @outside_of_graphs
 def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The first that is done: what the program's own hooks see is what it is outside of the step."""
+    if is_part(optimizer):
+        return
+    if _Steps.count is not None and _Steps.count.optimizer is optimizer and is_in_step():
+        _Steps.depth += 1
+        return
+    _Steps.depth = 0
     Pause.is_wanted = False  # of a step that raised
     end_whole(optimizer)
     check_interrupted(optimizer, ())
@@ -100,6 +107,8 @@ def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 @outside_of_graphs
 def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Behind all hooks of the program, ahead of the step itself."""
+    if _Steps.depth:
+        return None
     await_settled()
     begin_step(frame_above(1))
     written = _written(optimizer)
@@ -183,6 +192,8 @@ def _await_readers(written: Sequence[ShardedTensor], units: Sequence[Unit]) -> N
 @outside_of_graphs
 def _leave(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Behind the step itself, ahead of all hooks of the program."""
+    if _Steps.depth:
+        return
     Pause.is_wanted = False
     end_step()
     end_whole(optimizer)
@@ -196,6 +207,11 @@ def _leave(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 @outside_of_graphs
 def _end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The last that is done, or nearly."""
+    if is_part(optimizer):
+        return
+    if _Steps.depth:
+        _Steps.depth -= 1
+        return
     optimizer._optimizer_step_pre_hooks.pop(_HOOK_ID, None)
     optimizer._optimizer_step_post_hooks.pop(_HOOK_ID, None)
     for listener in tuple(_Steps.after):  # one may end itself

@@ -1,7 +1,7 @@
 """The shards of parameters, which stand in for them while an elementwise optimizer steps."""
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -214,42 +214,60 @@ def wrapped_state(old: Any, value: Any, param: ShardedTensor, shape: torch.Size)
     return value
 
 
-_OF_SCALERS = ("grad_scale", "found_inf")  # that a GradScaler gives an optimizer for one step
-
-
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The settings of an optimizer's groups as they are now, without their parameters."""
-    return [{name: _copied(value) for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
+    return [{name: copied(value) for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
 
 
 def alike(
-    optimizer: Optimizer, settings: Sequence[dict[str, Any]], groups: dict[int, list[Tensor]], state: Any
+    optimizer: Optimizer, settings: Sequence[dict[str, Any]], groups: dict[int, dict[int, Tensor]], state: Any
 ) -> Optimizer:
-    """An optimizer like another one, over other tensors.
+    """An optimizer like another one, over other tensors; what its step writes to itself is not seen by the other one.
 
     Args:
         optimizer: The other one.
         settings: Of its groups, when it stepped.
-        groups: Tensors, by the numbers of the groups that they are in.
+        groups: Tensors, by the numbers of the groups that they are in, and their places there.
         state: Of them.
     """
     made: Any = object.__new__(type(optimizer))
-    made.__dict__.update(optimizer.__dict__)
-    for name in _OF_SCALERS:
-        if name in made.__dict__:
-            made.__dict__[name] = _copied(made.__dict__[name])
-    made.param_groups = [{**settings[number], "params": tensors} for number, tensors in groups.items()]
+    for name, value in optimizer.__dict__.items():
+        if name not in _APART and not name.startswith("_dshard"):
+            made.__dict__[name] = copied(value)
+    made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    made.__dict__[_IS_PART] = True
+    made.param_groups = [part_of_group(settings[number], tensors) for number, tensors in sorted(groups.items())]
     made.state = state
     return made
 
 
-def _copied(value: Any) -> Any:
+_APART = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_IS_PART = "_dshard_is_part"
+
+
+def is_part(optimizer: Optimizer) -> bool:
+    """Whether an optimizer was made by `alike`, to step for another one."""
+    return _IS_PART in optimizer.__dict__
+
+
+def part_of_group(settings: Mapping[str, Any], tensors: Mapping[int, Tensor]) -> dict[str, Any]:
+    """A group of an optimizer with some of its parameters, by their places in it, in order."""
+    places = sorted(tensors)
+    group = {name: copied(value) for name, value in settings.items()}
+    if "param_names" in group:
+        group["param_names"] = [settings["param_names"][place] for place in places]
+    return {**group, "params": [tensors[place] for place in places]}
+
+
+def copied(value: Any) -> Any:
     """A setting that nobody else writes to."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named one
-        return type(value)(*map(_copied, value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_copied, value))
-    return value.clone() if isinstance(value, Tensor) else value
+        return type(value)(*map(copied, value))
+    if type(value) in (list, tuple):
+        return type(value)(map(copied, value))
+    if type(value) is dict:
+        return {key: copied(each) for key, each in value.items()}
+    return value.clone() if type(value) is Tensor else value
 
 
 def check_interrupted(optimizer: Optimizer | None, params: Sequence[Tensor]) -> None:

@@ -123,6 +123,12 @@ def run_beside_dtensors(run: _Run, func: OpOverload, args: Args, kwargs: Kwargs)
         args: Its arguments.
         kwargs: Its arguments by name.
     """
+    if is_between_graphs() and not _has_traced((*args, *kwargs.values())):
+        return _run_beside_apart(run, func, args, kwargs)
+    return _run_beside(run, func, args, kwargs)
+
+
+def _run_beside(run: _Run, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     taken: dict[int, ShardedTensor] = {}
     originals: dict[int, DTensor] = {}
     sharded: list[Any] = [value for value in tensors_in((args, list(kwargs.values()))) if type(value) in SHARDED]
@@ -147,6 +153,9 @@ def run_beside_dtensors(run: _Run, func: OpOverload, args: Args, kwargs: Kwargs)
         return result
     result = run(func, new_args, new_kwargs)
     return originals.get(id(result), result)
+
+
+_run_beside_apart = outside_of_graphs(_run_beside)
 
 
 def _together(values: Args) -> Iterator[tuple[Any, ...]]:

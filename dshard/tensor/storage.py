@@ -43,6 +43,11 @@ def end_step() -> None:
     _Step.frame = None
 
 
+def is_in_step() -> bool:
+    """Whether the caller runs inside of a step that has begun, be it in its closure."""
+    return _Step.frame is not None and is_on_stack(_Step.frame)
+
+
 def is_stepping() -> bool:
     """Whether the caller runs inside of `Optimizer.step`, and not in the forward or backward of its closure."""
     if _Step.frame is None or torch.is_grad_enabled() or torch._C._current_graph_task_id() != _Step.graph_task:

@@ -5,7 +5,9 @@ missing or clipped; between steps states are read and loaded, strategies are cha
 """
 
 import copy
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -292,3 +294,127 @@ def one_by_all() -> None:
 
 def test_parameters_that_are_left_out_are_stepped_by_all_ranks(worlds: WorldPool):
     worlds.run(2, one_by_all)
+
+
+class Nested(torch.optim.Muon):
+    """Its step is that of its base class, which torch has put hooks around by then."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Counting(torch.optim.SGD):
+    """Reads what is beside its parameters: an argument, names, counts in itself, in a group and in its state."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.number, self.state["all"] = torch.zeros(1), {"steps": 0}
+        for group in self.param_groups:
+            group["count"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, scale: float = 1.0) -> Any:
+        self.number += 1
+        self.state["all"]["steps"] += 1
+        for group in self.param_groups:
+            group["count"] += 1
+            for p, name in zip(group["params"], group["param_names"], strict=True):
+                if p.grad is not None:
+                    factor = scale * (1 + int(name)) / (self.number + group["count"] + self.state["all"]["steps"])
+                    p.sub_(p.grad * factor)
+
+
+def beside(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    shapes = [(3, 4), (8, 8), (5, 2), (0, 3)]
+    torch.optim.Muon([nn.Parameter(torch.ones(2, 2))])  # the class's step has hooks from here on
+    plain, model = Model(shapes), dshard.fully_shard(Model(shapes))
+    own = [kind([(str(i), p) for i, p in enumerate(each.own)], lr=0.1) for each in (plain, model)]
+    dshard.optim.whole(own[1])
+    for step in range(3):
+        for each, optimizer in zip((plain, model), own, strict=True):
+            optimizer.zero_grad()
+            each(gradients(shapes, {step}, step)).backward()
+            optimizer.step(**options)
+        assert [len(group["params"]) for group in own[1].param_groups] == [4]
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.full_tensor(), q)
+    assert getattr(own[0], "number", 0) == getattr(own[1], "number", 0)
+
+
+@pytest.mark.parametrize(("kind", "options"), [(Nested, {}), (Counting, {"scale": 0.25}), (Counting, {})])
+def test_a_step_may_read_what_is_beside_its_parameters(worlds: WorldPool, kind, options):
+    worlds.run(2, beside, kind, options)
+
+
+class Failing(torch.optim.SGD):
+    """Raises once told."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ValueError("told to")
+        return super().step(closure)
+
+
+def states_by_hand() -> None:
+    shapes = [(6, 4), (6, 4), (5, 3)]
+    plain, model = Model(shapes), dshard.fully_shard(Model(shapes))
+    own = [Failing(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
+    dshard.optim.whole(own[1])
+
+    def train(step: int) -> None:
+        for each, optimizer in zip((plain, model), own, strict=True):
+            optimizer.zero_grad()
+            each(gradients(shapes, set(), step)).backward()
+            optimizer.step()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.full_tensor(), q), f"after step {step}"
+
+    train(0)
+    early = [copy.deepcopy(own[0].state_dict()), own[1].state_dict()]  # the latter is what it is, with its owners
+    for optimizer in own:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(1)
+    own[0].load_state_dict(early[0])
+    own[1].load_state_dict(early[1])
+    train(2)
+    for each, optimizer in zip((plain, model), own, strict=True):  # states of two parameters, swapped
+        first, second = list(each.parameters())[:2]
+        optimizer.state[first], optimizer.state[second] = optimizer.state[second], optimizer.state[first]
+    train(3)
+    for optimizer in own:
+        optimizer.__dict__["fails"] = True
+        with pytest.raises(ValueError, match="told to"):
+            optimizer.step()
+        optimizer.__dict__["fails"] = False
+    check_states(own[1], own[0])
+    train(4)
+    check_states(own[1], own[0])
+
+
+def test_states_that_a_program_keeps_and_exchanges_or_that_a_step_which_raised_has_left(worlds: WorldPool):
+    worlds.run(2, states_by_hand)
+
+
+def freed() -> bool:
+    model = dshard.fully_shard(Model([(6, 4), (5, 3)]))
+    optimizer = torch.optim.Muon(model.parameters())
+    model(gradients([(6, 4), (5, 3)], set(), 0)).backward()
+    optimizer.step()
+    holdings = optimizer.__dict__["_dshard_owners"].holdings.values()
+    kept = [weakref.ref(tensor) for holding in holdings for tensor in holding.tensors.values()]
+    assert all(each() is not None for each in kept)
+    gc.collect()
+    gc.disable()
+    try:
+        del optimizer, holdings
+        return all(each() is None for each in kept)
+    finally:
+        gc.enable()
+
+
+def test_states_go_with_their_optimizer(worlds: WorldPool):
+    assert worlds.run(2, freed) == [True, True]
