@@ -206,13 +206,11 @@ class Owners:
     """Which ranks step the parameters of an optimizer, and what they keep for them.
 
     Args:
-        optimizer: The optimizer.
         params: That owners step, with the numbers of their groups and their places there.
         cost: Work of one's step, by its shape.
     """
 
-    def __init__(self, optimizer: Optimizer, params: Sequence[tuple[int, int, ShardedTensor]], cost: Cost) -> None:
-        self._optimizer = weakref.ref(optimizer)
+    def __init__(self, params: Sequence[tuple[int, int, ShardedTensor]], cost: Cost) -> None:
         self.key = _key_of(params, cost)
         worlds = [_ranks_of(param) for *_, param in params]
         turns: list[_Turn | None] = [None] * len(params)
@@ -306,10 +304,13 @@ def _rounds(turns: Sequence[_Turn]) -> Iterator[list[_Turn]]:
         kinds.setdefault(turn.group.full_name, []).append(turn)
     for same in kinds.values():
         of_owner: dict[int, list[list[_Turn]]] = {}
-        for turn in sorted(same, key=lambda turn: -turn.param.numel()):
-            mine, size = of_owner.setdefault(turn.owner, [[]]), turn.param.numel() * turn.param.storage_dtype.itemsize
-            if mine[-1] and size + sum(_num_bytes(other.param) for other in mine[-1]) > _ROUND_BYTES:
+        last_bytes: dict[int, int] = {}  # of the last round of each owner
+        for turn in sorted(same, key=lambda turn: -_num_bytes(turn.param)):
+            mine, size = of_owner.setdefault(turn.owner, [[]]), _num_bytes(turn.param)
+            last_bytes[turn.owner] = last_bytes.get(turn.owner, 0) + size
+            if mine[-1] and last_bytes[turn.owner] > _ROUND_BYTES:
                 mine.append([])
+                last_bytes[turn.owner] = size
             mine[-1].append(turn)
         for number in range(max(map(len, of_owner.values()))):
             parts = (mine[number] for _, mine in sorted(of_owner.items()) if number < len(mine))
@@ -485,7 +486,7 @@ class WholeStep:
             owners.give_up()
             owners = None
         if owners is None:
-            owners = optimizer.__dict__["_dshard_owners"] = Owners(optimizer, found, whole.cost)
+            owners = optimizer.__dict__["_dshard_owners"] = Owners(found, whole.cost)
         owners.let_go(optimizer)
         self._owners = owners
         self._settings = settings_of(optimizer)
