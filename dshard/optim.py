@@ -1,7 +1,6 @@
 """Optimizers that need more of a parameter than one shard."""
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,15 +10,14 @@ from dshard import arguments
 from dshard.optimizer.owners import Whole, product_cost
 
 __all__ = ["whole"]
-_O = TypeVar("_O", bound=Optimizer)
 
 
 def whole(
-    optimizer: _O,
+    optimizer: Optimizer,
     params: Iterable[Tensor] | None = None,
     *,
     cost: Callable[[torch.Size], float] = product_cost,
-) -> _O:
+) -> Optimizer:
     """Have each parameter of an optimizer be stepped whole by one rank, its owner, instead of by all ranks.
 
     Its step must treat each parameter by itself, as Shampoo, SOAP and Muon do, and call a closure once at most; what it
