@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 SIDE_BY_SIDE := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # Warnings are errors: a page in no table of contents, a link into nothing, a docstring that cannot be read.
 SPHINX := -m sphinx --fail-on-warning --keep-going --quiet --builder html docs build/docs
-BENCHMARKS := step compile host memory collectives scale optimizer checkpoint plan
+BENCHMARKS := step compile host memory collectives scale optimizer muon checkpoint plan
 STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 

@@ -65,7 +65,7 @@ def _measure(num_layers: int, width: int, num_rounds: int) -> dict[str, Any]:
 
 
 def run(
-    output: Output, *, num_ranks: tuple[int, ...] = (2, 4), rounds: int = 5, layers: int = 12, width: int = 512
+    output: Output, *, num_ranks: tuple[int, ...] = (2, 4), rounds: int = 5, layers: int = 6, width: int = 768
 ) -> None:
     """Muon over the matrices of a GPT, on gloo ranks with a thread each."""
     rows: dict[str, dict[str, Any]] = {}

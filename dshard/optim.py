@@ -36,7 +36,7 @@ def whole(
     Communicates:
         Nothing here. A step sends each owner the shards of its parameters and of their gradients, two bytes for each
         byte of the parameter, and all ranks their shards of the result, one more; over replicas one more for each. The
-        first step, and for classes other than `torch.optim.Muon` every one, adds a text of about 100 bytes per
+        first step, and for classes other than `torch.optim.Muon` every one, adds a text of 50 to 200 bytes per
         parameter, by two small collectives. States stay with the owner until somebody uses their shards, as
         a checkpoint does: on all ranks, at the same place of the program.
 

@@ -19,38 +19,23 @@ import dshard
 VOCAB = 256  # bytes
 
 
-class Block(nn.Module):
-    """A pre-norm transformer block; (batch, time, width) in and out."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.heads = max(1, width // 32)
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add attention, then the MLP, to the residual stream."""
-        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
-
-
 class Model(nn.Module):
     """Bytes (batch, time) to logits (batch, time, 256)."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
+        heads, options = max(1, width // 32), {"dropout": 0.0, "batch_first": True, "norm_first": True}
         self.embed = nn.Embedding(VOCAB, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, heads, 4 * width, **options) for _ in range(layers)
+        )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCAB, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits of the next byte at every position."""
-        x = self.embed(ids)
+        x, mask = self.embed(ids), nn.Transformer.generate_square_subsequent_mask(ids.shape[1], device=ids.device)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, src_mask=mask, is_causal=True)
         return self.head(self.norm(x))
 
 

@@ -37,8 +37,8 @@ from dshard.collectives.ledger import settle_forward as settle_forward
 from dshard.collectives.memory import Buffer as Buffer
 from dshard.collectives.memory import BufferPool as BufferPool
 from dshard.collectives.memory import is_storage_held as is_storage_held
+from dshard.collectives.owners import all_gather_rows as all_gather_rows
 from dshard.collectives.owners import from_owners as from_owners
-from dshard.collectives.owners import share as share
 from dshard.collectives.owners import to_owners as to_owners
 from dshard.collectives.plan import GatherPlan as GatherPlan
 from dshard.collectives.plan import SendRow as SendRow

@@ -108,7 +108,7 @@ def from_owners(
     return _exchange(outs, result, sizes, starts, buffer, most, group, label)
 
 
-def share(fill: Fill, sizes: Sequence[int], group: ShardGroup, *, label: str) -> Handle[Tensor]:
+def all_gather_rows(fill: Fill, sizes: Sequence[int], group: ShardGroup, *, label: str) -> Handle[Tensor]:
     """Send all ranks this rank's row.
 
     Args:

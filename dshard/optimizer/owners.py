@@ -82,16 +82,16 @@ class _Holding:
 
     Args:
         owners: Of the optimizer.
-        turn: Of the parameter.
+        item: The parameter, and its owner.
 
     Attributes:
         tensors: By name; empty on other ranks.
         is_held: Whether they are there, and not in shards.
     """
 
-    def __init__(self, owners: "Owners", turn: "_Turn") -> None:
+    def __init__(self, owners: "Owners", item: "_Assigned") -> None:
         self._owners = weakref.ref(owners)  # which keeps this
-        self.owner, self.group, self.name = turn.owner, turn.group, turn.param.name
+        self.owner, self.group, self.name = item.owner, item.group, item.param.name
         self.tensors: dict[str, Tensor] = {}
         self.is_held = False
         self._storages: dict[str, weakref.ref[ShardStorage]] = {}
@@ -136,8 +136,8 @@ class _Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
-    """A parameter that its owner steps.
+class _Assigned:
+    """A parameter, and the rank that steps it.
 
     Args:
         number: Of the optimizer's group that it is in.
@@ -213,25 +213,25 @@ class Owners:
     def __init__(self, params: Sequence[tuple[int, int, ShardedTensor]], cost: Cost) -> None:
         self.key = _key_of(params, cost)
         worlds = [_ranks_of(param) for *_, param in params]
-        turns: list[_Turn | None] = [None] * len(params)
+        assigned: list[_Assigned | None] = [None] * len(params)
         for ranks in dict.fromkeys(worlds):  # most often the same ranks train all
             places = [i for i, known in enumerate(worlds) if known == ranks]
             owners = assign([cost(params[i][2].shape) for i in places], len(ranks))
             for i, owner in zip(places, owners, strict=True):
-                turns[i] = _Turn(*params[i], _group_of(params[i][2]), owner)
-        self._turns = {id(turn.param): turn for turn in turns if turn is not None}
+                assigned[i] = _Assigned(*params[i], _group_of(params[i][2]), owner)
+        self._turns = {id(item.param): item for item in assigned if item is not None}
         self.holdings: dict[int, _Holding] = {}  # by the id of the parameter
-        self._known: tuple[tuple[int, ...], list[list[_Turn]]] = (), []  # rounds, and of which parameters
+        self._known: tuple[tuple[int, ...], list[list[_Assigned]]] = (), []  # rounds, and of which parameters
         self.capacity = 0  # bytes of memory of one exchange, so that all take the same
 
-    def rounds(self, params: Iterable[ShardedTensor]) -> list[list[_Turn]]:
+    def rounds(self, params: Iterable[ShardedTensor]) -> list[list[_Assigned]]:
         """What is stepped at a time: of each owner a few parameters, all over the same ranks."""
-        turns = [self._turns[id(param)] for param in params]
-        key = tuple(id(turn.param) for turn in turns)
+        assigned = [self._turns[id(param)] for param in params]
+        key = tuple(id(item.param) for item in assigned)
         if self._known[0] != key:
-            self._known = key, list(_rounds(turns))
+            self._known = key, list(_rounds(assigned))
             for each in self._known[1]:
-                pieces = [(turn.owner, _Piece.of(turn.param)) for turn in each]
+                pieces = [(item.owner, _Piece.of(item.param)) for item in each]
                 most = 2 * each[0].group.num_ranks * max(_segments(pieces, each[0].group))
                 self.capacity = max(self.capacity, most)
         return self._known[1]
@@ -255,9 +255,9 @@ class Owners:
         replaced = [holding for key, holding in self.holdings.items() if holding.is_replaced(states.get(key, {}))]
         _bring_back_all(replaced)
 
-    def holding_of(self, turn: _Turn) -> _Holding:
+    def holding_of(self, item: _Assigned) -> _Holding:
         """What the owner of a parameter keeps for it."""
-        return self.holdings.setdefault(id(turn.param), _Holding(self, turn))
+        return self.holdings.setdefault(id(item.param), _Holding(self, item))
 
 
 def _key_of(params: Sequence[tuple[int, int, ShardedTensor]], cost: Cost) -> tuple[Any, ...]:
@@ -266,6 +266,7 @@ def _key_of(params: Sequence[tuple[int, int, ShardedTensor]], cost: Cost) -> tup
 
 
 def _group_of(param: ShardedTensor) -> ShardGroup:
+    """The ranks that have a parameter's shards: this one, with the others as replicas, where each has all of it."""
     group = param.shard_group
     return group if param.shard_layout.dim is not None or group.num_ranks == 1 else ShardGroup.alone(group)
 
@@ -298,23 +299,23 @@ def _chunks(held: Sequence[_Holding]) -> Iterator[list[_Holding]]:
         yield chunk
 
 
-def _rounds(turns: Sequence[_Turn]) -> Iterator[list[_Turn]]:
-    kinds: dict[str, list[_Turn]] = {}
-    for turn in turns:
-        kinds.setdefault(turn.group.full_name, []).append(turn)
+def _rounds(assigned: Sequence[_Assigned]) -> Iterator[list[_Assigned]]:
+    kinds: dict[str, list[_Assigned]] = {}
+    for item in assigned:
+        kinds.setdefault(item.group.full_name, []).append(item)
     for same in kinds.values():
-        of_owner: dict[int, list[list[_Turn]]] = {}
+        of_owner: dict[int, list[list[_Assigned]]] = {}
         last_bytes: dict[int, int] = {}  # of the last round of each owner
-        for turn in sorted(same, key=lambda turn: -_num_bytes(turn.param)):
-            mine, size = of_owner.setdefault(turn.owner, [[]]), _num_bytes(turn.param)
-            last_bytes[turn.owner] = last_bytes.get(turn.owner, 0) + size
-            if mine[-1] and last_bytes[turn.owner] > _ROUND_BYTES:
+        for item in sorted(same, key=lambda item: -_num_bytes(item.param)):
+            mine, size = of_owner.setdefault(item.owner, [[]]), _num_bytes(item.param)
+            last_bytes[item.owner] = last_bytes.get(item.owner, 0) + size
+            if mine[-1] and last_bytes[item.owner] > _ROUND_BYTES:
                 mine.append([])
-                last_bytes[turn.owner] = size
-            mine[-1].append(turn)
+                last_bytes[item.owner] = size
+            mine[-1].append(item)
         for number in range(max(map(len, of_owner.values()))):
             parts = (mine[number] for _, mine in sorted(of_owner.items()) if number < len(mine))
-            yield [turn for part in parts for turn in part]
+            yield [item for part in parts for item in part]
 
 
 def _num_bytes(param: ShardedTensor) -> int:
@@ -413,7 +414,7 @@ def _from_replicas(row: Tensor, sizes: Sequence[int], group: ShardGroup, label: 
         start = group.world_rank // block * block
         parts = range(start, start + block, num_together)
         of_parts = [sum(sizes[part : part + num_together]) for part in parts]
-        row = collectives.share(partial(_copy, row), of_parts, level, label=label).wait()
+        row = collectives.all_gather_rows(partial(_copy, row), of_parts, level, label=label).wait()
         level, num_together = level.replicas, block
     return row
 
@@ -446,8 +447,8 @@ def _bring_back(held: Sequence[_Holding]) -> None:
             places.append((holding, name, device))
             if holding.owner == group.world_rank:
                 fulls.append(holding.tensors.pop(name))
-    with torch.no_grad():
-        label = f"states of '{held[0].name}' and {len(held) - 1} more"
+    with outside_autograd():
+        label = f"optimizer states of '{held[0].name}' and {len(held) - 1} more"
         for (holding, name, device), shard in zip(places, _spread(pieces, fulls, group, label)(), strict=True):
             holding.deliver(name, torch.empty_like(shard, device=device).copy_(shard))
 
@@ -460,7 +461,9 @@ def _said_by_all(own: Any, group: ShardGroup) -> list[Any]:
     label, start = "states of an optimizer", _own_replica(group)
     total = collectives.all_reduce([lengths], group, ReduceOp.SUM, label=label, everywhere=True).wait()[0]
     sizes: list[int] = total.tolist()
-    row = collectives.share(partial(_copy, text), sizes[start : start + group.num_ranks], group, label=label).wait()
+    row = collectives.all_gather_rows(
+        partial(_copy, text), sizes[start : start + group.num_ranks], group, label=label
+    ).wait()
     texts = _from_replicas(row, sizes, group, label).cpu().numpy().tobytes()
     return [json.loads(texts[end - size : end]) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
@@ -493,7 +496,7 @@ class WholeStep:
         self.params = with_grad
         self._numbers = {id(param): str(number) for number, param in enumerate(with_grad)}
         self._rounds = owners.rounds(with_grad) if with_grad else []
-        states = [_without_dtensors(optimizer.state.get(param)) for param in with_grad]
+        states = [_without_dtensors(optimizer.state.get(param, {})) for param in with_grad]
         are_sharded = (s and all(type(value) in SHARDED for value in s.values()) for s in states)
         self._are_facts_known = type(optimizer) in _WITHOUT_COUNTS and all(are_sharded)
         self._resting: dict[int, dict[str, ShardedTensor]] = {}  # states in shards, by the id of the parameter
@@ -504,14 +507,14 @@ class WholeStep:
         self._rest_states()
         leaving: Callable[[], None] | None = None
         arriving = self._fetch(self._rounds[0]) if self._rounds else None
-        for number, turns in enumerate(self._rounds):
+        for number, assigned in enumerate(self._rounds):
             assert arriving is not None
             here = iter(arriving.wait())
             following = self._fetch(self._rounds[number + 1]) if number + 1 < len(self._rounds) else None
-            fulls = self._step(turns, here)
+            fulls = self._step(assigned, here)
             del here
             arriving = following
-            begun = self._give_out(turns, fulls)
+            begun = self._give_out(assigned, fulls)
             if leaving is not None:
                 leaving()
             leaving = begun
@@ -519,53 +522,53 @@ class WholeStep:
             leaving()
         self._settle_states()
 
-    def _fetch(self, turns: Sequence[_Turn]) -> Handle[list[Tensor]]:
+    def _fetch(self, assigned: Sequence[_Assigned]) -> Handle[list[Tensor]]:
         """Send owners what they need for a round, and get what this rank does, whole."""
-        group, pieces, shards = turns[0].group, [], []
-        for turn in turns:
-            for tensor in (turn.param, _gradient(turn.param), *self._resting[id(turn.param)].values()):
-                pieces.append((turn.owner, _Piece.of(tensor)))
+        group, pieces, shards = assigned[0].group, [], []
+        for item in assigned:
+            for tensor in (item.param, _gradient(item.param), *self._resting[id(item.param)].values()):
+                pieces.append((item.owner, _Piece.of(tensor)))
                 shards.append(tensor.shard_storage.resolve())
-        label = f"step of '{turns[0].param.name}' and {len(turns) - 1} more"
+        label = f"step of '{assigned[0].param.name}' and {len(assigned) - 1} more"
         return _collect(pieces, shards, group, label, self._owners.capacity)
 
     def _rest_states(self) -> None:
         """Find the states that are in shards, and have them lie as their parameters do, ahead of all exchanges."""
-        turns = [turn for turns in self._rounds for turn in turns]
-        states = {id(turn.param): self._optimizer.state.get(turn.param, {}) for turn in turns}
+        assigned = [item for assigned in self._rounds for item in assigned]
+        states = {id(item.param): self._optimizer.state.get(item.param, {}) for item in assigned}
 
-        def of_shards(turn: _Turn) -> dict[str, ShardedTensor]:
-            holding = self._owners.holding_of(turn)
-            named = states[id(turn.param)].items()
+        def of_shards(item: _Assigned) -> dict[str, ShardedTensor]:
+            holding = self._owners.holding_of(item)
+            named = states[id(item.param)].items()
             return {n: v for n, v in named if type(v) in SHARDED and not holding.holds(n, v)}
 
-        for turn in turns:
-            for value in of_shards(turn).values():
+        for item in assigned:
+            for value in of_shards(item).values():
                 value.shard_storage.resolve()  # by which others may come back, too
-        for turn in turns:
-            place, resting = place_of(turn.param), of_shards(turn)
-            self._resting[id(turn.param)] = resting
-            own = [place if v.shape == turn.param.shape else _place_beside(place, v) for v in resting.values()]
+        for item in assigned:
+            place, resting = place_of(item.param), of_shards(item)
+            self._resting[id(item.param)] = resting
+            own = [place if v.shape == item.param.shape else _place_beside(place, v) for v in resting.values()]
             relocate([Move(value, each) for value, each in zip(resting.values(), own, strict=True)])
 
-    def _step(self, turns: Sequence[_Turn], found: Iterator[Tensor]) -> list[Tensor]:
+    def _step(self, assigned: Sequence[_Assigned], found: Iterator[Tensor]) -> list[Tensor]:
         """Step this rank's parameters of a round, whole; gives them.
 
         Args:
-            turns: Of the round.
+            assigned: Of the round.
             found: What was fetched for it.
         """
-        own = [turn for turn in turns if turn.is_own]
+        own = [item for item in assigned if item.is_own]
         fulls: list[Any] = []
         groups: dict[int, dict[int, Tensor]] = {}
         state: Any = defaultdict(dict)
-        for turn in own:
-            full = nn.Parameter(next(found), requires_grad=turn.param.requires_grad)
+        for item in own:
+            full = nn.Parameter(next(found), requires_grad=item.param.requires_grad)
             full.grad = next(found)
-            groups.setdefault(turn.number, {})[turn.place] = full
+            groups.setdefault(item.number, {})[item.place] = full
             fulls.append(full)
-            taken = {name: next(found) for name in self._resting[id(turn.param)]}
-            states, held = self._optimizer.state.get(turn.param, {}), self._owners.holding_of(turn).tensors
+            taken = {name: next(found) for name in self._resting[id(item.param)]}
+            states, held = self._optimizer.state.get(item.param, {}), self._owners.holding_of(item).tensors
             device = full.device
             for name, value in states.items():
                 value = taken[name] if name in taken else held[name] if type(value) in SHARDED else value
@@ -575,34 +578,34 @@ class WholeStep:
             optimizer = alike(self._optimizer, self._settings, groups, state)
             step: Any = type(optimizer).step
             getattr(step, "__wrapped__", step)(optimizer, *self._args, **self._kwargs)  # without hooks, run for all
-        for turn, full in zip(own, fulls, strict=True):
+        for item, full in zip(own, fulls, strict=True):
             full.grad = None
-            self._take_states(turn, state[full])
+            self._take_states(item, state[full])
         return fulls
 
-    def _take_states(self, turn: _Turn, states: dict[str, Any]) -> None:
+    def _take_states(self, item: _Assigned, states: dict[str, Any]) -> None:
         """Keep the states that a step has left for a parameter of this rank."""
-        holding, facts = self._owners.holding_of(turn), []
+        holding, facts = self._owners.holding_of(item), []
         holding.tensors = {}
         for name, value in states.items():
             if isinstance(value, Tensor) and value.dim():
-                holding.tensors[name] = value.to(turn.param.storage_device)
+                holding.tensors[name] = value.to(item.param.storage_device)
             if not self._are_facts_known:
-                facts.append((name, _fact_of(name, value, turn.param)))
-        self._facts.setdefault(turn.group.full_name, {})[self._number_of(turn)] = facts
+                facts.append((name, _fact_of(name, value, item.param)))
+        self._facts.setdefault(item.group.full_name, {})[self._number_of(item)] = facts
 
-    def _number_of(self, turn: _Turn) -> str:
-        return self._numbers[id(turn.param)]
+    def _number_of(self, item: _Assigned) -> str:
+        return self._numbers[id(item.param)]
 
-    def _give_out(self, turns: Sequence[_Turn], fulls: Sequence[Tensor]) -> Callable[[], None]:
+    def _give_out(self, assigned: Sequence[_Assigned], fulls: Sequence[Tensor]) -> Callable[[], None]:
         """Give all ranks their shards of a round's parameters; returns what waits for them."""
-        group = turns[0].group
-        pieces = [(turn.owner, _Piece.of(turn.param)) for turn in turns]
-        label = f"step of '{turns[0].param.name}' and {len(turns) - 1} more"
+        group = assigned[0].group
+        pieces = [(item.owner, _Piece.of(item.param)) for item in assigned]
+        label = f"step of '{assigned[0].param.name}' and {len(assigned) - 1} more"
         finish = _spread(pieces, [full.detach() for full in fulls], group, label, self._owners.capacity)
 
         def put() -> None:
-            shards = [turn.param.shard_storage.writable() for turn in turns]
+            shards = [item.param.shard_storage.writable() for item in assigned]
             torch._foreach_copy_(shards, list(finish()))
 
         return put
@@ -610,49 +613,54 @@ class WholeStep:
     def _settle_states(self) -> None:
         """Have all ranks know the states that there are, of which the large ones await their owners."""
         if self._are_facts_known:
-            for turns in self._rounds:
-                for turn in turns:
-                    self._owners.holding_of(turn).keep(self._optimizer.state[turn.param])
+            for assigned in self._rounds:
+                for item in assigned:
+                    self._owners.holding_of(item).keep(self._optimizer.state[item.param])
             return
         facts: dict[str, Any] = {}
-        groups = {turns[0].group.full_name: turns[0].group for turns in self._rounds}
+        groups = {assigned[0].group.full_name: assigned[0].group for assigned in self._rounds}
         for name, group in groups.items():
             for said in _said_by_all(self._facts.get(name, {}), group):
                 facts.update(said)
-        for turns in self._rounds:
-            for turn in turns:
-                self._write_states(turn, facts[self._number_of(turn)])
+        for assigned in self._rounds:
+            for item in assigned:
+                self._write_states(item, facts[self._number_of(item)])
 
-    def _write_states(self, turn: _Turn, facts: list[tuple[Any, Any]]) -> None:
+    def _write_states(self, item: _Assigned, facts: list[tuple[Any, Any]]) -> None:
         """Have `optimizer.state` hold what the owner of a parameter says."""
-        if not facts and turn.param not in self._optimizer.state:
+        if not facts and item.param not in self._optimizer.state:
             return
-        old = dict(self._optimizer.state.get(turn.param, {}))
-        states = self._optimizer.state[turn.param]
+        old = dict(self._optimizer.state.get(item.param, {}))
+        states = self._optimizer.state[item.param]
         states.clear()
         for name, fact in facts:
-            states[name] = _state_of(fact, old.get(name), turn.param)
-        self._owners.holding_of(turn).keep(states)
+            states[name] = _state_of(fact, old.get(name), item.param)
+        self._owners.holding_of(item).keep(states)
 
 
-def _without_dtensors(states: dict[str, Any] | None) -> dict[str, Any] | None:
+def _without_dtensors(states: dict[str, Any]) -> dict[str, Any]:
     """States of a parameter; what torch has loaded as a plain DTensor, and a sharded number, is plain from now on.
 
     Communicates:
         An all-gather of each of those.
     """
-    for name, value in (states or {}).items():
-        if isinstance(value, DTensor) and (type(value) not in SHARDED or not value.dim()) and states is not None:
+    for name, value in states.items():
+        if isinstance(value, DTensor) and (type(value) not in SHARDED or not value.dim()):
             states[name] = value.full_tensor()
     return states
 
 
-def _fact_of(name: str, value: Any, param: ShardedTensor) -> Any:
+def _fact_of(name: Any, value: Any, param: ShardedTensor) -> Any:
     """What other ranks are told of a state.
 
     Raises:
-        UnsupportedOpError: It is neither a tensor nor a number.
+        UnsupportedOpError: It is neither a tensor nor a number or text, or has another name than such.
     """
+    if not isinstance(name, (int, str)):
+        raise UnsupportedOpError(
+            f"{param.name}: the states of an optimizer that steps whole parameters must be named by texts or integers, "
+            f"but one is by {name!r}. Leave the parameter out of dshard.optim.whole(params=...)."
+        )
     if isinstance(value, Tensor) and value.dim():
         return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, Tensor):
@@ -679,14 +687,11 @@ def _state_of(fact: dict[str, Any], old: Any, param: ShardedTensor) -> Any:
     shape = tuple(fact["shape"])
     if type(old) in SHARDED and tuple(old.shape) == shape and old.storage_dtype == dtype:
         return old
-    storage = ShardStorage(None, param.shard_layout, is_shared=True)
     if shape == tuple(param.shape):
-        storage.hand_over(_nothing)
-        return param.like(storage, dtype=dtype)
+        return param.like(ShardStorage(None, param.shard_layout, _nothing, is_shared=True), dtype=dtype)
     group, place = param.shard_group, place_of(param)
     dim = None if place.dim is None else 0
-    storage.layout = ShardLayout(shape, dim, group.num_ranks)
-    storage.hand_over(_nothing)
+    storage = ShardStorage(None, ShardLayout(shape, dim, group.num_ranks), _nothing, is_shared=True)
     stride = dense_stride(torch.empty(shape, device="meta"))
     meta = TensorMeta(torch.Size(shape), stride, dtype)
     spec = DTensorSpec(place.mesh, placements_of(dim, place.mesh), tensor_meta=meta)
@@ -695,7 +700,7 @@ def _state_of(fact: dict[str, Any], old: Any, param: ShardedTensor) -> Any:
 
 
 def _nothing(storage: ShardStorage) -> None:
-    pass
+    """What the shard of a new state awaits until it is the owner's."""
 
 
 def _place_beside(place: Place, value: ShardedTensor) -> Place:
@@ -763,7 +768,7 @@ def _in_place_of_closure(args: list[Any], kwargs: dict[str, Any], closure: Calla
 
 @outside_of_graphs
 def _step_and_hide(optimizer: Optimizer, whole: Whole, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    with torch.no_grad(), outside_autograd():
+    with outside_autograd():
         step = WholeStep(optimizer, whole, args, kwargs)
         step.run()
     optimizer.__dict__[_HIDDEN] = [_of_params(group) for group in optimizer.param_groups]

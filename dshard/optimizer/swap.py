@@ -8,7 +8,8 @@ from operator import is_
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dshard.errors import StateError
@@ -260,14 +261,14 @@ def part_of_group(settings: Mapping[str, Any], tensors: Mapping[int, Tensor]) ->
 
 
 def copied(value: Any) -> Any:
-    """A setting that nobody else writes to."""
+    """A setting that nobody else writes to; parameters in it are the same ones."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named one
         return type(value)(*map(copied, value))
     if type(value) in (list, tuple):
         return type(value)(map(copied, value))
     if type(value) is dict:
         return {key: copied(each) for key, each in value.items()}
-    return value.clone() if type(value) is Tensor else value
+    return value.clone() if isinstance(value, Tensor) and not isinstance(value, (nn.Parameter, DTensor)) else value
 
 
 def check_interrupted(optimizer: Optimizer | None, params: Sequence[Tensor]) -> None:
