@@ -157,6 +157,16 @@ def test_optimizer_writes_each_mode(bench):
 
 
 @pytest.mark.slow
+def test_muon_writes_every_way_and_owners_send_what_the_formula_says(bench):
+    sizes = ("--num-ranks", 2, "--layers", 1, "--width", 32, "--rounds", 2)
+    result, printed = bench("muon", *sizes, file="muon_gloo")
+    ways = {"plain, one process", "plain, on each rank", "dshard, owners", "dshard, every rank", "FSDP2"}
+    assert set(result["rows"]["2 ranks"]) == ways
+    num_bytes = 12 * 32**2 * 4
+    assert f"send {3 * num_bytes // 2:,} bytes, by formula {3 * num_bytes // 2:,}" in printed
+
+
+@pytest.mark.slow
 def test_checkpoint_writes_rates_and_the_stall_of_an_asynchronous_save(bench):
     result, printed = bench("checkpoint", *TINY, "--rounds", 2, file="checkpoint_gloo_2")
     ways = {"dd", "dshard.checkpoint.save", "dshard.checkpoint.load", "dcp.save", "dcp.load"}
