@@ -116,15 +116,14 @@ def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     written = written if closure_of(args, kwargs) is None else []  # else it computes first
     units = _units_of(written)
     _await_readers(written, units)
-    for pool in {id(unit.model.pool): unit.model.pool for unit in units}.values():
-        pool.settle()  # of what gradients were reduced from: the step needs memory, too
     whole = whole_of(optimizer)
     if whole is not None or type(optimizer) is optim.LBFGS:  # whose graphs would hold views of sharded tensors
         Pause.is_wanted = True
-    if whole is not None:
-        return begin_whole(optimizer, whole, args, kwargs)
-    Deferral.begin(optimizer, args, kwargs)
-    return None
+    if whole is None:
+        Deferral.begin(optimizer, args, kwargs)
+    for pool in {id(unit.model.pool): unit.model.pool for unit in units}.values():
+        pool.settle()  # of what gradients, which are there by now, were reduced from: the step needs memory, too
+    return None if whole is None else begin_whole(optimizer, whole, args, kwargs)
 
 
 @dataclass(frozen=True, slots=True)
