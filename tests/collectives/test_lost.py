@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -21,6 +22,15 @@ import dshard
 from dshard.collectives import _c10d, watchdog
 from dshard.collectives.watchdog import Board, End, RankProcess, ends_within, state_of
 from dshard.testing import World, WorldPool, expect_error
+
+
+@pytest.fixture(autouse=True)
+def unwatched() -> Iterator[None]:
+    """No thread that watches, as other tests of this process start one: it would read what tests here put in place."""
+    watchdog._stop_watching()
+    watchdog._State.thread = None
+    yield
+    watchdog._State.stop.clear()
 
 
 def shard_under_another_torch(what: str) -> None:
