@@ -1,4 +1,4 @@
-"""Optimizers that need more of a parameter than one shard."""
+"""Optimizers that need more of a parameter than one shard, or keep less of it."""
 
 from collections.abc import Callable, Iterable
 
@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dshard import arguments
+from dshard.optimizer.adamw8bit import AdamW8bit
 from dshard.optimizer.owners import Whole, product_cost
 
-__all__ = ["whole"]
+__all__ = ["AdamW8bit", "whole"]
 
 
 def whole(

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 
 from dshard import collectives
@@ -26,14 +25,21 @@ from dshard.collectives import Handle, ReduceOp, ShardGroup, cut_into, put_toget
 from dshard.compiling import outside_of_graphs
 from dshard.errors import StateError, UnsupportedOpError
 from dshard.layout import ShardLayout, assign
-from dshard.optimizer.replace import Move, Replaced, place_of, relocate, replacement_of
+from dshard.optimizer.replace import (
+    Move,
+    Replaced,
+    awaits_nothing,
+    place_beside,
+    place_of,
+    relocate,
+    replacement_of,
+    sharded_beside,
+)
 from dshard.optimizer.swap import alike, closure_of, copied, part_of_group, settings_of
-from dshard.tensor.meshes import placements_of
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.storage import ShardStorage
 from dshard.tensor.subclass_shards import subclass_gathers
 from dshard.tensor.views import dense_stride
-from dshard.units.placing import Place
 
 _ALIGN_BYTES = 16  # of each tensor in a row: a multiple of every element size
 _ROUND_BYTES = 8 << 20  # of the parameters that one owner steps at a time, unless one alone is larger
@@ -548,7 +554,7 @@ class WholeStep:
         for item in assigned:
             place, resting = place_of(item.param), of_shards(item)
             self._resting[id(item.param)] = resting
-            own = [place if v.shape == item.param.shape else _place_beside(place, v) for v in resting.values()]
+            own = [place if v.shape == item.param.shape else place_beside(place, v) for v in resting.values()]
             relocate([Move(value, each) for value, each in zip(resting.values(), own, strict=True)])
 
     def _step(self, assigned: Sequence[_Assigned], found: Iterator[Tensor]) -> list[Tensor]:
@@ -688,24 +694,8 @@ def _state_of(fact: dict[str, Any], old: Any, param: ShardedTensor) -> Any:
     if type(old) in SHARDED and tuple(old.shape) == shape and old.storage_dtype == dtype:
         return old
     if shape == tuple(param.shape):
-        return param.like(ShardStorage(None, param.shard_layout, _nothing, is_shared=True), dtype=dtype)
-    group, place = param.shard_group, place_of(param)
-    dim = None if place.dim is None else 0
-    storage = ShardStorage(None, ShardLayout(shape, dim, group.num_ranks), _nothing, is_shared=True)
-    stride = dense_stride(torch.empty(shape, device="meta"))
-    meta = TensorMeta(torch.Size(shape), stride, dtype)
-    spec = DTensorSpec(place.mesh, placements_of(dim, place.mesh), tensor_meta=meta)
-    prototype = torch.empty(0, dtype=dtype, device=param.storage_device)
-    return param.kin.wrap(storage, spec, group, name=param.given_name, prototype=prototype)
-
-
-def _nothing(storage: ShardStorage) -> None:
-    """What the shard of a new state awaits until it is the owner's."""
-
-
-def _place_beside(place: Place, value: ShardedTensor) -> Place:
-    """Where a state of another shape than its parameter's lies."""
-    return Place(place.mesh, None if place.dim is None or not value.dim() else 0)
+        return param.like(ShardStorage(None, param.shard_layout, awaits_nothing, is_shared=True), dtype=dtype)
+    return sharded_beside(param, shape, dtype)
 
 
 def _can_be_owned(param: Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import Optimizer
 
 from dshard import collectives
@@ -19,12 +19,13 @@ from dshard.collectives import GatherPlan, ReduceBucket, ReducePlan, shard_of
 from dshard.errors import StateError
 from dshard.gradients.backward import hook_gradient
 from dshard.gradients.reducer import Reducer
-from dshard.layout import MIN_DIRECT_BYTES, BucketLayout
+from dshard.layout import MIN_DIRECT_BYTES, BucketLayout, ShardLayout
 from dshard.tensor import MixedShardedTensor, OffloadedShardedTensor, ShardedTensor
 from dshard.tensor.meshes import gathered_stride, group_of, placements_of, tp_layout_of
 from dshard.tensor.storage import ShardStorage
 from dshard.tensor.subclass_shards import holds_packed_bits, subclass_gathers
 from dshard.tensor.tp_params import local_gradient, shard_like
+from dshard.tensor.views import dense_stride
 from dshard.units.placing import Place
 from dshard.units.unit import Unit
 
@@ -184,6 +185,27 @@ def place_of(tensor: ShardedTensor) -> Place:
     return Place(tensor._spec.mesh if inner is None else inner.data_mesh, tensor.shard_layout.dim)
 
 
+def place_beside(place: Place, value: Tensor) -> Place:
+    """Where a state of another shape than its parameter's lies, for the place of that."""
+    return Place(place.mesh, None if place.dim is None or not value.dim() else 0)
+
+
+def sharded_beside(param: ShardedTensor, shape: Sequence[int], dtype: torch.dtype) -> ShardedTensor:
+    """A state of a parameter, of a shape of its own, cut along its first dim; its shard is yet to be delivered."""
+    group, place = param.shard_group, place_of(param)
+    dim = None if place.dim is None else 0
+    storage = ShardStorage(None, ShardLayout(tuple(shape), dim, group.num_ranks), awaits_nothing, is_shared=True)
+    stride = dense_stride(torch.empty(tuple(shape), device="meta"))
+    meta = TensorMeta(torch.Size(shape), stride, dtype)
+    spec = DTensorSpec(place.mesh, placements_of(dim, place.mesh), tensor_meta=meta)
+    prototype = torch.empty(0, dtype=dtype, device=param.storage_device)
+    return param.kin.wrap(storage, spec, group, name=param.given_name, prototype=prototype)
+
+
+def awaits_nothing(storage: ShardStorage) -> None:
+    """What a shard that is yet to be delivered awaits."""
+
+
 def relocate(moves: Sequence[Move]) -> None:
     """Cut tensors anew, some at a time; whoever held the old shards, as by `to_local()`, holds a copy from now on.
 
@@ -193,6 +215,18 @@ def relocate(moves: Sequence[Move]) -> None:
     with outside_autograd():
         for chunk in _chunks([move for move in moves if move.is_needed]):
             _relocate(chunk)
+
+
+def full_values(tensors: Sequence[ShardedTensor]) -> Iterator[tuple[ShardedTensor, Tensor]]:
+    """The full values of tensors that may lie differently, some at a time; not to be kept.
+
+    Communicates:
+        An all-gather of each, in chunks.
+    """
+    with outside_autograd():
+        for chunk in _chunks([Move(each, place_of(each)) for each in tensors]):
+            found = [move.tensor for move in chunk]
+            yield from zip(found, _fulls(found), strict=True)
 
 
 def _relocate(moves: Sequence[Move]) -> None:
