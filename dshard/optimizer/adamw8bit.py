@@ -242,11 +242,12 @@ class _Item:
                 self._encode(number, part, mean.div_(new[at]))
         self.parts.clear()
 
-    def put_back(self) -> None:
-        """Have tensors that do not lie in one row hold what was written."""
+    def close(self) -> None:
+        """Have tensors that do not lie in one row hold what was written, and count that, of empty shards too."""
         for tensor, flat in zip(self.tensors, self.flat, strict=True):
             if not tensor.is_contiguous():
                 tensor.copy_(flat.view(tensor.shape))
+        torch.autograd.graph.increment_version(self.tensors)
 
 
 class _Step:
@@ -306,7 +307,7 @@ class _Step:
                     cut, numel = [], 0
         _end(cut)
         for item in self._items:
-            item.put_back()
+            item.close()
 
 
 def _end(items: Sequence[_Item]) -> None:

@@ -1,0 +1,110 @@
+"""Random programs: what trains a sharded model and an unsharded one alike, step by step, and compares all bits."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dshard
+
+Make = Callable[[str, list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Model(nn.Module):
+    """Its gradient is what it is given: small multiples of 1/64, whose means over ranks are exact."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.own = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+
+    def forward(self, grads: dict[int, Tensor]) -> Tensor:
+        parts = [(self.own[i] * grad).sum() for i, grad in grads.items()]
+        return torch.stack(parts).sum()
+
+
+def gradients(shapes: list[tuple[int, ...]], missing: set[int], step: int) -> dict[int, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    drawn = [torch.randint(-64, 64, shape, generator=generator) / 64 for shape in shapes]
+    return {i: grad for i, grad in enumerate(drawn) if i not in missing}
+
+
+def full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, dshard.ShardedTensor) else value
+
+
+def check_states(found: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> None:
+    theirs, own = expected.state_dict(), found.state_dict()
+    assert own["param_groups"] == theirs["param_groups"], (own["param_groups"], theirs["param_groups"])
+    assert own["state"].keys() == theirs["state"].keys()
+    for number, states in theirs["state"].items():
+        assert list(own["state"][number]) == list(states)
+        for name, value in states.items():
+            got = full(own["state"][number][name])
+            assert type(got) is type(value) or isinstance(got, Tensor)
+            assert torch.equal(torch.as_tensor(got), torch.as_tensor(value)), f"{number}: {name}"
+
+
+def act(action: str, model: Any, optimizer: Any, plain: Any, other: Any) -> None:
+    """What a program does between two steps, to the sharded one and to the plain one."""
+    if action == "look":
+        check_states(optimizer, other)
+    elif action == "load":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        other.load_state_dict(copy.deepcopy(other.state_dict()))
+    elif action == "switch":
+        dshard.set_strategy(model, "ddp" if model.own[0].shard_layout.dim is not None else "full")
+    elif action == "settings":
+        for each in (optimizer, other):
+            each.param_groups[0]["lr"] *= 0.5
+    elif action == "clip":
+        for each in (model, plain):
+            torch.nn.utils.clip_grad_value_(each.parameters(), 0.25)
+
+
+def run(
+    make: Make,
+    kind: str,
+    shapes: list[tuple[int, ...]],
+    strategy: Any,
+    program: list[tuple[str, set[int]]],
+    **options: Any,
+) -> None:
+    """Run a program.
+
+    Args:
+        make: Makes the optimizer.
+        kind: Of which kind.
+        shapes: Of the parameters.
+        strategy: Of the sharded model.
+        program: What is done ahead of each step, and which parameters have no gradient in it.
+        options: For `fully_shard`.
+    """
+    plain, sharded = Model(shapes), dshard.fully_shard(Model(shapes), strategy=strategy, **options)
+    other, optimizer = make(kind, list(plain.parameters())), make(kind, list(sharded.parameters()))
+    for step, (action, missing) in enumerate(program):
+        grads = gradients(shapes, missing, step)
+
+        def closure(model: Any, own: Any, grads: dict[int, Tensor] = grads) -> Tensor:
+            own.zero_grad()
+            loss = model(grads)
+            loss.backward()
+            return loss
+
+        if action == "closure":
+            optimizer.step(lambda: closure(sharded, optimizer))
+            other.step(lambda: closure(plain, other))
+        else:
+            closure(sharded, optimizer)
+            closure(plain, other)
+            act(action, sharded, optimizer, plain, other)
+            optimizer.step()
+            other.step()
+        for number, (p, q) in enumerate(zip(sharded.parameters(), plain.parameters(), strict=True)):
+            assert torch.equal(p.full_tensor(), q), f"parameter {number} after step {step} ({action})"
+    check_states(optimizer, other)
+
+
+ACTIONS = ("none", "look", "load", "switch", "settings", "clip", "closure")
