@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import checkpoint, gpu, host, matrices, memory, offload, parts, plan, step
+from benchmarks import checkpoint, eight_bit, gpu, host, matrices, memory, offload, parts, plan, step
 from benchmarks.output import Output
 
 BENCHMARKS: dict[str, Callable[..., None]] = {
@@ -27,6 +27,7 @@ BENCHMARKS: dict[str, Callable[..., None]] = {
     "collectives": parts.run_collectives,
     "optimizer": parts.run_optimizer,
     "muon": matrices.run,
+    "eight-bit": eight_bit.run,
     "checkpoint": checkpoint.run,
     "plan": plan.run,
     "gpu": gpu.run,
