@@ -1,9 +1,7 @@
 """AdamW whose states are numbers of 8 bits, in blocks that follow the full parameter."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -11,25 +9,24 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dshard import arguments, collectives
+from dshard import arguments
 from dshard.autograd import outside_autograd
-from dshard.collectives import ReduceOp
 from dshard.compiling import outside_of_graphs
 from dshard.errors import StateError, UnsupportedOpError
 from dshard.layout import ShardLayout
 from dshard.optimizer.blocks import Blocks, Range, chunks
 from dshard.optimizer.eight_bit import Rates, quotients_to_codes, scales_of, step_of, values_of
-from dshard.optimizer.scales import Scales, Wanted
+from dshard.optimizer.scales import Scales, Wanted, check_scales, largest_of_all
 from dshard.tensor.meshes import distinct_groups, part_of
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.storage import ShardStorage
 from dshard.tensor.subclass_shards import subclass_gathers
+from dshard.tensor.tp_params import shard_like
 
 _LEAST_NUMEL = 4096  # of a parameter whose states have 8 bits
 _MEANS = ("exp_avg", "exp_avg_sq")  # of gradients, and of their squares
 _SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
-_AT_ONCE = {"cpu": 1 << 15}  # elements that are stepped at a time, by device: as many as lie in a core's cache
-_AT_ONCE_ELSEWHERE = 1 << 24
+_CHUNK, _CHUNK_OF_CPU = 1 << 22, 1 << 15  # elements that are stepped at a time: as many as lie in a core's cache
 _PARTS_NUMEL = 1 << 23  # of parameters that cut blocks are kept of, as fp32, until ranks know their scales
 
 
@@ -44,7 +41,8 @@ class AdamW8bit(Optimizer):
 
     In `state` there are, of each parameter, `step`, `exp_avg` and `exp_avg_sq`: codes of the parameter's shape, in
     uint8; and `exp_avg_scale` and `exp_avg_sq_scale`, fp32 of shape `(numel / block_size,)`. All are sharded as the
-    parameter is.
+    parameter is, but the shards of scales are put together by a collective when somebody uses one: on all ranks, at
+    the same place of the program.
 
     Args:
         params: Parameters, or groups of them, sharded or not.
@@ -75,14 +73,26 @@ class AdamW8bit(Optimizer):
         *,
         block_size: int = 256,
     ) -> None:
-        who = "AdamW8bit"
-        arguments.from_0(who, "lr", lr)
-        arguments.expect(_are_betas(betas), who, "betas", betas, "two numbers of [0, 1)", "Pass (0.9, 0.999).")
-        arguments.from_0(who, "eps", eps)
-        arguments.from_0(who, "weight_decay", weight_decay)
-        arguments.count(who, "block_size", block_size)
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "block_size": block_size}
         super().__init__(params, settings)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with settings of their own.
+
+        Args:
+            param_group: As for any optimizer of torch: `params`, and settings that differ from those of the optimizer.
+
+        Raises:
+            ArgumentError: A setting is none that is allowed.
+        """
+        given, who = {**self.defaults, **param_group}, "AdamW8bit"
+        for name in ("lr", "eps", "weight_decay"):
+            arguments.from_0(who, name, given[name])
+        arguments.expect(
+            _are_betas(given["betas"]), who, "betas", given["betas"], "two numbers of [0, 1)", "Pass (0.9, 0.999)."
+        )
+        arguments.count(who, "block_size", given["block_size"])
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -95,7 +105,8 @@ class AdamW8bit(Optimizer):
             What `closure` gives.
 
         Raises:
-            UnsupportedOpError: A parameter, or its gradient, is of a kind that has no plain shards.
+            StateError: A state is none of AdamW8bit, or of another block_size. No parameter has changed by then.
+            UnsupportedOpError: A parameter, or its gradient, is of a kind that has no plain shards. The same.
 
         Communicates:
             As the class says.
@@ -104,33 +115,58 @@ class AdamW8bit(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step()
+        self._take_step()
         return loss
 
     @outside_of_graphs
-    def _step(self) -> None:
+    def _take_step(self) -> None:
         with outside_autograd():
             scales = self.__dict__.setdefault("_dshard_scales", Scales())
-            _Step(self, scales).run()
+            _run(_items(self, scales))
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, of codes and scales as they are: torch would cast them to the parameter's dtype.
 
         Args:
             state_dict: As `state_dict()` gives it.
         """
-        states = state_dict["state"]
-        coded = {
-            key: {name: value for name, value in named.items() if name in _SCALES or f"{name}_scale" in named}
-            for key, named in states.items()
-        }
-        rest = {key: {name: v for name, v in named.items() if name not in coded[key]} for key, named in states.items()}
-        super().load_state_dict({**state_dict, "state": rest})
-        keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, param in zip(keys, params, strict=True):
-            for name, value in coded.get(key, {}).items():
-                self.state[param][name] = value.to(param.device)
+        before = self.register_load_state_dict_pre_hook(_cover_states)  # the last of all
+        after = self.register_load_state_dict_post_hook(_uncover_states, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+
+class _Covered:
+    """A state that torch leaves as it is, for it is no tensor.
+
+    Args:
+        value: The tensor.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def _cover_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def covered(named: Any) -> Any:
+        if not isinstance(named, dict) or not any(name in named for name in _SCALES):
+            return named
+        kept = {*_MEANS, *_SCALES}
+        return {n: _Covered(v) if n in kept and isinstance(v, Tensor) else v for n, v in named.items()}
+
+    return {**state_dict, "state": {key: covered(named) for key, named in state_dict["state"].items()}}
+
+
+def _uncover_states(optimizer: Optimizer) -> None:
+    for param, named in optimizer.state.items():
+        for name, value in named.items() if isinstance(named, dict) else ():
+            if isinstance(value, _Covered):
+                named[name] = value.value.to(_device_of(param))
 
 
 def _are_betas(betas: Any) -> bool:
@@ -143,72 +179,62 @@ class _Item:
 
     Args:
         param: The parameter.
-        states: Of it.
-        size: Elements of a block.
-        rates: What it is taken with.
+        rates: What it is stepped with.
         tensors: What this rank has of it, and of the means, as they lie.
+        blocks: Of the shard; None where the means are numbers and no codes.
+        scales: Of each mean, of the blocks that are here.
     """
 
     param: Tensor
-    states: dict[str, Any]
-    size: int
     rates: Rates
     tensors: list[Tensor]
-    flat: list[Tensor] = field(init=False)  # the same, each in one row
+    blocks: Blocks | None
+    scales: list[Tensor]
+    rows: list[Tensor] = field(default_factory=list)  # the same, each in one row, from `begin` to `end`
     grad: Tensor = field(init=False)  # of the shard, in one row
-    blocks: Blocks | None = None  # of the shard; None where the means are numbers and no codes
-    scales: list[Tensor] = field(default_factory=list)  # of each mean
     parts: list[tuple[Range, list[Tensor]]] = field(default_factory=list)  # of cut blocks: which, and the new means
 
-    def __post_init__(self) -> None:
-        self.flat = [each.contiguous().view(-1) for each in self.tensors]
-        self.grad = _gradient_of(self.param).reshape(-1)
-
-    @property
-    def has_codes(self) -> bool:
-        """Whether the means are codes."""
-        return _has_codes(self.param, self.size)
-
-    def step(self) -> None:
+    def begin(self) -> None:
         """Take the step, up to the codes in blocks that are cut."""
-        numel = self.flat[0].numel()
-        device = self.flat[0].device.type
-        most = max(1, _AT_ONCE.get(device, _AT_ONCE_ELSEWHERE) // self.size) * self.size
+        self.rows = [each.contiguous().view(-1) for each in self.tensors]
+        self.grad = _gradient_of(self.param).reshape(-1)
+        most = _CHUNK_OF_CPU if self.grad.device.type == "cpu" else _CHUNK
         if self.blocks is None:
-            for part in chunks((0, numel), most):
-                means = [each[slice(*part)].float() for each in self.flat[1:]]
-                self._step(part, means)
-                for each, mean in zip(self.flat[1:], means, strict=True):
+            for part in chunks((0, self.grad.numel()), most):
+                means = [each[slice(*part)].float() for each in self.rows[1:]]
+                self._update(part, means)
+                for each, mean in zip(self.rows[1:], means, strict=True):
                     each[slice(*part)].copy_(mean)
             return
-        for part in chunks(self.blocks.whole, most):
+        for part in chunks(self.blocks.whole, max(1, most // self.blocks.size) * self.blocks.size):
             self._step_whole(part, self.blocks)
         for some in self.blocks.parts:
             for part in chunks(some, most):
-                numbers = self.blocks.numbers(part, self.grad.device) - self.blocks.span[0]
-                means = [each.mul_(scale[numbers]) for each, scale in zip(self._values(part), self.scales, strict=True)]
-                self._step(part, means)
+                places = self.blocks.places_here(self.blocks.numbers(part))
+                means = [each.mul_(scale[places]) for each, scale in zip(self._values(part), self.scales, strict=True)]
+                self._update(part, means)
                 self.parts.append((part, means))
 
     def _step_whole(self, part: Range, blocks: Blocks) -> None:
         """Step the elements of some whole blocks."""
-        first, begin = blocks.whole_blocks[0], blocks.whole[0]
-        rows = slice(first + (part[0] - begin) // self.size, first + (part[1] - begin) // self.size)
+        first = int(bool(blocks.parts) and blocks.parts[0][0] == 0)  # of the blocks here one is cut, ahead of them
+        begin, size = blocks.whole[0], blocks.size
+        rows = slice(first + (part[0] - begin) // size, first + (part[1] - begin) // size)
         scales = [each[rows] for each in self.scales]
         pairs = zip(self._values(part), scales, strict=True)
-        means = [each.view(-1, self.size).mul_(scale[:, None]) for each, scale in pairs]
-        self._step(part, [each.view(-1) for each in means])
+        means = [each.view(-1, size).mul_(scale[:, None]) for each, scale in pairs]
+        self._update(part, [each.view(-1) for each in means])
         for number, (mean, scale) in enumerate(zip(means, scales, strict=True)):
             scale.copy_(scales_of(mean.abs().amax(1)))
             self._encode(number, part, mean.div_(scale[:, None]))
 
     def _values(self, part: Range) -> list[Tensor]:
         """What the codes of some elements mean, without their scales."""
-        return [values_of(codes[slice(*part)], is_signed=not n) for n, codes in enumerate(self.flat[1:])]
+        return [values_of(codes[slice(*part)], is_signed=not n) for n, codes in enumerate(self.rows[1:])]
 
-    def _step(self, part: Range, means: list[Tensor]) -> None:
+    def _update(self, part: Range, means: list[Tensor]) -> None:
         """Step some elements, whose means are written."""
-        own = self.flat[0][slice(*part)]
+        own = self.rows[0][slice(*part)]
         exact = own.float()
         step_of(exact, self.grad[slice(*part)].float(), means, self.rates)
         if exact.data_ptr() != own.data_ptr():
@@ -216,117 +242,102 @@ class _Item:
 
     def _encode(self, number: int, part: Range, quotients: Tensor) -> None:
         """Keep some elements of a mean as codes; of means the first alone has negative values."""
-        self.flat[1 + number][slice(*part)].copy_(quotients_to_codes(quotients.view(-1), is_signed=number == 0))
+        self.rows[1 + number][slice(*part)].copy_(quotients_to_codes(quotients.view(-1), is_signed=number == 0))
 
-    def largest(self) -> list[Tensor]:
-        """The largest absolute values of each mean in blocks that are cut, as far as this rank knows."""
-        assert self.blocks is not None
-        found = [torch.zeros(self.blocks.cut.numel(), device=self.grad.device) for _ in _MEANS]
+    def largest_in_cut(self, blocks: Blocks) -> list[Tensor]:
+        """The largest absolute values of each mean in blocks that ranks share, as far as this rank knows."""
+        found = [torch.zeros(blocks.num_cut, dtype=torch.float32, device=self.grad.device) for _ in _MEANS]
         for part, means in self.parts:
-            at = self.blocks.places_in_cut(part, self.grad.device)
+            at = blocks.places_in_cut(blocks.numbers(part))
             for each, mean in zip(found, means, strict=True):
                 each.scatter_reduce_(0, at, mean.abs(), "amax")
         return found
 
-    def end(self, largest: Sequence[Tensor]) -> None:
-        """Encode what is in blocks that are cut, by the largest absolute values on all ranks."""
-        assert self.blocks is not None
-        first, last = self.blocks.cut_here
-        here = (self.blocks.cut[first:last] - self.blocks.span[0]).to(self.grad.device)
+    def encode_cut(self, blocks: Blocks, largest: Sequence[Tensor]) -> None:
+        """Encode what is in blocks that ranks share, by the largest absolute values on all of them."""
         known = [scales_of(each) for each in largest]
         for scales, new in zip(self.scales, known, strict=True):
-            scales[here] = new[first:last]
+            blocks.put_shared(new, scales)
         for part, means in self.parts:
-            at = self.blocks.places_in_cut(part, self.grad.device)
+            at = blocks.places_in_cut(blocks.numbers(part))
             for number, (mean, new) in enumerate(zip(means, known, strict=True)):
                 self._encode(number, part, mean.div_(new[at]))
-        self.parts.clear()
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Have tensors that do not lie in one row hold what was written, and count that, of empty shards too."""
-        for tensor, flat in zip(self.tensors, self.flat, strict=True):
+        for tensor, row in zip(self.tensors, self.rows, strict=True):
             if not tensor.is_contiguous():
-                tensor.copy_(flat.view(tensor.shape))
+                tensor.copy_(row.view(tensor.shape))
         torch.autograd.graph.increment_version(self.tensors)
+        self.rows.clear()
+        self.parts.clear()
+        del self.grad
 
 
-class _Step:
-    """One step of an optimizer.
-
-    Args:
-        optimizer: The optimizer.
-        scales: Of its states.
-    """
-
-    def __init__(self, optimizer: AdamW8bit, scales: Scales) -> None:
-        self._optimizer = optimizer
-        self._rates: dict[tuple[int, float], Rates] = {}
-        groups = enumerate(optimizer.param_groups)
-        given = [(number, group, param) for number, group in groups for param in group["params"]]
-        self._items = [self._begin(*each) for each in given if each[2].grad is not None]
-        coded = [item for item in self._items if item.has_codes]
-        sharded = [item for item in coded if type(item.param) in SHARDED]
-        wanted = [Wanted(item.param, item.states, _SCALES, item.size) for item in sharded]  # type: ignore[arg-type]
-        for item, of in zip(sharded, scales.take(wanted), strict=True):
-            item.blocks, item.scales = of.blocks, [of.kept[name].scales for name in _SCALES]
-        for item in coded:
-            if type(item.param) not in SHARDED:
-                item.blocks = Blocks.of(ShardLayout(tuple(item.param.shape), None, 1), 0, item.size)
-                zeros = partial(torch.zeros, item.blocks.num_all, device=item.param.device)
-                item.scales = [
-                    item.states[n] if n in item.states else item.states.setdefault(n, zeros()) for n in _SCALES
-                ]
-
-    def _begin(self, number: int, group: dict[str, Any], param: Tensor) -> _Item:
-        """Find what a parameter is stepped with, and its states."""
+def _items(optimizer: AdamW8bit, scales: Scales) -> list[_Item]:
+    """What is to be stepped; its states are made, and counted, when all is known to be right."""
+    groups = [(group, param) for group in optimizer.param_groups for param in group["params"]]
+    given = [(group, param) for group, param in groups if param.grad is not None]
+    for _, param in given:
         _check(param)
-        states = self._optimizer.state[param]
-        count = states.setdefault("step", torch.tensor(0.0))
-        if isinstance(count, DTensor):
-            count = states["step"] = count.full_tensor()
-        count += 1
-        key = number, float(count)
-        if key not in self._rates:
-            self._rates[key] = Rates.of(group["lr"], group["weight_decay"], group["betas"], group["eps"], key[1])
-        shard = param.shard_storage.writable() if isinstance(param, ShardedTensor) else param.detach()
-        dtype = torch.uint8 if _has_codes(param, group["block_size"]) else shard.dtype
-        means = [_mean(states, name, param, shard, dtype) for name in _MEANS]
-        return _Item(param, states, group["block_size"], self._rates[key], [shard, *means])
-
-    def run(self) -> None:
-        """Take it."""
-        cut: list[_Item] = []
-        numel = 0
-        for item in self._items:
-            item.step()
-            if item.blocks is not None and item.blocks.cut.numel():
-                cut.append(item)
-                numel += item.blocks.cut.numel() * item.size
-                if numel > _PARTS_NUMEL:  # on all ranks alike
-                    _end(cut)
-                    cut, numel = [], 0
-        _end(cut)
-        for item in self._items:
-            item.close()
+    found = [_tensors_of(param, optimizer.state[param], group["block_size"]) for group, param in given]
+    coded = [(g, p) for g, p in given if _has_codes(p, g["block_size"])]
+    wanted = [
+        Wanted(param, optimizer.state[param], _SCALES, group["block_size"])
+        for group, param in coded
+        if isinstance(param, ShardedTensor)
+    ]
+    kept: dict[int, tuple[Blocks, list[Tensor]]] = {}
+    for of in scales.take(wanted, [param for _, param in groups]):
+        kept[id(of.param)] = of.blocks, [of.scales[name] for name in _SCALES]
+    for group, param in coded:
+        if not isinstance(param, ShardedTensor):
+            kept[id(param)] = _plain_scales(param, optimizer.state[param], group["block_size"])
+    known: dict[tuple[Any, ...], Rates] = {}
+    items = []
+    for (group, param), tensors in zip(given, found, strict=True):
+        key = id(group), _count(optimizer.state[param])
+        if key not in known:
+            known[key] = Rates.of(group["lr"], group["weight_decay"], group["betas"], group["eps"], key[1])
+        items.append(_Item(param, known[key], tensors, *kept.get(id(param), (None, []))))
+    return items
 
 
-def _end(items: Sequence[_Item]) -> None:
+def _run(items: Sequence[_Item]) -> None:
+    """Step parameters; those with cut blocks some at a time, for their means are kept meanwhile."""
+    waiting: list[tuple[_Item, Blocks]] = []
+    numel = 0
+    for item in items:
+        item.begin()
+        if item.blocks is None or not item.blocks.num_cut:
+            item.end()
+            continue
+        waiting.append((item, item.blocks))
+        numel += item.blocks.num_cut * item.blocks.size
+        if numel > _PARTS_NUMEL:  # on all ranks alike
+            _end_cut(waiting)
+            waiting, numel = [], 0
+    _end_cut(waiting)
+
+
+def _end_cut(items: Sequence[tuple[_Item, Blocks]]) -> None:
     """End the step of parameters some of whose blocks are cut.
 
     Communicates:
         An all-reduce over each group of ranks that cuts some of them.
     """
-    kinds: dict[tuple[str, ...], list[_Item]] = {}
-    for item in items:
-        kinds.setdefault(tuple(group.full_name for group in distinct_groups(item.param)), []).append(item)
+    kinds: dict[tuple[Any, ...], list[tuple[_Item, Blocks]]] = {}
+    for item, blocks in items:
+        names = [group.full_name for group in distinct_groups(item.param)]
+        kinds.setdefault((*names, item.grad.device), []).append((item, blocks))
     for same in kinds.values():
-        largest = [each for item in same for each in item.largest()]
-        for group in distinct_groups(same[0].param):
-            label = f"scales of '{_name_of(same[0].param)}' and {len(same) - 1} more"
-            largest = collectives.all_reduce(largest, group, ReduceOp.MAX, label=label).wait()
-        found = iter(largest)
-        for item in same:
-            item.end([next(found) for _ in _MEANS])
+        first = same[0][0].param
+        largest = [each for item, blocks in same for each in item.largest_in_cut(blocks)]
+        label = f"scales of '{_name_of(first)}' and {len(same) - 1} more"
+        found = iter(largest_of_all(largest, distinct_groups(first), label))
+        for item, blocks in same:
+            item.encode_cut(blocks, [next(found) for _ in _MEANS])
+            item.end()
 
 
 def _check(param: Tensor) -> None:
@@ -356,6 +367,11 @@ def _name_of(param: Tensor) -> str:
     return param.name if isinstance(param, ShardedTensor) else f"a parameter of shape {tuple(param.shape)}"
 
 
+def _device_of(param: Tensor) -> torch.device:
+    """Where what this rank has of a parameter is."""
+    return param.storage_device if isinstance(param, ShardedTensor) else param.device
+
+
 def _gradient_of(param: Tensor) -> Tensor:
     """The gradient of what this rank has of a parameter."""
     grad: Any = param.grad
@@ -373,17 +389,63 @@ def _has_codes(param: Tensor, size: int) -> bool:
     return param.numel() >= _LEAST_NUMEL and param.numel() % size == 0
 
 
-def _mean(states: dict[str, Any], name: str, param: Tensor, shard: Tensor, dtype: torch.dtype) -> Tensor:
-    """What this rank has of a mean; zeros at first."""
-    value = states.get(name)
-    if value is None:
-        value = torch.zeros_like(shard, dtype=dtype)
+def _tensors_of(param: Tensor, states: dict[str, Any], size: int) -> list[Tensor]:
+    """What this rank has of a parameter and its means, which are zeros at first.
+
+    Raises:
+        StateError: A mean is of another dtype or shape.
+    """
+    shard = param.shard_storage.writable() if isinstance(param, ShardedTensor) else param.detach()
+    dtype = torch.uint8 if _has_codes(param, size) else shard.dtype
+    found = [shard]
+    for name in _MEANS:
+        value = states.get(name)
+        if value is not None and (value.dtype != dtype or value.shape != param.shape):
+            raise StateError(
+                f"{_name_of(param)}: '{name}' must be of {dtype} and shape {tuple(param.shape)} in the state of "
+                f"AdamW8bit, but it is of {value.dtype} and {tuple(value.shape)}. Load states of AdamW8bit, with the "
+                "same block_size."
+            )
         if isinstance(param, ShardedTensor):
-            value = param.like(ShardStorage(value, param.shard_layout, is_shared=True), dtype=dtype)
-        states[name] = value
-    if value.dtype != dtype:
-        raise StateError(
-            f"{_name_of(param)}: '{name}' must be of {dtype} in the state of AdamW8bit, but it is of {value.dtype}. "
-            "Load states of AdamW8bit, with the same block_size."
-        )
-    return value.shard_storage.writable() if isinstance(value, ShardedTensor) else value
+            value = states[name] = _mean_like(param, value, shard, dtype)
+            found.append(value.shard_storage.writable())
+        else:
+            value = states[name] = torch.zeros_like(shard, dtype=dtype) if value is None else value
+            found.append(value)
+    return found
+
+
+def _mean_like(param: ShardedTensor, value: Any, shard: Tensor, dtype: torch.dtype) -> ShardedTensor:
+    """A mean that lies as its parameter does; zeros for None.
+
+    Communicates:
+        Gathers a value that lies otherwise.
+    """
+    if value is None:
+        zeros = torch.zeros_like(shard, dtype=dtype)
+        return param.like(ShardStorage(zeros, param.shard_layout, is_shared=True), dtype=dtype)
+    if type(value) not in SHARDED or value.shard_storage.layout != param.shard_layout:
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        return shard_like(full.to(param.storage_device), param)
+    value.origin = None
+    return value
+
+
+def _plain_scales(param: Tensor, states: dict[str, Any], size: int) -> tuple[Blocks, list[Tensor]]:
+    """The blocks of a parameter that is not sharded, and their scales."""
+    blocks = Blocks.of(ShardLayout(tuple(param.shape), None, 1), 0, size, param.device)
+    for name in _SCALES:
+        check_scales(_name_of(param), name, states.get(name), blocks)
+        states.setdefault(name, torch.zeros(blocks.num_all, dtype=torch.float32, device=param.device))
+    return blocks, [states[name] for name in _SCALES]
+
+
+def _count(states: dict[str, Any]) -> float:
+    """Count a step, of a parameter whose states are given; gives how many there are with it."""
+    count = states.get("step", 0.0)
+    if isinstance(count, DTensor):
+        count = count.full_tensor()
+    if not isinstance(count, Tensor):
+        count = torch.tensor(float(count), dtype=torch.float32, device="cpu")
+    states["step"] = count.add_(1)
+    return float(count)

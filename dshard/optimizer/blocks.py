@@ -17,6 +17,8 @@ from dshard.tensor.meshes import full_shape, part_of, tp_layout_of
 
 Range = tuple[int, int]  # half-open, of elements of a shard in their order there
 
+_AT_ONCE = 1 << 20  # elements whose blocks are looked for at a time
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
@@ -24,76 +26,87 @@ class Blocks:
 
     Args:
         size: Elements of a block.
+        num_all: Blocks of the full parameter.
         shape: Of the shard.
         strides: From one element of the shard to the next along each dim, in elements of the full parameter.
         start: Place of the shard's first element there.
         whole: The elements of the shard that are all of their blocks.
         parts: Other elements, whose blocks other ranks have some of.
-        cut: Numbers of the blocks that no rank has all of, ascending; the same on all ranks.
-        span: The blocks from the first to the last that the shard has elements of.
-        num_all: Blocks of the full parameter.
+        here: Numbers of the blocks that the shard has elements of, ascending, in int32.
+        cut: Numbers of those that some ranks share, ascending, the same on all ranks; None if it may be any.
     """
 
     size: int
+    num_all: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     start: int
     whole: Range
     parts: tuple[Range, ...]
-    cut: Tensor
-    span: Range
-    num_all: int
+    here: Tensor
+    cut: Tensor | None
 
     @classmethod
-    def of(cls, layout: ShardLayout, rank: int, size: int) -> "Blocks":
+    def of(cls, layout: ShardLayout, rank: int, size: int, device: torch.device) -> "Blocks":
         """Find them for the shard of a rank, of a parameter whose elements fill blocks of `size`.
 
         Args:
             layout: How the parameter is cut.
             rank: Number of the rank in data parallelism.
             size: Of a block.
+            device: Where the shard is.
         """
         full = torch.empty(full_shape(layout), device="meta")
-        shard, num_all = part_of(full, layout, rank), full.numel() // size
+        shard = part_of(full, layout, rank)
         start, numel = int(shard.storage_offset()), shard.numel()
-        whole: Range = (0, 0)
+        shape, strides = tuple(shard.shape), tuple(shard.stride())
+        whole: Range = (0, numel)
+        parts: list[Range] = []
+        cut: Tensor | None = torch.empty(0, dtype=torch.int64, device=device)
         if _are_ranges(layout):
-            stop = start + numel
-            begin, end = min(-start % size, numel), max(numel - stop % size, 0)
-            whole = (begin, end) if begin < end else whole
+            begin, end = min(-start % size, numel), max(numel - (start + numel) % size, 0)
+            whole = (begin, end) if begin < end else (0, 0)
             parts = [(0, begin), (max(begin, end), numel)]
-            cut = torch.tensor(sorted({at // size for at in _starts(layout) if at % size}), dtype=torch.int64)
+            cut = torch.tensor(sorted({at // size for at in _starts(layout) if at % size}), device=device).long()
+            first, last = (start // size, -(-(start + numel) // size)) if numel else (0, 0)
+            here = torch.arange(first, last, device=device)
         else:
-            stop = start + 1 + sum((n - 1) * step for n, step in zip(shard.shape, shard.stride(), strict=True))
-            parts, cut = [(0, numel)], torch.arange(num_all)
-        span = (start // size, -(-stop // size)) if numel else (0, 0)
+            if not _are_aligned(layout, size):
+                whole, parts, cut = (0, 0), [(0, numel)], None
+            found = [torch.empty(0, dtype=torch.int64, device=device)]
+            for part in chunks((0, numel), _AT_ONCE):
+                places = _places(part, shape, strides, start, device)
+                found += [places.div_(size, rounding_mode="floor").unique()]
+            here = torch.cat(found).unique()
         parts = [part for part in parts if part[0] < part[1]]
-        return cls(size, tuple(shard.shape), shard.stride(), start, whole, tuple(parts), cut, span, num_all)
+        return cls(size, full.numel() // size, shape, strides, start, whole, tuple(parts), here.int(), cut)
 
-    def numbers(self, part: Range, device: torch.device) -> Tensor:
+    @property
+    def num_cut(self) -> int:
+        """How many blocks ranks may share."""
+        return self.num_all if self.cut is None else self.cut.numel()
+
+    def numbers(self, part: Range) -> Tensor:
         """The block of each of some elements of the shard, by number."""
-        left = torch.arange(*part, device=device)
-        places = torch.full_like(left, self.start)
-        for size, step in reversed(list(zip(self.shape, self.strides, strict=True))):
-            places += left.remainder(size) * step
-            left = left.div(size, rounding_mode="floor")
-        return places.div(self.size, rounding_mode="floor")
+        places = _places(part, self.shape, self.strides, self.start, self.here.device)
+        return places.div_(self.size, rounding_mode="floor")
 
-    def places_in_cut(self, part: Range, device: torch.device) -> Tensor:
-        """Where in `cut` the block of each of some elements is, all of which are in one of those."""
-        return torch.searchsorted(self.cut.to(device), self.numbers(part, device))
+    def places_here(self, numbers: Tensor) -> Tensor:
+        """Where in `here` blocks are that the shard has elements of."""
+        return torch.searchsorted(self.here, numbers.int())
 
-    @property
-    def cut_here(self) -> Range:
-        """Which entries of `cut` are in `span`."""
-        first, last = torch.searchsorted(self.cut, torch.tensor(self.span)).tolist()
-        return first, last
+    def places_in_cut(self, numbers: Tensor) -> Tensor:
+        """Where among those that ranks may share blocks are."""
+        return numbers if self.cut is None else torch.searchsorted(self.cut, numbers)
 
-    @property
-    def whole_blocks(self) -> Range:
-        """Which entries of `span` are blocks that are whole here."""
-        first = (self.start + self.whole[0]) // self.size - self.span[0]
-        return first, first + (self.whole[1] - self.whole[0]) // self.size
+    def put_shared(self, values: Tensor, into: Tensor) -> None:
+        """Write values of the blocks that ranks may share to where those are in `here`."""
+        if self.cut is None:
+            into.copy_(values[self.here])
+        elif self.cut.numel() and self.here.numel():
+            places = self.places_here(self.cut).clamp_(max=self.here.numel() - 1)
+            is_here = self.here[places] == self.cut
+            into[places[is_here]] = values[is_here]
 
 
 def chunks(part: Range, most: int) -> Iterator[Range]:
@@ -102,7 +115,17 @@ def chunks(part: Range, most: int) -> Iterator[Range]:
         yield start, min(start + most, part[1])
 
 
-def _cuts(layout: ShardLayout) -> list[Range]:
+def _places(part: Range, shape: tuple[int, ...], strides: tuple[int, ...], start: int, device: torch.device) -> Tensor:
+    """Places in the full parameter of some elements of a shard."""
+    left = torch.arange(*part, device=device)
+    places = torch.full_like(left, start)
+    for size, step in reversed(list(zip(shape, strides, strict=True))):
+        places += left.remainder(size) * step
+        left.div_(size, rounding_mode="floor")
+    return places
+
+
+def _cuts(layout: ShardLayout) -> list[tuple[int, int]]:
     """The dims along which a parameter is cut, one after the other, and over how many ranks each."""
     tp = tp_layout_of(layout)
     axes = () if tp is None else tp.axes
@@ -115,6 +138,24 @@ def _are_ranges(layout: ShardLayout) -> bool:
     """Whether all shards of a parameter are neighbours in its order."""
     shape = full_shape(layout)
     return all(math.prod(shape[:dim]) == 1 for dim, _ in _cuts(layout))
+
+
+def _are_aligned(layout: ShardLayout, size: int) -> bool:
+    """Whether no rank shares a block with another one, though shards are no neighbours."""
+    shape = full_shape(layout)
+    lengths: dict[int, set[int]] = {}
+    for dim, num_ranks in _cuts(layout):
+        step = math.prod(shape[dim + 1 :])
+        found: set[int] = set()
+        for length in lengths.get(dim, {shape[dim]}):
+            cut = ShardLayout((length,), 0, num_ranks)
+            if cut.chunk_size * step % size:
+                return False
+            found.update(cut.extent(rank).size for rank in range(num_ranks))
+        lengths[dim] = found
+        if shape[dim] * step % size:
+            return False
+    return True
 
 
 def _starts(layout: ShardLayout) -> list[int]:

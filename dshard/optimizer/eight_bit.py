@@ -82,7 +82,7 @@ def _table(device: torch.device, *, is_signed: bool) -> _Table:
         return _table(torch.device("cpu"), is_signed=is_signed).to(device)
     found = [0.0, 1.0]
     for power in range(7):
-        edges = torch.linspace(0.1, 1, 2 ** (power + (not is_signed)) + 1)
+        edges = torch.linspace(0.1, 1, 2 ** (power + (not is_signed)) + 1, dtype=torch.float32, device="cpu")
         middles = (edges[:-1] + edges[1:]) / 2
         found += (10 ** (power - 6) * middles).tolist()
         if is_signed:
@@ -140,7 +140,7 @@ class Rates:
         cls, lr: float | Tensor, weight_decay: float, betas: tuple[float, float], eps: float, num_steps: float
     ) -> "Rates":
         """Find them for a step, by the number of those with it; all is fp32, as in torchao's graph."""
-        rate, count = torch.tensor(float(lr)), torch.tensor(num_steps)
+        rate, count = (torch.tensor(float(each), dtype=torch.float32, device="cpu") for each in (lr, num_steps))
         first, second = (1 - beta**count for beta in betas)
         root = second.double().sqrt().float()
         return cls(rate.item(), (rate * weight_decay).item(), betas, eps, (first.item(), root.item()))

@@ -1,11 +1,13 @@
 """The scales of blocks of optimizer states: each rank keeps those of the blocks that its shards have elements of.
 
-In `optimizer.state` they are sharded tensors, one number per block, whose shards are put together when somebody uses
-one; so they follow to other numbers of ranks and strategies. As long as nobody writes to them, steps do not look there.
+In `optimizer.state` a sharded tensor stands for them, one number per block. Its shards are not there between steps:
+they await `Scales`. Whoever uses one, as a checkpoint does, has all of them put together from what ranks keep, by a
+collective; from then on the shards count, which anybody may write to or load, and the next step takes what it needs
+from them again, by another collective. A step finds out which it is by what the shard awaits, on all ranks alike.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,52 +29,44 @@ from dshard.tensor.storage import ShardStorage
 _AT_ONCE = 1 << 22  # scales that are put together at a time
 
 
-@dataclass(slots=True)
-class _Kept:
-    """The scales of one state of a parameter, of the blocks in `Blocks.span`.
-
-    Args:
-        scales: They.
-        storage: Of the sharded tensor that stands for them.
-        version: Of that as it was put together; None as long as it awaits this.
-    """
-
-    scales: Tensor
-    storage: weakref.ref[ShardStorage]
-    version: int | None = None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class OfParam:
     """The scales of a parameter's states.
 
     Args:
-        name: Of the parameter.
-        layout: How it is cut.
+        param: The parameter.
+        layout: How it was cut when they were found.
         groups: Over which ranks.
         rank: Number of this one in data parallelism.
         blocks: Of its shard.
-        kept: The scales, by the names of the states.
+        scales: Those of `blocks.here`, by the names of the states.
+        storages: Of the sharded tensors that stand for them.
+        awaited: Names of those that were handed over, and not put together since: the same on all ranks.
     """
 
-    name: str
+    param: ShardedTensor
     layout: ShardLayout
     groups: list[ShardGroup]
     rank: int
     blocks: Blocks
-    kept: dict[str, _Kept] = field(default_factory=dict)
+    scales: dict[str, Tensor] = field(default_factory=dict)
+    storages: dict[str, weakref.ref[ShardStorage]] = field(default_factory=dict)
+    awaited: set[str] = field(default_factory=set)
 
-    def holds(self, name: str, value: Any) -> bool:
-        """Whether the scales that a state of the optimizer stands for are those that are here."""
-        kept = self.kept.get(name)
-        storage: ShardStorage | None = value.shard_storage if type(value) in SHARDED else None
-        if kept is None or storage is None or kept.storage() is not storage:
-            return False
-        return storage.is_pending if kept.version is None else storage.version == kept.version
+    @classmethod
+    def of(cls, param: ShardedTensor, size: int) -> "OfParam":
+        """Where they are to be, for blocks of `size` elements."""
+        layout, rank = param.shard_layout, param.shard_group.rank
+        return cls(param, layout, distinct_groups(param), rank, Blocks.of(layout, rank, size, param.storage_device))
 
-    def fits(self, param: ShardedTensor, size: int) -> bool:
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Stands for the ranks."""
+        return tuple(group.full_name for group in self.groups)
+
+    def fits(self, size: int) -> bool:
         """Whether the parameter lies where it lay, and blocks are of that size."""
-        is_there = self.layout == param.shard_layout and self.groups == distinct_groups(param)
+        is_there = self.layout == self.param.shard_layout and self.groups == distinct_groups(self.param)
         return is_there and self.blocks.size == size
 
 
@@ -93,130 +87,169 @@ class Wanted:
     size: int
 
 
+_Missing = tuple[OfParam, Wanted, str]
+
+
 class Scales:
-    """The scales of an optimizer's states; as what their sharded tensors await."""
+    """The scales of an optimizer's states; as what the shards of their sharded tensors await."""
 
     def __init__(self) -> None:
-        self._params: dict[int, OfParam] = {}
+        self._params: list[OfParam] = []  # in the order of the optimizer's groups
 
-    def take(self, wanted: Sequence[Wanted]) -> list[OfParam]:
-        """Scales to read and write; their sharded tensors await them from now on.
+    def take(self, wanted: Sequence[Wanted], params: Iterable[Tensor]) -> list[OfParam]:
+        """Scales to read and write; the shards that stand for them await them from now on.
+
+        Args:
+            wanted: Which.
+            params: All parameters of the optimizer.
 
         Raises:
             StateError: A state is of another number of blocks. On every rank alike.
 
         Communicates:
-            Where somebody has written to the states, or a parameter was moved, all-gathers of them.
+            Where shards are there, because somebody has used or loaded them, or a parameter was moved: all-gathers.
         """
-        known = [self._params.get(id(each.param)) for each in wanted]
-        if any(
-            old is not None and not old.fits(each.param, each.size) for old, each in zip(known, wanted, strict=True)
-        ):
-            self.settle()
-        found = []
-        for old, each in zip(known, wanted, strict=True):
-            param, layout = each.param, each.param.shard_layout
-            if old is not None and old.fits(param, each.size):
-                found.append(old)
-                continue
-            rank = param.shard_group.rank
-            blocks = Blocks.of(layout, rank, each.size)
-            found.append(OfParam(param.name, layout, distinct_groups(param), rank, blocks))
-            self._params[id(param)] = found[-1]
+        order = {id(param): place for place, param in enumerate(params)}
+        sizes = {id(each.param): each.size for each in wanted}
+        known: dict[int, OfParam] = {}
+        leaving = []
+        for of in self._params:
+            key = id(of.param)
+            if key in order and of.fits(sizes.get(key, of.blocks.size)):
+                known[key] = of
+            else:
+                leaving.append(of)
+        self._settle(leaving)
+        found = [known.get(id(each.param)) or OfParam.of(each.param, each.size) for each in wanted]
+        known.update((id(of.param), of) for of in found)
+        self._params = sorted(known.values(), key=lambda of: order[id(of.param)])
         both = list(zip(found, wanted, strict=True))
-        self._fetch([(of, each, n) for of, each in both for n in each.names if not of.holds(n, each.states.get(n))])
-        for of, each in both:
-            for name in each.names:
-                kept, storage = of.kept[name], each.states[name].shard_storage
-                if kept.version is not None or not storage.is_pending:
-                    storage.hand_over(self)
-                    kept.version = None
+        replaced = {of: None for of, _, name in self._missing(both) if name in of.awaited}
+        self._settle(list(replaced))  # whoever keeps what stood for them may use it yet
+        self._fetch(self._missing(both))
         return found
 
-    def _fetch(self, missing: Sequence[tuple[OfParam, Wanted, str]]) -> None:
-        """Get scales from what stands for them in `optimizer.state`."""
-        values = {id(each.states[n]): each.states[n] for _, each, n in missing if n in each.states}
-        sharded = [value for value in values.values() if type(value) in SHARDED]
-        parts: dict[int, list[tuple[OfParam, Wanted, str]]] = {}
-        for item in missing:
-            parts.setdefault(id(item[1].states.get(item[2])), []).append(item)
-        for value, full in full_values(sharded):
-            for item in parts.pop(id(value)):
-                self._cut(*item, full)
-        for of, each, name in (item for items in parts.values() for item in items):
-            found: Any = each.states.get(name)
-            self._cut(of, each, name, found.full_tensor() if isinstance(found, DTensor) else found)
+    def _missing(self, both: Sequence[tuple[OfParam, Wanted]]) -> list[_Missing]:
+        """Those that are not here, or that nothing which awaits them stands for."""
+        given = [(of, each, name) for of, each in both for name in each.names]
+        return [item for item in given if not self._holds(item[0], item[2], item[1].states.get(item[2]))]
 
-    def _cut(self, of: OfParam, each: Wanted, name: str, full: Tensor | None) -> None:
-        """Keep what is this rank's of all scales of a state, and have a sharded tensor stand for them."""
-        blocks, param = of.blocks, each.param
-        shape, device = (blocks.num_all,), param.storage_device
-        if full is not None and tuple(full.shape) != shape:
-            raise StateError(
-                f"{param.name}: there must be one scale for each {blocks.size} elements, {blocks.num_all} in all, but "
-                f"'{name}' in the optimizer's state has shape {tuple(full.shape)}. Load states of the same block_size."
-            )
-        first, last = blocks.span
-        scales = torch.zeros(last - first, device=device)
+    def _holds(self, of: OfParam, name: str, value: Any) -> bool:
+        """Whether what stands for the scales of a state awaits those that are here."""
+        if type(value) not in SHARDED or name not in of.storages:
+            return False
+        storage: ShardStorage = value.shard_storage
+        return of.storages[name]() is storage and storage.does_await(self)
+
+    def _fetch(self, missing: Sequence[_Missing]) -> None:
+        """Get scales from what stands for them in `optimizer.state`."""
+        sharded: dict[int, list[_Missing]] = {}
+        values: list[ShardedTensor] = []
+        for item in missing:
+            value: Any = item[1].states.get(item[2])
+            if type(value) in SHARDED:
+                if id(value) not in sharded:
+                    values.append(value)
+                sharded.setdefault(id(value), []).append(item)
+            else:
+                self._keep(item, value.full_tensor() if isinstance(value, DTensor) else value)
+        for value, full in full_values(values):
+            for item in sharded[id(value)]:
+                self._keep(item, full)
+
+    def _keep(self, item: _Missing, full: Tensor | None) -> None:
+        """Keep what is this rank's of all scales of a state, and have what stands for them await it."""
+        of, each, name = item
+        blocks, param, shape = of.blocks, each.param, (of.blocks.num_all,)
+        check_scales(param.name, name, full, blocks)
+        scales = torch.zeros(blocks.here.numel(), dtype=torch.float32, device=param.storage_device)
         if full is not None:
-            scales.copy_(full[first:last])
+            scales.copy_(full.to(scales.device)[blocks.here])
         value: Any = each.states.get(name)
         place = place_of(param)
         if type(value) not in SHARDED or place_beside(place, value) != place_of(value):
             value = each.states[name] = sharded_beside(param, shape, torch.float32)
         value.origin = None
-        of.kept[name] = _Kept(scales, weakref.ref(value.shard_storage), version=0)
+        of.scales[name], of.storages[name] = scales, weakref.ref(value.shard_storage)
+        of.awaited.add(name)
+        value.shard_storage.hand_over(self)
 
     def __call__(self, storage: ShardStorage) -> None:
-        """As what a shard awaits: all are put together."""
-        self.settle()
+        """As what a shard awaits: those over the same ranks are put together."""
+        key = next(of.key for of in self._params if any(each() is storage for each in of.storages.values()))
+        self._settle([of for of in self._params if of.key == key], storage)
 
-    def settle(self) -> None:
-        """Give all ranks their shards of all scales that some await.
+    def _settle(self, params: Sequence[OfParam], asked: ShardStorage | None = None) -> None:
+        """Give all ranks their shards of all scales of some parameters that shards await.
+
+        Args:
+            params: Which.
+            asked: What has just been used.
 
         Communicates:
             An all-reduce of four bytes per block for each dim of a mesh that cuts parameters, in chunks.
         """
-        waiting = [(of, kept) for of in self._params.values() for kept in of.kept.values() if kept.version is None]
         with outside_autograd():
-            for chunk in _chunks(waiting):
-                _put_together(chunk)
+            for chunk in _chunks([(of, name) for of in params for name in of.scales if name in of.awaited]):
+                for of, name, full in _put_together(chunk):
+                    of.awaited.remove(name)
+                    storage = of.storages[name]()
+                    if storage is not None and (
+                        storage is asked or storage.does_await(self)
+                    ):  # not, where it has another
+                        storage.deliver(shard_of(full, storage.layout, of.rank).clone())
 
 
-_Item = tuple[OfParam, _Kept]
+def check_scales(param_name: str, name: str, scales: Tensor | None, blocks: Blocks) -> None:
+    """Refuse scales of another number of blocks.
+
+    Raises:
+        StateError: They are.
+    """
+    if scales is not None and tuple(scales.shape) != (blocks.num_all,):
+        raise StateError(
+            f"{param_name}: there must be one scale for each {blocks.size} elements, {blocks.num_all} in all, but "
+            f"'{name}' in the optimizer's state has shape {tuple(scales.shape)}. Load states of the same block_size."
+        )
 
 
-def _chunks(items: Sequence[_Item]) -> Iterator[list[_Item]]:
-    """Scales that can be put together at once."""
-    kinds: dict[Any, list[_Item]] = {}
-    for item in items:
-        key = tuple(group.full_name for group in item[0].groups), item[1].scales.device
-        kinds.setdefault(key, []).append(item)
+def largest_of_all(values: Sequence[Tensor], groups: Sequence[ShardGroup], label: str) -> list[Tensor]:
+    """The largest of numbers of at least 0, or NaN, over ranks: by their bits, of which those of NaN are largest.
+
+    Communicates:
+        An all-reduce over each group.
+    """
+    bits = [each.view(torch.int32) for each in values]
+    for group in groups:
+        bits = collectives.all_reduce(bits, group, ReduceOp.MAX, label=label).wait()
+    return [each.view(torch.float32) for each in bits]
+
+
+def _chunks(items: Sequence[tuple[OfParam, str]]) -> Iterator[list[tuple[OfParam, str]]]:
+    """Scales that can be put together at once, by parameter and name."""
+    kinds: dict[Any, list[tuple[OfParam, str]]] = {}
+    for of, name in items:
+        kinds.setdefault((of.key, of.blocks.here.device), []).append((of, name))
     for same in kinds.values():
-        chunk: list[_Item] = []
+        chunk: list[tuple[OfParam, str]] = []
         num = 0
-        for item in same:
-            if chunk and num + item[0].blocks.num_all > _AT_ONCE:
+        for of, name in same:
+            if chunk and num + of.blocks.num_all > _AT_ONCE:
                 yield chunk
                 chunk, num = [], 0
-            chunk.append(item)
-            num += item[0].blocks.num_all
+            chunk.append((of, name))
+            num += of.blocks.num_all
         yield chunk
 
 
-def _put_together(items: Sequence[_Item]) -> None:
-    """Give all ranks their shards of some scales, which lie over the same ranks."""
-    of = items[0][0]
-    sizes = [each.blocks.num_all for each, _ in items]
-    row = torch.zeros(sum(sizes), device=items[0][1].scales.device)
-    for (each, kept), full in zip(items, row.split(sizes), strict=True):
-        full[slice(*each.blocks.span)] = kept.scales
-    for group in of.groups:  # of a block that is cut several ranks have the scale, and the others zero
-        label = f"scales of optimizer states of '{of.name}' and {len(items) - 1} more"
-        row = collectives.all_reduce([row], group, ReduceOp.MAX, label=label).wait()[0]
-    for (each, kept), full in zip(items, row.split(sizes), strict=True):
-        storage = kept.storage()
-        kept.version = 0
-        if storage is not None:
-            storage.deliver(shard_of(full, storage.layout, each.rank).clone())
-            kept.version = storage.version
+def _put_together(items: Sequence[tuple[OfParam, str]]) -> Iterator[tuple[OfParam, str, Tensor]]:
+    """The full scales of what lies over the same ranks, on each."""
+    first = items[0][0]
+    sizes = [of.blocks.num_all for of, _ in items]
+    row = torch.zeros(sum(sizes), dtype=torch.float32, device=first.blocks.here.device)
+    for (of, name), full in zip(items, row.split(sizes), strict=True):
+        full[of.blocks.here] = of.scales[name]
+    label = f"scales of optimizer states of '{first.param.name}' and {len(items) - 1} more"
+    (row,) = largest_of_all([row], first.groups, label)  # ranks that have none of a block say zero
+    for (of, name), full in zip(items, row.split(sizes), strict=True):
+        yield of, name, full

@@ -260,6 +260,10 @@ class ShardStorage:
         """Whether the shard still awaits a collective or an addition."""
         return self._pending is not None
 
+    def does_await(self, pending: "Callable[[ShardStorage], None]") -> bool:
+        """Whether the shard was handed over to `pending`, and nobody has used it since."""
+        return self._pending is pending
+
     @property
     def is_in_flight(self) -> bool:
         """Whether it awaits a collective or an addition; not what a program could write to meanwhile."""

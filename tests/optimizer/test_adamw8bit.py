@@ -4,7 +4,10 @@ The oracle of a sharded step is the same optimizer over plain parameters, whose 
 """
 
 import copy
+import gc
 import warnings
+import weakref
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -256,10 +259,10 @@ def counted(shape: tuple[int, ...]) -> tuple[float, int, list[tuple[str, int]]]:
     param = model.own[0]
     states = optimizer.state[param]
     codes = sum(states[name].to_local().nbytes for name in ("exp_avg", "exp_avg_sq"))
-    kept = optimizer.__dict__["_dshard_scales"]._params[id(param)]
-    scales = sum(each.scales.nbytes for each in kept.kept.values())
+    (kept,) = optimizer.__dict__["_dshard_scales"]._params
+    scales = sum(each.nbytes for each in (*kept.scales.values(), kept.blocks.here))
     sent = [(record.kind, record.payload_bytes) for record in trace.records]
-    return (codes + scales) / param.to_local().numel(), kept.blocks.cut.numel(), sent
+    return (codes + scales) / param.to_local().numel(), kept.blocks.num_cut, sent
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -310,6 +313,137 @@ def scaled() -> None:
 
 def test_a_scaler_of_gradients_steps_it(worlds: WorldPool):
     worlds.run(2, scaled)
+
+
+def beside_plain(shapes: list[tuple[int, ...]], size: int, between: Callable[[Any, Any, int], tuple[Any, Any]]) -> None:
+    """Train a sharded model and a plain one; `between` gives those to go on with, and their optimizers."""
+    models: list[Any] = [Model(shapes), dshard.fully_shard(Model(shapes))]
+    pairs = [(model, AdamW8bit(model.parameters(), lr=0.02, block_size=size)) for model in models]
+    for step in range(4):
+        for at, (model, optimizer) in enumerate(pairs):
+            model(gradients(shapes, set(), step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            pairs[at] = between(model, optimizer, step)
+        for p, q in zip(pairs[1][0].parameters(), pairs[0][0].parameters(), strict=True):
+            assert torch.equal(p.full_tensor(), q)
+    check_states(pairs[1][1], pairs[0][1])
+
+
+def to_and_fro(model: Any, optimizer: Any, step: int) -> tuple[Any, Any]:
+    """Go on with another optimizer, which shares the states."""
+    other = optimizer.__dict__.setdefault("of_tests", AdamW8bit(model.parameters(), lr=0.02, block_size=64))
+    other.__dict__["of_tests"] = optimizer
+    other.load_state_dict(optimizer.state_dict())
+    return model, other
+
+
+def written_by_some(model: Any, optimizer: Any, step: int) -> tuple[Any, Any]:
+    """Write to scales as DCP does: through `to_local()`, where there is something."""
+    for states in optimizer.state.values():
+        scales = states.get("exp_avg_scale", torch.zeros(0))
+        local = scales.to_local() if isinstance(scales, dshard.ShardedTensor) else scales
+        if local.numel():
+            local.mul_(2.0)
+    return model, optimizer
+
+
+def of_another_model(model: Any, optimizer: Any, step: int) -> tuple[Any, Any]:
+    """Have the optimizer hold parameters of another model, while rank 1 alone keeps the old one."""
+    if step == 1:
+        torch.manual_seed(7)
+        new: Any = Model([tuple(param.shape) for param in model.parameters()])
+        new = dshard.fully_shard(new) if isinstance(model.own[0], dshard.ShardedTensor) else new
+        model.kept = model if dist.get_rank() == 1 else None
+        optimizer.state.clear()
+        optimizer.param_groups[0]["params"] = list(new.parameters())
+        return new, optimizer
+    return model, optimizer
+
+
+def with_plain_states(model: Any, optimizer: Any, step: int) -> tuple[Any, Any]:
+    """Put full values in the place of states, and a Python number in that of the count."""
+    for states in optimizer.state.values():
+        states.update({name: getattr(v, "full_tensor", lambda v=v: v)() for name, v in states.items()})
+        states["step"] = int(states["step"])
+    return model, optimizer
+
+
+def in_another_dtype(model: Any, optimizer: Any, step: int) -> tuple[Any, Any]:
+    torch.set_default_dtype(torch.float32 if step == 3 else torch.float64)
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    "between", [to_and_fro, written_by_some, of_another_model, with_plain_states, in_another_dtype]
+)
+def test_states_that_others_write_replace_or_share(worlds: WorldPool, between):
+    # Of 2 and 3 blocks, which are fewer than ranks, one of whose shards of scales is empty then; and some cut blocks.
+    worlds.run(3, beside_plain, [(64, 64)], 2048, written_by_some)
+    worlds.run(3, beside_plain, [(128, 37), (5,)], 64, between)
+
+
+def raising() -> None:
+    model = dshard.fully_shard(Model([(64, 64), (70, 61)]))
+    optimizer = AdamW8bit(model.parameters())
+    for step in range(3):
+        model(gradients([(64, 64), (70, 61)], set(), step)).backward()
+        if step == 1:
+            kept, optimizer.state[model.own[1]]["exp_avg"] = optimizer.state[model.own[1]]["exp_avg"], torch.zeros(3)
+            with pytest.raises(dshard.StateError, match=r"own.1: 'exp_avg' must be of torch.float32 and shape"):
+                optimizer.step()
+            optimizer.state[model.own[1]]["exp_avg"] = kept
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert [float(states["step"]) for states in optimizer.state.values()] == [2.0, 2.0]
+
+
+def test_a_step_that_is_refused_counts_nowhere(worlds: WorldPool):
+    worlds.run(2, raising)
+
+
+def test_hooks_of_load_state_dict_see_all_states():
+    param = nn.Parameter(torch.zeros(64, 64))
+    param.grad = torch.ones(64, 64)
+    optimizer = AdamW8bit([param])
+    optimizer.step()
+
+    def changed(optimizer: Any, state_dict: Any) -> Any:
+        states = {**state_dict["state"][0], "exp_avg_scale": torch.full((16,), 7.0)}
+        return {**state_dict, "state": {0: states}}
+
+    seen: list[Any] = []
+    optimizer.register_load_state_dict_pre_hook(changed)
+    optimizer.register_load_state_dict_post_hook(lambda optimizer: seen.extend(optimizer.state[param].items()))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert torch.equal(dict(seen)["exp_avg_scale"], torch.full((16,), 7.0))
+    assert dict(seen)["exp_avg"].dtype == torch.uint8
+
+
+def test_settings_of_a_group_are_looked_at():
+    param = nn.Parameter(torch.zeros(64, 64))
+    optimizer = AdamW8bit([nn.Parameter(torch.zeros(3))])
+    with pytest.raises(dshard.ArgumentError, match="block_size must be an integer of at least 1, but it is 0"):
+        optimizer.add_param_group({"params": [param], "block_size": 0})
+
+
+def freed() -> bool:
+    model, optimizer = sharded(True, "full")
+    trained(model, optimizer, 0, 1)
+    kept = [weakref.ref(each) for of in optimizer.__dict__["_dshard_scales"]._params for each in of.scales.values()]
+    assert kept
+    gc.collect()
+    gc.disable()
+    try:
+        del optimizer
+        return all(each() is None for each in kept)
+    finally:
+        gc.enable()
+
+
+def test_states_go_with_their_optimizer(worlds: WorldPool):
+    assert worlds.run(2, freed) == [True, True]
 
 
 def refused(what: str) -> None:
