@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -170,7 +171,10 @@ def _uncover_states(optimizer: Optimizer) -> None:
 
 
 def _are_betas(betas: Any) -> bool:
-    return isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        return False
+    numbers = [arguments.plain_scalar(beta) for beta in betas]
+    return all(isinstance(each, Real) and not isinstance(each, bool) and 0 <= float(each) < 1 for each in numbers)
 
 
 @dataclass(slots=True, eq=False)

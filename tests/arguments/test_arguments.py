@@ -62,6 +62,7 @@ FREE = {  # public names without a row, and why
     **dict.fromkeys(("Constant", "Misses"), "part of a Rates, which looks at them"),
     "Work": "part of a UnitCosts, which looks at it",
     "CPUOffloadPolicy": "as torch's: fully_shard looks at it",
+    **dict.fromkeys((f"AdamW8bit.{name}" for name in ("add_param_group", "load_state_dict", "step")), "as torch's"),
     **dict.fromkeys(
         (
             f"Rates.{name}"
@@ -317,6 +318,7 @@ RIGHT: dict[str, set[str]] = {  # by what the table says that a kind allows
     "a set or list of parameters": {"[param]", "{param}", "[sharded param]", *NOTHING},
     "an optimizer of torch.optim, or several": {"optimizer", "[optimizer]", *NOTHING},
     "an Optimizer": {"optimizer"},
+    "two numbers of [0, 1)": set(),
     "a mapping of names to tensors": {"{}", "{1: 2}", "{'x': None}", "{'*': 'full'}", "{'*': 'ful'}", "{'x': bf16}"}
     | {"{'x': 2.0}", "{2: links}"},
     "a DeviceMesh": {"mesh"},
@@ -450,6 +452,7 @@ def calls(on: Things) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "run_by_some": (dshard.run_by_some, {"runs": True}),
         "set_strategy": (dshard.set_strategy, {"module": on.sharded, "strategy": "full"}),
         "plan": (dshard.plan, {"model": on.plain, "sample_input": torch.ones(1, 3)}),
+        "AdamW8bit": (dshard.optim.AdamW8bit, {"params": [on.plain.weight]}),
         "whole": (dshard.optim.whole, {"optimizer": on.optimizer}),
         "full_state_dict": (dshard.interop.full_state_dict, {"module": on.sharded}),
         "Strategy": (Strategy, {"base": "full"}),

@@ -167,6 +167,17 @@ def test_muon_writes_every_way_and_owners_send_what_the_formula_says(bench):
 
 
 @pytest.mark.slow
+def test_eight_bit_writes_losses_bytes_and_times(bench):
+    pytest.importorskip("torchao")
+    sizes = ("--steps", 3, "--layers", 1, "--width", 64, "--rounds", 2)
+    result, printed = bench("eight-bit", *sizes, file="eight_bit_gloo_2")
+    assert result["rows"]["AdamW8bit"]["state_bytes_per_parameter"] < 3
+    assert result["rows"]["AdamW8bit"]["loss"] == pytest.approx(result["rows"]["AdamW"]["loss"], rel=0.005)
+    assert len(result["times"]) == 3
+    assert "of 3 steps" in printed
+
+
+@pytest.mark.slow
 def test_checkpoint_writes_rates_and_the_stall_of_an_asynchronous_save(bench):
     result, printed = bench("checkpoint", *TINY, "--rounds", 2, file="checkpoint_gloo_2")
     ways = {"dd", "dshard.checkpoint.save", "dshard.checkpoint.load", "dcp.save", "dcp.load"}
