@@ -64,7 +64,8 @@ class ParamCosts:
         stored_itemsize: Bytes per element of the stored parameter, and of its `.grad`.
         gather_itemsize: Bytes per element where it is used (the compute dtype), and of the raw gradient.
         grad_itemsize: Bytes per element in which its gradients are reduced; 0 for a frozen parameter.
-        state_bytes_per_element: The optimizer keeps between steps: 8 for AdamW in fp32, 0 for plain SGD.
+        state_bytes_per_element: The optimizer keeps between steps: 8 for AdamW in fp32, 2.05 for AdamW8bit, 0 for plain
+            SGD.
         step_bytes_per_element: Temporaries of the optimizer's step.
         can_split: Whether it may be gathered and used in slices.
         dim: That is cut. Shards along another than 0 are no part of the full value's memory: they are copied there.
@@ -76,7 +77,7 @@ class ParamCosts:
     stored_itemsize: int = 4
     gather_itemsize: int = 4
     grad_itemsize: int = 4
-    state_bytes_per_element: int = 8
+    state_bytes_per_element: float = 8
     step_bytes_per_element: int = 0
     can_split: bool = False
     dim: int = 0
@@ -91,6 +92,10 @@ class ParamCosts:
     def numel(self) -> int:
         """Elements of the full parameter."""
         return self.length * self.index_numel
+
+    def state_bytes_of(self, numel: int) -> int:
+        """What the optimizer keeps for some of its elements."""
+        return math.ceil(numel * self.state_bytes_per_element)
 
     @property
     def is_beside(self) -> bool:
@@ -207,7 +212,7 @@ class UnitCosts:
     def touched_bytes(self) -> int:
         """What the optimizer's step on the whole unit reads and writes, which is its states, too."""
         trained = [p for p in self.params if p.grad_itemsize]
-        return sum(p.numel * (3 * p.stored_itemsize + 2 * p.state_bytes_per_element) for p in trained)
+        return sum(p.numel * 3 * p.stored_itemsize + 2 * p.state_bytes_of(p.numel) for p in trained)
 
     @property
     def late_transient_bytes(self) -> int:
@@ -243,7 +248,7 @@ class UnitCosts:
     @cached_property
     def state_bytes(self) -> int:
         """Optimizer states of the whole unit."""
-        return sum(param.numel * param.state_bytes_per_element for param in self.params)
+        return sum(param.state_bytes_of(param.numel) for param in self.params)
 
 
 @dataclass(frozen=True)

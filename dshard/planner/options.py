@@ -249,7 +249,7 @@ class _Cut:
             self.stored, self.steps = 0, list[int]()
             self.moving += row if within > 1 or cast else 0  # else what arrives is what is used
             return
-        states = sum(n * p.state_bytes_per_element + COUNTER_BYTES * (p.state_bytes_per_element > 0) for p, n in shards)
+        states = sum(p.state_bytes_of(n) + COUNTER_BYTES * (p.state_bytes_per_element > 0) for p, n in shards)
         beside = sum(p.shard_numel(within) * p.gather_itemsize for p in rest if p.is_beside or p.numel == 1)
         self.stored = row + states + (beside if is_once else 0)
         self.steps = [n * p.step_bytes_per_element for p, n in shards]

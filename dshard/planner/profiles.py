@@ -30,8 +30,10 @@ class Training:
     Args:
         compute_dtype: Of parameters where they are used, and of activations; None for that of each parameter.
         reduce_dtype: In which gradients are reduced; None for the compute dtype.
-        state_bytes_per_element: Of the optimizer, between steps: 8 for AdamW, 0 for SGD without momentum.
-        step_bytes_per_element: Of the optimizer, while it steps: of AdamW 4, or 8 if it steps one by one.
+        state_bytes_per_element: Of the optimizer, between steps: 8 for AdamW, 0 for SGD without momentum, 2.05 for
+            `dshard.optim.AdamW8bit`, whose few states in fp32 that leaves out.
+        step_bytes_per_element: Of the optimizer, while it steps: of AdamW 4, or 8 if it steps one by one, of AdamW8bit
+            0: its temporaries are as large for any model.
         steps_together: Whether it steps all parameters at once (`foreach`), as by default on CUDA, or one by one.
         num_backwards: Micro-batches per step of the optimizer.
         tokens_per_sample: For rates of tokens; 0 where samples have none.
@@ -41,7 +43,7 @@ class Training:
 
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    state_bytes_per_element: int = 8
+    state_bytes_per_element: float = 8
     step_bytes_per_element: int = 4
     steps_together: bool = True
     num_backwards: int = 1
@@ -410,6 +412,6 @@ def home_bytes(model: ModelCosts, strategies: Sequence[Strategy], cluster: Clust
     for unit, strategy in zip(model.units, strategies, strict=True):
         within = sharing(strategy, cluster.num_ranks)
         for param in unit.params if unit.is_offloaded else ():
-            of_element = param.stored_itemsize * (2 if param.grad_itemsize else 1) + param.state_bytes_per_element
-            total += param.shard_numel(within) * of_element
+            numel = param.shard_numel(within)
+            total += numel * param.stored_itemsize * (2 if param.grad_itemsize else 1) + param.state_bytes_of(numel)
     return total

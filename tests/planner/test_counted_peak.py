@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dshard
 from dshard.collectives import BufferPool, memory
+from dshard.optim import AdamW8bit
 from dshard.planner import Cluster, Link, Links, ModelCosts, Plan, Training, moments
 from dshard.planner.profiles import UnitTimes, costs_of
 from dshard.planner.tracing import trace
@@ -70,7 +71,12 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def trained_peak(
-    name: str, plan: str, foreach: bool, reduce_dtype: torch.dtype | None, shape: tuple[int, ...] = ()
+    name: str,
+    plan: str,
+    foreach: bool,
+    reduce_dtype: torch.dtype | None,
+    shape: tuple[int, ...] = (),
+    optimizer_class: Any = torch.optim.AdamW,
 ) -> int:
     case = CASES[name]
     torch.manual_seed(0)
@@ -79,7 +85,8 @@ def trained_peak(
     policy = {} if reduce_dtype is None else {"mp_policy": mixed}
     mesh: Any = init_device_mesh("cpu", shape) if shape else None
     dshard.fully_shard(model, mesh=mesh, plan=Plan.from_json(plan), **policy)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    options = {"foreach": foreach} if optimizer_class is torch.optim.AdamW else {}
+    optimizer = optimizer_class(model.parameters(), **options)
 
     def step() -> None:
         loss_of(model(case.batch())).backward()
@@ -146,6 +153,18 @@ def test_through_memory_full_values_count_once_per_host_and_what_is_put_out_unti
     worlds: WorldPool, name, num_ranks, foreach, reduce_dtype
 ):
     check(worlds, plans(name, num_ranks, foreach, reduce_dtype, MEMORY), name, foreach, reduce_dtype)
+
+
+def test_states_of_8_bits_count_as_such(messaging: WorldPool):
+    model = CASES["wide"].make()
+    parts = parts_of(model)
+    training = Training(state_bytes_per_element=2.05, step_bytes_per_element=0)
+    traced = trace(model, CASES["wide"].batch(), parts, loss_of=loss_of)
+    of_model = costs_of(traced, model, training=training, times=[UnitTimes(1.0, 1.0)] * len(parts))
+    for text in ("full", "zero2", "ddp"):
+        plan = Plan(of_model, Cluster(2, 2, MESSAGES), (Strategy.of(text),) * len(of_model.units))
+        counted = max(messaging.run(2, trained_peak, "wide", plan.to_json(), True, None, (), AdamW8bit))
+        assert 1 <= plan.peak_bytes / counted <= 1.05, text
 
 
 @pytest.mark.parametrize("links", [MESSAGES, MEMORY], ids=["messages", "memory"])
