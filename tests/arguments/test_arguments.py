@@ -87,7 +87,7 @@ FREE = {  # public names without a row, and why
             ),
             "Link": ("time_s",),
             "ModelCosts": ("under",),
-            "ParamCosts": ("shard_numel", "slice_numel"),
+            "ParamCosts": ("shard_numel", "slice_numel", "state_bytes_of"),
             "UnitCosts": ("under", "of_kind"),
         }.items()
         for name in names

@@ -40,7 +40,7 @@ def trained(kind: str, name: str, folder: Path) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit"])  # AdamWFp8 takes the ways of these
 def test_the_bits_are_those_of_fsdp2(worlds: WorldPool, name, tmp_path):
     expected = worlds.run(2, trained, "FSDP2", name, tmp_path, timeout_s=240.0)[0]
     for found in worlds.run(2, trained, "dshard", name, tmp_path, timeout_s=240.0):
