@@ -27,7 +27,7 @@ from dshard.tensor.tp_params import shard_like
 _LEAST_NUMEL = 4096  # of a parameter whose states have 8 bits
 _MEANS = ("exp_avg", "exp_avg_sq")  # of gradients, and of their squares
 _SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
-_CHUNK, _CHUNK_OF_CPU = 1 << 22, 1 << 15  # elements that are stepped at a time: as many as lie in a core's cache
+_CHUNK, _CHUNK_OF_CPU = 1 << 22, 1 << 15  # elements that are stepped at a time: of a CPU what a core's cache holds
 _PARTS_NUMEL = 1 << 23  # of parameters that cut blocks are kept of, as fp32, until ranks know their scales
 
 

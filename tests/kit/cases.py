@@ -346,6 +346,8 @@ class _Side:
 
     def write(self, kind: str, what: str, i: int) -> None:
         target = self._target(what, i)
+        if kind == "set data":  # a backward of a forward from before has either values: docs/limits.md
+            self.drop()
         with torch.no_grad():
             if target is not None:
                 WRITES[kind](target)
