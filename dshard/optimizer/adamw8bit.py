@@ -32,7 +32,7 @@ _PARTS_NUMEL = 1 << 23  # of parameters that cut blocks are kept of, as fp32, un
 
 
 class AdamW8bit(Optimizer):
-    """AdamW with states of 8 bits: 2.03 bytes per element of a parameter, in the place of 8.
+    """AdamW with states of 8 bits: 2.05 bytes per element of a parameter, in the place of 8.
 
     States of a parameter of at least 4,096 elements, whose number `block_size` divides, are kept as codes and one scale
     for each block: `block_size` elements that are neighbours in the full parameter. So the bits are the same at any
