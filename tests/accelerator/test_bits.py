@@ -21,3 +21,13 @@ def test_losses_are_fsdp2s_bit_for_bit(accelerators_and_cpus: WorldPool, name, n
         pytest.importorskip("transformers")
     theirs, ours = (accelerators_and_cpus.run(num_ranks, losses, library, name) for library in ("FSDP2", "dshard"))
     assert ours == theirs
+
+
+def states_of_8_bits() -> None:
+    ranks.begin(0, "random", with_cpu=True)
+    trainings.states_of_8_bits("sim")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_states_of_8_bits_are_those_of_plain_parameters(accelerators_and_cpus: WorldPool, num_ranks):
+    accelerators_and_cpus.run(num_ranks, states_of_8_bits)

@@ -55,6 +55,10 @@ def test_losses_of_a_model_of_transformers_are_those_of_fsdp2(run: Run):
         assert own == pytest.approx(other, rel=1e-3)
 
 
+def test_states_of_8_bits_are_those_of_plain_parameters(run: Run):
+    run(2, trainings.states_of_8_bits)
+
+
 @pytest.mark.parametrize("switches", [False, True])
 def test_strategies_give_the_same_bits(run: Run, switches: bool):
     for weights in run(2, partial(trainings.strategies, switches=switches)):

@@ -23,6 +23,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import dshard
 from benchmarks.models import Llama, LlamaConfig
 from dshard.collectives import watchdog
+from dshard.optim import AdamW8bit
+from tests.optimizer.random_programs import Model, gradients
 
 NUM_STEPS, TOKENS = 4, 17
 CONFIG = LlamaConfig(vocab=64, width=32, layers=3, heads=4, kv_heads=2, hidden=64)
@@ -353,3 +355,22 @@ def hf_llama(device: str, library: str) -> list[float]:
         optimizer.zero_grad()
         found.append(loss.item())
     return found
+
+
+def states_of_8_bits(device: str) -> None:
+    """AdamW8bit on a device, beside the same over plain parameters there: all bits, with blocks that shards cut."""
+    shapes = [(128, 37), (64, 64), (5,)]
+    models: list[Any] = [Model(shapes).to(device), Model(shapes).to(device)]
+    dshard.fully_shard(models[1], mesh=init_device_mesh(device, (dist.get_world_size(),)))
+    optimizers = [AdamW8bit(model.parameters(), lr=0.02, block_size=64) for model in models]
+    for step in range(3):
+        grads = {i: grad.to(device) for i, grad in gradients(shapes, set(), step).items()}
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(grads).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert torch.equal(p.full_tensor().cpu(), q.cpu())
+        for name, value in optimizers[0].state[q].items():
+            found = optimizers[1].state[p][name]
+            assert torch.equal(getattr(found, "full_tensor", lambda found=found: found)().cpu(), value.cpu()), name
