@@ -194,10 +194,9 @@ class Scales:
                 for of, name, full in _put_together(chunk):
                     of.awaited.remove(name)
                     storage = of.storages[name]()
-                    if storage is not None and (
-                        storage is asked or storage.does_await(self)
-                    ):  # not, where it has another
-                        storage.deliver(shard_of(full, storage.layout, of.rank).clone())
+                    if storage is None or not (storage is asked or storage.does_await(self)):
+                        continue  # nobody keeps it, or it was given another shard
+                    storage.deliver(shard_of(full, storage.layout, of.rank).clone())
 
 
 def check_scales(param_name: str, name: str, scales: Tensor | None, blocks: Blocks) -> None:
