@@ -361,7 +361,7 @@ def test_every_elementwise_optimizer_steps_later_and_to_the_same_bits(run: Run, 
 
 
 @pytest.mark.slow
-@settings(max_examples=int(os.environ.get("NUM_PROGRAMS", "12")), deadline=None)
+@settings(max_examples=int(os.environ.get("NUM_PROGRAMS", "9")), deadline=None)
 @given(st.sampled_from(sorted(OPTIMIZERS)), PROGRAMS, st.integers(0, 99), st.booleans())
 def test_no_program_can_tell(run: Run, optimizer: str, steps: list[tuple[str, ...]], seed: int, is_mixed: bool):
     for differs, _ in run(2, differing, optimizer, steps, seed, is_mixed):
