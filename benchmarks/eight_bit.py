@@ -54,10 +54,10 @@ def _trained(kind: str, size: Size, num_steps: int) -> dict[str, Any]:
         losses.append(loss.detach())
     mean = torch.stack(losses[-_LAST:]).mean()
     dist.all_reduce(mean)
-    states = [each for named in optimizer.state.values() for each in named.values() if each.dim()]
-    num_bytes = sum(
-        each.to_local().nbytes for each in states
-    )  # scales as they lie between steps: a block cut counts once
+    scales = optimizer.__dict__.get("_dshard_scales")  # of which a rank keeps others than it has shards of
+    named = [(name, each) for states in optimizer.state.values() for name, each in states.items() if each.dim()]
+    num_bytes = sum(each.to_local().nbytes for name, each in named if not name.endswith("_scale"))
+    num_bytes += scales.num_bytes if scales is not None else 0
     params: list[Any] = list(model.parameters())
     numel = sum(param.to_local().numel() for param in params)
     return {"loss": mean.item() / dist.get_world_size(), "state_bytes_per_parameter": num_bytes / numel}

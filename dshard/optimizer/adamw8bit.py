@@ -1,4 +1,4 @@
-"""AdamW whose states are numbers of 8 bits, in blocks that follow the full parameter."""
+"""AdamW with 8-bit states, quantized in blocks that follow the full parameter."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from dshard.compiling import outside_of_graphs
 from dshard.errors import StateError, UnsupportedOpError
 from dshard.layout import ShardLayout
 from dshard.optimizer.blocks import Blocks, Range, chunks
-from dshard.optimizer.eight_bit import Rates, quotients_to_codes, scales_of, step_of, values_of
+from dshard.optimizer.eight_bit import Hyperparameters, adamw, dequantize, quantize, scales_of
 from dshard.optimizer.scales import Scales, Wanted, check_scales, largest_of_all
 from dshard.tensor.meshes import distinct_groups, part_of
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
@@ -25,20 +25,21 @@ from dshard.tensor.subclass_shards import subclass_gathers
 from dshard.tensor.tp_params import shard_like
 
 _LEAST_NUMEL = 4096  # of a parameter whose states have 8 bits
-_MEANS = ("exp_avg", "exp_avg_sq")  # of gradients, and of their squares
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # of gradients, and of their squares
 _SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 _CHUNK, _CHUNK_OF_CPU = 1 << 22, 1 << 15  # elements that are stepped at a time: of a CPU what a core's cache holds
 _PARTS_NUMEL = 1 << 23  # of parameters that cut blocks are kept of, as fp32, until ranks know their scales
 
 
 class AdamW8bit(Optimizer):
-    """AdamW with states of 8 bits: 2.05 bytes per element of a parameter, in the place of 8.
+    """AdamW with 8-bit states: 2.05 bytes per element of a parameter, in the place of 8.
 
-    States of a parameter of at least 4,096 elements, whose number `block_size` divides, are kept as codes and one scale
-    for each block: `block_size` elements that are neighbours in the full parameter. So the bits are the same at any
-    number of ranks, under every strategy and whatever is sharded with what: those of `torchao.optim.AdamW8bit` on one
-    device. A block that the end of a shard cuts is of one scale all the same, the largest value on any rank; the ranks
-    that have some of it keep that. Other parameters have states of their own dtype. It is computed in fp32.
+    Moments of a parameter of at least 4,096 elements, whose number `block_size` divides, are quantized: to a code of 8
+    bits for each element, and one scale for each block, which is `block_size` elements that are neighbours in the full
+    parameter. So the bits are the same at any number of ranks, under every strategy and whatever is sharded with what:
+    those of `torchao.optim.AdamW8bit` on one device. A block that the end of a shard cuts is of one scale all the same,
+    by the largest value on any rank; the ranks that have some of it keep that. Other parameters have moments of their
+    own dtype. It is computed in fp32.
 
     In `state` there are, of each parameter, `step`, `exp_avg` and `exp_avg_sq`: codes of the parameter's shape, in
     uint8; and `exp_avg_scale` and `exp_avg_sq_scale`, fp32 of shape `(numel / block_size,)`. All are sharded as the
@@ -48,7 +49,7 @@ class AdamW8bit(Optimizer):
     Args:
         params: Parameters, or groups of them, sharded or not.
         lr: Learning rate.
-        betas: How much is kept of the means of gradients and of their squares in a step.
+        betas: How much a step keeps of the running means of gradients and of their squares.
         eps: Added to the root of the latter.
         weight_decay: Times `lr`, the part of a parameter that a step takes from it.
         block_size: Elements of a block.
@@ -157,7 +158,7 @@ def _cover_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
     def covered(named: Any) -> Any:
         if not isinstance(named, dict) or not any(name in named for name in _SCALES):
             return named
-        kept = {*_MEANS, *_SCALES}
+        kept = {*_MOMENTS, *_SCALES}
         return {n: _Covered(v) if n in kept and isinstance(v, Tensor) else v for n, v in named.items()}
 
     return {**state_dict, "state": {key: covered(named) for key, named in state_dict["state"].items()}}
@@ -178,46 +179,48 @@ def _are_betas(betas: Any) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class _Item:
+class _ParamStep:
     """A parameter that is stepped.
 
     Args:
         param: The parameter.
-        rates: What it is stepped with.
-        tensors: What this rank has of it, and of the means, as they lie.
-        blocks: Of the shard; None where the means are numbers and no codes.
-        scales: Of each mean, of the blocks that are here.
+        hyperparameters: What it is stepped with.
+        tensors: What this rank has of it, and of the moments, as they lie.
+        blocks: Of the shard; None where the moments are numbers and no codes.
+        scales: Of each moment, of the blocks that are here.
     """
 
     param: Tensor
-    rates: Rates
+    hyperparameters: Hyperparameters
     tensors: list[Tensor]
     blocks: Blocks | None
     scales: list[Tensor]
     rows: list[Tensor] = field(default_factory=list)  # the same, each in one row, from `begin` to `end`
     grad: Tensor = field(init=False)  # of the shard, in one row
-    parts: list[tuple[Range, list[Tensor]]] = field(default_factory=list)  # of cut blocks: which, and the new means
+    parts: list[tuple[Range, list[Tensor]]] = field(default_factory=list)  # of cut blocks: which, and the new moments
 
     def begin(self) -> None:
-        """Take the step, up to the codes in blocks that are cut."""
+        """Take the step, but for quantizing what is in blocks that are cut."""
         self.rows = [each.contiguous().view(-1) for each in self.tensors]
         self.grad = _gradient_of(self.param).reshape(-1)
         most = _CHUNK_OF_CPU if self.grad.device.type == "cpu" else _CHUNK
         if self.blocks is None:
             for part in chunks((0, self.grad.numel()), most):
-                means = [each[slice(*part)].float() for each in self.rows[1:]]
-                self._update(part, means)
-                for each, mean in zip(self.rows[1:], means, strict=True):
-                    each[slice(*part)].copy_(mean)
+                moments = [each[slice(*part)].float() for each in self.rows[1:]]
+                self._update(part, moments)
+                for each, moment in zip(self.rows[1:], moments, strict=True):
+                    each[slice(*part)].copy_(moment)
             return
         for part in chunks(self.blocks.whole, max(1, most // self.blocks.size) * self.blocks.size):
             self._step_whole(part, self.blocks)
         for some in self.blocks.parts:
             for part in chunks(some, most):
                 places = self.blocks.places_here(self.blocks.numbers(part))
-                means = [each.mul_(scale[places]) for each, scale in zip(self._values(part), self.scales, strict=True)]
-                self._update(part, means)
-                self.parts.append((part, means))
+                moments = [
+                    each.mul_(scale[places]) for each, scale in zip(self._values(part), self.scales, strict=True)
+                ]
+                self._update(part, moments)
+                self.parts.append((part, moments))
 
     def _step_whole(self, part: Range, blocks: Blocks) -> None:
         """Step the elements of some whole blocks."""
@@ -226,35 +229,35 @@ class _Item:
         rows = slice(first + (part[0] - begin) // size, first + (part[1] - begin) // size)
         scales = [each[rows] for each in self.scales]
         pairs = zip(self._values(part), scales, strict=True)
-        means = [each.view(-1, size).mul_(scale[:, None]) for each, scale in pairs]
-        self._update(part, [each.view(-1) for each in means])
-        for number, (mean, scale) in enumerate(zip(means, scales, strict=True)):
-            scale.copy_(scales_of(mean.abs().amax(1)))
-            self._encode(number, part, mean.div_(scale[:, None]))
+        moments = [each.view(-1, size).mul_(scale[:, None]) for each, scale in pairs]
+        self._update(part, [each.view(-1) for each in moments])
+        for number, (moment, scale) in enumerate(zip(moments, scales, strict=True)):
+            scale.copy_(scales_of(moment.abs().amax(1)))
+            self._encode(number, part, moment.div_(scale[:, None]))
 
     def _values(self, part: Range) -> list[Tensor]:
-        """What the codes of some elements mean, without their scales."""
-        return [values_of(codes[slice(*part)], is_signed=not n) for n, codes in enumerate(self.rows[1:])]
+        """What the codes of some elements moment, without their scales."""
+        return [dequantize(codes[slice(*part)], is_signed=not n) for n, codes in enumerate(self.rows[1:])]
 
-    def _update(self, part: Range, means: list[Tensor]) -> None:
-        """Step some elements, whose means are written."""
+    def _update(self, part: Range, moments: list[Tensor]) -> None:
+        """Step some elements, whose moments are written."""
         own = self.rows[0][slice(*part)]
         exact = own.float()
-        step_of(exact, self.grad[slice(*part)].float(), means, self.rates)
+        adamw(exact, self.grad[slice(*part)].float(), moments, self.hyperparameters)
         if exact.data_ptr() != own.data_ptr():
             own.copy_(exact)
 
     def _encode(self, number: int, part: Range, quotients: Tensor) -> None:
-        """Keep some elements of a mean as codes; of means the first alone has negative values."""
-        self.rows[1 + number][slice(*part)].copy_(quotients_to_codes(quotients.view(-1), is_signed=number == 0))
+        """Keep some elements of a moment as codes; of moments the first alone has negative values."""
+        self.rows[1 + number][slice(*part)].copy_(quantize(quotients.view(-1), is_signed=number == 0))
 
     def largest_in_cut(self, blocks: Blocks) -> list[Tensor]:
-        """The largest absolute values of each mean in blocks that ranks share, as far as this rank knows."""
-        found = [torch.zeros(blocks.num_cut, dtype=torch.float32, device=self.grad.device) for _ in _MEANS]
-        for part, means in self.parts:
+        """The largest absolute values of each moment in blocks that ranks share, as far as this rank knows."""
+        found = [torch.zeros(blocks.num_cut, dtype=torch.float32, device=self.grad.device) for _ in _MOMENTS]
+        for part, moments in self.parts:
             at = blocks.places_in_cut(blocks.numbers(part))
-            for each, mean in zip(found, means, strict=True):
-                each.scatter_reduce_(0, at, mean.abs(), "amax")
+            for each, moment in zip(found, moments, strict=True):
+                each.scatter_reduce_(0, at, moment.abs(), "amax")
         return found
 
     def encode_cut(self, blocks: Blocks, largest: Sequence[Tensor]) -> None:
@@ -262,10 +265,10 @@ class _Item:
         known = [scales_of(each) for each in largest]
         for scales, new in zip(self.scales, known, strict=True):
             blocks.put_shared(new, scales)
-        for part, means in self.parts:
+        for part, moments in self.parts:
             at = blocks.places_in_cut(blocks.numbers(part))
-            for number, (mean, new) in enumerate(zip(means, known, strict=True)):
-                self._encode(number, part, mean.div_(new[at]))
+            for number, (moment, new) in enumerate(zip(moments, known, strict=True)):
+                self._encode(number, part, moment.div_(new[at]))
 
     def end(self) -> None:
         """Have tensors that do not lie in one row hold what was written, and count that, of empty shards too."""
@@ -278,7 +281,7 @@ class _Item:
         del self.grad
 
 
-def _items(optimizer: AdamW8bit, scales: Scales) -> list[_Item]:
+def _items(optimizer: AdamW8bit, scales: Scales) -> list[_ParamStep]:
     """What is to be stepped; its states are made, and counted, when all is known to be right."""
     groups = [(group, param) for group in optimizer.param_groups for param in group["params"]]
     given = [(group, param) for group, param in groups if param.grad is not None]
@@ -297,19 +300,19 @@ def _items(optimizer: AdamW8bit, scales: Scales) -> list[_Item]:
     for group, param in coded:
         if not isinstance(param, ShardedTensor):
             kept[id(param)] = _plain_scales(param, optimizer.state[param], group["block_size"])
-    known: dict[tuple[Any, ...], Rates] = {}
+    known: dict[tuple[Any, ...], Hyperparameters] = {}
     items = []
     for (group, param), tensors in zip(given, found, strict=True):
         key = id(group), _count(optimizer.state[param])
         if key not in known:
-            known[key] = Rates.of(group["lr"], group["weight_decay"], group["betas"], group["eps"], key[1])
-        items.append(_Item(param, known[key], tensors, *kept.get(id(param), (None, []))))
+            known[key] = Hyperparameters.of(group["lr"], group["weight_decay"], group["betas"], group["eps"], key[1])
+        items.append(_ParamStep(param, known[key], tensors, *kept.get(id(param), (None, []))))
     return items
 
 
-def _run(items: Sequence[_Item]) -> None:
-    """Step parameters; those with cut blocks some at a time, for their means are kept meanwhile."""
-    waiting: list[tuple[_Item, Blocks]] = []
+def _run(items: Sequence[_ParamStep]) -> None:
+    """Step parameters; those with cut blocks some at a time, for their moments are kept meanwhile."""
+    waiting: list[tuple[_ParamStep, Blocks]] = []
     numel = 0
     for item in items:
         item.begin()
@@ -324,13 +327,13 @@ def _run(items: Sequence[_Item]) -> None:
     _end_cut(waiting)
 
 
-def _end_cut(items: Sequence[tuple[_Item, Blocks]]) -> None:
+def _end_cut(items: Sequence[tuple[_ParamStep, Blocks]]) -> None:
     """End the step of parameters some of whose blocks are cut.
 
     Communicates:
         An all-reduce over each group of ranks that cuts some of them.
     """
-    kinds: dict[tuple[Any, ...], list[tuple[_Item, Blocks]]] = {}
+    kinds: dict[tuple[Any, ...], list[tuple[_ParamStep, Blocks]]] = {}
     for item, blocks in items:
         names = [group.full_name for group in distinct_groups(item.param)]
         kinds.setdefault((*names, item.grad.device), []).append((item, blocks))
@@ -340,7 +343,7 @@ def _end_cut(items: Sequence[tuple[_Item, Blocks]]) -> None:
         label = f"scales of '{_name_of(first)}' and {len(same) - 1} more"
         found = iter(largest_of_all(largest, distinct_groups(first), label))
         for item, blocks in same:
-            item.encode_cut(blocks, [next(found) for _ in _MEANS])
+            item.encode_cut(blocks, [next(found) for _ in _MOMENTS])
             item.end()
 
 
@@ -394,15 +397,15 @@ def _has_codes(param: Tensor, size: int) -> bool:
 
 
 def _tensors_of(param: Tensor, states: dict[str, Any], size: int) -> list[Tensor]:
-    """What this rank has of a parameter and its means, which are zeros at first.
+    """What this rank has of a parameter and its moments, which are zeros at first.
 
     Raises:
-        StateError: A mean is of another dtype or shape.
+        StateError: A moment is of another dtype or shape.
     """
     shard = param.shard_storage.writable() if isinstance(param, ShardedTensor) else param.detach()
     dtype = torch.uint8 if _has_codes(param, size) else shard.dtype
     found = [shard]
-    for name in _MEANS:
+    for name in _MOMENTS:
         value = states.get(name)
         if value is not None and (value.dtype != dtype or value.shape != param.shape):
             raise StateError(
@@ -411,7 +414,7 @@ def _tensors_of(param: Tensor, states: dict[str, Any], size: int) -> list[Tensor
                 "same block_size."
             )
         if isinstance(param, ShardedTensor):
-            value = states[name] = _mean_like(param, value, shard, dtype)
+            value = states[name] = _moment_like(param, value, shard, dtype)
             found.append(value.shard_storage.writable())
         else:
             value = states[name] = torch.zeros_like(shard, dtype=dtype) if value is None else value
@@ -419,8 +422,8 @@ def _tensors_of(param: Tensor, states: dict[str, Any], size: int) -> list[Tensor
     return found
 
 
-def _mean_like(param: ShardedTensor, value: Any, shard: Tensor, dtype: torch.dtype) -> ShardedTensor:
-    """A mean that lies as its parameter does; zeros for None.
+def _moment_like(param: ShardedTensor, value: Any, shard: Tensor, dtype: torch.dtype) -> ShardedTensor:
+    """A moment that lies as its parameter does; zeros for None.
 
     Communicates:
         Gathers a value that lies otherwise.

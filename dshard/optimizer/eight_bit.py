@@ -1,4 +1,4 @@
-"""Numbers of 8 bits, in blocks that share a scale, and AdamW's arithmetic over them.
+"""Quantization to 8 bits, in blocks that share a scale, and AdamW's arithmetic over what was quantized.
 
 A block is some neighbouring numbers. Each is kept as a code, the place of its quotient by the scale in a table of 256
 numbers, which is dense near zero; the scale is the largest absolute value in the block. Table and rounding are those of
@@ -90,8 +90,8 @@ def _table(device: torch.device, *, is_signed: bool) -> _Table:
     return _Table.of(np.sort(np.array(found, dtype=np.float32)))
 
 
-def quotients_to_codes(quotients: Tensor, *, is_signed: bool) -> Tensor:
-    """The codes of numbers, which are divided by the scales of their blocks.
+def quantize(quotients: Tensor, *, is_signed: bool) -> Tensor:
+    """The codes of numbers, divided by the scales of their blocks ahead of this.
 
     Args:
         quotients: fp32, contiguous, of any shape.
@@ -106,7 +106,7 @@ def quotients_to_codes(quotients: Tensor, *, is_signed: bool) -> Tensor:
     return codes.add_(flat >= table.next.index_select(0, begin)).view(quotients.shape)
 
 
-def values_of(codes: Tensor, *, is_signed: bool) -> Tensor:
+def dequantize(codes: Tensor, *, is_signed: bool) -> Tensor:
     """What codes mean, to be multiplied by the scales of their blocks: fp32, of their shape."""
     table = _table(codes.device, is_signed=is_signed)
     return table.values.index_select(0, codes.reshape(-1).int()).view(codes.shape)
@@ -118,15 +118,15 @@ def scales_of(largest: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """What a step is taken with.
+class Hyperparameters:
+    """Hyperparameters of a step, and its bias corrections.
 
     Args:
         lr: Learning rate.
         decay: The part of a parameter that is taken from it.
-        betas: How much is kept of the means of gradients, and of their squares.
+        betas: How much is kept of the running means of gradients, and of their squares.
         eps: Added to the root of the latter.
-        corrections: What the one is divided by, and the root of the other.
+        corrections: What the first moment is divided by, and the root of the second.
     """
 
     lr: float
@@ -138,7 +138,7 @@ class Rates:
     @classmethod
     def of(
         cls, lr: float | Tensor, weight_decay: float, betas: tuple[float, float], eps: float, num_steps: float
-    ) -> "Rates":
+    ) -> "Hyperparameters":
         """Find them for a step, by the number of those with it; all is fp32, as in torchao's graph."""
         rate, count = (torch.tensor(float(each), dtype=torch.float32, device="cpu") for each in (lr, num_steps))
         first, second = (1 - beta**count for beta in betas)
@@ -146,32 +146,32 @@ class Rates:
         return cls(rate.item(), (rate * weight_decay).item(), betas, eps, (first.item(), root.item()))
 
 
-def step_of(param: Tensor, grad: Tensor, means: list[Tensor], rates: Rates) -> None:
+def adamw(param: Tensor, grad: Tensor, moments: list[Tensor], hyperparameters: Hyperparameters) -> None:
     """AdamW over some elements of a parameter.
 
     Args:
         param: fp32; written.
         grad: fp32.
-        means: fp32, of gradients and of their squares; written.
-        rates: What it is taken with.
+        moments: fp32, of gradients and of their squares; written.
+        hyperparameters: What it is taken with.
     """
-    first, second = means
-    param.sub_(param * rates.decay)
-    _move(first, grad, 1 - rates.betas[0])
-    _move(second, grad * grad, 1 - rates.betas[1])
-    below = _root(second).div_(rates.corrections[1]).add_(rates.eps)
-    param.sub_((first / rates.corrections[0]).mul_(rates.lr).div_(below))
+    first, second = moments
+    param.sub_(param * hyperparameters.decay)
+    _move(first, grad, 1 - hyperparameters.betas[0])
+    _move(second, grad * grad, 1 - hyperparameters.betas[1])
+    below = _root(second).div_(hyperparameters.corrections[1]).add_(hyperparameters.eps)
+    param.sub_((first / hyperparameters.corrections[0]).mul_(hyperparameters.lr).div_(below))
 
 
-def _move(mean: Tensor, to: Tensor, part: float) -> None:
-    """As `mean.lerp_(to, part)` without a fused multiply-add: rounded after the product, as in torchao's graph."""
-    way = to - mean
+def _move(moment: Tensor, to: Tensor, part: float) -> None:
+    """As `moment.lerp_(to, part)` without a fused multiply-add: rounded after the product, as in torchao's graph."""
+    way = to - moment
     if part < 0.5:
-        mean.add_(way.mul_(part))
+        moment.add_(way.mul_(part))
     else:
-        torch.add(to, way.mul_(part - 1), out=mean)
+        torch.add(to, way.mul_(part - 1), out=moment)
 
 
 def _root(values: Tensor) -> Tensor:
-    """The square root, rounded to the nearest: torch's own on a CPU is not, once in a hundred numbers."""
+    """The square root, rounded to the nearest: torch's own on a CPU is not always."""
     return values.double().sqrt_().float() if values.device.type == "cpu" else values.sqrt()

@@ -30,7 +30,7 @@ _AT_ONCE = 1 << 22  # scales that are put together at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OfParam:
+class ParamScales:
     """The scales of a parameter's states.
 
     Args:
@@ -54,7 +54,7 @@ class OfParam:
     awaited: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, param: ShardedTensor, size: int) -> "OfParam":
+    def of(cls, param: ShardedTensor, size: int) -> "ParamScales":
         """Where they are to be, for blocks of `size` elements."""
         layout, rank = param.shard_layout, param.shard_group.rank
         return cls(param, layout, distinct_groups(param), rank, Blocks.of(layout, rank, size, param.storage_device))
@@ -87,16 +87,21 @@ class Wanted:
     size: int
 
 
-_Missing = tuple[OfParam, Wanted, str]
+_Missing = tuple[ParamScales, Wanted, str]
 
 
 class Scales:
     """The scales of an optimizer's states; as what the shards of their sharded tensors await."""
 
     def __init__(self) -> None:
-        self._params: list[OfParam] = []  # in the order of the optimizer's groups
+        self._params: list[ParamScales] = []  # in the order of the optimizer's groups
 
-    def take(self, wanted: Sequence[Wanted], params: Iterable[Tensor]) -> list[OfParam]:
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this rank keeps for them between steps."""
+        return sum(each.nbytes for of in self._params for each in (*of.scales.values(), of.blocks.here))
+
+    def take(self, wanted: Sequence[Wanted], params: Iterable[Tensor]) -> list[ParamScales]:
         """Scales to read and write; the shards that stand for them await them from now on.
 
         Args:
@@ -111,7 +116,7 @@ class Scales:
         """
         order = {id(param): place for place, param in enumerate(params)}
         sizes = {id(each.param): each.size for each in wanted}
-        known: dict[int, OfParam] = {}
+        known: dict[int, ParamScales] = {}
         leaving = []
         for of in self._params:
             key = id(of.param)
@@ -120,21 +125,24 @@ class Scales:
             else:
                 leaving.append(of)
         self._settle(leaving)
-        found = [known.get(id(each.param)) or OfParam.of(each.param, each.size) for each in wanted]
+        found = [known.get(id(each.param)) or ParamScales.of(each.param, each.size) for each in wanted]
         known.update((id(of.param), of) for of in found)
         self._params = sorted(known.values(), key=lambda of: order[id(of.param)])
         both = list(zip(found, wanted, strict=True))
-        replaced = {of: None for of, _, name in self._missing(both) if name in of.awaited}
-        self._settle(list(replaced))  # whoever keeps what stood for them may use it yet
-        self._fetch(self._missing(both))
+        missing = self._missing(both)
+        replaced = {of: None for of, _, name in missing if name in of.awaited}
+        if replaced:  # whoever keeps what stood for them may use it yet
+            self._settle(list(replaced))
+            missing = self._missing(both)
+        self._fetch(missing)
         return found
 
-    def _missing(self, both: Sequence[tuple[OfParam, Wanted]]) -> list[_Missing]:
+    def _missing(self, both: Sequence[tuple[ParamScales, Wanted]]) -> list[_Missing]:
         """Those that are not here, or that nothing which awaits them stands for."""
         given = [(of, each, name) for of, each in both for name in each.names]
         return [item for item in given if not self._holds(item[0], item[2], item[1].states.get(item[2]))]
 
-    def _holds(self, of: OfParam, name: str, value: Any) -> bool:
+    def _holds(self, of: ParamScales, name: str, value: Any) -> bool:
         """Whether what stands for the scales of a state awaits those that are here."""
         if type(value) not in SHARDED or name not in of.storages:
             return False
@@ -179,7 +187,7 @@ class Scales:
         key = next(of.key for of in self._params if any(each() is storage for each in of.storages.values()))
         self._settle([of for of in self._params if of.key == key], storage)
 
-    def _settle(self, params: Sequence[OfParam], asked: ShardStorage | None = None) -> None:
+    def _settle(self, params: Sequence[ParamScales], asked: ShardStorage | None = None) -> None:
         """Give all ranks their shards of all scales of some parameters that shards await.
 
         Args:
@@ -224,13 +232,13 @@ def largest_of_all(values: Sequence[Tensor], groups: Sequence[ShardGroup], label
     return [each.view(torch.float32) for each in bits]
 
 
-def _chunks(items: Sequence[tuple[OfParam, str]]) -> Iterator[list[tuple[OfParam, str]]]:
+def _chunks(items: Sequence[tuple[ParamScales, str]]) -> Iterator[list[tuple[ParamScales, str]]]:
     """Scales that can be put together at once, by parameter and name."""
-    kinds: dict[Any, list[tuple[OfParam, str]]] = {}
+    kinds: dict[Any, list[tuple[ParamScales, str]]] = {}
     for of, name in items:
         kinds.setdefault((of.key, of.blocks.here.device), []).append((of, name))
     for same in kinds.values():
-        chunk: list[tuple[OfParam, str]] = []
+        chunk: list[tuple[ParamScales, str]] = []
         num = 0
         for of, name in same:
             if chunk and num + of.blocks.num_all > _AT_ONCE:
@@ -241,7 +249,7 @@ def _chunks(items: Sequence[tuple[OfParam, str]]) -> Iterator[list[tuple[OfParam
         yield chunk
 
 
-def _put_together(items: Sequence[tuple[OfParam, str]]) -> Iterator[tuple[OfParam, str, Tensor]]:
+def _put_together(items: Sequence[tuple[ParamScales, str]]) -> Iterator[tuple[ParamScales, str, Tensor]]:
     """The full scales of what lies over the same ranks, on each."""
     first = items[0][0]
     sizes = [of.blocks.num_all for of, _ in items]
