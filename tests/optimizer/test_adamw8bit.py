@@ -392,7 +392,7 @@ def under_another_default() -> None:
 
 
 def test_the_default_dtype_changes_nothing(worlds: WorldPool):
-    worlds.run(2, under_another_default)
+    worlds.run(3, under_another_default)  # which cut blocks
 
 
 def raising() -> None:
