@@ -182,6 +182,29 @@ def test_bits_are_the_same_however_the_model_is_wrapped(worlds: WorldPool, units
     worlds.run(3, wrapped, units, split)
 
 
+def in_slices(strategy: str) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(128, 130), nn.ReLU(), nn.Linear(130, 96))
+    plain = copy.deepcopy(model)
+    dshard.fully_shard(model, strategy=strategy)
+    optimizer, other = AdamW8bit(model.parameters()), AdamW8bit(plain.parameters())
+    for _ in range(3):
+        model(torch.ones(4, 128)).square().mean().backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            q.grad = p.grad.full_tensor()
+        optimizer.step()
+        other.step()
+        optimizer.zero_grad()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q)
+    check_states(optimizer, other)
+
+
+@pytest.mark.parametrize("strategy", ["split(2)", "keep"])
+def test_bits_are_the_same_where_weights_are_gathered_in_slices_or_kept(worlds: WorldPool, strategy):
+    worlds.run(3, in_slices, strategy)
+
+
 def saved(folder: Path, how: str) -> None:
     model, optimizer = sharded(True, "full")
     trained(model, optimizer, 0, 2)
