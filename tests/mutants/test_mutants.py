@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.mutants import ROOT, Mutant, PatchError, killed, mutants, unbroken
+from tests.mutants import mutants as module
+from tests.mutants.mutants import ROOT, Mutant, Outcome, PatchError, killed, mutants, unbroken
 
 MUTANTS = mutants()
 EACH = pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -71,6 +72,22 @@ def test_what_becomes_of_a_mutant_is_told(source: Path, tmp_path, before, after,
     outcome = killed(planted(tmp_path, before, after, test), source, limit_s=60.0 if verdict != "hung" else 8.0)
     assert outcome.verdict == verdict, outcome.output
     assert outcome.is_killed == (verdict in ("killed", "hung"))
+
+
+@pytest.mark.parametrize("word", ["passed", "failed"])
+def test_what_fails_without_a_bug_is_tested_once_more_alone(monkeypatch, word):
+    failed = "FAILED tests/a.py::test_b[c d] - assert 1 == 2\nFAILED tests/a.py::test_e\n1 passed, 2 failed"
+    outcomes = [Outcome("failed", 1.0, "", failed), Outcome(word, 1.0, "", "")]
+    asked: list[list[str]] = []
+
+    def tested(root: Path, tests: list[str], limit_s: float) -> Outcome:
+        asked.append(tests)
+        return outcomes[len(asked) - 1]
+
+    monkeypatch.setattr(module, "tested", tested)
+    with unbroken(["tests/a.py::test_e", "tests/a.py"]) as (_, outcome):
+        assert outcome.word == word
+    assert asked == [["tests/a.py", "tests/a.py::test_e"], ["tests/a.py::test_b[c d]", "tests/a.py::test_e"]]
 
 
 @pytest.mark.parametrize(
