@@ -103,10 +103,9 @@ def to_record(value: Any) -> Any:
     if isinstance(value, Strategy):
         return str(value)
     if dataclasses.is_dataclass(value):
-        hints = get_type_hints(type(value))
-        fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-        # 8 and 8.0 are one plan, and one text
-        return {name: float(each) if hints[name] is float else to_record(each) for name, each in fields}
+        fields = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        # A float that was given as an int, 8 for 8.0, is equal when it is read again, and is to have the same text.
+        return {field.name: float(each) if field.type is float else to_record(each) for field, each in fields}
     if isinstance(value, (tuple, list)):
         return [to_record(each) for each in value]
     if isinstance(value, Mapping):

@@ -162,13 +162,13 @@ def copied(source: Path = ROOT, copy: Callable[[str, str], object] = shutil.copy
 def unbroken(tests: Iterable[str]) -> Iterator[tuple[Path, Outcome]]:
     """A copy without a bug, to make others of, and what became of tests there; by then most of it is compiled.
 
-    What failed is tested once more: ranks are forks of a process that has threads, so that one in thousands hangs.
+    Tests that failed are run once more, alone: on a busy machine one that has no bug may, and no mutant could be tried.
     """
     with copied() as root:
         outcome = tested(root, sorted(set(tests)), BASELINE_LIMIT_S)
         if outcome.word == "failed":
-            failed = re.findall(r"^FAILED (.+?)(?: - .*)?$", outcome.output, flags=re.MULTILINE)
-            outcome = tested(root, failed, BASELINE_LIMIT_S)
+            failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", outcome.output, flags=re.MULTILINE)
+            outcome = tested(root, failed, BASELINE_LIMIT_S) if failed else outcome
         yield root, outcome
 
 

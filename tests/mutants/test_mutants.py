@@ -76,7 +76,7 @@ def test_what_becomes_of_a_mutant_is_told(source: Path, tmp_path, before, after,
 
 @pytest.mark.parametrize("word", ["passed", "failed"])
 def test_what_fails_without_a_bug_is_tested_once_more_alone(monkeypatch, word):
-    failed = "FAILED tests/a.py::test_b[c d] - assert 1 == 2\nFAILED tests/a.py::test_e\n1 passed, 2 failed"
+    failed = "FAILED tests/a.py::test_b[c d] - assert 1 == 2\nERROR tests/a.py::test_e\n1 passed, 1 failed, 1 error"
     outcomes = [Outcome("failed", 1.0, "", failed), Outcome(word, 1.0, "", "")]
     asked: list[list[str]] = []
 
@@ -88,6 +88,13 @@ def test_what_fails_without_a_bug_is_tested_once_more_alone(monkeypatch, word):
     with unbroken(["tests/a.py::test_e", "tests/a.py"]) as (_, outcome):
         assert outcome.word == word
     assert asked == [["tests/a.py", "tests/a.py::test_e"], ["tests/a.py::test_b[c d]", "tests/a.py::test_e"]]
+
+
+def test_a_failure_that_names_no_test_is_not_run_again(monkeypatch):
+    outcomes = iter([Outcome("failed", 1.0, "", "no summary")])  # a second run would be of all tests that there are
+    monkeypatch.setattr(module, "tested", lambda *_: next(outcomes))
+    with unbroken(["tests/a.py"]) as (_, outcome):
+        assert outcome.word == "failed"
 
 
 @pytest.mark.parametrize(
