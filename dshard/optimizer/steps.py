@@ -19,7 +19,7 @@ from dshard.optimizer.owners import begin_whole, end_whole, whole_of
 from dshard.optimizer.replace import repoint_optimizer
 from dshard.optimizer.swap import check_interrupted, closure_of, end_swap, is_part
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
-from dshard.tensor.storage import ShardStorage, begin_step, end_step, is_in_step
+from dshard.tensor.storage import ShardStorage, begin_step, end_step, is_in_step, shards_of
 from dshard.units.unit import Unit
 
 Listener = Callable[[Optimizer], object]
@@ -156,7 +156,7 @@ class _Count:
         for storage in (*self.written, *moved):
             storage.num_writes += 1
         # Fused kernels do not count their writes, nor do those of other libraries that write by addresses.
-        torch.autograd.graph.increment_version([storage.resolve() for storage in self.written])
+        torch.autograd.graph.increment_version(shards_of(self.written))
         if "grad_scale" in self.optimizer.__dict__:  # they take a scaler's scale out of gradients
             grads: list[Any] = [grad for param in _written(self.optimizer) if type(grad := param.grad) in SHARDED]
             torch.autograd.graph.increment_version([grad.shard_storage.resolve() for grad in grads])

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dshard.errors import StateError
+from dshard.optimizer.rows import Row, Rows
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.storage import ShardStorage
 from dshard.tensor.subclass_shards import subclass_gathers
@@ -31,7 +32,8 @@ class _Swap:
     swapped: list[ShardedTensor]  # the sharded parameters
     shards: list[Tensor]  # what stands in for each of them
     versions: list[int]  # version counters of those shards at the start
-    state_values: list[Any]  # all values of the states that the optimizer sees, in order
+    state_values: list[Any]  # all values of the states that the optimizer sees of these, in order
+    rows: Sequence[Row]  # of other parameters
     undo: Callable[[], None]  # what else was changed for the step
 
 
@@ -103,10 +105,12 @@ def begin_swap(
     swapped: list[ShardedTensor] = []
     shards: list[Tensor] = []
     groups: list[list[Tensor]] = []
-    for group in optimizer.param_groups:
-        params: list[Tensor] = []
+    rows = Rows.of(optimizer) if not left_out else None
+    apart = left_out if rows is None else rows.of_param
+    for number, group in enumerate(optimizer.param_groups):
+        params: list[Tensor] = [row.tensor for row in rows.rows if row.group == number] if rows is not None else []
         for param in group["params"]:
-            if id(param) in left_out:
+            if id(param) in apart:
                 continue
             if type(param) not in SHARDED:
                 if type(param.grad) in SHARDED:
@@ -122,8 +126,8 @@ def begin_swap(
             shards.append(shard)
             params.append(shard)
         groups.append(params)
-    if shards or left_out:
-        _swap(optimizer, groups, swapped, shards, left_out, undo)
+    if shards or apart:
+        _swap(optimizer, groups, swapped, shards, apart, rows.rows if rows is not None else (), undo)
     return True
 
 
@@ -132,12 +136,13 @@ def _swap(
     groups: list[list[Tensor]],
     swapped: list[ShardedTensor],
     shards: list[Tensor],
-    left_out: Collection[int],
+    apart: Collection[int],
+    rows: Sequence[Row],
     undo: Callable[[], None],
 ) -> None:
     """Give an optimizer groups and states of shards; the hash of a tensor is its id, so ids serve as keys here."""
     of_param = dict(zip(map(id, swapped), shards, strict=True))
-    own = [(param, named) for param, named in optimizer.state.items() if id(param) not in left_out]
+    own = [(param, named) for param, named in optimizer.state.items() if id(param) not in apart]
     values = [value for _, named in own for value in named.values()]
     sharded = [value for value in values if type(value) in SHARDED]
     for value in sharded:
@@ -150,8 +155,10 @@ def _swap(
     for param, named in own:
         state[of_param.get(id(param), param)] = dict(zip(named, rest, strict=False))  # takes as many as there are names
     params = [group["params"] for group in optimizer.param_groups]
+    for row in rows:
+        state[row.tensor] = row.begin()
     versions = [shard._version for shard in shards]
-    _Current.swap = _Swap(optimizer, params, optimizer.state, swapped, shards, versions, seen, undo)
+    _Current.swap = _Swap(optimizer, params, optimizer.state, swapped, shards, versions, seen, rows, undo)
     for group, standins in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = standins
     optimizer.state = state
@@ -176,10 +183,17 @@ def _restore(swap: _Swap) -> None:
     swap.undo()
     for group, params in zip(swap.optimizer.param_groups, swap.params, strict=True):
         group["params"] = params
-    seen = list(chain.from_iterable(map(dict.values, swap.optimizer.state.values())))
-    if len(seen) != len(swap.state_values) or not all(map(is_, seen, swap.state_values)):
+    state: Any = swap.optimizer.state
+    made = _end_rows(swap, state)
+    seen = list(chain.from_iterable(map(dict.values, state.values())))
+    are_new = len(seen) != len(swap.state_values) or not all(map(is_, seen, swap.state_values))
+    if made or are_new:
+        _order_states(swap, state, made)
+    if are_new:
         _wrap_states(swap)
     swap.optimizer.state = swap.state
+    if made or are_new:
+        Rows.note_states(swap.optimizer)
     moved: list[Tensor] = []
     for param, shard in zip(swap.swapped, swap.shards, strict=True):
         if shard.grad is not None:
@@ -188,6 +202,26 @@ def _restore(swap: _Swap) -> None:
         elif param.grad is not None:
             param.grad = None  # by zero_grad(), after a step that raised
     torch.autograd.graph.increment_version(moved)
+
+
+def _end_rows(swap: _Swap, state: dict[Any, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Give the parameters of rows what became of these; gives the states of those that have others than before."""
+    writes_grads = "grad_scale" in swap.optimizer.__dict__  # fused kernels take a scaler's scale out of gradients
+    made: dict[int, dict[str, Any]] = {}
+    for row in swap.rows:
+        if row.end(state.pop(row.tensor), writes_grads=writes_grads):
+            made |= zip(map(id, row.params), row.named, strict=True)
+    return made
+
+
+def _order_states(swap: _Swap, state: Mapping[Any, Any], made: Mapping[int, dict[str, Any]]) -> None:
+    """Put new states where the optimizer would have: in the order of its parameters, alike on all ranks."""
+    of_param = dict(zip(map(id, swap.swapped), swap.shards, strict=True))
+    for param in chain.from_iterable(swap.params):
+        if id(param) in made:
+            swap.state[param] = made[id(param)]
+        elif of_param.get(id(param), param) in state:
+            swap.state[param]  # makes it
 
 
 def _wrap_states(swap: _Swap) -> None:
@@ -285,6 +319,7 @@ def check_interrupted(optimizer: Optimizer | None, params: Sequence[Tensor]) -> 
     swap = _Current.swap
     if swap is not None:
         has_moved = any(s._version != v for s, v in zip(swap.shards, swap.versions, strict=True))
+        has_moved |= any(row.has_moved for row in swap.rows)
         _restore(swap)
         # A fused kernel may have written to them, and counts nothing.
         torch.autograd.graph.increment_version(swap.shards)
@@ -292,7 +327,7 @@ def check_interrupted(optimizer: Optimizer | None, params: Sequence[Tensor]) -> 
     untold = _Current.untold
     if untold is None:
         return
-    held = set(map(id, untold.swapped))
+    held = {*map(id, untold.swapped), *(id(param) for row in untold.rows for param in row.params)}
     if optimizer is not untold.optimizer and not any(id(p) in held for p in params):
         return
     _Current.untold = None
