@@ -553,7 +553,7 @@ def move_states(optimizer: Optimizer) -> None:
 
 
 def _shard_state(state: Any, param: ShardedTensor) -> Any:
-    """State tensors of the parameter's shape become sharded like it; all else stays."""
+    """State tensors of the parameter's shape become sharded like it; all else stays, and so does a dict without any."""
     if not isinstance(state, dict):
         return state
     mesh, dim = param.device_mesh, param.shard_layout.dim
@@ -569,4 +569,5 @@ def _shard_state(state: Any, param: ShardedTensor) -> Any:
             return shard_like(full, param)
         return ShardedTensor.shard(full, mesh, dim, name=param.name) if full.dim() else full
 
-    return {key: cut(value) for key, value in state.items()}
+    found = {key: cut(value) for key, value in state.items()}
+    return state if all(found[key] is value for key, value in state.items()) else found

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dshard.layout import ROW_NUMEL
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.storage import ShardStorage, shards_of
 
-_MOST_NUMEL = 4096  # of a shard in a row; to copy more takes as long as to step it alone
 _FEWEST = 4  # shards in a row
 _GRANULE = 8  # elements; kernels of a CPU compute what is left at the end of a tensor in another way
 _NAME = "_dshard_rows"
@@ -256,7 +256,7 @@ class Rows:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._params = _params_of(optimizer)
+        self._params, self._groups = _params_of(optimizer), _groups_of(optimizer)
         self._have_grads = [param.grad is not None for param in self._params]
         self.rows = [Row(*each) for each in _kinds(optimizer)]
         self.of_param = {id(param): row for row in self.rows for param in row.params}
@@ -286,6 +286,7 @@ class Rows:
         state = optimizer.state
         return (
             _are_same(_params_of(optimizer), self._params)
+            and _groups_of(optimizer) == self._groups
             and _are_same(state, self._keys)
             and _are_same(state.values(), self._named)
             and [grad is not None for grad in map(_GRAD, self._params)] == self._have_grads
@@ -295,6 +296,11 @@ class Rows:
 
 def _params_of(optimizer: Optimizer) -> list[Any]:
     return list(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
+
+
+def _groups_of(optimizer: Optimizer) -> list[tuple[int, Any]]:
+    """What rows depend on of the groups, besides their parameters."""
+    return [(len(group["params"]), group.get("fused")) for group in optimizer.param_groups]
 
 
 def _are_same(some: Iterable[Any], others: Sequence[Any]) -> bool:
@@ -325,7 +331,7 @@ def _is_small(param: ShardedTensor, *, is_fused: bool) -> bool:
     if grad is None or param.is_view or param.offload is not None or not param.dim():
         return False
     shard = storage.resolve()
-    if type(shard) is not Tensor or not shard.is_contiguous() or shard.numel() > _MOST_NUMEL:
+    if type(shard) is not Tensor or not shard.is_contiguous() or shard.numel() > ROW_NUMEL:
         return False
     if not shard.is_floating_point() or shard.is_meta or not _may_step(grad, shard, storage.layout):
         return False

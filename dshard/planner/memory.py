@@ -91,9 +91,10 @@ class MemoryRows:
         ending = alive + field("sent_bytes"), held + field("ending_bytes")
         reduce = *(kept,) * 2, ahead, *ending, swapped, *(done,) * 3
         if model.steps_together:
-            step = (done + field("step_bytes"),) * 9
+            step = (done + field("step_bytes") + field("row_bytes"),) * 9
         else:
-            step = (*(done,) * 4, done + field("largest_step_bytes"), *(done,) * 4)
+            rows = done + field("long_row_bytes")
+            step = (*(rows,) * 4, rows + field("largest_step_bytes"), *(rows,) * 4)
         constant = np.full(len(_PHASES) * len(table), model.buffer_bytes, dtype=np.int64)
         return cls(constant, np.array((forward, backward, gradients, slices, reduce, step)))
 
@@ -184,6 +185,7 @@ def parts_of_peak(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cl
 
     bare = options_of(_changed(model, _no_activations), strategies, cluster)
     stateless = options_of(_changed(model, _no_activations, _no_states), strategies, cluster)
+    stateless = [option._replace(row_bytes=0, long_row_bytes=0) for option in stateless]
     total, without = at_peak(options), at_peak(bare)
     shards = [_shards(unit, own, cluster) for unit, own in zip(model.units, strategies, strict=True)]
     gradients = [_gradients(option, split) for option, (_, split) in zip(bare, shards, strict=True)]

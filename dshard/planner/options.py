@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dshard import arguments
-from dshard.layout import ALIGN_BYTES, HEADER_BYTES, MIN_DIRECT_BYTES, SMALL_GRAD_BYTES, flags_numel
+from dshard.layout import ALIGN_BYTES, HEADER_BYTES, MIN_DIRECT_BYTES, ROW_NUMEL, SMALL_GRAD_BYTES, flags_numel
 from dshard.planner.costs import COUNTER_BYTES, Cluster, ModelCosts, ParamCosts, UnitCosts, ceil_div
 from dshard.policies import Strategy, read_per_unit
 
@@ -37,6 +37,8 @@ class Option(NamedTuple):
         grad_bytes: Its gradients, once they are reduced; and whole ones that wait for the last micro-batch.
         step_bytes: Temporaries of the optimizer's step, of all its parameters.
         largest_step_bytes: The same of the parameter that has most.
+        row_bytes: Of rows in which the step computes small parameters: they, and their gradients, beside the others.
+        long_row_bytes: The same with temporaries of all of them, where the others are stepped one by one.
         gather_s: Exposed unless hidden behind the forward before it; of the first forward of a step.
         gather_again_s: The same in later forwards of the step.
         gather_backward_s: The same in backward.
@@ -67,6 +69,8 @@ class Option(NamedTuple):
     grad_bytes: int
     step_bytes: int
     largest_step_bytes: int
+    row_bytes: int
+    long_row_bytes: int
     gather_s: float
     gather_again_s: float
     gather_backward_s: float
@@ -193,6 +197,8 @@ def _option(unit: UnitCosts, strategy: Strategy, cut: "_Cut", num_backwards: int
         grad_bytes=arriving + (cut.sent if waits else 0),
         step_bytes=sum(cut.steps),
         largest_step_bytes=max(cut.steps, default=0),
+        row_bytes=cut.rows,
+        long_row_bytes=cut.long_rows,
         gather_s=cut.gather_s,
         gather_again_s=gather_again_s,
         gather_backward_s=gather_backward_s,
@@ -246,13 +252,16 @@ class _Cut:
         self.moving = (cast if within > 1 or not unit.is_offloaded else 0) + _header_bytes(within, self._cluster)
         row = sum(n * p.stored_itemsize for p, n in shards)
         if unit.is_offloaded:  # on the device are copies, and the row that they are gathered from
-            self.stored, self.steps = 0, list[int]()
+            self.stored, self.steps, self.rows, self.long_rows = 0, list[int](), 0, 0
             self.moving += row if within > 1 or cast else 0  # else what arrives is what is used
             return
         states = sum(p.state_bytes_of(n) + COUNTER_BYTES * (p.state_bytes_per_element > 0) for p, n in shards)
         beside = sum(p.shard_numel(within) * p.gather_itemsize for p in rest if p.is_beside or p.numel == 1)
         self.stored = row + states + (beside if is_once else 0)
         self.steps = [n * p.step_bytes_per_element for p, n in shards]
+        in_rows = [(n, p) for p, n in shards if p.grad_itemsize and p.numel > 1 and n <= ROW_NUMEL]
+        self.rows = sum(n * 2 * p.stored_itemsize for n, p in in_rows)
+        self.long_rows = self.rows + sum(n * p.step_bytes_per_element for n, p in in_rows)
 
     def _size_gradients(self) -> None:
         """Gradients as autograd gives them, the send buffer, what is received and added up, and what comes of them.

@@ -40,18 +40,20 @@ class Breaks(float):
         return -float(self)
 
 
-def interrupted_step() -> dict[str, object]:
+def interrupted_step(num_layers: int) -> dict[str, object]:
     Breaks.uses = 0
-    net = with_gradients(dshard.fully_shard(model()))
+    net = with_gradients(dshard.fully_shard(nn.Sequential(*(nn.Linear(5, 5) for _ in range(num_layers)))))
     params = list(net.parameters())
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    optimizer.param_groups[0]["lr"] = Breaks(0.1)
+    groups = [{"params": params[::2], "lr": Breaks(0.1)}, {"params": params[1::2], "lr": Breaks(0.1)}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
-    optimizer.param_groups[0]["lr"] = 0.1
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
     with pytest.raises(dshard.StateError, match="SGD: a step must run to its end") as raised:
         net(torch.ones(2, 5))
-    held = all(p is q for p, q in zip(optimizer.param_groups[0]["params"], params, strict=True))
+    seen = [param for group in optimizer.param_groups for param in group["params"]]
+    held = all(p is q for p, q in zip(seen, params[::2] + params[1::2], strict=True))
     optimizer.zero_grad()
     with_gradients(net)
     optimizer.step()
@@ -62,8 +64,9 @@ def interrupted_step() -> dict[str, object]:
     }
 
 
-def test_an_interrupted_step_is_repaired_and_told_once(worlds: WorldPool):
-    for told in worlds.run(2, interrupted_step):
+@pytest.mark.parametrize("num_layers", [2, 5])  # of five, weights and biases are stepped in a row each
+def test_an_interrupted_step_is_repaired_and_told_once(worlds: WorldPool, num_layers):
+    for told in worlds.run(2, interrupted_step, num_layers):
         assert told["held"]
         assert told["sharded"]
         assert "zero_grad() again" in told["text"]

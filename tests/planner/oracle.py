@@ -49,8 +49,9 @@ def counted_peak(model, names, cluster):
     peak = max(peak, held + arrived + units[0].flying + units[0].sums + swapped)
     arrived += (units[0].grad + units[0].waiting) * is_first
     if model.steps_together:
-        return max(peak, held + arrived + sum(sum(u.steps) for u in units))
-    return max(peak, held + arrived + max(max(u.steps) for u in units))
+        return max(peak, held + arrived + sum(u.in_rows + sum(u.steps) for u in units))
+    in_rows = sum(u.in_rows + u.in_rows_temporaries for u in units)
+    return max(peak, held + arrived + in_rows + max(max(u.steps) for u in units))
 
 
 def summed_step(options, num_backwards, *, overlaps):
@@ -95,12 +96,15 @@ class _Unit:
         self.held = split_grads = gathered = moving = raw_large = raw_small = 0
         slice_use = slice_raw = num_sent = num_split = widest = row = converted = 0
         slice_grad = 0, 4
-        converts, self.steps = False, []
+        converts, self.steps, self.in_rows, self.in_rows_temporaries = False, [], 0, 0
         for p in costs.params:
             shard = ceil(p.length / within) * p.index_numel
             self.held += shard * (p.stored_itemsize + p.state_bytes_per_element)
             self.held += 4 if p.state_bytes_per_element else 0
             self.steps.append(shard * p.step_bytes_per_element)
+            if p.grad_itemsize and p.numel > 1 and shard <= 4096:
+                self.in_rows += 2 * shard * p.stored_itemsize
+                self.in_rows_temporaries += shard * p.step_bytes_per_element
             casts = p.gather_itemsize != p.stored_itemsize
             once = shares and not (num_slices > 1 and p.can_split)
             self.held += shard * p.gather_itemsize * (once and (casts or p.numel == 1))
