@@ -21,7 +21,7 @@ from dshard.layout import ROW_NUMEL
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.storage import ShardStorage, shards_of
 
-_FEWEST = 4  # shards in a row
+FEWEST_IN_ROW = 4  # shards
 _GRANULE = 8  # elements; kernels of a CPU compute what is left at the end of a tensor in another way
 _NAME = "_dshard_rows"
 
@@ -294,6 +294,11 @@ class Rows:
         )
 
 
+def num_params(optimizer: Optimizer) -> int:
+    """How many an optimizer has."""
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
 def _params_of(optimizer: Optimizer) -> list[Any]:
     return list(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
 
@@ -320,7 +325,7 @@ def _kinds(optimizer: Optimizer) -> Iterator[tuple[int, list[ShardedTensor], lis
                 if alike is not None:
                     found[number, *alike].append(param)
     for (number, *_), params in found.items():  # type: ignore[misc]
-        if len(params) >= _FEWEST:
+        if len(params) >= FEWEST_IN_ROW:
             params.sort(key=lambda param: param.dim() > 1)
             yield number, params, [state.get(param, {}) for param in params]
 
@@ -389,7 +394,7 @@ def _likeness(param: ShardedTensor, named: Mapping[str, Any], sharing: _Sharing)
                 return None
             kind.append((name, tensor.dtype))
         elif isinstance(value, Tensor):
-            if type(value) is not Tensor or value.dim():
+            if type(value) is not Tensor or value.dim() or _is_captured(value.device):
                 return None
             kind.append((name, value.dtype, value.device, value.item()))
         elif isinstance(value, Hashable):
@@ -397,3 +402,8 @@ def _likeness(param: ShardedTensor, named: Mapping[str, Any], sharing: _Sharing)
         else:
             return None
     return tuple(kind)
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether what is started on a device goes into a graph, so that the host cannot read from it."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dshard.errors import StateError
-from dshard.optimizer.rows import Row, Rows
+from dshard.optimizer.rows import FEWEST_IN_ROW, Row, Rows, num_params
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.storage import ShardStorage
 from dshard.tensor.subclass_shards import subclass_gathers
@@ -105,7 +105,7 @@ def begin_swap(
     swapped: list[ShardedTensor] = []
     shards: list[Tensor] = []
     groups: list[list[Tensor]] = []
-    rows = Rows.of(optimizer) if not left_out else None
+    rows = Rows.of(optimizer) if not left_out and num_params(optimizer) >= FEWEST_IN_ROW else None
     apart = left_out if rows is None else rows.of_param
     for number, group in enumerate(optimizer.param_groups):
         params: list[Tensor] = [row.tensor for row in rows.rows if row.group == number] if rows is not None else []
