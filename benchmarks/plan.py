@@ -54,7 +54,7 @@ def _plans(size: Size, num_tokens: int, kinds: Sequence[str]) -> tuple[list[tupl
     All are of one set of measurements.
     """
     mesh = default_mesh()
-    training = Training(step_bytes_per_element=8, steps_together=False)  # AdamW's default on CPU
+    training = Training(step_bytes_per_element=12, steps_together=False)  # AdamW's default on CPU
     sample = (_ids(size, num_tokens),)
     profile = Profile(
         _model(size), sample, device=None, training=training, loss_of=_loss, mesh=mesh, checkpointing=kinds

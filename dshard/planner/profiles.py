@@ -32,8 +32,8 @@ class Training:
         reduce_dtype: In which gradients are reduced; None for the compute dtype.
         state_bytes_per_element: Of the optimizer, between steps: 8 for AdamW, 0 for SGD without momentum, 2.05 for
             `dshard.optim.AdamW8bit`, whose few states in fp32 that leaves out.
-        step_bytes_per_element: Of the optimizer, while it steps: of AdamW 4, or 8 if it steps one by one, of AdamW8bit
-            0: its temporaries are as large for any model.
+        step_bytes_per_element: Of the optimizer, while it steps: of AdamW 4, or 12 if it steps one by one (some of the
+            one before is there still), of AdamW8bit 0: its temporaries are as large for any model.
         steps_together: Whether it steps all parameters at once (`foreach`), as by default on CUDA, or one by one.
         num_backwards: Micro-batches per step of the optimizer.
         tokens_per_sample: For rates of tokens; 0 where samples have none.

@@ -445,7 +445,7 @@ def plan(
     ranks = _ranks_of(model, cluster, mesh)
     if training is None:  # on CPU, torch's AdamW steps one parameter after the other
         is_here = named is None and all(p.device.type == "cpu" for p in model.parameters())
-        training = Training(step_bytes_per_element=8, steps_together=False) if is_here else Training()
+        training = Training(step_bytes_per_element=12, steps_together=False) if is_here else Training()
     if rates is not None:
         check_profile(named, cluster)
     progress = throttled(lambda line: log.info("plan: %s", line), every_s=_EVERY_S)

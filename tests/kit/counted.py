@@ -29,6 +29,12 @@ def _is_others(tensor: Tensor) -> bool:
     return any(each.address <= at < each.address + each.num_bytes for each in mapped)
 
 
+def _size_of(ref: StorageWeakRef) -> int | None:
+    """Bytes of a storage, which may have been resized since; None where nobody holds it."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+    return None if storage is None else storage.nbytes()
+
+
 class CountedPeak(TorchDispatchMode):
     """The bytes that are alive, and the most that were at one time.
 
@@ -66,7 +72,7 @@ class CountedPeak(TorchDispatchMode):
 
     def alive_bytes(self) -> int:
         """Bytes that are alive now."""
-        self._alive = {key: known for key, known in self._alive.items() if not known[0].expired()}
+        self._alive = {key: (ref, size) for key, (ref, _) in self._alive.items() if (size := _size_of(ref)) is not None}
         idle = sum(self._alive.get(key, (None, 0))[1] for key in _idle() | self._maps())
         self._most_bytes = sum(num_bytes for _, num_bytes in self._alive.values()) - idle
         self._most_bytes += sum(copies.bytes_beside for copies in self._host_copies)
