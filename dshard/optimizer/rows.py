@@ -59,7 +59,7 @@ class _Memory:
             self.row = torch.empty(shapes.numel, dtype=like.dtype, device=like.device)
         self._flat, self._num_flat = self.row[: shapes.flat_numel].data, shapes.num_flat
         self._parts = shapes.cut(self.row)
-        self._version = 0
+        self._filled_at = 0  # its count of writes
         self.free()
 
     def fill(self, shards: list[Tensor]) -> None:
@@ -69,12 +69,12 @@ class _Memory:
             torch.cat(shards[: self._num_flat], out=self._flat)
         if self._num_flat < len(shards):
             torch._foreach_copy_(self._parts[self._num_flat :], shards[self._num_flat :])
-        self._version = self.row._version
+        self._filled_at = self.row._version
 
     @property
     def is_written(self) -> bool:
         """Whether it was written to since it was filled; a fused kernel does not count that."""
-        return self.row._version != self._version
+        return self.row._version != self._filled_at
 
     def copy_to(self, shards: list[Tensor]) -> None:
         """Copy it into shards."""
@@ -163,7 +163,7 @@ class Row:
 
     def _lie_alike(self, grads: Sequence[Any]) -> bool:
         """Whether gradients lie as the shards do: `_may_step` of each, for many."""
-        if not SHARDED.issuperset(map(type, grads)) or any(grad._view is not None for grad in grads):
+        if not SHARDED.issuperset(map(type, grads)) or any(grad.is_view for grad in grads):
             return False
         storages = list(map(_STORAGE, grads))
         layouts = [storage.layout for storage in storages]
@@ -347,12 +347,12 @@ def _is_small(param: ShardedTensor, *, is_fused: bool) -> bool:
 
 def _may_step(grad: Any, shard: Tensor, layout: Any) -> bool:
     """Whether a gradient lies as the shard does."""
-    if type(grad) not in SHARDED or grad._view is not None:
+    if type(grad) not in SHARDED or grad.is_view:
         return False
     storage = grad.shard_storage
     if storage.layout is not layout and storage.layout != layout:
         return False
-    tensor = storage.resolve() if storage._pending is not None else storage.tensor
+    tensor = storage.resolve()
     return type(tensor) is Tensor and tensor.dtype == shard.dtype and tensor.layout is torch.strided
 
 
@@ -387,7 +387,7 @@ def _likeness(param: ShardedTensor, named: Mapping[str, Any], sharing: _Sharing)
     for name, value in named.items():
         if type(value) in SHARDED:
             storage = value.shard_storage
-            if value._view is not None or storage.layout != layout or sharing.is_held(storage):
+            if value.is_view or storage.layout != layout or sharing.is_held(storage):
                 return None
             tensor = storage.resolve()
             if type(tensor) is not Tensor or tensor.shape != shard.shape or tensor.device != shard.device:

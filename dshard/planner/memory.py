@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dshard.planner.costs import Cluster, ModelCosts, UnitCosts
-from dshard.planner.options import Option, only, options_of, read_step, sharing, table_of
+from dshard.planner.options import Option, only, options_of, read_step, sharing, table_of, without_rows
 from dshard.planner.texts import bytes_text
 from dshard.policies import Strategy
 
@@ -185,7 +185,7 @@ def parts_of_peak(model: ModelCosts, strategies: Sequence[Strategy], cluster: Cl
 
     bare = options_of(_changed(model, _no_activations), strategies, cluster)
     stateless = options_of(_changed(model, _no_activations, _no_states), strategies, cluster)
-    stateless = [option._replace(row_bytes=0, long_row_bytes=0) for option in stateless]
+    stateless = list(map(without_rows, stateless))
     total, without = at_peak(options), at_peak(bare)
     shards = [_shards(unit, own, cluster) for unit, own in zip(model.units, strategies, strict=True)]
     gradients = [_gradients(option, split) for option, (_, split) in zip(bare, shards, strict=True)]

@@ -1,7 +1,7 @@
 """What one unit costs under one strategy: the terms of which memory and time of a step are made."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +87,12 @@ class Option(NamedTuple):
 def only(**given: int) -> Option:
     """An option of which some fields are given, and the others 0."""
     return Option(**(dict.fromkeys(Option._fields, 0) | given))
+
+
+def without_rows(option: Option) -> Option:
+    """An option of which no parameter is stepped in a row."""
+    fields: dict[str, Any] = dict(zip(Option._fields, option, strict=True))
+    return Option(**(fields | {"row_bytes": 0, "long_row_bytes": 0}))
 
 
 def table_of(options: Sequence[Sequence[Option]]) -> npt.NDArray[np.void]:
