@@ -256,7 +256,7 @@ class Rows:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._params, self._groups = _params_of(optimizer), _groups_of(optimizer)
+        self._params, self._groups = params_of(optimizer), _groups_of(optimizer)
         self._have_grads = [param.grad is not None for param in self._params]
         self.rows = [Row(*each) for each in _kinds(optimizer)]
         self.of_param = {id(param): row for row in self.rows for param in row.params}
@@ -285,7 +285,7 @@ class Rows:
         """Whether they are the rows of the optimizer as it is."""
         state = optimizer.state
         return (
-            _are_same(_params_of(optimizer), self._params)
+            _are_same(params_of(optimizer), self._params)
             and _groups_of(optimizer) == self._groups
             and _are_same(state, self._keys)
             and _are_same(state.values(), self._named)
@@ -294,12 +294,8 @@ class Rows:
         )
 
 
-def num_params(optimizer: Optimizer) -> int:
-    """How many an optimizer has."""
-    return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _params_of(optimizer: Optimizer) -> list[Any]:
+def params_of(optimizer: Optimizer) -> list[Any]:
+    """Those of all groups of an optimizer, in order."""
     return list(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
 
 

@@ -17,6 +17,7 @@ from dshard.interpreter import frame_above
 from dshard.optimizer.deferred import Deferral, await_steps
 from dshard.optimizer.owners import begin_whole, end_whole, whole_of
 from dshard.optimizer.replace import repoint_optimizer
+from dshard.optimizer.rows import params_of
 from dshard.optimizer.swap import check_interrupted, closure_of, end_swap, is_part
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.storage import ShardStorage, begin_step, end_step, is_in_step, shards_of
@@ -144,8 +145,10 @@ class _Count:
     def of(cls, optimizer: Optimizer, written: Sequence[ShardedTensor]) -> "_Count":
         """Begin to count."""
         own = [param.shard_storage for param in written]
+        given = params_of(optimizer)
+        if len(own) == len(given):
+            return cls(optimizer, own, [])
         known = set(map(id, own))
-        given = (param for group in optimizer.param_groups for param in group["params"])
         storages = [param.shard_storage for param in given if type(param) in SHARDED]
         others = [each for each in storages if id(each) not in known and each.tensor is not None]
         return cls(optimizer, own, [(each, each.resolve()._version) for each in others])
@@ -164,20 +167,19 @@ class _Count:
 
 def _written(optimizer: Optimizer) -> list[ShardedTensor]:
     """Parameters that it is about to write."""
-    given = (param for group in optimizer.param_groups for param in group["params"])
-    return [param for param in given if type(param) in SHARDED and param.grad is not None]
+    return [param for param in params_of(optimizer) if type(param) in SHARDED and param.grad is not None]
 
 
 def _units_of(params: Sequence[ShardedTensor]) -> list[Unit]:
-    sources = {id(param.gather_source): param.gather_source for param in params}
-    return [unit for unit in sources.values() if isinstance(unit, Unit)]
+    sources = dict.fromkeys([param.gather_source for param in params])
+    return [unit for unit in sources if isinstance(unit, Unit)]
 
 
 def _await_readers(written: Sequence[ShardedTensor], units: Sequence[Unit]) -> None:
     """Have nobody read the shards that are about to be written, where others may read them; else each write asks."""
     for unit in units:
         unit.make_way()
-    storages = [param.shard_storage for param in written if param.shard_storage.home is not None]
+    storages = [storage for param in written if (storage := param.shard_storage).home is not None]
     homes = {id(storage.home): storage.home for storage in storages}
     read: set[int] = set()
     for key, home in homes.items():

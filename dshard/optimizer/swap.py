@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dshard.errors import StateError
-from dshard.optimizer.rows import FEWEST_IN_ROW, Row, Rows, num_params
+from dshard.optimizer.rows import FEWEST_IN_ROW, Row, Rows, params_of
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.storage import ShardStorage
 from dshard.tensor.subclass_shards import subclass_gathers
@@ -105,11 +105,12 @@ def begin_swap(
     swapped: list[ShardedTensor] = []
     shards: list[Tensor] = []
     groups: list[list[Tensor]] = []
-    rows = Rows.of(optimizer) if not left_out and num_params(optimizer) >= FEWEST_IN_ROW else None
+    num_params = len(params_of(optimizer))
+    rows = Rows.of(optimizer) if not left_out and num_params >= FEWEST_IN_ROW else None
     apart = left_out if rows is None else rows.of_param
     for number, group in enumerate(optimizer.param_groups):
         params: list[Tensor] = [row.tensor for row in rows.rows if row.group == number] if rows is not None else []
-        for param in group["params"]:
+        for param in group["params"] if len(apart) < num_params else ():
             if id(param) in apart:
                 continue
             if type(param) not in SHARDED:
@@ -142,7 +143,7 @@ def _swap(
 ) -> None:
     """Give an optimizer groups and states of shards; the hash of a tensor is its id, so ids serve as keys here."""
     of_param = dict(zip(map(id, swapped), shards, strict=True))
-    own = [(param, named) for param, named in optimizer.state.items() if id(param) not in apart]
+    own = [(param, named) for param, named in optimizer.state.items() if not apart or id(param) not in apart]
     values = [value for _, named in own for value in named.values()]
     sharded = [value for value in values if type(value) in SHARDED]
     for value in sharded:
