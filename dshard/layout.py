@@ -13,9 +13,7 @@ HEADER_BYTES = 64  # of what each rank says to each peer ahead of a collective, 
 INLINE_BYTES = 1 << 14  # of values that travel in the message of their header, at most
 MIN_DIRECT_BYTES = 1 << 16  # of a full tensor whose shards travel alone, to their place; others are cut out of rows
 ALIGN_BYTES = 256  # of each full tensor within the memory of its bucket: no kernel of cuBLAS asks for more
-ROW_NUMEL = (
-    1 << 12
-)  # up to this size an optimizer steps shards in rows with others: to copy more takes as long as a step
+ROW_NUMEL = 1 << 10  # up to this size an optimizer steps shards in rows with others
 SMALL_GRAD_BYTES = 1 << 16  # up to this size gradients wait as they are, to be packed when their bucket leaves
 _FLAGS_NUMEL = 16  # of which a row of flags is a multiple
 

@@ -20,6 +20,7 @@ from dshard.errors import StateError
 from dshard.gradients.backward import hook_gradient
 from dshard.gradients.reducer import Reducer
 from dshard.layout import MIN_DIRECT_BYTES, BucketLayout, ShardLayout
+from dshard.optimizer.rows import Rows
 from dshard.tensor import MixedShardedTensor, OffloadedShardedTensor, ShardedTensor
 from dshard.tensor.meshes import gathered_stride, group_of, placements_of, tp_layout_of
 from dshard.tensor.storage import ShardStorage
@@ -549,6 +550,8 @@ def move_states(optimizer: Optimizer) -> None:
         if isinstance(param, ShardedTensor) and isinstance(values, dict):
             found = [v for v in values.values() if isinstance(v, ShardedTensor) and v.shape == param.shape]
             moves += [Move(value, place_of(param)) for value in found if not value.is_view]
+    if any(move.is_needed for move in moves):
+        Rows.leave(optimizer)
     relocate(moves)
 
 

@@ -22,6 +22,7 @@ from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.storage import ShardStorage, shards_of
 
 FEWEST_IN_ROW = 4  # shards
+_MAX_NUMEL = 1 << 14  # of a row, so that little memory stays where some of its states go elsewhere before others
 _GRANULE = 8  # elements; kernels of a CPU compute what is left at the end of a tensor in another way
 _NAME = "_dshard_rows"
 
@@ -172,6 +173,12 @@ class Row:
         shards = shards_of(storages)
         return {*map(type, shards)} == {Tensor} and {shard.dtype for shard in shards} == {self.tensor.dtype}
 
+    @property
+    def states(self) -> list[ShardStorage]:
+        """All of its states that are shards: those of one name, which lie in one memory, and then those of the next."""
+        names = [name for name, first in self.named[0].items() if type(first) in SHARDED]
+        return [named[name].shard_storage for name in names for named in self.named]
+
     def begin(self) -> dict[str, Any]:
         """Fill the row, which the optimizer is about to step; gives its states."""
         grads: list[Any] = list(map(_GRAD, self.params))
@@ -281,6 +288,18 @@ class Rows:
     def _note(self, optimizer: Optimizer) -> None:
         self._keys, self._named = list(optimizer.state), list(optimizer.state.values())
 
+    @staticmethod
+    def leave(optimizer: Optimizer) -> None:
+        """Have states lie in memory of their own, as those must that go elsewhere; a row has one for them all."""
+        known: Rows | None = optimizer.__dict__.pop(_NAME, None)
+        states = list(chain.from_iterable([row.states for row in known.rows])) if known is not None else []
+        del known  # which would seem to hold them
+        sharing = _Sharing(optimizer)
+        held = {id(storage) for storage in states if sharing.is_held(storage)}
+        for storage in states:
+            if id(storage) not in held:
+                storage.deliver(storage.resolve().clone())
+
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether they are the rows of the optimizer as it is."""
         state = optimizer.state
@@ -320,10 +339,25 @@ def _kinds(optimizer: Optimizer) -> Iterator[tuple[int, list[ShardedTensor], lis
                 alike = _likeness(param, state.get(param, {}), sharing)
                 if alike is not None:
                     found[number, *alike].append(param)
-    for (number, *_), params in found.items():  # type: ignore[misc]
-        if len(params) >= FEWEST_IN_ROW:
+    for (number, *_), same in found.items():  # type: ignore[misc]
+        for params in _cut(same):
             params.sort(key=lambda param: param.dim() > 1)
             yield number, params, [state.get(param, {}) for param in params]
+
+
+def _cut(params: Sequence[ShardedTensor]) -> Iterator[list[ShardedTensor]]:
+    """Parameters that are of one kind, as many together as make a row."""
+    row: list[ShardedTensor] = []
+    numel = 0
+    for param in params:
+        size = param.shard_storage.resolve().numel()
+        if numel + size > _MAX_NUMEL:
+            yield row
+            row, numel = [], 0
+        row.append(param)
+        numel += size
+    if len(row) >= FEWEST_IN_ROW:
+        yield row
 
 
 def _is_small(param: ShardedTensor, *, is_fused: bool) -> bool:

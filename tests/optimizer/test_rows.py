@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import dshard
 from dshard.optimizer.rows import Rows
 from dshard.testing import WorldPool
+from tests.kit.counted import counted_peak
 from tests.optimizer.random_programs import ACTIONS, Model, run
 
 # Shards with and without whole vectors of a CPU, with fewer rows than ranks, without a dim, and too large for a row.
@@ -235,6 +236,36 @@ def references() -> list[bool]:
 
 def test_rows_keep_no_shard_where_it_is_and_take_no_memory_between_steps(worlds: WorldPool):
     assert worlds.run(2, references) == [[False] * 12] * 2
+
+
+def moved() -> tuple[int, int]:
+    """Move one of many parameters with its states; gives the bytes that came beside at most, and stayed."""
+    torch.manual_seed(1)
+    model = dshard.fully_shard(Model([(1024,)] * 100))
+    params: list[Any] = list(model.parameters())
+    optimizer: Any = torch.optim.AdamW(params, lr=0.1)
+    for _ in range(2):
+        give_gradients(params, of_shards(params), set(), 1.0)
+        optimizer.step()
+    assert len(rows(optimizer)) == 4  # of 32 shards of 512 elements
+    optimizer.zero_grad()
+    values = [state["exp_avg"].full_tensor() for state in optimizer.state.values()]
+    held = optimizer.state[params[7]]["exp_avg"].to_local()
+    with counted_peak(model, optimizer) as counted:
+        before = counted.alive_bytes()
+        dshard.set_strategy(model, {"own.3": "ddp"}, optimizer=optimizer)
+        after = counted.alive_bytes()
+    for state, value in zip(optimizer.state.values(), values, strict=True):
+        assert torch.equal(state["exp_avg"].full_tensor(), value)
+    assert held.data_ptr() == optimizer.state[params[7]]["exp_avg"].to_local().data_ptr()
+    return counted.num_bytes - before, after - before
+
+
+def test_states_leave_rows_one_after_the_other_where_one_of_them_moves(worlds: WorldPool):
+    row_bytes, moved_bytes = 4 << 14, 3 * 4 * 512  # the parameter and two states become twice as large
+    for peak, left in worlds.run(2, moved):
+        assert peak <= 2 * row_bytes + moved_bytes  # of eight: the one that is held keeps its own
+        assert left <= row_bytes + 2 * moved_bytes
 
 
 def compiled() -> int:

@@ -102,7 +102,7 @@ class _Unit:
             self.held += shard * (p.stored_itemsize + p.state_bytes_per_element)
             self.held += 4 if p.state_bytes_per_element else 0
             self.steps.append(shard * p.step_bytes_per_element)
-            if p.grad_itemsize and p.numel > 1 and shard <= 4096:
+            if p.grad_itemsize and p.numel > 1 and shard <= 1024:
                 self.in_rows += 2 * shard * p.stored_itemsize
                 self.in_rows_temporaries += shard * p.step_bytes_per_element
             casts = p.gather_itemsize != p.stored_itemsize

@@ -59,7 +59,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Clock]:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "auto"])
-@pytest.mark.parametrize("limit", [1_010_000, 1_050_000, 1_100_000])
+@pytest.mark.parametrize("limit", [600_000, 850_000, 1_050_000])
 def test_auto_takes_the_batch_of_most_samples_per_second_and_measures_none_that_cannot_fit(
     clocked: Callable[..., Clock], limit: int, checkpointing: str
 ):
@@ -108,14 +108,14 @@ def test_where_steps_run_out_of_memory_larger_ones_are_told_and_the_plan_says_so
 
 def test_steps_that_the_memory_does_not_hold_before_the_model_is_sharded_are_not_run(clocked: Callable[..., Clock]):
     clocked()
-    small = replace(TWO, memory_bytes=2_100_000)
+    small = replace(TWO, memory_bytes=1_050_000)
     expected = dshard.plan(build(), tokens(), **{**AUTO, "memory": small.memory_bytes})
     clock = clocked()
     found = dshard.plan(build(), tokens(), **{**AUTO, "cluster": small})
-    assert clock.measured == [1, 2, 4, 9]
-    assert found.model.batch_size == expected.model.batch_size > 9
+    assert clock.measured == [1, 2]
+    assert found.model.batch_size == expected.model.batch_size > 2
     assert found.step_s == pytest.approx(expected.step_s)
-    assert found.model.source == "measured up to 9 samples"
+    assert found.model.source == "measured up to 2 samples"
 
 
 @pytest.mark.parametrize(("batch", "said"), [("auto", "1 sample ran"), (4, "4 samples ran")])
@@ -161,7 +161,7 @@ def out_of_memory_on_one(home: str) -> tuple[str, int]:
         quick(patch, home)
         if dist.get_rank() == dist.get_world_size() - 1:
             patch.setattr(measured_steps, "measure", Clock(most=1))
-        plan = dshard.plan(model, tokens(), mesh=mesh, batch="auto", memory="1200KiB")
+        plan = dshard.plan(model, tokens(), mesh=mesh, batch="auto", memory="1MiB")
     dshard.fully_shard(model, mesh=mesh, plan=plan)
     model(torch.cat([tokens()] * 8)[: plan.model.batch_size]).sum().backward()
     return plan.to_json(), plan.model.batch_size
@@ -171,7 +171,7 @@ def test_ranks_take_one_batch_where_memory_runs_out_on_one_of_them(worlds: World
     (first, batch), *others = worlds.run(2, out_of_memory_on_one, str(tmp_path))
     assert all(other == (first, batch) for other in others)
     plan = dshard.Plan.from_json(first)
-    assert plan.peak_bytes <= 1200 << 10
+    assert plan.peak_bytes <= 1 << 20
     assert plan.model.source == ("measured" if batch == 1 else "measured up to 1 sample")
 
 
