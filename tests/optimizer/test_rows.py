@@ -265,7 +265,7 @@ def test_states_leave_rows_one_after_the_other_where_one_of_them_moves(worlds: W
     row_bytes, moved_bytes = 4 << 14, 3 * 4 * 512  # the parameter and two states become twice as large
     for peak, left in worlds.run(2, moved):
         assert peak <= 2 * row_bytes + moved_bytes  # of eight: the one that is held keeps its own
-        assert left <= row_bytes + 2 * moved_bytes
+        assert left <= row_bytes + 4 * moved_bytes  # with what a transport keeps
 
 
 def compiled() -> int:
