@@ -23,7 +23,7 @@ from dshard.tensor.storage import ShardStorage, shards_of
 
 FEWEST_IN_ROW = 4  # shards
 _MAX_NUMEL = 1 << 14  # of a row, so that little memory stays where some of its states go elsewhere before others
-_GRANULE = 8  # elements; kernels of a CPU compute what is left at the end of a tensor in another way
+_GRANULE = 8  # elements; a CPU's kernels, unlike CUDA's, compute what is left at the end of a tensor in another way
 _NAME = "_dshard_rows"
 
 _STORAGE, _GRAD = attrgetter("shard_storage"), attrgetter("grad")
@@ -286,7 +286,10 @@ class Rows:
             known._note(optimizer)
 
     def _note(self, optimizer: Optimizer) -> None:
-        self._keys, self._named = list(optimizer.state), list(optimizer.state.values())
+        """Take down which states there are, and hold those of rows alone: others may be waited for to be let go of."""
+        self._keys, named = list(optimizer.state), list(optimizer.state.values())
+        self._places = [place for place, param in enumerate(self._keys) if id(param) in self.of_param]
+        self._named = [named[place] for place in self._places]
 
     @staticmethod
     def leave(optimizer: Optimizer) -> None:
@@ -303,11 +306,12 @@ class Rows:
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether they are the rows of the optimizer as it is."""
         state = optimizer.state
+        named = list(state.values())
         return (
             _are_same(params_of(optimizer), self._params)
             and _groups_of(optimizer) == self._groups
             and _are_same(state, self._keys)
-            and _are_same(state.values(), self._named)
+            and _are_same([named[place] for place in self._places], self._named)
             and [grad is not None for grad in map(_GRAD, self._params)] == self._have_grads
             and all(row.holds() for row in self.rows)
         )
@@ -370,7 +374,7 @@ def _is_small(param: ShardedTensor, *, is_fused: bool) -> bool:
         return False
     if not shard.is_floating_point() or shard.is_meta or not _may_step(grad, shard, storage.layout):
         return False
-    if shard.device.type != "cpu":
+    if shard.device.type == "cuda":
         return True
     return shard.dtype in (torch.float32, torch.float64) and not (is_fused and shard.numel() % _GRANULE)
 
