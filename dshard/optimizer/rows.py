@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dshard.interpreter import is_referred_to
 from dshard.layout import ROW_NUMEL
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.storage import ShardStorage, shards_of
@@ -418,7 +419,8 @@ def _likeness(param: ShardedTensor, named: Mapping[str, Any], sharing: _Sharing)
     """What parameters of one row have in common; None where states do not lie as the parameter does."""
     shard, layout = param.shard_storage.resolve(), param.shard_storage.layout
     kind: list[Hashable] = [shard.dtype, shard.device]
-    for name, value in named.items():
+    for name in named:
+        value = named[name]  # which items() would refer to, too
         if type(value) in SHARDED:
             storage = value.shard_storage
             if value.is_view or storage.layout != layout or sharing.is_held(storage):
@@ -428,8 +430,8 @@ def _likeness(param: ShardedTensor, named: Mapping[str, Any], sharing: _Sharing)
                 return None
             kind.append((name, tensor.dtype))
         elif isinstance(value, Tensor):
-            if type(value) is not Tensor or value.dim() or _is_captured(value.device):
-                return None
+            if type(value) is not Tensor or value.dim() or _is_captured(value.device) or is_referred_to(value, 1):
+                return None  # whoever keeps a step count sees it go on
             kind.append((name, value.dtype, value.device, value.item()))
         elif isinstance(value, Hashable):
             kind.append((name, type(value), value))

@@ -209,6 +209,7 @@ def test_a_rank_that_finds_the_folder_gone_tells_why_rank_0_gave_up(worlds: Worl
 
 
 def reused(path: Path) -> None:
+    saving._MEMORY.clear()  # of the tests before
     model = made(RECIPE, "full")
     addresses = set()
     for step in range(3):
@@ -222,7 +223,6 @@ def reused(path: Path) -> None:
 
 
 def test_the_copy_is_one_and_used_again(worlds: WorldPool, tmp_path):
-    saving._MEMORY.clear()
     worlds.run(2, reused, tmp_path / "saved")
 
 
