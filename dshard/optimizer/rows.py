@@ -261,22 +261,35 @@ class Rows:
 
     Args:
         optimizer: The optimizer.
+        kinds: What they are made of; nothing for none until a step is like the one before.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(
+        self, optimizer: Optimizer, kinds: Iterable[tuple[int, list[ShardedTensor], list[dict[str, Any]]]]
+    ) -> None:
         self._params, self._groups = params_of(optimizer), _groups_of(optimizer)
         self._have_grads = [param.grad is not None for param in self._params]
-        self.rows = [Row(*each) for each in _kinds(optimizer)]
+        self.rows = [Row(*each) for each in kinds]
         self.of_param = {id(param): row for row in self.rows for param in row.params}
+        self._is_waiting = False
         self._note(optimizer)
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "Rows":
-        """Those of an optimizer that is about to step: states are moved to lie in rows where they do not."""
+        """Those of an optimizer that is about to step: states are moved to lie in rows where they do not.
+
+        To make rows takes longer than a step. So where they no longer hold there are none, until a step is like the one
+        before it: other gradients may be missing each time.
+        """
         known: Rows | None = optimizer.__dict__.get(_NAME)
-        if known is None or not known.holds(optimizer):
-            optimizer.__dict__[_NAME] = known = None  # which lets go of what would seem to be held
-            optimizer.__dict__[_NAME] = known = cls(optimizer)
+        holds = known is None or known.holds(optimizer)
+        if known is None or (holds and known._is_waiting):
+            optimizer.__dict__[_NAME] = known = cls(optimizer, _kinds(optimizer))
+        elif not holds:
+            known = None  # which lets go of what would seem to be held
+            cls.leave(optimizer)
+            optimizer.__dict__[_NAME] = known = cls(optimizer, ())
+            known._is_waiting = True
         return known
 
     @staticmethod
@@ -430,16 +443,11 @@ def _likeness(param: ShardedTensor, named: Mapping[str, Any], sharing: _Sharing)
                 return None
             kind.append((name, tensor.dtype))
         elif isinstance(value, Tensor):
-            if type(value) is not Tensor or value.dim() or _is_captured(value.device) or is_referred_to(value, 1):
-                return None  # whoever keeps a step count sees it go on
+            if type(value) is not Tensor or value.dim() or value.device.type != "cpu" or is_referred_to(value, 1):
+                return None  # to read it from a device takes long, and whoever keeps a step count sees it go on
             kind.append((name, value.dtype, value.device, value.item()))
         elif isinstance(value, Hashable):
             kind.append((name, type(value), value))
         else:
             return None
     return tuple(kind)
-
-
-def _is_captured(device: torch.device) -> bool:
-    """Whether what is started on a device goes into a graph, so that the host cannot read from it."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
