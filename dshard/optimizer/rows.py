@@ -1,9 +1,9 @@
 """Small shards of an optimizer, stepped in rows: many of them as one tensor.
 
-To start a kernel, and to look up a parameter and its states, takes an elementwise step longer than to compute some
+To start a kernel, and to look up a parameter and its states, takes an elementwise step longer than to compute a
 thousand elements. So the small shards of a group that are of one kind are copied one behind the other into a *row*,
-with their gradients, and copied back when the optimizer has stepped that. Their states lie in rows for good; outside of
-the step each is a sharded tensor, or a number, of its own.
+with their gradients, and copied back when the optimizer has stepped that. Their states lie in rows between steps, too;
+to a program each is a sharded tensor, or a number, of its own.
 """
 
 import weakref
@@ -23,7 +23,7 @@ from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.storage import ShardStorage, shards_of
 
 FEWEST_IN_ROW = 4  # shards
-_MAX_NUMEL = 1 << 14  # of a row, so that little memory stays where some of its states go elsewhere before others
+_MAX_NUMEL = 1 << 14  # elements of a row: its memory is there until the last of its states has left it
 _GRANULE = 8  # elements; a CPU's kernels, unlike CUDA's, compute what is left at the end of a tensor in another way
 _NAME = "_dshard_rows"
 
@@ -261,25 +261,25 @@ class Rows:
 
     Args:
         optimizer: The optimizer.
-        kinds: What they are made of; nothing for none until a step is like the one before.
+        kinds: What they are made of; None for no rows yet, but in the next step, if it is like this one.
     """
 
     def __init__(
-        self, optimizer: Optimizer, kinds: Iterable[tuple[int, list[ShardedTensor], list[dict[str, Any]]]]
+        self, optimizer: Optimizer, kinds: Iterable[tuple[int, list[ShardedTensor], list[dict[str, Any]]]] | None
     ) -> None:
         self._params, self._groups = params_of(optimizer), _groups_of(optimizer)
         self._have_grads = [param.grad is not None for param in self._params]
-        self.rows = [Row(*each) for each in kinds]
+        self.rows = [Row(*each) for each in kinds or ()]
         self.of_param = {id(param): row for row in self.rows for param in row.params}
-        self._is_waiting = False
+        self._is_waiting = kinds is None
         self._note(optimizer)
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "Rows":
-        """Those of an optimizer that is about to step: states are moved to lie in rows where they do not.
+        """Those of an optimizer that is about to step; where they are made, states are moved to lie in them.
 
-        To make rows takes longer than a step. So where they no longer hold there are none, until a step is like the one
-        before it: other gradients may be missing each time.
+        To make rows takes longer than a step, and other gradients may be missing each time. So where rows no longer
+        hold they are given up, and made again once a step is like the one before it.
         """
         known: Rows | None = optimizer.__dict__.get(_NAME)
         holds = known is None or known.holds(optimizer)
@@ -288,8 +288,7 @@ class Rows:
         elif not holds:
             known = None  # which lets go of what would seem to be held
             cls.leave(optimizer)
-            optimizer.__dict__[_NAME] = known = cls(optimizer, ())
-            known._is_waiting = True
+            optimizer.__dict__[_NAME] = known = cls(optimizer, None)
         return known
 
     @staticmethod
@@ -307,7 +306,7 @@ class Rows:
 
     @staticmethod
     def leave(optimizer: Optimizer) -> None:
-        """Have states lie in memory of their own, as those must that go elsewhere; a row has one for them all."""
+        """Give up an optimizer's rows: each state gets memory of its own, but for those that somebody refers to."""
         known: Rows | None = optimizer.__dict__.pop(_NAME, None)
         states = list(chain.from_iterable([row.states for row in known.rows])) if known is not None else []
         del known  # which would seem to hold them

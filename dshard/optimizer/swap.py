@@ -110,7 +110,7 @@ def begin_swap(
     apart = left_out if rows is None else rows.of_param
     for number, group in enumerate(optimizer.param_groups):
         params: list[Tensor] = [row.tensor for row in rows.rows if row.group == number] if rows is not None else []
-        for param in group["params"] if len(apart) < num_params else ():
+        for param in group["params"] if len(apart) < num_params else ():  # else all are apart
             if id(param) in apart:
                 continue
             if type(param) not in SHARDED:

@@ -52,14 +52,23 @@ def rows(optimizer: torch.optim.Optimizer) -> list[int]:
     return [len(row.params) for row in known.rows]
 
 
+@st.composite
+def programs(draw: st.DrawFn, actions: Sequence[str]) -> tuple[list[tuple[int, ...]], list[tuple[str, set[int]]]]:
+    """Shapes of parameters, and what is done in each step, with those that have no gradient.
+
+    Each step comes twice: rows are made again where one is like the one before.
+    """
+    shapes = draw(st.lists(st.sampled_from(SHAPES), min_size=6, max_size=16))
+    missing = st.sets(st.integers(0, len(shapes) - 1), max_size=2)
+    steps = draw(st.lists(st.tuples(st.sampled_from(actions), missing), min_size=1, max_size=5))
+    return shapes, [step for step in steps for _ in range(2)]
+
+
 @settings(max_examples=15)
 @given(data=st.data())
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_random_programs_have_the_bits_of_the_unsharded_one(worlds: WorldPool, num_ranks, data):
-    shapes = data.draw(st.lists(st.sampled_from(SHAPES), min_size=6, max_size=16))
-    missing = st.sets(st.integers(0, len(shapes) - 1), max_size=2)
-    program = data.draw(st.lists(st.tuples(st.sampled_from(ACTIONS), missing), min_size=2, max_size=5))
-    program = [step for step in program for _ in range(2)]  # where one is like the one before, rows are made
+    shapes, program = data.draw(programs(ACTIONS))
     kind = f"{data.draw(st.sampled_from(sorted(KINDS)))} {data.draw(st.sampled_from(('for-loop', 'foreach')))}"
     worlds.run(num_ranks, run, make, kind, shapes, data.draw(st.sampled_from(STRATEGIES)), program)
 
@@ -133,11 +142,7 @@ def fused(shapes: Sequence[tuple[int, ...]], name: str, dtype: torch.dtype, prog
 @given(data=st.data())
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_fused_steps_have_the_bits_of_torchs_on_the_shards(worlds: WorldPool, num_ranks, data):
-    shapes = data.draw(st.lists(st.sampled_from(SHAPES), min_size=6, max_size=16))
-    missing = st.sets(st.integers(0, len(shapes) - 1), max_size=2)
-    actions = st.sampled_from(("none", "scaled", "write"))
-    program = data.draw(st.lists(st.tuples(actions, missing), min_size=1, max_size=4))
-    program = [step for step in program for _ in range(2)]
+    shapes, program = data.draw(programs(("none", "scaled", "write")))
     dtype = data.draw(st.sampled_from((torch.float32, torch.float64)))
     worlds.run(num_ranks, fused, shapes, data.draw(st.sampled_from(FUSED)), dtype, program)
 
