@@ -14,6 +14,7 @@ INLINE_BYTES = 1 << 14  # of values that travel in the message of their header, 
 MIN_DIRECT_BYTES = 1 << 16  # of a full tensor whose shards travel alone, to their place; others are cut out of rows
 ALIGN_BYTES = 256  # of each full tensor within the memory of its bucket: no kernel of cuBLAS asks for more
 ROW_NUMEL = 1 << 10  # up to this size an optimizer steps shards in rows with others
+ROUND_BYTES = 8 << 20  # of the tensors that one owner steps at a time, unless one alone is larger
 SMALL_GRAD_BYTES = 1 << 16  # up to this size gradients wait as they are, to be packed when their bucket leaves
 _FLAGS_NUMEL = 16  # of which a row of flags is a multiple
 
@@ -229,3 +230,33 @@ def _relieve(most: int, costs: Sequence[float], owners: list[int], loads: list[f
     loads[most] -= moved
     loads[owner] += moved
     return True
+
+
+def product_cost(shape: Sequence[int]) -> float:
+    """Work of a step that multiplies a matrix with itself, in products of numbers; of a vector its elements."""
+    numel = math.prod(shape)
+    return float(numel * min(shape[0], numel // shape[0])) if len(shape) > 1 and numel else float(numel)
+
+
+def rounds_of(num_bytes: Sequence[int], owners: Sequence[int]) -> list[list[int]]:
+    """Which tensors are stepped at a time: of each owner a few, the largest first.
+
+    Args:
+        num_bytes: Of each tensor.
+        owners: The rank that steps each.
+
+    Returns:
+        The places of those of each round, by owner.
+    """
+    of_owner: dict[int, list[list[int]]] = {}
+    last_bytes: dict[int, int] = {}  # of the last round of each owner
+    for i in sorted(range(len(owners)), key=lambda i: -num_bytes[i]):
+        mine = of_owner.setdefault(owners[i], [[]])
+        last_bytes[owners[i]] = last_bytes.get(owners[i], 0) + num_bytes[i]
+        if mine[-1] and last_bytes[owners[i]] > ROUND_BYTES:
+            mine.append([])
+            last_bytes[owners[i]] = num_bytes[i]
+        mine[-1].append(i)
+    num_rounds = max(map(len, of_owner.values()), default=0)
+    owned = [mine for _, mine in sorted(of_owner.items())]
+    return [[i for mine in owned if number < len(mine) for i in mine[number]] for number in range(num_rounds)]

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dshard import arguments
+from dshard.layout import product_cost
 from dshard.optimizer.adamw8bit import AdamW8bit
-from dshard.optimizer.owners import Whole, product_cost
+from dshard.optimizer.owners import Whole
 
 __all__ = ["AdamW8bit", "whole"]
 

@@ -24,7 +24,7 @@ from dshard.autograd import outside_autograd
 from dshard.collectives import Handle, ReduceOp, ShardGroup, cut_into, put_together
 from dshard.compiling import outside_of_graphs
 from dshard.errors import StateError, UnsupportedOpError
-from dshard.layout import ShardLayout, assign
+from dshard.layout import ROUND_BYTES, ShardLayout, assign, product_cost, rounds_of
 from dshard.optimizer.replace import (
     Move,
     Replaced,
@@ -42,16 +42,9 @@ from dshard.tensor.subclass_shards import subclass_gathers
 from dshard.tensor.views import dense_stride
 
 _ALIGN_BYTES = 16  # of each tensor in a row: a multiple of every element size
-_ROUND_BYTES = 8 << 20  # of the parameters that one owner steps at a time, unless one alone is larger
 _OF_TORCH = (optim.Muon, optim.Adafactor)
 _WITHOUT_COUNTS = (optim.Muon,)  # optimizers all of whose states are tensors of their parameters' shapes
 Cost = Callable[[torch.Size], float]
-
-
-def product_cost(shape: torch.Size) -> float:
-    """Work of a step that multiplies a matrix with itself, in products of numbers; of a vector its elements."""
-    numel = shape.numel()
-    return float(numel * min(shape[0], numel // shape[0])) if len(shape) > 1 and numel else float(numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +290,7 @@ def _chunks(held: Sequence[_Holding]) -> Iterator[list[_Holding]]:
         num_bytes = 0
         for holding in same:
             size = sum(layout.numel * dtype.itemsize for layout, dtype, _ in holding.kinds.values())
-            if chunk and num_bytes + size > _ROUND_BYTES:
+            if chunk and num_bytes + size > ROUND_BYTES:
                 yield chunk
                 chunk, num_bytes = [], 0
             chunk.append(holding)
@@ -310,22 +303,9 @@ def _rounds(assigned: Sequence[_Assigned]) -> Iterator[list[_Assigned]]:
     for item in assigned:
         kinds.setdefault(item.group.full_name, []).append(item)
     for same in kinds.values():
-        of_owner: dict[int, list[list[_Assigned]]] = {}
-        last_bytes: dict[int, int] = {}  # of the last round of each owner
-        for item in sorted(same, key=lambda item: -_num_bytes(item.param)):
-            mine, size = of_owner.setdefault(item.owner, [[]]), _num_bytes(item.param)
-            last_bytes[item.owner] = last_bytes.get(item.owner, 0) + size
-            if mine[-1] and last_bytes[item.owner] > _ROUND_BYTES:
-                mine.append([])
-                last_bytes[item.owner] = size
-            mine[-1].append(item)
-        for number in range(max(map(len, of_owner.values()))):
-            parts = (mine[number] for _, mine in sorted(of_owner.items()) if number < len(mine))
-            yield [item for part in parts for item in part]
-
-
-def _num_bytes(param: ShardedTensor) -> int:
-    return int(param.numel() * param.storage_dtype.itemsize)
+        num_bytes = [item.param.numel() * item.param.storage_dtype.itemsize for item in same]
+        for places in rounds_of(num_bytes, [item.owner for item in same]):
+            yield [same[place] for place in places]
 
 
 # Rows of bytes: a segment for each owner, in it a slot for each piece of each of its parameters.
@@ -394,35 +374,62 @@ def _spread(
     Returns:
         Waits, and gives this rank's shard of each piece.
     """
-    sizes, start = _segments(pieces, group), _own_replica(group)
+    sizes, start, first = _segments(pieces, group), _own_replica(group), group.replicas
 
     def fill(rows: Tensor) -> None:
         own = [piece for owner, piece in pieces if owner == group.world_rank]
         at = accumulate((piece.slot_bytes for piece in own), initial=0)
         for piece, full, place in zip(own, fulls, at, strict=False):
-            piece.cut(full, rows, place)
+            piece.cut(full, rows.view(group.num_ranks, -1), place)
 
-    sizes_here = sizes[start : start + group.num_ranks]
-    handle = collectives.from_owners(fill, sizes_here, group, label=label, capacity=capacity)
+    if group.num_ranks == 1 and first is not None:  # each replica has whole tensors: what it made goes to all at once
+        handle = _from_level(fill, first, 1, sizes, group, label)
+        further = partial(_from_replicas, level=first.replicas, num_together=first.num_ranks)
+    else:
+        sizes_here = sizes[start : start + group.num_ranks]
+        handle = collectives.from_owners(fill, sizes_here, group, label=label, capacity=capacity)
+        further = partial(_from_replicas, level=first, num_together=group.num_ranks)
 
     def finish() -> Iterator[Tensor]:
-        row = _from_replicas(handle.wait(), sizes, group, label)
+        row = further(handle.wait(), sizes=sizes, group=group, label=label)
         return iter(_shards_in(row, pieces, sizes, group.rank))
 
     return finish
 
 
-def _from_replicas(row: Tensor, sizes: Sequence[int], group: ShardGroup, label: str) -> Tensor:
-    """All segments, of those that the owners among this rank's own replica have sent."""
-    level, num_together = group.replicas, group.num_ranks
+def _from_replicas(
+    row: Tensor, level: ShardGroup | None, num_together: int, sizes: Sequence[int], group: ShardGroup, label: str
+) -> Tensor:
+    """All segments, of those that the owners among some ranks have sent.
+
+    Args:
+        row: Those segments.
+        level: The replicas of these ranks, which have what the owners among them have sent.
+        num_together: How many ranks there are.
+        sizes: Bytes of the segment of each owner.
+        group: The ranks that have shards.
+        label: What for.
+    """
     while level is not None:
-        block = num_together * level.num_ranks
-        start = group.world_rank // block * block
-        parts = range(start, start + block, num_together)
-        of_parts = [sum(sizes[part : part + num_together]) for part in parts]
-        row = collectives.all_gather_rows(partial(_copy, row), of_parts, level, label=label).wait()
-        level, num_together = level.replicas, block
+        row = _from_level(partial(_copy, row), level, num_together, sizes, group, label).wait()
+        num_together *= level.num_ranks
+        level = level.replicas
     return row
+
+
+def _from_level(
+    fill: Callable[[Tensor], object],
+    level: ShardGroup,
+    num_together: int,
+    sizes: Sequence[int],
+    group: ShardGroup,
+    label: str,
+) -> Handle[Tensor]:
+    """Begin to get the segments that the replicas of one level have, each of so many ranks together."""
+    block = num_together * level.num_ranks
+    start = group.world_rank // block * block
+    of_parts = [sum(sizes[part : part + num_together]) for part in range(start, start + block, num_together)]
+    return collectives.all_gather_rows(fill, of_parts, level, label=label)
 
 
 def _copy(values: Tensor, into: Tensor) -> None:
@@ -470,7 +477,8 @@ def _said_by_all(own: Any, group: ShardGroup) -> list[Any]:
     row = collectives.all_gather_rows(
         partial(_copy, text), sizes[start : start + group.num_ranks], group, label=label
     ).wait()
-    texts = _from_replicas(row, sizes, group, label).cpu().numpy().tobytes()
+    row = _from_replicas(row, group.replicas, group.num_ranks, sizes, group, label)
+    texts = row.cpu().numpy().tobytes()
     return [json.loads(texts[end - size : end]) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
@@ -521,6 +529,7 @@ class WholeStep:
             del here
             arriving = following
             begun = self._give_out(assigned, fulls)
+            del fulls
             if leaving is not None:
                 leaving()
             leaving = begun
