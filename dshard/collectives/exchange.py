@@ -347,8 +347,8 @@ class Exchange:
     def received(self, peer: int) -> Tensor:
         """The row that a peer sent, once all were waited for; until `end_reading`, and not to be written to."""
         link = self.links[peer]
-        if link.offer is None:  # it came as a message
-            return link.inward[0]
+        if link.offer is None:  # it came as a message, or is empty: such do not travel
+            return link.inward[0] if link.inward else torch.empty(0, dtype=torch.uint8)
         return self._at(link.places[0], link.offer.read())
 
     def _at(self, place: Tensor, values: Tensor) -> Tensor:

@@ -81,6 +81,17 @@ STRATEGIES: tuple[Any, ...] = ("full", "ddp", "zero2", {"own.0": "ddp", "own.1":
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_programs_have_the_bits_of_plain_parameters(worlds: WorldPool, kind, num_ranks, data):
+    check_random_program(worlds, kind, num_ranks, data)
+
+
+@settings(max_examples=12)
+@given(data=st.data())
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_so_they_have_where_ranks_exchange_messages(messaging: WorldPool, num_ranks, data):
+    check_random_program(messaging, "Muon", num_ranks, data)
+
+
+def check_random_program(worlds: WorldPool, kind: str, num_ranks: int, data: st.DataObject) -> None:
     allowed = SHAPES if kind == "Muon" else SHAPES + VECTORS
     shapes = data.draw(st.lists(st.sampled_from(allowed), min_size=2, max_size=5))
     strategies = (*STRATEGIES, "hybrid(2)") if num_ranks == 4 else STRATEGIES
