@@ -43,7 +43,9 @@ from dshard.tensor.views import dense_stride
 
 _ALIGN_BYTES = 16  # of each tensor in a row: a multiple of every element size
 _OF_TORCH = (optim.Muon, optim.Adafactor)
-_WITHOUT_COUNTS = (optim.Muon,)  # optimizers all of whose states are tensors of their parameters' shapes
+_STATES: Mapping[type, tuple[str, ...]] = {
+    optim.Muon: ("momentum_buffer",)
+}  # all that they keep: like their parameters
 Cost = Callable[[torch.Size], float]
 
 
@@ -511,8 +513,11 @@ class WholeStep:
         self._numbers = {id(param): str(number) for number, param in enumerate(with_grad)}
         self._rounds = owners.rounds(with_grad) if with_grad else []
         states = [_without_dtensors(optimizer.state.get(param, {})) for param in with_grad]
-        are_sharded = (s and all(type(value) in SHARDED for value in s.values()) for s in states)
-        self._are_facts_known = type(optimizer) in _WITHOUT_COUNTS and all(are_sharded)
+        known = _STATES.get(type(optimizer))
+        as_known = (
+            not s or (tuple(s) == known and all(type(value) in SHARDED for value in s.values())) for s in states
+        )
+        self._known_states = known if all(as_known) else None  # else owners tell of them
         self._resting: dict[int, dict[str, ShardedTensor]] = {}  # states in shards, by the id of the parameter
         self._facts: dict[str, dict[str, Any]] = {}  # by the ranks that are told, and the parameter's number
 
@@ -600,14 +605,18 @@ class WholeStep:
 
     def _take_states(self, item: _Assigned, states: dict[str, Any]) -> None:
         """Keep the states that a step has left for a parameter of this rank."""
-        holding, facts = self._owners.holding_of(item), []
-        holding.tensors = {}
-        for name, value in states.items():
-            if isinstance(value, Tensor) and value.dim():
-                holding.tensors[name] = value.to(item.param.storage_device)
-            if not self._are_facts_known:
-                facts.append((name, _fact_of(name, value, item.param)))
-        self._facts.setdefault(item.group.full_name, {})[self._number_of(item)] = facts
+        holding, device = self._owners.holding_of(item), item.param.storage_device
+        sized = {name: value for name, value in states.items() if isinstance(value, Tensor) and value.dim()}
+        holding.tensors = {name: value.to(device) for name, value in sized.items()}
+        if self._known_states is None:
+            facts = [(name, _fact_of(name, value, item.param)) for name, value in states.items()]
+            self._facts.setdefault(item.group.full_name, {})[self._number_of(item)] = facts
+        elif tuple(states) != self._known_states:
+            raise StateError(
+                f"{item.param.name}: {type(self._optimizer).__name__} of this version of torch must keep "
+                f"{', '.join(self._known_states)} alone, but it keeps {', '.join(map(str, states))}. Step a subclass "
+                "of it by dshard.optim.whole, of which nothing is taken for known."
+            )
 
     def _number_of(self, item: _Assigned) -> str:
         return self._numbers[id(item.param)]
@@ -627,19 +636,27 @@ class WholeStep:
 
     def _settle_states(self) -> None:
         """Have all ranks know the states that there are, of which the large ones await their owners."""
-        if self._are_facts_known:
-            for assigned in self._rounds:
-                for item in assigned:
-                    self._owners.holding_of(item).keep(self._optimizer.state[item.param])
+        items = [item for assigned in self._rounds for item in assigned]
+        if self._known_states is not None:
+            for item in items:
+                states = self._optimizer.state.get(item.param)
+                if states:
+                    self._owners.holding_of(item).keep(states)
+                else:
+                    self._write_states(item, self._known_facts(item))
             return
         facts: dict[str, Any] = {}
         groups = {assigned[0].group.full_name: assigned[0].group for assigned in self._rounds}
         for name, group in groups.items():
             for said in _said_by_all(self._facts.get(name, {}), group):
                 facts.update(said)
-        for assigned in self._rounds:
-            for item in assigned:
-                self._write_states(item, facts[self._number_of(item)])
+        for item in items:
+            self._write_states(item, facts[self._number_of(item)])
+
+    def _known_facts(self, item: _Assigned) -> list[tuple[Any, Any]]:
+        """What an owner would tell of states that are known without."""
+        like = {"shape": list(item.param.shape), "dtype": str(item.param.storage_dtype).removeprefix("torch.")}
+        return [(name, like) for name in self._known_states or ()]
 
     def _write_states(self, item: _Assigned, facts: list[tuple[Any, Any]]) -> None:
         """Have `optimizer.state` hold what the owner of a parameter says."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import dshard
 import dshard.optim
 from dshard.layout import assign
-from dshard.testing import WorldPool, expect_error
+from dshard.testing import WorldPool, expect_error, fake_world
 from tests.optimizer.random_programs import ACTIONS, Model, check_states, gradients, run
 
 SHAPES = ((6, 4), (5, 7), (1, 3), (16, 16), (9, 2), (3, 130))
@@ -164,6 +164,18 @@ def test_a_step_sends_parameters_and_gradients_to_owners_and_parameters_back_and
         assert sent == num_bytes * (num_ranks - 1)
         assert kinds == ["all_gather"]
         assert kept == num_bytes // num_ranks
+
+
+def test_a_rank_of_a_fake_world_steps_what_it_owns():
+    with fake_world(1, 4):
+        model = dshard.fully_shard(Model([(8, 8)] * 6))
+        optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+        for step in range(2):
+            model(gradients([(8, 8)] * 6, set(), step)).backward()
+            with dshard.CommTrace() as trace:
+                optimizer.step()
+            assert [record.kind for record in trace.records] == ["all_to_all", "all_to_all"]
+        assert all(list(optimizer.state[p]) == ["momentum_buffer"] for p in model.parameters())
 
 
 class OfLists(torch.optim.SGD):
