@@ -18,6 +18,7 @@ from dshard.planner import Cluster, Link, Links, ModelCosts, peak_bytes, solve
 from dshard.planner.costs import UnitKind
 from dshard.planner.memory import MemoryRows
 from dshard.planner.options import options_of_unit, table_of
+from dshard.planner.owners import Owners
 from dshard.planner.search import Chain
 from dshard.policies import Strategy
 
@@ -32,7 +33,8 @@ class Program:
         known = [Strategy.of(name).on(cluster.num_ranks) for name in STRATEGIES]
         self.chain = Chain.of(model, known, cluster)
         kinds = [[unit.of_kind(kind) for kind in model.kinds] for unit in model.units]
-        self._times = table_of([options_of_unit(each, known, cluster) for each in kinds])[:, self.chain.numbers]
+        owners = Owners(model, cluster)
+        self._times = table_of([options_of_unit(each, known, cluster, owners) for each in kinds])[:, self.chain.numbers]
         num_units, num_options = self.chain.is_open.shape
         self.num = num_units * num_options
         self.costs = np.concatenate([self._times["optimizer_s"].reshape(-1), np.ones(2 * num_units)])

@@ -5,7 +5,7 @@ from dshard.planner.devices import DEVICES, EFFICIENCY, Device, Efficiency, Wire
 from dshard.planner.measuring import Comparison, Measured, measure_step
 from dshard.planner.memory import MemoryForecast, Moment, Workspace, moments, peak_bytes
 from dshard.planner.plan import Plan
-from dshard.planner.profiles import Training
+from dshard.planner.profiles import Training, WholeSteps
 from dshard.planner.rates import Constant, Misses, Rates, cluster_of, published
 from dshard.planner.solver import BatchSolution, Certificate, Solution, solve, solve_batch
 from dshard.planner.timeline import MemoryEvent, Segment, Timeline, simulate, step_time
@@ -36,6 +36,7 @@ __all__ = [
     "Timeline",
     "Training",
     "UnitCosts",
+    "WholeSteps",
     "Wire",
     "Work",
     "Workspace",

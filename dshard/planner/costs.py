@@ -69,6 +69,9 @@ class ParamCosts:
         step_bytes_per_element: Temporaries of the optimizer's step.
         can_split: Whether it may be gathered and used in slices.
         dim: That is cut. Shards along another than 0 are no part of the full value's memory: they are copied there.
+        owner_work: Where the optimizer needs it whole, and one rank, its owner, steps it: the work of that beside that
+            of others, in any unit. What the optimizer keeps, and its temporaries, are then with the owner. 0 where each
+            rank steps its shard.
     """
 
     name: str
@@ -81,11 +84,12 @@ class ParamCosts:
     step_bytes_per_element: int = 0
     can_split: bool = False
     dim: int = 0
+    owner_work: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = ("length", "index_numel", "stored_itemsize", "gather_itemsize", "grad_itemsize", "dim")
         arguments.fields(self, arguments.count, *sizes, least=0)
-        arguments.fields(self, arguments.from_0, "state_bytes_per_element", "step_bytes_per_element")
+        arguments.fields(self, arguments.from_0, "state_bytes_per_element", "step_bytes_per_element", "owner_work")
         arguments.fields(self, arguments.boolean, "can_split")
 
     @property
@@ -125,7 +129,9 @@ class UnitCosts:
         backward_transient_bytes: More that is live only while its backward runs, without gradients of parameters.
         gradients_transient_bytes: The same once it has computed a gradient of a parameter; None for no less. Below 0
             where some of its activations are gone by then.
-        optimizer_s: The optimizer's step on the whole unit; a shard's share takes its share of that.
+        optimizer_s: The optimizer's step on the whole unit, but for what owners step; a shard takes its share of that.
+        owners_s: Steps of all of its parameters that owners step; the rank that has most of all such work takes as much
+            of it as of all.
         optimizer_start_s: More that it takes for the unit, however little of it a rank holds.
         slice_overhead_s: What each further slice costs, in forward and in backward, under `split`.
         is_used_in_backward: Whether its backward uses its parameters. That of an embedding does not, nor that of a
@@ -149,6 +155,7 @@ class UnitCosts:
     backward_transient_bytes: int = 0
     gradients_transient_bytes: int | None = None
     optimizer_s: float = 0.0
+    owners_s: float = 0.0
     optimizer_start_s: float = 0.0
     slice_overhead_s: float = 0.0
     is_used_in_backward: bool = True
@@ -160,9 +167,9 @@ class UnitCosts:
     home_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        times = ("forward_s", "backward_s", "optimizer_s", "optimizer_start_s", "slice_overhead_s", "home_s_per_byte")
+        times = ("forward_s", "backward_s", "optimizer_s", "owners_s", "optimizer_start_s", "slice_overhead_s")
         num_bytes = ("activation_bytes", "forward_transient_bytes", "backward_transient_bytes")
-        arguments.fields(self, arguments.from_0, *times, *num_bytes)
+        arguments.fields(self, arguments.from_0, *times, "home_s_per_byte", *num_bytes)
         arguments.fields(self, arguments.boolean, "is_used_in_backward")
         arguments.choice("UnitCosts", "checkpointing", self.checkpointing, *CHECKPOINTING)
         arguments.fields(self, _several_of, "params", kind=ParamCosts)
@@ -210,8 +217,8 @@ class UnitCosts:
 
     @property
     def touched_bytes(self) -> int:
-        """What the optimizer's step on the whole unit reads and writes, which is its states, too."""
-        trained = [p for p in self.params if p.grad_itemsize]
+        """What the optimizer's step on the whole unit, but for what owners step, reads and writes: its states, too."""
+        trained = [p for p in self.params if p.grad_itemsize and not p.owner_work]
         return sum(p.numel * 3 * p.stored_itemsize + 2 * p.state_bytes_of(p.numel) for p in trained)
 
     @property
@@ -431,6 +438,11 @@ class Cluster:
         """All-reduce of `full_bytes` over the replicas of a shard: every `within`-th rank."""
         links, sharing = self._among_replicas(within)
         return links.all_reduce.time_s(full_bytes, self.num_ranks // within, num_rounds=2, num_sharing=sharing)
+
+    def among_replicas_s(self, full_bytes: float, within: int) -> float:
+        """All-gather of `full_bytes` over the replicas of a shard: every `within`-th rank."""
+        links, sharing = self._among_replicas(within)
+        return links.all_gather.time_s(full_bytes, self.num_ranks // within, num_sharing=sharing)
 
     def is_inside(self, within: int) -> bool:
         """Whether each group of `within` neighbouring ranks lies on one host."""

@@ -22,6 +22,7 @@ from dshard.planner.texts import bytes_text, seconds_text
 _MIN_S, _MAX_STEPS = 1.5, 100
 _NUM_TOGETHER = 12  # steps that all ranks take
 _NUM_PARAMS, _NUMEL = 16, 1 << 17
+_WIDTH = 512
 _ADAMW_BYTES = 28  # per element: reads a parameter, its gradient and two states, and writes all but the gradient
 
 
@@ -137,6 +138,14 @@ def optimizer_seconds_per_byte(device: torch.device) -> float:
     optimizer = torch.optim.AdamW(parameters)
     times = [timed_s(optimizer.step, device) for _ in _spread(5, _MIN_S / 3)]
     return statistics.median(times[1:]) / (_ADAMW_BYTES * _NUMEL * _NUM_PARAMS)
+
+
+def product_seconds_per_flop(device: torch.device) -> float:
+    """Seconds per operation of a product of matrices in bf16, measured by multiplying two of half a megabyte each."""
+    generator = torch.Generator().manual_seed(0)
+    one = torch.randn(_WIDTH, _WIDTH, generator=generator).to(device, torch.bfloat16)
+    times = [timed_s(lambda: one @ one, device) for _ in _spread(5, _MIN_S / 3)]
+    return statistics.median(times[1:]) / (2 * _WIDTH**3)
 
 
 def _spread(num_steps: int, min_s: float) -> Iterator[int]:

@@ -21,8 +21,8 @@ class Moment:
 
     Args:
         phase: "forward", "backward", "gradients" (a backward once it has computed one of a parameter), "slices" (once
-            one of a gradient is in flight), "reduce" (a reduction ends, at the end of the next backward), or "step" (of
-            the optimizer).
+            one of a gradient is in flight), "reduce" (a reduction ends, at the end of the next backward), "owners"
+            (they step whole parameters), or "step" (the optimizer steps shards).
         unit: Number of the unit.
         num_bytes: In all.
     """
@@ -46,7 +46,7 @@ def moments(model: ModelCosts, strategies: Sequence[Strategy | str], cluster: Cl
     return [Moment(*rows.name(row), int(values[row])) for row in rows.in_time()]
 
 
-_PHASES = ("forward", "backward", "gradients", "slices", "reduce", "step")
+_PHASES = ("forward", "backward", "gradients", "slices", "reduce", "step", "owners")
 _FAR = 3  # units further away than this are alike
 
 
@@ -56,8 +56,8 @@ class MemoryRows:
 
     Of `U` units: row `e` is the forward of unit `e`, row `U + e` its backward until there is a gradient, `2U + e` from
     then on, `3U + e` once a slice of a gradient is in flight, `4U + e` the end of its reduction, `5U + e` the
-    optimizer's step on it. For unit `j` and each of its options, what it adds depends on `j - e` alone, and not on how
-    far away it is beyond three.
+    optimizer's step on it, `6U + e` the steps of owners on what is cut as its parameters are. For unit `j` and each of
+    its options, what it adds depends on `j - e` alone, and not on how far away it is beyond three.
 
     Args:
         constant: What is there whatever the options, per row.
@@ -95,8 +95,9 @@ class MemoryRows:
         else:
             rows = done + field("long_row_bytes")
             step = (*(rows,) * 4, rows + field("largest_step_bytes"), *(rows,) * 4)
+        owners = (*(done,) * 4, done + field("owners_bytes"), *(done,) * 4)
         constant = np.full(len(_PHASES) * len(table), model.buffer_bytes, dtype=np.int64)
-        return cls(constant, np.array((forward, backward, gradients, slices, reduce, step)))
+        return cls(constant, np.array((forward, backward, gradients, slices, reduce, step, owners)))
 
     def of_units(self, which: Sequence[int], options: Ints) -> "MemoryRows":
         """Rows for other units, which are alike to some of these, with some of the options."""
@@ -119,7 +120,9 @@ class MemoryRows:
         for unit in range(num - 1, -1, -1):
             found += [num + unit, 2 * num + unit, 3 * num + unit]
             found += [4 * num + unit + 1] if unit + 1 < num else []
-        return [*found, 4 * num, *range(5 * num, 6 * num)]
+        owners = self.phases[_PHASES.index("owners")]
+        owned = np.flatnonzero((owners[_FAR + 1] != owners[0]).any(axis=1))
+        return [*found, 4 * num, *(6 * num + int(unit) for unit in owned), *range(5 * num, 6 * num)]
 
     def terms(self, row: int) -> Ints:
         """What each option of each unit adds to a row; shape (units, options)."""

@@ -1,6 +1,7 @@
 """What one unit costs under one strategy: the terms of which memory and time of a step are made."""
 
 from collections.abc import Sequence
+from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 from dshard import arguments
 from dshard.layout import ALIGN_BYTES, HEADER_BYTES, MIN_DIRECT_BYTES, ROW_NUMEL, SMALL_GRAD_BYTES, flags_numel
 from dshard.planner.costs import COUNTER_BYTES, Cluster, ModelCosts, ParamCosts, UnitCosts, ceil_div
+from dshard.planner.owners import Owners
 from dshard.policies import Strategy, read_per_unit
 
 CLUSTER_WAY = "Pass dshard.planner.cluster_of(device, 512), or what measure_links gave."
@@ -39,6 +41,7 @@ class Option(NamedTuple):
         largest_step_bytes: The same of the parameter that has most.
         row_bytes: Of rows in which the step computes small parameters: they, and their gradients, beside the others.
         long_row_bytes: The same with temporaries of all of them, where the others are stepped one by one.
+        owners_bytes: While owners step the parameters that are cut as its own ones that they step; 0 if it has none.
         gather_s: Exposed unless hidden behind the forward before it; of the first forward of a step.
         gather_again_s: The same in later forwards of the step.
         gather_backward_s: The same in backward.
@@ -48,7 +51,7 @@ class Option(NamedTuple):
         backward_comm_s: Likewise.
         reduce_s: Its reduction, in the last backward of a step.
         reduce_early_s: The same in earlier ones.
-        optimizer_s: The optimizer's step on what this rank holds.
+        optimizer_s: The optimizer's step on what this rank holds, and what owners step, with its way there and back.
         activation_bytes: What its forward keeps until its backward.
     """
 
@@ -71,6 +74,7 @@ class Option(NamedTuple):
     largest_step_bytes: int
     row_bytes: int
     long_row_bytes: int
+    owners_bytes: int
     gather_s: float
     gather_again_s: float
     gather_backward_s: float
@@ -131,15 +135,19 @@ def options_of(model: ModelCosts, strategies: Sequence[Strategy | str], cluster:
         PlacementError: The ranks that share a parameter do not divide those of the cluster.
     """
     given = zip(model.units, strategies, strict=True)
-    num_ranks = cluster.num_ranks
+    num_ranks, owners = cluster.num_ranks, Owners(model, cluster)
     return [
-        options_of_unit((unit,), (Strategy.of(own).on(num_ranks),), cluster, model.num_backwards)[0]
+        options_of_unit((unit,), (Strategy.of(own).on(num_ranks),), cluster, owners, model.num_backwards)[0]
         for unit, own in given
     ]
 
 
 def options_of_unit(
-    kinds: Sequence[UnitCosts], strategies: Sequence[Strategy], cluster: Cluster, num_backwards: int = 1
+    kinds: Sequence[UnitCosts],
+    strategies: Sequence[Strategy],
+    cluster: Cluster,
+    owners: Owners,
+    num_backwards: int = 1,
 ) -> list[Option]:
     """What a unit costs under each of some strategies.
 
@@ -147,6 +155,7 @@ def options_of_unit(
         kinds: The unit under each kind of activation checkpointing, and in each place where it may be kept.
         strategies: Resolved: `Strategy.on`.
         cluster: Devices and links.
+        owners: Of the model that the unit belongs to.
         num_backwards: Micro-batches per step.
 
     Returns:
@@ -158,7 +167,7 @@ def options_of_unit(
         for strategy in strategies:
             key = sharing(strategy, cluster.num_ranks), strategy.num_slices, unit.is_offloaded
             if key not in known:
-                known[key] = _Cut(unit, *key[:2], cluster)
+                known[key] = _Cut(unit, *key[:2], cluster, owners)
             found.append(_option(unit, strategy, known[key], num_backwards, cluster))
     return found
 
@@ -205,6 +214,7 @@ def _option(unit: UnitCosts, strategy: Strategy, cut: "_Cut", num_backwards: int
         largest_step_bytes=max(cut.steps, default=0),
         row_bytes=cut.rows,
         long_row_bytes=cut.long_rows,
+        owners_bytes=cut.owners_bytes,
         gather_s=cut.gather_s,
         gather_again_s=gather_again_s,
         gather_backward_s=gather_backward_s,
@@ -214,7 +224,7 @@ def _option(unit: UnitCosts, strategy: Strategy, cut: "_Cut", num_backwards: int
         backward_comm_s=cut.backward_comm_s,
         reduce_s=cut.reduce_s,
         reduce_early_s=reduce_early_s,
-        optimizer_s=unit.optimizer_s * cut.share + unit.optimizer_start_s,
+        optimizer_s=unit.optimizer_s * cut.share + unit.optimizer_start_s + cut.owners_s(unit),
         activation_bytes=unit.activation_bytes,
     )
 
@@ -227,10 +237,13 @@ class _Cut:
         within: Ranks that share each parameter.
         num_slices: In which those are used that can be split.
         cluster: Devices and links.
+        owners: Of the whole model.
     """
 
-    def __init__(self, unit: UnitCosts, within: int, num_slices: int, cluster: Cluster) -> None:
+    def __init__(self, unit: UnitCosts, within: int, num_slices: int, cluster: Cluster, owners: Owners) -> None:
         self._unit, self._within, self._num_slices, self._cluster = unit, within, num_slices, cluster
+        self._owners, self._owned = owners, [param for param in unit.params if param.owner_work]
+        self.owners_bytes = owners.step_bytes(within, unit.is_offloaded) if self._owned else 0
         self._split = [param for param in unit.params if param.can_split and num_slices > 1]
         self._rest = [param for param in unit.params if not (param.can_split and num_slices > 1)]
         self._size_parameters()
@@ -261,11 +274,13 @@ class _Cut:
             self.stored, self.steps, self.rows, self.long_rows = 0, list[int](), 0, 0
             self.moving += row if within > 1 or cast else 0  # else what arrives is what is used
             return
-        states = sum(p.state_bytes_of(n) + COUNTER_BYTES * (p.state_bytes_per_element > 0) for p, n in shards)
+        stepped = [(p, n) for p, n in shards if not p.owner_work]
+        states = sum(p.state_bytes_of(n) + COUNTER_BYTES * (p.state_bytes_per_element > 0) for p, n in stepped)
+        states += ceil(sum(p.state_bytes_of(p.numel) for p in self._owned) * self._owners.state_share)
         beside = sum(p.shard_numel(within) * p.gather_itemsize for p in rest if p.is_beside or p.numel == 1)
         self.stored = row + states + (beside if is_once else 0)
-        self.steps = [n * p.step_bytes_per_element for p, n in shards]
-        in_rows = [(n, p) for p, n in shards if p.grad_itemsize and p.numel > 1 and n <= ROW_NUMEL]
+        self.steps = [n * p.step_bytes_per_element for p, n in stepped]
+        in_rows = [(n, p) for p, n in stepped if p.grad_itemsize and p.numel > 1 and n <= ROW_NUMEL]
         self.rows = sum(n * 2 * p.stored_itemsize for n, p in in_rows)
         self.long_rows = self.rows + sum(n * p.step_bytes_per_element for n, p in in_rows)
 
@@ -361,6 +376,10 @@ class _Cut:
         out_bytes = sum(p.shard_numel(within) * p.stored_itemsize for p in rest if p.grad_itemsize)
         self.homing_s = unit.home_s_per_byte * out_bytes
         self.reduce_s = max(reduce_s, self.homing_s)  # a copy home runs beside the next reduction
+
+    def owners_s(self, unit: UnitCosts) -> float:
+        """Owners' steps, as far as the unit goes: what the rank that has most computes, and the way there and back."""
+        return unit.owners_s * self._owners.work_share + self._owners.exchange_s(self._owned, self._within)
 
     def computing_s(self, unit: UnitCosts, own_s: float, comm_s: float) -> float:
         """A computation in steps, each of which waits for its slice: all but one of them hide what comes later."""

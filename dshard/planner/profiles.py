@@ -6,13 +6,14 @@ from functools import partial
 from itertools import accumulate
 from math import prod
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dshard import arguments
 from dshard.errors import PlanError
+from dshard.layout import product_cost
 from dshard.planner.costs import Cluster, ModelCosts, ParamCosts, UnitCosts, Work
 from dshard.planner.devices import Device, bounds_s
 from dshard.planner.flops import Op
@@ -21,6 +22,41 @@ from dshard.planner.rates import Rates, cluster_of, family_of, kind_of
 from dshard.planner.steps import is_cut, pieces_of, shape_of
 from dshard.planner.tracing import Trace
 from dshard.policies import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class WholeSteps:
+    """An optimizer that works on whole parameters, each stepped by its owner; by default Muon.
+
+    Args:
+        params: Names of the parameters that it has; None for all matrices.
+        state_bytes_per_element: Of it, between steps.
+        step_bytes_per_element: Of it, while it steps one: of Muon what is known of a square matrix.
+        flops_per_product: Of its step, for each product of numbers that a matrix times itself takes: Muon's five
+            iterations are three products each, of which a matrix that is far from square has two.
+    """
+
+    params: Sequence[str] | None = None
+    state_bytes_per_element: float = 4
+    step_bytes_per_element: int = 12
+    flops_per_product: float = 30
+
+    def __post_init__(self) -> None:
+        names = ("state_bytes_per_element", "step_bytes_per_element", "flops_per_product")
+        arguments.fields(self, arguments.from_0, *names)
+        arguments.fields(self, _names, "params")
+
+    def has(self, name: str, param: Tensor) -> bool:
+        """Whether it steps a parameter."""
+        return param.requires_grad and (param.ndim == 2 if self.params is None else name in self.params)
+
+
+def _names(who: str, name: str, value: Any) -> Any:
+    """Names of parameters, as a tuple."""
+    if value is None:
+        return None
+    way = "Pass ['blocks.0.weight'], or leave it out."
+    return arguments.several(who, name, value, lambda each: isinstance(each, str), "names of parameters", way)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +75,7 @@ class Training:
         tokens_per_sample: For rates of tokens; 0 where samples have none.
         is_compiled: Whether `torch.compile` fuses what is neither product nor attention. Needs a device and a profile,
             whose constant "fused" says what is left of its memory traffic.
+        whole: What an optimizer such as Muon steps; the rest is stepped by the one that is told of above.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -49,6 +86,7 @@ class Training:
     num_backwards: int = 1
     tokens_per_sample: int = 0
     is_compiled: bool = False
+    whole: WholeSteps | None = None
 
     def __post_init__(self) -> None:
         arguments.fields(self, arguments.dtype, "compute_dtype", "reduce_dtype", or_none=True)
@@ -56,6 +94,8 @@ class Training:
         arguments.fields(self, arguments.boolean, "steps_together", "is_compiled")
         arguments.fields(self, arguments.count, "num_backwards")
         arguments.fields(self, arguments.count, "tokens_per_sample", least=0)
+        way = "Pass dshard.planner.WholeSteps()."
+        arguments.instance("Training", "whole", self.whole, WholeSteps, way, or_none=True)
 
 
 class UnitTimes(NamedTuple):
@@ -88,6 +128,7 @@ def costs_of(
     device: Device | None = None,
     times: Sequence[UnitTimes] | None = None,
     optimizer_s_per_byte: float = 0.0,
+    product_s_per_flop: float = 0.0,
     overhead: Overhead = Overhead(),
     batch_size: int = 1,
     rates: Rates | None = None,
@@ -108,6 +149,7 @@ def costs_of(
         device: Tells times from operations, unless they are given.
         times: Measured ones, for each part of the trace.
         optimizer_s_per_byte: Of what an optimizer's step reads and writes; a device tells its own.
+        product_s_per_flop: Of products of matrices in bf16, as an owner's step runs them; a device tells its own.
         overhead: Of dshard itself, for each parameter: what it adds to measured times.
         batch_size: Samples of the traced step.
         rates: Which parts of the device's figures are reached; None for those of its efficiency.
@@ -126,6 +168,7 @@ def costs_of(
         times = [UnitTimes(forward.total_s, backward.total_s) for forward, backward in works]
         reached = device.memory_bytes_per_s * device.efficiency.memory
         optimizer_s_per_byte = 1 / reached if rates is None else rates.seconds_per_byte(device)
+        product_s_per_flop = _product_s_per_flop(device, rates)
     units, params = [], _params_of(model, training, dims)
     names = {module: name for name, module in model.named_modules()}
     for i, memory in zip(trace.order, _memory_of(trace), strict=True):
@@ -141,6 +184,7 @@ def costs_of(
             forward_transient_bytes=memory.forward,
             backward_transient_bytes=memory.backward,
             gradients_transient_bytes=memory.gradients,
+            owners_s=sum(p.owner_work for p in own) * product_s_per_flop,
             optimizer_start_s=overhead.optimizer_s * num_trained,
             slice_overhead_s=device.efficiency.kernel_s if device is not None else 2e-5,
             is_used_in_backward=i not in trace.unused_in_backward,
@@ -195,6 +239,13 @@ def _works_of(
     cut = None if num_cut == 1 else cluster_of(device, num_cut, profile=rates)
     told = partial(work_of, device=device, rates=rates, is_compiled=training.is_compiled, cut=cut)
     return [(told(forward), told(backward)) for forward, backward in ops]
+
+
+def _product_s_per_flop(device: Device, rates: Rates | None) -> float:
+    """Time of a product of large matrices in bf16, per operation."""
+    many = 1e15  # of which nothing else counts
+    product = Op("aten.mm", int(many), 0, torch.bfloat16)
+    return work_of([product], device, rates).products_s / many
 
 
 def _buffer_bytes(model: nn.Module) -> int:
@@ -252,15 +303,42 @@ def _memory_of(trace: Trace) -> list[_Memory]:
 
 
 def _params_of(model: nn.Module, training: Training, dims: Mapping[str, int]) -> dict[str, ParamCosts]:
+    owned = _owned(model, training.whole) if training.whole is not None else frozenset[str]()
     splittable = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding))}
     return {
-        name: _param_costs(name, param, dims.get(name, 0), training, splittable)
+        name: _param_costs(name, param, dims.get(name, 0), training, splittable, is_owned=name in owned)
         for name, param in model.named_parameters()
     }
 
 
-def _param_costs(name: str, param: Tensor, dim: int, training: Training, splittable: set[int]) -> ParamCosts:
-    stored = param.element_size()
+def _owned(model: nn.Module, whole: WholeSteps) -> frozenset[str]:
+    """Names of the parameters that owners step.
+
+    Raises:
+        PlanError: The model has no parameter of some name, or it is cut over ranks.
+    """
+    known = dict(model.named_parameters())
+    unknown = sorted({*(whole.params or ())} - known.keys())
+    if unknown:
+        raise PlanError(
+            f"plan: WholeSteps.params must name parameters of the model, but it has no {unknown[0]!r}. Pass some of "
+            "the names in model.named_parameters()."
+        )
+    found = frozenset(name for name, param in known.items() if whole.has(name, param))
+    for name in found:
+        if is_cut(known[name]):
+            raise PlanError(
+                f"plan: WholeSteps.params must be parameters that one rank can have whole, but {name} is cut over "
+                "others, as by tensor parallelism; such a one is stepped by all of them. Leave it out of params."
+            )
+    return found
+
+
+def _param_costs(
+    name: str, param: Tensor, dim: int, training: Training, splittable: set[int], *, is_owned: bool
+) -> ParamCosts:
+    stored, whole = param.element_size(), training.whole
+    optimizer = whole if is_owned and whole is not None else training
     casts = param.dtype.is_floating_point and training.compute_dtype is not None
     gathered = training.compute_dtype.itemsize if casts and training.compute_dtype is not None else stored
     reduced = training.reduce_dtype.itemsize if training.reduce_dtype is not None else gathered
@@ -273,10 +351,11 @@ def _param_costs(name: str, param: Tensor, dim: int, training: Training, splitta
         stored_itemsize=stored,
         gather_itemsize=gathered,
         grad_itemsize=reduced if param.requires_grad else 0,
-        state_bytes_per_element=training.state_bytes_per_element if param.requires_grad else 0,
-        step_bytes_per_element=training.step_bytes_per_element if param.requires_grad else 0,
+        state_bytes_per_element=optimizer.state_bytes_per_element if param.requires_grad else 0,
+        step_bytes_per_element=optimizer.step_bytes_per_element if param.requires_grad else 0,
         can_split=id(param) in splittable and not is_cut(param) and dim == 0,
         dim=dim,
+        owner_work=product_cost(shape) * optimizer.flops_per_product if isinstance(optimizer, WholeSteps) else 0.0,
     )
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from dshard.planner.costs import Cluster, ModelCosts, ParamCosts, UnitCosts
 from dshard.planner.memory import Ints, MemoryRows
 from dshard.planner.options import Option, options_of_unit, table_of
+from dshard.planner.owners import Owners
 from dshard.planner.texts import Progress, silent
 from dshard.policies import Strategy
 
@@ -65,6 +66,7 @@ class Chain:
         `len(strategies)`.
         """
         strategies = [strategy.on(cluster.num_ranks) for strategy in strategies]
+        owners = Owners(model, cluster)
         known: dict[object, int] = {}  # layers that repeat are computed once
         distinct, kinds = list[list[Option]](), []
         for unit in model.units:
@@ -72,7 +74,7 @@ class Chain:
             if key not in known:
                 known[key] = len(distinct)
                 each = [unit.of_kind(kind) for kind in model.kinds]
-                distinct.append(options_of_unit(each, strategies, cluster, model.num_backwards))
+                distinct.append(options_of_unit(each, strategies, cluster, owners, model.num_backwards))
             kinds.append(known[key])
         again = model.num_backwards > 1
         table = table_of(distinct)

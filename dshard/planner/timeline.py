@@ -152,6 +152,8 @@ def _run(model: ModelCosts, options: Sequence[Option], *, overlaps: bool) -> _St
         _run_forward(streams, options, [o.gather_again_s if number else o.gather_s for o in options])
         _run_backward(streams, options, [o.reduce_s if is_last else o.reduce_early_s for o in options])
     for i, option in enumerate(options):
+        if option.owners_bytes:
+            streams.starts.append((streams.compute_free_s, "owners", i))
         streams.compute(i, "step", streams.compute_free_s, option.optimizer_s)
     return streams
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dshard.collectives import ReduceOp, ShardGroup, all_reduce
 from dshard.errors import PlanError
-from dshard.planner.measuring import measure, optimizer_seconds_per_byte, timed_s
+from dshard.planner.measuring import measure, optimizer_seconds_per_byte, product_seconds_per_flop, timed_s
 from dshard.planner.profiles import Overhead, UnitTimes
 from dshard.planner.steps import Part, resized
 from dshard.planner.texts import Progress
@@ -117,6 +117,11 @@ class MeasuredSteps:
     def optimizer_s_per_byte(self) -> float:
         """Of what the optimizer reads and writes."""
         return self._agreed([optimizer_seconds_per_byte(self._device)], ReduceOp.MAX)[0]
+
+    @cached_property
+    def product_s_per_flop(self) -> float:
+        """Of products of matrices in bf16, as owners of whole parameters run them."""
+        return self._agreed([product_seconds_per_flop(self._device)], ReduceOp.MAX)[0]
 
     @cached_property
     def overhead(self) -> Overhead:

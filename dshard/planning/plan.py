@@ -279,6 +279,7 @@ class Profile:
             kinds,
             times=self._steps.times(batch, kinds),
             optimizer_s_per_byte=self._steps.optimizer_s_per_byte,
+            product_s_per_flop=0.0 if self._training.whole is None else self._steps.product_s_per_flop,
             overhead=self._steps.overhead,
             source=self._steps.source(batch, kinds),
         )

@@ -1,7 +1,9 @@
 """Bytes of all tensors that are alive on a rank while it trains, counted storage by storage."""
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,9 +19,9 @@ from torch.utils._pytree import tree_iter
 from dshard.collectives import Buffer, BufferPool, HostValues
 from dshard.collectives.host import arena as host_arena
 from dshard.collectives.host.arena import Arena
+from dshard.optimizer.owners import Owners
 from dshard.planner.steps import pieces_of
 from dshard.tensor import ShardedTensor
-from dshard.units.unit import Unit
 
 
 def _is_others(tensor: Tensor) -> bool:
@@ -49,6 +51,7 @@ class CountedPeak(TorchDispatchMode):
     def __init__(self, host_copies: Sequence[HostValues] = ()) -> None:
         super().__init__()
         self._host_copies = host_copies
+        self.pools = weakref.WeakSet[BufferPool]()  # that have given out memory since
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._most_bytes = 0  # that may be alive: what was counted last, and all that came since
         self.num_bytes = 0  # at the peak
@@ -73,10 +76,14 @@ class CountedPeak(TorchDispatchMode):
     def alive_bytes(self) -> int:
         """Bytes that are alive now."""
         self._alive = {key: (ref, size) for key, (ref, _) in self._alive.items() if (size := _size_of(ref)) is not None}
-        idle = sum(self._alive.get(key, (None, 0))[1] for key in _idle() | self._maps())
+        idle = sum(self._alive.get(key, (None, 0))[1] for key in self._idle() | self._maps())
         self._most_bytes = sum(num_bytes for _, num_bytes in self._alive.values()) - idle
         self._most_bytes += sum(copies.bytes_beside for copies in self._host_copies)
         return self._most_bytes
+
+    def _idle(self) -> set[int]:
+        """The storages that pools keep, or may take back."""
+        return {memory.untyped_storage()._cdata for pool in self.pools for memory in pool.idle()}
 
     def _maps(self) -> set[int]:
         """The storages that map full values which a host has once."""
@@ -100,21 +107,26 @@ class CountedPeak(TorchDispatchMode):
         return out
 
 
-def _idle() -> set[int]:
-    """The storages that pools keep, or may take back."""
-    pools = {id(unit.model.pool): unit.model.pool for unit in Unit.alive}.values()
-    return {memory.untyped_storage()._cdata for pool in pools for memory in pool.idle()}
+def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """What an optimizer keeps on this rank: of what owners step whole tensors, where this rank is the owner."""
+    owners: Owners | None = vars(optimizer).get("_dshard_owners")
+    for param, states in optimizer.state.items():
+        holding = owners.holdings.get(id(param)) if owners is not None else None
+        if holding is not None and holding.is_held:
+            yield from holding.tensors.values()
+        else:
+            yield from tree_iter(states)
 
 
 @contextmanager
-def counted_peak(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[CountedPeak]:
+def counted_peak(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Iterator[CountedPeak]:
     """Count the most bytes that are alive on this rank at one time within the block: `num_bytes` of what it gives.
 
     Best after a step or two, when what is gathered ahead is known. An operation takes several times as long meanwhile.
 
     Args:
         model: Sharded or not. Its parameters, gradients, buffers and gathered copies count from the start.
-        optimizer: Its states count from the start.
+        optimizers: Their states count from the start.
 
     Communicates:
         Nothing; gradients that are on their way are waited for.
@@ -125,15 +137,15 @@ def counted_peak(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
 
     def take_counted(self: BufferPool, num_bytes: int, device: torch.device, arena: Arena | None = None) -> Buffer:
         buffer = take(self, num_bytes, device, arena)
+        counted.pools.add(self)
         counted.note(buffer.memory, is_new=True)
         counted.sample()
         return buffer
 
     for value in (*model.parameters(), *model.buffers(), *(param.grad for param in model.parameters())):
         counted.note(value)
-    for state in optimizer.state.values() if optimizer is not None else ():
-        for value in tree_iter(state):
-            counted.note(value)
+    for value in chain.from_iterable(map(_states_of, optimizers)):
+        counted.note(value)
     for unit in units:
         for copies in (unit.copies, unit.exact):
             for buffer in copies.memories:

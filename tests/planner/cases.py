@@ -12,17 +12,18 @@ STRATEGIES = ("ddp", "zero1", "zero2", "keep", "full", "hybrid(2)", "hybrid(2, k
 
 @st.composite
 def params(draw, name):
-    stored = draw(st.sampled_from([2, 4]))
+    stored, trained = draw(st.sampled_from([2, 4])), draw(st.sampled_from([0, 2, 4]))
     return ParamCosts(
         name,
         draw(st.integers(1, 40)),
         draw(st.sampled_from([1, 7, 64, 3000])),
         stored_itemsize=stored,
         gather_itemsize=draw(st.sampled_from([2, 4])),
-        grad_itemsize=draw(st.sampled_from([0, 2, 4])),
+        grad_itemsize=trained,
         state_bytes_per_element=draw(st.sampled_from([0, 8])),
         step_bytes_per_element=draw(st.sampled_from([0, 4])),
         can_split=draw(st.booleans()),
+        owner_work=draw(st.sampled_from([0, 0, 0, 1, 3])) if trained else 0,
     )
 
 
@@ -41,6 +42,7 @@ def units(draw, name):
         backward_transient_bytes=draw(num_bytes),
         gradients_transient_bytes=draw(st.none() | st.integers(-kept, 300_000)),
         optimizer_s=draw(seconds) / 10,
+        owners_s=draw(seconds) / 10,
         optimizer_start_s=draw(seconds) / 30,
         slice_overhead_s=draw(seconds) / 50,
         is_used_in_backward=draw(st.sampled_from([True, True, False])),

@@ -2,6 +2,8 @@
 
 from math import ceil, floor, log2
 
+from dshard import layout
+
 FLAGS = 16
 HEADER = 64
 
@@ -12,6 +14,8 @@ def counted_peak(model, names, cluster):
     peak, last = 0, len(units) - 1
     held = model.buffer_bytes + sum(u.held for u in units)
     activations = kept = 0
+    owners = _Owners(model, cluster)
+    held += sum(ceil(u.owned_states * owners.share) for u in units)
     is_first = model.num_backwards == 1
     arrived = 0 if is_first else sum(u.grad + u.waiting for u in units)
     for i, u in enumerate(units):
@@ -48,10 +52,127 @@ def counted_peak(model, names, cluster):
         swapped = units[1].among_late
     peak = max(peak, held + arrived + units[0].flying + units[0].sums + swapped)
     arrived += (units[0].grad + units[0].waiting) * is_first
+    withins = {u.within for u in units if any(p.owner_work for p in u.costs.params)}
+    peak = max([peak, *(held + arrived + owners.peak(within) for within in withins)])
     if model.steps_together:
         return max(peak, held + arrived + sum(u.in_rows + sum(u.steps) for u in units))
     in_rows = sum(u.in_rows + u.in_rows_temporaries for u in units)
-    return max(peak, held + arrived + in_rows + max(max(u.steps) for u in units))
+    return max(peak, held + arrived + in_rows + max(max(u.steps, default=0) for u in units))
+
+
+class _Owners:
+    """Steps of whole parameters, as a walk of one rank after the other through what it allocates and frees."""
+
+    def __init__(self, model, cluster):
+        self.params = [p for unit in model.units for p in unit.params if p.owner_work]
+        self.cluster, self.num_ranks = cluster, cluster.num_ranks
+        self.owners = layout.assign([p.owner_work for p in self.params], self.num_ranks)
+        states = [p.numel * p.state_bytes_per_element for p in self.params]
+        kept = [
+            sum(n for n, owner in zip(states, self.owners, strict=True) if owner == r) for r in range(self.num_ranks)
+        ]
+        self.share = max(kept) / sum(kept) if sum(kept) else 0
+
+    def rounds(self):
+        """Of each, the places of its parameters, by owner."""
+        mine = {}
+        for place in sorted(range(len(self.params)), key=lambda i: -self.size(i)):
+            known = mine.setdefault(self.owners[place], [])
+            if known and sum(map(self.size, known[-1])) + self.size(place) <= layout.ROUND_BYTES:
+                known[-1].append(place)
+            else:
+                known.append([place])
+        return [
+            {owner: known[number] if number < len(known) else [] for owner, known in mine.items()}
+            for number in range(max(map(len, mine.values())))
+        ]
+
+    def size(self, place):
+        return self.params[place].numel * self.params[place].stored_itemsize
+
+    def peak(self, within):
+        """The most bytes of any rank where parameters are cut over so many."""
+        return max(self.peak_of(rank, within) for rank in range(self.num_ranks))
+
+    def peak_of(self, rank, within):
+        cluster, rounds, gloo = self.cluster, self.rounds(), self.cluster.keeps_received_rows
+        is_one_host = cluster.num_ranks <= cluster.ranks_per_host
+        in_place = cluster.inside.in_place is not None
+        shares = within > 1 and in_place and (is_one_host or cluster.ranks_per_host % within == 0)
+        replicas_share = within < self.num_ranks and in_place and is_one_host
+        first, num_replicas = rank // within * within, self.num_ranks // within
+        live, most = {}, 0
+
+        def slots(members, owner):
+            padded = (ceil(self.params[i].length / within) * self.params[i].index_numel for i in members.get(owner, []))
+            sizes = (n * self.params[i].stored_itemsize for n, i in zip(padded, members.get(owner, []), strict=True))
+            return sum(ceil(n / 16) * 16 for n in sizes)
+
+        def among(members, start):
+            return sum(slots(members, owner) for owner in range(start, start + within))
+
+        in_all_rounds = max(2 * within * slots(members, owner) for members in rounds for owner in range(self.num_ranks))
+
+        def total_of(members):
+            return sum(slots(members, owner) for owner in range(self.num_ranks))
+
+        def take(**given):
+            nonlocal most
+            live.update(given)
+            most = max(most, sum(live.values()))
+
+        def fetch(number):
+            live.pop(f"unread {number - 3}", None)
+            members = rounds[number]
+            row, rows = 2 * among(members, first), 2 * slots(members, rank) * (within - 1 if gloo else within)
+            take(**{f"in {number}": in_all_rounds if shares else row + rows * (within > 1)})
+
+        def part_of(members):
+            """What a rank puts out for its replicas, and with it what it gets where that comes padded."""
+            largest = max(among(members, start) for start in range(0, self.num_ranks, within))
+            if replicas_share:
+                return largest
+            return among(members, first) if gloo else largest * (num_replicas + 1)
+
+        def leave(number):
+            """What comes of a round goes to the shards, by way of the replicas."""
+            live.pop(f"unread part {number - 1}", None)
+            if within > 1:
+                sent = live.pop(f"sent {number}")
+                live.update({f"unread {number}": sent} if shares else {})
+            if num_replicas > 1 and (within > 1 or not (gloo or replicas_share)):
+                take(**{f"part {number}": part_of(rounds[number]), "all": total_of(rounds[number])})
+                del live["all"]
+            part = live.pop(f"part {number}", 0)
+            live.update({f"unread part {number}": part} if replicas_share else {})
+            live.pop(f"sent {number}", None)
+            del live[f"out {number}"]
+
+        fetch(0)
+        for number, members in enumerate(rounds):
+            own = members.get(rank, [])
+            whole = sum(map(self.size, own))
+            take(values=whole, gradients=whole)
+            if not shares:
+                del live[f"in {number}"]
+            if number + 1 < len(rounds):
+                fetch(number + 1)
+            take(
+                temporaries=max((self.params[i].numel * self.params[i].step_bytes_per_element for i in own), default=0)
+            )
+            del live["temporaries"], live["gradients"]
+            live.pop(f"in {number}", None)  # the peers have read it
+            if within == 1 and num_replicas > 1:
+                comes_at_once = gloo or replicas_share  # else it is copied from rows that have come
+                take(**{f"part {number}": part_of(members), f"out {number}": total_of(members) * comes_at_once})
+            else:
+                sent = in_all_rounds if shares else within * slots(members, rank)
+                take(**{f"sent {number}": sent, f"out {number}": among(members, first) * (within > 1)})
+            del live["values"]
+            if number:
+                leave(number - 1)
+        leave(len(rounds) - 1)
+        return most
 
 
 def summed_step(options, num_backwards, *, overlaps):
@@ -93,16 +214,20 @@ class _Unit:
         is_one_host = cluster.num_ranks <= cluster.ranks_per_host
         shares = cluster.inside.in_place is not None and (is_one_host or cluster.ranks_per_host % within == 0)
         shares, replicas_share = shares and within > 1, cluster.inside.in_place is not None and is_one_host
+        self.within, self.owned_states = within, 0
         self.held = split_grads = gathered = moving = raw_large = raw_small = 0
         slice_use = slice_raw = num_sent = num_split = widest = row = converted = 0
         slice_grad = 0, 4
         converts, self.steps, self.in_rows, self.in_rows_temporaries = False, [], 0, 0
         for p in costs.params:
             shard = ceil(p.length / within) * p.index_numel
-            self.held += shard * (p.stored_itemsize + p.state_bytes_per_element)
-            self.held += 4 if p.state_bytes_per_element else 0
-            self.steps.append(shard * p.step_bytes_per_element)
-            if p.grad_itemsize and p.numel > 1 and shard <= 1024:
+            self.held += shard * p.stored_itemsize
+            if p.owner_work:
+                self.owned_states += p.numel * p.state_bytes_per_element
+            else:
+                self.held += shard * p.state_bytes_per_element + (4 if p.state_bytes_per_element else 0)
+                self.steps.append(shard * p.step_bytes_per_element)
+            if not p.owner_work and p.grad_itemsize and p.numel > 1 and shard <= 1024:
                 self.in_rows += 2 * shard * p.stored_itemsize
                 self.in_rows_temporaries += shard * p.step_bytes_per_element
             casts = p.gather_itemsize != p.stored_itemsize

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dshard import ArgumentError, PlacementError, PlanError
+from dshard import ArgumentError, PlacementError, PlanError, layout
 from dshard.planner import (
     Cluster,
     Link,
@@ -41,7 +41,9 @@ def slow_cluster(seconds_per_gather, num_ranks=2):
 @given(models(), clusters(), st.data())
 def test_peak_bytes_is_what_a_walk_through_the_step_counts(model, cluster, data):
     names = choices(data.draw, model)
-    assert peak_bytes(model, names, cluster) == counted_peak(model, names, cluster)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "ROUND_BYTES", data.draw(st.sampled_from([1 << 12, 1 << 17, layout.ROUND_BYTES])))
+        assert peak_bytes(model, names, cluster) == counted_peak(model, names, cluster)
 
 
 @ALWAYS
@@ -80,6 +82,27 @@ def test_bytes_of_each_strategy_are_those_of_the_formula():
         *("backward", "gradients", "slices", "backward", "gradients", "slices", "reduce", "reduce"),
         *("step", "step"),
     ]
+
+
+def test_owners_share_out_work_and_states_and_what_they_exchange_takes_time():
+    works = {"a": 3, "b": 2, "c": 2}  # at best 4 for one of two ranks
+    params = tuple(
+        ParamCosts(name, 1024, 1024, state_bytes_per_element=4, step_bytes_per_element=12, owner_work=work)
+        for name, work in works.items()
+    )
+    unit = UnitCosts("w", params, forward_s=1.0, backward_s=2.0, owners_s=7.0)
+    model, cluster, size = ModelCosts((unit,)), slow_cluster(1.0), 4 << 20
+    full, ddp = (options_of(model, [name], cluster)[0] for name in ("full", "ddp"))
+    # A gather of 4 MiB takes a second. A rank sends its half of three values and gradients, and of three values.
+    assert full.optimizer_s == pytest.approx(4 + 2 * 1.5 + 1.5)
+    assert ddp.optimizer_s == pytest.approx(4 + 3)  # under ddp it has what it needs, and sends values to its replicas
+    assert full.held_bytes == 3 * size // 2 + 2 * size  # shards, and the states of two
+    assert ddp.held_bytes == 3 * size + 2 * size
+    # Rows of halves of six tensors, both halves of the four that two are made of, and those four.
+    assert full.owners_bytes == 3 * size + 4 * size + 4 * size
+    # Two that are sent, as many from each rank, and all three together.
+    assert ddp.owners_bytes == 2 * size + 4 * size + 3 * size
+    assert [m.phase for m in moments(model, ["full"], cluster)][-2:] == ["owners", "step"]
 
 
 def test_slices_shrink_the_gathered_weight_and_its_gradient():
