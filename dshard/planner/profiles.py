@@ -31,9 +31,9 @@ class WholeSteps:
     Args:
         params: Names of the parameters that it has; None for all matrices.
         state_bytes_per_element: Of it, between steps.
-        step_bytes_per_element: Of it, while it steps one: of Muon what is known of a square matrix.
-        flops_per_product: Of its step, for each product of numbers that a matrix times itself takes: Muon's five
-            iterations are three products each, of which a matrix that is far from square has two.
+        step_bytes_per_element: Of it, while it steps one; of Muon that of a square matrix.
+        flops_per_product: Of its step, for each product of numbers in a matrix times its transpose. Muon has five
+            iterations of three such products, of two operations each: 30 of a square matrix, 20 of a long one.
     """
 
     params: Sequence[str] | None = None
@@ -46,17 +46,13 @@ class WholeSteps:
         arguments.fields(self, arguments.from_0, *names)
         arguments.fields(self, _names, "params")
 
-    def has(self, name: str, param: Tensor) -> bool:
-        """Whether it steps a parameter."""
-        return param.requires_grad and (param.ndim == 2 if self.params is None else name in self.params)
-
 
 def _names(who: str, name: str, value: Any) -> Any:
     """Names of parameters, as a tuple."""
     if value is None:
         return None
     way = "Pass ['blocks.0.weight'], or leave it out."
-    return arguments.several(who, name, value, lambda each: isinstance(each, str), "names of parameters", way)
+    return arguments.several(who, name, value, lambda each: isinstance(each, str), "names of parameters or None", way)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,13 +314,14 @@ def _owned(model: nn.Module, whole: WholeSteps) -> frozenset[str]:
         PlanError: The model has no parameter of some name, or it is cut over ranks.
     """
     known = dict(model.named_parameters())
-    unknown = sorted({*(whole.params or ())} - known.keys())
+    names = [name for name, param in known.items() if param.ndim == 2] if whole.params is None else whole.params
+    unknown = sorted({*names} - known.keys())
     if unknown:
         raise PlanError(
             f"plan: WholeSteps.params must name parameters of the model, but it has no {unknown[0]!r}. Pass some of "
             "the names in model.named_parameters()."
         )
-    found = frozenset(name for name, param in known.items() if whole.has(name, param))
+    found = frozenset(name for name in names if known[name].requires_grad)
     for name in found:
         if is_cut(known[name]):
             raise PlanError(

@@ -83,12 +83,16 @@ WORDS = {  # after "must be"
     "numbers of neighbours": "numbers of neighbouring ranks, above 1",
     "sizes": "two numbers of bytes or more",
     "names of modules": "names of modules",
+    "names of parameters": "names of parameters",
     "rates of dtypes": "a dict of finite numbers above 0 by names of dtypes",
     "constants": "a dict of Constants by their names",
     "links by ranks": "a dict of Links by numbers of ranks",
     "costs of units": "a list of UnitCosts",
     "costs of params": "a list of ParamCosts",
-    **{name: f"a {name}" for name in ("Cluster", "Links", "Link", "Measured", "ModelCosts", "Training", "Wire")},
+    **{
+        name: f"a {name}"
+        for name in ("Cluster", "Links", "Link", "Measured", "ModelCosts", "Training", "WholeSteps", "Wire")
+    },
     "Efficiency": "an Efficiency",
     "anything": "anything",
 }
@@ -294,11 +298,12 @@ TABLE = {  # "?": or None
         "step_bytes_per_element": "at least 0",
         "can_split": "bool",
         "dim": "from 0",
+        "owner_work": "at least 0",
     },
     "UnitCosts": {
         "name": "anything",
         "params": "costs of params",
-        **dict.fromkeys(("forward_s", "backward_s", "optimizer_s", "optimizer_start_s"), "at least 0"),
+        **dict.fromkeys(("forward_s", "backward_s", "optimizer_s", "owners_s", "optimizer_start_s"), "at least 0"),
         **dict.fromkeys(("slice_overhead_s", "home_s_per_byte", "activation_bytes"), "at least 0"),
         **dict.fromkeys(("forward_transient_bytes", "backward_transient_bytes"), "at least 0"),
         "gradients_transient_bytes": "bytes below 0 too?",
@@ -318,6 +323,11 @@ TABLE = {  # "?": or None
         "num_backwards": "from 1",
         "tokens_per_sample": "from 0",
         "is_compiled": "bool",
+        "whole": "WholeSteps?",
+    },
+    "WholeSteps": {
+        "params": "names of parameters?",
+        **dict.fromkeys(("state_bytes_per_element", "step_bytes_per_element", "flops_per_product"), "at least 0"),
     },
     "Measured": {"step_s": "above 0", "peak_bytes": "at least 0?"},
     "Wire": {"bytes_per_s": "above 0", "latency_s": "at least 0"},

@@ -82,7 +82,7 @@ FREE = {  # public names without a row, and why
         f"{owner}.{name}": "the planner asks it thousands of times"
         for owner, names in {
             "Cluster": (
-                *("all_gather_s", "in_place_s", "reduce_scatter_s", "all_reduce_s"),
+                *("all_gather_s", "in_place_s", "reduce_scatter_s", "all_reduce_s", "among_replicas_s"),
                 *("is_inside", "shares_memory", "replicas_share_memory"),
             ),
             "Link": ("time_s",),
@@ -266,6 +266,7 @@ class Things:
             "measured": Measured(1.0),
             "trace": dshard.trace(self.sharded),
             "training": Training(),
+            "whole steps": planner.WholeSteps(),
             "rates": planner.published(),
             "device kind": planner.DEVICES["h200"],
             "wire": planner.DEVICES["h200"].within_host,
@@ -380,6 +381,7 @@ RIGHT: dict[str, set[str]] = {  # by what the table says that a kind allows
     "numbers of neighbouring ranks, above 1": {"[2, 4]", *NOTHING},
     "two numbers of bytes or more": {"[2, 4]"},
     "names of modules": {"['x']", "['full']", "['ful']", *NOTHING},
+    "names of parameters": {"['x']", "['full']", "['ful']", *NOTHING},
     "a list of UnitCosts": {"[unit]", *NOTHING},
     "a list of ParamCosts": {"[costs]", *NOTHING},
     "a dict of Links by numbers of ranks": {"{}", "{2: links}"},
@@ -393,6 +395,7 @@ RIGHT: dict[str, set[str]] = {  # by what the table says that a kind allows
     "a Trace": {"trace"},
     "a Training": {"training"},
     "a Wire": {"wire"},
+    "a WholeSteps": {"whole steps"},
     "an Efficiency": {"efficiency"},
     "a World": {"world"},
     "0, or 1 for one XOR row per group of files": {"0", "1"},
@@ -467,6 +470,7 @@ def calls(on: Things) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "ParamCosts": (ParamCosts, {"name": "w", "length": 3, "index_numel": 3}),
         "UnitCosts": (UnitCosts, {"name": "u", "params": unit.params, "forward_s": 1.0, "backward_s": 1.0}),
         "Training": (Training, {}),
+        "WholeSteps": (planner.WholeSteps, {}),
         "Measured": (Measured, {"step_s": 1.0}),
         "Wire": (planner.Wire, {"bytes_per_s": 1.0, "latency_s": 0.0}),
         "Efficiency": (planner.Efficiency, {f: getattr(planner.EFFICIENCY, f) for f in TABLE["Efficiency"]}),

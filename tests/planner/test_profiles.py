@@ -7,8 +7,8 @@ from torch import nn
 from dshard.errors import ArgumentError, PlanError, StateError
 from dshard.planner.costs import Cluster
 from dshard.planner.devices import DEVICES, device_named
-from dshard.planner.profiles import Training, UnitTimes, costs_of
-from dshard.planner.rates import cluster_of
+from dshard.planner.profiles import Training, UnitTimes, WholeSteps, costs_of
+from dshard.planner.rates import cluster_of, published
 from dshard.planner.tracing import trace
 from tests.planner.models import CASES, parts_of
 
@@ -103,6 +103,31 @@ def test_parameters_have_the_bytes_of_how_they_are_trained():
     frozen = params["tokens.weight"]
     assert (frozen.grad_itemsize, frozen.state_bytes_per_element, frozen.can_split) == (0, 0, True)
     assert not params["norm.weight"].can_split
+
+
+def test_owners_step_what_is_named_and_their_products_take_time():
+    found, model = traced()
+    names = [name for name, param in model.named_parameters() if param.ndim == 2 and name.startswith("blocks.")]
+    units = costs_of(found, model, training=Training(whole=WholeSteps(names)), device=A100).units
+    params = {param.name: param for unit in units for param in unit.params}
+    assert [name for name, param in params.items() if param.owner_work] == names
+    up, norm = params["blocks.0.mlp.up.weight"], params["norm.weight"]
+    assert up.owner_work == 30 * 256 * 64 * 64  # a matrix times itself, 30 times
+    assert (up.state_bytes_per_element, up.step_bytes_per_element) == (4, 12)
+    assert (norm.state_bytes_per_element, norm.step_bytes_per_element) == (8, 4)
+    for unit in units:
+        flops = sum(param.owner_work for param in unit.params)
+        assert unit.owners_s == pytest.approx(flops / (312e12 * A100.efficiency.compute))
+        shards = [param for param in unit.params if not param.owner_work]
+        assert unit.touched_bytes == sum(param.numel * (3 * 4 + 2 * 8) for param in shards)
+    every = costs_of(found, model, training=Training(whole=WholeSteps()), device=A100).units
+    assert {p.name for unit in every for p in unit.params if p.owner_work} == {
+        name for name, param in model.named_parameters() if param.ndim == 2
+    }
+    rated = costs_of(found, model, training=Training(whole=WholeSteps()), device=A100, rates=published()).units
+    assert all(unit.owners_s > 0 for unit in rated if any(param.owner_work for param in unit.params))
+    with pytest.raises(PlanError, match=r"has no 'blocks\.9\.weight'"):
+        costs_of(found, model, training=Training(whole=WholeSteps(["blocks.9.weight"])), device=A100)
 
 
 def test_a_group_across_hosts_shares_the_network_of_a_host():
