@@ -217,7 +217,7 @@ class UnitCosts:
 
     @property
     def touched_bytes(self) -> int:
-        """What the optimizer's step on the whole unit, but for what owners step, reads and writes: its states, too."""
+        """Read and written by the optimizer's step on the whole unit but for what owners step; states, too."""
         trained = [p for p in self.params if p.grad_itemsize and not p.owner_work]
         return sum(p.numel * 3 * p.stored_itemsize + 2 * p.state_bytes_of(p.numel) for p in trained)
 

@@ -162,9 +162,7 @@ def costs_of(
         device = _telling(device, rates, training, tensor_parallel)
         works = _works_of(trace, device, rates, training, tensor_parallel)
         times = [UnitTimes(forward.total_s, backward.total_s) for forward, backward in works]
-        reached = device.memory_bytes_per_s * device.efficiency.memory
-        optimizer_s_per_byte = 1 / reached if rates is None else rates.seconds_per_byte(device)
-        product_s_per_flop = _product_s_per_flop(device, rates)
+        optimizer_s_per_byte, product_s_per_flop = _steps_of(device, rates)
     units, params = [], _params_of(model, training, dims)
     names = {module: name for name, module in model.named_modules()}
     for i, memory in zip(trace.order, _memory_of(trace), strict=True):
@@ -187,9 +185,7 @@ def costs_of(
             source=source if device is None else f"traced, {device.name}",
             modules=tuple(names[module] for module in trace.parts[i].modules),
             checkpointing=kinds[i] if kinds else "none",
-            work=tuple(replace(half, copies_s=took_s) for half, took_s in zip(works[i], copies, strict=True))
-            if works
-            else (),
+            work=_with_copies(works[i], copies) if works else (),
         )
         units.append(replace(unit, optimizer_s=unit.touched_bytes * optimizer_s_per_byte))
     return ModelCosts(
@@ -237,11 +233,16 @@ def _works_of(
     return [(told(forward), told(backward)) for forward, backward in ops]
 
 
-def _product_s_per_flop(device: Device, rates: Rates | None) -> float:
-    """Time of a product of large matrices in bf16, per operation."""
-    many = 1e15  # of which nothing else counts
-    product = Op("aten.mm", int(many), 0, torch.bfloat16)
-    return work_of([product], device, rates).products_s / many
+def _steps_of(device: Device, rates: Rates | None) -> tuple[float, float]:
+    """Seconds per byte of an elementwise step, and per operation of a large product of matrices in bf16."""
+    many = 10**15  # of which nothing else counts
+    product = work_of([Op("aten.mm", many, 0, torch.bfloat16)], device, rates)
+    reached = device.memory_bytes_per_s * device.efficiency.memory
+    return 1 / reached if rates is None else rates.seconds_per_byte(device), product.products_s / many
+
+
+def _with_copies(works: tuple[Work, Work], copies: UnitTimes) -> tuple[Work, ...]:
+    return tuple(replace(half, copies_s=took_s) for half, took_s in zip(works, copies, strict=True))
 
 
 def _buffer_bytes(model: nn.Module) -> int:

@@ -57,7 +57,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gathering": (*_UNITS, "runtime"),
     "clip": (*_PURE, "compiling", "collectives", "tensor"),
     "compat": ("arguments", "runtime"),
-    "optim": ("arguments", "optimizer"),
+    "optim": ("arguments", "layout", "optimizer"),
     "join": (*_UNITS, "runtime", "clip", "compat"),
     "run_by_some": (*_UNITS, "runtime"),
     "setup": (*_UNITS, "runtime", "slices", "gathering", "planner"),
