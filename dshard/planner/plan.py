@@ -33,7 +33,7 @@ from dshard.planner.texts import bytes_text, number_text, parse_bytes, seconds_t
 from dshard.planner.timeline import Timeline, bound_text, simulate, step_time, terms_of
 from dshard.policies import Strategy, read_per_unit
 
-SCHEMA = 8
+SCHEMA = 9
 _MEASURED_WAY = "Pass what dshard.planner.measure_step gave."
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of checkpoint_wrapper, and of torch.compile
 _SINGLES = ("ddp", "zero1", "zero2", "keep", "full")
