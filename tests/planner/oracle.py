@@ -14,7 +14,7 @@ def counted_peak(model, names, cluster):
     peak, last = 0, len(units) - 1
     held = model.buffer_bytes + sum(u.held for u in units)
     activations = kept = 0
-    owners = _Owners(model, cluster)
+    owners = OwnersWalk(model, cluster)
     held += sum(ceil(u.owned_states * owners.share) for u in units)
     is_first = model.num_backwards == 1
     arrived = 0 if is_first else sum(u.grad + u.waiting for u in units)
@@ -60,7 +60,7 @@ def counted_peak(model, names, cluster):
     return max(peak, held + arrived + in_rows + max(max(u.steps, default=0) for u in units))
 
 
-class _Owners:
+class OwnersWalk:
     """Steps of whole parameters, as a walk of one rank after the other through what it allocates and frees."""
 
     def __init__(self, model, cluster):

@@ -18,8 +18,9 @@ from dshard.planner import (
     step_time,
 )
 from dshard.planner.options import options_of
+from dshard.planner.owners import Owners
 from tests.planner.cases import STRATEGIES, clusters, models
-from tests.planner.oracle import counted_peak, summed_step
+from tests.planner.oracle import OwnersWalk, counted_peak, summed_step
 
 ALWAYS = settings(max_examples=150, deadline=None)
 
@@ -44,6 +45,27 @@ def test_peak_bytes_is_what_a_walk_through_the_step_counts(model, cluster, data)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "ROUND_BYTES", data.draw(st.sampled_from([1 << 12, 1 << 17, layout.ROUND_BYTES])))
         assert peak_bytes(model, names, cluster) == counted_peak(model, names, cluster)
+
+
+OWNED = st.builds(
+    ParamCosts,
+    st.just("w"),
+    st.integers(1, 40),
+    st.sampled_from([1, 7, 64]),
+    stored_itemsize=st.sampled_from([2, 4]),
+    step_bytes_per_element=st.sampled_from([0, 4, 12]),
+    owner_work=st.sampled_from([1, 3]),
+)
+
+
+@ALWAYS
+@given(st.lists(OWNED, min_size=1, max_size=9), clusters(), st.data())
+def test_rounds_of_owners_take_what_a_walk_of_each_rank_counts(params, cluster, data):
+    model = ModelCosts((UnitCosts("unit", tuple(params), 1.0, 1.0),))
+    within = data.draw(st.sampled_from([num for num in (1, 2, 4, 8) if num <= cluster.num_ranks]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "ROUND_BYTES", data.draw(st.sampled_from([1 << 8, 1 << 12, layout.ROUND_BYTES])))
+        assert Owners(model, cluster).step_bytes(within, False) == OwnersWalk(model, cluster).peak(within)
 
 
 @ALWAYS
