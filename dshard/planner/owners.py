@@ -66,11 +66,12 @@ class Owners:
         for number, own in enumerate(rounds):
             arrived, arriving = arrivals[number : number + 2]
             leaving = own.leaving(self._cluster, within, most)
+            unread = arrived if in_memory else 0
             moments = (
-                arrived + 2 * own.whole + before.held + away.unread + away.unread_among,  # they are put together
-                arriving + (arrived if in_memory else 0) + own.stepping + before.held + away.unread_among,
-                arriving + own.whole + before.held + leaving.held + away.unread_among,
-                arriving + leaving.held + before.received + before.unread + before.among_replicas,
+                arrived + 2 * own.whole + before.held + away.unread + away.unread_among,  # shards are put together,
+                arriving + unread + own.stepping + before.held + away.unread_among,  # the optimizer steps,
+                arriving + own.whole + before.held + leaving.held + away.unread_among,  # results are cut,
+                arriving + leaving.held + before.received + before.unread + before.among_replicas,  # others reach all
             )
             peak = np.maximum.reduce([peak, *moments])
             away, before = before, leaving
