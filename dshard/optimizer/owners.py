@@ -5,13 +5,10 @@ and gives every rank its shard of the result. What the optimizer keeps for the p
 `optimizer.state` it stands as sharded tensors, whose shards are fetched from there when somebody uses them.
 """
 
-import json
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,12 +16,11 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dshard import collectives
 from dshard.autograd import outside_autograd
-from dshard.collectives import Handle, ReduceOp, ShardGroup, cut_into, put_together
 from dshard.compiling import outside_of_graphs
 from dshard.errors import StateError, UnsupportedOpError
 from dshard.layout import ROUND_BYTES, ShardLayout, assign, product_cost, rounds_of
+from dshard.optimizer.exchange import Owner, Piece, collect, num_owners, said_by_all, segments, spread
 from dshard.optimizer.replace import (
     Move,
     Replaced,
@@ -36,12 +32,12 @@ from dshard.optimizer.replace import (
     sharded_beside,
 )
 from dshard.optimizer.swap import alike, closure_of, copied, part_of_group, settings_of
+from dshard.tensor.meshes import TPShardLayout, full_shape
 from dshard.tensor.sharded_tensor import SHARDED, ShardedTensor
 from dshard.tensor.storage import ShardStorage
 from dshard.tensor.subclass_shards import subclass_gathers
 from dshard.tensor.views import dense_stride
 
-_ALIGN_BYTES = 16  # of each tensor in a row: a multiple of every element size
 _OF_TORCH = (optim.Muon, optim.Adafactor)
 _STATES: Mapping[type, tuple[str, ...]] = {
     optim.Muon: ("momentum_buffer",)
@@ -92,7 +88,7 @@ class _Holding:
 
     def __init__(self, owners: "Owners", item: "_Assigned") -> None:
         self._owners = weakref.ref(owners)  # which keeps this
-        self.owner, self.group, self.name = item.owner, item.group, item.param.name
+        self.owner, self.name = item.owner, item.param.name
         self.tensors: dict[str, Tensor] = {}
         self.is_held = False
         self._storages: dict[str, weakref.ref[ShardStorage]] = {}
@@ -144,63 +140,13 @@ class _Assigned:
         number: Of the optimizer's group that it is in.
         place: Its number there.
         param: The parameter.
-        group: The ranks that have its shards; this one by itself, with others as replicas, where each has all of it.
-        owner: The rank, among those that train together.
+        owner: The rank.
     """
 
     number: int
     place: int
     param: ShardedTensor
-    group: ShardGroup
-    owner: int
-
-    @property
-    def is_own(self) -> bool:
-        """Whether this rank is the owner."""
-        return self.owner == self.group.world_rank
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A tensor of which shards travel.
-
-    Args:
-        layout: How it is cut.
-        dtype: Of its elements.
-        stride: Of the whole tensor.
-    """
-
-    layout: ShardLayout
-    dtype: torch.dtype
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: ShardedTensor) -> "_Piece":
-        return cls(tensor.shard_layout, tensor.storage_dtype, tensor.stride())
-
-    @property
-    def slot_bytes(self) -> int:
-        """Of the place for one rank's shard."""
-        return -(-self.layout.slot_numel * self.dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
-
-    def whole(self, rows: Tensor | Sequence[Tensor], at: int) -> Tensor:
-        """The whole tensor, of shards that begin at a byte of the rows of all ranks."""
-        end = at + self.layout.slot_numel * self.dtype.itemsize
-        full = torch.empty_strided(self.layout.shape, self.stride, dtype=self.dtype, device=rows[0].device)
-        if not full.numel():
-            return full
-        if isinstance(rows, Tensor):
-            slots: Tensor | list[Tensor] = rows[:, at:end].view(self.dtype)
-        else:
-            slots = [row[at:end].view(self.dtype) for row in rows]
-        put_together(slots, self.layout, full)
-        return full
-
-    def cut(self, full: Tensor, rows: Tensor, at: int) -> None:
-        """Write the shards of a whole tensor to where they begin in rows, shape (ranks, bytes)."""
-        if full.numel():
-            end = at + self.layout.slot_numel * self.dtype.itemsize
-            cut_into(full, self.layout, rows[:, at:end].view(self.dtype))
+    owner: Owner
 
 
 class Owners:
@@ -213,13 +159,13 @@ class Owners:
 
     def __init__(self, params: Sequence[tuple[int, int, ShardedTensor]], cost: Cost) -> None:
         self.key = _key_of(params, cost)
-        worlds = [_ranks_of(param) for *_, param in params]
+        worlds = [(_ranks_of(param), num_owners(param)) for *_, param in params]
         assigned: list[_Assigned | None] = [None] * len(params)
-        for ranks in dict.fromkeys(worlds):  # most often the same ranks train all
-            places = [i for i, known in enumerate(worlds) if known == ranks]
-            owners = assign([cost(params[i][2].shape) for i in places], len(ranks))
-            for i, owner in zip(places, owners, strict=True):
-                assigned[i] = _Assigned(*params[i], _group_of(params[i][2]), owner)
+        for world in dict.fromkeys(worlds):  # most often the same ranks train all
+            places = [i for i, known in enumerate(worlds) if known == world]
+            numbers = assign([cost(params[i][2].shape) for i in places], world[1])
+            for i, number in zip(places, numbers, strict=True):
+                assigned[i] = _Assigned(*params[i], Owner.of(params[i][2], number))
         self._turns = {id(item.param): item for item in assigned if item is not None}
         self.holdings: dict[int, _Holding] = {}  # by the id of the parameter
         self._known: tuple[tuple[int, ...], list[list[_Assigned]]] = (), []  # rounds, and of which parameters
@@ -232,8 +178,9 @@ class Owners:
         if self._known[0] != key:
             self._known = key, list(_rounds(assigned))
             for each in self._known[1]:
-                pieces = [(item.owner, _Piece.of(item.param)) for item in each]
-                most = 2 * each[0].group.num_ranks * max(_segments(pieces, each[0].group))
+                group = each[0].owner.group
+                pieces = [(item.owner.number, Piece.of(item.param)) for item in each]
+                most = 2 * group.num_ranks * max(segments(pieces, group))
                 self.capacity = max(self.capacity, most)
         return self._known[1]
 
@@ -266,12 +213,6 @@ def _key_of(params: Sequence[tuple[int, int, ShardedTensor]], cost: Cost) -> tup
     return (cost, *facts)
 
 
-def _group_of(param: ShardedTensor) -> ShardGroup:
-    """The ranks that have a parameter's shards: this one, with the others as replicas, where each has all of it."""
-    group = param.shard_group
-    return group if param.shard_layout.dim is not None or group.num_ranks == 1 else ShardGroup.alone(group)
-
-
 def _ranks_of(param: ShardedTensor) -> tuple[int, ...]:
     """Those that train a parameter together, as their numbers in its group and replicas count them."""
     return tuple(param._spec.mesh.mesh.flatten().tolist())
@@ -284,9 +225,9 @@ def _bring_back_all(held: Sequence[_Holding]) -> None:
 
 def _chunks(held: Sequence[_Holding]) -> Iterator[list[_Holding]]:
     """Holdings that can be brought back together."""
-    kinds: dict[str, list[_Holding]] = {}
+    kinds: dict[tuple[str, ...], list[_Holding]] = {}
     for holding in held:
-        kinds.setdefault(holding.group.full_name, []).append(holding)
+        kinds.setdefault(holding.owner.key, []).append(holding)
     for same in kinds.values():
         chunk: list[_Holding] = []
         num_bytes = 0
@@ -301,187 +242,31 @@ def _chunks(held: Sequence[_Holding]) -> Iterator[list[_Holding]]:
 
 
 def _rounds(assigned: Sequence[_Assigned]) -> Iterator[list[_Assigned]]:
-    kinds: dict[str, list[_Assigned]] = {}
+    kinds: dict[tuple[str, ...], list[_Assigned]] = {}
     for item in assigned:
-        kinds.setdefault(item.group.full_name, []).append(item)
+        kinds.setdefault(item.owner.key, []).append(item)
     for same in kinds.values():
         num_bytes = [item.param.numel() * item.param.storage_dtype.itemsize for item in same]
-        for places in rounds_of(num_bytes, [item.owner for item in same]):
+        for places in rounds_of(num_bytes, [item.owner.place for item in same]):
             yield [same[place] for place in places]
-
-
-# Rows of bytes: a segment for each owner, in it a slot for each piece of each of its parameters.
-
-
-def _segments(pieces: Sequence[tuple[int, _Piece]], group: ShardGroup) -> list[int]:
-    """Bytes of the segment of each owner, by its number among all that train together."""
-    sizes = [0] * group.world_size
-    for owner, piece in pieces:
-        sizes[owner] += piece.slot_bytes
-    return sizes
-
-
-def _own_replica(group: ShardGroup) -> int:
-    """Number of the first rank, among all that train together, of those that this one shares shards with."""
-    return group.world_rank - group.rank
-
-
-def _collect(
-    pieces: Sequence[tuple[int, _Piece]], shards: Sequence[Tensor], group: ShardGroup, label: str, capacity: int
-) -> Handle[list[Tensor]]:
-    """Send owners the shards of what is theirs; gives the whole tensors of those that this rank owns.
-
-    Args:
-        pieces: With their owners.
-        shards: This rank's, of each.
-        group: The ranks that have shards.
-        label: What for.
-        capacity: Of memory for it, in bytes.
-    """
-    start = _own_replica(group)
-    sizes = _segments(pieces, group)[start : start + group.num_ranks]
-
-    def fill(row: Tensor) -> None:
-        at = list(accumulate(sizes, initial=0))
-        outs, values = [], []
-        for (owner, piece), shard in zip(pieces, shards, strict=True):
-            if start <= owner < start + group.num_ranks:
-                place = row[at[owner - start] :][: shard.numel() * piece.dtype.itemsize]
-                outs.append(place.view(piece.dtype).view(shard.shape))
-                values.append(shard)
-                at[owner - start] += piece.slot_bytes
-        if outs:
-            torch._foreach_copy_(outs, values)
-
-    def put(rows: Tensor | Sequence[Tensor]) -> list[Tensor]:
-        own = [piece for owner, piece in pieces if owner == group.world_rank]
-        at = [0, *accumulate(piece.slot_bytes for piece in own)]
-        return [piece.whole(rows, start) for piece, start in zip(own, at, strict=False)]
-
-    return collectives.to_owners(fill, sizes, group, put, label=label, capacity=capacity)
-
-
-def _spread(
-    pieces: Sequence[tuple[int, _Piece]], fulls: Sequence[Tensor], group: ShardGroup, label: str, capacity: int = 0
-) -> Callable[[], Iterator[Tensor]]:
-    """Give all ranks their shards of what owners have.
-
-    Args:
-        pieces: With their owners.
-        fulls: This rank's, in the order of the pieces that it owns.
-        group: The ranks that have shards.
-        label: What for.
-        capacity: Of memory for it, in bytes.
-
-    Returns:
-        Waits, and gives this rank's shard of each piece.
-    """
-    sizes, start, first = _segments(pieces, group), _own_replica(group), group.replicas
-
-    def fill(rows: Tensor) -> None:
-        own = [piece for owner, piece in pieces if owner == group.world_rank]
-        at = accumulate((piece.slot_bytes for piece in own), initial=0)
-        for piece, full, place in zip(own, fulls, at, strict=False):
-            piece.cut(full, rows.view(group.num_ranks, -1), place)
-
-    if group.num_ranks == 1 and first is not None:  # each replica has whole tensors: what it made goes to all at once
-        handle = _from_level(fill, first, 1, sizes, group, label)
-        further = partial(_from_replicas, level=first.replicas, num_together=first.num_ranks)
-    else:
-        sizes_here = sizes[start : start + group.num_ranks]
-        handle = collectives.from_owners(fill, sizes_here, group, label=label, capacity=capacity)
-        further = partial(_from_replicas, level=first, num_together=group.num_ranks)
-
-    def finish() -> Iterator[Tensor]:
-        row = further(handle.wait(), sizes=sizes, group=group, label=label)
-        return iter(_shards_in(row, pieces, sizes, group.rank))
-
-    return finish
-
-
-def _from_replicas(
-    row: Tensor, level: ShardGroup | None, num_together: int, sizes: Sequence[int], group: ShardGroup, label: str
-) -> Tensor:
-    """All segments, of those that the owners among some ranks have sent.
-
-    Args:
-        row: Those segments.
-        level: The replicas of these ranks, which have what the owners among them have sent.
-        num_together: How many ranks there are.
-        sizes: Bytes of the segment of each owner.
-        group: The ranks that have shards.
-        label: What for.
-    """
-    while level is not None:
-        row = _from_level(partial(_copy, row), level, num_together, sizes, group, label).wait()
-        num_together *= level.num_ranks
-        level = level.replicas
-    return row
-
-
-def _from_level(
-    fill: Callable[[Tensor], object],
-    level: ShardGroup,
-    num_together: int,
-    sizes: Sequence[int],
-    group: ShardGroup,
-    label: str,
-) -> Handle[Tensor]:
-    """Begin to get the segments that the replicas of one level have, each of so many ranks together."""
-    block = num_together * level.num_ranks
-    start = group.world_rank // block * block
-    of_parts = [sum(sizes[part : part + num_together]) for part in range(start, start + block, num_together)]
-    return collectives.all_gather_rows(fill, of_parts, level, label=label)
-
-
-def _copy(values: Tensor, into: Tensor) -> None:
-    into.copy_(values)
-
-
-def _shards_in(row: Tensor, pieces: Sequence[tuple[int, _Piece]], sizes: Sequence[int], rank: int) -> list[Tensor]:
-    """This rank's shards in the segments of all owners."""
-    at = list(accumulate(sizes, initial=0))
-    found = []
-    for owner, piece in pieces:
-        numel = piece.layout.local_numel(rank)
-        place = row[at[owner] :][: numel * piece.dtype.itemsize].view(piece.dtype)
-        found.append(place.view(piece.layout.local_shape(rank)))
-        at[owner] += piece.slot_bytes
-    return found
 
 
 def _bring_back(held: Sequence[_Holding]) -> None:
     """Give all ranks their shards of the states that owners have, all over the same ranks."""
-    group = held[0].group
     pieces, fulls, places = [], [], []
     for holding in held:
         holding.is_held = False
         for name, (layout, dtype, device) in holding.kinds.items():
-            stride = dense_stride(torch.empty(layout.shape, device="meta"))
-            pieces.append((holding.owner, _Piece(layout, dtype, stride)))
+            stride = dense_stride(torch.empty(full_shape(layout), device="meta"))
+            pieces.append(Piece(layout, dtype, stride))
             places.append((holding, name, device))
-            if holding.owner == group.world_rank:
+            if holding.owner.is_own():
                 fulls.append(holding.tensors.pop(name))
     with outside_autograd():
         label = f"optimizer states of '{held[0].name}' and {len(held) - 1} more"
-        for (holding, name, device), shard in zip(places, _spread(pieces, fulls, group, label)(), strict=True):
+        owners = [holding.owner for holding, *_ in places]
+        for (holding, name, device), shard in zip(places, spread(owners, pieces, fulls, label)(), strict=True):
             holding.deliver(name, torch.empty_like(shard, device=device).copy_(shard))
-
-
-def _said_by_all(own: Any, group: ShardGroup) -> list[Any]:
-    """What each rank has to say, as JSON, among those that train together."""
-    text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8).to(group.device)
-    lengths = torch.zeros(group.world_size, dtype=torch.int64, device=group.device)
-    lengths[group.world_rank] = text.numel()
-    label, start = "states of an optimizer", _own_replica(group)
-    total = collectives.all_reduce([lengths], group, ReduceOp.SUM, label=label, everywhere=True).wait()[0]
-    sizes: list[int] = total.tolist()
-    row = collectives.all_gather_rows(
-        partial(_copy, text), sizes[start : start + group.num_ranks], group, label=label
-    ).wait()
-    row = _from_replicas(row, group.replicas, group.num_ranks, sizes, group, label)
-    texts = row.cpu().numpy().tobytes()
-    return [json.loads(texts[end - size : end]) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 class WholeStep:
@@ -519,7 +304,9 @@ class WholeStep:
         )
         self._known_states = known if all(as_known) else None  # else owners tell of them
         self._resting: dict[int, dict[str, ShardedTensor]] = {}  # states in shards, by the id of the parameter
-        self._facts: dict[str, dict[str, Any]] = {}  # by the ranks that are told, and the parameter's number
+        self._facts: dict[
+            tuple[str, ...], dict[str, Any]
+        ] = {}  # by the ranks that are told, and the parameter's number
 
     def run(self) -> None:
         """Step: while one round is computed, the next one arrives, and the last one leaves."""
@@ -528,7 +315,7 @@ class WholeStep:
         arriving = self._fetch(self._rounds[0]) if self._rounds else None
         for number, assigned in enumerate(self._rounds):
             assert arriving is not None
-            here = iter(arriving.wait())
+            here = iter(arriving())
             following = self._fetch(self._rounds[number + 1]) if number + 1 < len(self._rounds) else None
             fulls = self._step(assigned, here)
             del here
@@ -542,15 +329,16 @@ class WholeStep:
             leaving()
         self._settle_states()
 
-    def _fetch(self, assigned: Sequence[_Assigned]) -> Handle[list[Tensor]]:
+    def _fetch(self, assigned: Sequence[_Assigned]) -> Callable[[], list[Tensor]]:
         """Send owners what they need for a round, and get what this rank does, whole."""
-        group, pieces, shards = assigned[0].group, [], []
+        owners, pieces, shards = [], [], []
         for item in assigned:
             for tensor in (item.param, _gradient(item.param), *self._resting[id(item.param)].values()):
-                pieces.append((item.owner, _Piece.of(tensor)))
+                owners.append(item.owner)
+                pieces.append(Piece.of(tensor))
                 shards.append(tensor.shard_storage.resolve())
         label = f"step of '{assigned[0].param.name}' and {len(assigned) - 1} more"
-        return _collect(pieces, shards, group, label, self._owners.capacity)
+        return collect(owners, pieces, shards, label, self._owners.capacity)
 
     def _rest_states(self) -> None:
         """Find the states that are in shards, and have them lie as their parameters do, ahead of all exchanges."""
@@ -578,7 +366,7 @@ class WholeStep:
             assigned: Of the round.
             found: What was fetched for it.
         """
-        own = [item for item in assigned if item.is_own]
+        own = [item for item in assigned if item.owner.is_own()]
         fulls: list[Any] = []
         groups: dict[int, dict[int, Tensor]] = {}
         state: Any = defaultdict(dict)
@@ -610,7 +398,7 @@ class WholeStep:
         holding.tensors = {name: value.to(device) for name, value in sized.items()}
         if self._known_states is None:
             facts = [(name, _fact_of(name, value, item.param)) for name, value in states.items()]
-            self._facts.setdefault(item.group.full_name, {})[self._number_of(item)] = facts
+            self._facts.setdefault(item.owner.key, {})[self._number_of(item)] = facts
         elif tuple(states) != self._known_states:
             raise StateError(
                 f"{item.param.name}: {type(self._optimizer).__name__} of this version of torch must keep "
@@ -623,10 +411,9 @@ class WholeStep:
 
     def _give_out(self, assigned: Sequence[_Assigned], fulls: Sequence[Tensor]) -> Callable[[], None]:
         """Give all ranks their shards of a round's parameters; returns what waits for them."""
-        group = assigned[0].group
-        pieces = [(item.owner, _Piece.of(item.param)) for item in assigned]
+        owners, pieces = [item.owner for item in assigned], [Piece.of(item.param) for item in assigned]
         label = f"step of '{assigned[0].param.name}' and {len(assigned) - 1} more"
-        finish = _spread(pieces, [full.detach() for full in fulls], group, label, self._owners.capacity)
+        finish = spread(owners, pieces, [full.detach() for full in fulls], label, self._owners.capacity)
 
         def put() -> None:
             shards = [item.param.shard_storage.writable() for item in assigned]
@@ -646,9 +433,9 @@ class WholeStep:
                     self._write_states(item, self._known_facts(item))
             return
         facts: dict[str, Any] = {}
-        groups = {assigned[0].group.full_name: assigned[0].group for assigned in self._rounds}
-        for name, group in groups.items():
-            for said in _said_by_all(self._facts.get(name, {}), group):
+        owners = {assigned[0].owner.key: assigned[0].owner for assigned in self._rounds}
+        for key, owner in owners.items():
+            for said in said_by_all(self._facts.get(key, {}), owner.everybody):
                 facts.update(said)
         for item in items:
             self._write_states(item, facts[self._number_of(item)])
@@ -729,7 +516,7 @@ def _can_be_owned(param: Tensor) -> bool:
     if not isinstance(param, ShardedTensor) or type(param) not in SHARDED:
         return False
     return (
-        type(param.shard_layout) is ShardLayout
+        type(param.shard_layout) in (ShardLayout, TPShardLayout)
         and not param.is_view
         and not param.is_meta
         and not subclass_gathers(param.shard_storage.resolve())

@@ -3,6 +3,7 @@
 import math
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -243,12 +244,16 @@ def gathered_stride(layout: ShardLayout, stride: tuple[int, ...]) -> tuple[int, 
     """Strides of what data parallelism gathers, for a full tensor of strides `stride`."""
     if type(layout) is not TPShardLayout or layout.shape == layout.tp.shape:
         return stride
-    strides = [0] * len(stride)
-    step = 1
+    return stride_like(layout.shape, stride)
+
+
+def stride_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor without gaps whose dims follow each other as in one of these strides."""
+    found, step = [0] * len(stride), 1
     for dim in sorted(range(len(stride)), key=lambda d: (stride[d], -d)):
-        strides[dim] = step
-        step *= max(layout.shape[dim], 1)
-    return tuple(strides)
+        found[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(found)
 
 
 def groups_of(tensor: Any) -> list[ShardGroup]:

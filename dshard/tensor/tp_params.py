@@ -49,7 +49,7 @@ def shard_over(
         return kind.shard(full, mesh, dim, name=name, device=device)
     group, both = group_of(mesh), mesh
     as_full = torch.empty(full.shape, device="meta")
-    layout = ShardLayout(tuple(full.shape), 0, group.num_ranks)
+    layout: ShardLayout
     if isinstance(full, DTensor):
         both, local = check_dtensor(name, full, mesh), local_of(full)
         as_full = torch.empty_strided(full.shape, full.stride(), device="meta")
@@ -59,6 +59,7 @@ def shard_over(
         shard = torch.empty(layout.local_shape(group.rank), dtype=full.dtype, device=device)
         shard.copy_(shard_of(local, layout, group.rank))
     else:
+        layout = ShardLayout(tuple(full.shape), 0, group.num_ranks)
         shard = cut_subclass(name, full, layout, group.rank, device or full.device)
     meta = TensorMeta(full.shape, dense_stride(as_full), full.dtype)
     spec = DTensorSpec(both, lie_of(layout, mesh), tensor_meta=meta)

@@ -5,7 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dshard
 
@@ -22,6 +25,33 @@ class Model(nn.Module):
 
     def forward(self, grads: dict[int, Tensor]) -> Tensor:
         parts = [(self.own[i] * grad).sum() for i, grad in grads.items()]
+        return torch.stack(parts).sum()
+
+
+class Parallel(Model):
+    """The same, of which parameters lie on a mesh of tensor parallelism.
+
+    Args:
+        shapes: Of the parameters.
+        mesh: That mesh.
+        dims: Along which each of them is cut there, or "replicated"; None for one that is not on it.
+    """
+
+    def __init__(self, shapes: list[tuple[int, ...]], mesh: DeviceMesh, dims: list[int | str | None]) -> None:
+        super().__init__(shapes)
+        self.mesh, self.dims = mesh, dims
+        for i, dim in enumerate(dims):
+            if dim is not None:
+                placement = Shard(dim) if isinstance(dim, int) else Replicate()
+                self.own[i] = nn.Parameter(distribute_tensor(self.own[i].detach(), mesh, [placement]))
+
+    def forward(self, grads: dict[int, Tensor]) -> Tensor:
+        parts = []
+        for i, grad in grads.items():
+            if self.dims[i] is not None:
+                grad = DTensor.from_local(grad, self.mesh, [Replicate()], run_check=False)
+            part = (self.own[i] * grad).sum()
+            parts.append(part.full_tensor() if isinstance(part, DTensor) else part)
         return torch.stack(parts).sum()
 
 
@@ -70,6 +100,7 @@ def run(
     shapes: list[tuple[int, ...]],
     strategy: Any,
     program: list[tuple[str, set[int]]],
+    dims: list[int | str | None] | None = None,
     **options: Any,
 ) -> None:
     """Run a program.
@@ -80,9 +111,14 @@ def run(
         shapes: Of the parameters.
         strategy: Of the sharded model.
         program: What is done ahead of each step, and which parameters have no gradient in it.
+        dims: How parameters lie on a mesh of tensor parallelism over pairs of ranks; None for no such.
         options: For `fully_shard`.
     """
-    plain, sharded = Model(shapes), dshard.fully_shard(Model(shapes), strategy=strategy, **options)
+    plain, sharded = Model(shapes), Model(shapes)
+    if dims is not None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+        sharded, options = Parallel(shapes, mesh["tp"], dims), options | {"mesh": mesh["dp"]}
+    dshard.fully_shard(sharded, strategy=strategy, **options)
     other, optimizer = make(kind, list(plain.parameters())), make(kind, list(sharded.parameters()))
     for step, (action, missing) in enumerate(program):
         grads = gradients(shapes, missing, step)

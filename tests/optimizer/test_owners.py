@@ -91,13 +91,27 @@ def test_so_they_have_where_ranks_exchange_messages(messaging: WorldPool, num_ra
     check_random_program(messaging, "Muon", num_ranks, data)
 
 
-def check_random_program(worlds: WorldPool, kind: str, num_ranks: int, data: st.DataObject) -> None:
+@settings(max_examples=12)
+@given(data=st.data())
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_they_have_under_tensor_parallelism(worlds: WorldPool, kind, num_ranks, data):
+    check_random_program(worlds, kind, num_ranks, data, is_parallel=True)
+
+
+def check_random_program(
+    worlds: WorldPool, kind: str, num_ranks: int, data: st.DataObject, *, is_parallel: bool = False
+) -> None:
     allowed = SHAPES if kind == "Muon" else SHAPES + VECTORS
     shapes = data.draw(st.lists(st.sampled_from(allowed), min_size=2, max_size=5))
     strategies = (*STRATEGIES, "hybrid(2)") if num_ranks == 4 else STRATEGIES
     missing = st.sets(st.integers(0, len(shapes) - 1), max_size=1)
     program = data.draw(st.lists(st.tuples(st.sampled_from(ACTIONS), missing), min_size=2, max_size=6))
-    worlds.run(num_ranks, run, make, kind, shapes, data.draw(st.sampled_from(strategies)), program)
+    dims = None
+    if is_parallel:
+        strategies = STRATEGIES
+        dims = [data.draw(st.sampled_from(["replicated", None, *range(len(shape))])) for shape in shapes]
+    worlds.run(num_ranks, run, make, kind, shapes, data.draw(st.sampled_from(strategies)), program, dims)
 
 
 def least_makespan(costs: list[float], num_owners: int) -> float:
