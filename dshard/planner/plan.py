@@ -30,7 +30,7 @@ from dshard.planner.tables import (
     unit_table,
 )
 from dshard.planner.texts import bytes_text, number_text, parse_bytes, seconds_text
-from dshard.planner.timeline import Timeline, bound_text, simulate, step_time, terms_of
+from dshard.planner.timeline import Timeline, bound_text, draw_timeline, simulate, step_time, terms_of
 from dshard.policies import Strategy, read_per_unit
 
 SCHEMA = 9
@@ -223,8 +223,6 @@ class Plan:
 
     def plot(self, path: str | Path) -> None:
         """Write a picture of the simulated step: both streams, and bytes over time. Needs matplotlib (extra `cli`)."""
-        from dshard.planner.drawing import draw_timeline
-
         arguments.path("Plan.plot", "path", path)
         draw_timeline(Path(path), self.timeline, title=str(self), limit_bytes=self._limit_bytes)
 

@@ -326,8 +326,8 @@ def _owned(model: nn.Module, whole: WholeSteps) -> frozenset[str]:
     for name in found:
         if is_cut(known[name]):
             raise PlanError(
-                f"plan: WholeSteps.params must be parameters that one rank can have whole, but {name} is cut over "
-                "others, as by tensor parallelism; such a one is stepped by all of them. Leave it out of params."
+                f"plan: WholeSteps.params must be parameters that no tensor parallelism cuts, but {name} is: plans do "
+                "not know what owners of such do. Leave it out of params."
             )
     return found
 

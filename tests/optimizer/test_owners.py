@@ -17,12 +17,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import dshard
 import dshard.optim
 from dshard.layout import assign
 from dshard.testing import WorldPool, expect_error, fake_world
-from tests.optimizer.random_programs import ACTIONS, Model, check_states, gradients, run
+from tests.optimizer.random_programs import ACTIONS, Model, Parallel, check_states, gradients, run
 
 SHAPES = ((6, 4), (5, 7), (1, 3), (16, 16), (9, 2), (3, 130))
 VECTORS = ((8,), (3,), ())
@@ -178,6 +179,30 @@ def test_a_step_sends_parameters_and_gradients_to_owners_and_parameters_back_and
         assert sent == num_bytes * (num_ranks - 1)
         assert kinds == ["all_gather"]
         assert kept == num_bytes // num_ranks
+
+
+def counted_on_two_meshes() -> tuple[int, int, int]:
+    """Bytes that a step of the second of two steps sends, those of all parameters, and bytes of states here."""
+    shapes: list[tuple[int, ...]] = [(8, 8)] * 8
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = dshard.fully_shard(Parallel(shapes, mesh["tp"], [0, 1] * 4), mesh=mesh["dp"])
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+    for step in range(2):
+        model(gradients(shapes, set(), step)).backward()
+        with dshard.CommTrace() as trace:
+            optimizer.step()
+    sent = torch.tensor([sum(record.payload_bytes for record in trace.records)])
+    dist.all_reduce(sent)
+    holdings = optimizer.__dict__["_dshard_owners"].holdings.values()
+    kept = sum(tensor.nbytes for holding in holdings for tensor in holding.tensors.values())
+    return int(sent), sum(p.numel() * 4 for p in model.parameters()), kept
+
+
+def test_under_tensor_parallelism_a_matrix_has_one_owner_among_all_ranks(worlds: WorldPool):
+    for sent, num_bytes, kept in worlds.run(4, counted_on_two_meshes):
+        assert kept == num_bytes // 4
+        # Half of values and gradients to the owner's place in data parallelism, half of them on to the owner; and back.
+        assert sent == 2 * num_bytes * 3 // 2
 
 
 def test_a_rank_of_a_fake_world_steps_what_it_owns():
