@@ -1,7 +1,7 @@
 """Random programs: what trains a sharded model and an unsharded one alike, step by step, and compares all bits."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import dshard
 
+Dims = Sequence[tuple[int | str, ...] | None]
 Make = Callable[[str, list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -34,22 +35,22 @@ class Parallel(Model):
     Args:
         shapes: Of the parameters.
         mesh: That mesh.
-        dims: Along which each of them is cut there, or "replicated"; None for one that is not on it.
+        dims: Along which each of them is cut over each dim of that, or "replicated"; None for one that is not on it.
     """
 
-    def __init__(self, shapes: list[tuple[int, ...]], mesh: DeviceMesh, dims: list[int | str | None]) -> None:
+    def __init__(self, shapes: list[tuple[int, ...]], mesh: DeviceMesh, dims: Dims) -> None:
         super().__init__(shapes)
         self.mesh, self.dims = mesh, dims
-        for i, dim in enumerate(dims):
-            if dim is not None:
-                placement = Shard(dim) if isinstance(dim, int) else Replicate()
-                self.own[i] = nn.Parameter(distribute_tensor(self.own[i].detach(), mesh, [placement]))
+        for i, each in enumerate(dims):
+            if each is not None:
+                placements = [Shard(dim) if isinstance(dim, int) else Replicate() for dim in each]
+                self.own[i] = nn.Parameter(distribute_tensor(self.own[i].detach(), mesh, placements))
 
     def forward(self, grads: dict[int, Tensor]) -> Tensor:
         parts = []
         for i, grad in grads.items():
             if self.dims[i] is not None:
-                grad = DTensor.from_local(grad, self.mesh, [Replicate()], run_check=False)
+                grad = DTensor.from_local(grad, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
             part = (self.own[i] * grad).sum()
             parts.append(part.full_tensor() if isinstance(part, DTensor) else part)
         return torch.stack(parts).sum()
@@ -100,7 +101,7 @@ def run(
     shapes: list[tuple[int, ...]],
     strategy: Any,
     program: list[tuple[str, set[int]]],
-    dims: list[int | str | None] | None = None,
+    dims: Dims | None = None,
     **options: Any,
 ) -> None:
     """Run a program.
@@ -111,13 +112,15 @@ def run(
         shapes: Of the parameters.
         strategy: Of the sharded model.
         program: What is done ahead of each step, and which parameters have no gradient in it.
-        dims: How parameters lie on a mesh of tensor parallelism over pairs of ranks; None for no such.
+        dims: How parameters lie on a mesh of tensor parallelism over pairs of ranks, or pairs of pairs; None for none.
         options: For `fully_shard`.
     """
     plain, sharded = Model(shapes), Model(shapes)
     if dims is not None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-        sharded, options = Parallel(shapes, mesh["tp"], dims), options | {"mesh": mesh["dp"]}
+        num_axes = max(len(each) for each in dims if each is not None)
+        shape, names = (dist.get_world_size() // 2**num_axes, *[2] * num_axes), ("dp", "tp", "inner")[: num_axes + 1]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        sharded, options = Parallel(shapes, mesh[names[1:]], dims), options | {"mesh": mesh["dp"]}
     dshard.fully_shard(sharded, strategy=strategy, **options)
     other, optimizer = make(kind, list(plain.parameters())), make(kind, list(sharded.parameters()))
     for step, (action, missing) in enumerate(program):

@@ -111,7 +111,9 @@ def check_random_program(
     dims = None
     if is_parallel:
         strategies = STRATEGIES
-        dims = [data.draw(st.sampled_from(["replicated", None, *range(len(shape))])) for shape in shapes]
+        num_axes = data.draw(st.integers(1, num_ranks // 2))
+        each = [st.tuples(*[st.sampled_from(["replicated", *range(len(shape))])] * num_axes) for shape in shapes]
+        dims = [data.draw(each[0]), *(data.draw(st.none() | some) for some in each[1:])]
     worlds.run(num_ranks, run, make, kind, shapes, data.draw(st.sampled_from(strategies)), program, dims)
 
 
@@ -185,7 +187,7 @@ def counted_on_two_meshes() -> tuple[int, int, int]:
     """Bytes that a step of the second of two steps sends, those of all parameters, and bytes of states here."""
     shapes: list[tuple[int, ...]] = [(8, 8)] * 8
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = dshard.fully_shard(Parallel(shapes, mesh["tp"], [0, 1] * 4), mesh=mesh["dp"])
+    model = dshard.fully_shard(Parallel(shapes, mesh["tp"], [(0,), (1,)] * 4), mesh=mesh["dp"])
     optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
     for step in range(2):
         model(gradients(shapes, set(), step)).backward()
