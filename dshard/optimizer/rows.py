@@ -113,14 +113,15 @@ class Row:
         self._states: list[ShardStorage] = []  # those of them that are shards, and these
         self._state_shards: list[Tensor] = []
         self._numbers: dict[str, Tensor] = {}  # of all parameters, by the names of states without a dim
+        self._kept: dict[str, list[Tensor]] = {}  # those of them that somebody keeps, and so lie elsewhere
         self._number_versions: list[int] = []
         self._state = self._joined()  # what the optimizer keeps of the row
 
     def _joined(self) -> dict[str, Any]:
         """The states that parameters have by now, moved to lie in rows."""
         joined: dict[str, Any] = {}
-        for name, first in self.named[0].items():
-            values = [each[name] for each in self.named]
+        for name in list(self.named[0]):
+            first, values = self.named[0][name], [each[name] for each in self.named]
             if type(first) in SHARDED:
                 shards = shards_of([value.shard_storage for value in values])
                 joined[name] = row = torch.cat([shard.reshape(-1) for shard in shards])
@@ -128,26 +129,43 @@ class Row:
                     value.origin = None  # of a state that was cast as it was loaded
                     value.shard_storage.deliver(part)
             elif isinstance(first, Tensor):
-                joined[name] = first.clone()
-                self._number(name, first)
+                joined[name] = number = first.clone()
+                del first, values  # which would seem to be kept
+                self._number(name, number)
             else:
                 joined[name] = first
         self._note()
         return joined
 
     def _number(self, name: str, value: Tensor) -> None:
-        """Give each parameter a number of its own, as a tensor without a dim."""
+        """Give each parameter a number of its own, as a tensor without a dim; what somebody keeps goes on itself."""
         self._numbers[name] = numbers = torch.empty(len(self.params), dtype=value.dtype, device=value.device)
-        numbers.copy_(value)
+        self._kept[name] = kept = list[Tensor]()
         for named, number in zip(self.named, numbers.unbind(), strict=True):
-            named[name] = number
+            old: Any = named.get(name)
+            is_alike = isinstance(old, Tensor) and (old.dtype, old.device) == (value.dtype, value.device)
+            if is_alike and is_referred_to(old, 1):
+                kept.append(old)
+            else:
+                named[name] = number
+        self._set_number(name, value)
+
+    def _set_number(self, name: str, value: Tensor) -> None:
+        """Write one of the numbers of all parameters."""
+        self._numbers[name].copy_(value)
+        if kept := self._kept[name]:
+            torch._foreach_copy_(kept, [value] * len(kept))
+
+    def _versions(self) -> list[int]:
+        """Counts of writes to the numbers."""
+        return [each._version for each in chain(self._numbers.values(), *self._kept.values())]
 
     def _note(self) -> None:
         """What the states are now is what `holds` compares them with."""
         self._values = list(chain.from_iterable(map(dict.values, self.named)))
         self._states = [value.shard_storage for value in self._values if type(value) in SHARDED]
         self._state_shards = [storage.resolve() for storage in self._states]
-        self._number_versions = [each._version for each in self._numbers.values()]
+        self._number_versions = self._versions()
 
     def holds(self) -> bool:
         """Whether shards, gradients and states are what they were but for their values, and can be stepped."""
@@ -157,7 +175,7 @@ class Row:
             return False
         if not _are_same(chain.from_iterable(map(dict.values, self.named)), self._values):
             return False
-        if [each._version for each in self._numbers.values()] != self._number_versions:
+        if self._versions() != self._number_versions:
             return False
         if not _are_same(shards_of(self._states), self._state_shards):
             return False
@@ -224,7 +242,7 @@ class Row:
             if isinstance(value, Tensor) and not value.dim():
                 numbers = self._numbers.get(name)
                 if numbers is not None and numbers.dtype == value.dtype and numbers.device == value.device:
-                    numbers.copy_(value)
+                    self._set_number(name, value)
                 else:
                     self._number(name, value)
                     is_new = True
@@ -235,7 +253,7 @@ class Row:
         if is_new:
             self._note()
         else:
-            self._number_versions = [each._version for each in self._numbers.values()]
+            self._number_versions = self._versions()
         return is_new
 
     def _set(self, name: str, value: Any) -> None:
@@ -413,6 +431,13 @@ class _Sharing:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._counts: Counter[int] | None = None
+        self._ids: Counter[int] | None = None
+
+    def is_of_several(self, value: Tensor) -> bool:
+        """Whether it is a state of several parameters."""
+        if self._ids is None:
+            self._ids = Counter(map(id, chain.from_iterable(each.values() for each in self._optimizer.state.values())))
+        return self._ids[id(value)] > 1
 
     def is_held(self, storage: ShardStorage) -> bool:
         """Whether somebody refers to a state's shard who would not follow it to another place."""
@@ -442,8 +467,10 @@ def _likeness(param: ShardedTensor, named: Mapping[str, Any], sharing: _Sharing)
                 return None
             kind.append((name, tensor.dtype))
         elif isinstance(value, Tensor):
-            if type(value) is not Tensor or value.dim() or value.device.type != "cpu" or is_referred_to(value, 1):
-                return None  # to read it from a device takes long, and whoever keeps a step count sees it go on
+            if type(value) is not Tensor or value.dim() or value.device.type != "cpu":
+                return None  # to read it from a device takes long
+            if is_referred_to(value, 1) and sharing.is_of_several(value):
+                return None
             kind.append((name, value.dtype, value.device, value.item()))
         elif isinstance(value, Hashable):
             kind.append((name, type(value), value))

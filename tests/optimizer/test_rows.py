@@ -160,7 +160,7 @@ def changed(change: str) -> list[list[int]]:
     params = list(dshard.fully_shard(Model([(16,)] * 10)).parameters())
     twins = of_shards(params)
     optimizer, other = torch.optim.AdamW(params, lr=0.1), torch.optim.AdamW(twins, lr=0.1)
-    found, held = [], []
+    found, held, loaded = [], [], []
     for step in range(5):
         give_gradients(params, twins, {step} if change == "other gradients each time" and step > 1 else set(), 1.0)
         optimizer.step()
@@ -191,6 +191,14 @@ def changed(change: str) -> list[list[int]]:
         if change == "loaded states" and step == 1:
             for each in (optimizer, other):
                 each.load_state_dict(copy.deepcopy(each.state_dict()))
+        if change == "loaded states that are kept" and step == 1:
+            for each in (optimizer, other):
+                loaded.append(copy.deepcopy(each.state_dict()))
+                each.load_state_dict(loaded[-1])
+                held.append(loaded[-1]["state"][4]["step"])
+        if change == "one step count of two" and step == 1:
+            for each, state in ((params, optimizer.state), (twins, other.state)):
+                state[each[4]]["step"] = state[each[5]]["step"]
     for one, two in zip(held[::2], held[1::2], strict=True):
         assert torch.equal(one, two)  # which the optimizer still writes to
     return found
@@ -209,6 +217,8 @@ def changed(change: str) -> list[list[int]]:
         ("no states", [], [9]),
         ("a group", [], [5, 5]),
         ("loaded states", [], [10]),
+        ("loaded states that are kept", [], [10]),
+        ("one step count of two", [], [8]),
         ("other gradients each time", [], []),
     ],
 )
@@ -233,7 +243,7 @@ def held_while_rows_change() -> int:
 
 
 def test_a_state_that_somebody_holds_stays_where_it_is(worlds: WorldPool):
-    assert worlds.run(2, held_while_rows_change) == [7, 7]  # all but two, and the one without a gradient
+    assert worlds.run(2, held_while_rows_change) == [8, 8]  # all but the one, and that without a gradient
 
 
 def references() -> list[bool]:
