@@ -231,10 +231,11 @@ def held_while_rows_change() -> int:
     """A program holds states, and then a gradient is missing; gives the number of parameters in rows."""
     params = list(dshard.fully_shard(Model([(16,)] * 10)).parameters())
     optimizer = torch.optim.AdamW(params, lr=0.1)
-    for missing in (set(), set(), {1}, {1}):
+    for number, missing in enumerate((set(), set(), {1}, {1})):
         give_gradients(params, of_shards(params), missing, 1.0)
         optimizer.step()
-        held, count = optimizer.state[params[4]]["exp_avg"].to_local(), optimizer.state[params[6]]["step"]
+        if number == 1:
+            held, count = optimizer.state[params[4]]["exp_avg"].to_local(), optimizer.state[params[6]]["step"]
     assert count is optimizer.state[params[6]]["step"]
     assert count == 4
     assert torch.equal(held, optimizer.state[params[4]]["exp_avg"].to_local())
