@@ -14,6 +14,7 @@ INLINE_BYTES = 1 << 14  # of values that travel in the message of their header, 
 MIN_DIRECT_BYTES = 1 << 16  # of a full tensor whose shards travel alone, to their place; others are cut out of rows
 ALIGN_BYTES = 256  # of each full tensor within the memory of its bucket: no kernel of cuBLAS asks for more
 ROW_NUMEL = 1 << 10  # up to this size an optimizer steps shards in rows with others
+SLOT_BYTES = 16  # of which what owners are sent of a tensor is a multiple: as every element size is a part of it
 ROUND_BYTES = 8 << 20  # of the tensors that one owner steps at a time, unless one alone is larger
 SMALL_GRAD_BYTES = 1 << 16  # up to this size gradients wait as they are, to be packed when their bucket leaves
 _FLAGS_NUMEL = 16  # of which a row of flags is a multiple

@@ -17,11 +17,9 @@ from torch.distributed.tensor import Placement, Shard
 
 from dshard import collectives
 from dshard.collectives import Handle, ReduceOp, ShardGroup, cut_into, put_together
-from dshard.layout import ShardLayout
-from dshard.tensor.meshes import TPShardLayout, full_shape, stride_like, tp_layout_of
+from dshard.layout import SLOT_BYTES, ShardLayout
+from dshard.tensor.meshes import TPShardLayout, full_shape, joined, stride_like, tp_layout_of
 from dshard.tensor.sharded_tensor import ShardedTensor
-
-_ALIGN_BYTES = 16  # of each tensor in a row: a multiple of every element size
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +71,7 @@ class Owner:
     @property
     def everybody(self) -> ShardGroup:
         """All ranks that the parameter lies on, for what is to reach each of them."""
-        joined = self.group
-        for _, group in self.axes:
-            joined = ShardGroup(group.process_group, group.device, joined)
-        return joined
+        return joined(self.group, [group for _, group in self.axes])
 
 
 def num_owners(param: ShardedTensor) -> int:
@@ -91,12 +86,12 @@ def _axes_of(tensor: ShardedTensor) -> tuple[tuple[Placement, ShardGroup], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor of which parts travel over one group.
+    """A tensor of which parts travel.
 
     Args:
-        layout: How it is cut.
+        layout: How it is cut over the ranks that they travel among; `along` tells of those of tensor parallelism.
         dtype: Of its elements.
-        stride: Of the whole tensor, over all groups.
+        stride: Of the full tensor, over all meshes, whose dims follow each other in its parts as in that.
     """
 
     layout: ShardLayout
@@ -121,7 +116,7 @@ class Piece:
     @property
     def slot_bytes(self) -> int:
         """Of the place for one rank's shard."""
-        return -(-self.layout.slot_numel * self.dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+        return -(-self.layout.slot_numel * self.dtype.itemsize // SLOT_BYTES) * SLOT_BYTES
 
     def whole(self, rows: Tensor | Sequence[Tensor], at: int) -> Tensor:
         """The whole tensor, of shards that begin at a byte of the rows of all ranks."""
@@ -168,7 +163,7 @@ def collect(
         Waits, and gives the whole tensors of those that this rank owns.
 
     Communicates:
-        An all-to-all over data parallelism, and then one along each dim of tensor parallelism.
+        An all-to-all over data parallelism, and then, waiting for each, one along each dim of tensor parallelism.
     """
     given = [(owner.number, piece) for owner, piece in zip(owners, pieces, strict=True)]
     handle = _collect(given, shards, owners[0].group, label, capacity)
@@ -204,8 +199,8 @@ def spread(
         Waits, and gives this rank's shard of each piece.
 
     Communicates:
-        An all-to-all along each dim of tensor parallelism, and then one over data parallelism; in the place of one an
-        all-gather where each rank has all of a tensor.
+        An all-to-all along each dim of tensor parallelism, waiting for each, and then one over data parallelism; in the
+        place of one an all-gather where each rank has all of a tensor.
     """
     for axis in range(len(owners[0].axes)):
         left = [each for each in zip(owners, pieces, strict=True) if each[0].is_own(axis + 1)]

@@ -5,10 +5,12 @@ and gives every rank its shard of the result. What the optimizer keeps for the p
 `optimizer.state` it stands as sharded tensors, whose shards are fetched from there when somebody uses them.
 """
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,9 +41,6 @@ from dshard.tensor.subclass_shards import subclass_gathers
 from dshard.tensor.views import dense_stride
 
 _OF_TORCH = (optim.Muon, optim.Adafactor)
-_STATES: Mapping[type, tuple[str, ...]] = {
-    optim.Muon: ("momentum_buffer",)
-}  # all that they keep: like their parameters
 Cost = Callable[[torch.Size], float]
 
 
@@ -74,6 +73,22 @@ def whole_of(optimizer: Optimizer) -> Whole | None:
 _TORCHS = Whole()
 
 
+@cache
+def _kept_by_muon() -> tuple[str, ...] | None:
+    """Names of all that torch's Muon keeps for a parameter, if these are tensors like it: what a step of one leaves.
+
+    So ranks know of its states without being told, and know the same.
+    """
+    param = nn.Parameter(torch.eye(2, dtype=torch.float32, device="cpu"))
+    param.grad = torch.eye(2, dtype=torch.float32, device="cpu")
+    muon = optim.Muon([param])
+    step: Any = optim.Muon.step
+    getattr(step, "__wrapped__", step)(muon)
+    states = muon.state[param]
+    is_like = all(isinstance(v, Tensor) and v.shape == param.shape and v.dtype == param.dtype for v in states.values())
+    return tuple(states) if is_like else None
+
+
 class _Holding:
     """The states of one parameter, whole, with its owner; what their shards await.
 
@@ -99,7 +114,7 @@ class _Holding:
         sharded = {name: value for name, value in states.items() if type(value) in SHARDED}
         is_known = len(sharded) == len(self._storages) and all(self.holds(*item) for item in sharded.items())
         if not is_known:
-            self._storages, self.kinds, self.is_held = {}, {}, True
+            self._storages, self.kinds, self.is_held = {}, {}, bool(sharded)
         for name, value in sharded.items():
             storage = value.shard_storage
             storage.num_writes += 1
@@ -188,7 +203,7 @@ class Owners:
         """Give all ranks their shards of all states that owners hold.
 
         Communicates:
-            An all-to-all of the shards, and between replicas an all-gather of them.
+            As `spread`: an all-to-all of the shards, and between replicas an all-gather of them.
         """
         held = [holding for holding in self.holdings.values() if holding.is_held]
         _bring_back_all(held if first in held else [first])
@@ -232,7 +247,7 @@ def _chunks(held: Sequence[_Holding]) -> Iterator[list[_Holding]]:
         chunk: list[_Holding] = []
         num_bytes = 0
         for holding in same:
-            size = sum(layout.numel * dtype.itemsize for layout, dtype, _ in holding.kinds.values())
+            size = sum(math.prod(full_shape(layout)) * dtype.itemsize for layout, dtype, _ in holding.kinds.values())
             if chunk and num_bytes + size > ROUND_BYTES:
                 yield chunk
                 chunk, num_bytes = [], 0
@@ -252,7 +267,11 @@ def _rounds(assigned: Sequence[_Assigned]) -> Iterator[list[_Assigned]]:
 
 
 def _bring_back(held: Sequence[_Holding]) -> None:
-    """Give all ranks their shards of the states that owners have, all over the same ranks."""
+    """Give all ranks their shards of the states that owners have, all over the same ranks.
+
+    Communicates:
+        As `spread`.
+    """
     pieces, fulls, places = [], [], []
     for holding in held:
         holding.is_held = False
@@ -298,7 +317,7 @@ class WholeStep:
         self._numbers = {id(param): str(number) for number, param in enumerate(with_grad)}
         self._rounds = owners.rounds(with_grad) if with_grad else []
         states = [_without_dtensors(optimizer.state.get(param, {})) for param in with_grad]
-        known = _STATES.get(type(optimizer))
+        known = _kept_by_muon() if type(optimizer) is optim.Muon else None
         as_known = (
             not s or (tuple(s) == known and all(type(value) in SHARDED for value in s.values())) for s in states
         )
@@ -399,12 +418,6 @@ class WholeStep:
         if self._known_states is None:
             facts = [(name, _fact_of(name, value, item.param)) for name, value in states.items()]
             self._facts.setdefault(item.owner.key, {})[self._number_of(item)] = facts
-        elif tuple(states) != self._known_states:
-            raise StateError(
-                f"{item.param.name}: {type(self._optimizer).__name__} of this version of torch must keep "
-                f"{', '.join(self._known_states)} alone, but it keeps {', '.join(map(str, states))}. Step a subclass "
-                "of it by dshard.optim.whole, of which nothing is taken for known."
-            )
 
     def _number_of(self, item: _Assigned) -> str:
         return self._numbers[id(item.param)]

@@ -218,8 +218,12 @@ class UnitCosts:
     @property
     def touched_bytes(self) -> int:
         """Read and written by the optimizer's step on the whole unit but for what owners step; states, too."""
-        trained = [p for p in self.params if p.grad_itemsize and not p.owner_work]
-        return sum(p.numel * 3 * p.stored_itemsize + 2 * p.state_bytes_of(p.numel) for p in trained)
+        return sum(_touched_bytes(param) for param in self.params if not param.owner_work)
+
+    @property
+    def touched_by_owners_bytes(self) -> int:
+        """The same by owners, outside of products."""
+        return sum(_touched_bytes(param) for param in self.params if param.owner_work)
 
     @property
     def late_transient_bytes(self) -> int:
@@ -480,6 +484,13 @@ def scaled(costs: _T, factor: float) -> _T:
     elif isinstance(found, tuple):
         found = tuple(scaled(value, factor) for value in found)
     return cast(_T, found)
+
+
+def _touched_bytes(param: ParamCosts) -> int:
+    """A parameter, which is read and written, its gradient, and its states; nothing where it is frozen."""
+    if not param.grad_itemsize:
+        return 0
+    return param.numel * 3 * param.stored_itemsize + 2 * param.state_bytes_of(param.numel)
 
 
 def ceil_div(value: int, divisor: int) -> int:

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dshard.layout import assign, rounds_of
+from dshard.layout import SLOT_BYTES, assign, rounds_of
 from dshard.planner.costs import Cluster, ModelCosts, ParamCosts, ceil_div
 
 Ints = npt.NDArray[np.int64]
-_ALIGN_BYTES = 16  # of each tensor in a row
 _assign = lru_cache(maxsize=16)(assign)
 
 
@@ -43,8 +42,9 @@ class Owners:
         """Time in which gradients and values of parameters come to their owners, and values go back to all ranks."""
         num_bytes = sum(param.numel * param.stored_itemsize for param in params if param.owner_work)
         shards, cluster = num_bytes / within, self._cluster
-        there_s = cluster.all_gather_s(2 * shards, within)  # a rank sends shards, but for those that it owns
-        return there_s + cluster.all_gather_s(shards, within) + cluster.among_replicas_s(shards, within)
+        here = shards / (cluster.num_ranks // within)  # of what those own that this rank shares parameters with
+        there_and_back_s = cluster.all_gather_s(2 * here, within) + cluster.all_gather_s(here, within)
+        return there_and_back_s + cluster.among_replicas_s(shards, within)
 
     def _step_bytes(self, within: int, is_offloaded: bool) -> int:
         """The most bytes that rounds of steps take at one time, on the rank that has most.
@@ -82,7 +82,7 @@ class Owners:
         slots, whole, temporaries, states = (np.zeros(self._cluster.num_ranks, dtype=np.int64) for _ in range(4))
         for place in places:
             param, owner = self._params[place], self._owners[place]
-            slots[owner] += ceil_div(param.shard_numel(within) * param.stored_itemsize, _ALIGN_BYTES) * _ALIGN_BYTES
+            slots[owner] += ceil_div(param.shard_numel(within) * param.stored_itemsize, SLOT_BYTES) * SLOT_BYTES
             whole[owner] += param.numel * param.stored_itemsize
             temporaries[owner] = max(temporaries[owner], param.numel * param.step_bytes_per_element)
             states[owner] += param.state_bytes_of(param.numel) if is_offloaded else 0

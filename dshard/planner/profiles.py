@@ -42,8 +42,8 @@ class WholeSteps:
     flops_per_product: float = 30
 
     def __post_init__(self) -> None:
-        names = ("state_bytes_per_element", "step_bytes_per_element", "flops_per_product")
-        arguments.fields(self, arguments.from_0, *names)
+        arguments.fields(self, arguments.from_0, "state_bytes_per_element", "step_bytes_per_element")
+        arguments.fields(self, arguments.above_0, "flops_per_product")
         arguments.fields(self, _names, "params")
 
 
@@ -162,7 +162,9 @@ def costs_of(
         device = _telling(device, rates, training, tensor_parallel)
         works = _works_of(trace, device, rates, training, tensor_parallel)
         times = [UnitTimes(forward.total_s, backward.total_s) for forward, backward in works]
-        optimizer_s_per_byte, product_s_per_flop = _steps_of(device, rates)
+        reached = device.memory_bytes_per_s * device.efficiency.memory
+        optimizer_s_per_byte = 1 / reached if rates is None else rates.seconds_per_byte(device)
+        product_s_per_flop = 0.0 if training.whole is None else _product_s_per_flop(device, rates)
     units, params = [], _params_of(model, training, dims)
     names = {module: name for name, module in model.named_modules()}
     for i, memory in zip(trace.order, _memory_of(trace), strict=True):
@@ -178,7 +180,6 @@ def costs_of(
             forward_transient_bytes=memory.forward,
             backward_transient_bytes=memory.backward,
             gradients_transient_bytes=memory.gradients,
-            owners_s=sum(p.owner_work for p in own) * product_s_per_flop,
             optimizer_start_s=overhead.optimizer_s * num_trained,
             slice_overhead_s=device.efficiency.kernel_s if device is not None else 2e-5,
             is_used_in_backward=i not in trace.unused_in_backward,
@@ -187,7 +188,9 @@ def costs_of(
             checkpointing=kinds[i] if kinds else "none",
             work=_with_copies(works[i], copies) if works else (),
         )
-        units.append(replace(unit, optimizer_s=unit.touched_bytes * optimizer_s_per_byte))
+        products_s = sum(param.owner_work for param in own) * product_s_per_flop
+        owners_s = products_s + unit.touched_by_owners_bytes * optimizer_s_per_byte
+        units.append(replace(unit, optimizer_s=unit.touched_bytes * optimizer_s_per_byte, owners_s=owners_s))
     return ModelCosts(
         units=tuple(units),
         batch_size=batch_size * training.num_backwards,
@@ -233,12 +236,10 @@ def _works_of(
     return [(told(forward), told(backward)) for forward, backward in ops]
 
 
-def _steps_of(device: Device, rates: Rates | None) -> tuple[float, float]:
-    """Seconds per byte of an elementwise step, and per operation of a large product of matrices in bf16."""
+def _product_s_per_flop(device: Device, rates: Rates | None) -> float:
+    """Seconds per operation of a large product of matrices in bf16."""
     many = 10**15  # of which nothing else counts
-    product = work_of([Op("aten.mm", many, 0, torch.bfloat16)], device, rates)
-    reached = device.memory_bytes_per_s * device.efficiency.memory
-    return 1 / reached if rates is None else rates.seconds_per_byte(device), product.products_s / many
+    return work_of([Op("aten.mm", many, 0, torch.bfloat16)], device, rates).products_s / many
 
 
 def _with_copies(works: tuple[Work, Work], copies: UnitTimes) -> tuple[Work, ...]:
@@ -322,14 +323,14 @@ def _owned(model: nn.Module, whole: WholeSteps) -> frozenset[str]:
             f"plan: WholeSteps.params must name parameters of the model, but it has no {unknown[0]!r}. Pass some of "
             "the names in model.named_parameters()."
         )
-    found = frozenset(name for name in names if known[name].requires_grad)
+    found = [name for name in names if known[name].requires_grad]
     for name in found:
         if is_cut(known[name]):
             raise PlanError(
                 f"plan: WholeSteps.params must be parameters that no tensor parallelism cuts, but {name} is: plans do "
-                "not know what owners of such do. Leave it out of params."
+                "not know what owners of such do. Pass the names of others as params."
             )
-    return found
+    return frozenset(found)
 
 
 def _param_costs(

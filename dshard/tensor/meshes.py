@@ -3,7 +3,7 @@
 import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -264,10 +264,15 @@ def groups_of(tensor: Any) -> list[ShardGroup]:
 
 def joined_group(tensor: Any) -> ShardGroup:
     """All of `groups_of` as one, for collectives that are to reach them everywhere."""
-    joined, *others = groups_of(tensor)
-    for group in others:
-        joined = ShardGroup(group.process_group, torch.device(group.device_type), joined)
-    return joined
+    group, *others = groups_of(tensor)
+    return joined(group, others)
+
+
+def joined(group: ShardGroup, others: Iterable[ShardGroup]) -> ShardGroup:
+    """The ranks of a group and of those along other dims, as one."""
+    for each in others:
+        group = ShardGroup(each.process_group, torch.device(each.device_type), group)
+    return group
 
 
 def distinct_groups(tensor: Any) -> list[ShardGroup]:

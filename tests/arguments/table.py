@@ -327,7 +327,9 @@ TABLE = {  # "?": or None
     },
     "WholeSteps": {
         "params": "names of parameters?",
-        **dict.fromkeys(("state_bytes_per_element", "step_bytes_per_element", "flops_per_product"), "at least 0"),
+        "state_bytes_per_element": "at least 0",
+        "step_bytes_per_element": "at least 0",
+        "flops_per_product": "above 0",
     },
     "Measured": {"step_s": "above 0", "peak_bytes": "at least 0?"},
     "Wire": {"bytes_per_s": "above 0", "latency_s": "at least 0"},

@@ -102,6 +102,7 @@ def run(
     strategy: Any,
     program: list[tuple[str, set[int]]],
     dims: Dims | None = None,
+    num_replicas: int = 1,
     **options: Any,
 ) -> None:
     """Run a program.
@@ -113,14 +114,17 @@ def run(
         strategy: Of the sharded model.
         program: What is done ahead of each step, and which parameters have no gradient in it.
         dims: How parameters lie on a mesh of tensor parallelism over pairs of ranks, or pairs of pairs; None for none.
+        num_replicas: Of what data parallelism beside it shards.
         options: For `fully_shard`.
     """
     plain, sharded = Model(shapes), Model(shapes)
     if dims is not None:
         num_axes = max(len(each) for each in dims if each is not None)
-        shape, names = (dist.get_world_size() // 2**num_axes, *[2] * num_axes), ("dp", "tp", "inner")[: num_axes + 1]
+        shape = (num_replicas, dist.get_world_size() // num_replicas // 2**num_axes, *[2] * num_axes)
+        names = ("replicate", "dp", "tp", "inner")[: len(shape)]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        sharded, options = Parallel(shapes, mesh[names[1:]], dims), options | {"mesh": mesh["dp"]}
+        data = mesh["replicate", "dp"] if num_replicas > 1 else mesh["dp"]
+        sharded, options = Parallel(shapes, mesh[names[2:]], dims), options | {"mesh": data}
     dshard.fully_shard(sharded, strategy=strategy, **options)
     other, optimizer = make(kind, list(plain.parameters())), make(kind, list(sharded.parameters()))
     for step, (action, missing) in enumerate(program):

@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import dshard
 import dshard.optim
 from dshard.layout import assign
+from dshard.planner import Cluster, Link, Links, ModelCosts, ParamCosts, UnitCosts
+from dshard.planner.owners import Owners
 from dshard.testing import WorldPool, expect_error, fake_world
 from tests.optimizer.random_programs import ACTIONS, Model, Parallel, check_states, gradients, run
 
@@ -98,6 +100,14 @@ def test_so_they_have_where_ranks_exchange_messages(messaging: WorldPool, num_ra
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_they_have_under_tensor_parallelism(worlds: WorldPool, kind, num_ranks, data):
     check_random_program(worlds, kind, num_ranks, data, is_parallel=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_they_have_where_that_has_replicas(worlds: WorldPool, kind):
+    shapes = [(6, 4), (5, 7), (16, 16), (1, 3)]
+    program = [("none", {1}), ("load", set()), ("clip", {0}), ("look", set())]
+    dims = [(0,), (1,), ("replicated",), None]
+    worlds.run(8, run, make, kind, shapes, "full", program, dims, 2)
 
 
 def check_random_program(
@@ -217,6 +227,41 @@ def test_a_rank_of_a_fake_world_steps_what_it_owns():
                 optimizer.step()
             assert [record.kind for record in trace.records] == ["all_to_all", "all_to_all"]
         assert all(list(optimizer.state[p]) == ["momentum_buffer"] for p in model.parameters())
+
+
+@pytest.mark.parametrize(("strategy", "within"), [("full", 4), ("hybrid(2)", 2), ("ddp", 1)])
+def test_plans_reckon_with_the_bytes_that_are_sent(worlds: WorldPool, strategy, within):
+    sent, *_ = worlds.run(4, counted, strategy)[0]
+    params = tuple(ParamCosts(f"{number}", 8, 8, owner_work=1) for number in range(8))
+    model = ModelCosts((UnitCosts("unit", params, forward_s=1.0, backward_s=1.0),))
+    cluster = Cluster(4, 4, Links.of(Link(0.0, seconds_per_byte=1.0)))
+    assert 4 * Owners(model, cluster).exchange_s(params, within) == sent  # by all ranks
+
+
+class Forgetful(torch.optim.SGD):
+    """Keeps a tensor like the parameter in its first step, and a number from then on."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"number": 1} if self.state[p] else {"like": torch.zeros_like(p)}
+        return super().step(closure)
+
+
+def forget() -> list[list[str]]:
+    model = dshard.fully_shard(Model([(4, 4)] * 3))
+    params = list(model.parameters())
+    optimizer = dshard.optim.whole(Forgetful(params[:2], lr=0.1))
+    for step in range(3):
+        model(gradients([(4, 4)] * 3, set(), step)).backward()
+        optimizer.step()
+        if step == 1:
+            optimizer.add_param_group({"params": params[2:]})  # who owns what is anew
+    return [list(optimizer.state[p]) for p in params]
+
+
+def test_states_that_are_no_more_are_not_brought_back(worlds: WorldPool):
+    assert worlds.run(2, forget) == [[["number"], ["number"], ["like"]]] * 2
 
 
 class OfLists(torch.optim.SGD):

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from dshard.errors import ArgumentError, PlanError, StateError
 from dshard.planner.costs import Cluster
@@ -10,6 +12,7 @@ from dshard.planner.devices import DEVICES, device_named
 from dshard.planner.profiles import Training, UnitTimes, WholeSteps, costs_of
 from dshard.planner.rates import cluster_of, published
 from dshard.planner.tracing import trace
+from dshard.testing import fake_world
 from tests.planner.models import CASES, parts_of
 
 A100 = DEVICES["a100-80g"]
@@ -116,8 +119,11 @@ def test_owners_step_what_is_named_and_their_products_take_time():
     assert (up.state_bytes_per_element, up.step_bytes_per_element) == (4, 12)
     assert (norm.state_bytes_per_element, norm.step_bytes_per_element) == (8, 4)
     for unit in units:
-        flops = sum(param.owner_work for param in unit.params)
-        assert unit.owners_s == pytest.approx(flops / (312e12 * A100.efficiency.compute))
+        owned = [param for param in unit.params if param.owner_work]
+        products_s = sum(param.owner_work for param in owned) / (312e12 * A100.efficiency.compute)
+        num_bytes = sum(param.numel * (3 * 4 + 2 * 4) for param in owned)  # all but products: as other optimizers
+        traffic_s = num_bytes / (A100.memory_bytes_per_s * A100.efficiency.memory)
+        assert unit.owners_s == pytest.approx(products_s + traffic_s)
         shards = [param for param in unit.params if not param.owner_work]
         assert unit.touched_bytes == sum(param.numel * (3 * 4 + 2 * 8) for param in shards)
     every = costs_of(found, model, training=Training(whole=WholeSteps()), device=A100).units
@@ -128,6 +134,16 @@ def test_owners_step_what_is_named_and_their_products_take_time():
     assert all(unit.owners_s > 0 for unit in rated if any(param.owner_work for param in unit.params))
     with pytest.raises(PlanError, match=r"has no 'blocks\.9\.weight'"):
         costs_of(found, model, training=Training(whole=WholeSteps(["blocks.9.weight"])), device=A100)
+
+
+def test_owners_of_what_tensor_parallelism_cuts_are_refused_by_name():
+    found, model = traced()
+    with fake_world(0, 2):
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"blocks.0.mlp.up": ColwiseParallel()})
+        for whole in (WholeSteps(), WholeSteps(["blocks.0.mlp.up.weight"])):
+            with pytest.raises(PlanError, match=r"no tensor parallelism cuts, but blocks\.0\.mlp\.up\.weight is"):
+                costs_of(found, model, training=Training(whole=whole), device=A100)
+        costs_of(found, model, training=Training(whole=WholeSteps(["blocks.1.mlp.up.weight"])), device=A100)
 
 
 def test_a_group_across_hosts_shares_the_network_of_a_host():
