@@ -162,8 +162,7 @@ def costs_of(
         device = _telling(device, rates, training, tensor_parallel)
         works = _works_of(trace, device, rates, training, tensor_parallel)
         times = [UnitTimes(forward.total_s, backward.total_s) for forward, backward in works]
-        reached = device.memory_bytes_per_s * device.efficiency.memory
-        optimizer_s_per_byte = 1 / reached if rates is None else rates.seconds_per_byte(device)
+        optimizer_s_per_byte = _step_s_per_byte(device, rates)
         product_s_per_flop = 0.0 if training.whole is None else _product_s_per_flop(device, rates)
     units, params = [], _params_of(model, training, dims)
     names = {module: name for name, module in model.named_modules()}
@@ -188,9 +187,7 @@ def costs_of(
             checkpointing=kinds[i] if kinds else "none",
             work=_with_copies(works[i], copies) if works else (),
         )
-        products_s = sum(param.owner_work for param in own) * product_s_per_flop
-        owners_s = products_s + unit.touched_by_owners_bytes * optimizer_s_per_byte
-        units.append(replace(unit, optimizer_s=unit.touched_bytes * optimizer_s_per_byte, owners_s=owners_s))
+        units.append(_with_steps(unit, optimizer_s_per_byte, product_s_per_flop))
     return ModelCosts(
         units=tuple(units),
         batch_size=batch_size * training.num_backwards,
@@ -236,10 +233,23 @@ def _works_of(
     return [(told(forward), told(backward)) for forward, backward in ops]
 
 
+def _step_s_per_byte(device: Device, rates: Rates | None) -> float:
+    """Seconds per byte that an elementwise step reads and writes."""
+    reached = device.memory_bytes_per_s * device.efficiency.memory
+    return 1 / reached if rates is None else rates.seconds_per_byte(device)
+
+
 def _product_s_per_flop(device: Device, rates: Rates | None) -> float:
     """Seconds per operation of a large product of matrices in bf16."""
     many = 10**15  # of which nothing else counts
     return work_of([Op("aten.mm", many, 0, torch.bfloat16)], device, rates).products_s / many
+
+
+def _with_steps(unit: UnitCosts, s_per_byte: float, s_per_flop: float) -> UnitCosts:
+    """The same with the times of its optimizer's steps."""
+    products_s = sum(param.owner_work for param in unit.params) * s_per_flop
+    owners_s = products_s + unit.touched_by_owners_bytes * s_per_byte
+    return replace(unit, optimizer_s=unit.touched_bytes * s_per_byte, owners_s=owners_s)
 
 
 def _with_copies(works: tuple[Work, Work], copies: UnitTimes) -> tuple[Work, ...]:

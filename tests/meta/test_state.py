@@ -38,6 +38,7 @@ ALLOWED: dict[str, str] = {
     "dshard.optimizer.deferred._Thread": "one thread for the steps of all optimizers, which share the host's cores",
     "dshard.optimizer.deferred._States.(any)": "methods of a dict that wait first, made when the class is defined",
     "dshard.optimizer.eight_bit._table": "what codes mean, which does not change",
+    "dshard.optimizer.owners._kept_by_muon": "what torch's Muon keeps, which does not change",
     "dshard.optimizer.replace._NUM_MOVES": "tells cheaply that no parameter moved since an optimizer was looked at",
     "dshard.units.copies.FULL_TENSORS": "what autograd saves may be of any model; its memory tells",
     "dshard.runtime.unsharding._Transforms": "transforms of torch.func ask one function of torch, for all models",
