@@ -154,9 +154,9 @@ class _Round:
         rows = largest if shares else (num_replicas + 1) * largest if by_backend else received
         unread_among = largest if shares else none
         if within == 1 and num_replicas > 1:
-            return _Leaving(
-                rows, none if by_backend else total, rows + total if by_backend else none, none, unread_among
-            )
+            if by_backend:
+                return _Leaving(rows, none, rows + total, none, none)
+            return _Leaving(rows, total, none, none, unread_among)
         sent = none + in_memory_of if in_memory_of else within * self.slots
         among = rows + total if num_replicas > 1 else none
         return _Leaving(sent, received if within > 1 else none, among, sent if in_memory_of else none, unread_among)

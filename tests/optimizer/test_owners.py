@@ -25,7 +25,7 @@ from dshard.layout import assign
 from dshard.planner import Cluster, Link, Links, ModelCosts, ParamCosts, UnitCosts
 from dshard.planner.owners import Owners
 from dshard.testing import WorldPool, expect_error, fake_world
-from tests.optimizer.random_programs import ACTIONS, Model, Parallel, check_states, gradients, run
+from tests.optimizer.random_programs import ACTIONS, Dims, Model, Parallel, check_states, gradients, run
 
 SHAPES = ((6, 4), (5, 7), (1, 3), (16, 16), (9, 2), (3, 130))
 VECTORS = ((8,), (3,), ())
@@ -164,9 +164,8 @@ def test_many_pieces_of_work_are_shared_out_within_5_percent_of_what_no_assignme
         assert max(loads) <= 1.05 * max(sum(costs) / num_owners, *costs)
 
 
-def counted(strategy: str) -> tuple[int, int, list[str], int]:
+def counted(model: nn.Module) -> tuple[int, int, list[str], int]:
     """Bytes that the second of two steps sends, those of all parameters, its collectives, and bytes of states here."""
-    model = dshard.fully_shard(Model([(8, 8)] * 8), strategy=strategy)
     optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
     for step in range(2):
         model(gradients([(8, 8)] * 8, set(), step)).backward()
@@ -179,42 +178,38 @@ def counted(strategy: str) -> tuple[int, int, list[str], int]:
     return int(sent), sum(p.numel() * 4 for p in model.parameters()), [r.kind for r in trace.records], kept
 
 
+def counted_of(strategy: str) -> tuple[int, int, list[str], int]:
+    return counted(dshard.fully_shard(Model([(8, 8)] * 8), strategy=strategy))
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_step_sends_parameters_and_gradients_to_owners_and_parameters_back_and_states_stay(
     worlds: WorldPool, num_ranks
 ):
-    for sent, num_bytes, kinds, kept in worlds.run(num_ranks, counted, "full"):
+    for sent, num_bytes, kinds, kept in worlds.run(num_ranks, counted_of, "full"):
         assert sent == 3 * num_bytes * (num_ranks - 1) // num_ranks
         assert kinds == ["all_to_all", "all_to_all"]
         assert kept == num_bytes // num_ranks
-    for sent, num_bytes, kinds, kept in worlds.run(num_ranks, counted, "ddp"):
+    for sent, num_bytes, kinds, kept in worlds.run(num_ranks, counted_of, "ddp"):
         assert sent == num_bytes * (num_ranks - 1)
         assert kinds == ["all_gather"]
         assert kept == num_bytes // num_ranks
 
 
-def counted_on_two_meshes() -> tuple[int, int, int]:
-    """Bytes that a step of the second of two steps sends, those of all parameters, and bytes of states here."""
-    shapes: list[tuple[int, ...]] = [(8, 8)] * 8
+def counted_on_two_meshes(dims: Dims) -> tuple[int, int, list[str], int]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = dshard.fully_shard(Parallel(shapes, mesh["tp"], [(0,), (1,)] * 4), mesh=mesh["dp"])
-    optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
-    for step in range(2):
-        model(gradients(shapes, set(), step)).backward()
-        with dshard.CommTrace() as trace:
-            optimizer.step()
-    sent = torch.tensor([sum(record.payload_bytes for record in trace.records)])
-    dist.all_reduce(sent)
-    holdings = optimizer.__dict__["_dshard_owners"].holdings.values()
-    kept = sum(tensor.nbytes for holding in holdings for tensor in holding.tensors.values())
-    return int(sent), sum(p.numel() * 4 for p in model.parameters()), kept
+    return counted(dshard.fully_shard(Parallel([(8, 8)] * 8, mesh["tp"], dims), mesh=mesh["dp"]))
 
 
 def test_under_tensor_parallelism_a_matrix_has_one_owner_among_all_ranks(worlds: WorldPool):
-    for sent, num_bytes, kept in worlds.run(4, counted_on_two_meshes):
+    for sent, num_bytes, _, kept in worlds.run(4, counted_on_two_meshes, [(0,), (1,)] * 4):
         assert kept == num_bytes // 4
         # Half of values and gradients to the owner's place in data parallelism, half of them on to the owner; and back.
         assert sent == 2 * num_bytes * 3 // 2
+    for sent, num_bytes, _, kept in worlds.run(4, counted_on_two_meshes, [("replicated",)] * 8):
+        assert kept == num_bytes // 4
+        # Both planes send half of values and gradients, none goes along the other mesh; all comes back, and then half.
+        assert sent == 2 * num_bytes + num_bytes + num_bytes
 
 
 def test_a_rank_of_a_fake_world_steps_what_it_owns():
@@ -231,7 +226,7 @@ def test_a_rank_of_a_fake_world_steps_what_it_owns():
 
 @pytest.mark.parametrize(("strategy", "within"), [("full", 4), ("hybrid(2)", 2), ("ddp", 1)])
 def test_plans_reckon_with_the_bytes_that_are_sent(worlds: WorldPool, strategy, within):
-    sent, *_ = worlds.run(4, counted, strategy)[0]
+    sent, *_ = worlds.run(4, counted_of, strategy)[0]
     params = tuple(ParamCosts(f"{number}", 8, 8, owner_work=1) for number in range(8))
     model = ModelCosts((UnitCosts("unit", params, forward_s=1.0, backward_s=1.0),))
     cluster = Cluster(4, 4, Links.of(Link(0.0, seconds_per_byte=1.0)))
