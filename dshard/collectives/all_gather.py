@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -110,13 +109,14 @@ def _gather_direct(
 ) -> Handle[Gathered]:
     """Every rank sends its shards to each peer."""
     dtype, shards = plan.dtype, _converted(shards, plan.dtype)
-    memory = pool.take(plan.total_numel * dtype.itemsize, shards[0].device, shared_memory_of(group))
-    places: Places = memory.cut(plan, partial(Places.of, plan))
+    num_bytes, device = plan.total_numel * dtype.itemsize, shards[0].device
+    memory = pool.take(num_bytes, device, shared_memory_of(group), make=plan.places)
+    places: Places = memory.cut(plan.places)
     values, rows = places.values, places.rows
     assert values is not None
     assert rows is not None
     exchange = Exchange(group, Kind.GATHER, label, tag, plan.key, memory)
-    plan.pack(shards, rows[group.rank])
+    plan.pack(shards, places.own)
     own = [shards[i].reshape(-1) for i in plan.direct]  # dense, so this copies nothing but shards of unusual strides
     if own:
         torch._foreach_copy_([_part(values, plan, i, group.rank) for i in plan.direct], own)
@@ -172,27 +172,26 @@ def _gather_flat(
     """Gather by the backend's own all-gather, of one row per rank."""
     dtype, device = plan.dtype, shards[0].device
     begun_in = stream_on(device) if not is_beside else None
-    rows, received = group.rows_for_gather(plan.row_numel, dtype, device, pool)
+    received, rows = group.rows_for_gather(plan.row_numel, dtype, device, pool, plan.rows)
     if row is None:
-        row = rows[group.rank]
-        plan.pack(shards, row)
+        plan.pack(shards, rows.slots)
     elif group.comms.memory is not None:
-        row = rows[group.rank].copy_(row)
+        rows.own.copy_(row)
+        row = None
     ledger.note(group, Kind.GATHER, label, tag)
-    works = group.all_gather(rows, row)
+    works = group.all_gather(rows.flat, rows.own if row is None else row)
 
     def finish() -> Gathered:
-        nonlocal rows, row
-        if begun_in is not None and row is not None:
-            follow(stream_on(device), begun_in, (rows, row))
+        nonlocal row
+        if begun_in is not None:
+            follow(stream_on(device), begun_in, (rows.flat,) if row is None else (rows.flat, row))
         row = None
         if plan.is_in_rows:
-            full = torch.as_strided(rows, plan.bucket.layouts[0].shape, plan.strides[0])
+            full = torch.as_strided(rows.flat, plan.bucket.layouts[0].shape, plan.strides[0])
             return Gathered([full.data], received)
-        memory = pool.take(plan.total_numel * dtype.itemsize, device)
-        places: Places = memory.cut(plan, partial(Places.of, plan))
-        _unpack(rows if plan.row_numel == plan.row.segment_numel else rows[:, : plan.row.segment_numel], places, plan)
-        del rows  # the pool takes back what nobody refers to
+        memory = pool.take(plan.total_numel * dtype.itemsize, device, make=plan.places)
+        places: Places = memory.cut(plan.places)
+        _unpack(rows.segments, places, plan)
         if received is not None:
             pool.give(received)
         return Gathered(places.fulls, memory)

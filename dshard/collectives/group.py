@@ -242,18 +242,16 @@ class ShardGroup:
         return [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
 
     def rows_for_gather(
-        self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool
-    ) -> tuple[Tensor, Buffer | None]:
-        """Memory for the rows of an all-gather, shape (num_ranks, numel), and what is the pool's of it."""
-        comm, memory = self.comms.all_gather, self.comms.memory
+        self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool, make: Callable[[Tensor], T]
+    ) -> tuple[Buffer | None, T]:
+        """Memory for the rows of an all-gather, `numel` elements each, where it is the pool's; and cut by `make`."""
+        comm, memory, numel = self.comms.all_gather, self.comms.memory, self.num_ranks * numel
         if comm is not None:
-            flat: Tensor = comm.allocate((self.num_ranks * numel,), dtype=dtype, device=device)
-            return flat.view(self.num_ranks, numel), None
+            return None, make(comm.allocate((numel,), dtype=dtype, device=device))
         if memory is not None:
-            rows = memory.allocate(self.num_ranks * numel, dtype, device, self.process_group)
-            return rows.view(self.num_ranks, numel), None
-        buffer = pool.take(self.num_ranks * numel * dtype.itemsize, device)
-        return buffer.memory.view(dtype).view(self.num_ranks, numel), buffer
+            return None, make(memory.allocate(numel, dtype, device, self.process_group))
+        buffer = pool.take(numel * dtype.itemsize, device, make=make)
+        return buffer, buffer.cut(make)
 
     def rows_for_reduce(
         self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool, arena: Arena | None
@@ -272,14 +270,14 @@ class ShardGroup:
         return self.comms.memory if self.comms.reduce_scatter is None else None
 
     def all_gather(self, rows: Tensor, row: Tensor) -> list[Work]:
-        """Start the backend's own all-gather of `row`, shape (row,), into `rows`, shape (num_ranks, row)."""
+        """Start the backend's own all-gather of `row`, shape (row,), into `rows`, shape (num_ranks * row,)."""
         if self.comms.all_gather is not None:
-            return [self.comms.all_gather(rows.view(-1), row, self.process_group, async_op=True)]
+            return [self.comms.all_gather(rows, row, self.process_group, async_op=True)]
         if self.comms.memory is not None:
             self.comms.memory.register(rows, self.process_group)
         if rows.dtype not in _ON_EVERY_BACKEND:
             rows, row = rows.view(torch.uint8), row.view(torch.uint8)
-        return [_c10d.all_gather_flat(rows.view(-1), row, self.process_group)]
+        return [_c10d.all_gather_flat(rows, row, self.process_group)]
 
     def out_for_reduce(self, rows: Tensor) -> Tensor:
         """Memory for what a reduce-scatter of rows, shape (num_ranks, row), gives this rank: shape (row,)."""

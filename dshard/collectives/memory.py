@@ -97,39 +97,43 @@ class Buffer:
         arena: In which it lies, if in one.
     """
 
-    __slots__ = ("_cut", "_cut_by", "_in_use", "_refs", "_tensors", "arena", "memory", "readers")
+    __slots__ = ("_cut", "_in_use", "_make", "_refs", "_tensors", "arena", "memory", "num_bytes", "readers")
 
     def __init__(self, memory: Tensor, arena: Arena | None = None) -> None:
         self.arena = arena
         self.readers: Readers | None = None  # who may read it through shared memory
         self._in_use: _InUse | None = None
-        self.memory = memory
+        self.memory, self.num_bytes = memory, memory.numel()
         self._cut: Any = None
-        self._cut_by: object = None
+        self._make: Callable[[Tensor], Any] | None = None
         self._tensors: tuple[Tensor, ...] = ()
         self._refs = self._references()
 
-    def cut(self, by: object, make: Callable[[Tensor], Any]) -> Any:
-        """What `make` gives of the memory, or has given the last time; `by` tells ways of cutting apart.
+    def cut(self, make: Callable[[Tensor], Any]) -> Any:
+        """What `make` gives of the memory, or has given the last time.
 
         All tensors that share the memory are its `tensors`. Nobody else may refer to the memory while it is cut anew.
         """
-        if self._cut_by is not by:
+        if self._make != make:
             self._cut = make(self.memory)
-            self._cut_by, self._tensors = by, self._cut.tensors
+            self._make, self._tensors = make, self._cut.tensors
             self._refs = self._references()
         return self._cut
 
+    def is_cut_by(self, make: Callable[[Tensor], Any] | None) -> bool:
+        """Whether `cut` was last called with this, so that its tensors are there."""
+        return self._make == make
+
     def hand_out(self, in_use: _InUse) -> None:
         """Count it as in use until it is handed back, or nobody refers to it: an exception drops what it interrupts."""
-        in_use.num_bytes += self.memory.numel()
+        in_use.num_bytes += self.num_bytes
         self._in_use = in_use
 
     def hand_back(self) -> None:
         """Count it as in use no longer."""
         in_use, self._in_use = self._in_use, None
         if in_use is not None:
-            in_use.num_bytes -= self.memory.numel()
+            in_use.num_bytes -= self.num_bytes
 
     @property
     def is_in_use(self) -> bool:
@@ -195,19 +199,29 @@ class BufferPool:
         """Bytes that are in use."""
         return self._in_use.num_bytes
 
-    def take(self, num_bytes: int, device: torch.device, arena: Arena | None = None) -> Buffer:
-        """A buffer of `num_bytes` bytes with any content, in an arena if one is given; give it back when done."""
+    def take(
+        self,
+        num_bytes: int,
+        device: torch.device,
+        arena: Arena | None = None,
+        *,
+        make: Callable[[Tensor], Any] | None = None,
+    ) -> Buffer:
+        """A buffer of `num_bytes` bytes with any content, in an arena if one is given; give it back when done.
+
+        One that was cut by `make` is preferred.
+        """
         if device.type != "cpu":
-            return self._refilled(num_bytes, device) or _fresh(num_bytes, device)
+            return self._refilled(num_bytes, device, make) or _fresh(num_bytes, device)
         self._collect()
         unread_bytes = self._unread_bytes() if self._away else 0
         self._peak_bytes = max(self._peak_bytes, self.out_bytes - unread_bytes + num_bytes)
         if arena is not None:
             self.settle()
-        buffer = self._find(num_bytes, arena)
+        buffer = self._find(num_bytes, arena, make)
         if buffer is None and arena is None:
             self._await_readers(lambda: self.out_bytes + num_bytes > max(self._peak_bytes, self._last_peak_bytes))
-            buffer = self._find(num_bytes, arena)
+            buffer = self._find(num_bytes, arena, make)
         if buffer is None:
             self._trim(num_bytes)
             buffer = _fresh(num_bytes, device, arena)
@@ -216,14 +230,21 @@ class BufferPool:
         buffer.hand_out(self._in_use)
         return buffer
 
-    def _refilled(self, num_bytes: int, device: torch.device) -> Buffer | None:
+    def _refilled(self, num_bytes: int, device: torch.device, make: Callable[[Tensor], Any] | None) -> Buffer | None:
         """A buffer of this size of a device, with memory again: as new one, of the stream that is current."""
-        for i in range(len(self._empty) - 1, -1, -1):
-            memory = self._empty[i].memory
-            if memory.numel() == num_bytes and memory.device == device:
-                memory.untyped_storage().resize_(num_bytes)
-                return _as_uninitialized(self._empty.pop(i))
-        return None
+        fitting = [i for i, b in enumerate(self._empty) if b.num_bytes == num_bytes and b.memory.device == device]
+        if not fitting:
+            return None
+        buffer = self._empty.pop(self._best(self._empty, fitting, make))
+        buffer.memory.untyped_storage().resize_(num_bytes)
+        return _as_uninitialized(buffer)
+
+    @staticmethod
+    def _best(buffers: list[Buffer], fitting: list[int], make: Callable[[Tensor], Any] | None) -> int:
+        """Of some that fit, the one that was cut by `make` and used last, or else any that was used last."""
+        if len(fitting) > 1:
+            return next((i for i in reversed(fitting) if buffers[i].is_cut_by(make)), fitting[-1])
+        return fitting[0]
 
     def settle(self) -> None:
         """Wait for a while until peers have read what was given back, but for a little."""
@@ -234,7 +255,7 @@ class BufferPool:
         return any(buffer.readers is not None for buffer in self._away)
 
     def _unread_bytes(self) -> int:
-        return sum(buffer.memory.numel() for buffer in self._away if buffer.readers is not None)
+        return sum(buffer.num_bytes for buffer in self._away if buffer.readers is not None)
 
     def _await_readers(self, is_needed: Callable[[], bool]) -> None:
         """Wait for peers to read, as long as what they read is needed; for a while.
@@ -249,13 +270,13 @@ class BufferPool:
 
         self._patience.wait(is_over, lambda: any(b.readers is not None and b.readers.is_awaited() for b in self._away))
 
-    def _find(self, num_bytes: int, arena: Arena | None) -> Buffer | None:
-        """The buffer of this size that was used last."""
-        for i in range(len(self._kept) - 1, -1, -1):
-            if self._kept[i].memory.numel() == num_bytes and self._kept[i].arena is arena:
-                self.kept_bytes -= num_bytes
-                return self._kept.pop(i)
-        return None
+    def _find(self, num_bytes: int, arena: Arena | None, make: Callable[[Tensor], Any] | None) -> Buffer | None:
+        """A buffer of this size: of several as `_best` tells."""
+        fitting = [i for i, b in enumerate(self._kept) if b.num_bytes == num_bytes and b.arena is arena]
+        if not fitting:
+            return None
+        self.kept_bytes -= num_bytes
+        return self._kept.pop(self._best(self._kept, fitting, make))
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back, once no peer reads it; one whose memory somebody still refers to stays theirs."""
@@ -276,7 +297,7 @@ class BufferPool:
                 self._drain(buffer)
             return
         self._kept.append(buffer)
-        self.kept_bytes += memory.numel()
+        self.kept_bytes += buffer.num_bytes
         self._trim()
 
     def _drain(self, buffer: Buffer) -> None:
@@ -328,4 +349,4 @@ class BufferPool:
     def _trim(self, num_more: int = 0) -> None:
         limit = max(self._peak_bytes, self._last_peak_bytes)
         while self._kept and self.kept_bytes + self.out_bytes + num_more > limit:
-            self.kept_bytes -= self._kept.pop(0).memory.numel()
+            self.kept_bytes -= self._kept.pop(0).num_bytes

@@ -94,7 +94,9 @@ class GatherPlan:
         real_numel: Elements that this rank sends to each peer, without padding.
         padding_numel: Elements of padding that it sends along.
         in_front: For each packed tensor, whether its slots are its memory, with padding behind its last row.
-        local_numels: Elements of this rank's shards.
+        rank: This one.
+        local_shapes: Of this rank's shards.
+        local_numels: Elements of them.
     """
 
     def __init__(
@@ -131,10 +133,9 @@ class GatherPlan:
         self.key = zlib.crc32(repr((shapes, self.direct, str(dtype))).encode())
         self.real_numel = real_numel(layouts, group.rank)
         self.padding_numel = self.row_numel - real_numel(self.row.layouts, group.rank)
+        self.rank = group.rank
+        self.local_shapes = tuple(x.local_shape(group.rank) for x in layouts)
         self.local_numels = tuple(x.local_numel(group.rank) for x in layouts)
-        numels = [self.local_numels[i] for i in self.packed]
-        slots = enumerate(zip(numels, self.row.slot_sizes, strict=True))
-        self._unfilled = tuple((place, numel) for place, (numel, size) in slots if numel != size)
 
     @classmethod
     def of(
@@ -159,21 +160,33 @@ class GatherPlan:
         """Whether the rows, as a backend's own all-gather leaves them, are the memory of the only full tensor."""
         return len(self.in_front) == len(self.bucket.layouts) == 1 and self.in_front[0]
 
-    def pack(self, shards: Sequence[Tensor], row: Tensor) -> list[Tensor]:
-        """Copy the packed ones of this rank's shards into a row; gives their places in it, flat.
+    def places(self, memory: Tensor) -> "Places":
+        """Cut the memory of the full tensors, as `Buffer.cut` takes it."""
+        return Places.of(self, memory)
+
+    def rows(self, memory: Tensor) -> "Rows":
+        """Cut the memory of what a backend's own all-gather gives, as `Buffer.cut` takes it."""
+        return Rows.of(self, memory)
+
+    def slots_in(self, row: Tensor) -> list[Tensor]:
+        """Where the packed ones of this rank's shards lie in a row: in their shapes.
+
+        Args:
+            row: At least `row.segment_numel` elements.
+        """
+        slots = torch.split_with_sizes(row[: self.row.segment_numel], self.row.slot_sizes)
+        shapes = [self.local_shapes[i] for i in self.packed]
+        return [slot[: math.prod(shape)].view(shape) for slot, shape in zip(slots, shapes, strict=True)]
+
+    def pack(self, shards: Sequence[Tensor], slots: list[Tensor]) -> None:
+        """Copy the packed ones of this rank's shards to their places.
 
         Args:
             shards: One per tensor of the bucket, of any dtype.
-            row: At least `row.segment_numel` elements.
+            slots: What `slots_in` gave.
         """
-        own = row if row.shape[0] == self.row.segment_numel else row[: self.row.segment_numel]
-        targets = list(torch.split_with_sizes(own, self.row.slot_sizes))
-        for place, numel in self._unfilled:
-            targets[place] = targets[place][:numel]
-        sources = [shards[i] for i in self.packed] if self.direct else shards
-        if targets:
-            torch._foreach_copy_(targets, [shard if shard.dim() == 1 else shard.reshape(-1) for shard in sources])
-        return targets
+        if slots:
+            torch._foreach_copy_(slots, [shards[i] for i in self.packed])
 
     @property
     def send_numel(self) -> int:
@@ -251,11 +264,12 @@ class Places:
     slots: list[Any]  # the place of each packed tensor, shape (num_ranks, slot), where that is its memory; else None
     values: Tensor | None  # all of it, flat; on a direct backend, else None
     rows: Tensor | None  # the packed rows of all ranks, shape (num_ranks, row); on a direct backend, else None
+    own: list[Tensor]  # of these, where this rank's shards lie in its own; on a direct backend
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that share the memory."""
-        return tuple(t for t in (*self.fulls, *self.slots, self.values, self.rows) if t is not None)
+        return tuple(t for t in (*self.fulls, *self.slots, self.values, self.rows, *self.own) if t is not None)
 
     @classmethod
     def of(cls, plan: GatherPlan, memory: Tensor) -> "Places":
@@ -271,5 +285,29 @@ class Places:
             for i, size, is_front in zip(plan.packed, plan.row.slot_sizes, plan.in_front, strict=True)
         ]
         if len(regions) == len(fulls):
-            return cls(fulls, slots, None, None)
-        return cls(fulls, slots, values, regions[-1].view(num_ranks, -1))
+            return cls(fulls, slots, None, None, [])
+        rows = regions[-1].view(num_ranks, -1)
+        return cls(fulls, slots, values, rows, plan.slots_in(rows[plan.rank]))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a backend's own all-gather gives: a row of shards of each rank."""
+
+    flat: Tensor  # all of them
+    own: Tensor  # this rank's, with padding behind it
+    slots: list[Tensor]  # where this rank's shards lie in it, in their shapes
+    segments: Tensor  # the rows without their padding, shape (num_ranks, segment)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that share the memory."""
+        return (self.flat, self.own, *self.slots, self.segments)
+
+    @classmethod
+    def of(cls, plan: GatherPlan, memory: Tensor) -> "Rows":
+        """Cut the memory of the rows of a plan."""
+        flat = memory.view(plan.dtype)
+        rows = flat.view(plan.bucket.num_ranks, plan.row_numel)
+        own = rows[plan.rank]
+        return cls(flat, own, plan.slots_in(own), rows[:, : plan.row.segment_numel])

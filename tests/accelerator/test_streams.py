@@ -196,7 +196,7 @@ def buffers_of_a_device(*, is_seen: bool) -> list[bool]:
     with simulated():
         pool, where = BufferPool(), torch.device("sim", 0)
         buffer = pool.take(4096, where)
-        halves = buffer.cut("halves", Halves).tensors
+        halves = buffer.cut(Halves).tensors
         halves[1].fill_(7)
         seen = halves[1][:8] if is_seen else None
         pool.give(buffer)
@@ -204,7 +204,7 @@ def buffers_of_a_device(*, is_seen: bool) -> list[bool]:
         again = pool.take(4096, where)
         again.memory.fill_(1)
         is_kept = seen is None or seen.tolist() == [7] * 8
-        return [num_bytes == 0, again is buffer, again.cut("halves", Halves).tensors is halves, is_kept]
+        return [num_bytes == 0, again is buffer, again.cut(Halves).tensors is halves, is_kept]
 
 
 @pytest.mark.parametrize("is_seen", [False, True])

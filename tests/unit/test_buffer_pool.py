@@ -81,18 +81,40 @@ def test_memory_that_somebody_sees_is_left_to_them(how):
 class Halves:
     """Two tensors, each with a version counter of its own."""
 
+    num_parts = 2
+
     def __init__(self, memory: torch.Tensor) -> None:
-        self.tensors = torch.unsafe_split_with_sizes(memory, [memory.numel() // 2] * 2)
+        self.tensors = torch.unsafe_split_with_sizes(memory, [memory.numel() // self.num_parts] * self.num_parts)
+
+
+class Quarters(Halves):
+    """Four tensors."""
+
+    num_parts = 4
 
 
 def test_who_cuts_a_buffer_alike_gets_the_same_tensors():
     pool = BufferPool()
     buffer = pool.take(4096, CPU)
-    tensors = buffer.cut("halves", Halves).tensors
+    tensors = buffer.cut(Halves).tensors
     pool.give(buffer)
     assert pool.kept_bytes == 4096
-    assert pool.take(4096, CPU).cut("halves", Halves).tensors is tensors
-    assert buffer.cut("otherwise", Halves).tensors is not tensors
+    assert pool.take(4096, CPU).cut(Halves).tensors is tensors
+    assert buffer.cut(Quarters).tensors is not tensors
+
+
+def test_of_several_buffers_the_one_that_is_cut_alike_is_taken():
+    pool = BufferPool()
+    halves, quarters = pool.take(4096, CPU), pool.take(4096, CPU)
+    halves.cut(Halves)
+    quarters.cut(Quarters)
+    pool.give(halves)
+    pool.give(quarters)
+    assert pool.take(4096, CPU, make=Halves) is halves
+    pool.give(halves)
+    assert pool.take(4096, CPU, make=Quarters) is quarters
+    pool.give(quarters)
+    assert pool.take(4096, CPU) is quarters, "the one that was used last"
 
 
 CUT_ALIASES = {**{how: alias for how, alias in ALIASES.items() if "dtype" not in how}, "itself": lambda t: t}
@@ -102,7 +124,7 @@ CUT_ALIASES = {**{how: alias for how, alias in ALIASES.items() if "dtype" not in
 def test_memory_of_which_somebody_sees_a_part_is_left_to_them(how):
     pool = BufferPool()
     buffer = pool.take(1 << 14, CPU)
-    alias = CUT_ALIASES[how](buffer.cut("halves", Halves).tensors[1].zero_())
+    alias = CUT_ALIASES[how](buffer.cut(Halves).tensors[1].zero_())
     pool.give(buffer)
     assert pool.kept_bytes == 0
     del alias

@@ -67,7 +67,7 @@ class _Window:
         self._map, self._start = Mapped(fd, num_bytes, is_private=True), start
         self._num_bytes = start + sum(plan.regions[: len(plan.bucket.layouts)]) * plan.dtype.itemsize
         self._buffer = Buffer(self._map.tensor(start, plan.total_numel * plan.dtype.itemsize))
-        self.places: Places = self._buffer.cut(plan, partial(Places.of, plan))
+        self.places: Places = self._buffer.cut(plan.places)
         self._versions = self._written()
 
     def _written(self) -> list[int]:
